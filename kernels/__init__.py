@@ -1,0 +1,1 @@
+"""Executors: bind one rank's schedule to its tensors and move the bytes."""
