@@ -1,0 +1,74 @@
+"""What one rank does in a refit: the rows of the plan that name it, as columns.
+
+Both ends of a transfer list it in the same order (stage, bundle, member, move), so the two sequences between any pair of
+ranks agree without a word being exchanged. Extents are in wire order and equal on both ends; strides are each end's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+World = Literal["train", "gen"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor that a rank must bring to the refit: its name in the live model, its exact shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a transfer's elements lie in a local tensor: extents in wire order, element strides of the same dims."""
+
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTable:
+    """Transfers of one rank in one stage and one direction; every column has one entry a transfer."""
+
+    peer: NDArray[np.int32]  # rank in the other world
+    tensor: NDArray[np.int32]  # index into Schedule.tensors
+    geometry: NDArray[np.int32]  # index into Schedule.geometries
+    offset: NDArray[np.int64]  # elements from the start of the local tensor
+    nbytes: NDArray[np.int64]  # bytes on the wire
+    bundle: NDArray[np.int32]  # index into Plan.bundles
+    member: NDArray[np.int32]  # index of the parameter in its bundle
+
+    def __len__(self) -> int:
+        return len(self.peer)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSchedule:
+    """The transfers that leave the training ranks of one pipeline stage."""
+
+    pp_stage: int
+    sends: TransferTable  # empty on a generation rank
+    recvs: TransferTable  # empty on a training rank
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One rank's view of a plan. `rank` counts within its world."""
+
+    world: World
+    rank: int
+    digest: str
+    train_ranks: int
+    gen_ranks: int
+    tensors: tuple[LocalTensor, ...]
+    geometries: tuple[Geometry, ...]
+    stages: tuple[StageSchedule, ...]
+    misc: tuple[str, ...]  # HF names that travel by the misc route
+    parameter_name: Callable[[int, int], str]  # (bundle, member) -> HF name, for messages
