@@ -67,44 +67,62 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class LocalTensor:
+    """A tensor of a live model: its name there, its exact shape and dtype.
+
+    In a plan the name is a pattern: `{vp}`, `{layer}` and `{expert}` stand for the model chunk, the layer's index and
+    the expert's index where the tensor lives.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A region of a global parameter and the box of a local tensor that stores it.
 
-    `shape` is the local tensor's shape, or a finer row-major factoring of it where rows interleave: a `[2 I, H]` matrix
-    whose rows alternate gate and up is `(I, 2, H)`. Global dim `d` runs along local dim `dims[d]`; local dims that no
-    global dim runs along have extent one.
+    `view` is the local tensor's shape or another row-major factoring of the same elements, for storage that interleaves
+    or nests what its shape does not show: a `[2 I, H]` matrix whose rows alternate gate and up is `(I, 2, H)`. Global
+    dim `d` runs along local dim `dims[d]`; local dims that no global dim runs along have extent one. Where experts are
+    stacked in one tensor, `slot_dim` is the local dim they follow each other along and `origin` is that of slot 0.
     """
 
     region: Region
-    tensor: str
-    shape: tuple[int, ...]
+    tensor: LocalTensor
     origin: tuple[int, ...]
     dims: tuple[int, ...]
+    view: tuple[int, ...] = ()
+    slot_dim: int = -1
 
     def __post_init__(self) -> None:
-        if len(self.origin) != len(self.shape) or len(self.dims) != len(self.region.start):
-            raise ValueError(f"{self.tensor}: origin {self.origin} or dims {self.dims} do not fit shape {self.shape}")
-        if len(set(self.dims)) != len(self.dims):
-            raise ValueError(f"{self.tensor}: two global dims run along one local dim: {self.dims}")
+        if not self.view:
+            object.__setattr__(self, "view", self.tensor.shape)
+        if len(self.origin) != len(self.view) or len(self.dims) != len(self.region.start):
+            raise ValueError(f"{self.tensor.name}: origin {self.origin} or dims {self.dims} do not fit {self.view}")
 
-    @property
-    def local(self) -> Region:
-        """The box of the local tensor, in the coordinates of `shape`."""
-        stop = [low + 1 for low in self.origin]
+    def local(self, slot: int = 0) -> Region:
+        """The box of the local tensor, in the coordinates of `view`."""
+        start = self._origin(slot)
+        stop = [low + 1 for low in start]
         for extent, dim in zip(self.region.extents, self.dims):
-            stop[dim] = self.origin[dim] + extent
-        return Region(self.origin, tuple(stop))
+            stop[dim] = start[dim] + extent
+        return Region(start, tuple(stop))
 
     @property
     def strides(self) -> tuple[int, ...]:
         """Element stride in the local tensor of each global dim."""
-        local = row_major_strides(self.shape)
+        local = row_major_strides(self.view)
         return tuple(local[dim] for dim in self.dims)
 
-    def offset(self, at: tuple[int, ...]) -> int:
-        """Element offset, in the local tensor, of the global coordinate `at` (which must lie in `region`)."""
-        base = sum(low * stride for low, stride in zip(self.origin, row_major_strides(self.shape)))
-        return base + sum(
-            (point - low) * stride for point, low, stride in zip(at, self.region.start, self.strides)
-        )
+    def offset(self, at: tuple[int, ...], slot: int = 0) -> int:
+        """Element offset, in the local tensor, of the global coordinate `at`, which lies in `region`."""
+        base = sum(low * stride for low, stride in zip(self._origin(slot), row_major_strides(self.view)))
+        return base + sum((point - low) * stride for point, low, stride in zip(at, self.region.start, self.strides))
+
+    def _origin(self, slot: int) -> tuple[int, ...]:
+        if self.slot_dim < 0 or not slot:
+            return self.origin
+        return self.origin[: self.slot_dim] + (self.origin[self.slot_dim] + slot,) + self.origin[self.slot_dim + 1 :]

@@ -13,16 +13,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from .geometry import LocalTensor
+
 World = Literal["train", "gen"]
 
-
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
-    """A tensor that a rank must bring to the refit: its name in the live model, its exact shape and dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+__all__ = ["Geometry", "LocalTensor", "Schedule", "StageSchedule", "TransferTable", "World"]
 
 
 @dataclass(frozen=True, slots=True)

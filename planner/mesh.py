@@ -1,0 +1,231 @@
+"""Rank numbering on both sides: which rank sits where on which mesh.
+
+Training ranks carry two meshes at once. Dense parameters live on tp x cp x dp x pp, experts on etp x ep x edp x pp, laid
+over the same ranks; one `TrainMesh` answers for both. Numbering follows megatron.core.parallel_state.RankGenerator with
+the default order "tp-cp-ep-dp-pp" (the expert generator has no cp and etp in place of tp).
+
+Generation ranks follow vLLM's initialize_model_parallel: tensor parallel innermost, then pipeline, then data parallel;
+expert parallelism spans dp x tp (vllm/distributed/parallel_state.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class MeshError(ValueError):
+    """A mesh that cannot exist; `violations` lists every reason."""
+
+    def __init__(self, what: str, violations: list[str]) -> None:
+        super().__init__(f"{what}: " + "; ".join(violations))
+        self.violations = tuple(violations)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where the pipeline keeps one HF layer: stage, model chunk (virtual stage) and index within the chunk."""
+
+    layer: int
+    pp_stage: int
+    vp_stage: int
+    local: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainMesh:
+    """Megatron-Core's parallel sizes. `dp` counts dense replicas; world = tp * cp * dp * pp.
+
+    `layers` gives uneven pipelines: decoder layers per stage (pp entries, each split evenly over its chunks) or per
+    model chunk in pipeline order (pp * vpp entries: chunk 0 of every stage, then chunk 1, ...). Zero is allowed: a
+    stage may hold only the embedding or only the loss. Empty: layers are divided evenly.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    dp: int = 1
+    vpp: int = 1
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        violations = _axes_below_one(self)
+        replicas = self.tp * self.cp * self.dp
+        if not violations and replicas % (self.ep * self.etp):
+            violations.append(
+                f"ep*etp = {self.ep}*{self.etp} must divide tp*cp*dp = {self.tp}*{self.cp}*{self.dp} = {replicas}"
+            )
+        if self.layers and len(self.layers) not in {self.pp, self.pp * self.vpp}:
+            violations.append(
+                f"layers has {len(self.layers)} entries, wants pp = {self.pp} (per stage) or pp*vpp ="
+                f" {self.pp * self.vpp} (per chunk)"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            violations.append("vpp > 1 wants pp > 1 (Megatron interleaves chunks over pipeline stages)")
+        if any(count < 0 for count in self.layers):
+            violations.append(f"layers must not be negative, got {self.layers}")
+        if self.layers and len(self.layers) == self.pp and any(count % self.vpp for count in self.layers):
+            violations.append(f"layers per stage {self.layers} must be divisible by vpp = {self.vpp}")
+        if violations:
+            raise MeshError("impossible training mesh", violations)
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def edp(self) -> int:
+        """Replicas of an expert shard."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    def coordinate(self, global_rank: int) -> dict[str, int]:
+        """All coordinates of a rank, dense and expert: tp cp dp pp and etp ep edp."""
+        pp, within = divmod(global_rank, self.world // self.pp)
+        rest, tp = divmod(within, self.tp)
+        dp, cp = divmod(rest, self.cp)
+        rest, etp = divmod(within, self.etp)
+        edp, ep = divmod(rest, self.ep)
+        return {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "etp": etp, "ep": ep, "edp": edp}
+
+    def dense_ranks(self, pp_stage: int) -> NDArray[np.int32]:
+        """Ranks of a stage as [tp, replicas]; replicas run over cp, then dp."""
+        ranks = np.arange(self.world, dtype=np.int32).reshape(self.pp, self.dp * self.cp, self.tp)
+        return ranks[pp_stage].T
+
+    def expert_ranks(self, pp_stage: int) -> NDArray[np.int32]:
+        """Ranks of a stage as [ep, etp, edp]."""
+        ranks = np.arange(self.world, dtype=np.int32).reshape(self.pp, self.edp, self.ep, self.etp)
+        return ranks[pp_stage].transpose(1, 2, 0)
+
+    def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Decoder layers of every chunk in pipeline order (entry vp_stage * pp + pp_stage).
+
+        Source: megatron.core.transformer.transformer_block.get_num_layers_to_build and PipelineParallelLayerLayout.
+        """
+        if len(self.layers) == self.pp * self.vpp:
+            counts = self.layers
+        elif self.layers:
+            counts = tuple(count // self.vpp for count in self.layers) * self.vpp
+        else:
+            chunks = self.pp * self.vpp
+            if num_layers % chunks:
+                raise MeshError(
+                    "impossible training mesh",
+                    [f"{num_layers} layers do not divide over pp*vpp = {chunks}; give them, e.g. layers="
+                     + "+".join(str(n) for n in _even_counts(num_layers, self.pp))],
+                )
+            counts = (num_layers // chunks,) * chunks
+        if sum(counts) != num_layers:
+            raise MeshError(
+                "impossible training mesh",
+                [f"layers={'+'.join(map(str, self.layers))} adds up to {sum(counts)}, the model has {num_layers}"],
+            )
+        return counts
+
+    def place_layers(self, num_layers: int) -> tuple[LayerPlace, ...]:
+        """Where each HF layer lives, by layer number."""
+        places = []
+        counts = self.chunk_layers(num_layers)
+        for chunk, (count, end) in enumerate(zip(counts, accumulate(counts))):
+            vp_stage, pp_stage = divmod(chunk, self.pp)
+            places += [LayerPlace(end - count + i, pp_stage, vp_stage, i) for i in range(count)]
+        return tuple(places)
+
+
+@dataclass(frozen=True, slots=True)
+class GenMesh:
+    """A generation engine's parallel sizes; world = tp * pp * dp. `ep` is 1 (experts cut by tp) or tp * dp."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        violations = _axes_below_one(self)
+        if not violations and self.ep not in {1, self.tp * self.dp}:
+            violations.append(
+                f"ep = {self.ep} must be 1 (experts cut by tp) or tp*dp = {self.tp}*{self.dp} = {self.tp * self.dp}"
+                " (the engine's expert parallelism)"
+            )
+        if violations:
+            raise MeshError("impossible generation mesh", violations)
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def coordinate(self, gen_rank: int) -> dict[str, int]:
+        rest, tp = divmod(gen_rank, self.tp)
+        dp, pp = divmod(rest, self.pp)
+        return {"tp": tp, "pp": pp, "dp": dp, "ep": dp * self.tp + tp if self.ep > 1 else 0}
+
+    def dense_ranks(self, pp_stage: int) -> NDArray[np.int32]:
+        """Ranks of a stage as [tp, dp]."""
+        return np.arange(self.world, dtype=np.int32).reshape(self.dp, self.pp, self.tp)[:, pp_stage].T
+
+    def expert_ranks(self, pp_stage: int) -> NDArray[np.int32]:
+        """Ranks of a stage in expert-parallel order [tp * dp], data parallel outermost."""
+        return np.arange(self.world, dtype=np.int32).reshape(self.dp, self.pp, self.tp)[:, pp_stage].reshape(-1)
+
+    def stage_of_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Pipeline stage of every layer. Source: vllm/distributed/utils.py get_pp_indices: layers left over go to the
+        stages before the last, later ones first."""
+        counts = list(_even_counts(num_layers, self.pp, spare_last=True))
+        return tuple(stage for stage, count in enumerate(counts) for _ in range(count))
+
+
+def _axes_below_one(mesh: TrainMesh | GenMesh) -> list[str]:
+    sizes = {f.name: getattr(mesh, f.name) for f in fields(mesh) if f.name != "layers"}
+    return [f"{axis} = {size} must be at least 1" for axis, size in sizes.items() if size < 1]
+
+
+def _even_counts(total: int, parts: int, spare_last: bool = False) -> tuple[int, ...]:
+    base, left = divmod(total, parts)
+    counts = [base] * parts
+    for i in range(left):
+        counts[-(i + 2) if spare_last else i] += 1
+    return tuple(counts)
+
+
+def parse_train_mesh(text: str) -> TrainMesh:
+    """`tp=2,pp=2,ep=4,etp=1,cp=1,dp=2[,vpp=2][,layers=3+1]`; axes left out are 1."""
+    return TrainMesh(**_parse_axes(text, "training", {f.name for f in fields(TrainMesh)}))  # type: ignore[arg-type]
+
+
+def parse_gen_mesh(text: str) -> GenMesh:
+    """`tp=4,pp=1,dp=1[,ep=4]`; axes left out are 1."""
+    return GenMesh(**_parse_axes(text, "generation", {f.name for f in fields(GenMesh)}))  # type: ignore[arg-type]
+
+
+def _parse_axes(text: str, side: str, known: set[str]) -> dict[str, int | tuple[int, ...]]:
+    axes: dict[str, int | tuple[int, ...]] = {}
+    violations = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        axis, _, value = item.partition("=")
+        if axis not in known:
+            violations.append(f"unknown axis {axis!r}, known: {', '.join(sorted(known))}")
+        elif axis in axes:
+            violations.append(f"{axis} is given twice")
+        else:
+            try:
+                axes[axis] = tuple(int(n) for n in value.split("+")) if axis == "layers" else int(value)
+            except ValueError:
+                example = "layers=3+1" if axis == "layers" else f"{axis}=2"
+                violations.append(f"{item!r} is not a number, write for example {example}")
+    if violations:
+        raise MeshError(f"cannot read the {side} mesh {text!r}", violations)
+    return axes
+
+
+def format_mesh(mesh: TrainMesh | GenMesh) -> str:
+    """The text that parses back to this mesh; every axis stays, also at size one."""
+    parts = [f"{f.name}={getattr(mesh, f.name)}" for f in fields(mesh) if f.name != "layers"]
+    if isinstance(mesh, TrainMesh) and mesh.layers:
+        parts.append("layers=" + "+".join(map(str, mesh.layers)))
+    return ",".join(parts)
