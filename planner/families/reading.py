@@ -1,0 +1,122 @@
+"""Reads a Hugging Face config field by field and reports everything wrong with it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class ConfigError(ValueError):
+    """A config that no catalogue can be made from. `problems` lists all that is wrong; the message also says what to do."""
+
+    def __init__(self, subject: str, problems: Sequence[str], remedy: str = "") -> None:
+        self.subject = subject
+        self.problems = tuple(problems)
+        self.remedy = remedy
+        if len(self.problems) == 1 and not remedy:
+            message = f"{subject}: {self.problems[0]}"
+        else:
+            lines = [f"{subject}: {_count(self.problems)}", *(f"  - {problem}" for problem in self.problems), remedy]
+            message = "\n".join(line for line in lines if line)
+        super().__init__(message)
+
+
+def _count(problems: Sequence[str]) -> str:
+    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+
+
+class ConfigReader:
+    """Typed access to one config. Bad fields are noted, not raised, so that `finish` can report all of them.
+
+    A size has no default unless the family's modeling code derives one: a config that leaves out a width is incomplete,
+    and a width guessed from another model would be wrong without a sound.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._bad: set[str] = set()
+        self.problems: list[str] = []
+
+    def size(self, name: str, *aliases: str, minimum: int = 1, default: int | None = None) -> int:
+        """An integer field of at least `minimum`; null or absent means `default`, and an error without one."""
+        found, value = self._look_up(name, aliases)
+        if value is None:
+            if default is not None:
+                return default
+            self._note(name, f"{name} is missing" if not found else f"{name} is null, an integer is needed")
+            return minimum
+        if isinstance(value, bool) or not isinstance(value, int):
+            self._note(name, f"{name} is {value!r}, an integer is needed")
+            return minimum
+        if value < minimum:
+            self._note(name, f"{name} is {value}, at least {minimum} is needed")
+            return minimum
+        return value
+
+    def optional_size(self, name: str) -> int:
+        """An integer field that must be there but may be null; null and 0 read as 0."""
+        if name not in self._config:
+            self._note(name, f"{name} is missing (null where the model has none)")
+            return 0
+        return self.size(name, minimum=0, default=0)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._config.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self._note(name, f"{name} is {value!r}, true or false is needed")
+            return default
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self._config.get(name)
+        if value is not None and not isinstance(value, str):
+            self._note(name, f"{name} is {value!r}, a string is needed")
+            return None
+        return value
+
+    def items(self, name: str, kind: type) -> tuple[Any, ...] | None:
+        """A list whose entries are all of type `kind`; None where absent or null."""
+        value = self._config.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not all(type(item) is kind for item in value):
+            self._note(name, f"{name} is {value!r}, a list of {kind.__name__} is needed")
+            return None
+        return tuple(value)
+
+    def dtype(self) -> str:
+        """`dtype`, or `torch_dtype` as it was called before transformers 4.56; bfloat16 where neither is set."""
+        found = {self.text(name) for name in ("dtype", "torch_dtype")} - {None}
+        names = {str(value).removeprefix("torch.") for value in found}
+        if len(names) > 1:
+            self._note("dtype", f"dtype and torch_dtype differ: {' and '.join(sorted(names))}")
+        name = min(names, default="bfloat16")
+        if name not in _DTYPES:
+            self._note("dtype", f"dtype is {name!r}, one of {', '.join(_DTYPES)} is needed")
+            return "bfloat16"
+        return name
+
+    def check(self, holds: bool, problem: str, *fields: str) -> None:
+        """Notes `problem` unless it `holds`; silent where one of `fields` is bad itself, which is the news then."""
+        if not holds and not self._bad.intersection(fields):
+            self.problems.append(problem)
+
+    def finish(self) -> None:
+        """Raises `ConfigError` with all that was noted, if anything was."""
+        if self.problems:
+            family = self._config.get("model_type")
+            raise ConfigError(f"{family} config", self.problems, "Correct these fields in config.json.")
+
+    def _look_up(self, name: str, aliases: tuple[str, ...]) -> tuple[bool, Any]:
+        for key in (name, *aliases):
+            if self._config.get(key) is not None:
+                return True, self._config[key]
+        return any(key in self._config for key in (name, *aliases)), None
+
+    def _note(self, field: str, problem: str) -> None:
+        self._bad.add(field)
+        self.problems.append(problem)
