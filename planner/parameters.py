@@ -7,9 +7,12 @@ matches a name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
+from fnmatch import translate
 from math import prod
 
 ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "uint8": 1}
@@ -188,18 +191,70 @@ class Architecture:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a checkpoint's matrices are stored, from its `quantization_config`.
+
+    A catalogue lists parameters in the form they have before quantisation; this says what the files hold instead.
+    """
+
+    method: str  # quant_method: "fp8", "mxfp4", ...
+    block: tuple[int, int] | None = None  # weight_block_size (rows, columns); None: the config names no block
+    not_converted: tuple[str, ...] = ()  # modules, or regular expressions of them, that stay in the main dtype
+
+
+class UnknownParameter(LookupError):
+    """A name that a catalogue does not list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a group. `layer` and `expert` are None where the group has none."""
+
+    group: ParameterGroup
+    layer: int | None = None
+    expert: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.group.name(self.layer, self.expert)
+
+
+@dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Every parameter of one model, in HF names. `dtype` is the checkpoint's main dtype."""
+    """Every parameter of one model, in HF names and model order. `dtype` is the checkpoint's main dtype.
+
+    Raises `ValueError` where two groups claim one name.
+    """
 
     architecture: Architecture
     groups: tuple[ParameterGroup, ...]
     dtype: str = "bfloat16"
-    _index: dict[str, tuple[int, int | None, int | None]] = field(
-        default_factory=dict, repr=False, compare=False, hash=False
+    quantization: Quantization | None = None
+    # groups by pattern: several where layers of one pattern differ in role or shape
+    _index: dict[str, tuple[ParameterGroup, ...]] = field(
+        init=False, default_factory=dict, repr=False, compare=False, hash=False
     )
+
+    def __post_init__(self) -> None:
+        for group in self.groups:
+            others = self._index.get(group.pattern, ())
+            if any(not group.layers or set(group.layers) & set(other.layers) for other in others):
+                raise ValueError(f"{group.pattern}: two groups list the same parameter")
+            self._index[group.pattern] = (*others, group)
 
     def __len__(self) -> int:
         return sum(group.count for group in self.groups)
+
+    def __iter__(self) -> Iterator[Parameter]:
+        for group in self.groups:
+            for layer in group.layers or (None,):
+                for expert in range(group.experts) if group.experts else (None,):
+                    yield Parameter(group, layer, expert)
+
+    @property
+    def elements(self) -> int:
+        """Elements of all parameters together: the model's size as it is published, biases and norms included."""
+        return sum(group.count * prod(group.shape) for group in self.groups)
 
     @property
     def nbytes(self) -> int:
@@ -208,3 +263,55 @@ class Catalogue:
     def names(self) -> Iterator[str]:
         for group in self.groups:
             yield from group.names()
+
+    def find(self, name: str) -> Parameter:
+        """The parameter with this HF name, read off the name: nothing is enumerated.
+
+        Raises `UnknownParameter`, with the names that come close.
+        """
+        pattern, layer, expert = _parse(name)
+        for group in self._index.get(pattern, ()):
+            if not group.layers or layer in group.layers:
+                found = Parameter(group, layer, expert)
+                if (expert is None or expert < group.experts) and found.name == name:
+                    return found
+        raise UnknownParameter(f"{self.architecture.family} has no parameter {name!r}{self._hint(name, pattern)}")
+
+    def select(self, glob: str) -> tuple[Parameter, ...]:
+        """The parameters whose HF name matches a shell pattern (`*`, `?`, `[...]`), in model order; maybe none."""
+        matches = re.compile(translate(glob)).match
+        return tuple(parameter for parameter in self if matches(parameter.name))
+
+    def _hint(self, name: str, pattern: str) -> str:
+        groups = self._index.get(pattern, ())
+        if groups:
+            layers = sorted(layer for group in groups for layer in group.layers)
+            experts = max(group.experts for group in groups)
+            return f": {pattern} is in layers {_ranges(layers)}" + (f", experts 0-{experts - 1}" if experts else "")
+        close = get_close_matches(pattern, self._index, n=3, cutoff=0.6)
+        return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _parse(name: str) -> tuple[str, int | None, int | None]:
+    """`a.layers.3.experts.5.w` -> (`a.layers.{layer}.experts.{expert}.w`, 3, 5).
+
+    The first number in a name is its layer, the second its expert.
+    """
+    parts = name.split(".")
+    places = [place for place, part in enumerate(parts) if part.isascii() and part.isdigit()]
+    numbers: list[int | None] = [int(parts[place]) for place in places[:2]]
+    for place, field_name in zip(places, ("{layer}", "{expert}"), strict=False):
+        parts[place] = field_name
+    layer, expert = (*numbers, None, None)[:2]
+    return ".".join(parts), layer, expert
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> `0-2, 5`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)

@@ -1,0 +1,41 @@
+"""From a Hugging Face config to a catalogue: one function per `model_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from mcore_reshard.planner.families.deepseek_v3 import deepseek_v3, kimi_k2
+from mcore_reshard.planner.families.dense import llama, mistral, qwen2, qwen3
+from mcore_reshard.planner.families.qwen3_moe import qwen3_moe
+from mcore_reshard.planner.families.reading import ConfigError
+from mcore_reshard.planner.parameters import Catalogue
+
+__all__ = ["FAMILIES", "ConfigError", "catalogue_from_config"]
+
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Catalogue]] = {
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": kimi_k2,
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
+
+
+def catalogue_from_config(config: Mapping[str, Any]) -> Catalogue:
+    """Every parameter of the model that `config` (an HF config.json) describes.
+
+    Raises `ConfigError`: for a `model_type` that no family knows, or listing every field that is missing, of the wrong
+    type, or at odds with another.
+    """
+    family = config.get("model_type")
+    if family in FAMILIES:
+        return FAMILIES[family](config)
+    problem = "model_type is missing" if family is None else f"model_type {family!r} is not known"
+    close = get_close_matches(str(family), FAMILIES, n=2, cutoff=0.6)
+    if close:
+        problem += f"; did you mean {' or '.join(close)}?"
+    raise ConfigError("config", [problem], f"Known families: {', '.join(FAMILIES)}.")

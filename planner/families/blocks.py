@@ -1,7 +1,7 @@
 """Groups of parameters that families share: attention, MLPs, experts, and what stands around the layers.
 
-Names and shapes follow transformers' `nn.Linear` convention, `[out, in]`. Every function takes the numbers of the layers
-that have the block and yields nothing where there are none.
+Names and shapes follow transformers' `nn.Linear` convention, `[out, in]`. Every function takes the layers that have the
+block and yields nothing where there are none.
 """
 
 from __future__ import annotations

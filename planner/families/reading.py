@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_reshard.planner.parameters import Attention, Quantization
+
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class ConfigError(ValueError):
-    """A config that no catalogue can be made from. `problems` lists all that is wrong; the message also says what to do."""
+    """A config that no catalogue can be made from. `problems` lists all that is wrong; the message says what to do."""
 
     def __init__(self, subject: str, problems: Sequence[str], remedy: str = "") -> None:
         self.subject = subject
@@ -62,6 +64,9 @@ class ConfigReader:
             return 0
         return self.size(name, minimum=0, default=0)
 
+    def has(self, name: str) -> bool:
+        return self._config.get(name) is not None
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self._config.get(name)
         if value is None:
@@ -75,6 +80,13 @@ class ConfigReader:
         value = self._config.get(name)
         if value is not None and not isinstance(value, str):
             self._note(name, f"{name} is {value!r}, a string is needed")
+            return None
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any] | None:
+        value = self._config.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            self._note(name, f"{name} is {value!r}, an object is needed")
             return None
         return value
 
@@ -120,3 +132,42 @@ class ConfigReader:
     def _note(self, field: str, problem: str) -> None:
         self._bad.add(field)
         self.problems.append(problem)
+
+
+def read_attention(reader: ConfigReader, hidden: int, derive_head_dim: bool = True) -> Attention:
+    """Heads, key/value heads (as many where absent) and the head size (`hidden / heads` where absent and derivable)."""
+    heads = reader.size("num_attention_heads")
+    kv_heads = reader.size("num_key_value_heads", default=heads)
+    reader.check(
+        heads % kv_heads == 0,
+        f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    if not derive_head_dim or reader.has("head_dim"):
+        return Attention(heads, kv_heads, reader.size("head_dim"))
+    reader.check(
+        hidden % heads == 0,
+        f"hidden_size {hidden} is not divisible by num_attention_heads {heads}, and there is no head_dim",
+        "hidden_size",
+        "num_attention_heads",
+    )
+    return Attention(heads, kv_heads, max(1, hidden // heads))
+
+
+def read_quantization(reader: ConfigReader) -> Quantization | None:
+    """The config's `quantization_config`, None where it has none."""
+    stated = reader.mapping("quantization_config")
+    if stated is None:
+        return None
+    inner = ConfigReader(stated)
+    method = inner.text("quant_method")
+    inner.check(method is not None, "quant_method is missing", "quant_method")
+    block = inner.items("weight_block_size", int)
+    two_sizes = block is None or (len(block) == 2 and min(block) > 0)
+    inner.check(two_sizes, f"weight_block_size is {block}, two sizes are needed")
+    not_converted = inner.items("modules_to_not_convert", str) or inner.items("ignored_layers", str) or ()
+    reader.problems += [f"quantization_config: {problem}" for problem in inner.problems]
+    if inner.problems or method is None:
+        return None
+    return Quantization(method, (block[0], block[1]) if block else None, not_converted)
