@@ -8,6 +8,8 @@ from typing import Any
 
 from mcore_reshard.planner.families.deepseek_v3 import deepseek_v3, kimi_k2
 from mcore_reshard.planner.families.dense import llama, mistral, qwen2, qwen3
+from mcore_reshard.planner.families.gpt_oss import gpt_oss
+from mcore_reshard.planner.families.nemotron_h import nemotron_h
 from mcore_reshard.planner.families.qwen3_moe import qwen3_moe
 from mcore_reshard.planner.families.reading import ConfigError
 from mcore_reshard.planner.parameters import Catalogue
@@ -16,9 +18,11 @@ __all__ = ["FAMILIES", "ConfigError", "catalogue_from_config"]
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Catalogue]] = {
     "deepseek_v3": deepseek_v3,
+    "gpt_oss": gpt_oss,
     "kimi_k2": kimi_k2,
     "llama": llama,
     "mistral": mistral,
+    "nemotron_h": nemotron_h,
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,

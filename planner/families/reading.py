@@ -134,7 +134,9 @@ class ConfigReader:
         self.problems.append(problem)
 
 
-def read_attention(reader: ConfigReader, hidden: int, derive_head_dim: bool = True) -> Attention:
+def read_attention(
+    reader: ConfigReader, hidden: int, derive_head_dim: bool = True, alias: str = "head_dim"
+) -> Attention:
     """Heads, key/value heads (as many where absent) and the head size (`hidden / heads` where absent and derivable)."""
     heads = reader.size("num_attention_heads")
     kv_heads = reader.size("num_key_value_heads", default=heads)
@@ -144,8 +146,8 @@ def read_attention(reader: ConfigReader, hidden: int, derive_head_dim: bool = Tr
         "num_attention_heads",
         "num_key_value_heads",
     )
-    if not derive_head_dim or reader.has("head_dim"):
-        return Attention(heads, kv_heads, reader.size("head_dim"))
+    if not derive_head_dim or reader.has("head_dim") or reader.has(alias):
+        return Attention(heads, kv_heads, reader.size("head_dim", alias))
     reader.check(
         hidden % heads == 0,
         f"hidden_size {hidden} is not divisible by num_attention_heads {heads}, and there is no head_dim",
