@@ -16,7 +16,7 @@ from typing import Literal
 from .geometry import LocalTensor, Piece, Region
 from .layout import Excluded, Layout, Misc, Placement, Run, Shards, padded_rows, runs_along, split, whole
 from .mesh import LayerPlace, MeshError, TrainMesh
-from .parameters import Architecture, Attention, LatentAttention, ParameterGroup, Role
+from .parameters import Architecture, Attention, Catalogue, ParameterGroup, Role
 
 ExpertsModule = Literal["grouped", "sequential", "stacked"]
 
@@ -124,12 +124,6 @@ def _mla_norm(linear: str, separate: str) -> Rule:
         return whole(group, _LAYER + "self_attention." + leaf)
 
     return rule
-
-
-def _sinks(context: _Context, group: ParameterGroup) -> Shards:
-    """TE's DotProductAttention keeps softmax_offset in fp32, one logit per local head."""
-    kept = replace(group, dtype="float32")
-    return split(kept, _LAYER + "self_attention.core_attention.softmax_offset", 0, context.mesh.tp)
 
 
 # --- MLP: megatron.core.transformer.mlp.MLP
@@ -290,17 +284,8 @@ def mamba_in_sections(architecture: Architecture) -> tuple[int, ...]:
     return mamba.d_inner, *mamba_conv_sections(architecture), mamba.heads
 
 
-def _mamba_fp32(path: str) -> Rule:
-    """MambaMixer keeps A_log and D in fp32 whatever the model's dtype."""
-
-    def rule(context: _Context, group: ParameterGroup) -> Shards:
-        return split(replace(group, dtype="float32"), _LAYER + path, 0, context.mesh.tp)
-
-    return rule
-
-
 def _expert_bias(context: _Context, group: ParameterGroup) -> Shards:
-    """TopKRouter.expert_bias: a persistent fp32 buffer, replicated."""
+    """TopKRouter.expert_bias: a persistent buffer, replicated, and kept in fp32."""
     return whole(replace(group, dtype="float32"), _LAYER + "mlp.router.expert_bias")
 
 
@@ -321,7 +306,7 @@ RULES: Mapping[Role, Rule] = {
     Role.O_BIAS: _replicated("self_attention.linear_proj.bias"),
     Role.Q_NORM: _replicated("self_attention.q_layernorm.weight"),
     Role.K_NORM: _replicated("self_attention.k_layernorm.weight"),
-    Role.SINKS: _sinks,
+    Role.SINKS: _cut("self_attention.core_attention.softmax_offset", 0),
     Role.MLA_Q: _cut("self_attention.linear_q_proj.weight", 0),
     Role.MLA_Q_A: _replicated("self_attention.linear_q_down_proj.weight"),
     Role.MLA_Q_A_NORM: _mla_norm("linear_q_up_proj", "q_layernorm"),
@@ -349,8 +334,8 @@ RULES: Mapping[Role, Rule] = {
     Role.MAMBA_IN: _mamba_rows(mamba_in_sections, "mixer.in_proj.weight"),
     Role.MAMBA_CONV: _mamba_rows(mamba_conv_sections, "mixer.conv1d.weight"),
     Role.MAMBA_CONV_BIAS: _mamba_rows(mamba_conv_sections, "mixer.conv1d.bias"),
-    Role.MAMBA_A_LOG: _mamba_fp32("mixer.A_log"),
-    Role.MAMBA_D: _mamba_fp32("mixer.D"),
+    Role.MAMBA_A_LOG: _cut("mixer.A_log", 0),
+    Role.MAMBA_D: _cut("mixer.D", 0),
     Role.MAMBA_DT_BIAS: _cut("mixer.dt_bias", 0),
     Role.MAMBA_GATE_NORM: _cut("mixer.norm.weight", 0),
     Role.MAMBA_OUT: _cut("mixer.out_proj.weight", 1),
@@ -358,6 +343,7 @@ RULES: Mapping[Role, Rule] = {
 
 _EXPERT_ROLES = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
 _STACKED_ROLES = {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN, Role.STACKED_DOWN_BIAS}
+_NORM_ROLES = {role for role in Role if role.value.endswith("norm")}
 
 
 class MegatronLayout(Layout):
@@ -365,8 +351,9 @@ class MegatronLayout(Layout):
 
     name = "megatron"
 
-    def __init__(self, architecture: Architecture, mesh: TrainMesh, build: MegatronBuild = MegatronBuild()) -> None:  # noqa: B008
-        self._context = _Context(architecture, mesh, build)
+    def __init__(self, catalogue: Catalogue, mesh: TrainMesh, build: MegatronBuild = MegatronBuild()) -> None:  # noqa: B008
+        self._context = _Context(catalogue.architecture, mesh, build)
+        self._dtype = catalogue.dtype
 
     def violations(self) -> list[str]:
         architecture, mesh = self._context.architecture, self._context.mesh
@@ -376,8 +363,7 @@ class MegatronLayout(Layout):
         except MeshError as error:
             found += error.violations
         attention, tp = architecture.attention, mesh.tp
-        if isinstance(attention, LatentAttention) or architecture.mamba is not None or attention.heads % tp:
-            found += _indivisible(f"{attention.heads} attention heads", attention.heads, "tp", tp)
+        found += _indivisible(f"{attention.heads} attention heads", attention.heads, "tp", tp)
         if isinstance(attention, Attention) and attention.kv_heads % tp and tp % attention.kv_heads:
             found.append(f"{attention.kv_heads} KV heads are neither a multiple nor a divisor of tp = {tp}")
         found += _indivisible(f"MLP width {architecture.intermediate}", architecture.intermediate, "tp", tp)
@@ -401,6 +387,8 @@ class MegatronLayout(Layout):
         return [f"training: {violation}" for violation in found]
 
     def place(self, group: ParameterGroup) -> tuple[Placement, ...] | Misc | Excluded:
+        # Float16Module casts every parameter to the model's dtype, whatever the checkpoint says.
+        group = replace(group, dtype=self._dtype)
         if group.role is Role.FINAL_NORM:
             hybrid = self._context.architecture.mamba is not None
             shards: Shards | Misc = whole(group, f"vp{{vp}}.decoder.{'final_norm' if hybrid else 'final_layernorm'}.weight")
@@ -410,7 +398,7 @@ class MegatronLayout(Layout):
             shards = rule(self._context, group)
         if isinstance(shards, Misc):
             return shards
-        if self._context.architecture.zero_centered_norms and group.role.value.endswith("norm"):
+        if self._context.architecture.zero_centered_norms and group.role in _NORM_ROLES:
             return Misc("zero-centred norm: the trainer holds w - 1, which is not a byte copy")
         return self._expert_placements(group, shards) if group.role in _EXPERT_ROLES else self._placements(group, shards)
 

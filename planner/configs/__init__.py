@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mcore_reshard.planner.families.reading import ConfigError
+from ..families.reading import ConfigError
 
 _FOLDER = Path(__file__).parent
 

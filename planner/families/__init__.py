@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from mcore_reshard.planner.families.deepseek_v3 import deepseek_v3, kimi_k2
-from mcore_reshard.planner.families.dense import llama, mistral, qwen2, qwen3
-from mcore_reshard.planner.families.gpt_oss import gpt_oss
-from mcore_reshard.planner.families.nemotron_h import nemotron_h
-from mcore_reshard.planner.families.qwen3_moe import qwen3_moe
-from mcore_reshard.planner.families.reading import ConfigError
-from mcore_reshard.planner.parameters import Catalogue
+from ..parameters import Catalogue
+from .deepseek_v3 import deepseek_v3, kimi_k2
+from .dense import llama, mistral, qwen2, qwen3
+from .gpt_oss import gpt_oss
+from .nemotron_h import nemotron_h
+from .qwen3_moe import qwen3_moe
+from .reading import ConfigError
 
 __all__ = ["FAMILIES", "ConfigError", "catalogue_from_config"]
 

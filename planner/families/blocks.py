@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mcore_reshard.planner.parameters import Attention, LatentAttention, ParameterGroup, Role
+from ..parameters import Attention, LatentAttention, ParameterGroup, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_reshard.planner.families.blocks import (
+from ..parameters import Architecture, Catalogue, LatentAttention, ParameterGroup, Role
+from .blocks import (
     Layers,
     embedding,
     experts,
@@ -22,8 +23,7 @@ from mcore_reshard.planner.families.blocks import (
     mlp,
     shared_experts,
 )
-from mcore_reshard.planner.families.reading import ConfigReader, read_quantization
-from mcore_reshard.planner.parameters import Architecture, Catalogue, LatentAttention, ParameterGroup, Role
+from .reading import ConfigReader, read_quantization
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> Catalogue:

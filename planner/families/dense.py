@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_reshard.planner.families.blocks import Layers, attention, embedding, final_norm, lm_head, mlp
-from mcore_reshard.planner.families.reading import ConfigReader, read_attention, read_quantization
-from mcore_reshard.planner.parameters import Architecture, Catalogue, Role
+from ..parameters import Architecture, Catalogue, Role
+from .blocks import Layers, attention, embedding, final_norm, lm_head, mlp
+from .reading import ConfigReader, read_attention, read_quantization
 
 
 def llama(config: Mapping[str, Any]) -> Catalogue:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_reshard.planner.families.blocks import Layers, attention, embedding, final_norm, lm_head
-from mcore_reshard.planner.families.reading import ConfigReader, read_attention, read_quantization
-from mcore_reshard.planner.parameters import Architecture, Catalogue, ParameterGroup, Role
+from ..parameters import Architecture, Catalogue, ParameterGroup, Role
+from .blocks import Layers, attention, embedding, final_norm, lm_head
+from .reading import ConfigReader, read_attention, read_quantization
 
 
 def gpt_oss(config: Mapping[str, Any]) -> Catalogue:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_reshard.planner.families.blocks import (
+from ..parameters import Architecture, Catalogue, Mamba, ParameterGroup, Role
+from .blocks import (
     Layers,
     attention,
     embedding,
@@ -23,8 +24,7 @@ from mcore_reshard.planner.families.blocks import (
     mlp,
     shared_experts,
 )
-from mcore_reshard.planner.families.reading import ConfigReader, read_attention, read_quantization
-from mcore_reshard.planner.parameters import Architecture, Catalogue, Mamba, ParameterGroup, Role
+from .reading import ConfigReader, read_attention, read_quantization
 
 # layers_block_type of transformers 5, and its older names, by letter of hybrid_override_pattern
 _KINDS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_reshard.planner.parameters import Attention, Quantization
+from ..parameters import Attention, Quantization
 
 _DTYPES = ("bfloat16", "float16", "float32")
 

@@ -1,0 +1,234 @@
+"""The plan: who sends which region to whom, for every parameter, as an immutable value.
+
+Parameters that move alike share a `Template` (the cuts on both ends and their intersections). A `Bundle` is a set of
+parameters that share a template and the ranks on both ends: the eight experts of one expert-parallel rank in the layers
+of one pipeline stage, say. Nothing is stored per rank or per parameter; `schedule_of` expands what one rank needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .geometry import Region
+from .layout import Shards
+from .mesh import GenMesh, TrainMesh
+from .parameters import ITEMSIZE, ParameterGroup
+
+Policy = Literal["exact", "conservative"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One region of a parameter that goes from a piece of source shard `src` to a piece of destination shard `dst`."""
+
+    src: int  # source shard (coordinate of the cut)
+    src_piece: int
+    dst: int
+    dst_piece: int
+    region: Region
+
+
+@dataclass(frozen=True)
+class Template:
+    """How one parameter is cut on both ends, and the moves between the cuts, ordered by destination shard."""
+
+    src: Shards
+    dst: Shards
+    moves: tuple[Move, ...]
+
+    @cached_property
+    def order_in_source(self) -> NDArray[np.int64]:
+        """For each move, how many earlier moves leave the same source shard."""
+        seen: dict[int, int] = {}
+        order = []
+        for move in self.moves:
+            order.append(seen.get(move.src, 0))
+            seen[move.src] = order[-1] + 1
+        return np.array(order, dtype=np.int64)
+
+    @cached_property
+    def moves_of_source(self) -> NDArray[np.int64]:
+        """For each source shard, how many moves leave it."""
+        return np.bincount([move.src for move in self.moves], minlength=len(self.src.pieces)).astype(np.int64)
+
+    @cached_property
+    def move_bytes(self) -> NDArray[np.int64]:
+        """Bytes of each move, in the dtype that the source holds."""
+        return np.array(
+            [
+                move.region.elements * ITEMSIZE[self.src.pieces[move.src][move.src_piece].tensor.dtype]
+                for move in self.moves
+            ],
+            dtype=np.int64,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """`ranks[c, r]` holds replica `r` of shard `c`; ranks count within their world."""
+
+    ranks: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class BundleLayer:
+    """One layer of a bundle: its HF number and where both ends keep it. All -1 or 0 outside of layers."""
+
+    layer: int
+    vp_stage: int
+    src_local: int
+    dst_local: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Parameters (layers x experts of one group) that share template, stage, source and destination ranks.
+
+    Member `k` is layer `k // experts`, expert `k % experts`. Pull number `p` of member `k` on a source shard is served
+    by replica `(rotation + k * pulls + p) % replicas`: round robin, so that replicas share the load.
+    """
+
+    group: int
+    template: int
+    pp_stage: int
+    src: int  # index into Plan.holdings
+    dst: int
+    layers: tuple[BundleLayer, ...]
+    experts: tuple[int, int] = (0, 0)  # half-open range of expert numbers
+    src_slot: int = 0  # slot of the first expert at the source
+    dst_slot: int = 0
+    rotation: int = 0
+
+    @property
+    def expert_count(self) -> int:
+        return max(1, self.experts[1] - self.experts[0])
+
+    @property
+    def members(self) -> int:
+        return len(self.layers) * self.expert_count
+
+
+@dataclass(frozen=True, slots=True)
+class UnplannedGroup:
+    """A group that does not move point to point, and why."""
+
+    group: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything both worlds must agree on. Built by `planning.make_plan`, read from a file by `plan_file.load_plan`."""
+
+    model: str
+    train: TrainMesh
+    gen: GenMesh
+    engine: str
+    policy: Policy
+    groups: tuple[ParameterGroup, ...]
+    templates: tuple[Template, ...]
+    holdings: tuple[Holding, ...]
+    bundles: tuple[Bundle, ...]
+    misc: tuple[UnplannedGroup, ...] = ()
+    excluded: tuple[UnplannedGroup, ...] = ()
+    digest: str = field(default="", compare=False)
+
+    def parameter_name(self, bundle: int, member: int) -> str:
+        held = self.bundles[bundle]
+        at, expert = divmod(member, held.expert_count)
+        return self.groups[held.group].name(held.layers[at].layer, held.experts[0] + expert)
+
+    def src_replicas(self, bundle: Bundle) -> int:
+        return self.holdings[bundle.src].ranks.shape[1]
+
+    def dst_replicas(self, bundle: Bundle) -> int:
+        return self.holdings[bundle.dst].ranks.shape[1]
+
+    def misc_names(self) -> Iterator[str]:
+        for unplanned in self.misc:
+            yield from self.groups[unplanned.group].names()
+
+    @property
+    def misc_bytes(self) -> int:
+        """Bytes of the full tensors that travel by the misc route."""
+        return sum(self.groups[m.group].nbytes * self.groups[m.group].count for m in self.misc)
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Bytes of the parameters that move point to point, each counted once."""
+        skipped = {u.group for u in (*self.misc, *self.excluded)}
+        return sum(group.nbytes * group.count for i, group in enumerate(self.groups) if i not in skipped)
+
+    @cached_property
+    def send_bytes(self) -> NDArray[np.int64]:
+        """Bytes that each training rank sends in one refit."""
+        load = np.zeros(self.train.world, dtype=np.int64)
+        for bundle in self.bundles:
+            template = self.templates[bundle.template]
+            served = replica_bytes(template, bundle, self.src_replicas(bundle), self.dst_replicas(bundle))
+            np.add.at(load, self.holdings[bundle.src].ranks, served)
+        return load
+
+    @cached_property
+    def recv_bytes(self) -> NDArray[np.int64]:
+        """Bytes that each generation rank receives in one refit."""
+        load = np.zeros(self.gen.world, dtype=np.int64)
+        for bundle in self.bundles:
+            template = self.templates[bundle.template]
+            arriving = np.zeros(len(template.dst.pieces), dtype=np.int64)
+            np.add.at(arriving, [move.dst for move in template.moves], template.move_bytes)
+            np.add.at(load, self.holdings[bundle.dst].ranks, (arriving * bundle.members)[:, None])
+        return load
+
+    @cached_property
+    def stage_totals(self) -> tuple[tuple[int, int, int], ...]:
+        """(pp_stage, transfers, bytes) of every stage."""
+        totals = {stage: [0, 0] for stage in range(self.train.pp)}
+        for bundle in self.bundles:
+            template = self.templates[bundle.template]
+            pulls = bundle.members * self.dst_replicas(bundle)
+            totals[bundle.pp_stage][0] += pulls * len(template.moves)
+            totals[bundle.pp_stage][1] += pulls * int(template.move_bytes.sum())
+        return tuple((stage, *counts) for stage, counts in totals.items())
+
+
+def replica_of(template: Template, bundle: Bundle, replicas: int, pulls_each: int, member: NDArray[np.int64] | int,
+               move: NDArray[np.int64] | int, dst_replica: NDArray[np.int64] | int) -> NDArray[np.int64]:  # fmt: skip
+    """Which source replica serves a pull; arguments broadcast against each other.
+
+    `replicas` is the number of source replicas, `pulls_each` that of destination replicas (each move is pulled once by
+    every destination replica).
+    """
+    sources = np.array([m.src for m in template.moves], dtype=np.int64)
+    pulls = template.moves_of_source[sources[move]] * pulls_each
+    number = template.order_in_source[move] * pulls_each + dst_replica
+    return (bundle.rotation + member * pulls + number) % replicas
+
+
+def replica_bytes(template: Template, bundle: Bundle, replicas: int, pulls_each: int) -> NDArray[np.int64]:
+    """Bytes that each source replica serves, as [shards, replicas]; the round robin is periodic in the member."""
+    shards = len(template.src.pieces)
+    if replicas == 1:
+        served = np.zeros((shards, 1), dtype=np.int64)
+        np.add.at(served[:, 0], [m.src for m in template.moves], template.move_bytes)
+        return served * bundle.members * pulls_each
+    served = np.zeros((shards, replicas), dtype=np.int64)
+    period = min(replicas, bundle.members)
+    member = np.arange(period)
+    repeats = bundle.members // period + (member < bundle.members % period)
+    moves, dst = np.arange(len(template.moves)), np.arange(pulls_each)
+    chosen = replica_of(
+        template, bundle, replicas, pulls_each, member[:, None, None], moves[None, :, None], dst[None, None, :]
+    )
+    weight = repeats[:, None, None] * template.move_bytes[None, :, None]
+    shard = np.array([m.src for m in template.moves])[None, :, None]
+    np.add.at(served, (np.broadcast_to(shard, chosen.shape), chosen), np.broadcast_to(weight, chosen.shape))
+    return served
+
+

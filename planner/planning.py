@@ -1,0 +1,242 @@
+"""Make a plan: place every group on both ends, choose its route, intersect the cuts, balance the sources.
+
+Pure and deterministic: the same catalogue, meshes and policy give the same plan, and the same digest, on every rank.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .layout import Excluded, Layout, Misc, Placement, Shards
+from .megatron import MegatronBuild, MegatronLayout
+from .mesh import GenMesh, MeshError, TrainMesh
+from .parameters import Attention, Catalogue, ParameterGroup, Role
+from .plan import Bundle, BundleLayer, Holding, Move, Plan, Policy, Template, UnplannedGroup, replica_bytes
+from .plan_file import digest_of
+from .vllm import VllmLayout
+
+_QKV_ROLES = {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS}
+
+
+def make_plan(
+    catalogue: Catalogue,
+    train: TrainMesh,
+    gen: GenMesh,
+    *,
+    model: str = "",
+    policy: Policy = "exact",
+    build: MegatronBuild = MegatronBuild(),  # noqa: B008
+) -> Plan:
+    """Plan the refit of a model from a training mesh to a vLLM mesh.
+
+    Raises MeshError, listing every violation of both meshes, when the model cannot be cut this way.
+    """
+    source = MegatronLayout(catalogue, train, build)
+    destination = VllmLayout(catalogue, gen)
+    if violations := source.violations() + destination.violations():
+        raise MeshError(f"{model or catalogue.architecture.family} does not fit these meshes", violations)
+    return _Planner(catalogue, train, gen, model, policy, source, destination).plan()
+
+
+class _Planner:
+    """Holds the tables a plan shares (templates, holdings) while they grow."""
+
+    def __init__(self, catalogue: Catalogue, train: TrainMesh, gen: GenMesh, model: str, policy: Policy,
+                 source: Layout, destination: Layout) -> None:  # fmt: skip
+        self._catalogue, self._train, self._gen = catalogue, train, gen
+        self._model, self._policy = model, policy
+        self._source, self._destination = source, destination
+        self._templates: dict[tuple[Shards, Shards], int] = {}
+        self._by_identity: dict[tuple[int, int], tuple[int, Shards, Shards]] = {}  # keeps the shards alive
+        self._holdings: list[Holding] = []
+        self._holding_index: dict[tuple[tuple[int, ...], bytes], int] = {}
+
+    def plan(self) -> Plan:
+        groups = self._catalogue.groups
+        routed = [self._route(group) for group in groups]
+        self._keep_fused_together(routed)
+        bundles = [
+            bundle
+            for index, route in enumerate(routed)
+            if not isinstance(route, (Misc, Excluded))
+            for bundle in self._bundles(index, *route)
+        ]
+        bundles.sort(key=lambda b: (b.pp_stage, b.group, b.layers[0].layer, b.experts))
+        templates = tuple(Template(src, dst, _intersect(src, dst)) for src, dst in self._templates)
+        bundles = _balance(bundles, templates, self._holdings, self._train.world)
+        plan = Plan(
+            model=self._model,
+            train=self._train,
+            gen=self._gen,
+            engine=self._destination.name,
+            policy=self._policy,
+            groups=groups,
+            templates=templates,
+            holdings=tuple(self._holdings),
+            bundles=tuple(bundles),
+            misc=tuple(UnplannedGroup(i, r.reason) for i, r in enumerate(routed) if isinstance(r, Misc)),
+            excluded=tuple(UnplannedGroup(i, r.reason) for i, r in enumerate(routed) if isinstance(r, Excluded)),
+        )
+        object.__setattr__(plan, "digest", digest_of(plan))
+        return plan
+
+    def _route(self, group: ParameterGroup) -> tuple[tuple[Placement, ...], tuple[Placement, ...]] | Misc | Excluded:
+        """Bulk (placements on both ends) only when both layouts know the group and the bytes are equal."""
+        destination = self._destination.place(group)
+        if isinstance(destination, Excluded):
+            return destination
+        if self._policy == "conservative" and (reason := self._too_few_kv_heads(group)):
+            return Misc(reason)
+        source = self._source.place(group)
+        if isinstance(source, (Misc, Excluded)):
+            return source
+        if isinstance(destination, Misc):
+            return destination
+        held, wanted = _dtypes(source), _dtypes(destination)
+        if held != wanted:
+            return Misc(f"trainer holds {'/'.join(sorted(held))}, engine {'/'.join(sorted(wanted))}: no cast is declared")
+        return source, destination
+
+    def _too_few_kv_heads(self, group: ParameterGroup) -> str:
+        """The conservative rule: num_query_groups < max(train tp, gen tp)."""
+        attention = self._catalogue.architecture.attention
+        if group.role not in _QKV_ROLES or not isinstance(attention, Attention):
+            return ""
+        widest = max(self._train.tp, self._gen.tp)
+        if attention.kv_heads >= widest:
+            return ""
+        return f"conservative policy: {attention.kv_heads} KV heads < max(train tp {self._train.tp}, gen tp {self._gen.tp})"
+
+    def _keep_fused_together(self, routed: list) -> None:  # type: ignore[type-arg]
+        """A tensor that several groups share travels whole: if one of them goes to misc, so do the others."""
+        changed = True
+        while changed:
+            changed = False
+            reasons: dict[str, str] = {}
+            for group, route in zip(self._catalogue.groups, routed):
+                if isinstance(route, Misc):
+                    for layout in (self._source, self._destination):
+                        for name in _tensors(layout.place(group)):
+                            reasons.setdefault(name, f"shares {name} with {group.pattern} ({route.reason})")
+            for index, route in enumerate(routed):
+                if isinstance(route, (Misc, Excluded)):
+                    continue
+                shared = [reasons[name] for side in route for name in sorted(_tensors(side)) if name in reasons]
+                if shared:
+                    routed[index] = Misc(shared[0])
+                    changed = True
+
+    def _bundles(self, group: int, source: Iterable[Placement], destination: Iterable[Placement]) -> Iterable[Bundle]:
+        wanted: dict[int, list[Placement]] = {}
+        for placement in destination:
+            wanted.setdefault(placement.pp_stage, []).append(placement)
+        for stage in wanted.values():
+            stage.sort(key=lambda placement: placement.experts)
+        starts = {stage: [p.experts[0] for p in placements] for stage, placements in wanted.items()}
+        stops = {stage: [p.experts[1] for p in placements] for stage, placements in wanted.items()}
+        for src in source:
+            for stage, placements in wanted.items():
+                first, last = 0, len(placements)
+                if src.experts[1]:
+                    first = bisect_right(stops[stage], src.experts[0])
+                    last = bisect_left(starts[stage], src.experts[1])
+                for dst in placements[first:last]:
+                    bundle = self._bundle(group, src, dst)
+                    if bundle is not None:
+                        yield bundle
+
+    def _bundle(self, group: int, src: Placement, dst: Placement) -> Bundle | None:
+        dst_places = {place.layer: place for place in dst.layers}
+        layers = tuple(
+            BundleLayer(place.layer, place.vp_stage, place.local, dst_places[place.layer].local)
+            for place in src.layers
+            if place.layer in dst_places
+        )
+        experts = (max(src.experts[0], dst.experts[0]), min(src.experts[1], dst.experts[1]))
+        if not layers:
+            return None
+        return Bundle(
+            group=group,
+            template=self._template(src.shards, dst.shards),
+            pp_stage=src.pp_stage,
+            src=self._holding(src.ranks),
+            dst=self._holding(dst.ranks),
+            layers=layers,
+            experts=experts,
+            src_slot=experts[0] - src.experts[0],
+            dst_slot=experts[0] - dst.experts[0],
+        )
+
+    def _template(self, src: Shards, dst: Shards) -> int:
+        identity = (id(src), id(dst))  # hashing shards is slow, and the experts of a group share theirs
+        if identity not in self._by_identity:
+            index = self._templates.setdefault((src, dst), len(self._templates))
+            self._by_identity[identity] = (index, src, dst)
+        return self._by_identity[identity][0]
+
+    def _holding(self, ranks: NDArray[np.int32]) -> int:
+        ranks = np.ascontiguousarray(ranks, dtype=np.int32)
+        key = (ranks.shape, ranks.tobytes())
+        if key not in self._holding_index:
+            self._holding_index[key] = len(self._holdings)
+            self._holdings.append(Holding(ranks))
+        return self._holding_index[key]
+
+
+def _tensors(placed: tuple[Placement, ...] | Misc | Excluded) -> set[str]:
+    if isinstance(placed, (Misc, Excluded)):
+        return set()
+    return {piece.tensor.name for placement in placed for held in placement.shards.pieces for piece in held}
+
+
+def _dtypes(placements: tuple[Placement, ...]) -> set[str]:
+    return {piece.tensor.dtype for placement in placements for held in placement.shards.pieces for piece in held}
+
+
+def _intersect(src: Shards, dst: Shards) -> tuple[Move, ...]:
+    """Every common region of a source piece and a destination piece, by destination shard and piece.
+
+    Pieces are looked up along dim 0 of the parameter, so that the cost follows the number of moves.
+    """
+    held = sorted(
+        ((piece.region.start[0], piece.region.stop[0], c, p) for c, pieces in enumerate(src.pieces) for p, piece in enumerate(pieces))
+    )
+    starts = [entry[0] for entry in held]
+    longest = max((stop - start for start, stop, _, _ in held), default=0)
+    moves = []
+    for c, pieces in enumerate(dst.pieces):
+        for p, piece in enumerate(pieces):
+            low, high = piece.region.start[0], piece.region.stop[0]
+            near = held[bisect_left(starts, low - longest) : bisect_left(starts, high)]
+            for _, _, src_c, src_p in near:
+                region = src.pieces[src_c][src_p].region.intersect(piece.region)
+                if region is not None:
+                    moves.append(Move(src_c, src_p, c, p, region))
+    return tuple(moves)
+
+
+def _balance(
+    bundles: list[Bundle], templates: tuple[Template, ...], holdings: list[Holding], world: int
+) -> list[Bundle]:
+    """Turn each bundle's round robin so that its uneven remainder lands on the least loaded replicas, largest first."""
+    load = np.zeros(world, dtype=np.int64)
+    served = []
+    for bundle in bundles:
+        ranks, pulls = holdings[bundle.src].ranks, holdings[bundle.dst].ranks.shape[1]
+        served.append(replica_bytes(templates[bundle.template], bundle, ranks.shape[1], pulls))
+    turned = list(bundles)
+    for index in sorted(range(len(bundles)), key=lambda i: (-int(served[i].sum()), i)):
+        ranks, shares = holdings[bundles[index].src].ranks, served[index]
+        rotation = 0
+        if (shares != shares[:, :1]).any():
+            peaks = [int((load[ranks] + np.roll(shares, turn, axis=1)).max()) for turn in range(ranks.shape[1])]
+            rotation = peaks.index(min(peaks))
+        np.add.at(load, ranks, np.roll(shares, rotation, axis=1))
+        turned[index] = replace(bundles[index], rotation=rotation)
+    return turned
+
