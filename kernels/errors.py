@@ -1,0 +1,75 @@
+"""Every way in which binding or moving bytes ends badly, in one place.
+
+Messages say who waited for whom, in which stage and for which parameter; the same facts are attributes, so that a rank
+can tell its peers why it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class RefitError(RuntimeError):
+    """The base of all errors that a refit raises."""
+
+
+class BindError(RefitError):
+    """A schedule does not fit the tensors it was bound to; `problems` lists everything that is wrong."""
+
+    def __init__(self, rank: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__("\n  ".join((f"{rank} cannot bind its schedule, {count}:", *problems)))
+
+
+class StaleTensorError(RefitError):
+    """A bound tensor's storage, shape, stride, dtype or device changed after binding."""
+
+
+class TransportUnavailable(RefitError):
+    """The transport asked for is unknown or cannot run here."""
+
+
+class SessionError(RefitError):
+    """The ranks of a session could not meet, do not agree, or a peer reported a failure."""
+
+
+class VersionError(RefitError):
+    """A version that does not increase, or ranks that refit different versions at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a rank is about to wait for: enough to name the culprit if it never comes."""
+
+    rank: str  # who waits, as "gen:1"
+    peer: str  # for whom, as "train:0"
+    stage: int | None  # pp_stage; None on the misc route
+    parameter: str  # first parameter of the bucket
+    sends: bool  # True: waits for `peer` to take bytes; False: waits for bytes from it
+
+    def __str__(self) -> str:
+        where = "misc route" if self.stage is None else f"stage {self.stage}"
+        verb = "to take" if self.sends else "to send"
+        return f"{where}: {self.rank} waiting for {self.peer} {verb} {self.parameter}"
+
+
+class TransferError(RefitError):
+    """Bytes that were due did not arrive, or not as they were sent. `waiting` says which, and between whom."""
+
+    def __init__(self, waiting: Waiting, reason: str) -> None:
+        self.waiting = waiting
+        super().__init__(f"{waiting}: {reason}")
+
+
+class DeadlineError(TransferError):
+    """A peer was silent for longer than the deadline."""
+
+
+class PeerLostError(TransferError):
+    """A peer closed its connection: it died, or gave up because of an error of its own."""
+
+
+class ChecksumError(TransferError):
+    """A bucket arrived with other bytes, or in another order, than it was sent with."""

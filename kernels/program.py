@@ -1,0 +1,239 @@
+"""Bind a rank's schedule to its tensors: a table of strided copies per peer and stage, cut into buckets.
+
+Binding checks everything first and touches no byte. What comes out needs no planner any more: executors walk the lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from mcore_reshard.planner.geometry import row_major_strides
+from mcore_reshard.planner.schedule import Geometry, Schedule, StageSchedule, TransferTable, World
+from numpy.typing import NDArray
+
+from .buckets import DEFAULT_BUCKET_BYTES, check_bucket_bytes, cut, pack
+from .checks import itemsizes, tensor_problems, transfer_problems
+from .copies import COPY, SCRATCH, strided_copies
+from .errors import BindError
+from .tensors import Fingerprint, check_fresh
+
+Ints = NDArray[np.int64]
+
+
+def rank_name(world: World, rank: int) -> str:
+    """How messages call a rank: 'train:0', 'gen:3'."""
+    return f"{world}:{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One message: copies `[first_copy, stop_copy)` of its lane; `nbytes` end with its last part."""
+
+    first_copy: int
+    stop_copy: int
+    nbytes: int
+    parameter: tuple[int, int]  # (bundle, member) of the first transfer in it, for messages
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What passes between this rank and one peer in one stage and one direction, in the order both ends agree on.
+
+    In `copies` (dtype COPY) base indices are those of `Schedule.tensors`, and SCRATCH is the bucket.
+    """
+
+    peer: int  # rank in the other world
+    sends: bool
+    copies: NDArray[np.void]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    pp_stage: int
+    transfers: int
+    nbytes: int  # without the padding between parts
+    lanes: tuple[Lane, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A schedule bound to live tensors. Valid as long as the tensors stay where they are: see `check_fresh`."""
+
+    schedule: Schedule
+    tensors: tuple[torch.Tensor, ...]  # in the order of Schedule.tensors
+    fingerprints: tuple[Fingerprint, ...]
+    bucket_bytes: int
+    stages: tuple[StageProgram, ...]
+
+    @property
+    def rank(self) -> str:
+        return rank_name(self.schedule.world, self.schedule.rank)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stage.nbytes for stage in self.stages)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where all bound tensors live; None if there are none."""
+        return self.tensors[0].device if self.tensors else None
+
+    def check_fresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise `StaleTensorError` if a tensor of the live model no longer lies where it was bound."""
+        check_fresh(self.rank, self.schedule.tensors, self.fingerprints, tensors)
+
+    def parameter(self, bucket: Bucket) -> str:
+        return self.schedule.parameter_name(*bucket.parameter)
+
+
+def bind(
+    schedule: Schedule, tensors: Mapping[str, torch.Tensor], *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Program:
+    """Bind `schedule` to the rank's live `tensors` (by the names of `Schedule.tensors`).
+
+    Raises `BindError` listing everything unbound, of another shape, dtype, stride or device, or out of bounds.
+    `bucket_bytes` must be equal on all ranks.
+    """
+    check_bucket_bytes(bucket_bytes)
+    if problems := [*tensor_problems(schedule, tensors), *transfer_problems(schedule)]:
+        raise BindError(rank_name(schedule.world, schedule.rank), problems)
+    bound = tuple(tensors[local.name] for local in schedule.tensors)
+    recipes = _Recipes(schedule.geometries, itemsizes(schedule), bucket_bytes)
+    return Program(
+        schedule=schedule,
+        tensors=bound,
+        fingerprints=tuple(map(Fingerprint.of, bound)),
+        bucket_bytes=bucket_bytes,
+        stages=tuple(_stage_program(stage, recipes) for stage in schedule.stages),
+    )
+
+
+def _stage_program(stage: StageSchedule, recipes: _Recipes) -> StageProgram:
+    return StageProgram(
+        pp_stage=stage.pp_stage,
+        transfers=len(stage.sends) + len(stage.recvs),
+        nbytes=int(stage.sends.nbytes.sum() + stage.recvs.nbytes.sum()),
+        lanes=(*recipes.lanes(stage.sends, sends=True), *recipes.lanes(stage.recvs, sends=False)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How transfers of one geometry and element size become parts, and parts copies; offsets are the transfer's own."""
+
+    part_bytes: Ints
+    part_offsets: Ints  # bytes from the transfer's first element, in the local tensor
+    part_copies: Ints  # number of copies of each part
+    copies: NDArray[np.void]  # of all parts; offsets from the part's beginning on both sides
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """All parts of a table in wire order, peer by peer."""
+
+    row: Ints  # of the table
+    nbytes: Ints
+    offsets: Ints  # bytes from the start of the local tensor
+    kinds: Ints  # index into what `copies_of` expands
+
+    def of(self, mine: slice) -> _Parts:
+        return _Parts(self.row[mine], self.nbytes[mine], self.offsets[mine], self.kinds[mine])
+
+
+class _Recipes:
+    """Expands whole tables at once: Python runs once per geometry, numpy once per transfer."""
+
+    def __init__(self, geometries: tuple[Geometry, ...], itemsizes: Ints, bucket_bytes: int) -> None:
+        self._geometries = geometries
+        self._itemsizes = itemsizes
+        self._bucket_bytes = bucket_bytes
+
+    def lanes(self, table: TransferTable, *, sends: bool) -> tuple[Lane, ...]:
+        if not len(table):
+            return ()
+        order = np.argsort(table.peer, kind="stable")
+        itemsize = self._itemsizes[table.tensor[order]]
+        keys, recipe_of = np.unique(table.geometry[order] * np.int64(16) + itemsize, return_inverse=True)
+        recipes = [self._recipe(*divmod(key, 16), sends=sends) for key in keys.tolist()]
+        owner, kinds = _expand(recipe_of, np.array([len(recipe.part_bytes) for recipe in recipes]))
+        row = order[owner]
+        parts = _Parts(
+            row=row,
+            nbytes=np.concatenate([recipe.part_bytes for recipe in recipes])[kinds],
+            offsets=table.offset[row] * itemsize[owner]
+            + np.concatenate([recipe.part_offsets for recipe in recipes])[kinds],
+            kinds=kinds,
+        )
+        copy_counts = np.concatenate([recipe.part_copies for recipe in recipes])
+        copies = np.concatenate([recipe.copies for recipe in recipes])
+        peers, firsts = np.unique(table.peer[row], return_index=True)
+        bounds = [*firsts.tolist(), len(row)]
+        return tuple(
+            self._lane(peer, table, parts.of(slice(*bounds[n : n + 2])), copy_counts, copies, sends=sends)
+            for n, peer in enumerate(peers.tolist())
+        )
+
+    def _lane(
+        self,
+        peer: int,
+        table: TransferTable,
+        parts: _Parts,
+        copy_counts: Ints,
+        all_copies: NDArray[np.void],
+        *,
+        sends: bool,
+    ) -> Lane:
+        starts, bucket_offsets = pack(parts.nbytes, self._bucket_bytes)
+        owner, members = _expand(parts.kinds, copy_counts)
+        copies = all_copies[members]
+        local, scratch = ("src", "dst") if sends else ("dst", "src")
+        copies[local] = table.tensor[parts.row][owner]
+        copies[local + "_offset"] += parts.offsets[owner]
+        copies[scratch] = SCRATCH
+        copies[scratch + "_offset"] += bucket_offsets[owner]
+
+        bounds = np.append(starts, len(parts.row))
+        last = bounds[1:] - 1
+        first_copies = np.searchsorted(owner, bounds).tolist()
+        named = parts.row[starts]
+        parameters = zip(table.bundle[named].tolist(), table.member[named].tolist(), strict=True)
+        nbytes = (bucket_offsets[last] + parts.nbytes[last]).tolist()
+        return Lane(peer, sends, copies, tuple(map(Bucket, first_copies, first_copies[1:], nbytes, parameters)))
+
+    def _recipe(self, geometry: int, itemsize: int, *, sends: bool) -> _Recipe:
+        extents, strides = self._geometries[geometry].extents, self._geometries[geometry].strides
+        parts = cut(extents, itemsize, self._bucket_bytes)
+        copies = [_copies_of(part.extents, strides, itemsize, sends=sends) for part in parts]
+        starts = [sum(at * stride for at, stride in zip(part.start, strides, strict=True)) for part in parts]
+        return _Recipe(
+            part_bytes=np.array([prod(part.extents) * itemsize for part in parts], np.int64),
+            part_offsets=np.array(starts, np.int64) * itemsize,
+            part_copies=np.array(list(map(len, copies)), np.int64),
+            copies=np.concatenate(copies) if copies else np.empty(0, COPY),
+        )
+
+
+def _copies_of(extents: tuple[int, ...], strides: tuple[int, ...], itemsize: int, *, sends: bool) -> NDArray[np.void]:
+    """A part's copies between its place in the local tensor and its packed bytes, with both offsets relative."""
+    packed = row_major_strides(extents)
+    src, dst = (strides, packed) if sends else (packed, strides)
+    return np.array(
+        [
+            (0, 0, c.src_offset, c.dst_offset, c.extents, c.src_strides, c.dst_strides, c.row_bytes)
+            for c in strided_copies(extents, src, dst, itemsize)
+        ],
+        COPY,
+    )
+
+
+def _expand(kinds: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Replace every entry by the members of its kind: (index of the entry, index among all kinds' members)."""
+    repeats = counts[kinds]
+    owner = np.repeat(np.arange(len(kinds)), repeats)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    return owner, (np.cumsum(counts) - counts)[kinds][owner] + within

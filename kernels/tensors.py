@@ -1,0 +1,89 @@
+"""The tensors behind a schedule: what they must be when bound, and that they still are when the bytes move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from mcore_reshard.planner.geometry import row_major_strides
+from mcore_reshard.planner.schedule import LocalTensor
+from numpy.typing import NDArray
+
+from .errors import StaleTensorError
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Where a tensor's bytes lie. Refits write through addresses, so a changed fingerprint is a stale binding."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Fingerprint:
+        return cls(
+            tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype), str(tensor.device)
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> 'bfloat16', the spelling of the planner."""
+    return str(dtype).removeprefix("torch.")
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's own bytes, uint8 [nbytes]."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def byte_array(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The same for a CPU tensor, as numpy; it shares the tensor's memory."""
+    array: NDArray[np.uint8] = byte_view(tensor).numpy()
+    return array
+
+
+def misfits(wanted: LocalTensor, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Why `tensors` cannot serve `wanted`: nothing if it can."""
+    tensor = tensors.get(wanted.name)
+    if tensor is None:
+        yield "there is no such tensor"
+        return
+    if tuple(tensor.shape) != wanted.shape:
+        yield f"shape {tuple(tensor.shape)}, the plan says {wanted.shape}"
+    elif not _is_row_major(tensor):
+        yield f"strides {tuple(tensor.stride())}, the plan needs the row-major {row_major_strides(wanted.shape)}"
+    if dtype_name(tensor.dtype) != wanted.dtype:
+        yield f"dtype {dtype_name(tensor.dtype)}, the plan says {wanted.dtype}"
+    if tensor.layout is not torch.strided:
+        yield f"layout {tensor.layout}, only strided tensors can be bound"
+    elif tensor.is_meta:
+        yield "it is on the meta device and has no bytes"
+
+
+def _is_row_major(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+def check_fresh(
+    rank: str, bound: Sequence[LocalTensor], fingerprints: Sequence[Fingerprint], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise `StaleTensorError` unless every bound tensor still lies where it was bound."""
+    stale: list[str] = []
+    for local, before in zip(bound, fingerprints, strict=True):
+        tensor = tensors.get(local.name)
+        if tensor is None:
+            stale.append(f"{local.name}: it is gone")
+        elif (now := Fingerprint.of(tensor)) != before:
+            changed = [
+                f"{name} {getattr(before, name)} -> {getattr(now, name)}"
+                for name in Fingerprint.__slots__
+                if getattr(before, name) != getattr(now, name)
+            ]
+            stale.append(f"{local.name}: {', '.join(changed)}")
+    if stale:
+        raise StaleTensorError("\n  ".join((f"{rank}: {len(stale)} bound tensors changed since prepare():", *stale)))
