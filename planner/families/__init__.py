@@ -36,9 +36,11 @@ def catalogue_from_config(config: Mapping[str, Any]) -> Catalogue:
     type, or at odds with another.
     """
     family = config.get("model_type")
-    if family in FAMILIES:
+    if isinstance(family, str) and family in FAMILIES:
         return FAMILIES[family](config)
     problem = "model_type is missing" if family is None else f"model_type {family!r} is not known"
+    if "text_config" in config:
+        problem += "; if this is a multimodal model, pass its text_config"
     close = get_close_matches(str(family), FAMILIES, n=2, cutoff=0.6)
     if close:
         problem += f"; did you mean {' or '.join(close)}?"
