@@ -346,8 +346,11 @@ class VllmLayout(Layout):
             if mamba.groups > 1:
                 sizes += [(f"{mamba.groups} Mamba groups", mamba.groups)]
         found = [f"{what} cannot be divided by tp = {tp}" for what, size in sizes if size % tp]
-        if isinstance(attention, Attention) and attention.kv_heads % tp and tp % attention.kv_heads:
-            found.append(f"{attention.kv_heads} KV heads are neither a multiple nor a divisor of tp = {tp}")
+        if isinstance(attention, Attention) and attention.kv_heads % tp:
+            if architecture.family == "gpt_oss":  # models/gpt_oss.py divides its KV heads without replicating them
+                found.append(f"{attention.kv_heads} KV heads cannot be divided by tp = {tp}")
+            elif tp % attention.kv_heads:
+                found.append(f"{attention.kv_heads} KV heads are neither a multiple nor a divisor of tp = {tp}")
         if mesh.ep > 1 and not architecture.experts:
             found.append(f"ep = {mesh.ep} wants a model with experts, {architecture.family} has none here")
         if mesh.ep > architecture.experts > 0:
