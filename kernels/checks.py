@@ -58,15 +58,19 @@ def _first_parameters(schedule: Schedule) -> dict[int, str]:
 
 def transfer_problems(schedule: Schedule) -> list[str]:
     """Geometries that no tensor has, transfers that leave their tensor or the mesh: a damaged or foreign schedule."""
-    damaged = [geometry for geometry in schedule.geometries if not _is_possible(geometry)]
-    if damaged:
-        return [f"{len(damaged)} of {len(schedule.geometries)} geometries damaged, first {damaged[0]}"]
+    geometries = (*schedule.geometries, *(geometry for *_, geometry in schedule.padding))
+    if damaged := [geometry for geometry in geometries if not _is_possible(geometry)]:
+        return [f"{len(damaged)} of {len(geometries)} geometries damaged, first {damaged[0]}"]
     itemsize = itemsizes(schedule)
     elements = np.array([prod(local.shape) for local in schedule.tensors], np.int64)
     box = np.array([prod(geometry.extents) for geometry in schedule.geometries], np.int64)
     reach = np.array([_reach(geometry) for geometry in schedule.geometries], np.int64)
     peers = schedule.gen_ranks if schedule.world == "train" else schedule.train_ranks
-    problems: list[str] = []
+    problems = [
+        f"padding outside its tensor: offset {offset} and {geometry} in {schedule.tensors[tensor].name}"
+        for tensor, offset, geometry in schedule.padding
+        if offset < 0 or offset + _reach(geometry) > elements[tensor]
+    ]
     for stage in schedule.stages:
         for table in (stage.sends, stage.recvs):
             past_end = (table.offset < 0) | (table.offset + reach[table.geometry] > elements[table.tensor])

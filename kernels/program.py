@@ -87,6 +87,12 @@ class Program:
         """Raise `StaleTensorError` if a tensor of the live model no longer lies where it was bound."""
         check_fresh(self.rank, self.schedule.tensors, self.fingerprints, tensors)
 
+    def zero_padding(self) -> None:
+        """Zero the elements of destination tensors that no parameter fills, such as a padded vocabulary's tail."""
+        for tensor, offset, geometry in self.schedule.padding:
+            flat = self.tensors[tensor].detach().reshape(-1)
+            flat.as_strided(geometry.extents, geometry.strides, flat.storage_offset() + offset).zero_()
+
     def parameter(self, bucket: Bucket) -> str:
         return self.schedule.parameter_name(*bucket.parameter)
 

@@ -54,6 +54,7 @@ def schedule_of(
     digest: str = "d1",
     misc: tuple[str, ...] = (),
     extra: Sequence[LocalTensor] = (),
+    padding: tuple[tuple[int, int, Geometry], ...] = (),
 ) -> Schedule:
     """The schedule of one rank of `worlds` = (training ranks, generation ranks)."""
     sends = world == "train"
@@ -82,6 +83,7 @@ def schedule_of(
             StageSchedule(stage, table(found if sends else ()), table(() if sends else found))
             for stage, found in rows.items()
         ),
+        padding=padding,
         misc=misc,
         parameter_name=lambda bundle, member: names[bundle],
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from mcore_reshard.kernels.buckets import ALIGNMENT, MAX_BUCKET_BYTES, Part, check_bucket_bytes, cut, pack
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -51,8 +51,8 @@ def test_packed_parts_are_aligned_and_never_overlap_or_overflow(nbytes: list[int
     firsts, offsets = pack(np.array(nbytes, np.int64), bucket_bytes)
     assert len(offsets) == len(nbytes) and not np.any(offsets % ALIGNMENT)
     bounds = [*firsts.tolist(), len(nbytes)]
-    assert bounds[0] == 0 and all(low < high for low, high in zip(bounds, bounds[1:], strict=False))
-    for low, high in zip(bounds, bounds[1:], strict=False):
+    assert bounds[0] == 0 and all(low < high for low, high in itertools.pairwise(bounds))
+    for low, high in itertools.pairwise(bounds):
         end = 0
         for part in range(low, high):
             assert offsets[part] >= end

@@ -175,6 +175,21 @@ def test_bind_refuses_a_schedule_that_leaves_its_tensors() -> None:
         assert caught.value.problems == (f"stage 0: 1 of 1 transfers {complaint}",)
 
 
+def test_padding_is_zeroed_and_nothing_else() -> None:
+    tail = (0, 8, Geometry((2, 3), (4, 1)))
+    schedule = schedule_of([], "gen", 0, (1, 1), extra=[LocalTensor("e", (4, 4), "bfloat16")], padding=(tail,))
+    tensors = {"e": torch.ones(5, 4, dtype=torch.bfloat16)[1:]}
+    bind(schedule, tensors).zero_padding()
+    assert tensors["e"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1]]
+
+
+def test_padding_outside_its_tensor_is_refused() -> None:
+    tail = (0, 9, Geometry((2, 4), (4, 1)))
+    schedule = schedule_of([], "gen", 0, (1, 1), extra=[LocalTensor("e", (4, 4), "bfloat16")], padding=(tail,))
+    with pytest.raises(BindError, match="padding outside its tensor: offset 9"):
+        bind(schedule, allocate(schedule))
+
+
 def test_a_tensor_that_moved_is_stale() -> None:
     schedule = schedule_of(two_moves(), "gen", 0, (1, 1))
     tensors = allocate(schedule)
@@ -222,6 +237,7 @@ def test_fifty_thousand_transfers_bind_within_a_second() -> None:
         tensors=tuple(LocalTensor(f"t{n}", (4096,), "bfloat16") for n in range(5000)),
         geometries=geometries,
         stages=(StageSchedule(0, table(()), table(rows)),),
+        padding=(),
         misc=(),
         parameter_name=lambda bundle, member: "p",
     )

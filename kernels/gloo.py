@@ -1,0 +1,201 @@
+"""Buckets over gloo: real messages between processes on any machine, checked with a CRC-32 each.
+
+The process group is built straight from a store. torch's default group is neither needed nor touched, so a trainer and
+an engine that each have a default group of their own can be joined.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections import deque
+from datetime import timedelta
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed import ProcessGroupGloo, Store
+
+from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
+from .interpreter import run_copies
+from .pipeline import StageReport, Step, group_rank, other_world, steps
+from .program import Program
+from .tensors import byte_array
+
+DEFAULT_SLOTS = 4
+_TAG = 0  # one tag: gloo keeps messages of a pair and tag in order
+_HEADER = struct.Struct("<IIII")  # CRC-32 of the rest, run, stage index, bucket number; 16 bytes keep parts aligned
+
+
+class GlooMessage:
+    """A message under way; gloo's handle lives here alone, so that closing the group really closes it."""
+
+    __slots__ = ("_group", "_waiting", "_work")
+
+    def __init__(self, group: GlooGroup, work: torch.distributed.Work, waiting: Waiting) -> None:
+        self._group = group
+        self._work: torch.distributed.Work | None = work
+        self._waiting = waiting
+
+    def wait(self) -> None:
+        if self._work is None:
+            raise PeerLostError(self._waiting, "the group was closed")
+        timeout_s = self._group.timeout_s
+        start = time.monotonic()
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            if time.monotonic() - start >= timeout_s:
+                raise DeadlineError(self._waiting, f"nothing within {timeout_s:g} s") from error
+            raise PeerLostError(self._waiting, "the connection was closed") from error
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        self._work = None
+        self._group.forget(self)
+
+
+class GlooGroup:
+    """All ranks of a session, fully connected. Construction blocks until every rank has connected.
+
+    A connection closes when its process dies or calls `close`; whoever waits on it then gets `PeerLostError` at once.
+    So one failure runs through everyone who waits, directly or indirectly.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._pending: set[GlooMessage] = set()
+        self._group: ProcessGroupGloo | None
+        try:
+            self._group = ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise SessionError(f"gloo could not connect {size} ranks within {timeout_s:g} s: {error}") from error
+
+    def send(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
+        return self._started("send", buffer, peer, waiting)
+
+    def recv(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
+        return self._started("recv", buffer, peer, waiting)
+
+    def forget(self, message: GlooMessage) -> None:
+        self._pending.discard(message)
+
+    def close(self) -> None:
+        """Close all connections, also with messages under way. May be called twice."""
+        for message in tuple(self._pending):
+            message.drop()
+        self._group = None
+
+    def _started(self, way: Literal["send", "recv"], buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
+        if self._group is None:
+            raise PeerLostError(waiting, "the group is closed")
+        try:
+            work = getattr(self._group, way)([buffer], peer, _TAG)
+        except RuntimeError as error:
+            raise PeerLostError(waiting, "the connection was closed") from error
+        message = GlooMessage(self, work, waiting)
+        self._pending.add(message)
+        return message
+
+
+class GlooExecutor:
+    """Runs a program over a group: packs, sends, receives and unpacks a window of `slots` buckets at a time.
+
+    Packing and unpacking overlap with gloo's own threads. Scratch is `scratch_bytes`, whatever the number of peers.
+    """
+
+    def __init__(self, group: GlooGroup, program: Program, *, slots: int = DEFAULT_SLOTS) -> None:
+        if slots < 2:
+            raise ValueError(f"pipelining needs at least two slots: {slots}")
+        self._group = group
+        self._program = program
+        self._steps = steps(program)
+        self._tensors = [byte_array(tensor) for tensor in program.tensors]
+        largest = max((step.bucket.nbytes for step in self._steps), default=0)
+        count = min(slots, len(self._steps))
+        self._slots = [torch.empty(_HEADER.size + largest, dtype=torch.uint8) for _ in range(count)]
+        self._runs = 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(slot.numel() for slot in self._slots)
+
+    def run(self) -> tuple[StageReport, ...]:
+        """Move every bucket once. Returns when all bytes sent were taken and all bytes received are in place."""
+        self._runs += 1
+        clock = _StageClock(len(self._program.stages))
+        under_way: deque[tuple[Step, torch.Tensor, GlooMessage]] = deque()
+        for number, step in enumerate(self._steps):
+            if len(under_way) == len(self._slots):
+                self._finish(*under_way.popleft(), clock)
+            clock.started(step.stage)
+            slot = self._slots[number % len(self._slots)]
+            under_way.append((step, slot, self._start(step, slot)))
+        while under_way:
+            self._finish(*under_way.popleft(), clock)
+        return tuple(
+            StageReport(
+                stage.pp_stage,
+                stage.transfers,
+                sum(len(lane.buckets) for lane in stage.lanes),
+                stage.nbytes,
+                clock.seconds(index),
+            )
+            for index, stage in enumerate(self._program.stages)
+        )
+
+    def _start(self, step: Step, slot: torch.Tensor) -> GlooMessage:
+        schedule = self._program.schedule
+        peer = group_rank(schedule, other_world(schedule.world), step.lane.peer)
+        message = slot[: _HEADER.size + step.bucket.nbytes]
+        if not step.lane.sends:
+            return self._group.recv(message, peer, step.waiting)
+        self._pack(step, message.numpy())
+        return self._group.send(message, peer, step.waiting)
+
+    def _finish(self, step: Step, slot: torch.Tensor, message: GlooMessage, clock: _StageClock) -> None:
+        message.wait()
+        if not step.lane.sends:
+            self._unpack(step, slot[: _HEADER.size + step.bucket.nbytes].numpy())
+        clock.finished(step.stage)
+
+    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+        body = message[_HEADER.size :]
+        self._copy(step, body)
+        _HEADER.pack_into(message.data, 0, zlib.crc32(body.data), self._runs, step.stage, step.number)
+
+    def _unpack(self, step: Step, message: NDArray[np.uint8]) -> None:
+        body = message[_HEADER.size :]
+        crc, *place = _HEADER.unpack_from(message.data)
+        if (mine := [self._runs, step.stage, step.number]) != place:
+            raise ChecksumError(step.waiting, f"(run, stage, bucket) {place} arrived in place of {mine}")
+        if (computed := zlib.crc32(body.data)) != crc:
+            raise ChecksumError(
+                step.waiting, f"bucket {step.number} arrived damaged: CRC-32 {computed:08x}, sent with {crc:08x}"
+            )
+        self._copy(step, body)
+
+    def _copy(self, step: Step, body: NDArray[np.uint8]) -> None:
+        run_copies(step.lane.copies[step.bucket.first_copy : step.bucket.stop_copy], [*self._tensors, body])
+
+
+class _StageClock:
+    """First start and last end of each stage; stages overlap, so these do not add up to the whole."""
+
+    def __init__(self, stages: int) -> None:
+        self._starts: list[float | None] = [None] * stages
+        self._ends: list[float] = [0.0] * stages
+
+    def started(self, stage: int) -> None:
+        if self._starts[stage] is None:
+            self._starts[stage] = time.perf_counter()
+
+    def finished(self, stage: int) -> None:
+        self._ends[stage] = time.perf_counter()
+
+    def seconds(self, stage: int) -> float:
+        start = self._starts[stage]
+        return 0.0 if start is None else self._ends[stage] - start

@@ -1,0 +1,79 @@
+"""Run one function as many real processes, and collect what each returned, raised or died of."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended: what it returned, or the error it raised; neither if it was killed."""
+
+    value: Any = None
+    error: str | None = None
+    kind: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def died(self) -> bool:
+        return self.kind == "died"
+
+
+def run_ranks(count: int, target: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Outcome]:
+    """`target(rank, store_address, *args)` in `count` forked processes that meet at a store held here.
+
+    Fails the test if a process outlives `timeout_s`; processes that hang are killed.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    fork = multiprocessing.get_context("fork")
+    processes: dict[Any, tuple[int, Any]] = {}  # by the pipe that each one's outcome comes through
+    for rank in range(count):
+        reader, writer = fork.Pipe(duplex=False)
+        process = fork.Process(target=_run, args=(writer, rank, target, f"127.0.0.1:{store.port}", args), daemon=True)
+        process.start()
+        writer.close()
+        processes[reader] = (rank, process)
+    outcomes = [Outcome(kind="died")] * count
+    deadline = time.monotonic() + timeout_s
+    ready: list[Any]
+    while processes and (ready := wait([*processes], max(0.0, deadline - time.monotonic()))):
+        for reader in ready:
+            rank, process = processes.pop(reader)
+            with suppress(EOFError):  # closed without a word: killed
+                outcomes[rank] = reader.recv()
+            process.join()
+    for _, process in processes.values():
+        process.kill()
+        process.join()
+    hung = sorted(rank for rank, _ in processes.values())
+    assert not hung, f"ranks {hung} were still running after {timeout_s} s"
+    return outcomes
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned; fails with the errors of those that did not."""
+    bad = {rank: outcome.error or outcome.kind for rank, outcome in enumerate(outcomes) if outcome.kind}
+    assert not bad, bad
+    return [outcome.value for outcome in outcomes]
+
+
+def _run(writer: Any, rank: int, target: Callable[..., Any], address: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    try:
+        outcome = Outcome(value=target(rank, address, *args))
+    except Exception as error:
+        outcome = Outcome(error=str(error), kind=type(error).__name__, seconds=time.monotonic() - start)
+    writer.send(outcome)
+    os._exit(0)  # the interpreter's own teardown of a forked pytest is none of the test's business

@@ -1,0 +1,146 @@
+"""Buckets over real processes: every byte arrives, no pattern hangs, and whoever is to blame is named."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from handmade import allocate, expected, random_moves, raw_bytes, schedule_of
+from mcore_reshard.kernels.gloo import GlooExecutor, GlooGroup
+from mcore_reshard.kernels.pipeline import Step
+from mcore_reshard.kernels.program import bind
+from numpy.typing import NDArray
+from ranks import run_ranks, values
+from torch.distributed import TCPStore, is_initialized
+
+BUCKET_BYTES = 128
+
+
+def connect(address: str, rank: int, size: int, timeout_s: float = 20.0) -> GlooGroup:
+    """The group of all ranks, once every one of them has it."""
+    host, port = address.split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    group = GlooGroup(store, rank, size, timeout_s=timeout_s)
+    store.set(f"up/{rank}", "")
+    store.wait([f"up/{other}" for other in range(size)])
+    return group
+
+
+def member(group_rank: int, worlds: tuple[int, int]) -> tuple[Any, int]:
+    return ("train", group_rank) if group_rank < worlds[0] else ("gen", group_rank - worlds[0])
+
+
+def moves_of(seed: int, worlds: tuple[int, int]) -> list[Any]:
+    return random_moves(np.random.default_rng(seed), worlds, parameters=25, stages=3)
+
+
+def refit_twice(
+    rank: int, address: str, worlds: tuple[int, int], seed: int, slots: int, executor: type[GlooExecutor] = GlooExecutor
+) -> tuple[dict[str, bytes], int]:
+    schedule = schedule_of(moves_of(seed, worlds), *member(rank, worlds), worlds)
+    tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
+    program = bind(schedule, tensors, bucket_bytes=BUCKET_BYTES)
+    group = connect(address, rank, sum(worlds))
+    running = executor(group, program, slots=slots)
+    assert running.scratch_bytes <= slots * (BUCKET_BYTES + 16)
+    for _ in range(2):
+        reports = running.run()
+    assert sum(report.nbytes for report in reports) == program.nbytes
+    group.close()
+    assert not is_initialized()
+    return {name: raw_bytes(tensor) for name, tensor in tensors.items()}, program.nbytes
+
+
+@pytest.mark.parametrize(
+    ("worlds", "seed", "slots"), [((1, 1), 0, 2), ((2, 2), 1, 2), ((3, 1), 2, 4), ((1, 3), 3, 3), ((4, 3), 4, 2)]
+)
+def test_random_patterns_arrive_byte_for_byte(worlds: tuple[int, int], seed: int, slots: int) -> None:
+    held = values(run_ranks(sum(worlds), refit_twice, worlds, seed, slots))
+    moves = moves_of(seed, worlds)
+    sources = [allocate(schedule_of(moves, "train", rank, worlds), seed=seed) for rank in range(worlds[0])]
+    for rank in range(worlds[1]):
+        want = expected(moves, schedule_of(moves, "gen", rank, worlds), sources)
+        assert held[worlds[0] + rank][0] == {name: raw_bytes(tensor) for name, tensor in want.items()}
+    sent, received = sum(n for _, n in held[: worlds[0]]), sum(n for _, n in held[worlds[0] :])
+    assert sent == received > 0
+
+
+class NoisyWire(GlooExecutor):
+    """Damages one byte of the third bucket, after its checksum was taken."""
+
+    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+        super()._pack(step, message)
+        if self._steps.index(step) == 2:
+            message[-1] ^= 0x10
+
+
+class LostBucket(GlooExecutor):
+    """Sends its second bucket in the place of its first one."""
+
+    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+        super()._pack(step, message)
+        message[12:16] = np.frombuffer(np.uint32(step.number + 1).tobytes(), np.uint8)
+
+
+def test_a_damaged_bucket_is_reported_by_its_receiver() -> None:
+    sender, receiver = run_ranks(2, refit_twice, (1, 1), 5, 2, NoisyWire)
+    assert receiver.kind == "ChecksumError"
+    assert receiver.error is not None
+    assert receiver.error.startswith("stage 0: gen:0 waiting for train:0 to send model.p")
+    assert "bucket 2 arrived damaged: CRC-32 " in receiver.error
+    assert sender.kind == "PeerLostError"
+
+
+def test_a_bucket_in_anothers_place_is_reported_by_its_receiver() -> None:
+    _, receiver = run_ranks(2, refit_twice, (1, 1), 5, 2, LostBucket)
+    assert receiver.kind == "ChecksumError"
+    assert "(run, stage, bucket) [1, 0, 1] arrived in place of [1, 0, 0]" in str(receiver.error)
+
+
+def with_bad_rank(rank: int, address: str, worlds: tuple[int, int], bad: int, how: str, timeout_s: float) -> None:
+    schedule = schedule_of(moves_of(1, worlds), *member(rank, worlds), worlds)
+    program = bind(schedule, allocate(schedule, seed=0), bucket_bytes=BUCKET_BYTES)
+    group = connect(address, rank, sum(worlds), timeout_s)
+    if rank == bad:
+        if how == "killed":
+            os.kill(os.getpid(), 9)
+        time.sleep(2 * timeout_s)
+        return
+    try:
+        GlooExecutor(group, program).run()
+    finally:
+        group.close()
+
+
+def test_a_killed_peer_is_noticed_at_once_and_named() -> None:
+    outcomes = run_ranks(4, with_bad_rank, (2, 2), 1, "killed", 20.0)
+    assert outcomes[1].died
+    others = [outcomes[rank] for rank in (0, 2, 3)]
+    assert {outcome.kind for outcome in others} == {"PeerLostError"}
+    assert any("waiting for train:1 to send model.p" in str(outcome.error) for outcome in others)
+    assert max(outcome.seconds for outcome in others) < 5
+
+
+def test_a_silent_peer_is_an_error_at_the_deadline() -> None:
+    outcomes = run_ranks(4, with_bad_rank, (2, 2), 1, "silent", 2.0)
+    others = [outcomes[rank] for rank in (0, 2, 3)]
+    assert {outcome.kind for outcome in others} <= {"DeadlineError", "PeerLostError"}
+    assert any(
+        "waiting for train:1 to send" in str(outcome.error) and "nothing within 2 s" in str(outcome.error)
+        for outcome in others
+    )
+    assert max(outcome.seconds for outcome in others) < 6
+
+
+def only_rank_zero(rank: int, address: str) -> None:
+    if rank == 0:
+        connect(address, 0, 2, timeout_s=1.0)
+
+
+def test_a_rank_that_never_connects_is_an_error_at_the_deadline() -> None:
+    outcome, _ = run_ranks(2, only_rank_zero)
+    assert outcome.kind == "SessionError"
+    assert "gloo could not connect 2 ranks within 1 s" in str(outcome.error)
