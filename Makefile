@@ -1,0 +1,61 @@
+# make demo / make test: each is enough on a fresh machine with Python 3.10 or newer.
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python3.10,$(shell $(p) -c 'import sys; sys.version_info >= (3, 10) and print(sys.executable)' 2>/dev/null)))
+VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
+BIN := $(VENV)/bin
+# Only used where the machine has no torch: a GPU machine keeps the build it has.
+TORCH ?= torch==2.13.0
+HAS_TORCH := $(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages)
+# Megatron-Bridge is installed without its requirements: Transformer Engine, mamba-ssm and causal-conv1d build on CUDA only.
+MEGATRON := megatron-core==0.16.1 "transformers<5" omegaconf einops accelerate rich
+BRIDGE := megatron-bridge==0.3.1
+
+.PHONY: help setup demo test test-vllm test-gpu validate-all lint types bench clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "no Python 3.10 or newer found; set PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(HAS_TORCH) $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q $(MEGATRON)
+	$(BIN)/python -m pip install -q --no-deps $(BRIDGE)
+	$(BIN)/python -m pip install -q -e ".[dev]" "transformers<5"
+	@touch $@
+
+demo: $(VENV)/.ready ## refit a real tiny MoE model from 4 training processes to 2 generation processes
+	@$(BIN)/python tools/demo.py
+
+test: $(VENV)/.ready ## the default tests: no GPU, no vLLM
+	$(BIN)/python -m pytest
+
+test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 8 minutes)
+	PYTHON=$(PYTHON) bash tools/make_vllm_cpu.sh $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install -q --no-deps -e .
+	$(VENV_VLLM)/bin/python -m pytest tests/engine
+
+test-gpu: ## the tests that need CUDA devices, with the torch that is on the machine
+	$(PYTHON) -m pytest -m gpu -rs
+
+validate-all: $(VENV)/.ready ## golden vs real over every family and mesh
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_validate.py
+
+lint: $(VENV)/.ready ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready ## mypy over the installed wheel (checkers do not follow package-dir)
+	rm -rf build/types build/wheel
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel . || $(BIN)/python -m pip wheel -q --no-deps -w build/wheel .
+	$(BIN)/python -m pip install -q --no-deps --target build/types build/wheel/*.whl
+	cd build && MYPYPATH=types $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p mcore_reshard
+
+bench: $(VENV)/.ready ## planning time and memory; writes tools/results/planner.json
+	$(BIN)/python tools/bench_planner.py
+
+clean: ## remove what the targets made
+	rm -rf build dist $(VENV) $(VENV_VLLM) .pytest_cache .mypy_cache .ruff_cache

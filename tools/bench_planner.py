@@ -1,0 +1,122 @@
+"""Measure planning: time and memory for DeepSeek-V3, and how both grow with ranks. One core, no GPU.
+
+Each case runs in a fresh process, so that its peak memory is its own. Results go to tools/results/planner.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "planner.json"
+MODEL = "deepseek-v3"
+REPEATS = 5
+# Training ranks -> generation ranks; the second is the case the README quotes.
+CASES = [
+    ("tp=2,pp=1,ep=32,dp=16", "tp=16,dp=1"),
+    ("tp=8,pp=8,ep=32,etp=1,dp=4,layers=8+8+8+8+8+7+7+7", "tp=32,dp=4"),
+    ("tp=4,pp=4,ep=16,dp=4,layers=16+15+15+15", "tp=16,dp=2"),
+    ("tp=8,pp=8,ep=64,dp=8,layers=8+8+8+8+8+7+7+7", "tp=32,dp=8"),
+    ("tp=8,pp=16,ep=64,dp=8,layers=4+4+4+4+4+4+4+4+4+4+4+4+4+3+3+3", "tp=32,dp=16"),
+    ("tp=8,pp=16,ep=64,dp=16,layers=4+4+4+4+4+4+4+4+4+4+4+4+4+3+3+3", "tp=32,dp=32"),
+    ("tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7", "tp=4,dp=32,ep=128"),
+]
+
+
+def measure(train_text: str, gen_text: str) -> dict[str, object]:
+    """Plan, prove and expand one rank of each world, timed apart; seconds are medians."""
+    from mcore_reshard.planner.configs import load_config
+    from mcore_reshard.planner.families import catalogue_from_config
+    from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
+    from mcore_reshard.planner.plan_file import dump_plan
+    from mcore_reshard.planner.planning import make_plan
+    from mcore_reshard.planner.proof import prove
+    from mcore_reshard.planner.scheduling import schedule_of
+
+    train, gen = parse_train_mesh(train_text), parse_gen_mesh(gen_text)
+    config = load_config(MODEL)
+    seconds: dict[str, list[float]] = {"plan": [], "proof": [], "train_schedule": [], "gen_schedule": []}
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        plan = make_plan(catalogue_from_config(config), train, gen, model=MODEL)
+        seconds["plan"].append(time.perf_counter() - started)
+        started = time.perf_counter()
+        proof = prove(plan)
+        seconds["proof"].append(time.perf_counter() - started)
+        for world, rank in (("train", train.world - 1), ("gen", gen.world - 1)):
+            started = time.perf_counter()
+            schedule_of(plan, world, rank)  # type: ignore[arg-type]
+            seconds[f"{world}_schedule"].append(time.perf_counter() - started)
+        if not proof.ok:
+            raise SystemExit(f"plan of {train_text} -> {gen_text} is not sound: {proof.violations[:3]}")
+    return {
+        "model": MODEL,
+        "train": train_text,
+        "gen": gen_text,
+        "train_ranks": train.world,
+        "gen_ranks": gen.world,
+        "parameters": sum(group.count for group in plan.groups),
+        "transfers": sum(transfers for _, transfers, _ in plan.stage_totals),
+        "bundles": len(plan.bundles),
+        "templates": len(plan.templates),
+        "plan_file_bytes": len(dump_plan(plan)),
+        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)  # one case, in this process
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(measure(*arguments.case)))
+        return
+    rows = []
+    for case in CASES:
+        run = subprocess.run(
+            [sys.executable, __file__, "--case", *case],
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        row = json.loads(run.stdout)
+        rows.append(row)
+        seconds = row["seconds"]
+        print(
+            f"{row['train_ranks']:5} -> {row['gen_ranks']:5} ranks  {row['transfers']:10} transfers  plan {seconds['plan']:.3f} s"
+            f"  proof {seconds['proof']:.3f} s  schedule {seconds['train_schedule']:.3f} / {seconds['gen_schedule']:.3f} s"
+            f"  {row['peak_rss_mb']:.0f} MB  file {row['plan_file_bytes'] / 1e3:.0f} kB"
+        )
+    RESULTS.parent.mkdir(exist_ok=True)
+    document = {
+        "what": "planning, proof and one rank's schedule; medians of 5, one process a case, one thread",
+        "date": date.today().isoformat(),
+        "cpu": _cpu(),
+        "python": platform.python_version(),
+        "numpy": __import__("numpy").__version__,
+        "cases": rows,
+    }
+    RESULTS.write_text(json.dumps(document, indent=2) + "\n")
+    print(f"wrote {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()
