@@ -142,15 +142,13 @@ def experts(
     width: int,
     module: str = "mlp",
     gated: bool = True,
-    bias: bool = False,
 ) -> Iterator[ParameterGroup]:
-    """Routed experts, two or three matrices each. No layout rule knows their biases."""
+    """Routed experts, two or three matrices each."""
     name = f"{module}.experts.{{expert}}"
-    unknown = Role.UNKNOWN if bias else None
     if gated:
-        yield from layers.linear(f"{name}.gate_proj", Role.EXPERT_GATE, width, layers.hidden, unknown, count)
-    yield from layers.linear(f"{name}.up_proj", Role.EXPERT_UP, width, layers.hidden, unknown, count)
-    yield from layers.linear(f"{name}.down_proj", Role.EXPERT_DOWN, layers.hidden, width, unknown, count)
+        yield from layers.linear(f"{name}.gate_proj", Role.EXPERT_GATE, width, layers.hidden, experts=count)
+    yield from layers.linear(f"{name}.up_proj", Role.EXPERT_UP, width, layers.hidden, experts=count)
+    yield from layers.linear(f"{name}.down_proj", Role.EXPERT_DOWN, layers.hidden, width, experts=count)
 
 
 def shared_experts(
@@ -158,11 +156,9 @@ def shared_experts(
     width: int,
     module: str = "mlp.shared_experts",
     gated: bool = True,
-    bias: bool = False,
 ) -> Iterator[ParameterGroup]:
-    """Shared experts, which HF keeps as one MLP of their summed width. No layout rule knows its biases."""
-    unknown = Role.UNKNOWN if bias else None
+    """Shared experts, which HF keeps as one MLP of their summed width."""
     if gated:
-        yield from layers.linear(f"{module}.gate_proj", Role.SHARED_GATE, width, layers.hidden, unknown)
-    yield from layers.linear(f"{module}.up_proj", Role.SHARED_UP, width, layers.hidden, unknown)
-    yield from layers.linear(f"{module}.down_proj", Role.SHARED_DOWN, layers.hidden, width, unknown)
+        yield from layers.linear(f"{module}.gate_proj", Role.SHARED_GATE, width, layers.hidden)
+    yield from layers.linear(f"{module}.up_proj", Role.SHARED_UP, width, layers.hidden)
+    yield from layers.linear(f"{module}.down_proj", Role.SHARED_DOWN, layers.hidden, width)

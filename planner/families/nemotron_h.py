@@ -59,12 +59,12 @@ def nemotron_h(config: Mapping[str, Any]) -> Catalogue:
     numbers = read_attention(reader, hidden, alias="attention_head_dim")
     mamba = _read_mamba(reader) if "M" in pattern else None
     width = reader.size("intermediate_size") if "-" in pattern else 0
-    mixture = _read_mixture(reader) if "E" in pattern else _Mixture()
     mamba_bias, mlp_bias = reader.flag("use_bias"), reader.flag("mlp_bias")
+    mixture = _read_mixture(reader, mlp_bias) if "E" in pattern else _Mixture()
     conv_bias, attention_bias = reader.flag("use_conv_bias", default=True), reader.flag("attention_bias")
     reader.check(
         reader.size("num_nextn_predict_layers", minimum=0, default=0) == 0,
-        "multi-token prediction is not known for this family; num_nextn_predict_layers 0 plans the model without it",
+        "multi-token prediction is not known here; num_nextn_predict_layers 0 plans the model without it",
     )
     tied, dtype = reader.flag("tie_word_embeddings"), reader.dtype()
     quantization = read_quantization(reader)
@@ -81,7 +81,7 @@ def nemotron_h(config: Mapping[str, Any]) -> Catalogue:
         *layers["-"].norm("norm", Role.MLP_NORM),
         *mlp(layers["-"], width, "mixer", gated=False, bias=mlp_bias),
         *layers["E"].norm("norm", Role.MOE_NORM),
-        *_mixture(layers["E"], mixture, mlp_bias),
+        *_mixture(layers["E"], mixture),
         *final_norm("backbone.norm_f.weight", hidden, dtype),
         *lm_head(vocab, hidden, dtype, tied),
     )
@@ -144,7 +144,8 @@ def _read_mamba(reader: ConfigReader) -> Mamba:
     return mamba
 
 
-def _read_mixture(reader: ConfigReader) -> _Mixture:
+def _read_mixture(reader: ConfigReader, bias: bool) -> _Mixture:
+    reader.check(not bias, "mlp_bias is true: the checkpoints' code gives experts biases, transformers 5 does not")
     shared = reader.optional_size("n_shared_experts")
     reader.check(shared <= 1, f"n_shared_experts is {shared}: transformers and vLLM give them different widths")
     return _Mixture(
@@ -171,17 +172,16 @@ def _mamba(layers: Layers, mamba: Mamba, bias: bool, conv_bias: bool) -> Iterato
     yield from layers.linear("mixer.out_proj", Role.MAMBA_OUT, layers.hidden, mamba.d_inner, unknown)
 
 
-def _mixture(layers: Layers, mixture: _Mixture, bias: bool) -> Iterator[ParameterGroup]:
+def _mixture(layers: Layers, mixture: _Mixture) -> Iterator[ParameterGroup]:
     """Router with an fp32 bias, experts, a shared expert. Nemotron-3-Super's experts work on a smaller size; no layout
     rule knows the projections there and back."""
     yield from layers.linear("mixer.gate", Role.ROUTER, mixture.count, layers.hidden)
     yield from layers.group("mixer.gate.e_score_correction_bias", Role.EXPERT_BIAS, mixture.count, dtype="float32")
-    unknown = Role.UNKNOWN if bias else None
+    if mixture.latent:
+        yield from layers.linear("mixer.fc1_latent_proj", Role.UNKNOWN, mixture.latent, layers.hidden)
     inner = replace(layers, hidden=mixture.latent) if mixture.latent else layers
+    yield from experts(inner, mixture.count, mixture.width, "mixer", gated=False)
     if mixture.latent:
-        yield from layers.linear("mixer.fc1_latent_proj", Role.UNKNOWN, mixture.latent, layers.hidden, unknown)
-    yield from experts(inner, mixture.count, mixture.width, "mixer", gated=False, bias=bias)
-    if mixture.latent:
-        yield from layers.linear("mixer.fc2_latent_proj", Role.UNKNOWN, layers.hidden, mixture.latent, unknown)
+        yield from layers.linear("mixer.fc2_latent_proj", Role.UNKNOWN, layers.hidden, mixture.latent)
     if mixture.shared_width:
-        yield from shared_experts(layers, mixture.shared_width, "mixer.shared_experts", gated=False, bias=bias)
+        yield from shared_experts(layers, mixture.shared_width, "mixer.shared_experts", gated=False)
