@@ -1,0 +1,163 @@
+"""A live Megatron-Core model as the source of a refit: its local tensors, its mesh, and Megatron-Bridge's export.
+
+Everything here runs inside a training process and reads real modules; nothing is derived from a config. Megatron is
+imported when a function is first called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+MINIMUM_VERSIONS = "megatron-core 0.16.1 and megatron-bridge 0.3.1"
+
+
+def local_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer that this rank holds, as `vp{chunk}.{name}` -> tensor, without copying.
+
+    Wrapper prefixes (DDP, Float16Module) are stripped; layers keep Megatron's numbering within the chunk, so
+    `vp1.decoder.layers.0` is the first layer of the second virtual pipeline chunk. Persistent buffers are included
+    because the router's `expert_bias` is one.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for chunk_index, chunk in enumerate(model_chunks):
+        for name, tensor in _held_tensors(chunk):
+            tensors[f"vp{chunk_index}.{_without_wrappers(name)}"] = tensor.detach()
+    return tensors
+
+
+def export_hf(
+    bridge: Any, model_chunks: Sequence[torch.nn.Module], names: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Megatron-Bridge's export: (HF name, whole tensor) on every training rank, on the tensors' own device.
+
+    A padded vocabulary is cut back to the config's size, which Bridge does not do. With `names`, only the conversion
+    tasks that yield them run, and only they are yielded. Collective: all ranks of the training world must call it with
+    the same names and consume the iterator to its end. Raises KeyError, on all ranks alike and before any tensor
+    moves, for a name that no task yields.
+    """
+    require("megatron.bridge")
+    chunks = list(model_chunks)
+    tasks = [task for task in bridge.get_conversion_tasks(chunks) if task is not None]
+    if names is not None:
+        tasks = [tasks[index] for index in _task_indices(tasks, set(names))]
+    vocabulary = {name for task in tasks if _holds_vocabulary(task) for name in _hf_names(task)}
+    vocab_size = _vocab_size(bridge)
+    for name, tensor in bridge.export_hf_weights(chunks, cpu=False, show_progress=False, conversion_tasks=tasks):
+        if names is None or name in names:
+            yield name, tensor[:vocab_size] if name in vocabulary else tensor
+
+
+def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """The parallel sizes that a live model runs under, read from its process groups and its layers.
+
+    Returns `{tp, pp, vpp, cp, ep, etp, dp, layers}`, the fields of the planner's `TrainMesh`: `dp` counts dense
+    replicas, `layers` the decoder layers of every chunk in pipeline order (chunk `v` of stage `p` at `v * pp + p`).
+    Collective over the pipeline group. Raises ValueError when the chunks do not hold the layers in that order.
+    """
+    require("megatron.core")
+    groups = _process_groups(model_chunks)
+    sizes: dict[str, Any] = {axis: _size(group) for axis, group in groups.items()}
+    sizes["vpp"] = len(model_chunks)
+    local = [[layer.layer_number - 1 for layer in _decoder_layers(chunk)] for chunk in model_chunks]
+    held: list[list[list[int]]] = [local]
+    if sizes["pp"] > 1:
+        held = [[] for _ in range(sizes["pp"])]
+        torch.distributed.all_gather_object(held, local, group=groups["pp"])
+    in_model_order = [stage[chunk_index] for chunk_index in range(len(model_chunks)) for stage in held]
+    flat = [layer for chunk in in_model_order for layer in chunk]
+    if flat != list(range(len(flat))):
+        raise ValueError(f"the pipeline's chunks hold layers out of order: {in_model_order}")
+    return {**sizes, "layers": tuple(len(chunk) for chunk in in_model_order)}
+
+
+def require(module: str) -> ModuleType:
+    """Import a Megatron module, or raise ImportError naming the extra that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{module} cannot be imported ({error}); it comes with `pip install mcore-reshard[megatron]` "
+            f"({MINIMUM_VERSIONS} or newer)"
+        ) from error
+
+
+def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The Megatron model inside DDP and mixed-precision wrappers."""
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
+
+
+def _held_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from chunk.named_parameters()
+    for prefix, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _without_wrappers(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _task_indices(tasks: Sequence[Any], names: set[str]) -> list[int]:
+    """Which tasks yield `names` on any expert-parallel rank: tasks are collective, so ranks must agree on them.
+
+    On one rank a task names only its own experts, while the task of the same index on the others names theirs.
+    """
+    parallel_state = require("megatron.core.parallel_state")
+    group = parallel_state.get_expert_model_parallel_group()
+    local = {index: sorted(names.intersection(_hf_names(task))) for index, task in enumerate(tasks)}
+    gathered: list[dict[int, list[str]]] = [{} for _ in range(_size(group))]
+    torch.distributed.all_gather_object(gathered, {k: v for k, v in local.items() if v}, group=group)
+    missing = names.difference(*(found for rank in gathered for found in rank.values()))
+    if missing:
+        raise KeyError(f"Megatron-Bridge has no conversion task for {', '.join(sorted(missing))}")
+    return sorted(set().union(*gathered))
+
+
+def _hf_names(task: Any) -> list[str]:
+    hf_param = task.mapping.hf_param
+    return [hf_param] if isinstance(hf_param, str) else list(hf_param.values())
+
+
+def _holds_vocabulary(task: Any) -> bool:
+    """Megatron may pad the vocabulary, and Bridge exports the padding."""
+    return task.global_param_name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
+
+
+def _vocab_size(bridge: Any) -> int:
+    pretrained = bridge.hf_pretrained
+    config = getattr(pretrained, "config", pretrained)
+    return getattr(config, "text_config", config).vocab_size
+
+
+def _process_groups(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """The groups that the model was built with; Megatron's globals for a model that does not carry them."""
+    collection = getattr(unwrapped(model_chunks[0]), "pg_collection", None)
+    if collection is None or not hasattr(collection, "expt_tp"):
+        process_groups = require("megatron.core.process_groups_config")
+        collection = process_groups.ProcessGroupCollection.use_mpu_process_groups()
+    return {
+        "tp": collection.tp,
+        "pp": collection.pp,
+        "cp": collection.cp,
+        "dp": collection.dp,
+        "ep": collection.ep,
+        "etp": collection.expt_tp,
+    }
+
+
+def _size(group: Any) -> int:
+    return 1 if group is None else group.size()
+
+
+def _decoder_layers(chunk: torch.nn.Module) -> Sequence[Any]:
+    return unwrapped(chunk).decoder.layers  # type: ignore[union-attr, return-value]
