@@ -109,7 +109,7 @@ def _places(pattern: str, letter: str) -> tuple[int, ...]:
 def _read_pattern(reader: ConfigReader) -> str:
     """One letter a layer, however the config writes it; empty where it is wrong."""
     pattern, kinds = reader.text("hybrid_override_pattern"), reader.items("layers_block_type", str)
-    if pattern is None and kinds is None:
+    if not pattern and not kinds:
         reader.check(False, "hybrid_override_pattern or layers_block_type is missing")
         return ""
     strange = sorted(set(pattern or "") - set(_LETTERS)) + sorted(set(kinds or ()) - set(_KINDS))
