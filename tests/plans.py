@@ -1,0 +1,72 @@
+"""Small plans for tests: every family, on meshes that reach every rule of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from mcore_reshard.planner.configs import load_config
+from mcore_reshard.planner.families import catalogue_from_config
+from mcore_reshard.planner.megatron import MegatronBuild
+from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.plan import Plan, Policy
+from mcore_reshard.planner.planning import make_plan
+
+
+@dataclass(frozen=True)
+class Case:
+    """A built-in config, changed where `changes` says, on two meshes."""
+
+    config: str
+    train: str
+    gen: str
+    build: MegatronBuild = MegatronBuild()  # noqa: RUF009
+    policy: Policy = "exact"
+    changes: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __str__(self) -> str:
+        extra = [self.build.experts] if self.build.experts != "grouped" else []
+        extra += [self.policy] if self.policy != "exact" else []
+        extra += [f"{name}={value}" for name, value in self.changes]
+        return " ".join([self.config, self.train, "->", self.gen, *extra])
+
+    @cache  # noqa: B019  cases are few and live as long as the tests
+    def plan(self) -> Plan:
+        config = {**load_config(self.config), **dict(self.changes)}
+        return make_plan(
+            catalogue_from_config(config),
+            parse_train_mesh(self.train),
+            parse_gen_mesh(self.gen),
+            model=self.config,
+            policy=self.policy,
+            build=self.build,
+        )
+
+
+_MTP = (("num_nextn_predict_layers", 1),)
+_THIRDS = (("num_attention_heads", 12), ("num_key_value_heads", 6), ("vocab_size", 192))
+
+TINY = (
+    Case("tiny-llama", "tp=2,pp=2,dp=2", "tp=4"),
+    Case("tiny-llama", "tp=2,cp=2,pp=2,layers=3+1", "tp=2,dp=2", MegatronBuild(fused_norms=False)),
+    Case("tiny-llama", "tp=4", "tp=8", changes=(("num_key_value_heads", 2), ("vocab_size", 250))),
+    Case("tiny-llama", "tp=8", "tp=1,pp=3", changes=(("num_key_value_heads", 2),)),
+    Case("tiny-llama", "tp=2", "tp=8", policy="conservative"),
+    Case("tiny-llama-tied", "pp=2,vpp=2", "tp=2,pp=2", changes=(("vocab_size", 130),)),
+    Case("tiny-qwen2", "tp=4,dp=2", "tp=2,dp=2"),
+    Case("tiny-qwen3", "tp=2,pp=2,vpp=2", "dp=2"),
+    Case("tiny-qwen3-moe", "ep=4,dp=4", "tp=2"),
+    Case("tiny-qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2,dp=2,ep=4"),
+    Case("tiny-qwen3-moe", "tp=2,ep=2,pp=2", "tp=3,ep=3", changes=_THIRDS),
+    Case("tiny-qwen3-moe", "ep=2,etp=2,dp=4", "tp=2", MegatronBuild(experts="stacked")),
+    Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=4", MegatronBuild(experts="sequential")),
+    Case("tiny-deepseek-v3", "tp=2,ep=4,dp=2,pp=2", "tp=4"),
+    Case("tiny-deepseek-v3", "tp=1,pp=2,ep=2,dp=2,layers=3+1", "tp=2,dp=2,ep=4", changes=_MTP),
+    Case("tiny-kimi-k2", "ep=2,dp=2", "tp=2,pp=2"),
+    Case("tiny-moonlight", "tp=2,ep=2", "tp=2"),
+    Case("tiny-nemotron-h", "tp=2,ep=2,pp=2", "tp=2,pp=2"),
+    Case("tiny-nemotron-h", "tp=4,ep=4", "tp=2,ep=2"),
+    Case("tiny-gpt-oss", "tp=2,ep=2", "tp=2"),
+    Case("tiny-gpt-oss", "ep=4,dp=4", "tp=2,ep=2,pp=2"),
+)

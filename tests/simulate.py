@@ -1,0 +1,213 @@
+"""What a plan really does, element by element, on numpy arrays: the judge of plans and of their proof.
+
+Every element of every parameter gets a number of its own. Source tensors are filled with them as the pieces of a *good*
+plan say; then the schedules of all ranks are executed, and the destination tensors are compared with what the good
+plan's pieces want there. Of the planner only `schedule_of` is used: pieces are read here with numpy slices alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+from mcore_reshard.planner.geometry import LocalTensor, Piece
+from mcore_reshard.planner.plan import Bundle, Plan
+from mcore_reshard.planner.schedule import Geometry, Schedule, TransferTable, World
+from mcore_reshard.planner.scheduling import schedule_of
+from numpy.typing import NDArray
+
+UNTOUCHED = -1
+
+Ids = NDArray[np.int64]
+Tensors = dict[tuple[int, LocalTensor], Ids]  # by rank and tensor, in the tensor's own shape
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One row of a schedule, with its table indices resolved."""
+
+    tensor: LocalTensor
+    geometry: Geometry
+    offset: int
+    nbytes: int
+    parameter: str
+
+
+def held(plan: Plan, world: World) -> Tensors:
+    """What the ranks of a world hold (or want) according to the plan's pieces; UNTOUCHED where no piece lies."""
+    tensors: Tensors = {}
+    first_id = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])
+    for bundle in plan.bundles:
+        group = plan.groups[bundle.group]
+        layers = group.layers or (-1,)
+        for at in bundle.layers:
+            for expert in range(*bundle.experts) if group.experts else (0,):
+                member = layers.index(at.layer) * max(1, group.experts) + expert
+                ids = first_id[bundle.group] + member * prod(group.shape) + np.arange(prod(group.shape))
+                for rank, name, piece, slot in _pieces(plan, bundle, world, at, expert - bundle.experts[0]):
+                    local = LocalTensor(name, piece.tensor.shape, piece.tensor.dtype)
+                    tensor = tensors.setdefault((rank, local), np.full(local.shape, UNTOUCHED))
+                    _store(tensor, piece, slot, ids.reshape(group.view))
+    return tensors
+
+
+def _pieces(plan, bundle: Bundle, world: World, at, number: int) -> Iterator[tuple[int, str, Piece, int]]:  # type: ignore[no-untyped-def]
+    template = plan.templates[bundle.template]
+    if world == "train":
+        shards, ranks, slot = template.src, plan.holdings[bundle.src].ranks, bundle.src_slot + number
+        place = {"vp": at.vp_stage, "layer": at.src_local, "expert": slot}
+    else:
+        shards, ranks, slot = template.dst, plan.holdings[bundle.dst].ranks, bundle.dst_slot + number
+        place = {"vp": 0, "layer": at.dst_local, "expert": slot}
+    for shard, holders in enumerate(ranks.tolist()):
+        for piece in shards.pieces[shard]:
+            for rank in holders:
+                yield rank, piece.tensor.name.format(**place), piece, slot
+
+
+def _store(tensor: Ids, piece: Piece, slot: int, ids: Ids) -> None:
+    sizes = [1] * len(piece.view)
+    for low, high, dim in zip(piece.region.start, piece.region.stop, piece.dims, strict=True):
+        sizes[dim] = high - low
+    starts = list(piece.origin)
+    if piece.slot_dim >= 0:
+        starts[piece.slot_dim] += slot
+    box = tensor.reshape(piece.view)[tuple(slice(low, low + n) for low, n in zip(starts, sizes, strict=True))]
+    part = ids[tuple(slice(low, high) for low, high in zip(piece.region.start, piece.region.stop, strict=True))]
+    part = part.transpose(np.argsort(piece.dims)).reshape(sizes)
+    assert ((box == UNTOUCHED) | (box == part)).all(), f"{piece.tensor.name} holds two parameters"
+    box[...] = part
+
+
+def execute(plan: Plan, sources: Tensors, wanted: Tensors) -> tuple[Tensors, list[str]]:
+    """Run every rank's schedule: the tensors of `wanted` as they end up, and everything that went wrong on the way."""
+    train = [schedule_of(plan, "train", rank) for rank in range(plan.train.world)]
+    gen = [schedule_of(plan, "gen", rank) for rank in range(plan.gen.world)]
+    arrived = {key: np.full(tensor.size, UNTOUCHED) for key, tensor in wanted.items()}
+    faults: list[str] = []
+    for stage in range(plan.train.pp):
+        sent = {(s.rank, peer): rows for s in train for peer, rows in _by_peer(s, s.stages[stage].sends).items()}
+        received = {(peer, g.rank): rows for g in gen for peer, rows in _by_peer(g, g.stages[stage].recvs).items()}
+        for src, dst in sorted(sent.keys() | received.keys()):
+            where = f"stage {stage}, train {src} -> gen {dst}"
+            sends, recvs = sent.get((src, dst), []), received.get((src, dst), [])
+            if len(sends) != len(recvs):
+                faults.append(f"{where}: {len(sends)} sends for {len(recvs)} receives")
+                continue
+            for send, recv in zip(sends, recvs, strict=True):
+                if message := _move(send, recv, sources.get((src, send.tensor)), arrived.get((dst, recv.tensor))):
+                    faults.append(f"{where}, {send.parameter}: {message}")
+    return {key: flat.reshape(wanted[key].shape) for key, flat in arrived.items()}, faults
+
+
+def _by_peer(schedule: Schedule, table: TransferTable) -> dict[int, list[Transfer]]:
+    rows: dict[int, list[Transfer]] = defaultdict(list)
+    for n in range(len(table)):
+        rows[int(table.peer[n])].append(
+            Transfer(
+                schedule.tensors[table.tensor[n]],
+                schedule.geometries[table.geometry[n]],
+                int(table.offset[n]),
+                int(table.nbytes[n]),
+                schedule.parameter_name(int(table.bundle[n]), int(table.member[n])),
+            )
+        )
+    return rows
+
+
+def _move(send: Transfer, recv: Transfer, source: Ids | None, into: Ids | None) -> str:
+    """Copy one transfer's elements; "" or what is wrong with it."""
+    for end, array, what in ((send, source, "source"), (recv, into, "destination")):
+        if array is None:
+            return f"there is no {what} tensor {end.tensor}"
+    assert source is not None and into is not None
+    if (send.parameter, send.nbytes, send.geometry.extents, send.tensor.dtype) != (
+        recv.parameter, recv.nbytes, recv.geometry.extents, recv.tensor.dtype,
+    ):  # fmt: skip
+        return f"the ends disagree: {send} / {recv}"
+    read, write = _indices(send), _indices(recv)
+    if read.size == 0:
+        return "it is empty"
+    if read.min() < 0 or read.max() >= source.size or write.min() < 0 or write.max() >= into.size:
+        return "it runs out of a tensor"
+    if (into[write] != UNTOUCHED).any() or len(np.unique(write)) != write.size:
+        return "it writes what is already written"
+    into[write] = source.reshape(-1)[read]
+    return ""
+
+
+def _indices(transfer: Transfer) -> Ids:
+    indices = np.array(transfer.offset)
+    for extent, stride in zip(transfer.geometry.extents, transfer.geometry.strides, strict=True):
+        indices = indices[..., None] + np.arange(extent) * stride
+    return indices.reshape(-1)
+
+
+def damage(good: Plan, plan: Plan | None = None) -> list[str]:
+    """How the outcome of `plan` differs from what the good plan's pieces want; [] where every element is right.
+
+    Only bundles in which the two plans differ are executed, and those of the good plan decide what they should do.
+    """
+    if plan is None:
+        plan, before, after = good, good, good
+    else:
+        before, after = _differing(good, plan)
+    sources, wanted = held(before, "train"), held(before, "gen")
+    try:
+        arrived, faults = execute(after, sources, wanted)
+    except (ArithmeticError, LookupError, ValueError, TypeError, AssertionError) as error:
+        return [f"no schedule: {type(error).__name__}: {error}"]
+    for (rank, local), tensor in wanted.items():
+        wrong = np.argwhere(arrived[rank, local] != tensor)
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            faults.append(
+                f"gen {rank} {local.name}{list(at)}: {len(wrong)} of {tensor.size} elements wrong, first has"
+                f" {arrived[rank, local][at]}, wanted {tensor[at]}"
+            )
+    return faults
+
+
+def _differing(good: Plan, plan: Plan) -> tuple[Plan, Plan]:
+    """Both plans without the bundles that they have in common."""
+    if (good.train, good.gen) != (plan.train, plan.gen):
+        return good, plan
+
+    def resolved(of: Plan) -> dict[object, Bundle]:
+        return {
+            (
+                replace(bundle, group=0, template=0, src=0, dst=0),
+                id(of.groups[bundle.group]) if bundle.group < len(of.groups) else None,
+                *(id(table[n]) if 0 <= n < len(table) else None for table, n in (
+                    (of.templates, bundle.template), (of.holdings, bundle.src), (of.holdings, bundle.dst))),
+            ): bundle
+            for bundle in of.bundles
+        }  # fmt: skip
+
+    ours, theirs = resolved(good), resolved(plan)
+    twice = len(theirs) != len(plan.bundles)
+    before = tuple(bundle for key, bundle in ours.items() if key not in theirs or twice)
+    after = tuple(plan.bundles) if twice else tuple(bundle for key, bundle in theirs.items() if key not in ours)
+    return replace(good, bundles=before), replace(plan, bundles=after)
+
+
+def padding_damage(plan: Plan) -> list[str]:
+    """Where declared padding and the elements that no piece fills are not the same."""
+    faults = []
+    wanted = held(plan, "gen")
+    for rank in range(plan.gen.world):
+        schedule = schedule_of(plan, "gen", rank)
+        declared: dict[LocalTensor, set[int]] = defaultdict(set)
+        for tensor, offset, geometry in schedule.padding:
+            found = Transfer(schedule.tensors[tensor], geometry, offset, 0, "")
+            declared[found.tensor] |= set(_indices(found).tolist())
+        for local in schedule.tensors:
+            tensor = wanted.get((rank, local), np.full(local.shape, UNTOUCHED))
+            empty = set(np.flatnonzero(tensor.reshape(-1) == UNTOUCHED).tolist())
+            if empty != declared[local]:
+                counts = f"{len(empty)} elements unfilled, {len(declared[local])} declared"
+                faults.append(f"gen {rank} {local.name}: {counts}")
+    return faults
