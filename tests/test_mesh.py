@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh, format_mesh, parse_gen_mesh, parse_train_mesh
+from mcore_reshard.validation import trainer
 
 
 def test_expert_and_dense_meshes_cover_the_same_ranks_differently():
@@ -79,7 +80,10 @@ MESHES = [
 
 
 def test_numbering_equals_megatron_rank_generator():
-    parallel_state = pytest.importorskip("megatron.core.parallel_state", reason="needs the megatron extra")
+    pytest.importorskip("megatron", reason="needs the megatron extra")
+    trainer.prepare()  # the stand-in for Transformer Engine must come before megatron.core
+    from megatron.core import parallel_state
+
     for sizes in MESHES:
         mesh = TrainMesh(**sizes)
         order = "tp-cp-ep-dp-pp"
