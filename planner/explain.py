@@ -241,7 +241,7 @@ def _parameters_at(
 
 
 def _global_point(piece: Piece, offset: int, slots: range) -> tuple[tuple[int, ...], int] | None:
-    """The global coordinate stored at an element offset of the piece's tensor, and its slot; None outside of the piece."""
+    """The global coordinate stored at an element offset of the piece's tensor, and its slot; None outside the piece."""
     local = _unravel(offset, piece.view)
     slot = slots.start
     if piece.slot_dim >= 0:
@@ -251,7 +251,9 @@ def _global_point(piece: Piece, offset: int, slots: range) -> tuple[tuple[int, .
     box = piece.local(slot)
     if not _holds(box, local):
         return None
-    return tuple(low + local[dim] - box.start[dim] for low, dim in zip(piece.region.start, piece.dims)), slot
+    return tuple(
+        low + local[dim] - box.start[dim] for low, dim in zip(piece.region.start, piece.dims, strict=True)
+    ), slot
 
 
 # --- the plan's records
@@ -342,15 +344,15 @@ def _padding(shards: Shards, shard: int) -> tuple[Padding, ...]:
 
 
 def _holds(region: Region, point: tuple[int, ...]) -> bool:
-    return all(low <= at < high for low, at, high in zip(region.start, point, region.stop))
+    return all(low <= at < high for low, at, high in zip(region.start, point, region.stop, strict=True))
 
 
 def _ravel(index: Sequence[int], shape: tuple[int, ...]) -> int:
-    return sum(at * stride for at, stride in zip(index, row_major_strides(shape)))
+    return sum(at * stride for at, stride in zip(index, row_major_strides(shape), strict=True))
 
 
 def _unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(offset // stride % size for stride, size in zip(row_major_strides(shape), shape))
+    return tuple(offset // stride % size for stride, size in zip(row_major_strides(shape), shape, strict=True))
 
 
 def _refactor(index: tuple[int, ...], shape: tuple[int, ...], view: tuple[int, ...]) -> tuple[int, ...]:
@@ -359,7 +361,7 @@ def _refactor(index: tuple[int, ...], shape: tuple[int, ...], view: tuple[int, .
 
 
 def _checked_index(what: str, shape: tuple[int, ...], index: Sequence[int]) -> tuple[int, ...]:
-    if len(index) != len(shape) or not all(0 <= at < size for at, size in zip(index, shape)):
+    if len(index) != len(shape) or not all(0 <= at < size for at, size in zip(index, shape, strict=True)):
         last = ",".join(str(size - 1) for size in shape)
         raise ExplainError(
             f"index [{','.join(map(str, index))}] is outside of {what}, which has shape {list(shape)}:"

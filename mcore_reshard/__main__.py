@@ -1,0 +1,7 @@
+"""`python -m mcore_reshard`: the command line without its console script."""
+
+import sys
+
+from mcore_reshard.cli import main
+
+sys.exit(main())

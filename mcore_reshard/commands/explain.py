@@ -1,0 +1,220 @@
+"""`mcore-reshard explain`: where one element comes from and where it goes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+
+from mcore_reshard.planner.explain import (
+    Element,
+    ExplainError,
+    Origin,
+    Place,
+    explain_engine_tensor,
+    explain_parameter,
+    explain_trainer_tensor,
+    find_parameter,
+    holders_of,
+    local_tensors,
+    parse_element,
+)
+from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.plan_file import load_plan
+from mcore_reshard.planner.proof import ProofError, prove
+
+from .inputs import InputError
+from .render import facts, ranges, shape, stdout, table, write_json
+
+_ROWS_SHOWN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    kind: str  # what the element was taken for: "parameter", "gen tensor" or "train tensor"
+    origins: list[Origin]
+    holders: list[Place]
+    notes: list[str]
+
+
+def run(args: argparse.Namespace) -> int:
+    plan = load_plan(args.plan)
+    proof = prove(plan)
+    if not proof.ok:
+        raise ProofError(proof)
+    answer = _answer(plan, args.element, args.gen_rank, args.train_rank)
+    if args.json:
+        write_json(_as_dict(plan, args, answer))
+    else:
+        _print(stdout(), args, answer)
+    return 0
+
+
+def _answer(plan: Plan, text: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
+    world, rest = _prefix(text)
+    element = parse_element(rest)
+    if world is None:
+        try:
+            find_parameter(plan, element.name)
+        except ExplainError as unknown:
+            world = _world_of(plan, element.name, gen_rank, train_rank, unknown)
+    if world is None:
+        return _parameter(plan, element, gen_rank, train_rank)
+    return _tensor(plan, element, world, gen_rank, train_rank)
+
+
+def _parameter(plan: Plan, element: Element, gen_rank: int | None, train_rank: int | None) -> _Answer:
+    group = plan.groups[find_parameter(plan, element.name)[0]]
+    index = _index(element, group.shape)
+    origins = explain_parameter(plan, element.name, index, gen_rank, train_rank)
+    notes = []
+    if gen_rank is not None:
+        own = local_tensors(plan, "gen", gen_rank).get(element.name)
+        if own is not None and own.shape != group.shape:
+            notes.append(
+                f"{element.name} is also gen:{gen_rank}'s own tensor, {shape(own.shape)} of {shape(group.shape)}; for an"
+                f" element of that write 'gen:{element.name}[...]'"
+            )
+    return _Answer("parameter", origins, holders_of(plan, element.name, index), notes)
+
+
+def _tensor(plan: Plan, element: Element, world: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
+    rank, explain = (gen_rank, explain_engine_tensor) if world == "gen" else (train_rank, explain_trainer_tensor)
+    if rank is None:
+        raise InputError([f"{element.name} is a tensor of {world} ranks, and differs between them: add --{world}-rank N"])
+    held = local_tensors(plan, "gen" if world == "gen" else "train", rank).get(element.name)
+    index = element.index if element.index is not None or held is None else _index(element, held.shape)
+    origins = explain(plan, element.name, index or (), rank)
+    other = train_rank if world == "gen" else gen_rank
+    if other is not None:
+        end = "src" if world == "gen" else "dst"
+        origins = [o for o in origins if (place := getattr(o, end)) is not None and place.rank == other]
+    first = origins[0] if origins else None
+    holders = holders_of(plan, first.parameter, first.index) if first is not None and first.parameter else []
+    return _Answer(f"{world} tensor", origins, holders, [])
+
+
+def _prefix(text: str) -> tuple[str | None, str]:
+    world, colon, rest = text.partition(":")
+    return (world, rest) if colon and world in {"gen", "train"} else (None, text)
+
+
+def _world_of(
+    plan: Plan, name: str, gen_rank: int | None, train_rank: int | None, unknown: ExplainError
+) -> str:
+    """Whose local tensor a name is that is no HF parameter. Raises where it is nobody's."""
+    trainers = re.match(r"vp[0-9]+\.", name) is not None
+    if trainers:
+        return "train"
+    if gen_rank is not None or any(name in local_tensors(plan, "gen", rank) for rank in _one_a_stage(plan)):
+        return "gen"
+    raise unknown
+
+
+def _one_a_stage(plan: Plan) -> list[int]:
+    return [int(plan.gen.dense_ranks(stage)[0, 0]) for stage in range(plan.gen.pp)]
+
+
+def _index(element: Element, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if element.index is not None:
+        return element.index
+    zeros = ",".join("0" * len(sizes))
+    raise InputError(
+        [f"{element.name} has shape {shape(sizes)}: name one element, for example '{element.name}[{zeros}]'"],
+        f"All transfers of a parameter: mcore-reshard show PLAN --parameter '{element.name}'",
+    )
+
+
+def _as_dict(plan: Plan, args: argparse.Namespace, answer: _Answer) -> dict[str, Any]:
+    return {
+        "digest": plan.digest,
+        "element": args.element,
+        "kind": answer.kind,
+        "gen_rank": args.gen_rank,
+        "train_rank": args.train_rank,
+        "origins": [_origin_as_dict(origin) for origin in answer.origins],
+        "holders": [_place_as_dict(place) for place in answer.holders],
+        "notes": answer.notes,
+    }
+
+
+def _origin_as_dict(origin: Origin) -> dict[str, Any]:
+    ends = {end: None if place is None else _place_as_dict(place) for end, place in _ends(origin).items()}
+    return {**asdict(origin), **ends}
+
+
+def _ends(origin: Origin) -> dict[str, Place | None]:
+    return {"src": origin.src, "dst": origin.dst}
+
+
+def _place_as_dict(place: Place) -> dict[str, Any]:
+    return {**asdict(place), "byte_offset": place.byte_offset}
+
+
+# --- text
+
+
+def _print(console: Console, args: argparse.Namespace, answer: _Answer) -> None:
+    for note in answer.notes:
+        console.print(f"note: {note}", style="yellow")
+    if not answer.origins:
+        console.print(_nothing(args, answer))
+    for group in _alike(answer.origins):
+        _print_group(console, group, answer.holders)
+
+
+def _nothing(args: argparse.Namespace, answer: _Answer) -> str:
+    held = ranges(place.rank for place in answer.holders)
+    if args.train_rank is not None and answer.kind != "gen tensor":
+        who = f"train:{args.train_rank} sends it to nobody"
+        if args.train_rank in {place.rank for place in answer.holders}:
+            return f"{who}: it holds the element, and its replicas serve the pulls (held by train {held})"
+        return f"{who}" + (f": the element is held by train {held}" if held else ": its replicas serve the pulls")
+    return f"gen:{args.gen_rank} receives it from nobody: another rank or pipeline stage holds the element"
+
+
+def _alike(origins: list[Origin]) -> list[list[Origin]]:
+    """Origins grouped by everything but ranks and offsets."""
+    groups: dict[tuple[Any, ...], list[Origin]] = {}
+    for origin in origins:
+        tensors = tuple(place.tensor if place else None for place in (origin.src, origin.dst))
+        key = (origin.parameter, origin.index, origin.route, origin.pp_stage, origin.region, tensors)
+        groups.setdefault(key, []).append(origin)
+    return list(groups.values())
+
+
+def _print_group(console: Console, origins: list[Origin], holders: list[Place]) -> None:
+    first = origins[0]
+    rows = [("parameter", f"{first.parameter}{_at(first.index)}")] if first.parameter else []
+    rows.append(("route", first.route + (f": {first.reason}" if first.reason else "")))
+    if first.region is not None:
+        rows.append(("stage", f"{first.pp_stage}, in region {first.region}"))
+    for what, place in (("trainer tensor", first.src), ("engine tensor", first.dst)):
+        if place is not None:
+            rows.append((what, f"{place.tensor}  {place.dtype} {shape(place.shape)}"))
+    if holders and first.src is not None:
+        rows.append(("held by", f"train {ranges({place.rank for place in holders})}"))
+    console.print(facts(rows), "")
+    if first.src is None and first.dst is None:
+        return
+    numbers = ("element", "byte", "element ", "byte ")
+    shown = table("", "to", "index", "element", "byte", "from", "index ", "element ", "byte ", numbers=numbers)
+    for origin in origins[:_ROWS_SHOWN]:
+        shown.add_row(*_cells(origin.dst), *_cells(origin.src))
+    if len(origins) > _ROWS_SHOWN:
+        shown.caption = f"and {len(origins) - _ROWS_SHOWN} more: --json lists all"
+    shown.title = None
+    console.print(shown)
+
+
+def _cells(place: Place | None) -> tuple[str, str, str, str]:
+    if place is None:
+        return "-", "", "", ""
+    return f"{place.world}:{place.rank}", _at(place.index), f"{place.offset:,}", f"{place.byte_offset:,}"
+
+
+def _at(index: tuple[int, ...]) -> str:
+    return "[" + ",".join(map(str, index)) + "]"

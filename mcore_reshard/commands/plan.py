@@ -1,0 +1,43 @@
+"""`mcore-reshard plan`: plan a refit, prove it, and write it down."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from mcore_reshard.planner.plan_file import save_plan
+from mcore_reshard.planner.planning import make_plan
+from mcore_reshard.planner.proof import ProofError, prove
+
+from .inputs import InputError, read_request
+from .plan_tables import plan_report
+from .render import progress, stdout, write_json
+from .summary import summarize
+
+
+def run(args: argparse.Namespace) -> int:
+    request = read_request(args.config, args.train, args.gen, args.policy, args.train_dtype, args.gen_dtype)
+    with progress(f"planning {request.model}"):
+        started = time.perf_counter()
+        plan = make_plan(
+            request.catalogue, request.train, request.gen, model=request.model, policy=request.policy
+        )
+        proof = prove(plan)
+        seconds = time.perf_counter() - started
+    if args.out and proof.ok:
+        try:
+            save_plan(plan, args.out)
+        except OSError as error:
+            raise InputError([f"cannot write {args.out}: {error.strerror or error}"]) from error
+    summary = summarize(plan, proof, seconds, request.notes)
+    if args.json:
+        write_json(summary)
+    else:
+        console = stdout()
+        console.print(plan_report(plan, proof, summary))
+        if args.out and proof.ok:
+            console.print(f"plan written to {Path(args.out)}", soft_wrap=True)
+    if not proof.ok:
+        raise ProofError(proof)
+    return 0

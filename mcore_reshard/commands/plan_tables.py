@@ -1,0 +1,132 @@
+"""A whole plan as tables, drawn from its summary and, for names, from the plan itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from mcore_reshard.planner.layout import Shards
+from mcore_reshard.planner.parameters import ParameterGroup
+from mcore_reshard.planner.plan import Plan, UnplannedGroup
+from mcore_reshard.planner.proof import Proof
+
+from .render import axes, count, facts, ranges, shape, size, table, verdict
+from .summary import busiest
+
+_STAGES_SHOWN, _VIOLATIONS_SHOWN = 64, 20
+
+
+def plan_report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> Group:
+    """Summary, proof, stages, loads, and what does not travel point to point."""
+    parts: list[RenderableType] = [_head(plan, summary), Text(), _proof(proof), Text(), _stages(summary), _loads(plan)]
+    for title, found in (("Misc route", plan.misc), ("Excluded", plan.excluded)):
+        if found:
+            parts.append(_unplanned(plan, title, found))
+    parts += [Text(f"note: {note}", style="yellow") for note in summary["notes"]]
+    return Group(*parts)
+
+
+def _head(plan: Plan, summary: dict[str, Any]) -> Table:
+    parameters, nbytes = summary["parameters"], summary["bytes"]
+    rows: list[tuple[str, str | Text]] = [
+        ("model", Text(plan.model or "(unnamed)", style="bold")),
+        ("training", "Megatron-Core  " + axes(summary["meshes"]["train"])),
+        ("generation", f"{plan.engine}  " + axes(summary["meshes"]["gen"])),
+        ("policy", plan.policy),
+        ("dtypes", ", ".join(summary["dtypes"]) or "-"),
+    ]
+    rows += [
+        (route, f"{size(nbytes[route]):>8}  {count(parameters[route], 'parameter')}")
+        for route in ("bulk", "misc", "excluded")
+    ]
+    rows.append(("total", f"{size(nbytes['total']):>8}  bulk and misc, each parameter once"))
+    received, share = int(plan.recv_bytes.sum()), int(plan.recv_bytes.max())
+    rows.append(("moved", f"{size(received):>8}  point to point in one refit, at most {size(share)} into one rank"))
+    if summary["plan_seconds"] is not None:
+        rows.append(("planned in", f"{summary['plan_seconds']:.2f} s, proof included"))
+    rows.append(("digest", plan.digest))
+    return facts(rows)
+
+
+def _proof(proof: Proof) -> RenderableType:
+    covered = f"{proof.covered_bytes:,} of {proof.destination_bytes:,} destination bytes covered"
+    if proof.ok:
+        return facts([("proof", verdict(True, f"{covered}, each exactly once"))])
+    shown = table(f"Proof violations ({len(proof.violations)})", "rule", "parameter", "ranks", "what is wrong")
+    for violation in proof.violations[:_VIOLATIONS_SHOWN]:
+        shown.add_row(violation.rule, violation.parameter, violation.ranks, violation.message)
+    return Group(facts([("proof", verdict(False, covered))]), Text(), shown)
+
+
+def _stages(summary: dict[str, Any]) -> Table:
+    shown = table("Stages", "stage", "transfers", "bytes", "share", numbers=("stage", "transfers", "bytes", "share"))
+    total = sum(stage["bytes"] for stage in summary["stages"]) or 1
+    for stage in summary["stages"][:_STAGES_SHOWN]:
+        share = f"{100 * stage['bytes'] / total:.1f}%"
+        shown.add_row(str(stage["pp_stage"]), f"{stage['transfers']:,}", size(stage["bytes"]), share)
+    if left := len(summary["stages"]) - _STAGES_SHOWN:
+        if left > 0:
+            shown.caption = f"{left} more stages: --json lists all"
+    return shown
+
+
+def _loads(plan: Plan) -> Table:
+    numbers = ("ranks", "least", "mean", "most", "most / mean")
+    shown = table("Load per rank", "world", *numbers, "busiest", numbers=numbers)
+    for world, verb, loads in (("train", "send", plan.send_bytes), ("gen", "receive", plan.recv_bytes)):
+        load = busiest(loads)
+        ratio = f"{load['max'] / load['mean']:.2f}" if load["mean"] else "-"
+        same = int(np.count_nonzero(loads == load["max"])) - 1
+        shown.add_row(
+            f"{world}, {verb}", str(len(loads)), size(load["min"]), size(load["mean"]), size(load["max"]), ratio,
+            f"{world}:{load['rank']}" + (f" and {same} more" if same else ""),
+        )  # fmt: skip
+    return shown
+
+
+def _unplanned(plan: Plan, title: str, found: tuple[UnplannedGroup, ...]) -> Table:
+    shown = table(title, "parameter", "layers", "count", "bytes", "reason", numbers=("count", "bytes"))
+    for entry in found:
+        group = plan.groups[entry.group]
+        nbytes = size(group.nbytes * group.count)
+        shown.add_row(pattern(group), ranges(group.layers) or "-", f"{group.count:,}", nbytes, entry.reason)
+    return shown
+
+
+def routes(plan: Plan) -> Table:
+    """One line a group of parameters: where the trainer keeps them and where the engine wants them."""
+    shown = table(
+        "Parameters", "parameter", "count", "shape", "route", "trainer tensor", "engine tensor", "cuts",
+        numbers=("count",),
+    )  # fmt: skip
+    unplanned = {entry.group: "misc" for entry in plan.misc} | {entry.group: "excluded" for entry in plan.excluded}
+    templates: dict[int, int] = {}
+    for bundle in plan.bundles:
+        templates.setdefault(bundle.group, bundle.template)
+    for number, group in enumerate(plan.groups):
+        row = [pattern(group), f"{group.count:,}", shape(group.shape)]
+        if number in templates:
+            template = plan.templates[templates[number]]
+            ends = [", ".join(tensor_patterns(shards)) for shards in (template.src, template.dst)]
+            row += ["bulk", *ends, f"{len(template.src.pieces)} -> {len(template.dst.pieces)}"]
+        else:
+            row += [Text(unplanned.get(number, "none"), style="yellow"), "", "", ""]  # type: ignore[list-item]
+        shown.add_row(*row)
+    return shown
+
+
+def tensor_patterns(shards: Shards) -> Iterator[str]:
+    """Names of the local tensors of a cut, with what varies in braces left as it is."""
+    names = dict.fromkeys(piece.tensor.name for pieces in shards.pieces for piece in pieces)
+    yield from list(names)[:2]
+    if len(names) > 2:
+        yield f"... {len(names)} in all"
+
+
+def pattern(group: ParameterGroup) -> str:
+    return group.pattern.replace("{layer}", "*").replace("{expert}", "*")

@@ -1,0 +1,91 @@
+"""A plan as plain data: what `--json` prints and tables are drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from mcore_reshard.planner.mesh import GenMesh, TrainMesh
+from mcore_reshard.planner.parameters import ITEMSIZE
+from mcore_reshard.planner.plan import Plan, UnplannedGroup
+from mcore_reshard.planner.proof import Proof
+
+
+def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes: Iterable[str] = ()) -> dict[str, Any]:
+    """Everything there is to say about a whole plan. `plan_seconds` covers planning and proof; None: read from a file.
+
+    Parameters count once in `bytes` and `parameters`, whatever the number of ranks that receive them; `total` is bulk
+    and misc together, what is excluded does not travel. `proof` counts bytes over all generation ranks.
+    """
+    bulk, misc = plan.bulk_bytes, plan.misc_bytes
+    return {
+        "model": plan.model,
+        "engine": plan.engine,
+        "policy": plan.policy,
+        "digest": plan.digest,
+        "meshes": {"train": mesh_as_dict(plan.train), "gen": mesh_as_dict(plan.gen)},
+        "dtypes": dtypes_of(plan),
+        "proof": {
+            "ok": proof.ok,
+            "violations": [asdict(violation) for violation in proof.violations],
+            "destination_bytes": proof.destination_bytes,
+            "covered_bytes": proof.covered_bytes,
+        },
+        "bytes": {
+            "total": bulk + misc,
+            "bulk": bulk,
+            "misc": misc,
+            "excluded": sum(plan.groups[u.group].nbytes * plan.groups[u.group].count for u in plan.excluded),
+        },
+        "parameters": _parameter_counts(plan),
+        "misc": _unplanned(plan, plan.misc),
+        "excluded": _unplanned(plan, plan.excluded),
+        "stages": [
+            {"pp_stage": stage, "transfers": transfers, "bytes": nbytes}
+            for stage, transfers, nbytes in plan.stage_totals
+        ],
+        "ranks": {
+            "train": [{"rank": rank, "send_bytes": sent} for rank, sent in enumerate(plan.send_bytes.tolist())],
+            "gen": [{"rank": rank, "recv_bytes": received} for rank, received in enumerate(plan.recv_bytes.tolist())],
+        },
+        "plan_seconds": plan_seconds,
+        "notes": list(notes),
+    }
+
+
+def mesh_as_dict(mesh: TrainMesh | GenMesh) -> dict[str, Any]:
+    return {**asdict(mesh), "world": mesh.world}
+
+
+def dtypes_of(plan: Plan) -> list[str]:
+    """Dtypes that bulk transfers carry, the one with most bytes first."""
+    carried: dict[str, int] = {}
+    for bundle in plan.bundles:
+        template = plan.templates[bundle.template]
+        for move in template.moves:
+            dtype = template.src.pieces[move.src][move.src_piece].tensor.dtype
+            carried[dtype] = carried.get(dtype, 0) + move.region.elements * ITEMSIZE[dtype] * bundle.members
+    return sorted(carried, key=lambda dtype: -carried[dtype])
+
+
+def busiest(loads: np.ndarray) -> dict[str, Any]:
+    """Least, mean and most bytes over ranks, and the first rank with the most."""
+    most = int(loads.argmax())
+    return {"min": int(loads.min()), "mean": float(loads.mean()), "max": int(loads[most]), "rank": most}
+
+
+def _parameter_counts(plan: Plan) -> dict[str, int]:
+    misc, excluded = (sum(plan.groups[u.group].count for u in found) for found in (plan.misc, plan.excluded))
+    total = sum(group.count for group in plan.groups)
+    return {"total": total, "bulk": total - misc - excluded, "misc": misc, "excluded": excluded}
+
+
+def _unplanned(plan: Plan, found: Iterable[UnplannedGroup]) -> list[dict[str, Any]]:
+    return [
+        {"parameter": name, "reason": entry.reason, "bytes": plan.groups[entry.group].nbytes}
+        for entry in found
+        for name in plan.groups[entry.group].names()
+    ]
