@@ -17,7 +17,7 @@ from .geometry import LocalTensor
 
 World = Literal["train", "gen"]
 
-__all__ = ["Geometry", "LocalTensor", "Schedule", "StageSchedule", "TransferTable", "World"]
+__all__ = ["Geometry", "LocalTensor", "Pulls", "Schedule", "StageSchedule", "TransferTable", "World"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +68,18 @@ class Schedule:
     padding: tuple[tuple[int, int, Geometry], ...]  # (tensor, offset, geometry): to be zeroed once, no parameter fills it
     misc: tuple[str, ...]  # HF names that travel by the misc route
     parameter_name: Callable[[int, int], str]  # (bundle, member) -> HF name, for messages
+
+
+@dataclass(frozen=True, slots=True)
+class Pulls:
+    """Where the bytes that one generation rank receives lie at their sources, for a receiver that reads them itself.
+
+    `stages[i]` goes row by row with `Schedule.stages[i].recvs`: the same peer, bytes, bundle and member, but tensor,
+    geometry and offset are those of the training rank `peer`. Ranks may have tensors of the same name.
+    """
+
+    rank: int  # of the receiver, in the generation world
+    digest: str
+    tensors: tuple[LocalTensor, ...]
+    geometries: tuple[Geometry, ...]
+    stages: tuple[TransferTable, ...]

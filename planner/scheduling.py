@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .geometry import LocalTensor, Piece, Region, row_major_strides
 from .plan import Bundle, Plan, Template, replica_of
-from .schedule import Geometry, Schedule, StageSchedule, TransferTable, World
+from .schedule import Geometry, Pulls, Schedule, StageSchedule, TransferTable, World
 
 _COLUMNS = ("peer", "tensor", "geometry", "offset", "nbytes", "bundle", "member")
 _WIDE = {"offset", "nbytes"}
@@ -22,10 +22,23 @@ _WIDE = {"offset", "nbytes"}
 
 def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
     """What `rank` of `world` ("train" or "gen") sends or receives. Raises IndexError for a rank outside of its mesh."""
+    _check_rank(plan, world, rank)
+    return _Expansion(plan, world, rank).schedule()
+
+
+def pulls_of(plan: Plan, gen_rank: int) -> Pulls:
+    """Where in the training ranks' tensors lies what `gen_rank` receives, row by row as its schedule lists it.
+
+    Raises IndexError for a rank outside of the generation mesh.
+    """
+    _check_rank(plan, "gen", gen_rank)
+    return _Expansion(plan, "gen", gen_rank).pulls()
+
+
+def _check_rank(plan: Plan, world: World, rank: int) -> None:
     size = plan.train.world if world == "train" else plan.gen.world
     if not 0 <= rank < size:
         raise IndexError(f"{world} rank {rank} is outside of the {size} ranks that the plan has")
-    return _Expansion(plan, world, rank).schedule()
 
 
 @dataclass(slots=True)
@@ -45,7 +58,7 @@ class _Expansion:
             columns = (
                 self._sends(bundle, template, shard, replica)
                 if self.world == "train"
-                else self._receives(bundle, template, shard)
+                else self._receives(bundle, template, shard, source=False)
             )
             if len(columns["peer"]):
                 columns["bundle"] = np.full_like(columns["peer"], index)
@@ -71,6 +84,15 @@ class _Expansion:
             parameter_name=plan.parameter_name,
         )
 
+    def pulls(self) -> Pulls:
+        rows: dict[int, list[dict[str, NDArray[np.int64]]]] = {stage: [] for stage in range(self.plan.train.pp)}
+        for index, bundle, shard, _ in self._bundles():
+            columns = self._receives(bundle, self.plan.templates[bundle.template], shard, source=True)
+            columns["bundle"] = np.full_like(columns["peer"], index)
+            rows[bundle.pp_stage].append(columns)
+        stages = tuple(map(_table, rows.values()))
+        return Pulls(self.rank, self.plan.digest, tuple(self.tensors), tuple(self.geometries), stages)
+
     def _bundles(self) -> Iterator[tuple[int, Bundle, int, int]]:
         """The bundles this rank takes part in, with the shard and the replica that it holds."""
         places: dict[int, tuple[int, int] | None] = {}
@@ -93,7 +115,8 @@ class _Expansion:
         columns = self._local(bundle, template, moves, member_of, move_of, source=True)
         return {"peer": peers[move_of, dst_of].astype(np.int64), **columns}
 
-    def _receives(self, bundle: Bundle, template: Template, shard: int) -> dict[str, NDArray[np.int64]]:
+    def _receives(self, bundle: Bundle, template: Template, shard: int, source: bool) -> dict[str, NDArray[np.int64]]:
+        """What arrives, as it lies in this rank's tensors or, with `source`, in those of the ranks it comes from."""
         moves = np.array([i for i, move in enumerate(template.moves) if move.dst == shard], dtype=np.int64)
         _, dst_replica = np.argwhere(self.plan.holdings[bundle.dst].ranks == self.rank)[0]
         sources, pulls = self.plan.src_replicas(bundle), self.plan.dst_replicas(bundle)
@@ -103,11 +126,11 @@ class _Expansion:
         ranks = self.plan.holdings[bundle.src].ranks
         shards = np.array([template.moves[i].src for i in moves], dtype=np.int64)
         peers = ranks[shards[move_of], chosen[member_of, move_of]].astype(np.int64)
-        return {"peer": peers, **self._local(bundle, template, moves, member_of, move_of, source=False)}
+        return {"peer": peers, **self._local(bundle, template, moves, member_of, move_of, source)}
 
     def _local(self, bundle: Bundle, template: Template, moves: NDArray[np.int64], member_of: NDArray[np.int64],
                move_of: NDArray[np.int64], source: bool) -> dict[str, NDArray[np.int64]]:  # fmt: skip
-        """Where the moves lie in this rank's tensors, for every (member, move) row."""
+        """Where the moves lie in the tensors of their source or destination, for every (member, move) row."""
         slot0 = bundle.src_slot if source else bundle.dst_slot
         slots = slot0 + np.arange(bundle.members) % bundle.expert_count
         tensor = np.zeros((bundle.members, len(moves)), dtype=np.int64)
