@@ -147,6 +147,9 @@ class GlooExecutor:
             for index, stage in enumerate(self._program.stages)
         )
 
+    def close(self) -> None:
+        self._slots.clear()
+
     def _start(self, step: Step, slot: torch.Tensor) -> GlooMessage:
         schedule = self._program.schedule
         peer = group_rank(schedule, other_world(schedule.world), step.lane.peer)

@@ -54,7 +54,11 @@ class Executor(Protocol):
     @property
     def scratch_bytes(self) -> int: ...
 
-    def run(self) -> tuple[StageReport, ...]: ...
+    def run(self) -> tuple[StageReport, ...]:
+        """Move every byte once; return when they are where they belong."""
+
+    def close(self) -> None:
+        """Free scratch and connections of its own; the session's group is not its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,13 @@ from torch.distributed import TCPStore, is_initialized
 BUCKET_BYTES = 128
 
 
-def connect(address: str, rank: int, size: int, timeout_s: float = 20.0) -> GlooGroup:
+def connect(
+    address: str, rank: int, size: int, timeout_s: float = 20.0, kind: type[GlooGroup] = GlooGroup
+) -> GlooGroup:
     """The group of all ranks, once every one of them has it."""
     host, port = address.split(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    group = GlooGroup(store, rank, size, timeout_s=timeout_s)
+    group = kind(store, rank, size, timeout_s=timeout_s)
     store.set(f"up/{rank}", "")
     store.wait([f"up/{other}" for other in range(size)])
     return group

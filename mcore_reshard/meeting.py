@@ -1,0 +1,181 @@
+"""How the ranks of two separate worlds agree: through a TCPStore, in JSON.
+
+A meeting has exactly one outcome for everyone. The last rank to arrive declares success; a rank that fails or waits too
+long declares failure, with the cause. Both write the same key by compare-and-set, so whichever comes first stands, and
+no rank can report success where another reports failure.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, TransferError
+
+_AGREED = json.dumps({"agreed": True})
+_CAUSE_GRACE_S = 3.0  # how long a rank that lost a peer waits for the cause to be published by someone who knows it
+_STUCK_GRACE_S = 1.0  # how long a rank that waited in vain lets others say for whom they wait
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a session failed, as told to every rank."""
+
+    rank: str  # who noticed
+    error: str  # the error's class
+    message: str
+    stage: int | None = None
+    parameter: str | None = None
+    peer: str | None = None  # for whom it waited, if it did
+
+    @classmethod
+    def of(cls, rank: str, error: BaseException) -> Failure:
+        if not isinstance(error, TransferError):
+            return cls(rank, type(error).__name__, str(error))
+        waiting = error.waiting
+        return cls(rank, type(error).__name__, str(error), waiting.stage, waiting.parameter, waiting.peer)
+
+    def __str__(self) -> str:
+        return f"{self.rank}: {self.error}: {self.message}"
+
+
+class SessionFailed(SessionError):
+    """A rank of the session failed; `failure` is the cause that every rank was told."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(str(failure))
+
+
+class Meeting:
+    """One rank's place among all ranks of a session.
+
+    It has a connection of its own to the store at `address` ("host:port"), whose owner must keep it up until all ranks
+    have closed. `session` names the session on that store; each name serves once.
+    """
+
+    def __init__(self, address: str, session: str, rank: str, members: Sequence[str], *, timeout_s: float) -> None:
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._address = address
+        self._members = tuple(members)
+        self._process = uuid4().hex
+        self._past: str | None = None
+        self._met = False
+        self.store: dist.Store = PrefixStore(f"mcore-reshard/{session}", _connected(address, timeout_s))
+
+    def gather(self, phase: str, word: Mapping[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Publish this rank's `word` and return everyone's by rank name, once all have arrived at `phase`.
+
+        Raises `SessionFailed` with the cause if a rank failed, or naming those that did not arrive by the deadline.
+        """
+        with self._store_is_up():
+            return self._gather(phase, word, self.timeout_s if timeout_s is None else timeout_s)
+
+    def fail(self, phase: str, error: BaseException) -> Failure:
+        """Tell everyone that `phase` cannot succeed. Returns the cause that stands: perhaps an earlier one."""
+        failure = Failure.of(self.rank, error)
+        with self._store_is_up():
+            if isinstance(error, DeadlineError):
+                failure = self._culprit(phase, failure)
+            elif isinstance(error, PeerLostError):
+                self._await_cause(phase)
+            self._declare(phase, failure)
+            return self._outcome(phase) or failure
+
+    def _gather(self, phase: str, word: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        self._arrive(phase, word)
+        try:
+            self.store.wait([f"{phase}/outcome"], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            missing = [name for name in self._members if not self.store.check([f"{phase}/{name}"])]
+            message = f"{', '.join(missing) or 'nobody'} did not arrive at {phase!r} within {timeout_s:g} s"
+            self._declare(phase, Failure(self.rank, "DeadlineError", message, peer=missing[0] if missing else None))
+        if failure := self._outcome(phase):
+            raise SessionFailed(failure)
+        if not self.store.check([f"{phase}/{name}" for name in self._members]):
+            raise SessionError(f"ranks disagree on how many they are: {self.rank} counts {len(self._members)}")
+        words = self.store.multi_get([f"{phase}/{name}" for name in self._members])
+        self._forget_past(phase)
+        return {name: json.loads(word) for name, word in zip(self._members, words, strict=True)}
+
+    @contextmanager
+    def _store_is_up(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            raise SessionError(f"{self.rank} lost the store at {self._address}: {error}") from error
+
+    def _arrive(self, phase: str, word: Mapping[str, Any]) -> None:
+        mine = json.dumps({**word, "process": self._process})
+        if self.store.compare_set(f"{phase}/{self.rank}", "", mine).decode() != mine:
+            raise SessionError(
+                f"another process has been {self.rank} at {phase!r} of this session: "
+                "give every session on a store a name of its own, and every process a rank of its own"
+            )
+        if self.store.add(f"{phase}/arrived", 1) == len(self._members):
+            self.store.compare_set(f"{phase}/outcome", "", _AGREED)
+
+    def _declare(self, phase: str, failure: Failure) -> None:
+        self.store.compare_set(f"{phase}/outcome", "", json.dumps(asdict(failure)))
+
+    def _outcome(self, phase: str) -> Failure | None:
+        outcome = json.loads(self.store.get(f"{phase}/outcome"))
+        return None if outcome.get("agreed") else Failure(**outcome)
+
+    def _await_cause(self, phase: str) -> None:
+        """A connection closes a moment before or after its owner says why."""
+        deadline = time.monotonic() + min(_CAUSE_GRACE_S, self.timeout_s)
+        while time.monotonic() < deadline and not self.store.check([f"{phase}/outcome"]):
+            time.sleep(0.02)
+
+    def _culprit(self, phase: str, failure: Failure) -> Failure:
+        """Follow who waits for whom: the rank at the end, which waits for nobody, is the one to name."""
+        self.store.set(f"{phase}/stuck/{self.rank}", json.dumps(asdict(failure)))
+        time.sleep(min(_STUCK_GRACE_S, self.timeout_s))
+        seen = {self.rank}
+        while failure.peer and failure.peer not in seen and self.store.check([f"{phase}/stuck/{failure.peer}"]):
+            seen.add(failure.peer)
+            failure = Failure(**json.loads(self.store.get(f"{phase}/stuck/{failure.peer}")))
+        return failure
+
+    def _forget_past(self, phase: str) -> None:
+        """All have arrived at `phase`, so all have left the one before: its keys have no reader left."""
+        if self._past is not None:
+            self.store.delete_key(f"{self._past}/{self.rank}")
+            if self.rank == self._members[0]:
+                self.store.delete_key(f"{self._past}/arrived")
+                self.store.delete_key(f"{self._past}/outcome")
+        # The first meeting's keys stay: they show that the session's name is taken.
+        self._past = phase if self._met else None
+        self._met = True
+
+
+def store_address(store: TCPStore | str) -> str:
+    """'host:port' of a store."""
+    return store if isinstance(store, str) else f"{store.host}:{store.port}"
+
+
+def _connected(address: str, timeout_s: float) -> TCPStore:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise SessionError(f"not the address of a store, 'host:port' is: {address!r}")
+    try:
+        return TCPStore(
+            host.strip("[]"),
+            int(port),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise SessionError(f"no store answers at {address} within {timeout_s:g} s: {error}") from error

@@ -1,0 +1,411 @@
+"""Live refits: every training rank and every generation rank holds an endpoint, and they all refit together.
+
+    train = TrainEndpoint(schedule, parameters, store="10.0.0.1:29600", export=bridge_export)
+    train.prepare()                      # once: bind, meet the other ranks, compare plans, connect
+    train.refit(version=step)            # after each optimizer step, on every rank of both worlds
+
+A version is committed when every rank has acknowledged it. If any rank fails, all ranks raise, naming the same cause;
+the session is then over, and what generation ranks hold may be a mixture of two versions.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from mcore_reshard import __version__
+from mcore_reshard.kernels.broadcast import Tree, broadcast, receive
+from mcore_reshard.kernels.buckets import DEFAULT_BUCKET_BYTES
+from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, VersionError
+from mcore_reshard.kernels.gloo import GlooGroup
+from mcore_reshard.kernels.pipeline import Executor, StageReport, group_rank
+from mcore_reshard.kernels.program import Program, bind, rank_name
+from mcore_reshard.kernels.registry import AUTO, Link, Transport, resolve
+from mcore_reshard.planner.schedule import Schedule, World
+
+from .meeting import Meeting, SessionFailed, store_address
+
+PROTOCOL = 1  # what ranks say to each other; both worlds must speak the same
+DEFAULT_TIMEOUT_S = 60.0
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
+Export = Callable[[Sequence[str] | None], NamedTensors]
+LoadWeights = Callable[[NamedTensors], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RefitReport:
+    """What one rank did in one committed refit."""
+
+    version: int
+    transport: str
+    nbytes: int  # moved by the plan, sent or received by this rank
+    misc_bytes: int  # whole tensors exported and loaded by name: the misc route, or everything under golden
+    seconds: float  # from the call to the commit
+    stages: tuple[StageReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """What `prepare` makes and `close` undoes."""
+
+    meeting: Meeting
+    transport: Transport
+    group: GlooGroup
+    program: Program | None  # None under golden
+    executor: Executor | None
+
+
+class _Endpoint(ABC):
+    """What both worlds do alike; see TrainEndpoint and GenerationEndpoint."""
+
+    world: World
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        tensors: LiveTensors,
+        *,
+        store: TCPStore | str,
+        transport: str,
+        bucket_bytes: int,
+        session: str,
+        timeout_s: float,
+        moves_by_name: bool,
+        after_direct_writes: Callable[[], Any] | None = None,
+    ) -> None:
+        if schedule.world != self.world:
+            raise ValueError(f"a {type(self).__name__} needs the schedule of a {self.world} rank, not {schedule.world}")
+        self.rank = rank_name(schedule.world, schedule.rank)
+        self.committed_version: int | None = None
+        self._schedule = schedule
+        self._moves_by_name = moves_by_name
+        self._after_direct_writes = after_direct_writes
+        self._tensors = tensors
+        self._store_address = store_address(store)
+        self._transport = transport
+        self._bucket_bytes = bucket_bytes
+        self._session = session
+        self._timeout_s = timeout_s
+        self._connection: _Connection | None = None
+        self._ended: str | None = None  # why no refit is possible any more
+        self._refits = 0
+
+    def prepare(self, *, timeout_s: float | None = None) -> None:
+        """Bind, meet all other ranks, compare what they were given, and connect. Call once, on every rank.
+
+        `timeout_s` is how long to wait for ranks that are still starting; by default that of the endpoint. Raises
+        `BindError`, `TransportUnavailable` or `SessionError`; if one rank raises, all do.
+        """
+        if self._connection or self._ended:
+            raise SessionError(f"{self.rank}: {self._ended or 'already prepared'}")
+        self._ended = "prepare() failed"
+        meeting = Meeting(
+            self._store_address, self._session, self.rank, _members(self._schedule), timeout_s=self._timeout_s
+        )
+        with _published(meeting, "hello"):
+            transport, program = self._bound()
+        _compare(meeting.gather("hello", self._hello(transport), timeout_s=timeout_s))
+        self._connection = self._connected(meeting, transport, program)
+        with self._ends_on_error(meeting, "connected"):
+            meeting.gather("connected", {})
+        self._ended = None
+
+    def refit(self, version: int) -> RefitReport:
+        """Move the weights of `version` from the trainer to the engine; return once every rank has acknowledged it.
+
+        All ranks of both worlds must call it with the same version, larger than the last. Each wait ends with an error
+        after `timeout_s`. Training weights may change again as soon as this returns.
+        """
+        connection = self._ready(version)
+        start = time.perf_counter()
+        self._refits += 1
+        meeting, phase = connection.meeting, f"refit-{self._refits}"
+        with self._ends_on_error(meeting, f"{phase}/start"):
+            if connection.program is not None:
+                connection.program.check_fresh(self._live())
+            words = meeting.gather(f"{phase}/start", {"version": version})
+        _same_version(words)
+        with ExitStack() as afterwards, self._ends_on_error(meeting, f"{phase}/commit"):
+            stages, misc_bytes = self._moved(connection, afterwards)
+            meeting.gather(f"{phase}/commit", {})
+        self.committed_version = version
+        nbytes = sum(stage.nbytes for stage in stages)
+        seconds = time.perf_counter() - start
+        return RefitReport(version, connection.transport.name, nbytes, misc_bytes, seconds, stages)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that the transport holds besides the model, bound tensors excluded."""
+        executor = self._connection.executor if self._connection else None
+        return executor.scratch_bytes if executor else 0
+
+    def close(self) -> None:
+        """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice."""
+        connection, self._connection = self._connection, None
+        self._ended = self._ended or "closed"
+        if connection is not None:
+            connection.group.close()
+            if connection.executor is not None:
+                connection.executor.close()
+
+    @abstractmethod
+    def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
+        """Export or load the whole tensors `names` (None: of the whole model). Returns their bytes.
+
+        `afterwards` runs when the outcome has been shared with all ranks, good or bad.
+        """
+
+    def _moved(self, connection: _Connection, afterwards: ExitStack) -> tuple[tuple[StageReport, ...], int]:
+        """Move everything: (what the plan moved, bytes that went by name)."""
+        if connection.program is None or connection.executor is None:
+            return (), self._move_by_name(connection.group, None, afterwards)
+        connection.program.zero_padding()
+        stages = connection.executor.run()
+        misc, misc_bytes = self._schedule.misc, 0
+        if misc:
+            misc_bytes = self._move_by_name(connection.group, misc, afterwards)
+        if self._after_direct_writes is not None:
+            self._after_direct_writes()
+        return stages, misc_bytes
+
+    def _live(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors() if callable(self._tensors) else self._tensors
+
+    def _bound(self) -> tuple[Transport, Program | None]:
+        tensors = self._live()
+        held = [tensors[local.name].device.type for local in self._schedule.tensors if local.name in tensors]
+        transport = resolve(self._transport, held[0] if held else "cpu")
+        if (transport.connect is None or self._schedule.misc) and not self._moves_by_name:
+            why = f"{len(self._schedule.misc)} parameters on the misc route" if transport.connect else transport.name
+            raise BindError(self.rank, [f"{why}, and no function to move whole tensors by name was given"])
+        if transport.connect is None:
+            return transport, None
+        return transport, bind(self._schedule, tensors, bucket_bytes=self._bucket_bytes)
+
+    def _connected(self, meeting: Meeting, transport: Transport, program: Program | None) -> _Connection:
+        schedule = self._schedule
+        with _published(meeting, "connected"):
+            group = GlooGroup(
+                PrefixStore("gloo", meeting.store),
+                group_rank(schedule, schedule.world, schedule.rank),
+                schedule.train_ranks + schedule.gen_ranks,
+                timeout_s=self._timeout_s,
+            )
+            try:
+                executor = None
+                if program is not None and transport.connect is not None:
+                    store = PrefixStore(transport.name, meeting.store)
+                    executor = transport.connect(Link(store, group, program, self._timeout_s))
+            except BaseException:
+                group.close()
+                raise
+        return _Connection(meeting, transport, group, program, executor)
+
+    def _hello(self, transport: Transport) -> dict[str, Any]:
+        return {
+            "protocol": PROTOCOL,
+            "digest": self._schedule.digest,
+            "transport": transport.name,
+            "bucket_bytes": self._bucket_bytes,
+            "train_ranks": self._schedule.train_ranks,
+            "gen_ranks": self._schedule.gen_ranks,
+            "package": __version__,
+        }
+
+    def _ready(self, version: int) -> _Connection:
+        if self._connection is None:
+            raise SessionError(f"{self.rank}: no refit is possible: {self._ended or 'prepare() was not called'}")
+        if self.committed_version is not None and version <= self.committed_version:
+            raise VersionError(f"{self.rank}: version {version} does not follow {self.committed_version}")
+        return self._connection
+
+    @contextmanager
+    def _ends_on_error(self, meeting: Meeting, phase: str) -> Iterator[None]:
+        """An error in here is every rank's: it is published, and the session is over."""
+        try:
+            with _published(meeting, phase):
+                yield
+        except BaseException as error:
+            self._ended = f"the session ended with: {error}"
+            self.close()
+            raise
+
+    def _tree(self) -> Tree:
+        """Training rank 0 is the root; generation ranks follow."""
+        schedule = self._schedule
+        gen = range(schedule.gen_ranks)
+        return Tree(
+            position=schedule.rank + 1 if schedule.world == "gen" else 0,
+            ranks=(0, *(group_rank(schedule, "gen", rank) for rank in gen)),
+            names=(rank_name("train", 0), *(rank_name("gen", rank) for rank in gen)),
+        )
+
+
+class TrainEndpoint(_Endpoint):
+    """A training rank's end of a session.
+
+    `tensors` are the rank's parameters by the names of `schedule.tensors`; give a function that returns them if the
+    model may replace its parameters. `export(names)` yields (HF name, whole tensor) for each of `names`, or for the
+    whole model if None; it is called on all training ranks at once, so it may run collectives, and it must yield
+    everything on training rank 0. `store` is a TCPStore or its "host:port"; it must stay up until all ranks have
+    closed, and `session` names this session on it. `bucket_bytes`, `transport` and `session` are equal on all ranks.
+    """
+
+    world: World = "train"
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        tensors: LiveTensors,
+        *,
+        store: TCPStore | str,
+        export: Export | None = None,
+        transport: str = AUTO,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        session: str = "refit",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__(
+            schedule,
+            tensors,
+            store=store,
+            transport=transport,
+            bucket_bytes=bucket_bytes,
+            session=session,
+            timeout_s=timeout_s,
+            moves_by_name=export is not None,
+        )
+        self._export = export
+
+    def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
+        assert self._export is not None, "prepare() has checked it"
+        exported = iter(self._export(names))
+        # Training ranks are inside collectives of the same export: one that left it half-way would hang the others.
+        afterwards.callback(_exhaust, exported)
+        if self._schedule.rank == 0:
+            return broadcast(group, self._tree(), _exactly(names, exported, "export yielded"))
+        _exhaust(exported)
+        return 0
+
+
+class GenerationEndpoint(_Endpoint):
+    """A generation rank's end of a session.
+
+    `tensors` are the parameters of the live engine by the names of `schedule.tensors`; they are written in place.
+    `load_weights(pairs)` is the engine's own loader: it gets (HF name, whole CPU tensor) pairs and must read them all.
+    `after_direct_writes()` is called after each refit that wrote tensors directly, before it is acknowledged: an engine
+    that derives tensors from its weights derives them again there. The rest is as for `TrainEndpoint`.
+    """
+
+    world: World = "gen"
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        tensors: LiveTensors,
+        *,
+        store: TCPStore | str,
+        load_weights: LoadWeights | None = None,
+        after_direct_writes: Callable[[], Any] | None = None,
+        transport: str = AUTO,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        session: str = "refit",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__(
+            schedule,
+            tensors,
+            store=store,
+            transport=transport,
+            bucket_bytes=bucket_bytes,
+            session=session,
+            timeout_s=timeout_s,
+            moves_by_name=load_weights is not None,
+            after_direct_writes=after_direct_writes,
+        )
+        self._load_weights = load_weights
+
+    def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
+        assert self._load_weights is not None, "prepare() has checked it"
+        received = 0
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal received
+            for name, tensor in _exactly(names, receive(group, self._tree()), "there arrived"):
+                received += tensor.nbytes
+                yield name, tensor
+
+        tensors = counted()
+        self._load_weights(tensors)
+        if unread := [name for name, _ in tensors]:
+            raise SessionError(f"load_weights left {len(unread)} tensors unread, first {unread[0]}")
+        return received
+
+
+def _exhaust(tensors: NamedTensors) -> None:
+    for _ in tensors:
+        pass
+
+
+@contextmanager
+def _published(meeting: Meeting, phase: str) -> Iterator[None]:
+    """Tell the other ranks of an error in here, and raise its cause: this error, or another rank's that led to it."""
+    try:
+        yield
+    except SessionFailed:
+        raise  # everyone has been told
+    except BaseException as error:
+        failure = meeting.fail(phase, error)
+        if failure.rank != meeting.rank and isinstance(error, RefitError):
+            raise SessionFailed(failure) from error
+        raise
+
+
+def _members(schedule: Schedule) -> tuple[str, ...]:
+    train = (rank_name("train", rank) for rank in range(schedule.train_ranks))
+    return (*train, *(rank_name("gen", rank) for rank in range(schedule.gen_ranks)))
+
+
+def _compare(words: Mapping[str, Mapping[str, Any]]) -> None:
+    """All ranks must have said the same; raise `SessionError` with who said what."""
+    problems: list[str] = []
+    for field in ("protocol", "digest", "transport", "bucket_bytes", "train_ranks", "gen_ranks"):
+        ranks: dict[Any, list[str]] = {}
+        for rank, word in words.items():
+            ranks.setdefault(word.get(field), []).append(rank)
+        if len(ranks) > 1:
+            said = "; ".join(f"{value} on {', '.join(names)}" for value, names in ranks.items())
+            problems.append(f"different {field}: {said}")
+    if problems:
+        raise SessionError("\n  ".join(("the ranks of this session do not fit together:", *problems)))
+
+
+def _same_version(words: Mapping[str, Mapping[str, Any]]) -> None:
+    versions: dict[int, list[str]] = {}
+    for rank, word in words.items():
+        versions.setdefault(word["version"], []).append(rank)
+    if len(versions) > 1:
+        said = "; ".join(f"{version} on {', '.join(ranks)}" for version, ranks in versions.items())
+        raise VersionError(f"different versions are refitted at once: {said}")
+
+
+def _exactly(names: Sequence[str] | None, tensors: NamedTensors, verb: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass `tensors` through; raise `SessionError` unless they are `names`, each once. None: any, each once."""
+    wanted = None if names is None else set(names)
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        if name in seen or (wanted is not None and name not in wanted):
+            raise SessionError(f"{verb} {name} {'twice' if name in seen else 'unasked'}")
+        seen.add(name)
+        yield name, tensor
+    if missing := (wanted or set()) - seen:
+        raise SessionError(f"{verb} {len(seen)} of {len(wanted or ())} tensors, without {', '.join(sorted(missing))}")

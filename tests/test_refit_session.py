@@ -1,0 +1,427 @@
+"""Whole sessions of real processes: what a refit promises when all goes well, and what it says when it does not."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from handmade import Move, allocate, expected, random_moves, raw_bytes, schedule_of
+from mcore_reshard.kernels import registry
+from mcore_reshard.kernels.gloo import GlooExecutor
+from mcore_reshard.kernels.pipeline import Step
+from mcore_reshard.kernels.registry import TRANSPORT_VARIABLE
+from mcore_reshard.planner.geometry import row_major_strides
+from mcore_reshard.planner.schedule import Geometry, LocalTensor, Schedule
+from numpy.typing import NDArray
+from ranks import Outcome, run_ranks, values
+
+from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
+
+MISC = ("model.odd.weight", "model.odd.bias")
+TIMEOUT_S = 3.0
+
+
+def moves_of(worlds: tuple[int, int]) -> list[Move]:
+    return random_moves(np.random.default_rng(7), worlds, parameters=20, stages=2)
+
+
+def whole_tensor(name: str, version: int) -> torch.Tensor:
+    return torch.full((3, 5), MISC.index(name) + 10.0 * version)
+
+
+class Trainer:
+    """A training rank with random weights of each version."""
+
+    def __init__(self, rank: int, address: str, worlds: tuple[int, int], **options: Any) -> None:
+        options.setdefault("export", self.export)
+        options.setdefault("timeout_s", TIMEOUT_S)
+        self.schedule = replace(schedule_of(moves_of(worlds), "train", rank, worlds, misc=MISC), **changed(options))
+        self.tensors = allocate(self.schedule)
+        self.version = 0
+        live = options.pop("tensors", lambda: self.tensors)
+        self.endpoint = TrainEndpoint(self.schedule, live, store=address, bucket_bytes=128, **options)
+
+    def step(self, version: int) -> None:
+        self.version = version
+        for name, tensor in allocate(self.schedule, seed=version).items():
+            self.tensors[name].copy_(tensor)
+
+    def export(self, names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in MISC if names is None else names:
+            yield name, whole_tensor(name, self.version)
+
+
+class Engine:
+    """A generation rank that remembers what it was given."""
+
+    def __init__(self, rank: int, address: str, worlds: tuple[int, int], **options: Any) -> None:
+        options.setdefault("load_weights", self.load_weights)
+        options.setdefault("timeout_s", TIMEOUT_S)
+        padded = [LocalTensor("padded", (4, 4), "float32")]
+        schedule = schedule_of(moves_of(worlds), "gen", rank, worlds, misc=MISC, extra=padded)
+        index = [local.name for local in schedule.tensors].index("padded")
+        tail = (index, 12, Geometry((1, 4), row_major_strides((1, 4))))
+        self.schedule: Schedule = replace(schedule, padding=(tail,), **changed(options))
+        self.tensors = allocate(self.schedule)
+        self.loaded: dict[str, list[float]] = {}
+        self.derived = 0
+        live = options.pop("tensors", lambda: self.tensors)
+        self.endpoint = GenerationEndpoint(
+            self.schedule, live, store=address, bucket_bytes=128, after_direct_writes=self.derive, **options
+        )
+
+    def load_weights(self, tensors: Any) -> None:
+        for name, tensor in tensors:
+            self.loaded[name] = tensor.tolist()
+
+    def derive(self) -> None:
+        self.derived += 1
+
+
+def changed(options: dict[str, Any]) -> dict[str, Any]:
+    return {"digest": options.pop("digest")} if "digest" in options else {}
+
+
+def seat(rank: int, address: str, worlds: tuple[int, int], **options: Any) -> Trainer | Engine:
+    if rank < worlds[0]:
+        return Trainer(rank, address, worlds, **options)
+    return Engine(rank - worlds[0], address, worlds, **options)
+
+
+def bytes_of(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {name: raw_bytes(tensor) for name, tensor in tensors.items()}
+
+
+def named(worlds: tuple[int, int], rank: int) -> str:
+    return f"train:{rank}" if rank < worlds[0] else f"gen:{rank - worlds[0]}"
+
+
+# --- refits that go well -----------------------------------------------------------------------------------------
+
+
+def three_refits(rank: int, address: str, worlds: tuple[int, int]) -> Any:
+    me = seat(rank, address, worlds)
+    me.endpoint.prepare()
+    held = []
+    for version in (1, 2, 5):
+        if isinstance(me, Trainer):
+            me.step(version)
+        report = me.endpoint.refit(version)
+        if isinstance(me, Trainer):
+            for tensor in me.tensors.values():
+                tensor.view(torch.uint8).fill_(0x55)  # the next optimizer step, at once
+            held.append((report, None, None))
+        else:
+            time.sleep(0.05)
+            held.append((report, bytes_of(me.tensors), dict(me.loaded)))
+    assert me.endpoint.committed_version == 5
+    if isinstance(me, Engine):
+        assert me.derived == 3
+    me.endpoint.close()
+    return held
+
+
+@pytest.mark.parametrize("worlds", [(2, 2), (3, 1)])
+def test_every_refit_delivers_its_own_version(worlds: tuple[int, int]) -> None:
+    outcomes = values(run_ranks(sum(worlds), three_refits, worlds))
+    moves = moves_of(worlds)
+    train = [schedule_of(moves, "train", rank, worlds) for rank in range(worlds[0])]
+    for number, version in enumerate((1, 2, 5)):
+        sources = [allocate(schedule, seed=version) for schedule in train]
+        for rank in range(worlds[1]):
+            _, held, loaded = outcomes[worlds[0] + rank][number]
+            assert held.pop("padded") == b"\xee" * 48 + b"\0" * 16
+            assert held == bytes_of(expected(moves, schedule_of(moves, "gen", rank, worlds), sources))
+            assert loaded == {name: whole_tensor(name, version).tolist() for name in MISC}
+        reports = [outcome[number][0] for outcome in outcomes]
+        assert {(report.version, report.transport) for report in reports} == {(version, "gloo")}
+        assert sum(r.nbytes for r in reports[: worlds[0]]) == sum(r.nbytes for r in reports[worlds[0] :]) > 0
+        assert {report.misc_bytes for report in reports[worlds[0] :]} == {120}
+        assert all(sum(stage.nbytes for stage in report.stages) == report.nbytes for report in reports)
+
+
+def under_golden(rank: int, address: str, worlds: tuple[int, int]) -> Any:
+    os.environ[TRANSPORT_VARIABLE] = "golden"
+    me = seat(rank, address, worlds, tensors={})
+    me.endpoint.prepare()
+    if isinstance(me, Trainer):
+        me.step(1)
+    report = me.endpoint.refit(1)
+    return report.transport, report.nbytes, report.misc_bytes, getattr(me, "loaded", None), getattr(me, "derived", 0)
+
+
+def test_golden_moves_everything_by_name_and_needs_no_tensor() -> None:
+    outcomes = values(run_ranks(3, under_golden, (2, 1)))
+    assert outcomes[0] == ("golden", 0, 120, None, 0)
+    assert outcomes[2] == ("golden", 0, 120, {name: whole_tensor(name, 1).tolist() for name in MISC}, 0)
+
+
+def many_refits(rank: int, address: str, worlds: tuple[int, int]) -> int:
+    me = seat(rank, address, worlds)
+    me.endpoint.prepare()
+    keys = []
+    for version in range(1, 13):
+        me.endpoint.refit(version)
+        keys.append(me.endpoint._connection.meeting.store.num_keys())
+    assert max(keys[-3:]) <= keys[1] + 2 * sum(worlds), "the store fills up"
+    return len(keys)
+
+
+def test_refits_leave_nothing_behind_in_the_store() -> None:
+    assert values(run_ranks(2, many_refits, (1, 1))) == [12, 12]
+
+
+# --- ranks that do not fit together ------------------------------------------------------------------------------
+
+
+def other_digest(rank: int, address: str) -> None:
+    seat(rank, address, (2, 1), digest="new" if rank == 2 else "old").endpoint.prepare()
+
+
+def test_a_digest_that_differs_is_reported_by_every_rank() -> None:
+    outcomes = run_ranks(3, other_digest)
+    assert {outcome.kind for outcome in outcomes} == {"SessionError"}
+    assert {outcome.error for outcome in outcomes} == {
+        "the ranks of this session do not fit together:\n  different digest: old on train:0, train:1; new on gen:0"
+    }
+
+
+def one_stays_away(rank: int, address: str) -> None:
+    if rank != 1:
+        seat(rank, address, (2, 1), timeout_s=1.0).endpoint.prepare()
+
+
+def test_missing_ranks_are_named_at_the_deadline() -> None:
+    outcomes = run_ranks(3, one_stays_away)
+    for rank in (0, 2):
+        assert outcomes[rank].kind == "SessionFailed"
+        assert "train:1 did not arrive at 'hello' within 1 s" in str(outcomes[rank].error)
+        assert outcomes[rank].seconds < 3
+
+
+def one_cannot_bind(rank: int, address: str) -> None:
+    me = seat(rank, address, (2, 2), timeout_s=20.0)
+    if rank == 3:
+        me.tensors.pop("padded")
+    me.endpoint.prepare()
+
+
+def test_a_rank_that_cannot_bind_stops_all_at_once() -> None:
+    *others, bad = run_ranks(4, one_cannot_bind)
+    assert bad.kind == "BindError" and "padded: there is no such tensor" in str(bad.error)
+    for outcome in others:
+        assert outcome.kind == "SessionFailed"
+        assert "gen:1: BindError: gen:1 cannot bind its schedule, 1 problem:" in str(outcome.error)
+        assert outcome.seconds < 5
+
+
+def twice_the_same_rank(rank: int, address: str) -> None:
+    seat(0, address, (1, 1), timeout_s=2.0).endpoint.prepare()
+
+
+def test_two_processes_cannot_be_the_same_rank() -> None:
+    kinds = sorted(str(outcome.error) for outcome in run_ranks(2, twice_the_same_rank))
+    assert kinds[0].startswith("another process has been train:0 at 'hello' of this session")
+    assert "gen:0 did not arrive" in kinds[1]
+
+
+def no_store(rank: int, address: str) -> None:
+    seat(0, "127.0.0.1:9", (1, 1), timeout_s=1.0).endpoint.prepare()
+
+
+def test_a_store_that_does_not_answer_is_an_error() -> None:
+    (outcome,) = run_ranks(1, no_store)
+    assert outcome.kind == "SessionError" and "no store answers at 127.0.0.1:9 within 1 s" in str(outcome.error)
+
+
+def without_a_loader(rank: int, address: str) -> None:
+    seat(rank, address, (1, 1), **({"load_weights": None} if rank else {})).endpoint.prepare()
+
+
+def test_a_misc_route_without_a_loader_is_refused_before_any_byte() -> None:
+    train, gen = run_ranks(2, without_a_loader)
+    assert gen.kind == "BindError" and "2 parameters on the misc route, and no function" in str(gen.error)
+    assert train.kind == "SessionFailed"
+
+
+# --- versions ----------------------------------------------------------------------------------------------------
+
+
+def going_back(rank: int, address: str) -> int | None:
+    me = seat(rank, address, (1, 1))
+    me.endpoint.prepare()
+    me.endpoint.refit(3)
+    for stale in (3, 2):
+        with pytest.raises(RuntimeError, match=f"version {stale} does not follow 3"):
+            me.endpoint.refit(stale)
+    with pytest.raises(RuntimeError, match="different versions are refitted at once: 4 on train:0; 5 on gen:0"):
+        me.endpoint.refit(4 + rank)
+    me.endpoint.refit(6)
+    return me.endpoint.committed_version
+
+
+def test_versions_increase_and_agree() -> None:
+    assert values(run_ranks(2, going_back)) == [6, 6]
+
+
+# --- refits that go wrong ----------------------------------------------------------------------------------------
+
+
+class NoisyWire(GlooExecutor):
+    """Damages one byte of the third bucket, after its checksum was taken."""
+
+    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+        super()._pack(step, message)
+        if self._steps.index(step) == 2:
+            message[-1] ^= 0x10
+
+
+class Killed(GlooExecutor):
+    """Dies before its third bucket."""
+
+    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+        if self._steps.index(step) == 2:
+            os.kill(os.getpid(), 9)
+        super()._pack(step, message)
+
+
+class Frozen(GlooExecutor):
+    """Stops before its third bucket for longer than anyone waits."""
+
+    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+        if self._steps.index(step) == 2:
+            time.sleep(3 * TIMEOUT_S)
+        super()._pack(step, message)
+
+
+def with_bad_executor(rank: int, address: str, worlds: tuple[int, int], bad: int, kind: type[GlooExecutor]) -> None:
+    gloo = registry.resolve("gloo", "cpu")
+    chosen = kind if rank == bad else GlooExecutor
+    registry.register(replace(gloo, name="gloo-test", connect=lambda link: chosen(link.group, link.program)))
+    refit_and_check(seat(rank, address, worlds, transport="gloo-test"))
+
+
+def refit_and_check(me: Trainer | Engine) -> None:
+    """Refit once; whatever happens, what failed is not committed and the session is over."""
+    me.endpoint.prepare()
+    try:
+        me.endpoint.refit(1)
+    except Exception:
+        assert me.endpoint.committed_version is None
+        with pytest.raises(RuntimeError, match="no refit is possible: the session ended with"):
+            me.endpoint.refit(2)
+        raise
+
+
+def causes(outcomes: Sequence[Outcome]) -> set[str]:
+    return {str(outcome.error) for outcome in outcomes}
+
+
+def test_a_damaged_bucket_fails_every_rank_with_the_same_cause() -> None:
+    outcomes = run_ranks(4, with_bad_executor, (2, 2), 0, NoisyWire)
+    (receiver,) = (outcome for outcome in outcomes if outcome.kind == "ChecksumError")
+    assert "waiting for train:0 to send model.p" in str(receiver.error) and "arrived damaged" in str(receiver.error)
+    others = [outcome for outcome in outcomes if outcome is not receiver]
+    assert {outcome.kind for outcome in others} == {"SessionFailed"}
+    (cause,) = causes(others)
+    assert cause.endswith(f"ChecksumError: {receiver.error}")
+
+
+def test_a_rank_killed_in_a_refit_is_named_by_all_others() -> None:
+    outcomes = run_ranks(4, with_bad_executor, (2, 2), 1, Killed)
+    assert outcomes[1].died
+    for rank in (0, 2, 3):
+        assert outcomes[rank].kind in ("PeerLostError", "SessionFailed")
+        assert "waiting for train:1 to send model.p" in str(outcomes[rank].error)
+        assert outcomes[rank].seconds < 2 * TIMEOUT_S
+
+
+def test_a_frozen_rank_is_named_even_by_those_who_wait_for_somebody_else() -> None:
+    outcomes = run_ranks(4, with_bad_executor, (2, 2), 1, Frozen)
+    for rank in (0, 2, 3):
+        assert "waiting for train:1 to send model.p" in str(outcomes[rank].error)
+        assert "nothing within 3 s" in str(outcomes[rank].error)
+        assert outcomes[rank].seconds < TIMEOUT_S + 4
+    assert outcomes[1].kind in ("SessionFailed", "PeerLostError")
+
+
+def dead_before(rank: int, address: str) -> None:
+    me = seat(rank, address, (2, 1), timeout_s=1.5)
+    me.endpoint.prepare()
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    me.endpoint.refit(1)
+
+
+def test_a_rank_that_died_between_refits_is_named_before_any_byte_moves() -> None:
+    outcomes = run_ranks(3, dead_before)
+    for rank in (0, 2):
+        assert "train:1 did not arrive at 'refit-1/start' within 1.5 s" in str(outcomes[rank].error)
+
+
+def rebound(rank: int, address: str) -> None:
+    me = seat(rank, address, (2, 1), timeout_s=20.0)
+    me.endpoint.prepare()
+    me.endpoint.refit(1)
+    if rank == 2:
+        name = next(name for name in me.tensors if name != "padded")
+        me.tensors[name] = me.tensors[name].clone()
+    before = bytes_of(me.tensors)
+    try:
+        me.endpoint.refit(2)
+    finally:
+        assert bytes_of(me.tensors) == before and me.endpoint.committed_version == 1
+
+
+def test_a_tensor_rebound_between_refits_stops_all_before_any_byte_moves() -> None:
+    *train, gen = run_ranks(3, rebound)
+    assert gen.kind == "StaleTensorError" and "bound tensors changed since prepare():\n  dst" in str(gen.error)
+    assert {outcome.kind for outcome in train} == {"SessionFailed"}
+    assert all("gen:0: StaleTensorError" in str(outcome.error) and outcome.seconds < 5 for outcome in train)
+
+
+def failing_export(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+    yield MISC[0], whole_tensor(MISC[0], 1)
+    raise ValueError("the third expert is on fire")
+
+
+def short_export(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+    yield MISC[0], whole_tensor(MISC[0], 1)
+
+
+def failing_load(tensors: Any) -> None:
+    raise KeyError("lm_head.weight")
+
+
+def half_load(tensors: Any) -> None:
+    next(iter(tensors))
+
+
+def with_bad_callback(rank: int, address: str, bad: int, name: str, function: Callable[..., Any]) -> None:
+    refit_and_check(seat(rank, address, (2, 2), **({name: function} if rank == bad else {})))
+
+
+@pytest.mark.parametrize(
+    ("bad", "name", "function", "complaint"),
+    [
+        (0, "export", failing_export, "ValueError: the third expert is on fire"),
+        (0, "export", short_export, "export yielded 1 of 2 tensors, without model.odd.bias"),
+        (3, "load_weights", failing_load, "KeyError: 'lm_head.weight'"),
+        (2, "load_weights", half_load, "load_weights left 1 tensors unread, first model.odd.bias"),
+    ],
+)
+def test_an_error_of_trainer_or_engine_reaches_every_rank(
+    bad: int, name: str, function: Callable[..., Any], complaint: str
+) -> None:
+    outcomes = run_ranks(4, with_bad_callback, bad, name, function)
+    own = outcomes.pop(bad)
+    assert own.kind in ("ValueError", "KeyError", "SessionError")
+    assert {outcome.kind for outcome in outcomes} == {"SessionFailed"}
+    (cause,) = causes(outcomes)
+    assert cause.startswith(f"{named((2, 2), bad)}: ") and complaint in cause

@@ -1,0 +1,51 @@
+"""Which transport a session takes, and what it says when there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from mcore_reshard.kernels import registry
+from mcore_reshard.kernels.errors import TransportUnavailable
+from mcore_reshard.kernels.registry import TRANSPORT_VARIABLE, register, resolve, transports
+
+
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {name: registry._transports[name] for name in ("gloo", "golden")}
+    monkeypatch.setattr(registry, "_transports", kept)
+    monkeypatch.delenv(TRANSPORT_VARIABLE, raising=False)
+
+
+def test_auto_takes_gloo_for_cpu_tensors() -> None:
+    assert resolve("auto", "cpu").name == "gloo"
+
+
+def test_one_variable_forces_golden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "golden")
+    assert resolve("gloo", "cpu").name == "golden"
+    assert resolve("auto", "cuda").name == "golden"
+
+
+def test_auto_never_falls_back_to_golden() -> None:
+    with pytest.raises(TransportUnavailable, match=r"no transport can move cuda tensors here \(gloo: it moves cpu"):
+        resolve("auto", "cuda")
+
+
+def test_unknown_and_unfit_transports_say_why() -> None:
+    with pytest.raises(TransportUnavailable, match="unknown transport 'pigeon'; known: auto, gloo, golden"):
+        resolve("pigeon", "cpu")
+    with pytest.raises(TransportUnavailable, match="gloo cannot be used: it moves cpu tensors, these are on cuda"):
+        resolve("gloo", "cuda")
+
+
+def test_a_transport_with_an_obstacle_is_not_taken_and_says_what_is_missing() -> None:
+    register(replace(transports()[0], name="fast", obstacle=lambda: "the fast library is not installed"))
+    assert resolve("auto", "cpu").name == "gloo"
+    with pytest.raises(TransportUnavailable, match="fast cannot be used: the fast library is not installed"):
+        resolve("fast", "cpu")
+
+
+def test_names_are_registered_once() -> None:
+    with pytest.raises(ValueError, match="'gloo' is already registered"):
+        register(transports()[0])
