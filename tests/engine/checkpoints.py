@@ -1,0 +1,26 @@
+"""Tiny configs and the checkpoints that the engine tests load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mcore_reshard.planner.configs import load_config
+from mcore_reshard.validation.tiny import checkpoint_shapes, payload
+
+Config = dict[str, Any]
+
+
+def tiny(name: str, **changes: Any) -> Config:
+    """A built-in tiny config with some fields changed."""
+    return {**load_config(f"tiny-{name}"), **changes}
+
+
+def checkpoint(config: Config, version: int) -> dict[str, torch.Tensor]:
+    """HF tensors whose elements say where they belong; fresh ones, since vLLM's loaders may write into them."""
+    tensors = dict(payload(checkpoint_shapes(config), version))
+    for name, tensor in tensors.items():
+        if name.endswith("A_log"):  # vLLM keeps -exp(A_log), which is -inf for most of the payload
+            tensors[name] = torch.arange(tensor.numel()).float() / 8 + version / 16
+    return tensors

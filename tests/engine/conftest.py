@@ -1,0 +1,33 @@
+"""Tests that need a real vLLM. Each is skipped, with the reason, where vLLM is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Config = dict[str, Any]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    installed = importlib.util.find_spec("vllm") is not None
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            if not installed:
+                item.add_marker(pytest.mark.skip(reason="needs vLLM: run `make test-vllm`, which builds it for a CPU"))
+
+
+@pytest.fixture
+def config_folder(tmp_path: Path) -> Callable[[Config], Path]:
+    """Writes a config into a folder that vLLM can read."""
+
+    def write(config: Config) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return write

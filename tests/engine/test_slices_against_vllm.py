@@ -1,0 +1,162 @@
+"""The oracle of engine slices says, byte for byte, what vLLM's own `load_weights` leaves on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import checkpoint, tiny
+
+from mcore_reshard.engines.vllm import load_weights, local_tensors
+from mcore_reshard.validation.engine_slices import GenSizes, expected_tensors
+from mcore_reshard.validation.vllm_engine import build_engine
+
+DENSE = ("llama", "llama-tied", "qwen2", "qwen3")
+EXPERTS = ("qwen3-moe", "deepseek-v3", "moonlight", "kimi-k2", "nemotron-h", "gpt-oss")
+HEADS_OF_8 = ("deepseek-v3", "moonlight", "kimi-k2")
+
+CASES = [
+    *((name, {}, GenSizes(tp=tp)) for name in DENSE + EXPERTS for tp in (1, 2, 4)),
+    *((name, {}, GenSizes(tp=8)) for name in (*DENSE, "qwen3-moe", *HEADS_OF_8)),  # 4 KV heads on 8 ranks, or MLA
+    *((name, {}, GenSizes(pp=2)) for name in DENSE + EXPERTS),
+    *((name, {}, GenSizes(tp=2, pp=2)) for name in DENSE + EXPERTS),
+    *((name, {}, GenSizes(tp=2, dp=2)) for name in DENSE + EXPERTS),
+    *((name, {}, sizes) for name in EXPERTS for sizes in (GenSizes(tp=2, ep=2), GenSizes(tp=4, ep=4))),
+    *((name, {}, sizes) for name in EXPERTS for sizes in (GenSizes(dp=2, ep=2), GenSizes(tp=2, dp=2, ep=4))),
+    *((name, {}, GenSizes(tp=2, pp=2, dp=2, ep=4)) for name in EXPERTS),
+    *((name, {"vocab_size": 250}, GenSizes(tp=tp)) for name in DENSE + EXPERTS for tp in (1, 4)),
+    *((name, {"vocab_size": 130}, GenSizes(tp=2, pp=2)) for name in DENSE + EXPERTS),  # one rank is mostly padding
+    *(
+        (name, {"num_key_value_heads": kv_heads}, GenSizes(tp=4))
+        for name in ("llama", "qwen2", "qwen3", "qwen3-moe", "nemotron-h")
+        for kv_heads in (1, 2)
+    ),
+    ("llama", {"attention_bias": True}, GenSizes(tp=2)),
+    ("llama", {"num_hidden_layers": 5}, GenSizes(pp=2)),
+    ("qwen3", {"num_hidden_layers": 6}, GenSizes(pp=4)),
+    ("qwen3", {"head_dim": 16}, GenSizes(tp=4)),
+    ("qwen3", {"tie_word_embeddings": True}, GenSizes(tp=2, pp=2)),
+    ("qwen3-moe", {"num_experts": 10}, GenSizes(tp=4, ep=4)),
+    ("qwen3-moe", {"num_experts": 7}, GenSizes(tp=2, dp=2, ep=4)),
+    ("qwen3-moe", {"tie_word_embeddings": True}, GenSizes(pp=2)),
+    ("qwen3-moe", {"decoder_sparse_step": 2}, GenSizes(tp=2, ep=2)),
+    ("qwen3-moe", {"mlp_only_layers": [0, 2]}, GenSizes(tp=2, pp=2)),
+    ("deepseek-v3", {"n_shared_experts": 2, "first_k_dense_replace": 2}, GenSizes(tp=2)),
+    ("deepseek-v3", {"n_routed_experts": 10}, GenSizes(tp=4, ep=4)),
+    ("deepseek-v3", {"num_hidden_layers": 5}, GenSizes(tp=2, pp=2)),
+    ("nemotron-h", {"n_routed_experts": 10}, GenSizes(tp=4, ep=4)),
+    ("nemotron-h", {"n_groups": 1}, GenSizes(tp=2)),  # one group of B and C, whole on both ranks
+    ("nemotron-h", {"n_groups": 1}, GenSizes(tp=4)),
+    ("nemotron-h", {"hybrid_override_pattern": "ME*-E", "num_hidden_layers": 5}, GenSizes(tp=2, pp=2)),
+]
+
+
+def case_id(case: object) -> str:
+    if isinstance(case, GenSizes):
+        return f"tp{case.tp}-pp{case.pp}-dp{case.dp}-ep{case.ep}"
+    return "-".join(f"{key}={value}" for key, value in case.items()) if isinstance(case, dict) else str(case)
+
+
+def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> list[str]:
+    """What differs, byte for byte: names, shapes, dtypes, and the first coordinate with both values."""
+    found = [f"{name}: only one side has it" for name in sorted(expected.keys() ^ actual.keys())]
+    for name in sorted(expected.keys() & actual.keys()):
+        want, have = expected[name], actual[name]
+        if (want.shape, want.dtype) != (have.shape, have.dtype):
+            found.append(f"{name}: {tuple(want.shape)} {want.dtype} and {tuple(have.shape)} {have.dtype}")
+            continue
+        bits = torch.int32 if want.dtype == torch.float32 else torch.int16
+        unequal = (want.contiguous().view(bits) != have.contiguous().view(bits)).nonzero()
+        if len(unequal):
+            at = tuple(unequal[0].tolist())
+            found.append(f"{name}{list(at)}: {want[at].item()} and {have[at].item()}, {len(unequal)} elements in all")
+    return found
+
+
+@pytest.mark.parametrize(("name", "changes", "sizes"), CASES, ids=case_id)
+def test_oracle_equals_vllm(name, changes, sizes, config_folder):
+    config = tiny(name, **changes)
+    folder = config_folder(config)
+    versions = [checkpoint(config, version) for version in (1, 2)]  # the two together identify every element
+    for gen_rank in range(sizes.world):
+        model = build_engine(folder, sizes, gen_rank)
+        for tensors in versions:
+            load_weights(model, ((tensor_name, tensor.clone()) for tensor_name, tensor in tensors.items()))
+            assert not differences(expected_tensors(config, tensors, sizes, gen_rank), local_tensors(model))
+
+
+def test_mtp_layers_and_rotary_tables_are_dropped(config_folder):
+    config = tiny("deepseek-v3", num_nextn_predict_layers=1)
+    dropped = {
+        "model.layers.4.eh_proj.weight": torch.ones(64, 128),
+        "model.layers.4.self_attn.q_a_proj.weight": torch.ones(32, 64),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    model = build_engine(config_folder(config), GenSizes(), 0)
+    tensors = checkpoint(config, 1) | dropped
+    load_weights(model, tensors.items())
+    assert not differences(expected_tensors(config, tensors, GenSizes(), 0), local_tensors(model))
+
+
+def test_lm_head_of_a_tied_model_is_dropped(config_folder):
+    config = tiny("llama-tied")
+    tensors = checkpoint(config, 1) | {"lm_head.weight": torch.ones(config["vocab_size"], 64, dtype=torch.bfloat16)}
+    model = build_engine(config_folder(config), GenSizes(), 0)
+    load_weights(model, tensors.items())
+    assert not differences(expected_tensors(config, tensors, GenSizes(), 0), local_tensors(model))
+
+
+REFUSED = [
+    ("llama", {}, GenSizes(tp=16)),  # 8 heads
+    ("qwen3", {"num_key_value_heads": 4, "num_attention_heads": 12}, GenSizes(tp=3)),
+    ("qwen3-moe", {"moe_intermediate_size": 36}, GenSizes(tp=8)),
+    ("deepseek-v3", {}, GenSizes(tp=16)),
+    ("gpt-oss", {}, GenSizes(tp=8)),  # 4 KV heads
+    ("gpt-oss", {"intermediate_size": 34}, GenSizes(tp=2, pp=2)),
+    ("nemotron-h", {}, GenSizes(tp=8)),  # 4 groups
+    ("nemotron-h", {"hybrid_override_pattern": "M*ME-", "num_hidden_layers": 5}, GenSizes(pp=2)),
+    ("qwen3-moe", {"mlp_only_layers": [0, 1]}, GenSizes(pp=2)),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "sizes"), REFUSED, ids=case_id)
+def test_sizes_that_vllm_refuses_are_refused(name, changes, sizes, config_folder):
+    config = tiny(name, **changes)
+    with pytest.raises((AssertionError, ValueError, ZeroDivisionError, RuntimeError)):
+        build_engine(config_folder(config), sizes, 0)
+    with pytest.raises(ValueError, match=r"cannot be cut|does not repeat|wants"):
+        expected_tensors(config, checkpoint(config, 1), sizes, 0)
+
+
+class TestTheComparisonCanFail:
+    def test_one_flipped_bit(self, config_folder):
+        config = tiny("qwen3-moe")
+        model = build_engine(config_folder(config), GenSizes(tp=2), 1)
+        load_weights(model, checkpoint(config, 1).items())
+        actual = local_tensors(model)
+        name = "model.layers.2.mlp.experts.routed_experts.w13_weight"
+        actual[name].view(torch.uint8).view(-1)[(5 * 32 + 17) * 128 + 2 * 9] ^= 1
+        (found,) = differences(expected_tensors(config, checkpoint(config, 1), GenSizes(tp=2), 1), actual)
+        assert found.startswith(f"{name}[5, 17, 9]: ")
+
+    def test_gate_and_up_swapped(self, config_folder):
+        config = tiny("llama")
+        model = build_engine(config_folder(config), GenSizes(tp=2), 0)
+        swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+        renamed = {}
+        for name, tensor in checkpoint(config, 1).items():
+            projection = name.split(".")[-2]
+            renamed[name.replace(projection, swap.get(projection, projection))] = tensor
+        load_weights(model, renamed.items())
+        found = differences(expected_tensors(config, checkpoint(config, 1), GenSizes(tp=2), 0), local_tensors(model))
+        assert [line.partition("[")[0] for line in found] == [
+            f"model.layers.{layer}.mlp.gate_up_proj.weight" for layer in range(4)
+        ]
+
+    def test_a_tensor_that_was_not_loaded(self, config_folder):
+        config = tiny("nemotron-h")
+        model = build_engine(config_folder(config), GenSizes(tp=2), 0)
+        tensors = checkpoint(config, 1)
+        del tensors["backbone.layers.2.mixer.D"]
+        load_weights(model, tensors.items())
+        (found,) = differences(expected_tensors(config, checkpoint(config, 1), GenSizes(tp=2), 0), local_tensors(model))
+        assert found.startswith("model.layers.2.mixer.D[0]: ")

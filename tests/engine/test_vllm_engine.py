@@ -1,0 +1,121 @@
+"""A live vLLM model as a destination: its tensors, its loader, its mesh, and what follows direct writes."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import checkpoint, tiny
+
+from mcore_reshard.engines.vllm import (
+    after_direct_writes,
+    gen_rank_of,
+    gen_sizes_of,
+    kernel_layouts,
+    load_weights,
+    local_tensors,
+)
+from mcore_reshard.planner.mesh import GenMesh
+from mcore_reshard.validation.engine_slices import POISON, GenSizes, StandInEngine, expected_tensors
+from mcore_reshard.validation.processes import run_processes
+from mcore_reshard.validation.vllm_engine import build_engine, engine_config, prepare
+
+
+def load_in_a_process(gen_rank, config, folder, sizes, store):
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", init_method=f"file://{store}", world_size=sizes.world, rank=gen_rank)
+    try:
+        model = build_engine(folder, sizes, gen_rank, groups="gloo")
+        load_weights(model, checkpoint(config, 1).items())
+        expected = expected_tensors(config, checkpoint(config, 1), sizes, gen_rank)
+        actual = local_tensors(model)
+        return actual.keys() == expected.keys() and all(torch.equal(actual[n], expected[n]) for n in expected)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("qwen3-moe", GenSizes(tp=2, ep=2)), ("deepseek-v3", GenSizes(tp=2, pp=2))], ids=str
+)
+def test_real_processes_hold_what_a_stand_in_group_says(name, sizes, config_folder, tmp_path):
+    config = tiny(name)
+    prepare()
+    arguments = (config, config_folder(config), sizes, tmp_path / "store")
+    assert run_processes(sizes.world, load_in_a_process, arguments, timeout_s=120) == [True] * sizes.world
+
+
+def test_gloo_groups_must_be_the_generation_ranks(config_folder):
+    with pytest.raises(RuntimeError, match="must be the 2 generation ranks"):
+        build_engine(config_folder(tiny("llama")), GenSizes(tp=2), 0, groups="gloo")
+
+
+def test_parameters_start_poisoned(config_folder):
+    model = build_engine(config_folder(tiny("nemotron-h")), GenSizes(tp=2), 1)
+    for name, tensor in local_tensors(model).items():
+        assert tensor.contiguous().view(-1).view(torch.uint8).eq(POISON).all(), name
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "deepseek-v3", "gpt-oss", "nemotron-h"])
+def test_stand_in_engine_loads_any_subset_as_vllm_does(name, config_folder):
+    config, sizes = tiny(name), GenSizes(tp=2)
+    model, stand_in = build_engine(config_folder(config), sizes, 1), StandInEngine(config, sizes, 1)
+    for version, every in ((1, 3), (2, -2)):
+        some = sorted(checkpoint(config, version).items())[::every]
+        stand_in.load_weights(some)
+        load_weights(model, some)
+        for tensor, actual in local_tensors(model).items():
+            assert torch.equal(actual.view(torch.uint8), stand_in.tensors[tensor].view(torch.uint8)), tensor
+
+
+def test_direct_writes_reach_the_absorbed_attention_weights(config_folder):
+    config = tiny("deepseek-v3")
+    model = build_engine(config_folder(config), GenSizes(tp=2), 1)
+    names = set(local_tensors(model))
+    layers = [f"model.layers.{layer}.self_attn.mla_attn.mla_attn" for layer in range(4)]
+    for version in (1, 2):
+        for name, tensor in expected_tensors(config, checkpoint(config, version), GenSizes(tp=2), 1).items():
+            local_tensors(model)[name].copy_(tensor)
+        assert after_direct_writes(model, torch.bfloat16) == layers
+        assert set(local_tensors(model)) == names
+        for layer in layers:
+            absorbed = model.get_submodule(layer)
+            key_value = absorbed.kv_b_proj.weight.view(4, 8 + 8, 16)  # heads of this rank, nope + v, kv_lora
+            assert torch.equal(absorbed.W_UK_T, key_value[:, :8])
+            assert torch.equal(absorbed.W_UV, key_value[:, 8:].transpose(1, 2))
+
+
+def test_nothing_follows_direct_writes_into_a_dense_model(config_folder):
+    assert after_direct_writes(build_engine(config_folder(tiny("qwen3")), GenSizes(), 0), torch.bfloat16) == []
+
+
+def test_experts_that_a_kernel_rearranged_are_not_for_direct_writes(config_folder):
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    model = build_engine(config_folder(tiny("qwen3-moe")), GenSizes(), 0)
+    assert kernel_layouts(model) == {}
+    layer = "model.layers.0.mlp.experts.routed_experts"
+    method = model.get_submodule(layer).quant_method
+    method.unquantized_backend, method.moe_kernel = UnquantizedMoeBackend.FLASHINFER_CUTLASS, SimpleNamespace()
+    reason = "the FlashInfer CUTLASS backend rearranges experts after loading"
+    assert kernel_layouts(model) == {f"{layer}.w13_weight": reason, f"{layer}.w2_weight": reason}
+    with pytest.raises(RuntimeError, match="cannot be loaded in place"):
+        load_weights(model, [])
+
+
+@pytest.mark.parametrize("mesh", [GenMesh(), GenMesh(tp=2, pp=2), GenMesh(tp=2, dp=2, ep=4)], ids=str)
+def test_mesh_and_rank_of_a_configuration(mesh, config_folder):
+    folder = config_folder(tiny("qwen3-moe"))
+    sizes = GenSizes(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, ep=mesh.ep)
+    for gen_rank in range(mesh.world):
+        config = engine_config(folder, sizes, gen_rank)
+        assert (gen_sizes_of(config), gen_rank_of(config)) == (mesh, gen_rank)
+
+
+def test_experts_cut_over_data_parallelism_are_refused(config_folder):
+    config = engine_config(config_folder(tiny("qwen3-moe")), GenSizes(tp=2), 0)
+    config.parallel_config.data_parallel_size = 2
+    with pytest.raises(ValueError, match=r"cuts experts by tp\*dp = 4"):
+        gen_sizes_of(config)
