@@ -25,6 +25,13 @@ meshes:
   --gen    tp=4,pp=1,dp=1[,ep=4]   ep is 1 (experts cut by tp) or tp*dp (the engine's expert parallelism)
 """
 
+_ELEMENTS = """\
+elements:
+  PARAM[i,j]         an HF parameter, in the coordinates of the whole parameter
+  NAME[i,j]          with --gen-rank the engine's tensor on that rank, with --train-rank the trainer's
+  gen:NAME[i,j], train:NAME[i,j]   the same, where NAME is also an HF parameter, which otherwise is what is meant
+"""
+
 _EXIT_CODES = "exit codes: 0 done, 1 unexpected, 2 bad input or impossible mesh, 3 proof failed, 4 validation mismatch"
 
 
@@ -126,7 +133,7 @@ def _mesh_arguments(command: argparse.ArgumentParser, required: bool) -> None:
     command.add_argument(
         "--policy",
         choices=("exact", "conservative"),
-        default="exact",
+        default="exact" if required else None,
         help="exact: cut or replicate KV heads wherever both ends allow it; conservative: with fewer KV heads than"
         " either tp, attention inputs take the misc route (default: exact)",
     )
@@ -154,9 +161,7 @@ def _explain_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         "mcore-reshard explain plan.json 'model.layers.0.self_attn.q_proj.weight[5,3]' --gen-rank 1",
         "mcore-reshard explain plan.json 'model.layers.0.self_attn.qkv_proj.weight[5,3]' --gen-rank 1",
         "mcore-reshard explain plan.json 'vp0.decoder.layers.0.self_attention.linear_qkv.weight[5,3]' --train-rank 0",
-        more="An element is an HF parameter's, in the coordinates of the whole parameter. With --gen-rank it may be the\n"
-        "engine's tensor on that rank, with --train-rank the trainer's. Where a name is both, the HF parameter is meant;\n"
-        "gen:NAME[i,j] and train:NAME[i,j] mean the rank's own tensor.\n\n",
+        more=f"{_ELEMENTS}\n",
     )
     command.add_argument("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
     command.add_argument("element", metavar="'PARAM[i,j]'", help="the element, quoted against the shell")
@@ -174,14 +179,20 @@ def _validate_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
         more=f"{_MESHES}\n",
     )
     command.add_argument(
-        "source", metavar="CONFIG|PLAN", help="a config as for `plan`, or a plan file, whose meshes and policy then hold"
+        "source",
+        metavar="CONFIG|PLAN",
+        help="a config as for `plan`, or a plan file with its meshes and policy",
     )
     _mesh_arguments(command, required=False)
     command.add_argument("--config", metavar="CONFIG", help="with a PLAN of a model that is not built in: its config")
     command.add_argument("--transport", choices=("gloo", "nccl", "direct"), default="gloo", help="default: gloo")
-    command.add_argument("--engine", choices=("auto", "vllm", "slices"), default="auto",
-                         help="real vLLM, or plain slices of the golden tensors (auto: vLLM where it is installed)")  # fmt: skip
-    command.add_argument("--refits", type=int, default=2, metavar="N", help="refits, with new weights each (default: 2)")
+    command.add_argument(
+        "--engine",
+        choices=("auto", "vllm", "slices"),
+        default="auto",
+        help="a real vLLM model, or plain slices of the golden tensors; auto: vLLM where it is installed",
+    )
+    command.add_argument("--refits", type=int, default=3, metavar="N", help="each with new weights (default: 3)")
     command.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of every wait (default: 60)"
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
+from rich.text import Text
 
 from mcore_reshard.planner.explain import (
     Element,
@@ -27,7 +29,7 @@ from mcore_reshard.planner.plan_file import load_plan
 from mcore_reshard.planner.proof import ProofError, prove
 
 from .inputs import InputError
-from .render import facts, ranges, shape, stdout, table, write_json
+from .render import facts, ranges, say_what_is_left, shape, table, write, write_json
 
 _ROWS_SHOWN = 64
 
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(_as_dict(plan, args, answer))
     else:
-        _print(stdout(), args, answer)
+        write(*_text(args, answer))
     return 0
 
 
@@ -75,8 +77,8 @@ def _parameter(plan: Plan, element: Element, gen_rank: int | None, train_rank: i
         own = local_tensors(plan, "gen", gen_rank).get(element.name)
         if own is not None and own.shape != group.shape:
             notes.append(
-                f"{element.name} is also gen:{gen_rank}'s own tensor, {shape(own.shape)} of {shape(group.shape)}; for an"
-                f" element of that write 'gen:{element.name}[...]'"
+                f"{element.name} is also a tensor of gen:{gen_rank}, {shape(own.shape)} of {shape(group.shape)};"
+                f" for an element of that one write 'gen:{element.name}[...]'"
             )
     return _Answer("parameter", origins, holders_of(plan, element.name, index), notes)
 
@@ -84,7 +86,9 @@ def _parameter(plan: Plan, element: Element, gen_rank: int | None, train_rank: i
 def _tensor(plan: Plan, element: Element, world: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
     rank, explain = (gen_rank, explain_engine_tensor) if world == "gen" else (train_rank, explain_trainer_tensor)
     if rank is None:
-        raise InputError([f"{element.name} is a tensor of {world} ranks, and differs between them: add --{world}-rank N"])
+        raise InputError(
+            [f"{element.name} is a tensor of every {world} rank, with other content: add --{world}-rank N"]
+        )
     held = local_tensors(plan, "gen" if world == "gen" else "train", rank).get(element.name)
     index = element.index if element.index is not None or held is None else _index(element, held.shape)
     origins = explain(plan, element.name, index or (), rank)
@@ -102,9 +106,7 @@ def _prefix(text: str) -> tuple[str | None, str]:
     return (world, rest) if colon and world in {"gen", "train"} else (None, text)
 
 
-def _world_of(
-    plan: Plan, name: str, gen_rank: int | None, train_rank: int | None, unknown: ExplainError
-) -> str:
+def _world_of(plan: Plan, name: str, gen_rank: int | None, train_rank: int | None, unknown: ExplainError) -> str:
     """Whose local tensor a name is that is no HF parameter. Raises where it is nobody's."""
     trainers = re.match(r"vp[0-9]+\.", name) is not None
     if trainers:
@@ -157,23 +159,25 @@ def _place_as_dict(place: Place) -> dict[str, Any]:
 # --- text
 
 
-def _print(console: Console, args: argparse.Namespace, answer: _Answer) -> None:
-    for note in answer.notes:
-        console.print(f"note: {note}", style="yellow")
+def _text(args: argparse.Namespace, answer: _Answer) -> Iterator[RenderableType]:
+    yield from (Text(f"note: {note}", style="yellow") for note in answer.notes)
     if not answer.origins:
-        console.print(_nothing(args, answer))
+        yield _nothing(args, answer)
     for group in _alike(answer.origins):
-        _print_group(console, group, answer.holders)
+        yield from _group(group, answer.holders)
 
 
 def _nothing(args: argparse.Namespace, answer: _Answer) -> str:
-    held = ranges(place.rank for place in answer.holders)
-    if args.train_rank is not None and answer.kind != "gen tensor":
-        who = f"train:{args.train_rank} sends it to nobody"
-        if args.train_rank in {place.rank for place in answer.holders}:
-            return f"{who}: it holds the element, and its replicas serve the pulls (held by train {held})"
-        return f"{who}" + (f": the element is held by train {held}" if held else ": its replicas serve the pulls")
-    return f"gen:{args.gen_rank} receives it from nobody: another rank or pipeline stage holds the element"
+    """Why no transfer fits the question."""
+    holders = {place.rank for place in answer.holders}
+    held = f" (held by train {ranges(holders)})" if holders else ""
+    if args.train_rank is None:
+        return f"gen:{args.gen_rank} does not hold this element: another generation rank or stage does"
+    if args.gen_rank is not None:
+        return f"train:{args.train_rank} does not send this element to gen:{args.gen_rank}{held}"
+    if holders and args.train_rank not in holders:
+        return f"train:{args.train_rank} does not hold this element{held}"
+    return f"train:{args.train_rank} holds this element and sends it to nobody: its replicas serve every pull{held}"
 
 
 def _alike(origins: list[Origin]) -> list[list[Origin]]:
@@ -186,9 +190,11 @@ def _alike(origins: list[Origin]) -> list[list[Origin]]:
     return list(groups.values())
 
 
-def _print_group(console: Console, origins: list[Origin], holders: list[Place]) -> None:
+def _group(origins: list[Origin], holders: list[Place]) -> Iterator[RenderableType]:
     first = origins[0]
-    rows = [("parameter", f"{first.parameter}{_at(first.index)}")] if first.parameter else []
+    rows: list[tuple[str, str | Text]] = []
+    if first.parameter:
+        rows.append(("parameter", Text(f"{first.parameter}{_at(first.index)}", style="bold")))
     rows.append(("route", first.route + (f": {first.reason}" if first.reason else "")))
     if first.region is not None:
         rows.append(("stage", f"{first.pp_stage}, in region {first.region}"))
@@ -197,17 +203,15 @@ def _print_group(console: Console, origins: list[Origin], holders: list[Place]) 
             rows.append((what, f"{place.tensor}  {place.dtype} {shape(place.shape)}"))
     if holders and first.src is not None:
         rows.append(("held by", f"train {ranges({place.rank for place in holders})}"))
-    console.print(facts(rows), "")
+    yield facts(rows)
     if first.src is None and first.dst is None:
         return
-    numbers = ("element", "byte", "element ", "byte ")
-    shown = table("", "to", "index", "element", "byte", "from", "index ", "element ", "byte ", numbers=numbers)
+    place = ("index", "element", "byte")
+    shown = table(None, "to", *place, "from", *place, numbers=("element", "byte"))
     for origin in origins[:_ROWS_SHOWN]:
         shown.add_row(*_cells(origin.dst), *_cells(origin.src))
-    if len(origins) > _ROWS_SHOWN:
-        shown.caption = f"and {len(origins) - _ROWS_SHOWN} more: --json lists all"
-    shown.title = None
-    console.print(shown)
+    say_what_is_left(shown, len(origins) - _ROWS_SHOWN, "transfer")
+    yield shown
 
 
 def _cells(place: Place | None) -> tuple[str, str, str, str]:

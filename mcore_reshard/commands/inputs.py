@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,24 +54,26 @@ def read_request(
 
     Raises InputError with every violation of the training mesh, the generation mesh, the config and the dtypes.
     """
-    problems: list[str] = []
+    training: list[str] = []
+    generation: list[str] = []
+    others: list[str] = []
     remedy = ""
-    train_mesh, gen_mesh = _train_mesh(train, problems), _gen_mesh(gen, problems)
-    dtypes = _dtypes(train_dtype, gen_dtype, problems)
+    train_mesh, gen_mesh = _train_mesh(train, training), _gen_mesh(gen, generation)
+    dtypes = _dtypes(train_dtype, gen_dtype, others)
     config: dict[str, Any] = {}
     catalogue = None
     try:
         config = load_config(source)
         catalogue = catalogue_from_config(config)
     except ConfigError as error:
-        problems += [f"{error.subject}: {problem}" for problem in error.problems]
+        others += [f"{error.subject}: {problem}" for problem in error.problems]
         remedy = error.remedy
     if catalogue is not None and dtypes is not None:
-        config, catalogue = _with_dtype(config, catalogue, dtypes, problems)
-    if catalogue is not None and train_mesh is not None:
-        problems += MegatronLayout(catalogue, train_mesh).violations()
-    if catalogue is not None and gen_mesh is not None:
-        problems += VllmLayout(catalogue, gen_mesh).violations()
+        config, catalogue = _with_dtype(config, catalogue, dtypes, others)
+    if catalogue is not None:
+        training += _train_misfits(catalogue, train_mesh, train)
+        generation += _gen_misfits(catalogue, gen_mesh, gen)
+    problems = training + generation + others
     if problems or catalogue is None or train_mesh is None or gen_mesh is None:
         raise InputError(problems, remedy)
     return Request(model_name(source), config, catalogue, train_mesh, gen_mesh, policy, _notes(catalogue))
@@ -114,6 +118,45 @@ def _gen_mesh(text: str, problems: list[str]) -> GenMesh | None:
         return None
 
 
+def _train_misfits(catalogue: Catalogue, mesh: TrainMesh | None, text: str) -> list[str]:
+    """Why the model does not fit the training mesh.
+
+    Where the mesh is impossible in itself, what would be wrong on any mesh with its degrees: rules never look at dp, so
+    there is one with enough replicas; its pipeline counts only if that is not the impossible part.
+    """
+    if mesh is None and (axes := _stated_axes(text)) is not None:
+        cuts = {"tp": axes["tp"], "ep": axes["ep"], "etp": axes["etp"], "dp": axes["ep"] * axes["etp"]}
+        layers = tuple(
+            int(number) for number in re.findall(r"[0-9]+", (re.findall(r"layers=([0-9+]+)", text) or [""])[0])
+        )
+        try:
+            mesh = TrainMesh(**cuts, pp=axes["pp"], vpp=axes["vpp"], layers=layers)
+        except MeshError:
+            mesh = TrainMesh(**cuts)
+    return [] if mesh is None else MegatronLayout(catalogue, mesh).violations()
+
+
+def _gen_misfits(catalogue: Catalogue, mesh: GenMesh | None, text: str) -> list[str]:
+    """Why the model does not fit the generation mesh; where its ep is impossible, what is wrong with any possible one."""
+    if mesh is not None:
+        return VllmLayout(catalogue, mesh).violations()
+    if (axes := _stated_axes(text)) is None:
+        return []
+    sizes = {axis: axes[axis] for axis in ("tp", "pp", "dp")}
+    without, with_ep = (
+        VllmLayout(catalogue, GenMesh(**sizes, ep=ep)).violations() for ep in (1, axes["tp"] * axes["dp"])
+    )
+    return [violation for violation in without if violation in with_ep]
+
+
+def _stated_axes(text: str) -> dict[str, int] | None:
+    """The degrees that a mesh states, 1 for the rest; None where one is below 1 and nothing follows from it."""
+    stated = {axis: int(size) for axis, size in re.findall(r"([a-z]+)=(-?[0-9]+)", text)}
+    return (
+        defaultdict(lambda: 1, stated) if all(size > 0 for axis, size in stated.items() if axis != "layers") else None
+    )
+
+
 def _dtypes(train: str | None, gen: str | None, problems: list[str]) -> tuple[str | None, str | None] | None:
     """The dtypes asked for, in catalogue names, None for one that was not; None where one cannot be had."""
     found = []
@@ -148,6 +191,6 @@ def _notes(catalogue: Catalogue) -> tuple[str, ...]:
     if catalogue.quantization is None:
         return ()
     return (
-        f"the checkpoint is quantised ({catalogue.quantization.method}); the plan moves {catalogue.dtype} weights, so the"
-        " engine must hold them unquantised",
+        f"the checkpoint is quantised ({catalogue.quantization.method}), the plan moves {catalogue.dtype} weights:"
+        " the engine must hold them unquantised",
     )

@@ -12,7 +12,7 @@ from mcore_reshard.planner.proof import ProofError, prove
 
 from .inputs import InputError, read_request
 from .plan_tables import plan_report
-from .render import progress, stdout, write_json
+from .render import progress, write, write_json
 from .summary import summarize
 
 
@@ -20,9 +20,7 @@ def run(args: argparse.Namespace) -> int:
     request = read_request(args.config, args.train, args.gen, args.policy, args.train_dtype, args.gen_dtype)
     with progress(f"planning {request.model}"):
         started = time.perf_counter()
-        plan = make_plan(
-            request.catalogue, request.train, request.gen, model=request.model, policy=request.policy
-        )
+        plan = make_plan(request.catalogue, request.train, request.gen, model=request.model, policy=request.policy)
         proof = prove(plan)
         seconds = time.perf_counter() - started
     if args.out and proof.ok:
@@ -34,10 +32,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(summary)
     else:
-        console = stdout()
-        console.print(plan_report(plan, proof, summary))
-        if args.out and proof.ok:
-            console.print(f"plan written to {Path(args.out)}", soft_wrap=True)
+        written = [f"plan written to {Path(args.out)}"] if args.out and proof.ok else []
+        write(*plan_report(plan, proof, summary), *written)
     if not proof.ok:
         raise ProofError(proof)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,20 +16,19 @@ from mcore_reshard.planner.parameters import ParameterGroup
 from mcore_reshard.planner.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof import Proof
 
-from .render import axes, count, facts, ranges, shape, size, table, verdict
+from .render import axes, count, facts, ranges, say_what_is_left, shape, size, table, verdict
 from .summary import busiest
 
-_STAGES_SHOWN, _VIOLATIONS_SHOWN = 64, 20
+_STAGES_SHOWN, _VIOLATIONS_SHOWN, _ALIKE_SHOWN = 64, 20, 8
 
 
-def plan_report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> Group:
+def plan_report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> list[RenderableType]:
     """Summary, proof, stages, loads, and what does not travel point to point."""
-    parts: list[RenderableType] = [_head(plan, summary), Text(), _proof(proof), Text(), _stages(summary), _loads(plan)]
+    parts: list[RenderableType] = [_head(plan, summary), _proof(proof), _stages(summary), _loads(plan)]
     for title, found in (("Misc route", plan.misc), ("Excluded", plan.excluded)):
         if found:
             parts.append(_unplanned(plan, title, found))
-    parts += [Text(f"note: {note}", style="yellow") for note in summary["notes"]]
-    return Group(*parts)
+    return parts + [Text(f"note: {note}", style="yellow") for note in summary["notes"]]
 
 
 def _head(plan: Plan, summary: dict[str, Any]) -> Table:
@@ -60,7 +60,7 @@ def _proof(proof: Proof) -> RenderableType:
     shown = table(f"Proof violations ({len(proof.violations)})", "rule", "parameter", "ranks", "what is wrong")
     for violation in proof.violations[:_VIOLATIONS_SHOWN]:
         shown.add_row(violation.rule, violation.parameter, violation.ranks, violation.message)
-    return Group(facts([("proof", verdict(False, covered))]), Text(), shown)
+    return Group(facts([("proof", verdict(False, covered))]), "", shown)
 
 
 def _stages(summary: dict[str, Any]) -> Table:
@@ -69,9 +69,7 @@ def _stages(summary: dict[str, Any]) -> Table:
     for stage in summary["stages"][:_STAGES_SHOWN]:
         share = f"{100 * stage['bytes'] / total:.1f}%"
         shown.add_row(str(stage["pp_stage"]), f"{stage['transfers']:,}", size(stage["bytes"]), share)
-    if left := len(summary["stages"]) - _STAGES_SHOWN:
-        if left > 0:
-            shown.caption = f"{left} more stages: --json lists all"
+    say_what_is_left(shown, len(summary["stages"]) - _STAGES_SHOWN, "stage")
     return shown
 
 
@@ -90,11 +88,17 @@ def _loads(plan: Plan) -> Table:
 
 
 def _unplanned(plan: Plan, title: str, found: tuple[UnplannedGroup, ...]) -> Table:
+    """One line a group, or one for many groups that share a reason."""
     shown = table(title, "parameter", "layers", "count", "bytes", "reason", numbers=("count", "bytes"))
+    by_reason: dict[str, list[ParameterGroup]] = {}
     for entry in found:
-        group = plan.groups[entry.group]
-        nbytes = size(group.nbytes * group.count)
-        shown.add_row(pattern(group), ranges(group.layers) or "-", f"{group.count:,}", nbytes, entry.reason)
+        by_reason.setdefault(entry.reason, []).append(plan.groups[entry.group])
+    for reason, groups in by_reason.items():
+        for alike in [groups] if len(groups) > _ALIKE_SHOWN else [[group] for group in groups]:
+            name = pattern(alike[0]) + (f" and {len(alike) - 1} more names" if len(alike) > 1 else "")
+            layers = ranges({layer for group in alike for layer in group.layers}) or "-"
+            nbytes = size(sum(group.nbytes * group.count for group in alike))
+            shown.add_row(name, layers, f"{sum(group.count for group in alike):,}", nbytes, reason)
     return shown
 
 
@@ -105,28 +109,28 @@ def routes(plan: Plan) -> Table:
         numbers=("count",),
     )  # fmt: skip
     unplanned = {entry.group: "misc" for entry in plan.misc} | {entry.group: "excluded" for entry in plan.excluded}
-    templates: dict[int, int] = {}
+    template_of: dict[int, int] = {}
     for bundle in plan.bundles:
-        templates.setdefault(bundle.group, bundle.template)
+        template_of.setdefault(bundle.group, bundle.template)
     for number, group in enumerate(plan.groups):
-        row = [pattern(group), f"{group.count:,}", shape(group.shape)]
-        if number in templates:
-            template = plan.templates[templates[number]]
-            ends = [", ".join(tensor_patterns(shards)) for shards in (template.src, template.dst)]
+        row: list[str | Text] = [pattern(group), f"{group.count:,}", shape(group.shape)]
+        if number in template_of:
+            template = plan.templates[template_of[number]]
+            ends = [", ".join(_tensors(shards)) for shards in (template.src, template.dst)]
             row += ["bulk", *ends, f"{len(template.src.pieces)} -> {len(template.dst.pieces)}"]
         else:
-            row += [Text(unplanned.get(number, "none"), style="yellow"), "", "", ""]  # type: ignore[list-item]
+            row += [Text(unplanned[number], style="yellow"), "", "", ""]
         shown.add_row(*row)
     return shown
 
 
-def tensor_patterns(shards: Shards) -> Iterator[str]:
-    """Names of the local tensors of a cut, with what varies in braces left as it is."""
-    names = dict.fromkeys(piece.tensor.name for pieces in shards.pieces for piece in pieces)
+def _tensors(shards: Shards) -> Iterator[str]:
+    """Names of the local tensors of a cut, stars for what varies."""
+    names = dict.fromkeys(re.sub(r"\{\w+\}", "*", piece.tensor.name) for held in shards.pieces for piece in held)
     yield from list(names)[:2]
     if len(names) > 2:
         yield f"... {len(names)} in all"
 
 
 def pattern(group: ParameterGroup) -> str:
-    return group.pattern.replace("{layer}", "*").replace("{expert}", "*")
+    return re.sub(r"\{\w+\}", "*", group.pattern)

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 _PIPED_WIDTH = 200  # columns where no terminal says otherwise; names of tensors are long
 
 
-def stdout() -> Console:
-    """The console reports go to. Without a terminal: no colours, and wide enough not to fold names."""
-    if sys.stdout.isatty():
-        return Console(highlight=False)
-    width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdigit() else _PIPED_WIDTH
-    return Console(highlight=False, width=width)
+def write(*parts: RenderableType) -> None:
+    """Print a report, one blank line between its parts.
+
+    Without a terminal: no colours, no padding at line ends, and wide enough not to fold names.
+    """
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _piped_width())
+    with console.capture() as captured:
+        for number, part in enumerate(parts):
+            console.print(*([""] if number else []), part, sep="\n")
+    sys.stdout.write(re.sub(r"[ \t]+$", "", captured.get(), flags=re.MULTILINE))
+
+
+def _piped_width() -> int:
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if asked.isdigit() else _PIPED_WIDTH
 
 
 def write_json(report: Mapping[str, Any]) -> None:
@@ -41,15 +51,22 @@ def progress(what: str) -> Iterator[None]:
         yield
 
 
-def table(title: str, *columns: str, numbers: Iterable[str] = ()) -> Table:
-    """A table with a heading; columns named in `numbers` are right-aligned. Other columns fold rather than lose text."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+def table(title: str | None, *columns: str, numbers: Iterable[str] = ()) -> Table:
+    """A table with a heading, or none; columns named in `numbers` are right-aligned, the others fold."""
+    made = Table(title=title, title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    made.title_justify = made.caption_justify = "left"
     for column in columns:
         if column in numbers:
             made.add_column(column, justify="right", no_wrap=True)
         else:
             made.add_column(column, overflow="fold")
     return made
+
+
+def say_what_is_left(shown: Table, left: int, noun: str) -> None:
+    """Under a table that was cut short: how many rows are missing, and how to see them."""
+    if left > 0:
+        shown.caption = f"and {count(left, noun)} more: --json lists all"
 
 
 def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
@@ -62,9 +79,9 @@ def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
     return made
 
 
-def verdict(ok: bool, text: str) -> Text:
+def verdict(ok: bool, text: str, bad: str = "FAILED") -> Text:
     """`text` behind a green or red word that also reads without colours."""
-    return Text.assemble(("ok  ", "bold green") if ok else ("FAILED  ", "bold red"), text)
+    return Text.assemble(("ok  ", "bold green") if ok else (f"{bad}  ", "bold red"), text)
 
 
 def size(nbytes: float) -> str:
@@ -72,14 +89,14 @@ def size(nbytes: float) -> str:
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":
-            return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+            return f"{value:.0f} B" if unit == "B" else f"{value:#.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
         value /= 1000
     raise AssertionError("unreachable")
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, nouns: str = "") -> str:
     """`1 rank`, `1,234 ranks`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 
 from mcore_reshard.planner.geometry import Region
 from mcore_reshard.planner.plan import Plan
@@ -15,7 +16,7 @@ from mcore_reshard.planner.proof import ProofError, prove
 
 from .inputs import InputError
 from .plan_tables import plan_report, routes
-from .render import count, facts, shape, size, stdout, table, write_json
+from .render import count, facts, say_what_is_left, shape, size, table, write, write_json
 from .summary import summarize
 from .transfers import parameter_rows, parse_rank, rank_report
 
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.parameter is None:
         assert rank is not None
         report = rank_report(plan, *rank)
-        write_json(report) if args.json else _print_rank(stdout(), report)
+        write_json(report) if args.json else write(*_rank_tables(report))
         return 0
     rows = parameter_rows(plan, args.parameter, rank)
     first = next(rows, None)
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         write_json({"digest": plan.digest, "parameter": args.parameter, "rank": args.rank, "transfers": transfers})
     else:
         found += islice(rows, _ROWS_SHOWN - 1)
-        _print_transfers(stdout(), args.parameter, args.rank, found, sum(1 for _ in rows))
+        write(_transfers(args.parameter, args.rank, found, sum(1 for _ in rows)))
     return 0
 
 
@@ -54,27 +55,22 @@ def _whole(plan: Plan, as_json: bool) -> int:
     summary = summarize(plan, proof)
     if as_json:
         write_json(summary)
-    elif not proof.ok:
-        stdout().print(plan_report(plan, proof, summary))
     else:
-        stdout().print(plan_report(plan, proof, summary), routes(plan))
+        write(*plan_report(plan, proof, summary), *([routes(plan)] if proof.ok else []))
     if not proof.ok:
         raise ProofError(proof)
     return 0
 
 
-def _print_rank(console: Console, report: dict[str, Any]) -> None:
+def _rank_tables(report: dict[str, Any]) -> Iterator[RenderableType]:
     sends = report["rank"].startswith("train")
     verb = "sends" if sends else "receives"
-    console.print(
-        facts(
-            [
-                ("rank", report["rank"]),
-                ("coordinate", " ".join(f"{axis}={at}" for axis, at in report["coordinate"].items())),
-                (verb, f"{size(report['bytes'])} in {count(report['transfers'], 'transfer')}"),
-            ]
-        ),
-        "",
+    yield facts(
+        [
+            ("rank", report["rank"]),
+            ("coordinate", " ".join(f"{axis}={at}" for axis, at in report["coordinate"].items())),
+            (verb, f"{size(report['bytes'])} in {count(report['transfers'], 'transfer')}"),
+        ]
     )
     numbers = ("stage", "transfers", "bytes")
     stages = table("Stages and peers", "stage", "to" if sends else "from", "transfers", "bytes", numbers=numbers)
@@ -82,19 +78,19 @@ def _print_rank(console: Console, report: dict[str, Any]) -> None:
         for peer in stage["peers"]:
             name = f"{'gen' if sends else 'train'}:{peer['rank']}"
             stages.add_row(str(stage["pp_stage"]), name, f"{peer['transfers']:,}", size(peer["bytes"]))
+    yield stages
     tensors = table("Tensors", "tensor", "shape", "dtype", "transfers", "bytes", numbers=("transfers", "bytes"))
     for held in report["tensors"][:_ROWS_SHOWN]:
         tensors.add_row(
             held["tensor"], shape(held["shape"]), held["dtype"], f"{held['transfers']:,}", size(held["bytes"])
         )
-    _say_what_is_left(tensors, len(report["tensors"]) - _ROWS_SHOWN, "tensor")
-    console.print(stages, tensors)
+    say_what_is_left(tensors, len(report["tensors"]) - _ROWS_SHOWN, "tensor")
+    yield tensors
 
 
-def _print_transfers(console: Console, glob: str, rank: str | None, rows: list[dict[str, Any]], left: int) -> None:
+def _transfers(glob: str, rank: str | None, rows: list[dict[str, Any]], left: int) -> RenderableType:
     if not rows:
-        console.print(f"{rank} takes no part in what moves {glob}")
-        return
+        return f"{rank} has no part in moving {glob}"
     title = f"Transfers of {glob}" + (f" with {rank}" if rank else "")
     shown = table(title, "parameter", "stage", "region", "bytes", "from", "to", numbers=("stage", "bytes"))
     last = ""
@@ -107,14 +103,9 @@ def _print_transfers(console: Console, glob: str, rank: str | None, rows: list[d
         region = Region(tuple(row["region"]["start"]), tuple(row["region"]["stop"]))
         ends = [_end_text(world, row[end]) for world, end in (("train", "src"), ("gen", "dst"))]
         shown.add_row(name, str(row["pp_stage"]), str(region), size(row["bytes"]), *ends)
-    _say_what_is_left(shown, left, "transfer")
-    console.print(shown)
+    say_what_is_left(shown, left, "transfer")
+    return shown
 
 
 def _end_text(world: str, end: dict[str, Any]) -> str:
     return f"{world}:{end['rank']} {end['tensor']} +{end['offset']}"
-
-
-def _say_what_is_left(shown: Any, left: int, noun: str) -> None:
-    if left > 0:
-        shown.caption = f"and {count(left, noun)} more: --json lists all"

@@ -1,0 +1,190 @@
+"""`mcore-reshard doctor`: what this machine can run, and why not the rest.
+
+Versions are read from package metadata; of the packages looked for, only torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from mcore_reshard import __version__
+
+from .render import facts, size, table, verdict, write, write_json
+
+# distribution -> (module that shows it is really there, what it is for, extra that installs it)
+_PACKAGES = {
+    "numpy": ("numpy", "planning", ""),
+    "torch": ("torch", "moving bytes", ""),
+    "megatron-core": ("megatron.core", "the trainer", "megatron"),
+    "megatron-bridge": ("megatron.bridge", "misc route, golden, validation", "megatron"),
+    "transformers": ("transformers", "Megatron-Bridge", "megatron"),
+    "transformer-engine": ("transformer_engine", "trainers on CUDA, fp8", "fp8"),
+    "vllm": ("vllm", "the engine", "vllm"),
+    "nccl4py": ("nccl", "the nccl transport", "gpu"),
+}
+_PLANNED_TRANSPORTS = ("direct", "nccl", "gloo", "golden")  # what the command line speaks of
+
+
+def run(args: argparse.Namespace) -> int:
+    report = examine()
+    if args.json:
+        write_json(report)
+    else:
+        write(*_tables(report))
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """Everything doctor reports, as plain data."""
+    packages = [_package(name, *about) for name, about in _PACKAGES.items()]
+    has = {package["name"] for package in packages if package["version"]}
+    return {
+        "mcore_reshard": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "cuda": _cuda() if "torch" in has else {"available": False, "reason": "torch is not installed"},
+        "transports": _transports() if "torch" in has else [],
+        "commands": _commands(has),
+    }
+
+
+def _package(name: str, module: str, purpose: str, extra: str) -> dict[str, Any]:
+    version = None
+    if _importable(module):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            version = "unknown version"
+    return {"name": name, "version": version, "wanted": _wanted(name), "purpose": purpose, "extra": extra or None}
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+def _wanted(name: str) -> str | None:
+    """The versions that this package asks for, from its own metadata."""
+    for requirement in metadata.requires("mcore-reshard") or ():
+        match = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)", requirement)
+        if match and match[1].lower().replace("_", "-") == name and match[2].strip():
+            return match[2].strip()
+    return None
+
+
+def _cuda() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = f"torch is built for CUDA {built} and finds no device" if built else "this torch is built without CUDA"
+        return {"available": False, "reason": reason, "devices": []}
+    devices = range(torch.cuda.device_count())
+    properties = [torch.cuda.get_device_properties(device) for device in devices]
+    return {
+        "available": True,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "devices": [
+            {
+                "device": device,
+                "name": found.name,
+                "memory_bytes": found.total_memory,
+                "capability": f"{found.major}.{found.minor}",
+                "peer_access": [p for p in devices if p != device and torch.cuda.can_device_access_peer(device, p)],
+            }
+            for device, found in zip(devices, properties, strict=True)
+        ],
+    }
+
+
+def _transports() -> list[dict[str, Any]]:
+    from mcore_reshard.kernels.registry import transports
+
+    found = {transport.name: transport for transport in transports()}
+    rows = []
+    for name in dict.fromkeys((*_PLANNED_TRANSPORTS, *found)):
+        if (transport := found.get(name)) is None:
+            rows.append({"name": name, "ok": False, "reason": "not in this release", "devices": [], "reach": ""})
+            continue
+        obstacle = transport.obstacle()
+        rows.append(
+            {
+                "name": name,
+                "ok": obstacle is None,
+                "reason": obstacle,
+                "devices": sorted(transport.devices),
+                "reach": transport.reach,
+            }
+        )
+    return rows
+
+
+def _commands(has: set[str]) -> list[dict[str, Any]]:
+    """Which commands run here, and how the others could."""
+    missing = [name for name in ("torch", "megatron-core", "megatron-bridge", "transformers") if name not in has]
+    why = f"{', '.join(missing)} not installed: pip install 'mcore-reshard[megatron]'" if missing else ""
+    engine = "a real vLLM model" if "vllm" in has else "plain slices of the golden tensors (vLLM is not installed)"
+    if not missing and not sys.platform.startswith("linux"):
+        why = "ranks are forked processes, which only Linux is known to carry"
+    return [
+        {"command": "plan, show, explain", "ok": True, "detail": "need numpy only"},
+        {"command": "validate", "ok": not why, "detail": why or f"destination: {engine}"},
+    ]
+
+
+# --- text
+
+
+def _tables(report: dict[str, Any]) -> Iterator[RenderableType]:
+    yield facts(
+        [
+            ("mcore-reshard", report["mcore_reshard"]),
+            ("Python", report["python"]),
+            ("platform", report["platform"]),
+        ]
+    )
+    packages = table("Packages", "package", "version", "wanted", "for", "")
+    for package in report["packages"]:
+        missing = Text("missing", style="yellow")
+        hint = f"pip install 'mcore-reshard[{package['extra']}]'" if package["extra"] and not package["version"] else ""
+        packages.add_row(
+            package["name"], package["version"] or missing, package["wanted"] or "any", package["purpose"], hint
+        )
+    yield packages
+    yield _devices(report["cuda"])
+    transports = table("Transports", "transport", "", "tensors on", "reach")
+    for row in report["transports"]:
+        transports.add_row(
+            row["name"], verdict(row["ok"], row["reason"] or "", bad="no"), ", ".join(row["devices"]), row["reach"]
+        )
+    yield transports
+    commands = table("Commands", "command", "")
+    for row in report["commands"]:
+        commands.add_row(row["command"], verdict(row["ok"], row["detail"], bad="no"))
+    yield commands
+
+
+def _devices(cuda: dict[str, Any]) -> RenderableType:
+    if not cuda["available"]:
+        return facts([("CUDA", f"none: {cuda['reason']}")])
+    title = f"CUDA {cuda['cuda']}, NCCL {cuda['nccl']}"
+    shown = table(title, "device", "name", "memory", "capability", "peer access to", numbers=("device", "memory"))
+    for device in cuda["devices"]:
+        peers = ", ".join(map(str, device["peer_access"])) or "none"
+        memory = size(device["memory_bytes"])
+        shown.add_row(str(device["device"]), device["name"], memory, device["capability"], peers)
+    return shown

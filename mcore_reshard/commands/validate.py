@@ -1,0 +1,168 @@
+"""`mcore-reshard validate`: refit a real model between real processes and compare every byte with golden."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from mcore_reshard.planner.configs import builtin_names
+from mcore_reshard.planner.mesh import format_mesh
+from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.plan_file import load_plan
+from mcore_reshard.planner.proof import ProofError, prove
+
+from .inputs import InputError, Request, is_plan_file, read_request
+from .render import count, facts, say_what_is_left, size, table, verdict, write, write_json
+
+if TYPE_CHECKING:
+    from mcore_reshard.validation.report import Mismatch, ParameterResult, ValidationReport
+
+EXIT_MISMATCH = 4
+_ROWS_SHOWN = 40
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.refits < 1 or args.timeout <= 0:
+        raise InputError(["--refits and --timeout must be above zero"])
+    request, plan = _read(args)
+    from mcore_reshard.kernels.registry import resolve  # torch: not before the input is known to be good
+    from mcore_reshard.validation.runner import validate
+
+    resolve(args.transport, "cpu")
+    if sys.stderr.isatty():  # no spinner: the ranks are forked from here, and threads do not survive that
+        ranks = count(request.train.world + request.gen.world, "process", "processes")
+        print(f"validating {request.model} in {ranks}, {count(args.refits, 'refit')} ...", file=sys.stderr)
+    report = validate(
+        request.config,
+        request.train,
+        request.gen,
+        model=request.model,
+        policy=request.policy,
+        transport=args.transport,
+        refits=args.refits,
+        timeout_s=args.timeout,
+        engine=args.engine,
+        plan=plan,
+    )
+    if args.json:
+        write_json(report.as_dict())
+    else:
+        write(*_tables(report))
+    if report.ok:
+        return 0
+    wrong = [(refit.version, result) for refit in report.refits for result in refit.wrong]
+    print(f"mcore-reshard: {_verdict(report)}", file=sys.stderr)
+    if wrong:
+        version, result = wrong[0]
+        print(f"  first: refit {version}, gen:{result.gen_rank} {result.name}: {_what(result)}", file=sys.stderr)
+    return EXIT_MISMATCH
+
+
+def _read(args: argparse.Namespace) -> tuple[Request, Plan | None]:
+    """What to validate; with a plan file also the plan, whose meshes and policy then hold."""
+    if is_plan_file(args.source):
+        return _from_plan(args)
+    missing = [f"--{side}" for side in ("train", "gen") if getattr(args, side) is None]
+    if missing:
+        raise InputError([f"{' and '.join(missing)} wanted: a config says nothing about meshes"])
+    if args.config is not None:
+        raise InputError(["--config goes with a plan file; here CONFIG itself is the config"])
+    policy = args.policy or "exact"
+    return read_request(args.source, args.train, args.gen, policy, args.train_dtype, args.gen_dtype), None
+
+
+def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
+    plan = load_plan(args.source)
+    proof = prove(plan)
+    if not proof.ok:
+        raise ProofError(proof)
+    source = args.config or (plan.model if plan.model in builtin_names() else None)
+    if source is None:
+        raise InputError([f"the plan is of {plan.model!r}, which is not built in: give its config with --config"])
+    meshes = {"train": format_mesh(plan.train), "gen": format_mesh(plan.gen)}
+    request = read_request(
+        source, args.train or meshes["train"], args.gen or meshes["gen"], plan.policy, args.train_dtype, args.gen_dtype
+    )
+    problems = [
+        f"--{side} is {format_mesh(asked)}, the plan is for {meshes[side]}"
+        for side, asked, planned in (("train", request.train, plan.train), ("gen", request.gen, plan.gen))
+        if asked != planned
+    ]
+    if args.policy not in {None, plan.policy}:
+        problems.append(f"--policy is {args.policy}, the plan follows {plan.policy}")
+    if request.catalogue.groups != plan.groups:
+        problems.append(f"the plan is of another model than {source}: their parameters differ")
+    if problems:
+        raise InputError(problems)
+    return request, plan
+
+
+# --- text
+
+
+def _tables(report: ValidationReport) -> Iterator[RenderableType]:
+    yield facts(
+        [
+            ("model", Text(report.model, style="bold")),
+            ("training", f"{report.train}  {report.source}"),
+            ("generation", f"{report.gen}  {report.engine}"),
+            ("policy", report.policy),
+            ("transport", report.transport),
+            ("digest", report.digest),
+        ]
+    )
+    numbers = ("refit", "seconds", "bulk", "misc", "tensors", "wrong")
+    refits = table("Refits", "refit", "weights", "seconds", "bulk", "misc", "tensors", "wrong", numbers=numbers)
+    for refit in report.refits:
+        refits.add_row(
+            str(refit.version), refit.change, f"{refit.seconds:.2f}", size(refit.bulk_bytes), size(refit.misc_bytes),
+            f"{len(refit.parameters):,}", f"{len(refit.wrong):,}",
+        )  # fmt: skip
+    yield refits
+    yield _by_name(report.parameters)
+    wrong = [(refit.version, result) for refit in report.refits for result in refit.wrong]
+    if wrong:
+        shown = table("Differences from golden", "refit", "rank", "tensor", "route", "what", numbers=("refit",))
+        for version, result in wrong[:_ROWS_SHOWN]:
+            shown.add_row(str(version), f"gen:{result.gen_rank}", result.name, result.route, _what(result))
+        say_what_is_left(shown, len(wrong) - _ROWS_SHOWN, "tensor")
+        yield shown
+    yield facts([("golden", verdict(report.ok, _verdict(report)))])
+
+
+def _by_name(results: Iterable[ParameterResult]) -> RenderableType:
+    """Results over all layers, ranks and refits, one line a tensor name and route."""
+    groups: dict[tuple[str, str], list[ParameterResult]] = {}
+    for result in results:
+        groups.setdefault((re.sub(r"\.[0-9]+\.", ".*.", result.name), result.route), []).append(result)
+    numbers = ("compared", "bytes", "differing elements")
+    shown = table("Engine tensors", "tensor", "route", *numbers, numbers=numbers)
+    for (name, route), alike in groups.items():
+        nbytes, differing = sum(r.nbytes for r in alike), sum(r.mismatches for r in alike)
+        shown.add_row(name, route, f"{len(alike):,}", size(nbytes), f"{differing:,}")
+    return shown
+
+
+def _verdict(report: ValidationReport) -> str:
+    if not report.parameters:
+        return "nothing was compared"
+    wrong = sum(len(refit.wrong) for refit in report.refits)
+    compared = f"{count(len(report.parameters), 'tensor')} compared over {count(len(report.refits), 'refit')}"
+    return f"{wrong:,} of {compared} differ from golden" if wrong else f"{compared}, every byte is golden's"
+
+
+def _what(result: ParameterResult) -> str:
+    if result.problem or result.first is None:
+        return result.problem
+    return f"{count(result.mismatches, 'element')} differ, {_first(result.first)}"
+
+
+def _first(first: Mismatch) -> str:
+    at = ",".join(map(str, first.index))
+    return f"first [{at}]: got {first.got:g} (0x{first.got_bits}), golden {first.expected:g} (0x{first.expected_bits})"
