@@ -9,6 +9,8 @@ HAS_TORCH := $(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo --system-si
 # Megatron-Bridge is installed without its requirements: Transformer Engine, mamba-ssm and causal-conv1d build on CUDA only.
 MEGATRON := megatron-core==0.16.1 "transformers<5" omegaconf einops accelerate rich
 BRIDGE := megatron-bridge==0.3.1
+# The demo: 4 training processes (TP2, EP2, PP2) to 2 generation processes (TP2).
+DEMO := tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2
 
 .PHONY: help setup demo test test-vllm test-gpu validate-all lint types bench clean
 
@@ -28,7 +30,8 @@ $(VENV)/.ready: pyproject.toml Makefile
 	@touch $@
 
 demo: $(VENV)/.ready ## refit a real tiny MoE model from 4 training processes to 2 generation processes
-	@$(BIN)/python tools/demo.py
+	@$(BIN)/mcore-reshard plan $(DEMO)
+	@$(BIN)/mcore-reshard validate $(DEMO) --refits 2
 
 test: $(VENV)/.ready ## the default tests: no GPU, no vLLM
 	$(BIN)/python -m pytest
