@@ -15,18 +15,21 @@ import torch
 
 MINIMUM_VERSIONS = "megatron-core 0.16.1 and megatron-bridge 0.3.1"
 
+# megatron-core 0.19 keeps the convolution's parameters on the Mamba mixer itself.
+_EARLIER_NAMES = {".mixer.conv1d_weight": ".mixer.conv1d.weight", ".mixer.conv1d_bias": ".mixer.conv1d.bias"}
+
 
 def local_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer that this rank holds, as `vp{chunk}.{name}` -> tensor, without copying.
 
     Wrapper prefixes (DDP, Float16Module) are stripped; layers keep Megatron's numbering within the chunk, so
     `vp1.decoder.layers.0` is the first layer of the second virtual pipeline chunk. Persistent buffers are included
-    because the router's `expert_bias` is one.
+    because the router's `expert_bias` is one. What newer Megatron releases renamed has the name of 0.16.
     """
     tensors: dict[str, torch.Tensor] = {}
     for chunk_index, chunk in enumerate(model_chunks):
         for name, tensor in _held_tensors(chunk):
-            tensors[f"vp{chunk_index}.{_without_wrappers(name)}"] = tensor.detach()
+            tensors[f"vp{chunk_index}.{_stable_name(name)}"] = tensor.detach()
     return tensors
 
 
@@ -101,9 +104,13 @@ def _held_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _without_wrappers(name: str) -> str:
+def _stable_name(name: str) -> str:
+    """The name without wrappers, the same for every supported release."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
+    for suffix, earlier in _EARLIER_NAMES.items():
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + earlier
     return name
 
 

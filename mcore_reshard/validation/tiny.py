@@ -19,16 +19,6 @@ from mcore_reshard.planner.configs import load_config
 
 Shapes = dict[str, tuple[int, ...]]
 
-# Megatron-Bridge builds gpt-oss with YaRN whatever the config says, and fails without these published values.
-_GPT_OSS_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-
 TINY: dict[str, dict[str, Any]] = {
     "llama": load_config("tiny-llama"),
     "llama_tied": load_config("tiny-llama-tied"),
@@ -39,7 +29,8 @@ TINY: dict[str, dict[str, Any]] = {
     "deepseek_v3_nolora": load_config("tiny-moonlight"),
     "kimi_k2": load_config("tiny-kimi-k2"),
     "nemotron_h": load_config("tiny-nemotron-h"),
-    "gpt_oss": {**load_config("tiny-gpt-oss"), "rope_scaling": _GPT_OSS_ROPE},
+    # Megatron-Bridge 0.6 tells by its shape whether an expert is stored transposed: no square gate_up_proj.
+    "gpt_oss": {**load_config("tiny-gpt-oss"), "intermediate_size": 48},
 }
 
 _FLOAT32_NAMES = ("e_score_correction_bias", "A_log", "mixer.D")
