@@ -160,6 +160,7 @@ def damage(good: Plan, plan: Plan | None = None) -> list[str]:
         arrived, faults = execute(after, sources, wanted)
     except (ArithmeticError, LookupError, ValueError, TypeError, AssertionError) as error:
         return [f"no schedule: {type(error).__name__}: {error}"]
+    faults += [] if before is after else _padding_changes(before, after)
     for (rank, local), tensor in wanted.items():
         wrong = np.argwhere(arrived[rank, local] != tensor)
         if len(wrong):
@@ -196,18 +197,30 @@ def _differing(good: Plan, plan: Plan) -> tuple[Plan, Plan]:
 
 def padding_damage(plan: Plan) -> list[str]:
     """Where declared padding and the elements that no piece fills are not the same."""
-    faults = []
-    wanted = held(plan, "gen")
-    for rank in range(plan.gen.world):
-        schedule = schedule_of(plan, "gen", rank)
-        declared: dict[LocalTensor, set[int]] = defaultdict(set)
-        for tensor, offset, geometry in schedule.padding:
-            found = Transfer(schedule.tensors[tensor], geometry, offset, 0, "")
-            declared[found.tensor] |= set(_indices(found).tolist())
-        for local in schedule.tensors:
-            tensor = wanted.get((rank, local), np.full(local.shape, UNTOUCHED))
-            empty = set(np.flatnonzero(tensor.reshape(-1) == UNTOUCHED).tolist())
-            if empty != declared[local]:
-                counts = f"{len(empty)} elements unfilled, {len(declared[local])} declared"
-                faults.append(f"gen {rank} {local.name}: {counts}")
+    declared, faults = _declared_padding(plan), []
+    for (rank, local), tensor in held(plan, "gen").items():
+        empty = set(np.flatnonzero(tensor.reshape(-1) == UNTOUCHED).tolist())
+        padded = declared.get((rank, local), set())
+        if empty != padded:
+            faults.append(f"gen {rank} {local.name}: {len(empty)} elements unfilled, {len(padded)} declared")
     return faults
+
+
+def _padding_changes(before: Plan, after: Plan) -> list[str]:
+    ours, theirs = _declared_padding(before), _declared_padding(after)
+    return [
+        f"gen {rank} {local.name}: other padding"
+        for rank, local in ours.keys() | theirs.keys()
+        if ours.get((rank, local)) != theirs.get((rank, local))
+    ]
+
+
+def _declared_padding(plan: Plan) -> dict[tuple[int, LocalTensor], set[int]]:
+    declared: dict[tuple[int, LocalTensor], set[int]] = defaultdict(set)
+    if any(template.dst.padding for template in plan.templates):
+        for rank in range(plan.gen.world):
+            schedule = schedule_of(plan, "gen", rank)
+            for tensor, offset, geometry in schedule.padding:
+                found = Transfer(schedule.tensors[tensor], geometry, offset, 0, "")
+                declared[rank, found.tensor] |= set(_indices(found).tolist())
+    return declared

@@ -13,7 +13,8 @@ from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.geometry import Region
 from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.planning import make_plan
-from mcore_reshard.planner.proof import overlap, prove, tiling_fault
+from mcore_reshard.planner.proof import prove
+from mcore_reshard.planner.tiling import overlap, tiling_fault
 from plans import TINY, Case
 from simulate import damage, held, padding_damage
 
@@ -35,8 +36,8 @@ def test_parts_that_tile_a_box() -> None:
 
 def test_parts_that_do_not_tile_a_box_are_named() -> None:
     whole = box((0, 4), (0, 6))
-    assert tiling_fault(whole, []) == "0 of 24 elements are written"
-    assert tiling_fault(whole, [box((0, 3), (0, 6))]) == "18 of 24 elements are written"
+    assert tiling_fault(whole, []) == "0 of 24 elements are covered"
+    assert tiling_fault(whole, [box((0, 3), (0, 6))]) == "18 of 24 elements are covered"
     assert tiling_fault(whole, [box((0, 5), (0, 6))]) == "[0:5, 0:6] is outside of [0:4, 0:6]"
     message = tiling_fault(whole, [box((0, 3), (0, 6)), box((2, 4), (0, 6))])
     assert message == "[0:3, 0:6] and [2:4, 0:6] overlap"

@@ -1,0 +1,102 @@
+"""What may be unusual about storage, declared apart from the layout rules so that the proof can hold them to it.
+
+Tilings cannot tell a square matrix from its transpose, nor gate from up. What they cannot tell is listed here: every
+transposition, and the order of parameters that share a tensor. Whatever is not listed lies as Hugging Face has it: dims
+in order, rows in order, a tensor to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from itertools import accumulate
+from math import prod
+from operator import mul
+
+from .geometry import Piece
+from .parameters import Role
+
+# Parameters that share a tensor, in the order in which they follow each other there (once, or once per KV group).
+FUSED: tuple[tuple[Role, ...], ...] = (
+    (Role.Q, Role.K, Role.V),
+    (Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS),
+    (Role.GATE, Role.UP),
+    (Role.SHARED_GATE, Role.SHARED_UP),
+    (Role.EXPERT_GATE, Role.EXPERT_UP),
+    (Role.MLA_Q_A, Role.MLA_KV_A),
+)
+
+# Roles that one name may serve in different layers: Nemotron-H has a norm in front of every mixer, whatever it is.
+INTERCHANGEABLE = frozenset({Role.ATTENTION_NORM, Role.MLP_NORM, Role.MOE_NORM, Role.MAMBA_NORM})
+
+# (role, dims of the view): local dim of each global dim. Views of other ranks lie as Hugging Face has them.
+Transposed = Mapping[tuple[Role, int], tuple[int, ...]]
+
+# Megatron-Core: gpt-oss linears are [out, in] where HF has [expert, in, out]; GroupedMLP keeps weights as [in, out].
+MEGATRON: Transposed = {
+    (Role.STACKED_GATE_UP, 4): (0, 3, 2, 1),
+    (Role.STACKED_GATE_UP_BIAS, 3): (0, 2, 1),
+    (Role.STACKED_DOWN, 3): (0, 2, 1),
+    (Role.STACKED_DOWN_BIAS, 2): (0, 1),
+    (Role.EXPERT_GATE, 4): (3, 1),
+    (Role.EXPERT_UP, 4): (3, 1),
+    (Role.EXPERT_DOWN, 3): (2, 1),
+}
+# vLLM: gpt-oss experts are [expert, out, in], gate and up rows alternating.
+VLLM: Transposed = {
+    (Role.STACKED_GATE_UP, 4): (0, 3, 1, 2),
+    (Role.STACKED_GATE_UP_BIAS, 3): (0, 1, 2),
+    (Role.STACKED_DOWN, 3): (0, 2, 1),
+}
+# GroupedMLP.weight1 is declared [H, experts * rows] and used as (experts, H, rows): a view that splits no dims.
+_RECAST = {Role.EXPERT_GATE, Role.EXPERT_UP}
+
+ENGINES: Mapping[str, Transposed] = {"vllm": VLLM}
+
+
+def storage_fault(piece: Piece, role: Role, transposed: Transposed) -> str:
+    """Why a piece does not lie in its tensor as declared ("" when it does)."""
+    tensor, view = piece.tensor, piece.view
+    declared = transposed.get((role, len(view)))
+    if declared is None:
+        if view != tensor.shape:
+            return f"{tensor.name} {tensor.shape} is viewed as {view}, which is not declared for {role.value!r}"
+        declared = tuple(dim for dim in range(len(view)) if dim != piece.slot_dim)
+    elif role not in _RECAST and not _refines(view, tensor.shape):
+        return f"{tensor.name} {tensor.shape} is viewed as {view}, which does not split its dims"
+    if piece.dims != declared:
+        return f"{tensor.name} keeps dims in order {piece.dims}, declared for {role.value!r} is {declared}"
+    return ""
+
+
+def _refines(view: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether each dim of `shape` is a run of dims of `view`: (1, 2, 8, 4) refines (16, 4)."""
+    ends = set(accumulate(view, mul))
+    return prod(view) == prod(shape) and all(end in ends for end in accumulate(shape, mul))
+
+
+def shared_name_fault(roles: Set[Role]) -> str:
+    """Why tensors of one name may not hold parameters of these roles ("" when they may)."""
+    if len(roles) < 2 or roles <= INTERCHANGEABLE or any(roles <= set(fused) for fused in FUSED):
+        return ""
+    return f"serves {' and '.join(sorted(role.value for role in roles))}, which do not share tensors"
+
+
+def order_fault(roles: Sequence[Role]) -> str:
+    """Why parameters may not follow each other like this in one tensor ("" when they may).
+
+    A tensor holds one parameter, whole rounds of a fused set ([q, k, v] for every KV group), or, where a cut falls
+    inside of a KV group, a part of one round.
+    """
+    distinct = set(roles)
+    if len(distinct) < 2:
+        return ""
+    order = next((fused for fused in FUSED if distinct <= set(fused)), None)
+    if order is None:
+        return f"{', '.join(sorted(role.value for role in distinct))} share a tensor, and no order is declared"
+    places = [order.index(role) for role in roles]
+    whole_rounds = places == list(range(len(order))) * (len(places) // len(order))
+    part_of_one = places == list(range(places[0], places[0] + len(places)))
+    if whole_rounds or part_of_one:
+        return ""
+    shown = ", ".join(role.value for role in list(roles)[:8])
+    return f"parameters follow each other as {shown}; declared is {', '.join(role.value for role in order)}"
