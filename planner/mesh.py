@@ -10,7 +10,7 @@ expert parallelism spans dp x tp (vllm/distributed/parallel_state.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import numpy as np
@@ -126,6 +126,14 @@ class TrainMesh:
                 [f"layers={'+'.join(map(str, self.layers))} adds up to {sum(counts)}, the model has {num_layers}"],
             )
         return counts
+
+    def canonical(self, num_layers: int) -> TrainMesh:
+        """The same pipeline in one spelling: no `layers` where the split is even, else one entry per chunk.
+
+        Plans are compared by digest, so two spellings of one mesh must not differ.
+        """
+        counts = self.chunk_layers(num_layers)
+        return replace(self, layers=() if len(set(counts)) == 1 else counts)
 
     def place_layers(self, num_layers: int) -> tuple[LayerPlace, ...]:
         """Where each HF layer lives, by layer number."""

@@ -40,6 +40,7 @@ def make_plan(
     destination = VllmLayout(catalogue, gen)
     if violations := source.violations() + destination.violations():
         raise MeshError(f"{model or catalogue.architecture.family} does not fit these meshes", violations)
+    train = train.canonical(catalogue.architecture.layers)
     return _Planner(catalogue, train, gen, model, policy, source, destination).plan()
 
 

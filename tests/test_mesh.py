@@ -45,6 +45,11 @@ def test_uneven_pipelines_may_leave_stages_to_the_embedding_and_the_loss():
     assert [(p.pp_stage, p.vp_stage, p.local) for p in per_chunk] == [(0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 1, 0)]
 
 
+def test_one_pipeline_has_one_canonical_spelling():
+    assert TrainMesh(pp=2, layers=(2, 2)).canonical(4) == TrainMesh(pp=2)
+    assert TrainMesh(pp=2, vpp=2, layers=(4, 2)).canonical(6) == TrainMesh(pp=2, vpp=2, layers=(2, 1, 2, 1))
+
+
 def test_mesh_text_round_trips_with_every_axis():
     mesh = parse_train_mesh("tp=2,pp=2,ep=4,dp=2,layers=3+1")
     assert format_mesh(mesh) == "tp=2,pp=2,ep=4,etp=1,cp=1,dp=2,vpp=1,layers=3+1"
