@@ -71,7 +71,7 @@ class Meeting:
         self._process = uuid4().hex
         self._past: str | None = None
         self._met = False
-        self.store: dist.Store = PrefixStore(f"mcore-reshard/{session}", _connected(address, timeout_s))
+        self.store: dist.Store = PrefixStore(f"mcore-reshard/{session}", connected(address, timeout_s))
 
     def gather(self, phase: str, word: Mapping[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Publish this rank's `word` and return everyone's by rank name, once all have arrived at `phase`.
@@ -165,7 +165,8 @@ def store_address(store: TCPStore | str) -> str:
     return store if isinstance(store, str) else f"{store.host}:{store.port}"
 
 
-def _connected(address: str, timeout_s: float) -> TCPStore:
+def connected(address: str, timeout_s: float) -> TCPStore:
+    """A connection of one's own to the store at `address`, which must be up."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise SessionError(f"not the address of a store, 'host:port' is: {address!r}")

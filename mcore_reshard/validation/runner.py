@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from mcore_reshard.live import fetch_plan, plan_refit, publish_plan
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.megatron import ExpertsModule, MegatronBuild
 from mcore_reshard.planner.mesh import GenMesh, TrainMesh, format_mesh
@@ -73,6 +74,7 @@ def validate(
     config = dict(config)
     catalogue = _forgetting(catalogue_from_config(config), frozenset(unknown))
     build = MegatronBuild(experts=experts)
+    planned_here = plan is None
     plan = plan or make_plan(catalogue, train, gen, model=model, policy=policy, build=build)
     proof = prove(plan)
     if not proof.ok:
@@ -92,7 +94,8 @@ def validate(
         for version in {1, *versions} & {1, 2}:
             tiny.write_checkpoint(config, folder / f"payload{version}", version)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        job = _Job(config, plan, folder, f"127.0.0.1:{store.port}", transport, kind, experts, refits, timeout_s)
+        job = _Job(config, plan, folder, f"127.0.0.1:{store.port}", transport, kind, experts, refits, timeout_s,
+                   live=planned_here and not unknown)  # fmt: skip
         count = train.world + gen.world
         ranks = run_processes(count, _run_rank, (job,), timeout_s=timeout_s * (refits + 2))
     return ValidationReport(
@@ -152,6 +155,7 @@ class _Job:
     experts: ExpertsModule
     refits: int
     timeout_s: float
+    live: bool  # the plan must be the one that the live model gives
 
     def golden_file(self, version: int) -> Path:
         return self.folder / f"golden{version}.safetensors"
@@ -177,6 +181,10 @@ def _train(rank: int, job: _Job) -> tuple[list[RefitReport], list[list[Parameter
         grouped_experts=job.experts == "grouped",
         vocab_multiple=_vocab_multiple(job),
     )
+    if job.live:
+        _check_live_plan(job, model)
+    if rank == 0:
+        publish_plan(job.plan, job.store)
     schedule = schedule_of(job.plan, "train", rank)
     endpoint = TrainEndpoint(
         schedule,
@@ -197,6 +205,13 @@ def _train(rank: int, job: _Job) -> tuple[list[RefitReport], list[list[Parameter
         reports.append(endpoint.refit(version))
     endpoint.close()
     return reports, []
+
+
+def _check_live_plan(job: _Job, model: trainer.Trainer) -> None:
+    """What the model itself says of its mesh and its build must lead to the plan that was made from the config."""
+    live = plan_refit(job.config, model.model_chunks, job.plan.gen, model=job.plan.model, policy=job.plan.policy)
+    if live.digest != job.plan.digest:
+        raise ValidationError(f"the live model gives plan {live.digest}, its config and mesh {job.plan.digest}")
 
 
 def _vocab_multiple(job: _Job) -> int | None:
@@ -259,7 +274,7 @@ def _generate(rank: int, job: _Job) -> tuple[list[RefitReport], list[list[Parame
     engine: _Engine = (
         _VllmEngine(job, rank) if job.engine == "vllm" else StandInEngine(job.config, _sizes(job.plan.gen), rank)
     )
-    schedule = schedule_of(job.plan, "gen", rank)
+    schedule = schedule_of(fetch_plan(job.store, timeout_s=job.timeout_s), "gen", rank)
     endpoint = GenerationEndpoint(
         schedule,
         engine.tensors,

@@ -1,0 +1,119 @@
+"""From a live trainer to the plan that both worlds run: read the mesh off the model, plan, hand the plan over.
+
+    plan = plan_refit(config, model_chunks, gen=GenMesh(tp=4), model="qwen3-30b-a3b")   # on every training rank
+    publish_plan(plan, store="10.0.0.1:29600")                                        # on one of them
+    plan = fetch_plan(store="10.0.0.1:29600")                                         # on every generation rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import DistStoreError, PrefixStore, TCPStore
+
+from .kernels.errors import SessionError
+from .megatron import local_tensors, train_mesh_of
+from .meeting import connected, store_address
+from .planner.families import catalogue_from_config
+from .planner.megatron import ExpertsModule, MegatronBuild
+from .planner.mesh import GenMesh, TrainMesh
+from .planner.plan import Plan, Policy
+from .planner.plan_file import dump_plan, parse_plan
+from .planner.planning import make_plan
+from .planner.proof import ProofError, prove
+
+_PLAN = "plan"
+_FUSED_NORM = ".layer_norm_weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def plan_refit(
+    config: Mapping[str, Any],
+    model_chunks: Sequence[torch.nn.Module],
+    gen: GenMesh,
+    *,
+    model: str = "",
+    policy: Policy = "exact",
+) -> Plan:
+    """Plan the refit of a live Megatron-Core model into a vLLM mesh, and prove it.
+
+    `config` is the model's HF config.json. Collective over the training world (torch's default group): every rank must
+    call it and all get the same plan. Raises ConfigError, MeshError or ProofError.
+    """
+    train = TrainMesh(**dict(train_mesh_of(model_chunks)))
+    build = _build_of(local_tensors(model_chunks), train.tp)
+    plan = make_plan(catalogue_from_config(config), train, gen, model=model, policy=policy, build=build)
+    proof = prove(plan)
+    if not proof.ok:
+        raise ProofError(proof)
+    return plan
+
+
+def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> None:
+    """Put the plan where `fetch_plan` finds it: as JSON on the session's store. One rank does this."""
+    PrefixStore(_prefix(session), connected(store_address(store), timeout_s)).set(_PLAN, dump_plan(plan))
+
+
+def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> Plan:
+    """The plan that a training rank published, checked against its digest and proven again.
+
+    Raises SessionError when none appears within `timeout_s`, PlanFileError for a damaged one and ProofError.
+    """
+    shelf = PrefixStore(_prefix(session), connected(store_address(store), timeout_s))
+    try:
+        shelf.wait([_PLAN], timedelta(seconds=timeout_s))
+    except DistStoreError as error:
+        raise SessionError(f"no training rank published a plan for session {session!r} within {timeout_s:g} s") from error
+    plan = parse_plan(shelf.get(_PLAN).decode(), f"the plan published for session {session!r}")
+    proof = prove(plan)
+    if not proof.ok:
+        raise ProofError(proof)
+    return plan
+
+
+def _prefix(session: str) -> str:
+    return f"mcore-reshard/{session}/plan"
+
+
+def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
+    """How the model was built, put together from what every training rank holds.
+
+    A rank may hold none of what tells (a stage without experts, or without the embedding), so ranks tell each other.
+    """
+    rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)}
+    mine = {"experts": _experts_of(tensors), "fused": _fused_norms_of(tensors), "rows": sorted(rows)}
+    told: list[dict[str, Any]] = [mine]
+    if torch.distributed.is_initialized():
+        told = [{} for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather_object(told, mine)
+    experts: set[ExpertsModule] = {kind for rank in told for kind in rank["experts"]}
+    fused = {answer for rank in told for answer in rank["fused"]}
+    rows = {count for rank in told for count in rank["rows"]}
+    if len(experts) > 1 or len(fused) > 1 or len(rows) != 1:
+        raise ValueError(f"training ranks built the model differently: experts {experts}, fused norms {fused}, embedding rows {rows}")
+    return MegatronBuild(
+        experts=experts.pop() if experts else "grouped",
+        fused_norms=fused.pop() if fused else True,
+        padded_vocab=rows.pop() * tp,
+    )
+
+
+def _experts_of(names: Iterable[str]) -> list[ExpertsModule]:
+    """How local experts are kept: modules of their own, one tensor for all, or one tensor each; nothing without experts."""
+    kinds: dict[ExpertsModule, bool] = {"sequential": False, "stacked": False, "grouped": False}
+    for name in names:
+        _, found, leaf = name.partition(".mlp.experts.")
+        if found:
+            kinds["sequential"] |= leaf.startswith("local_experts.")
+            kinds["stacked"] |= leaf in {"weight1", "weight2"}
+            kinds["grouped"] |= leaf.startswith(("linear_fc1.weight", "linear_fc2.weight"))
+    return [kind for kind, present in kinds.items() if present]
+
+
+def _fused_norms_of(names: Iterable[str]) -> list[bool]:
+    """Whether norms live inside the linear they precede; nothing on a rank without layers."""
+    held = [name for name in names if ".decoder.layers." in name]
+    return [any(name.endswith(_FUSED_NORM) for name in held)] if held else []
