@@ -39,9 +39,9 @@ def export_hf(
     """Megatron-Bridge's export: (HF name, whole tensor) on every training rank, on the tensors' own device.
 
     A padded vocabulary is cut back to the config's size, which Bridge does not do. With `names`, only the conversion
-    tasks that yield them run, and only they are yielded. Collective: all ranks of the training world must call it with
-    the same names and consume the iterator to its end. Raises KeyError, on all ranks alike and before any tensor
-    moves, for a name that no task yields.
+    tasks that yield them run, and only they are yielded. `bridge` is an AutoBridge made by `from_hf_pretrained`.
+    Collective: all ranks of the training world must call it with the same names and consume the iterator to its end.
+    Raises KeyError, on all ranks alike and before any tensor moves, for a name that no task yields.
     """
     require("megatron.bridge")
     chunks = list(model_chunks)
