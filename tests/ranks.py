@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -35,27 +36,31 @@ def run_ranks(count: int, target: Callable[..., Any], *args: Any, timeout_s: flo
 
     Fails the test if a process outlives `timeout_s`; processes that hang are killed.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     fork = multiprocessing.get_context("fork")
-    processes: dict[Any, tuple[int, Any]] = {}  # by the pipe that each one's outcome comes through
+    processes: dict[Any, tuple[int, Any]] = {}  # by the pipe to each one
     for rank in range(count):
-        reader, writer = fork.Pipe(duplex=False)
-        process = fork.Process(target=_run, args=(writer, rank, target, f"127.0.0.1:{store.port}", args), daemon=True)
+        ours, theirs = fork.Pipe()
+        process = fork.Process(target=_run, args=(theirs, rank, target, args, timeout_s), daemon=True)
         process.start()
-        writer.close()
-        processes[reader] = (rank, process)
+        theirs.close()
+        processes[ours] = (rank, process)
+    # Only now: a store has threads, and a fork beside running threads may inherit a lock that nobody will release.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    for ours in processes:
+        ours.send(f"127.0.0.1:{store.port}")
     outcomes = [Outcome(kind="died")] * count
     deadline = time.monotonic() + timeout_s
-    ready: list[Any]
+    ready: list[Any]  # pipes
     while processes and (ready := wait([*processes], max(0.0, deadline - time.monotonic()))):
-        for reader in ready:
-            rank, process = processes.pop(reader)
-            with suppress(EOFError):  # closed without a word: killed
-                outcomes[rank] = reader.recv()
+        ended: Any
+        for ended in ready:
+            rank, process = processes.pop(ended)
+            with suppress(EOFError, ConnectionError):  # closed without a word: killed
+                outcomes[rank] = ended.recv()
             process.join()
-    for _, process in processes.values():
-        process.kill()
-        process.join()
+    for _, straggler in processes.values():
+        straggler.kill()
+        straggler.join()
     hung = sorted(rank for rank, _ in processes.values())
     assert not hung, f"ranks {hung} were still running after {timeout_s} s"
     return outcomes
@@ -68,12 +73,14 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def _run(writer: Any, rank: int, target: Callable[..., Any], address: str, args: tuple[Any, ...]) -> None:
+def _run(pipe: Any, rank: int, target: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(0.9 * timeout_s, exit=False)
+    address = pipe.recv()
     start = time.monotonic()
     try:
         outcome = Outcome(value=target(rank, address, *args))
     except Exception as error:
         outcome = Outcome(error=str(error), kind=type(error).__name__, seconds=time.monotonic() - start)
-    writer.send(outcome)
+    pipe.send(outcome)
     os._exit(0)  # the interpreter's own teardown of a forked pytest is none of the test's business

@@ -62,7 +62,9 @@ def damaged_stream(rank: int, address: str) -> Any:
 def test_a_damaged_frame_is_reported() -> None:
     _, receiver = run_ranks(2, damaged_stream)
     assert receiver.kind == "ChecksumError"
-    assert "misc route: gen:0 waiting for train:0 to send the next tensor: frame 0 arrived damaged" in receiver.error
+    assert "misc route: gen:0 waiting for train:0 to send the next tensor: frame 0 arrived damaged" in str(
+        receiver.error
+    )
 
 
 def test_a_header_that_is_not_one_is_refused() -> None:
