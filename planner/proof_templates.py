@@ -14,7 +14,7 @@ from .layout import Shards
 from .parameters import ITEMSIZE, ParameterGroup, Role
 from .plan import Bundle, Plan, Template
 from .proof_report import Violation, all_ranks, bundle_name, bundle_ranks
-from .storage import ENGINES, MEGATRON, Transposed, shared_name_fault, storage_fault
+from .storage import ENGINES, MEGATRON, Transposed, sections_fault, shared_name_fault, storage_fault
 from .tiling import tiling_fault
 
 
@@ -213,6 +213,9 @@ def _template_faults(template: Template, group: ParameterGroup, engine: Transpos
                     yield Fault("storage", *ends, message)
             for message in _name_faults(pieces, group, is_src):
                 yield Fault("names", *ends, message)
+        if sections := sections_fault(shards.pieces, group.role, is_src):
+            shard, message = sections
+            yield Fault("order", *((shard, None) if is_src else (None, shard)), message)
         for shard, rule, message in _shards_faults(shards):
             yield Fault(rule, *((shard, None) if is_src else (None, shard)), message)
 

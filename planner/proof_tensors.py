@@ -6,7 +6,7 @@ Tensors are checked once per class of ranks that hold the same shards, and once 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ _Contents = dict[tuple[int, int], dict[str, list[_Entry]]]
 def check_tensors(plan: Plan) -> Iterator[Violation]:
     """Pieces and declared padding tile each tensor of either world, in the declared order."""
     for is_src in (True, False):
-        contents = _contents(plan, is_src)
+        contents, served = _contents(plan, is_src), _served(plan, is_src)
         checked: set[tuple[str, tuple[_Filling, ...]]] = set()
         for rank, held in _rank_classes(plan, is_src):
             by_name: dict[str, list[_Entry]] = defaultdict(list)
@@ -60,7 +60,7 @@ def check_tensors(plan: Plan) -> Iterator[Violation]:
                     if signature in checked:
                         continue
                     checked.add(signature)
-                    if fault := _tensor_fault(plan, name, fillings, is_src):
+                    if fault := _tensor_fault(plan, name, fillings, served[name], is_src):
                         rule, message = fault
                         where = f"{'train' if is_src else 'gen'} {rank}"
                         local = name.replace("{vp}", str(place[0])).replace("{layer}", str(place[1]))
@@ -102,6 +102,18 @@ def _contents(plan: Plan, is_src: bool) -> _Contents:
     return found
 
 
+def _served(plan: Plan, is_src: bool) -> dict[str, set[Role]]:
+    """The roles that tensors of each name hold."""
+    served: dict[str, set[Role]] = defaultdict(set)
+    for template_index, role in {(bundle.template, plan.groups[bundle.group].role) for bundle in plan.bundles}:
+        template = plan.templates[template_index]
+        shards = template.src if is_src else template.dst
+        for shard in range(len(shards.pieces)):
+            for name in _names(shards, shard):
+                served[name].add(role)
+    return served
+
+
 def _names(shards: Shards, shard: int) -> list[str]:
     padding = shards.padding[shard] if shards.padding else ()
     return list(dict.fromkeys(held.tensor.name for held in (*shards.pieces[shard], *padding)))
@@ -120,7 +132,9 @@ def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tu
         yield place, tuple(sorted(filling for filling, _ in filled)), filled[0][1]
 
 
-def _tensor_fault(plan: Plan, name: str, fillings: tuple[_Filling, ...], is_src: bool) -> tuple[str, str] | None:
+def _tensor_fault(
+    plan: Plan, name: str, fillings: tuple[_Filling, ...], served: Set[Role], is_src: bool
+) -> tuple[str, str] | None:
     """(rule, message) of what is wrong with one tensor, or with one slot of a stack of experts."""
     parts_of = {key: _parts(plan, name, *key, is_src) for key in {filling[:3] for filling in fillings}}
     forms = {form for _, found in parts_of.values() for form in found}
@@ -147,7 +161,7 @@ def _tensor_fault(plan: Plan, name: str, fillings: tuple[_Filling, ...], is_src:
         if message := tiling_fault(whole, [part.box for part in parts]):
             which = f"slots {low} to {high - 1} of " if slot_dim >= 0 else ""
             return "tensors", f"{which}{tensor.shape} are not held by exactly one parameter each: {message}"
-        if message := _order_fault(parts):
+        if message := _order_fault(parts, served, is_src):
             return "order", message
     return None
 
@@ -169,7 +183,7 @@ def _parts(
     return parts, forms
 
 
-def _order_fault(parts: Sequence[_Part]) -> str:
+def _order_fault(parts: Sequence[_Part], served: Set[Role], is_src: bool) -> str:
     """Parameters follow each other as declared, padding comes last, and each parameter's rows ascend."""
     in_memory = sorted(parts, key=lambda part: part.box.start)
     last: dict[int, Region] = {}
@@ -181,4 +195,4 @@ def _order_fault(parts: Sequence[_Part]) -> str:
             return f"{part.role.value} {part.region} lies behind padding"
         last[part.group] = part.region
     held = [part for part in in_memory if part.group >= 0]
-    return order_fault([role for role, _ in groupby(part.role for part in held)])
+    return order_fault([role for role, _ in groupby(part.role for part in held)], served, is_src)

@@ -25,6 +25,20 @@ FUSED: tuple[tuple[Role, ...], ...] = (
     (Role.MLA_Q_A, Role.MLA_KV_A),
 )
 
+# Where a trainer's cut may fall inside of a round: linear_qkv with more ranks than KV heads.
+_CUT_INSIDE = {Role.Q, Role.Q_BIAS}
+
+# Parameters made of several sections (z, x, B, C, dt and x, B, C) that are cut one by one; all others have one.
+SECTIONS: Mapping[Role, int] = {Role.MAMBA_IN: 5, Role.MAMBA_CONV: 3, Role.MAMBA_CONV_BIAS: 3}
+
+# What a training rank holds in several pieces: one for every KV group or expert of its own.
+_MANY_AT_SOURCE = {role for fused in FUSED[:2] for role in fused} | {
+    Role.STACKED_GATE_UP,
+    Role.STACKED_GATE_UP_BIAS,
+    Role.STACKED_DOWN,
+    Role.STACKED_DOWN_BIAS,
+}
+
 # Roles that one name may serve in different layers: Nemotron-H has a norm in front of every mixer, whatever it is.
 INTERCHANGEABLE = frozenset({Role.ATTENTION_NORM, Role.MLP_NORM, Role.MOE_NORM, Role.MAMBA_NORM})
 
@@ -81,22 +95,42 @@ def shared_name_fault(roles: Set[Role]) -> str:
     return f"serves {' and '.join(sorted(role.value for role in roles))}, which do not share tensors"
 
 
-def order_fault(roles: Sequence[Role]) -> str:
-    """Why parameters may not follow each other like this in one tensor ("" when they may).
+def order_fault(roles: Sequence[Role], served: Set[Role], is_src: bool) -> str:
+    """Why parameters may not follow each other like this in a tensor whose name serves `served` ("" when they may).
 
-    A tensor holds one parameter, whole rounds of a fused set ([q, k, v] for every KV group), or, where a cut falls
-    inside of a KV group, a part of one round.
+    A fused tensor holds whole rounds of its set: [gate, up] once, [q, k, v] once or for every KV group. Only the
+    trainer's cut of q, k, v may fall inside of a round, when there are fewer KV heads than ranks.
     """
-    distinct = set(roles)
-    if len(distinct) < 2:
-        return ""
-    order = next((fused for fused in FUSED if distinct <= set(fused)), None)
-    if order is None:
-        return f"{', '.join(sorted(role.value for role in distinct))} share a tensor, and no order is declared"
+    order = next((fused for fused in FUSED if served <= set(fused)), None)
+    if not roles or len(served) < 2 or order is None:
+        distinct = sorted({role.value for role in roles})
+        return f"{', '.join(distinct)} share a tensor, and no order is declared" if len(distinct) > 1 else ""
+    order = tuple(role for role in order if role in served)
     places = [order.index(role) for role in roles]
-    whole_rounds = places == list(range(len(order))) * (len(places) // len(order))
-    part_of_one = places == list(range(places[0], places[0] + len(places)))
-    if whole_rounds or part_of_one:
+    if places == list(range(len(order))) * max(1, len(places) // len(order)):
         return ""
-    shown = ", ".join(role.value for role in list(roles)[:8])
-    return f"parameters follow each other as {shown}; declared is {', '.join(role.value for role in order)}"
+    if is_src and order[0] in _CUT_INSIDE and places == list(range(places[0], places[0] + len(places))):
+        return ""
+    shown, declared = (", ".join(role.value for role in listed) for listed in (roles[:8], order))
+    return f"it holds {shown} in this order; declared is {declared}"
+
+
+def sections_fault(shards: Sequence[Sequence[Piece]], role: Role, is_src: bool) -> tuple[int, str] | None:
+    """The first shard that is not made of the declared sections, and why.
+
+    Sections are cut one by one: what a shard holds of one section lies in front of what any shard holds of the next.
+    """
+    count = SECTIONS.get(role, 1)
+    if is_src and role in _MANY_AT_SOURCE:
+        return None
+    stop = 0
+    for shard, pieces in enumerate(shards):
+        if pieces and len(pieces) != count:
+            return shard, f"a shard has {len(pieces)} pieces, {role.value!r} is made of {count} sections"
+    for section in range(count if count > 1 else 0):
+        held = [pieces[section].region for pieces in shards if pieces]
+        for shard, region in enumerate(held):
+            if region.start[0] < stop:
+                return shard, f"section {section} of {role.value!r} begins at {region}, inside of the one before"
+        stop = max((region.stop[0] for region in held), default=0)
+    return None
