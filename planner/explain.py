@@ -287,20 +287,19 @@ def _pulls(
     """One origin for each generation rank that pulls the element; `layer` and `expert` are positions in the bundle."""
     template, at = plan.templates[bundle.template], bundle.layers[layer]
     src_ranks, dst_ranks = plan.holdings[bundle.src].ranks, plan.holdings[bundle.dst].ranks
-    member = layer * bundle.expert_count + expert
+    member, replicas = layer * bundle.expert_count + expert, np.arange(dst_ranks.shape[1])
     for number, move in _moves_of(template, point):
         src, dst = template.src.pieces[move.src][move.src_piece], template.dst.pieces[move.dst][move.dst_piece]
-        for replica, gen_rank in enumerate(dst_ranks[move.dst].tolist()):
-            served_by = int(
-                replica_of(template, bundle, src_ranks.shape[1], dst_ranks.shape[1], member, number, replica)
-            )
+        served_by = replica_of(template, bundle, src_ranks.shape[1], len(replicas), member, number, replicas)
+        pulls = zip(src_ranks[move.src, served_by].tolist(), dst_ranks[move.dst].tolist(), strict=True)
+        for train_rank, gen_rank in pulls:
             yield Origin(
                 parameter=name,
                 index=index,
                 route="bulk",
                 pp_stage=bundle.pp_stage,
                 region=move.region,
-                src=_place("train", int(src_ranks[move.src, served_by]), src, at, bundle.src_slot + expert, point),
+                src=_place("train", train_rank, src, at, bundle.src_slot + expert, point),
                 dst=_place("gen", gen_rank, dst, at, bundle.dst_slot + expert, point),
             )
 

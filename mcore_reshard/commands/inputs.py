@@ -137,7 +137,7 @@ def _train_misfits(catalogue: Catalogue, mesh: TrainMesh | None, text: str) -> l
 
 
 def _gen_misfits(catalogue: Catalogue, mesh: GenMesh | None, text: str) -> list[str]:
-    """Why the model does not fit the generation mesh; where its ep is impossible, what is wrong with any possible one."""
+    """Why the model does not fit the generation mesh; where its ep is impossible, what is wrong with any other ep."""
     if mesh is not None:
         return VllmLayout(catalogue, mesh).violations()
     if (axes := _stated_axes(text)) is None:

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_PIPED_WIDTH = 200  # columns where no terminal says otherwise; names of tensors are long
+_PIPED_WIDTH = 250  # columns where no terminal says otherwise; names of tensors are long
 
 
 def write(*parts: RenderableType) -> None:

@@ -91,7 +91,10 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
     )
     problems = [
         f"--{side} is {format_mesh(asked)}, the plan is for {meshes[side]}"
-        for side, asked, planned in (("train", request.train.canonical(request.catalogue.architecture.layers), plan.train), ("gen", request.gen, plan.gen))
+        for side, asked, planned in (
+            ("train", request.train.canonical(request.catalogue.architecture.layers), plan.train),
+            ("gen", request.gen, plan.gen),
+        )
         if asked != planned
     ]
     if args.policy not in {None, plan.policy}:
