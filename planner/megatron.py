@@ -210,8 +210,8 @@ def _experts_of_one_tensor(context: _Context, group: ParameterGroup) -> Shards |
     TEGroupedMLP holds each expert as [gate; up] rows. Source: megatron.bridge GPTOSSMLPGateUpProjMapping and
     GPTOSSMLPDownProjMapping. Megatron refuses expert tensor parallelism for this model (biases in experts).
     """
-    if context.mesh.etp > 1 or context.build.experts == "stacked":
-        return Misc("no layout rule for experts with biases under expert tensor parallelism or GroupedMLP")
+    if context.build.experts == "stacked":
+        return Misc("no layout rule for experts with biases in GroupedMLP")
     local = context.architecture.experts // context.mesh.ep
     return Shards(
         tuple(
@@ -376,6 +376,10 @@ class MegatronLayout(Layout):
             found += _indivisible(f"expert width {width}", width, "etp", mesh.etp)
         elif mesh.ep > 1 or mesh.etp > 1:
             found.append(f"ep = {mesh.ep}, etp = {mesh.etp} want a model with experts, {architecture.family} has none here")
+        if architecture.family == "gpt_oss" and mesh.etp > 1:
+            found.append(f"etp = {mesh.etp}: Megatron-Core has experts with biases at etp = 1 only")
+        if architecture.mamba is not None and mesh.vpp > 1:
+            found.append(f"vpp = {mesh.vpp}: Megatron-Core does not interleave hybrid (Mamba) models")
         if architecture.mamba is not None:
             found += _indivisible(f"{architecture.mamba.heads} Mamba heads", architecture.mamba.heads, "tp", tp)
             found += _indivisible(f"{architecture.mamba.groups} Mamba groups", architecture.mamba.groups, "tp", tp)

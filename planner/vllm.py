@@ -317,7 +317,7 @@ RULES: Mapping[Role, Rule] = {
 _EXPERT_ROLES = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
 _STACKED_ROLES = {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN, Role.STACKED_DOWN_BIAS}
 # Families whose embedding, final norm and head are built and loaded on every pipeline stage.
-_ENDS_EVERYWHERE = {"nemotron_h", "gpt_oss"}
+_ENDS_EVERYWHERE = {"nemotron_h", "gpt_oss", "qwen3_moe"}
 
 
 class VllmLayout(Layout):

@@ -89,16 +89,20 @@ class _Launch:
             self.processes[index].join(1.0)
             raise ProcessError(f"process {index} {_death(self.processes[index].exitcode)}") from None
         if not succeeded:
-            raise ProcessError(f"process {index} failed:\n{outcome}")
+            raise ProcessError(f"process {index} failed:\n{outcome}\n{self._stacks()}")
         self.returned[index] = outcome
 
     def _timeout_message(self) -> str:
         late = sorted(self.pending.values())
-        for index in late:
+        return f"still running after {self.timeout_s:g} s: processes {late}\n{self._stacks()}"
+
+    def _stacks(self) -> str:
+        """Where the processes that have not returned are."""
+        running = sorted(self.pending.values())
+        for index in running:
             _signal(self.processes[index], signal.SIGUSR1)
         time.sleep(0.2)  # for the stacks to be written
-        stacks = [f"process {index} was at:\n{self._stack_file(index).read_text()}" for index in late]
-        return f"still running after {self.timeout_s:g} s: processes {late}\n" + "\n".join(stacks)
+        return "\n".join(f"process {index} was at:\n{self._stack_file(index).read_text()}" for index in running)
 
     def _stack_file(self, index: int) -> Path:
         return self.folder / f"stack{index}"
