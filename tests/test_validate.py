@@ -90,8 +90,8 @@ DEFAULT = [
 def check(family, mesh, refits=2, **options):
     train, gen, overrides, _ = MESHES[mesh]
     config = {**load_config(f"tiny-{family}"), **overrides}
-    if "layers=" in train and family == "nemotron-h":
-        train = train.replace("3+1", "6+2")
+    if family == "nemotron-h":  # 8 layers
+        train = train.replace("3+1", "6+2").replace("0+6+2+0", "0+4+4+0")
     return validate(
         config, parse_train_mesh(train), parse_gen_mesh(gen), model=family, refits=refits, timeout_s=TIMEOUT_S, **options
     )
