@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-
 from mcore_reshard.planner.configs import builtin_names, load_config
+
 from mcore_reshard.validation.engine_slices import POISON, GenSizes, StandInEngine, engine_tensors, expected_tensors
 from mcore_reshard.validation.engine_tables import stage_layers
 from mcore_reshard.validation.tiny import checkpoint_shapes, payload
@@ -228,7 +228,7 @@ class TestStandInEngine:
         ("llama", {}, {"dp": 2, "ep": 2}, "llama has no experts"),
         ("llama", {}, {"tp": 2, "ep": 4}, r"ep must be 1 or tp \* dp = 2"),
         ("llama", {"model_type": "gpt2"}, {}, "unknown model family 'gpt2'"),
-        ("llama", {"torch_dtype": None}, {}, "config dtype None"),
+        ("llama", {"torch_dtype": "int8"}, {}, "config dtype 'int8'"),
         ("qwen3-moe", {"moe_intermediate_size": 36}, {"tp": 8}, "cannot be cut by 8"),
         ("qwen3-moe", {"num_experts": 3}, {"tp": 4, "ep": 4}, "3 experts do not go around ep = 4"),
         ("deepseek-v3", {}, {"tp": 16}, "8 heads cannot be cut by tp = 16"),

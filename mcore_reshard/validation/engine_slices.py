@@ -54,6 +54,10 @@ class StandInEngine:
                 written[target.tensor] = written.get(target.tensor, 0) + box.numel()
         return written
 
+    def destinations(self, name: str) -> set[str]:
+        """The engine tensors of this rank that an HF tensor is loaded into."""
+        return {target.tensor for target in self._table.sources[name][1]}
+
     @property
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every HF tensor of the model, also those that other ranks hold, and its shape."""
@@ -114,7 +118,7 @@ def _table(config: Config, sizes: GenSizes, gen_rank: int) -> Table:
     family = config["model_type"]
     if family not in FAMILIES:
         raise ValueError(f"unknown model family {family!r}, known: {', '.join(sorted(FAMILIES))}")
-    name = config.get("dtype") or config.get("torch_dtype")
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"  # absent in gpt-oss
     if name not in _DTYPES:
         raise ValueError(f"config dtype {name!r} is not one of {', '.join(_DTYPES)}")
     layers = len(config["hybrid_override_pattern"]) if family == "nemotron_h" else config["num_hidden_layers"]

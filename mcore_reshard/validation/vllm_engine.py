@@ -44,12 +44,17 @@ def prepare() -> None:
 
 
 def build_engine(
-    config_folder: Path | str, sizes: GenSizes, gen_rank: int, groups: Literal["stand-in", "gloo"] = "stand-in"
+    config_folder: Path | str,
+    sizes: GenSizes,
+    gen_rank: int,
+    groups: Literal["stand-in", "gloo"] = "stand-in",
+    device: Literal["cpu", "meta"] = "cpu",
 ) -> torch.nn.Module:
     """The vLLM model of one generation rank in bf16, with every parameter byte poisoned.
 
     `config_folder` holds an HF `config.json`. With "gloo" the default process group must be initialised and consist of
     the generation ranks. vLLM's loaders read the process's parallel state: only the model built last can be loaded.
+    On "meta" a model of any size has names, shapes and dtypes, and nothing else.
     """
     prepare()
     from vllm.config import set_current_vllm_config
@@ -60,7 +65,14 @@ def build_engine(
     sizes.coordinates(gen_rank)  # refuses a rank outside the mesh
     config = engine_config(config_folder, sizes, gen_rank)
     place = _gloo_groups(sizes, gen_rank) if groups == "gloo" else _stand_in_groups(sizes, gen_rank)
-    with set_current_vllm_config(config), place, triton_expert_layout(), set_default_torch_dtype(torch.bfloat16):
+    with (
+        set_current_vllm_config(config),
+        place,
+        triton_expert_layout(),
+        _expert_maps_on_cpu(),
+        set_default_torch_dtype(torch.bfloat16),
+        torch.device(device),
+    ):
         model = initialize_model(config)
     _model_to_pp_missing_layer_names.clear()  # keyed by id(module), which a later model may reuse
     for parameter in model.parameters():
@@ -120,6 +132,20 @@ def triton_expert_layout() -> Iterator[None]:
         mock.patch.object(moe_config, "current_platform", _CudaAlike(moe_config.current_platform)),
         mock.patch.object(moe_method, "select_unquantized_moe_backend", select_triton),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _expert_maps_on_cpu() -> Iterator[None]:
+    """Fixture: vLLM reads its expert maps back while it builds, which the meta device cannot."""
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+
+    def build(manager: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            upstream(manager, *args, **kwargs)
+
+    upstream = ExpertMapManager.__init__
+    with mock.patch.object(ExpertMapManager, "__init__", build):
         yield
 
 
