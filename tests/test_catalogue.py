@@ -169,9 +169,9 @@ def test_groups_gather_all_that_differs_in_number_only() -> None:
 def test_gpt_oss_regions_refer_to_a_view_that_sets_gate_and_up_apart() -> None:
     catalogue = built("tiny-gpt-oss")
     stacked = catalogue.find("model.layers.2.mlp.experts.gate_up_proj").group
-    assert (stacked.shape, stacked.view) == ((8, 64, 64), (8, 64, 32, 2))
+    assert (stacked.shape, stacked.view) == ((8, 64, 96), (8, 64, 48, 2))
     bias = catalogue.find("model.layers.2.mlp.experts.gate_up_proj_bias").group
-    assert (bias.shape, bias.view) == ((8, 64), (8, 32, 2))
+    assert (bias.shape, bias.view) == ((8, 96), (8, 48, 2))
 
 
 def test_parameters_that_no_layout_rule_knows_are_listed_as_such() -> None:
