@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 SCRATCH = -1  # base index of the bucket: interpreters append it after the tensors, so that -1 indexes it
 OUTER_DIMS = 3
@@ -81,6 +82,17 @@ def strided_copies(
         )
         for at in product(*(range(dim.extent) for dim in unrolled))
     )
+
+
+def expand(kinds: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Replace every entry by the members of its kind: (index of the entry, index among all kinds' members).
+
+    `counts` says how many members each kind has: kinds [1, 0, 1] with counts [1, 2] -> [0, 0, 1, 2, 2], [1, 2, 0, 1, 2].
+    """
+    repeats = counts[kinds]
+    owner = np.repeat(np.arange(len(kinds)), repeats)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    return owner, (np.cumsum(counts) - counts)[kinds][owner] + within
 
 
 def _merged(dims: Sequence[_Dim]) -> list[_Dim]:

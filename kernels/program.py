@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from .buckets import DEFAULT_BUCKET_BYTES, check_bucket_bytes, cut, pack
 from .checks import itemsizes, tensor_problems, transfer_problems
-from .copies import COPY, SCRATCH, strided_copies
+from .copies import COPY, SCRATCH, expand, strided_copies
 from .errors import BindError
 from .tensors import Fingerprint, check_fresh
 
@@ -166,7 +166,7 @@ class _Recipes:
         itemsize = self._itemsizes[table.tensor[order]]
         keys, recipe_of = np.unique(table.geometry[order] * np.int64(16) + itemsize, return_inverse=True)
         recipes = [self._recipe(*divmod(key, 16), sends=sends) for key in keys.tolist()]
-        owner, kinds = _expand(recipe_of, np.array([len(recipe.part_bytes) for recipe in recipes]))
+        owner, kinds = expand(recipe_of, np.array([len(recipe.part_bytes) for recipe in recipes]))
         row = order[owner]
         parts = _Parts(
             row=row,
@@ -195,7 +195,7 @@ class _Recipes:
         sends: bool,
     ) -> Lane:
         starts, bucket_offsets = pack(parts.nbytes, self._bucket_bytes)
-        owner, members = _expand(parts.kinds, copy_counts)
+        owner, members = expand(parts.kinds, copy_counts)
         copies = all_copies[members]
         local, scratch = ("src", "dst") if sends else ("dst", "src")
         copies[local] = table.tensor[parts.row][owner]
@@ -235,11 +235,3 @@ def _copies_of(extents: tuple[int, ...], strides: tuple[int, ...], itemsize: int
         ],
         COPY,
     )
-
-
-def _expand(kinds: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Replace every entry by the members of its kind: (index of the entry, index among all kinds' members)."""
-    repeats = counts[kinds]
-    owner = np.repeat(np.arange(len(kinds)), repeats)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-    return owner, (np.cumsum(counts) - counts)[kinds][owner] + within

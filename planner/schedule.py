@@ -68,6 +68,7 @@ class Schedule:
     padding: tuple[tuple[int, int, Geometry], ...]  # (tensor, offset, geometry): to be zeroed once, no parameter fills it
     misc: tuple[str, ...]  # HF names that travel by the misc route
     parameter_name: Callable[[int, int], str]  # (bundle, member) -> HF name, for messages
+    pulls: Callable[[], Pulls] | None = None  # generation ranks: the other end of `recvs`, for executors that read it
 
 
 @dataclass(frozen=True, slots=True)

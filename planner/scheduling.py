@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +83,7 @@ class _Expansion:
             padding=tuple(padding),
             misc=tuple(plan.misc_names()),
             parameter_name=plan.parameter_name,
+            pulls=partial(pulls_of, plan, self.rank) if self.world == "gen" else None,
         )
 
     def pulls(self) -> Pulls:

@@ -31,16 +31,18 @@ class Outcome:
         return self.kind == "died"
 
 
-def run_ranks(count: int, target: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Outcome]:
-    """`target(rank, store_address, *args)` in `count` forked processes that meet at a store held here.
+def run_ranks(
+    count: int, target: Callable[..., Any], *args: Any, timeout_s: float = 30.0, method: str = "fork"
+) -> list[Outcome]:
+    """`target(rank, store_address, *args)` in `count` processes that meet at a store held here.
 
-    Fails the test if a process outlives `timeout_s`; processes that hang are killed.
+    They are forked, or with `method="spawn"` started afresh, as CUDA needs. Fails the test if a process outlives `timeout_s`; processes that hang are killed.
     """
-    fork = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(method)
     processes: dict[Any, tuple[int, Any]] = {}  # by the pipe to each one
     for rank in range(count):
-        ours, theirs = fork.Pipe()
-        process = fork.Process(target=_run, args=(theirs, rank, target, args, timeout_s), daemon=True)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_run, args=(theirs, rank, target, args, timeout_s), daemon=True)
         process.start()
         theirs.close()
         processes[ours] = (rank, process)

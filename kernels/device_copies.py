@@ -1,0 +1,97 @@
+"""Perform a table of copies on the GPU with one launch: the launcher of device_copies.cu.
+
+The kernel is CUDA C++, compiled at run time with NVIDIA's own bindings (NVRTC through cuda.core): in a table of addresses
+every copy has its own word size and pitch, which is a pointer cast in CUDA and a kernel of its own per case in a language
+of blocks. Compiling takes a fraction of a second, once per process, device kind and shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import numpy as np
+import torch
+from cuda.core import Device, Kernel, LaunchConfig, Program, ProgramOptions, Stream, launch
+from numpy.typing import NDArray
+
+from .tiles import TILE
+
+_SOURCE = "device_copies.cu"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """How a launch is spread over the GPU. `ctas` is the budget: CTAs fill a multiprocessor each, a GPU has 132 of them."""
+
+    ctas: int = 64
+    threads: int = 512  # a multiple of 32
+    batch: int = 8  # loads under way in each thread
+
+    def __post_init__(self) -> None:
+        if self.ctas < 1 or self.batch < 1 or not 32 <= self.threads <= 1024 or self.threads % 32:
+            raise ValueError(f"no kernel has this shape: {self}")
+
+
+class DeviceCopies:
+    """Tiles (dtype TILE) on a device, to be performed as often as wanted; their addresses must stay valid.
+
+    With `checksums`, every tile is summed as it is read, read back and summed again; `damaged()` says which differ.
+    """
+
+    def __init__(
+        self,
+        tiles: NDArray[np.void],
+        device: torch.device,
+        shape: KernelShape = KernelShape(),  # noqa: B008
+        *,
+        checksums: bool = False,
+        defines: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        assert tiles.dtype == TILE
+        self._shape = shape
+        self._count = len(tiles)
+        self._tiles = torch.from_numpy(tiles.view(np.uint8).copy()).to(device)
+        self._copy_of = tiles["copy"]
+        self._sums = torch.zeros(self._count if checksums else 0, 2, dtype=torch.int64, device=device)
+        macros = (("THREADS", shape.threads), ("BATCH", shape.batch), ("CHECKSUMS", int(checksums)), *defines)
+        with torch.cuda.device(device):
+            self._kernel = _compiled(torch.cuda.get_device_capability(device), device.index, macros)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the table and the checksums."""
+        return self._tiles.nbytes + self._sums.nbytes
+
+    def launch(self, stream: torch.cuda.Stream) -> None:
+        """Queue the copies on `stream`: one kernel, and a memset before it with checksums. Does not wait."""
+        if not self._count:
+            return
+        with torch.cuda.stream(stream):
+            self._sums.zero_()
+        config = LaunchConfig(grid=min(self._shape.ctas, self._count), block=self._shape.threads)
+        launch(
+            Stream.from_handle(stream.cuda_stream),
+            config,
+            self._kernel,
+            self._tiles.data_ptr(),
+            np.uint32(self._count),
+            self._sums.data_ptr(),
+        )
+
+    def damaged(self) -> NDArray[np.int64]:
+        """Copies of which the last launch, which must have completed, wrote other bytes than it read; ascending."""
+        bad = torch.nonzero(self._sums[:, 0] != self._sums[:, 1]).reshape(-1).cpu().numpy()
+        return np.unique(self._copy_of[bad]).astype(np.int64)
+
+
+@cache
+def _compiled(capability: tuple[int, int], device_index: int, macros: tuple[tuple[str, int], ...]) -> Kernel:
+    """The kernel, loaded into the primary context of a device."""
+    Device(device_index).set_current()
+    options = ProgramOptions(
+        arch="sm_{}{}".format(*capability), std="c++17", define_macro=[(name, str(value)) for name, value in macros]
+    )
+    source = files(__package__).joinpath(_SOURCE).read_text()
+    return Program(source, "c++", options).compile("cubin").get_kernel("copy_tiles")
