@@ -20,6 +20,7 @@ from mcore_reshard.planner.geometry import row_major_strides
 from mcore_reshard.planner.schedule import Geometry, LocalTensor, Schedule
 from numpy.typing import NDArray
 from ranks import Outcome, run_ranks, values
+from torch.distributed import TCPStore
 
 from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
 
@@ -449,3 +450,24 @@ def test_an_error_of_trainer_or_engine_reaches_every_rank(
     assert {outcome.kind for outcome in outcomes} == {"SessionFailed"}
     (cause,) = causes(outcomes)
     assert cause.startswith(f"{named((2, 2), bad)}: ") and complaint in cause
+
+
+def lockstep(rank: int, address: str) -> None:
+    """Exports whose every tensor needs all training ranks, like a real one's gathers; the engine gives up early."""
+    host, port = address.split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+
+    def export(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(12):
+            store.set(f"export/{number}/{rank}", "")
+            store.wait([f"export/{number}/{other}" for other in range(2)])
+            yield f"t{number}", torch.zeros(1 << 20)
+
+    callback = {"load_weights": failing_load} if rank == 2 else {"export": export}
+    refit_and_check(seat(rank, address, (2, 1), transport="golden", **callback))
+
+
+def test_training_ranks_leave_an_export_together_when_the_engine_fails() -> None:
+    outcomes = run_ranks(3, lockstep)
+    assert [outcome.kind for outcome in outcomes] == ["SessionFailed", "SessionFailed", "KeyError"]
+    assert max(outcome.seconds for outcome in outcomes) < 8

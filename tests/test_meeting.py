@@ -1,0 +1,89 @@
+"""A meeting has one outcome, and a failure names the rank that is to blame rather than the first to complain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
+from torch.distributed import TCPStore
+
+from mcore_reshard.meeting import Failure, Meeting, SessionFailed, store_address
+
+MEMBERS = ("train:0", "train:1", "gen:0")
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store_address(store)
+
+
+def meeting(address: str, rank: str) -> Meeting:
+    return Meeting(address, "s", rank, MEMBERS, timeout_s=5.0)
+
+
+def waiting(rank: str, peer: str) -> Waiting:
+    return Waiting(rank, peer, 2, "model.w", sends=rank.startswith("train"))
+
+
+def test_everyone_hears_everyone(address: str) -> None:
+    with ThreadPoolExecutor() as pool:
+        heard = list(pool.map(lambda rank: meeting(address, rank).gather("p", {"is": rank}), MEMBERS))
+    assert [{rank: word["is"] for rank, word in words.items()} for words in heard] == [
+        dict(zip(MEMBERS, MEMBERS, strict=True))
+    ] * 3
+
+
+def test_one_failure_is_everyones_and_the_first_one_stands(address: str) -> None:
+    assert meeting(address, "gen:0").fail("p", ValueError("no")).message == "no"
+    assert meeting(address, "train:1").fail("p", ValueError("later")) == Failure("gen:0", "ValueError", "no")
+    with pytest.raises(SessionFailed, match="gen:0: ValueError: no"):
+        meeting(address, "train:0").gather("p", {})
+
+
+def test_a_success_cannot_be_undone(address: str) -> None:
+    with ThreadPoolExecutor() as pool:
+        ranks = [meeting(address, rank) for rank in MEMBERS]
+        list(pool.map(lambda rank: rank.gather("p", {}), ranks))
+    ranks[0]._declare("p", Failure("train:0", "ValueError", "too late"))
+    assert ranks[1]._outcome("p") is None
+
+
+def test_a_chain_of_waits_is_followed_to_the_rank_that_waits_for_nobody(address: str) -> None:
+    first, second = meeting(address, "train:0"), meeting(address, "gen:0")
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(first.fail, "p", DeadlineError(waiting("train:0", "gen:0"), "nothing within 5 s"))
+        time.sleep(0.3)
+        late = pool.submit(second.fail, "p", DeadlineError(waiting("gen:0", "train:1"), "nothing within 5 s"))
+        want = Failure.of("gen:0", DeadlineError(waiting("gen:0", "train:1"), "nothing within 5 s"))
+        assert early.result() == late.result() == want
+    assert (want.stage, want.parameter, want.peer) == (2, "model.w", "train:1")
+
+
+def test_a_rank_that_lost_a_peer_takes_that_peers_own_cause(address: str) -> None:
+    loser, failed = meeting(address, "train:0"), meeting(address, "gen:0")
+    with ThreadPoolExecutor() as pool:
+        lost = pool.submit(loser.fail, "p", PeerLostError(waiting("train:0", "gen:0"), "the connection was closed"))
+        time.sleep(0.3)
+        failed.fail("p", ChecksumError(waiting("gen:0", "train:1"), "arrived damaged"))
+        assert lost.result().error == "ChecksumError"
+
+
+def test_worlds_that_count_differently_do_not_hang(address: str) -> None:
+    def attend(members: tuple[str, ...]) -> None:
+        Meeting(address, "s", members[0], members, timeout_s=2.0).gather("p", {})
+
+    with ThreadPoolExecutor() as pool:
+        small = pool.submit(attend, ("gen:0",))
+        small.result()
+        with pytest.raises(SessionError, match="ranks disagree on how many they are: train:0 counts 3"):
+            attend(MEMBERS)
+
+
+@pytest.mark.parametrize("bad", ["somewhere", "host:", ":80", "host:port"])
+def test_an_address_is_host_and_port(bad: str) -> None:
+    with pytest.raises(SessionError, match="not the address of a store"):
+        meeting(bad, "gen:0")
