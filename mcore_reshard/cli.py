@@ -145,7 +145,7 @@ def _show_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "show",
         "Show what a plan does: as a whole, for one rank, or for some parameters.",
         "mcore-reshard show plan.json",
-        "mcore-reshard show plan.json --rank gen:3",
+        "mcore-reshard show plan.json --rank gen:1",
         "mcore-reshard show plan.json --parameter 'model.layers.0.*' --rank train:1",
     )
     command.add_argument("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")

@@ -21,11 +21,17 @@ def exit_code_of(error: Exception) -> int | None:
         return 3
     if isinstance(error, _INPUT):
         return 2
-    kernels = sys.modules.get("mcore_reshard.kernels.errors")  # torch is not imported to classify an error
-    if kernels is not None and isinstance(error, kernels.TransportUnavailable):
+    if isinstance(error, _loaded("kernels.errors", "TransportUnavailable", "validation.runner", "ValidationError")):
         return 2
-    if kernels is not None and isinstance(error, kernels.RefitError):
+    if isinstance(error, _loaded("kernels.errors", "RefitError", "validation.processes", "ProcessError")):
         return 1
     if isinstance(error, ImportError) and "pip install" in str(error):  # an extra is missing, and the message names it
         return 1
     return None
+
+
+def _loaded(*names: str) -> tuple[type[Exception], ...]:
+    """The errors (module, name, module, name, ...) of modules that are imported; none is imported to classify an error."""
+    pairs = zip(names[::2], names[1::2], strict=True)
+    modules = [(sys.modules.get(f"mcore_reshard.{module}"), name) for module, name in pairs]
+    return tuple(getattr(module, name) for module, name in modules if module is not None)

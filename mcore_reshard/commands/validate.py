@@ -32,9 +32,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(["--refits and --timeout must be above zero"])
     request, plan = _read(args)
     from mcore_reshard.kernels.registry import resolve  # torch: not before the input is known to be good
-    from mcore_reshard.validation.runner import validate
 
     resolve(args.transport, "cpu")
+    from mcore_reshard.validation.runner import validate
+
     if sys.stderr.isatty():  # no spinner: the ranks are forked from here, and threads do not survive that
         ranks = count(request.train.world + request.gen.world, "process", "processes")
         print(f"validating {request.model} in {ranks}, {count(args.refits, 'refit')} ...", file=sys.stderr)
@@ -70,7 +71,7 @@ def _read(args: argparse.Namespace) -> tuple[Request, Plan | None]:
         return _from_plan(args)
     missing = [f"--{side}" for side in ("train", "gen") if getattr(args, side) is None]
     if missing:
-        raise InputError([f"{' and '.join(missing)} wanted: a config says nothing about meshes"])
+        raise InputError([f"{' and '.join(missing)} wanted: {args.source} is no plan file, which would say"])
     if args.config is not None:
         raise InputError(["--config goes with a plan file; here CONFIG itself is the config"])
     policy = args.policy or "exact"
