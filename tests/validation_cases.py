@@ -1,0 +1,102 @@
+"""Which families are validated over which meshes: the cases of test_validate.py and the README's support table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FAMILIES = (
+    "llama", "llama-tied", "qwen2", "qwen3", "qwen3-moe", "deepseek-v3", "moonlight", "kimi-k2", "nemotron-h", "gpt-oss",
+)  # fmt: skip
+MOE = {"qwen3-moe", "deepseek-v3", "moonlight", "kimi-k2", "nemotron-h", "gpt-oss"}
+# name: (training mesh, generation mesh, config overrides, only for families with experts)
+MESHES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
+    "TP2 -> TP4": ("tp=2", "tp=4", {}, False),
+    "TP4 -> TP2": ("tp=4", "tp=2", {}, False),
+    "TP2 PP2 -> TP2": ("tp=2,pp=2", "tp=2", {}, False),
+    "TP1 EP4 -> TP2": ("ep=4,dp=4", "tp=2", {}, True),
+    "TP2 EP4 ETP1 -> TP4": ("tp=2,ep=4,etp=1,dp=2", "tp=4", {}, True),
+    "TP2 EP2 ETP2 -> TP2": ("tp=2,ep=2,etp=2,dp=2", "tp=2", {}, True),
+    "PP2 VPP2 -> TP1 DP2": ("pp=2,vpp=2", "tp=1,dp=2", {}, False),
+    "PP2 3+1 layers -> TP2": ("pp=2,layers=3+1", "tp=2", {}, False),
+    "CP2 -> TP2": ("cp=2", "tp=2", {}, False),
+    "CP2 EP2 -> TP1": ("cp=2,ep=2", "tp=1", {}, True),
+    "DP2 -> TP2 DP2": ("dp=2", "tp=2,dp=2", {}, False),
+    "2 KV heads, TP2 -> TP4": ("tp=2", "tp=4", {"num_key_value_heads": 2}, False),
+    "2 KV heads, TP4 -> TP2": ("tp=4", "tp=2", {"num_key_value_heads": 2}, False),
+    "1 KV head, TP4 -> TP2": ("tp=4", "tp=2", {"num_key_value_heads": 1}, False),
+    "EP2 -> gen EP2": ("ep=2,dp=2", "tp=2,ep=2", {}, True),
+    "TP2 -> gen EP4 over TP2 DP2": ("tp=2", "tp=2,dp=2,ep=4", {}, True),
+    "TP2 -> gen PP2": ("tp=2", "pp=2", {}, False),
+    "PP2 -> gen PP2 TP2": ("pp=2", "tp=2,pp=2", {}, False),
+    "vocabulary 250, TP4 -> TP2": ("tp=4", "tp=2", {"vocab_size": 250}, False),
+    "vocabulary 130, TP1 -> TP4": ("tp=1", "tp=4", {"vocab_size": 130}, False),
+    "embedding and loss alone": ("pp=4,layers=0+3+1+0", "tp=2", {}, False),
+    "uneven chunks": ("pp=2,vpp=2,layers=1+2+1+0", "tp=1", {}, False),
+}
+
+# What the default suite runs: each family once with tensor and once with pipeline or expert parallelism, each mesh once.
+DEFAULT = [
+    ("llama", "TP2 -> TP4"),
+    ("llama", "PP2 3+1 layers -> TP2"),
+    ("llama", "vocabulary 250, TP4 -> TP2"),
+    ("llama", "embedding and loss alone"),
+    ("llama-tied", "TP2 PP2 -> TP2"),
+    ("llama-tied", "PP2 -> gen PP2 TP2"),
+    ("llama-tied", "vocabulary 130, TP1 -> TP4"),
+    ("qwen2", "TP4 -> TP2"),
+    ("qwen2", "2 KV heads, TP2 -> TP4"),
+    ("qwen3", "2 KV heads, TP4 -> TP2"),
+    ("qwen3", "1 KV head, TP4 -> TP2"),
+    ("qwen3", "CP2 -> TP2"),
+    ("qwen3", "DP2 -> TP2 DP2"),
+    ("qwen3-moe", "TP1 EP4 -> TP2"),
+    ("qwen3-moe", "TP2 EP4 ETP1 -> TP4"),
+    ("qwen3-moe", "TP2 EP2 ETP2 -> TP2"),
+    ("qwen3-moe", "PP2 VPP2 -> TP1 DP2"),
+    ("qwen3-moe", "CP2 EP2 -> TP1"),
+    ("qwen3-moe", "uneven chunks"),
+    ("deepseek-v3", "TP2 -> gen EP4 over TP2 DP2"),
+    ("deepseek-v3", "TP2 PP2 -> TP2"),
+    ("moonlight", "EP2 -> gen EP2"),
+    ("kimi-k2", "TP2 EP2 ETP2 -> TP2"),
+    ("nemotron-h", "TP2 -> TP4"),
+    ("nemotron-h", "TP2 PP2 -> TP2"),
+    ("nemotron-h", "EP2 -> gen EP2"),
+    ("gpt-oss", "TP2 -> gen PP2"),
+    ("gpt-oss", "TP1 EP4 -> TP2"),
+    ("gpt-oss", "TP2 EP4 ETP1 -> TP4"),
+]
+
+
+
+_LAYERS_OF_HYBRID = {"3+1": "6+2", "0+3+1+0": "0+4+4+0"}  # Nemotron-H's tiny config has 8 layers
+_REFUSED = {
+    ("gpt-oss", "TP2 EP2 ETP2 -> TP2"),  # Megatron-Core: experts with biases at ETP = 1 only
+    ("nemotron-h", "PP2 VPP2 -> TP1 DP2"),  # Megatron-Core does not interleave hybrid models
+    ("nemotron-h", "uneven chunks"),
+    ("gpt-oss", "2 KV heads, TP2 -> TP4"),  # vLLM's gpt-oss does not replicate KV heads
+}
+_LATENT = {"deepseek-v3", "moonlight", "kimi-k2"}  # no KV heads to speak of
+
+
+def standing(family: str, mesh: str) -> str:
+    """T: default tests, A: `make validate-all`, n: refused by Megatron-Core or vLLM, -: does not exist."""
+    _, _, overrides, experts = MESHES[mesh]
+    if (experts and family not in MOE) or ("num_key_value_heads" in overrides and family in _LATENT):
+        return "-"
+    if (family, mesh) in _REFUSED:
+        return "n"
+    return "T" if (family, mesh) in DEFAULT else "A"
+
+
+def arguments(family: str, mesh: str) -> tuple[str, str, dict[str, Any]]:
+    """Training mesh, generation mesh and config overrides of a case."""
+    train, gen, overrides, _ = MESHES[mesh]
+    head, layers, counts = train.partition("layers=")
+    if family == "nemotron-h" and layers:
+        train = head + layers + _LAYERS_OF_HYBRID.get(counts, counts)
+    return train, gen, overrides
+
+
+REFUSED = sorted(_REFUSED)
+FULL = [(family, mesh) for family in FAMILIES for mesh in MESHES if standing(family, mesh) == "A"]

@@ -1,0 +1,101 @@
+"""Fill the README's marked sections from data: the demo's output, planning figures, the support table.
+
+    python tools/readme.py            rewrite README.md
+    python tools/readme.py --check    fail if a section that comes from data files is stale (the demo is not rerun)
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PLANNER = ROOT / "tools" / "results" / "planner.json"
+DEMO = ["tiny-qwen3-moe", "--train", "tp=2,pp=2,ep=2", "--gen", "tp=2"]
+
+
+def planner_section() -> str:
+    data = json.loads(PLANNER.read_text())
+    lines = [
+        f"DeepSeek-V3, every HF parameter, proof included; {data['what']}; {data['cpu']}, Python {data['python']}, numpy"
+        f" {data['numpy']}, {data['date']} (`make bench`, [data](tools/results/planner.json)):",
+        "",
+        "| ranks | transfers | bundles | plan | proof | one rank's schedule (train / gen) | peak memory | plan file |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case in sorted(data["cases"], key=lambda c: (c["train_ranks"], c["transfers"])):
+        seconds = case["seconds"]
+        gen_ep = ", gen EP" if "ep=" in case["gen"] else ""
+        lines.append(
+            f"| {case['train_ranks']:,} -> {case['gen_ranks']:,}{gen_ep} | {case['transfers']:,} | {case['bundles']:,} |"
+            f" {seconds['plan']:.2f} s | {seconds['proof']:.2f} s | {seconds['train_schedule']:.2f} / {seconds['gen_schedule']:.2f} s |"
+            f" {case['peak_rss_mb']:.0f} MB | {case['plan_file_bytes'] / 1e3:.0f} kB |"
+        )
+    lines += [
+        "",
+        "A plan stores templates and bundles, neither ranks nor parameters one by one, so cost follows the number of distinct layouts.",
+    ]
+    return "\n".join(lines)
+
+
+def support_section() -> str:
+    cases = _module(ROOT / "tests" / "validation_cases.py")
+    families = list(cases.FAMILIES)
+    lines = ["| mesh | " + " | ".join(families) + " |", "|---|" + "---|" * len(families)]
+    for mesh in cases.MESHES:
+        marks = [cases.standing(family, mesh) for family in families]
+        lines.append(f"| {mesh} | " + " | ".join(marks) + " |")
+    return "\n".join(lines)
+
+
+def demo_section() -> str:
+    from mcore_reshard.cli import main
+
+    shown = []
+    for command in (["plan", *DEMO], ["validate", *DEMO, "--refits", "2"]):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            if code := main(command):
+                raise SystemExit(code)
+        shown.append(f"$ mcore-reshard {' '.join(command)}\n{out.getvalue().rstrip()}")
+    return "```\n" + "\n\n".join(shown) + "\n```"
+
+
+def replaced(text: str, name: str, section: str) -> str:
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise SystemExit(f"README.md has no section {name}")
+    return f"{head}{begin}\n{section}\n{end}{tail}"
+
+
+def _module(path: Path) -> ModuleType:
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a section is stale")
+    arguments = parser.parse_args()
+    text = README.read_text()
+    wanted = replaced(text, "planner", planner_section())
+    wanted = replaced(wanted, "support", support_section())
+    if arguments.check:
+        sys.exit("README.md is stale: run python tools/readme.py" if wanted != text else 0)
+    README.write_text(replaced(wanted, "demo", demo_section()))
+
+
+if __name__ == "__main__":
+    main()
