@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(_as_dict(plan, args, answer))
     else:
-        write(*_text(args, answer))
+        write(*_text(plan, args, answer))
     return 0
 
 
@@ -137,15 +137,16 @@ def _as_dict(plan: Plan, args: argparse.Namespace, answer: _Answer) -> dict[str,
         "kind": answer.kind,
         "gen_rank": args.gen_rank,
         "train_rank": args.train_rank,
-        "origins": [_origin_as_dict(origin) for origin in answer.origins],
+        "origins": [_origin_as_dict(plan, origin) for origin in answer.origins],
         "holders": [_place_as_dict(place) for place in answer.holders],
         "notes": answer.notes,
     }
 
 
-def _origin_as_dict(origin: Origin) -> dict[str, Any]:
+def _origin_as_dict(plan: Plan, origin: Origin) -> dict[str, Any]:
     ends = {end: None if place is None else _place_as_dict(place) for end, place in _ends(origin).items()}
-    return {**asdict(origin), **ends}
+    view = list(plan.groups[find_parameter(plan, origin.parameter)[0]].view) if origin.parameter else None
+    return {**asdict(origin), **ends, "view": view}
 
 
 def _ends(origin: Origin) -> dict[str, Place | None]:
@@ -159,12 +160,12 @@ def _place_as_dict(place: Place) -> dict[str, Any]:
 # --- text
 
 
-def _text(args: argparse.Namespace, answer: _Answer) -> Iterator[RenderableType]:
+def _text(plan: Plan, args: argparse.Namespace, answer: _Answer) -> Iterator[RenderableType]:
     yield from (Text(f"note: {note}", style="yellow") for note in answer.notes)
     if not answer.origins:
         yield _nothing(args, answer)
     for group in _alike(answer.origins):
-        yield from _group(group, answer.holders)
+        yield from _group(plan, group, answer.holders)
 
 
 def _nothing(args: argparse.Namespace, answer: _Answer) -> str:
@@ -190,14 +191,15 @@ def _alike(origins: list[Origin]) -> list[list[Origin]]:
     return list(groups.values())
 
 
-def _group(origins: list[Origin], holders: list[Place]) -> Iterator[RenderableType]:
+def _group(plan: Plan, origins: list[Origin], holders: list[Place]) -> Iterator[RenderableType]:
     first = origins[0]
     rows: list[tuple[str, str | Text]] = []
     if first.parameter:
         rows.append(("parameter", Text(f"{first.parameter}{_at(first.index)}", style="bold")))
     rows.append(("route", first.route + (f": {first.reason}" if first.reason else "")))
     if first.region is not None:
-        rows.append(("stage", f"{first.pp_stage}, in region {first.region}"))
+        view = plan.groups[find_parameter(plan, first.parameter)[0]].view
+        rows.append(("stage", f"{first.pp_stage}, in region {first.region} of {shape(view)}"))
     for what, place in (("trainer tensor", first.src), ("engine tensor", first.dst)):
         if place is not None:
             rows.append((what, f"{place.tensor}  {place.dtype} {shape(place.shape)}"))

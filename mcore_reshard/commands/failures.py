@@ -31,7 +31,7 @@ def exit_code_of(error: Exception) -> int | None:
 
 
 def _loaded(*names: str) -> tuple[type[Exception], ...]:
-    """The errors (module, name, module, name, ...) of modules that are imported; none is imported to classify an error."""
+    """Those of the errors (module, name, ...) whose modules are loaded: no others can have been raised."""
     pairs = zip(names[::2], names[1::2], strict=True)
     modules = [(sys.modules.get(f"mcore_reshard.{module}"), name) for module, name in pairs]
     return tuple(getattr(module, name) for module, name in modules if module is not None)

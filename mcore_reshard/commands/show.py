@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from mcore_reshard.planner.geometry import Region
 from mcore_reshard.planner.plan import Plan
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         write_json({"digest": plan.digest, "parameter": args.parameter, "rank": args.rank, "transfers": transfers})
     else:
         found += islice(rows, _ROWS_SHOWN - 1)
-        write(_transfers(args.parameter, args.rank, found, sum(1 for _ in rows)))
+        write(*_transfers(args.parameter, args.rank, found, sum(1 for _ in rows)))
     return 0
 
 
@@ -88,24 +89,37 @@ def _rank_tables(report: dict[str, Any]) -> Iterator[RenderableType]:
     yield tensors
 
 
-def _transfers(glob: str, rank: str | None, rows: list[dict[str, Any]], left: int) -> RenderableType:
+def _transfers(glob: str, rank: str | None, rows: list[dict[str, Any]], left: int) -> Iterator[RenderableType]:
     if not rows:
-        return f"{rank} has no part in moving {glob}"
-    title = f"Transfers of {glob}" + (f" with {rank}" if rank else "")
-    shown = table(title, "parameter", "stage", "region", "bytes", "from", "to", numbers=("stage", "bytes"))
-    last = ""
-    for row in rows:
-        name = row["parameter"] if row["parameter"] != last else ""
-        last = row["parameter"]
-        if row["route"] != "bulk":
-            shown.add_row(name, row["route"], "", size(row["bytes"]), row["reason"], "")
+        yield f"{rank} has no part in moving {glob}"
+    for alike in _between_two_tensors(rows):
+        first = alike[0]
+        lines: list[tuple[str, str | Text]] = [("parameter", Text(first["parameter"], style="bold"))]
+        if first["route"] != "bulk":
+            yield facts([*lines, ("route", f"{first['route']}: {first['reason']}"), ("bytes", size(first["bytes"]))])
             continue
-        region = Region(tuple(row["region"]["start"]), tuple(row["region"]["stop"]))
-        ends = [_end_text(world, row[end]) for world, end in (("train", "src"), ("gen", "dst"))]
-        shown.add_row(name, str(row["pp_stage"]), str(region), size(row["bytes"]), *ends)
-    say_what_is_left(shown, left, "transfer")
-    return shown
+        for what, end in (("trainer tensor", first["src"]), ("engine tensor", first["dst"])):
+            lines.append((what, f"{end['tensor']}  {end['dtype']} {shape(end['shape'])}"))
+        lines.append(("regions", f"in coordinates of {shape(first['view'])}"))
+        yield facts(lines)
+        numbers = ("stage", "bytes", "at element")
+        shown = table(None, "stage", "region", "bytes", "from", "at element", "to", "at element", numbers=numbers)
+        for row in alike:
+            region = Region(tuple(row["region"]["start"]), tuple(row["region"]["stop"]))
+            ends = [(f"{world}:{row[end]['rank']}", f"{row[end]['offset']:,}") for world, end in _ENDS]
+            shown.add_row(str(row["pp_stage"]), str(region), size(row["bytes"]), *ends[0], *ends[1])
+        yield shown
+    if left:
+        yield f"and {count(left, 'transfer')} more: --json lists all"
 
 
-def _end_text(world: str, end: dict[str, Any]) -> str:
-    return f"{world}:{end['rank']} {end['tensor']} +{end['offset']}"
+_ENDS = (("train", "src"), ("gen", "dst"))
+
+
+def _between_two_tensors(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Rows of one parameter, one trainer tensor and one engine tensor, together."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        tensors = (row[end]["tensor"] for _, end in _ENDS) if row["route"] == "bulk" else ()
+        groups.setdefault((row["parameter"], *tensors), []).append(row)
+    yield from groups.values()

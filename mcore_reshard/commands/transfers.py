@@ -132,6 +132,7 @@ def _moves(
                 "parameter": name,
                 "route": "bulk",
                 "pp_stage": bundle.pp_stage,
+                "view": list(plan.groups[bundle.group].view),
                 "region": {"start": list(move.region.start), "stop": list(move.region.stop)},
                 "bytes": int(template.move_bytes[number]),
                 "src": {"rank": train_rank, **ends["src"]},
