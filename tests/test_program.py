@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,9 @@ from mcore_reshard.kernels.interpreter import run_copies
 from mcore_reshard.kernels.program import Program, bind
 from mcore_reshard.kernels.tensors import byte_array
 from mcore_reshard.planner.geometry import row_major_strides
-from mcore_reshard.planner.schedule import Geometry, LocalTensor, Schedule, StageSchedule
+from mcore_reshard.planner.schedule import Geometry, LocalTensor, Schedule, StageSchedule, TransferTable
+from mcore_reshard.planner.scheduling import schedule_of as schedule_of_plan
+from plans import TINY, Case
 
 
 def two_moves() -> list[Move]:
@@ -247,3 +250,35 @@ def test_fifty_thousand_transfers_bind_within_a_second() -> None:
     seconds = time.perf_counter() - start
     assert sum(len(lane.copies) for lane in program.stages[0].lanes) == count
     assert seconds < 1.0
+
+
+@pytest.mark.parametrize("case", TINY[::3], ids=str)
+def test_schedules_of_real_plans_deliver_what_their_rows_say(case: Case) -> None:
+    plan = case.plan()
+    train = [schedule_of_plan(plan, "train", rank) for rank in range(plan.train.world)]
+    sources = [allocate(schedule, seed=1) for schedule in train]
+    trainers = [bind(s, t, bucket_bytes=4096) for s, t in zip(train, sources, strict=True)]
+    for rank in range(plan.gen.world):
+        gen = schedule_of_plan(plan, "gen", rank)
+        tensors, want = allocate(gen), allocate(gen)
+        deliver(trainers, bind(gen, tensors, bucket_bytes=4096))
+        for peer, schedule in enumerate(train):
+            for ours, theirs in zip(gen.stages, schedule.stages, strict=True):
+                rows = zip(
+                    rows_of(gen, ours.recvs, peer, want),
+                    rows_of(schedule, theirs.sends, rank, sources[peer]),
+                    strict=True,
+                )
+                for into, out in rows:
+                    into.copy_(out)
+        assert {name: raw_bytes(t) for name, t in tensors.items()} == {name: raw_bytes(t) for name, t in want.items()}
+
+
+def rows_of(
+    schedule: Schedule, rows: TransferTable, peer: int, tensors: dict[str, torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """The elements of each transfer with `peer`, as views of the rank's tensors in wire order."""
+    for row in np.flatnonzero(rows.peer == peer).tolist():
+        geometry = schedule.geometries[int(rows.geometry[row])]
+        tensor = tensors[schedule.tensors[int(rows.tensor[row])].name]
+        yield tensor.as_strided(geometry.extents, geometry.strides, int(rows.offset[row]))
