@@ -30,6 +30,7 @@ from mcore_reshard.planner.scheduling import schedule_of
 # parameter, train rank, tensor, offset, gen rank, tensor, offset
 Moved = tuple[str, int, str, int, int, str, int]
 
+DENSE = plans.Case("tiny-llama", "tp=2,pp=2,dp=2", "tp=4")
 MOST_ELEMENTS = 100  # explained per tensor, spread over all of it
 
 
@@ -132,10 +133,12 @@ def test_parameters_are_explained_as_they_move(case: plans.Case) -> None:
 
 def test_every_element_of_large_tensors_is_explained_as_it_moves() -> None:
     by_case = {
-        plans.TINY[0]: ("model.layers.1.self_attn.k_proj.weight",),
-        plans.TINY[9]: ("model.layers.2.mlp.experts.5.up_proj.weight",),
-        plans.TINY[17]: ("backbone.layers.0.mixer.in_proj.weight",),
-        plans.TINY[19]: ("model.layers.0.mlp.experts.gate_up_proj",),
+        DENSE: ("model.layers.1.self_attn.k_proj.weight",),
+        plans.Case("tiny-qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2,dp=2,ep=4"): (
+            "model.layers.2.mlp.experts.5.up_proj.weight",
+        ),
+        plans.Case("tiny-nemotron-h", "tp=2,ep=2,pp=2", "tp=2,pp=2"): ("backbone.layers.0.mixer.in_proj.weight",),
+        plans.Case("tiny-gpt-oss", "tp=2,ep=2", "tp=2"): ("model.layers.0.mlp.experts.gate_up_proj",),
     }
     for case, names in by_case.items():
         plan = case.plan()
@@ -200,7 +203,8 @@ def _padding(schedule: Schedule) -> set[tuple[str, int]]:
 
 
 def test_padded_vocabulary_rows_come_from_nowhere() -> None:
-    plan = plans.TINY[2].plan()  # 250 rows, padded by the engine to 256 over 8 ranks
+    narrow = (("num_key_value_heads", 2), ("vocab_size", 250))  # 250 rows, padded by the engine to 256 over 8 ranks
+    plan = plans.Case("tiny-llama", "tp=4", "tp=8", changes=narrow).plan()
     (origin,) = explain_engine_tensor(plan, "lm_head.weight", (30, 3), gen_rank=7)
     assert (origin.route, origin.parameter, origin.src) == ("padding", "", None)
     assert origin.dst is not None and origin.dst.offset == 30 * 64 + 3
@@ -261,11 +265,11 @@ def test_misc_and_excluded_parameters_say_why() -> None:
 )
 def test_unknown_elements_are_named(name: str, index: tuple[int, ...], message: str) -> None:
     with pytest.raises(ExplainError, match=message):
-        explain_parameter(plans.TINY[0].plan(), name, index)
+        explain_parameter(DENSE.plan(), name, index)
 
 
 def test_unknown_tensors_and_ranks_are_named() -> None:
-    plan = plans.TINY[0].plan()
+    plan = DENSE.plan()
     with pytest.raises(ExplainError, match=r"on gen:0; did you mean .*gate_up_proj"):
         explain_engine_tensor(plan, "model.layers.0.mlp.gate_up.weight", (0, 0), 0)
     with pytest.raises(ExplainError, match="misc route carries 5 parameters"):
