@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroupGloo, Store
 
 from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
 from .interpreter import run_copies
-from .pipeline import StageReport, Step, group_rank, other_world, steps
+from .pipeline import StageClock, StageReport, Step, group_rank, other_world, steps
 from .program import Program
 from .tensors import byte_array
 
@@ -62,7 +62,8 @@ class GlooGroup:
     """All ranks of a session, fully connected. Construction blocks until every rank has connected.
 
     A connection closes when its process dies or calls `close`; whoever waits on it then gets `PeerLostError` at once.
-    So one failure runs through everyone who waits, directly or indirectly.
+    So one failure runs through everyone who waits, directly or indirectly. gloo listens where the host's name points;
+    GLOO_SOCKET_IFNAME names another interface.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
@@ -126,7 +127,7 @@ class GlooExecutor:
     def run(self) -> tuple[StageReport, ...]:
         """Move every bucket once. Returns when all bytes sent were taken and all bytes received are in place."""
         self._runs += 1
-        clock = _StageClock(len(self._program.stages))
+        clock = StageClock(len(self._program.stages))
         under_way: deque[tuple[Step, torch.Tensor, GlooMessage]] = deque()
         for number, step in enumerate(self._steps):
             if len(under_way) == len(self._slots):
@@ -136,16 +137,7 @@ class GlooExecutor:
             under_way.append((step, slot, self._start(step, slot)))
         while under_way:
             self._finish(*under_way.popleft(), clock)
-        return tuple(
-            StageReport(
-                stage.pp_stage,
-                stage.transfers,
-                sum(len(lane.buckets) for lane in stage.lanes),
-                stage.nbytes,
-                clock.seconds(index),
-            )
-            for index, stage in enumerate(self._program.stages)
-        )
+        return clock.reports(self._program)
 
     def close(self) -> None:
         self._slots.clear()
@@ -159,7 +151,7 @@ class GlooExecutor:
         self._pack(step, message.numpy())
         return self._group.send(message, peer, step.waiting)
 
-    def _finish(self, step: Step, slot: torch.Tensor, message: GlooMessage, clock: _StageClock) -> None:
+    def _finish(self, step: Step, slot: torch.Tensor, message: GlooMessage, clock: StageClock) -> None:
         message.wait()
         if not step.lane.sends:
             self._unpack(step, slot[: _HEADER.size + step.bucket.nbytes].numpy())
@@ -183,22 +175,3 @@ class GlooExecutor:
 
     def _copy(self, step: Step, body: NDArray[np.uint8]) -> None:
         run_copies(step.lane.copies[step.bucket.first_copy : step.bucket.stop_copy], [*self._tensors, body])
-
-
-class _StageClock:
-    """First start and last end of each stage; stages overlap, so these do not add up to the whole."""
-
-    def __init__(self, stages: int) -> None:
-        self._starts: list[float | None] = [None] * stages
-        self._ends: list[float] = [0.0] * stages
-
-    def started(self, stage: int) -> None:
-        if self._starts[stage] is None:
-            self._starts[stage] = time.perf_counter()
-
-    def finished(self, stage: int) -> None:
-        self._ends[stage] = time.perf_counter()
-
-    def seconds(self, stage: int) -> float:
-        start = self._starts[stage]
-        return 0.0 if start is None else self._ends[stage] - start

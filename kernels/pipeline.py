@@ -7,6 +7,7 @@ of peers deadlocks, with any window. The key visits peers in rotation, so that r
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +47,38 @@ class StageReport:
     buckets: int
     nbytes: int
     seconds: float
+
+
+class StageClock:
+    """First start and last end of each stage; stages overlap, so these do not add up to the whole."""
+
+    def __init__(self, stages: int) -> None:
+        self._starts: list[float | None] = [None] * stages
+        self._ends: list[float] = [0.0] * stages
+
+    def started(self, stage: int) -> None:
+        if self._starts[stage] is None:
+            self._starts[stage] = time.perf_counter()
+
+    def finished(self, stage: int) -> None:
+        self._ends[stage] = time.perf_counter()
+
+    def seconds(self, stage: int) -> float:
+        start = self._starts[stage]
+        return 0.0 if start is None else self._ends[stage] - start
+
+    def reports(self, program: Program) -> tuple[StageReport, ...]:
+        """What the program moved, with the times taken here."""
+        return tuple(
+            StageReport(
+                stage.pp_stage,
+                stage.transfers,
+                sum(len(lane.buckets) for lane in stage.lanes),
+                stage.nbytes,
+                self.seconds(index),
+            )
+            for index, stage in enumerate(program.stages)
+        )
 
 
 class Executor(Protocol):

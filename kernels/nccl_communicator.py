@@ -1,0 +1,106 @@
+"""One NCCL communicator that never blocks: what it starts is polled, against a deadline, and can be given up.
+
+NVIDIA's own binding (nccl4py) is used rather than torch's process group, whose watchdog answers a timeout by ending the
+process: a trainer must outlive its generator. The binding also needs no process group, and names the library that
+torch itself has loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import TransferError, Waiting
+
+if TYPE_CHECKING:
+    from nccl.core import Communicator
+
+
+class NcclError(TransferError):
+    """NCCL reported an error of its own; the communicator is of no further use."""
+
+
+@dataclass(frozen=True, slots=True)
+class NcclMessage:
+    """A contiguous uint8 tensor to or from another member of a communicator."""
+
+    payload: torch.Tensor
+    member: int
+    sends: bool
+
+
+def nccl_obstacle() -> str | None:
+    """What keeps NCCL from being used on this machine."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    missing = [name for name, module in (("nccl4py", "nccl"), ("cuda-core", "cuda.core")) if not _found(module)]
+    return f"{' and '.join(missing)} not installed: pip install mcore-reshard[gpu]" if missing else None
+
+
+def _found(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def new_unique_id() -> bytes:
+    """What the members of a new communicator must share."""
+    from nccl.core import get_unique_id
+
+    return bytes(get_unique_id())
+
+
+class NcclCommunicator:
+    """A member's place in a communicator on the current device. Connecting goes on in the background: poll `is_idle`."""
+
+    def __init__(self, unique_id: bytes, member: int, members: int, waiting: Waiting) -> None:
+        from nccl.bindings.nccl import NCCLError
+        from nccl.core import Communicator, NCCLConfig, UniqueId
+
+        self._errors = NCCLError
+        self._communicator: Communicator | None
+        try:
+            config = NCCLConfig(blocking=False)
+            self._communicator = Communicator.init(members, member, UniqueId.from_bytes(unique_id), config)
+        except NCCLError as error:
+            raise NcclError(waiting, f"NCCL could not connect {members} ranks: {error}") from error
+
+    def is_idle(self, waiting: Waiting) -> bool:
+        """Whether what was started last has been handed to the device. Raises `NcclError` if it failed."""
+        from nccl.bindings.nccl import Result
+        from nccl.core import get_error_string
+
+        result = self._open(waiting).get_async_error()
+        if result in (Result.Success, Result.InProgress):
+            return bool(result == Result.Success)
+        said = self._open(waiting).get_last_error()
+        raise NcclError(waiting, f"NCCL: {get_error_string(result)}" + (f" ({said})" if said else ""))
+
+    def start(self, messages: Sequence[NcclMessage], stream: torch.cuda.Stream, waiting: Waiting) -> None:
+        """Queue all messages on `stream` as one group; they are under way at the same time."""
+        from nccl.core import group
+
+        communicator, handle = self._open(waiting), stream.cuda_stream
+        try:
+            with group():
+                for message in messages:
+                    move = communicator.send if message.sends else communicator.recv
+                    move(message.payload, message.member, stream=handle)
+        except self._errors as error:
+            raise NcclError(waiting, f"NCCL: {error}") from error
+
+    def abort(self) -> None:
+        """End everything under way, here and now, and free the communicator. May be called twice."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.abort()
+
+    def _open(self, waiting: Waiting) -> Communicator:
+        if self._communicator is None:
+            raise NcclError(waiting, "the communicator has been closed")
+        return self._communicator
