@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from mcore_reshard import __version__, cli
 from mcore_reshard.planner.configs import load_config
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.plan_file import digest_of, dump_plan, load_plan, save_plan
-
-from mcore_reshard import __version__, cli
 
 DEEPSEEK = ["deepseek-v3", "--train", "tp=8,pp=8,ep=32,etp=1,dp=4,layers=8+8+8+8+8+7+7+7", "--gen", "tp=32,dp=4"]
 MOE = ["tiny-qwen3-moe", "--train", "tp=2,pp=2,ep=2,dp=2", "--gen", "tp=2,dp=2"]

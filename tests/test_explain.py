@@ -12,6 +12,7 @@ from math import prod
 import numpy as np
 import plans
 import pytest
+
 from mcore_reshard.planner.explain import (
     ExplainError,
     Origin,
