@@ -359,7 +359,12 @@ class MegatronLayout(Layout):
         architecture, mesh = self._context.architecture, self._context.mesh
         found = []
         try:
-            mesh.chunk_layers(architecture.layers)
+            counts = mesh.chunk_layers(architecture.layers)
+            if architecture.mamba is not None and (len(set(counts[1:-1])) > 1 or not (counts[0] and counts[-1])):
+                found.append(
+                    f"layers {'+'.join(map(str, counts))}: Megatron-Core's hybrid (Mamba) pipelines hold layers on every stage"
+                    " and differ only in the first and the last"
+                )
         except MeshError as error:
             found += error.violations
         attention, tp = architecture.attention, mesh.tp

@@ -327,6 +327,7 @@ class VllmLayout(Layout):
 
     def __init__(self, catalogue: Catalogue, mesh: GenMesh) -> None:
         self._context = _Context(catalogue.architecture, mesh, catalogue.dtype)
+        self._expert_layers = {layer for group in catalogue.groups if group.role in _EXPERT_ROLES for layer in group.layers}
 
     def violations(self) -> list[str]:
         architecture, mesh = self._context.architecture, self._context.mesh
@@ -355,9 +356,21 @@ class VllmLayout(Layout):
             found.append(f"ep = {mesh.ep} wants a model with experts, {architecture.family} has none here")
         if mesh.ep > architecture.experts > 0:
             found.append(f"ep = {mesh.ep} exceeds the {architecture.experts} experts")
+        if architecture.family == "gpt_oss" and architecture.expert_intermediate % (ranks := mesh.world // (1 if mesh.ep > 1 else mesh.dp)):
+            found.append(f"expert width {architecture.expert_intermediate} cannot be divided by the engine's {ranks} ranks")
+        found += self._stages_without_experts()
         if mesh.pp > architecture.layers:
             found.append(f"pp = {mesh.pp} exceeds the {architecture.layers} layers")
         return [f"generation: {violation}" for violation in found]
+
+    def _stages_without_experts(self) -> list[str]:
+        """models/qwen3_moe.py and models/nemotron_h.py look for a mixture of experts on every pipeline stage."""
+        architecture, mesh = self._context.architecture, self._context.mesh
+        if architecture.family not in {"qwen3_moe", "nemotron_h"} or not architecture.experts or mesh.pp > architecture.layers:
+            return []
+        stage_of = mesh.stage_of_layers(architecture.layers)
+        missing = sorted(set(range(mesh.pp)) - {stage_of[layer] for layer in self._expert_layers})
+        return [f"pipeline stage {stage} of pp = {mesh.pp} has no mixture of experts, vLLM wants one on each" for stage in missing]
 
     def place(self, group: ParameterGroup) -> tuple[Placement, ...] | Misc | Excluded:
         if group.mtp:

@@ -69,11 +69,12 @@ DEFAULT = [
 
 
 
-_LAYERS_OF_HYBRID = {"3+1": "6+2", "0+3+1+0": "0+4+4+0"}  # Nemotron-H's tiny config has 8 layers
+_LAYERS_OF_HYBRID = {"3+1": "6+2"}  # Nemotron-H's tiny config has 8 layers
 _REFUSED = {
     ("gpt-oss", "TP2 EP2 ETP2 -> TP2"),  # Megatron-Core: experts with biases at ETP = 1 only
     ("nemotron-h", "PP2 VPP2 -> TP1 DP2"),  # Megatron-Core does not interleave hybrid models
     ("nemotron-h", "uneven chunks"),
+    ("nemotron-h", "embedding and loss alone"),  # nor lets its hybrid stages be empty
     ("gpt-oss", "2 KV heads, TP2 -> TP4"),  # vLLM's gpt-oss does not replicate KV heads
 }
 _LATENT = {"deepseek-v3", "moonlight", "kimi-k2"}  # no KV heads to speak of

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -93,11 +95,8 @@ def validate(
         folder = Path(name)
         for version in {1, *versions} & {1, 2}:
             tiny.write_checkpoint(config, folder / f"payload{version}", version)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        job = _Job(config, plan, folder, f"127.0.0.1:{store.port}", transport, kind, experts, refits, timeout_s,
-                   live=planned_here and not unknown)  # fmt: skip
-        count = train.world + gen.world
-        ranks = run_processes(count, _run_rank, (job,), timeout_s=timeout_s * (refits + 2))
+        job = _Job(config, plan, folder, transport, kind, experts, refits, timeout_s, planned_here and not unknown)
+        ranks = run_processes(job.ranks + 1, _run_process, (job,), timeout_s=timeout_s * (refits + 2))[:-1]
     return ValidationReport(
         model=model or str(config["model_type"]),
         train=format_mesh(train),
@@ -149,7 +148,6 @@ class _Job:
     config: dict[str, Any]
     plan: Plan
     folder: Path
-    store: str
     transport: str
     engine: str
     experts: ExpertsModule
@@ -157,13 +155,52 @@ class _Job:
     timeout_s: float
     live: bool  # the plan must be the one that the live model gives
 
+    @property
+    def ranks(self) -> int:
+        return self.plan.train.world + self.plan.gen.world
+
+    @property
+    def store_file(self) -> Path:
+        return self.folder / "store-address"
+
     def golden_file(self, version: int) -> Path:
         return self.folder / f"golden{version}.safetensors"
 
 
-def _run_rank(index: int, job: _Job) -> tuple[list[RefitReport], list[list[ParameterResult]]]:
+_Results = tuple[list[RefitReport], list[list[ParameterResult]]]
+
+
+def _run_process(index: int, job: _Job) -> _Results:
+    """The ranks, training first, and after them the process that hosts the store where they meet.
+
+    The store has a thread, and forking beside threads is not safe: nothing of it may exist before the fork.
+    """
+    if index == job.ranks:
+        _host_store(job)
+        return [], []
+    address = _store_address(job)
     train_world = job.plan.train.world
-    return _train(index, job) if index < train_world else _generate(index - train_world, job)
+    results = _train(index, job, address) if index < train_world else _generate(index - train_world, job, address)
+    (job.folder / f"done{index}").touch()
+    return results
+
+
+def _host_store(job: _Job) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    partial = job.store_file.with_suffix(".partial")
+    partial.write_text(f"127.0.0.1:{store.port}")
+    partial.replace(job.store_file)
+    while len(list(job.folder.glob("done*"))) < job.ranks:  # ended with all others when one of them fails
+        time.sleep(0.02)
+
+
+def _store_address(job: _Job) -> str:
+    deadline = time.monotonic() + job.timeout_s
+    while not job.store_file.exists():
+        if time.monotonic() > deadline:
+            raise ValidationError(f"the store did not start within {job.timeout_s:g} s")
+        time.sleep(0.01)
+    return job.store_file.read_text()
 
 
 def _join_world(job: _Job, world: str, rank: int, size: int) -> None:
@@ -172,8 +209,9 @@ def _join_world(job: _Job, world: str, rank: int, size: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=job.timeout_s))
 
 
-def _train(rank: int, job: _Job) -> tuple[list[RefitReport], list[list[ParameterResult]]]:
+def _train(rank: int, job: _Job, store: str) -> _Results:
     mesh = job.plan.train
+    os.environ["MEGATRON_CONFIG_LOCK_DIR"] = str(job.folder / f"locks{rank}")  # else ranks queue for the config
     _join_world(job, "train", rank, mesh.world)
     model = trainer.build_trainer(
         job.folder / "payload1",
@@ -184,12 +222,12 @@ def _train(rank: int, job: _Job) -> tuple[list[RefitReport], list[list[Parameter
     if job.live:
         _check_live_plan(job, model)
     if rank == 0:
-        publish_plan(job.plan, job.store)
+        publish_plan(job.plan, store)
     schedule = schedule_of(job.plan, "train", rank)
     endpoint = TrainEndpoint(
         schedule,
         lambda: model.tensors,
-        store=job.store,
+        store=store,
         export=model.export,
         transport=job.transport,
         timeout_s=job.timeout_s,
@@ -270,15 +308,15 @@ def _sizes(mesh: GenMesh) -> GenSizes:
     return GenSizes(mesh.tp, mesh.pp, mesh.dp, mesh.ep)
 
 
-def _generate(rank: int, job: _Job) -> tuple[list[RefitReport], list[list[ParameterResult]]]:
+def _generate(rank: int, job: _Job, store: str) -> _Results:
     engine: _Engine = (
         _VllmEngine(job, rank) if job.engine == "vllm" else StandInEngine(job.config, _sizes(job.plan.gen), rank)
     )
-    schedule = schedule_of(fetch_plan(job.store, timeout_s=job.timeout_s), "gen", rank)
+    schedule = schedule_of(fetch_plan(store, timeout_s=job.timeout_s), "gen", rank)
     endpoint = GenerationEndpoint(
         schedule,
         engine.tensors,
-        store=job.store,
+        store=store,
         load_weights=engine.load_weights,
         transport=job.transport,
         timeout_s=job.timeout_s,

@@ -78,6 +78,8 @@ def payload(shapes: Shapes, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         numbers = torch.arange(first, first + math.prod(shape), dtype=torch.int64)
         first += numbers.numel()
         digits = _digits(numbers, version)
+        if name.endswith("A_log"):  # engines keep -exp(A_log): stay where exp neither saturates nor flattens
+            digits = _EXPONENT_DIGITS[0] + digits % _EXPONENT_DIGITS[1]
         if checkpoint_dtype(name) == torch.bfloat16:
             tensor = digits.to(torch.int16).view(torch.bfloat16)
         else:
@@ -98,6 +100,7 @@ def write_checkpoint(config: Mapping[str, Any], folder: Path | str, version: int
     return tensors
 
 
+_EXPONENT_DIGITS = 0x3D80, 0x280  # 640 bfloat16 patterns from 1/16 up, each with an exponential of its own
 _BASE = 0x7F80  # the number of finite non-negative bfloat16 patterns: 0 .. 0x7F7F
 
 
