@@ -87,7 +87,7 @@ def strided_copies(
 def expand(kinds: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Replace every entry by the members of its kind: (index of the entry, index among all kinds' members).
 
-    `counts` says how many members each kind has: kinds [1, 0, 1] with counts [1, 2] -> [0, 0, 1, 2, 2], [1, 2, 0, 1, 2].
+    `counts` says how many members each kind has: kinds [1, 0, 1], counts [1, 2] -> [0, 0, 1, 2, 2], [1, 2, 0, 1, 2].
     """
     repeats = counts[kinds]
     owner = np.repeat(np.arange(len(kinds)), repeats)

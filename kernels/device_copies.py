@@ -1,8 +1,8 @@
 """Perform a table of copies on the GPU with one launch: the launcher of device_copies.cu.
 
-The kernel is CUDA C++, compiled at run time with NVIDIA's own bindings (NVRTC through cuda.core): in a table of addresses
-every copy has its own word size and pitch, which is a pointer cast in CUDA and a kernel of its own per case in a language
-of blocks. Compiling takes a fraction of a second, once per process, device kind and shape.
+The kernel is CUDA C++, compiled at run time with NVIDIA's own bindings (NVRTC through cuda.core): in a table of
+addresses every copy has its own word size and pitch, which is a pointer cast in CUDA and a kernel of its own per case
+in a language of blocks. Compiling takes a fraction of a second, once per process, device and shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SOURCE = "device_copies.cu"
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """How a launch is spread over the GPU. `ctas` is the budget: CTAs fill a multiprocessor each, a GPU has 132 of them."""
+    """How a launch is spread over the GPU. `ctas` is the budget: each fills a multiprocessor (an H200 has 132)."""
 
     ctas: int = 64
     threads: int = 512  # a multiple of 32
@@ -44,7 +44,7 @@ class DeviceCopies:
         self,
         tiles: NDArray[np.void],
         device: torch.device,
-        shape: KernelShape = KernelShape(),  # noqa: B008
+        shape: KernelShape = KernelShape(),
         *,
         checksums: bool = False,
         defines: tuple[tuple[str, int], ...] = (),

@@ -66,7 +66,7 @@ class DirectExecutor:
         program: Program,
         *,
         timeout_s: float,
-        options: DirectOptions = DirectOptions(),  # noqa: B008
+        options: DirectOptions = DirectOptions(),
     ) -> None:
         self._program = program
         self._ends = _Ends(group, program, timeout_s)

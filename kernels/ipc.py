@@ -105,8 +105,8 @@ def _allocation_of(name: str, tensor: torch.Tensor) -> tuple[int, int]:
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
     if not _checked(driver.cuPointerGetAttribute(attribute, tensor.data_ptr()), f"look up the memory of {name}"):
         raise TransportUnavailable(
-            f"the memory of {name} cannot be shared through CUDA IPC: it is virtual memory, as PyTorch's allocator uses "
-            "with expandable_segments:True or backend:cudaMallocAsync. Allocate the weights without these "
+            f"the memory of {name} cannot be shared through CUDA IPC: it is virtual memory, as PyTorch's allocator "
+            "uses with expandable_segments:True or backend:cudaMallocAsync. Allocate the weights without these "
             "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False in the training processes), or use another transport"
         )
     base, nbytes = _checked(driver.cuMemGetAddressRange(tensor.data_ptr()), f"look up the allocation of {name}")

@@ -73,7 +73,7 @@ def _source_keys(table: TransferTable, pulls: Pulls) -> Ints:
 
 
 def _stage_copies(schedule: Schedule, pulls: Pulls, index: int, source: Ints) -> tuple[NDArray[np.void], Ints]:
-    """(copies of one stage, the transfer that each belongs to). `source` is the base index of each transfer's source."""
+    """(copies of one stage, the transfer each belongs to). `source` is the base index of each transfer's source."""
     recvs, table = schedule.stages[index].recvs, pulls.stages[index]
     itemsize = itemsizes(schedule)[recvs.tensor]
     kinds = np.stack([table.geometry, recvs.geometry, itemsize])

@@ -1,7 +1,7 @@
 """Cut a table of copies into tiles: the work list of the GPU kernel.
 
 A tile is a copy of its own, small enough for one turn of one CTA: rows at one stride on either side, absolute addresses
-and the widest word that these allow. Tiles of many copies lie in one array, in the order in which they are to be started.
+and the widest word that these allow. Tiles of many copies lie in one array, in the order in which they are to start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ TILE = np.dtype(  # the struct Tile of device_copies.cu, 48 bytes
 
 def check_tile_bytes(tile_bytes: int) -> int:
     if not WIDEST_WORD <= tile_bytes <= 1 << 30 or tile_bytes % WIDEST_WORD:
-        raise ValueError(f"tile_bytes must be a multiple of {WIDEST_WORD} between {WIDEST_WORD} and 1 GiB: {tile_bytes}")
+        raise ValueError(
+            f"tile_bytes must be a multiple of {WIDEST_WORD} between {WIDEST_WORD} and 1 GiB: {tile_bytes}"
+        )
     return tile_bytes
 
 
@@ -100,7 +102,7 @@ class _Boxes:
         return _lowest_bit(self._loop_bits() | self.src | self.dst | self.extents[:, ROW])
 
     def split_unaligned(self) -> _Boxes:
-        """Where rows begin or end off a wide word on both sides alike: split off those few bytes, so that the rest is wide.
+        """Where rows begin or end off a wide word on both sides alike, split off those bytes: the rest is then wide.
 
         Rows of 100 bytes at addresses 0x1008 and 0x2008 become rows of 8, 80 and 12 bytes.
         """

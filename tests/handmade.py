@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 import torch
 from mcore_reshard.planner.geometry import row_major_strides
-from mcore_reshard.planner.schedule import Geometry, LocalTensor, Schedule, StageSchedule, TransferTable, World
+from mcore_reshard.planner.schedule import Geometry, LocalTensor, Pulls, Schedule, StageSchedule, TransferTable, World
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,23 @@ def schedule_of(
         misc=misc,
         parameter_name=lambda bundle, member: names[bundle],
     )
+
+
+def pulls_of(moves: Sequence[Move], rank: int, *, digest: str = "d1") -> Pulls:
+    """The other end of what generation rank `rank` receives, in the order of its schedule."""
+    names = list(dict.fromkeys(move.parameter for move in moves))
+    tensors: dict[LocalTensor, int] = {}
+    geometries: dict[Geometry, int] = {}
+    rows: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in sorted({move.stage for move in moves})}
+    for move in moves:
+        if move.dst.rank == rank:
+            tensor = tensors.setdefault(LocalTensor(move.src.tensor, move.src.shape, move.dtype), len(tensors))
+            geometry = geometries.setdefault(Geometry(move.extents, move.src.strides), len(geometries))
+            nbytes = prod(move.extents) * getattr(torch, move.dtype).itemsize
+            rows[move.stage].append(
+                (move.src.rank, tensor, geometry, move.src.offset, nbytes, names.index(move.parameter), 0)
+            )
+    return Pulls(rank, digest, tuple(tensors), tuple(geometries), tuple(map(table, rows.values())))
 
 
 def table(rows: Sequence[tuple[int, ...]]) -> TransferTable:

@@ -36,7 +36,8 @@ def run_ranks(
 ) -> list[Outcome]:
     """`target(rank, store_address, *args)` in `count` processes that meet at a store held here.
 
-    They are forked, or with `method="spawn"` started afresh, as CUDA needs. Fails the test if a process outlives `timeout_s`; processes that hang are killed.
+    They are forked, or with `method="spawn"` started afresh, as CUDA needs. Fails the test if a process outlives
+    `timeout_s`; processes that hang are killed.
     """
     context: Any = multiprocessing.get_context(method)
     processes: dict[Any, tuple[int, Any]] = {}  # by the pipe to each one

@@ -75,8 +75,8 @@ def launched(copies: NDArray[np.void], tensors: list[torch.Tensor], **options: o
 @pytest.mark.parametrize("word_bytes", [1, 2, 4, 8, 16])
 def test_checksums_name_the_copy_that_was_damaged(word_bytes: int) -> None:
     row = 1024 * word_bytes
-    rows = [(0, 1, n * 3 * row, n * 3 * row + word_bytes % 16, (1, 1, 3), (0, 0, row), (0, 0, row), row) for n in range(5)]
-    copies = np.array(rows, COPY)
+    loops = ((1, 1, 3), (0, 0, row), (0, 0, row))
+    copies = np.array([(0, 1, n * 3 * row, n * 3 * row + word_bytes % 16, *loops, row) for n in range(5)], COPY)
     source = torch.randint(0, 256, (15 * row,), dtype=torch.uint8, device="cuda")
     target = torch.zeros(15 * row + word_bytes, dtype=torch.uint8, device="cuda")
     assert launched(copies, [source, target], checksums=True).tolist() == []

@@ -52,7 +52,8 @@ def random_copies(rng: np.random.Generator, sources: int, source_bytes: int) -> 
         used = -(-used // itemsize) * itemsize
         base = int(rng.integers(sources))
         for c in strided_copies(extents, src_strides, dst_strides, itemsize):
-            rows.append((base, sources, at + c.src_offset, used + c.dst_offset, c.extents, c.src_strides, c.dst_strides, c.row_bytes))
+            start = (at + c.src_offset, used + c.dst_offset)
+            rows.append((base, sources, *start, c.extents, c.src_strides, c.dst_strides, c.row_bytes))
         used += itemsize * int(np.prod(extents))
     return np.array(rows, COPY), used
 
@@ -108,7 +109,8 @@ def test_short_rows_share_a_tile_and_outer_loops_have_their_own() -> None:
 
 
 def test_unaligned_ends_are_split_off_where_both_sides_agree() -> None:
-    copies = table((0, 1, 8, 8, (1, 1, 1), (0, 0, 0), (0, 0, 0), 100), (0, 1, 2, 200, (1, 1, 1), (0, 0, 0), (0, 0, 0), 100))
+    row = ((1, 1, 1), (0, 0, 0), (0, 0, 0), 100)
+    copies = table((0, 1, 8, 8, *row), (0, 1, 2, 200, *row))
     tiles = cut_tiles(copies, np.array([0x1000, 0x2000], np.uint64), 1 << 20)
     assert shapes(tiles) == [
         (0x1008, 0x2008, 1, 1, 8),

@@ -1,0 +1,240 @@
+"""Pulls between real processes: every byte arrives, in order with what trainer and engine do before and after.
+
+Ranks are dealt to the GPUs that there are, so with one GPU all of them share it, as colocated ranks do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu import needs_gpus
+from handmade import End, Move, allocate, expected, pulls_of, random_moves, raw_bytes, schedule_of
+from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
+from mcore_reshard.kernels.gloo import GlooGroup
+from mcore_reshard.kernels.program import bind
+from mcore_reshard.planner.schedule import Schedule
+from ranks import run_ranks, values
+from torch.distributed import PrefixStore, TCPStore
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
+direct = pytest.importorskip("mcore_reshard.kernels.direct", reason="needs cuda-core", exc_type=ImportError)
+ipc = pytest.importorskip("mcore_reshard.kernels.ipc", reason="needs cuda-bindings", exc_type=ImportError)
+
+WORLDS = [(1, 1), (2, 2), (3, 1), (1, 3)]
+SPAWN_S = 120.0
+
+
+class Rank:
+    """One rank of a test: its schedule, its tensors on its GPU, and its end of the direct transport."""
+
+    def __init__(
+        self, number: int, address: str, worlds: tuple[int, int], schedule: Schedule, tensors: dict[str, torch.Tensor],
+        gpus: int, timeout_s: float = 30.0, **options: Any,
+    ) -> None:  # fmt: skip
+        self.device = torch.device("cuda", number % gpus)
+        torch.cuda.set_device(self.device)
+        self.tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        host, port = address.split(":")
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        self.group = GlooGroup(PrefixStore("gloo", store), number, sum(worlds), timeout_s=timeout_s)
+        self.executor = direct.DirectExecutor(
+            PrefixStore("direct", store), self.group, bind(schedule, self.tensors), timeout_s=timeout_s,
+            options=direct.DirectOptions(**options),
+        )  # fmt: skip
+        store.set(f"up/{number}", "")
+        store.wait([f"up/{other}" for other in range(sum(worlds))])
+
+    def close(self) -> None:
+        self.executor.close()
+        self.group.close()
+
+
+def of(number: int, worlds: tuple[int, int], moves: list[Move]) -> Schedule:
+    if number < worlds[0]:
+        return schedule_of(moves, "train", number, worlds)
+    rank = number - worlds[0]
+    return replace(schedule_of(moves, "gen", rank, worlds), pulls=lambda: pulls_of(moves, rank))
+
+
+def moves_of(seed: int, worlds: tuple[int, int]) -> list[Move]:
+    return random_moves(np.random.default_rng(seed), worlds, parameters=25, stages=3)
+
+
+def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int, gpus: int) -> dict[str, bytes]:
+    schedule = of(number, worlds, moves_of(seed, worlds))
+    tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
+    rank = Rank(number, address, worlds, schedule, tensors, gpus, tile_bytes=64, checksums=seed % 2 == 1)
+    assert rank.executor.scratch_bytes == 0
+    for _ in range(2):
+        reports = rank.executor.run()
+    assert [report.pp_stage for report in reports] == [stage.pp_stage for stage in schedule.stages]
+    held = {name: raw_bytes(tensor.cpu()) for name, tensor in rank.tensors.items()}
+    rank.close()
+    return held
+
+
+def check_random_patterns(worlds: tuple[int, int], seed: int, gpus: int) -> None:
+    held = values(run_ranks(sum(worlds), refit_twice, worlds, seed, gpus, timeout_s=SPAWN_S, method="spawn"))
+    moves = moves_of(seed, worlds)
+    sources = [allocate(schedule_of(moves, "train", rank, worlds), seed=seed) for rank in range(worlds[0])]
+    for rank in range(worlds[1]):
+        want = expected(moves, schedule_of(moves, "gen", rank, worlds), sources)
+        assert held[worlds[0] + rank] == {name: raw_bytes(tensor) for name, tensor in want.items()}
+
+
+@pytest.mark.parametrize(("worlds", "seed"), zip(WORLDS, range(4), strict=True), ids=str)
+def test_random_patterns_on_one_gpu(worlds: tuple[int, int], seed: int) -> None:
+    check_random_patterns(worlds, seed, gpus=1)
+
+
+@pytest.mark.parametrize(("gpus", "worlds"), [
+    pytest.param(2, (1, 1), marks=needs_gpus(2)),
+    pytest.param(2, (2, 2), marks=needs_gpus(2)),
+    pytest.param(4, (2, 2), marks=needs_gpus(4)),
+    pytest.param(4, (4, 3), marks=needs_gpus(4)),
+])  # fmt: skip
+def test_random_patterns_over_nvlink(gpus: int, worlds: tuple[int, int]) -> None:
+    check_random_patterns(worlds, 7, gpus)
+
+
+ELEMENTS = 32 << 20
+
+
+def one_large_tensor(number: int, worlds: tuple[int, int]) -> Schedule:
+    """Every training rank's tensor goes to every generation rank, which has one for each."""
+
+    def end(rank: int, tensor: str) -> End:
+        return End(rank, tensor, (ELEMENTS,), (0,), (0,))
+
+    moves = [
+        Move(0, f"w{src}", "float32", (ELEMENTS,), end(src, "w"), end(dst, f"w{src}"))
+        for src in range(worlds[0])
+        for dst in range(worlds[1])
+    ]
+    return of(number, worlds, moves)
+
+
+def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: int, refits: int) -> int:
+    """The trainer queues its next step as soon as `run` returns. Counts the elements of other versions that arrived."""
+    schedule = one_large_tensor(number, worlds)
+    start = {local.name: torch.full((ELEMENTS,), float("nan")) for local in schedule.tensors}
+    rank = Rank(number, address, worlds, schedule, start, gpus)
+    wrong = 0
+    for version in range(refits):
+        if schedule.world == "train":
+            rank.tensors["w"].fill_(-1.0)
+            torch.cuda._sleep(3_000_000)  # type: ignore[no-untyped-call]  # the optimizer is still busy
+            rank.tensors["w"].fill_(float(version))
+            rank.executor.run()
+            rank.tensors["w"].fill_(-2.0)
+        else:
+            rank.executor.run()
+            wrong += sum(int((tensor != version).sum()) for tensor in rank.tensors.values())
+    rank.close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("gpus", "worlds"),
+    [
+        (1, (1, 1)),
+        (1, (2, 2)),
+        pytest.param(2, (1, 1), marks=needs_gpus(2)),
+        pytest.param(4, (2, 2), marks=needs_gpus(4)),
+    ],
+)
+def test_a_trainer_may_overwrite_as_soon_as_run_returns(gpus: int, worlds: tuple[int, int]) -> None:
+    outcomes = run_ranks(sum(worlds), overwrite_at_once, worlds, gpus, 10, timeout_s=SPAWN_S, method="spawn")
+    assert sum(values(outcomes)) == 0
+
+
+def misbehave(number: int, address: str, worlds: tuple[int, int], trouble: str) -> None:
+    schedule = one_large_tensor(number, worlds)
+    tensors = {local.name: torch.zeros(ELEMENTS) for local in schedule.tensors}
+    rank = Rank(number, address, worlds, schedule, tensors, 1, timeout_s=3.0)
+    if trouble == "silent trainer" and number == 0:
+        time.sleep(8)
+        return
+    if trouble == "dead reader" and number == 2:
+        os._exit(1)
+    try:
+        rank.executor.run()
+    finally:
+        rank.group.close()
+
+
+def test_a_silent_trainer_is_named() -> None:
+    silent, gen = run_ranks(2, misbehave, (1, 1), "silent trainer", timeout_s=SPAWN_S, method="spawn")
+    assert silent.kind is None
+    assert gen.kind == DeadlineError.__name__
+    assert gen.error == "stage 0: gen:0 waiting for train:0 to send w0: nothing within 3 s"
+    assert gen.seconds < SPAWN_S / 2
+
+
+def test_a_dead_reader_is_named() -> None:
+    train, _, dead = run_ranks(3, misbehave, (1, 2), "dead reader", timeout_s=SPAWN_S, method="spawn")
+    assert dead.died
+    assert train.kind == PeerLostError.__name__
+    assert train.error is not None and "train:0 waiting for gen:1 to take w0" in train.error
+
+
+def without_expandable_segments(number: int, address: str, worlds: tuple[int, int]) -> None:
+    if number == 0:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    misbehave(number, address, worlds, "none")
+
+
+def test_expandable_segments_are_refused_on_both_sides() -> None:
+    train, gen = run_ranks(2, without_expandable_segments, (1, 1), timeout_s=SPAWN_S, method="spawn")
+    assert train.kind == "TransportUnavailable"
+    assert train.error is not None and "expandable_segments:False" in train.error
+    assert gen.kind == SessionError.__name__
+    assert gen.error is not None and gen.error.startswith("train:0 cannot be read: the memory of w cannot be shared")
+
+
+def test_one_handle_for_each_allocation() -> None:
+    block = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
+    other = torch.zeros(96 << 20, dtype=torch.uint8, device="cuda")
+    tensors = {f"view{n}": block[n << 20 : (n + 1) << 20] for n in range(8)} | {"other": other}
+    exported = ipc.export(tensors)
+    assert len({exported.tensors[f"view{n}"][0] for n in range(8)}) == 1
+    assert len(exported.allocations) == len({exported.tensors["view0"][0], exported.tensors["other"][0]})
+    assert ipc.Export.from_json(exported.to_json()) == exported
+
+
+def test_tensors_of_the_own_process_are_not_mapped() -> None:
+    tensor = torch.zeros(1000, device="cuda")
+    mappings = ipc.Mappings(tensor.device)
+    exported = ipc.Export.from_json(ipc.export({"w": tensor[10:]}).to_json())
+    assert mappings.addresses(exported, ["w"], "train:0") == [tensor.data_ptr() + 40]
+    assert len(mappings) == 0
+    with pytest.raises(SessionError, match="train:0 does not export v"):
+        mappings.addresses(exported, ["v"], "train:0")
+
+
+def damaged(change: Callable[[dict[str, Any]], None]) -> str:
+    read = json.loads(ipc.export({"w": torch.zeros(8, device="cuda")}).to_json())
+    change(read)
+    return json.dumps(read)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": 1}'])
+def test_what_is_no_export_is_refused(text: str) -> None:
+    with pytest.raises(SessionError, match="not an export"):
+        ipc.Export.from_json(text)
+
+
+def test_an_export_that_points_elsewhere_is_refused() -> None:
+    with pytest.raises(SessionError, match="w lies in no allocation"):
+        ipc.Export.from_json(damaged(lambda read: read["tensors"].update(w=[0, 1 << 50])))
+    exported = ipc.Export.from_json(damaged(lambda read: read.update(host="elsewhere")))
+    with pytest.raises(Exception, match="train:3 runs on another host"):
+        ipc.Mappings(torch.device("cuda", 0)).addresses(exported, ["w"], "train:3")

@@ -1,0 +1,115 @@
+"""Weights without a model: tensors as a plan describes them, with content that every rank can compute for itself.
+
+The bits of an element depend on its parameter and its position there alone, so that a generation rank can check what it
+received without having seen the source. Pieces of the layouts are used, not transfers: what is checked is the result.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from mcore_reshard.planner.geometry import Piece, row_major_strides
+from mcore_reshard.planner.plan import Bundle, BundleLayer, Plan
+from mcore_reshard.planner.schedule import Schedule, World
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = (-7046029254386353131, -4658895280553007687)  # odd, as in splitmix64
+POISON = 0xFF  # NaN in every floating-point dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A piece that a rank holds of one parameter."""
+
+    parameter: str
+    shape: tuple[int, ...]  # of the whole parameter
+    tensor: str
+    piece: Piece
+    slot: int
+
+
+def allocate(schedule: Schedule, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a schedule, poisoned."""
+    tensors = {}
+    for local in schedule.tensors:
+        dtype = getattr(torch, local.dtype)
+        raw = torch.full((prod(local.shape) * dtype.itemsize,), POISON, dtype=torch.uint8, device=device)
+        tensors[local.name] = raw.view(dtype).reshape(local.shape)
+    return tensors
+
+
+def fill(plan: Plan, world: World, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give every piece that the rank holds its content."""
+    for held in pieces(plan, world, rank):
+        _box(held, tensors).copy_(_content(held, tensors[held.tensor]))
+
+
+def wrong_elements(plan: Plan, world: World, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """How many elements of each parameter are not what they should be; {} where all are right."""
+    counts: dict[str, torch.Tensor] = {}
+    for held in pieces(plan, world, rank):
+        wrong = (_box(held, tensors) != _content(held, tensors[held.tensor])).sum()
+        counts[held.parameter] = counts.get(held.parameter, torch.zeros_like(wrong)) + wrong
+    return {name: int(count) for name, count in counts.items() if count}
+
+
+def pieces(plan: Plan, world: World, rank: int) -> Iterator[Held]:
+    """Every piece of every parameter that `rank` of `world` holds."""
+    seen: set[tuple[str, str, Piece, int]] = set()
+    for index, bundle in enumerate(plan.bundles):
+        template = plan.templates[bundle.template]
+        holding, shards = (bundle.src, template.src) if world == "train" else (bundle.dst, template.dst)
+        for shard, holders in enumerate(plan.holdings[holding].ranks.tolist()):
+            if rank not in holders:
+                continue
+            for member in range(bundle.members):
+                layer, number = divmod(member, bundle.expert_count)
+                place, slot = _place(bundle, bundle.layers[layer], world, number)
+                for piece in shards.pieces[shard]:
+                    held = Held(
+                        plan.parameter_name(index, member),
+                        plan.groups[bundle.group].view,
+                        piece.tensor.name.format(**place),
+                        piece,
+                        slot,
+                    )
+                    if (key := (held.parameter, held.tensor, piece, slot)) not in seen:
+                        seen.add(key)
+                        yield held
+
+
+def _place(bundle: Bundle, at: BundleLayer, world: World, number: int) -> tuple[dict[str, int], int]:
+    if world == "train":
+        slot = bundle.src_slot + number
+        return {"vp": at.vp_stage, "layer": at.src_local, "expert": slot}, slot
+    slot = bundle.dst_slot + number
+    return {"vp": 0, "layer": at.dst_local, "expert": slot}, slot
+
+
+def _box(held: Held, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The piece's elements in the local tensor as integers, with the dims of the parameter."""
+    flat = _bits(tensors[held.tensor]).reshape(-1)
+    region = held.piece.region
+    return flat.as_strided(
+        region.extents, held.piece.strides, flat.storage_offset() + held.piece.offset(region.start, held.slot)
+    )
+
+
+def _content(held: Held, tensor: torch.Tensor) -> torch.Tensor:
+    number = torch.tensor(zlib.crc32(held.parameter.encode()), dtype=torch.int64, device=tensor.device)
+    region = held.piece.region
+    for dim, stride in enumerate(row_major_strides(held.shape)):
+        at = torch.arange(region.start[dim], region.stop[dim], device=tensor.device) * stride
+        number = number.unsqueeze(-1) + at
+    mixed = number * _MIX[0]
+    mixed = (mixed ^ (mixed >> 31)) * _MIX[1]
+    return (mixed >> (64 - 8 * tensor.element_size())).to(_INTEGERS[tensor.element_size()])
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_INTEGERS[tensor.element_size()])
