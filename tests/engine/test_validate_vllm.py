@@ -1,0 +1,41 @@
+"""Golden against real with real vLLM models as the destination and vLLM's own loaders as golden."""
+
+from __future__ import annotations
+
+import pytest
+from mcore_reshard.planner.configs import load_config
+from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.parameters import Role
+from mcore_reshard.validation.runner import validate
+
+CASES = [
+    ("llama", "tp=2", "tp=4", {}),
+    ("llama-tied", "pp=2,layers=3+1", "tp=2,pp=2", {"vocab_size": 250}),
+    ("qwen2", "tp=2", "tp=4", {"num_key_value_heads": 2}),
+    ("qwen3", "cp=2", "tp=2,dp=2", {}),
+    ("qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2,pp=2", {}),
+    ("qwen3-moe", "pp=2,vpp=2", "tp=2,dp=2,ep=4", {"num_experts": 10}),
+    ("deepseek-v3", "tp=2,ep=4,dp=2", "tp=2,dp=2,ep=4", {}),
+    ("moonlight", "tp=2", "tp=2", {}),
+    ("kimi-k2", "pp=2", "tp=2", {}),
+    ("nemotron-h", "tp=2,ep=2", "tp=4", {}),
+    ("gpt-oss", "ep=4,dp=4", "tp=2", {}),
+    ("gpt-oss", "tp=2", "tp=2,ep=2", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "train", "gen", "overrides"), CASES)
+def test_refit_into_real_vllm_equals_golden(family, train, gen, overrides):
+    config = {**load_config(f"tiny-{family}"), **overrides}
+    report = validate(config, parse_train_mesh(train), parse_gen_mesh(gen), model=family, refits=2, engine="vllm")
+    assert report.engine.startswith("vllm ")
+    assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
+
+
+def test_a_parameter_that_no_rule_knows_is_loaded_by_vllm_itself():
+    report = validate(
+        load_config("tiny-qwen3-moe"), parse_train_mesh("tp=2,ep=2"), parse_gen_mesh("tp=2"), refits=2, engine="vllm",
+        unknown=(Role.EXPERT_DOWN,),
+    )  # fmt: skip
+    assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
+    assert {p.name.rpartition(".")[2] for p in report.parameters if p.route == "misc"} == {"w2_weight"}
