@@ -56,7 +56,7 @@ def new_unique_id() -> bytes:
 
 
 class NcclCommunicator:
-    """A member's place in a communicator on the current device. Connecting goes on in the background: poll `is_idle`."""
+    """A member of a communicator, on the current device. Connecting goes on in the background: poll `is_idle`."""
 
     def __init__(self, unique_id: bytes, member: int, members: int, waiting: Waiting) -> None:
         from nccl.bindings.nccl import NCCLError

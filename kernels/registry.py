@@ -10,8 +10,11 @@ from torch.distributed import Store
 
 from .errors import TransportUnavailable
 from .gloo import GlooExecutor, GlooGroup
+from .nccl import NcclExecutor
+from .nccl_communicator import nccl_obstacle
 from .pipeline import Executor
 from .program import Program
+from .rounds import DEFAULT_SCRATCH_BYTES, ScratchBudget
 
 AUTO = "auto"
 GOLDEN = "golden"
@@ -26,6 +29,7 @@ class Link:
     group: GlooGroup  # every rank, for CPU messages
     program: Program
     timeout_s: float
+    scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory, per rank; for transports that stage on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,17 @@ def _no_obstacle() -> None:
     return None
 
 
+register(
+    Transport(
+        name="nccl",
+        devices=frozenset({"cuda"}),
+        reach="any hosts that NCCL can connect",
+        obstacle=nccl_obstacle,
+        connect=lambda link: NcclExecutor(
+            link.program, link.store, timeout_s=link.timeout_s, budget=ScratchBudget(link.scratch_bytes)
+        ),
+    )
+)
 register(
     Transport(
         name="gloo",

@@ -129,7 +129,6 @@ def rounds(program: Program, division: Division) -> tuple[Round, ...]:
     ordered = sorted(steps(program), key=lambda step: (step.number, step.stage))
     found: list[Round] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
-    slots = _slots_of(program, division)
     for (number, stage), together in groupby(ordered, key=lambda step: (step.number, step.stage)):
         stream = division.streams[stage]
         earlier = on_stream.setdefault(stream, [])
@@ -150,7 +149,7 @@ def slot_bytes(found: Sequence[Round]) -> dict[tuple[int, int], int]:
 
 
 def contiguous_run(copies: NDArray[np.void], *, sends: bool) -> Run | None:
-    """The run of bytes that a bucket's copies amount to on this side, if they are one; parts may not be padded apart."""
+    """The bytes of a tensor that a bucket holds, if they lie in one piece, with nothing between the parts."""
     local, scratch = ("src", "dst") if sends else ("dst", "src")
     rows = copies["row_bytes"]
     offsets, places = copies[local + "_offset"], copies[scratch + "_offset"]

@@ -28,6 +28,7 @@ from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.pipeline import Executor, StageReport, group_rank
 from mcore_reshard.kernels.program import Program, bind, rank_name
 from mcore_reshard.kernels.registry import AUTO, Link, Transport, resolve
+from mcore_reshard.kernels.rounds import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.planner.schedule import Schedule, World
 
 from .meeting import Meeting, SessionFailed, store_address
@@ -77,6 +78,7 @@ class _Endpoint(ABC):
         store: TCPStore | str,
         transport: str,
         bucket_bytes: int,
+        scratch_bytes: int,
         session: str,
         timeout_s: float,
         moves_by_name: bool,
@@ -93,6 +95,7 @@ class _Endpoint(ABC):
         self._store_address = store_address(store)
         self._transport = transport
         self._bucket_bytes = bucket_bytes
+        self._scratch_bytes = scratch_bytes
         self._session = session
         self._timeout_s = timeout_s
         self._connection: _Connection | None = None
@@ -204,7 +207,7 @@ class _Endpoint(ABC):
                 executor = None
                 if program is not None and transport.connect is not None:
                     store = PrefixStore(transport.name, meeting.store)
-                    executor = transport.connect(Link(store, group, program, self._timeout_s))
+                    executor = transport.connect(Link(store, group, program, self._timeout_s, self._scratch_bytes))
             except BaseException:
                 group.close()
                 raise
@@ -257,7 +260,12 @@ class TrainEndpoint(_Endpoint):
     model may replace its parameters. `export(names)` yields (HF name, whole tensor) for each of `names`, or for the
     whole model if None; it is called on all training ranks at once, so it may run collectives, and it must yield
     everything on training rank 0. `store` is a TCPStore or its "host:port"; it must stay up until all ranks have
-    closed, and `session` names this session on it. `bucket_bytes`, `transport` and `session` are equal on all ranks.
+    closed, and `session` names this session on it. `bucket_bytes`, `scratch_bytes`, `transport` and `session` are equal on
+    all ranks. `scratch_bytes` bounds what nccl stages in device memory, on each rank; it sets its own bucket size.
+
+    On CUDA, weights must be complete on the current stream of their device when `refit` is called; a generation rank's
+    current stream must be done with the old ones, or wait for its other streams. When `refit` returns, the bytes have
+    landed for every stream.
     """
 
     world: World = "train"
@@ -271,6 +279,7 @@ class TrainEndpoint(_Endpoint):
         export: Export | None = None,
         transport: str = AUTO,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
         session: str = "refit",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -280,6 +289,7 @@ class TrainEndpoint(_Endpoint):
             store=store,
             transport=transport,
             bucket_bytes=bucket_bytes,
+            scratch_bytes=scratch_bytes,
             session=session,
             timeout_s=timeout_s,
             moves_by_name=export is not None,
@@ -318,6 +328,7 @@ class GenerationEndpoint(_Endpoint):
         after_direct_writes: Callable[[], Any] | None = None,
         transport: str = AUTO,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
         session: str = "refit",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -327,6 +338,7 @@ class GenerationEndpoint(_Endpoint):
             store=store,
             transport=transport,
             bucket_bytes=bucket_bytes,
+            scratch_bytes=scratch_bytes,
             session=session,
             timeout_s=timeout_s,
             moves_by_name=load_weights is not None,
