@@ -58,6 +58,7 @@ class DeviceCopies:
         macros = (("THREADS", shape.threads), ("BATCH", shape.batch), ("CHECKSUMS", int(checksums)), *defines)
         with torch.cuda.device(device):
             self._kernel = _compiled(torch.cuda.get_device_capability(device), device.index, macros)
+            self._launch(torch.cuda.Stream(device), 0)  # loads the kernel, which CUDA puts off until now
 
     @property
     def nbytes(self) -> int:
@@ -66,24 +67,27 @@ class DeviceCopies:
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Queue the copies on `stream`: one kernel, and a memset before it with checksums. Does not wait."""
-        if not self._count:
-            return
-        with torch.cuda.stream(stream):
-            self._sums.zero_()
-        config = LaunchConfig(grid=min(self._shape.ctas, self._count), block=self._shape.threads)
-        launch(
-            Stream.from_handle(stream.cuda_stream),
-            config,
-            self._kernel,
-            self._tiles.data_ptr(),
-            np.uint32(self._count),
-            self._sums.data_ptr(),
-        )
+        if len(self._sums):
+            with torch.cuda.stream(stream):
+                self._sums.zero_()
+        self._launch(stream, self._count)
 
     def damaged(self) -> NDArray[np.int64]:
         """Copies of which the last launch, which must have completed, wrote other bytes than it read; ascending."""
+        if not len(self._sums):
+            return np.zeros(0, np.int64)
         bad = torch.nonzero(self._sums[:, 0] != self._sums[:, 1]).reshape(-1).cpu().numpy()
         return np.unique(self._copy_of[bad]).astype(np.int64)
+
+    def _launch(self, stream: torch.cuda.Stream, count: int) -> None:
+        launch(
+            Stream.from_handle(stream.cuda_stream),
+            LaunchConfig(grid=self._shape.ctas, block=self._shape.threads),
+            self._kernel,
+            self._tiles.data_ptr(),
+            np.uint32(count),
+            self._sums.data_ptr(),
+        )
 
 
 @cache

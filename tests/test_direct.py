@@ -90,7 +90,7 @@ def check_random_patterns(worlds: tuple[int, int], seed: int, gpus: int) -> None
         assert held[worlds[0] + rank] == {name: raw_bytes(tensor) for name, tensor in want.items()}
 
 
-@pytest.mark.parametrize(("worlds", "seed"), zip(WORLDS, range(4), strict=True), ids=str)
+@pytest.mark.parametrize(("worlds", "seed"), [*zip(WORLDS, range(4), strict=True)])
 def test_random_patterns_on_one_gpu(worlds: tuple[int, int], seed: int) -> None:
     check_random_patterns(worlds, seed, gpus=1)
 

@@ -2,9 +2,9 @@
 
     python tools/bench_direct.py --gpus 4
 
-One run: the copy engine's limit between disjoint pairs of the same GPUs, then the whole model with several CTA counts and
-tile sizes, each checked bit for bit before it is timed. With one GPU both ranks share it, and no link is measured. The
-model is synthetic: the tensors of the plan with content that the receivers can compute. Results go to
+One run: the copy engine's limit between disjoint pairs of the same GPUs, then the whole model with several CTA counts
+and tile sizes, each checked bit for bit before it is timed. With one GPU both ranks share it, and no link is measured.
+The model is synthetic: the tensors of the plan with content that the receivers can compute. Results go to
 tools/results/direct-x<N>.json.
 """
 
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date, timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,11 @@ class Rank:
         )
         prepare_s = time.perf_counter() - start
         self._barrier()
-        runs = [self._timed(executor.run) for _ in range(1 + self.bench.repeats)]
+        runs = [self._timed(executor.run)]
         extra = torch.cuda.max_memory_allocated() - allocated
         taken = free - torch.cuda.mem_get_info()[0]
         wrong = synthetic.wrong_elements(plan, self.world, self.rank, tensors)
+        runs += [self._timed(executor.run) for _ in range(self.bench.repeats)]
         table_bytes = executor.table_bytes
         self._barrier()
         executor.close()
@@ -268,19 +270,25 @@ def write(bench: Bench, rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def variants(args: argparse.Namespace) -> tuple[DirectOptions, ...]:
-    """Every CTA count with the default tile, every tile size with the default CTAs, then the checksums' cost."""
-    shape = KernelShape(threads=args.threads, batch=args.batch)
-    usual = DirectOptions(shape, args.tiles_kib[0] << 10)
-    by_ctas = [replace(usual, shape=replace(shape, ctas=ctas)) for ctas in args.ctas]
-    by_tile = [replace(usual, tile_bytes=kib << 10) for kib in args.tiles_kib]
-    listed = [usual, *by_ctas, *by_tile]
-    if args.grid:
-        listed = [replace(tile, shape=one.shape) for one in by_ctas for tile in by_tile]
-    return tuple(dict.fromkeys([*listed, replace(usual, checksums=True)]))
+    """The first of each list, with one of them varied at a time, or all with `--grid`; then with checksums."""
+    axes = (args.ctas, args.shapes, args.tiles_kib)
+    usual = tuple(axis[0] for axis in axes)
+    varied = [(*usual[:n], value, *usual[n + 1 :]) for n, axis in enumerate(axes) for value in axis]
+    listed = [
+        DirectOptions(KernelShape(ctas, *shape), kib << 10)
+        for ctas, shape, kib in (product(*axes) if args.grid else varied)
+    ]
+    summed = [replace(options, checksums=True) for options in listed[: 1 if args.grid else len(args.ctas)]]
+    return tuple(dict.fromkeys([*listed, *summed]))
 
 
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
+
+
+def shapes(text: str) -> list[tuple[int, int]]:
+    """Threads x loads under way in each, as "512x8,1024x4"."""
+    return [(int(threads), int(batch)) for threads, batch in (word.split("x") for word in text.split(","))]
 
 
 def main() -> None:
@@ -290,11 +298,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="cut the model short, to fit one GPU")
     parser.add_argument("--train", help="training mesh; by default experts over all training ranks")
     parser.add_argument("--gen", help="generation mesh; by default tensor-parallel over all generation ranks")
-    parser.add_argument("--ctas", type=numbers, default=[16, 32, 64, 132])
+    parser.add_argument("--ctas", type=numbers, default=[64, 16, 32, 132])
     parser.add_argument("--tiles-kib", type=numbers, default=[128, 32, 64, 256, 512])
-    parser.add_argument("--grid", action="store_true", help="every CTA count with every tile size")
-    parser.add_argument("--threads", type=int, default=KernelShape().threads)
-    parser.add_argument("--batch", type=int, default=KernelShape().batch)
+    parser.add_argument("--shapes", type=shapes, default=[(KernelShape().threads, KernelShape().batch)])
+    parser.add_argument("--grid", action="store_true", help="every combination of these")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
