@@ -7,8 +7,9 @@ from math import prod
 
 import numpy as np
 import torch
-from mcore_reshard.planner.schedule import Geometry, Schedule
 from numpy.typing import NDArray
+
+from mcore_reshard.planner.schedule import Geometry, Schedule
 
 from .tensors import misfits
 

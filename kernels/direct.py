@@ -21,9 +21,10 @@ from datetime import timedelta
 
 import numpy as np
 import torch
-from mcore_reshard.planner.schedule import Schedule, TransferTable, World
 from numpy.typing import NDArray
 from torch.distributed import DistStoreError, Store
+
+from mcore_reshard.planner.schedule import Schedule, TransferTable, World
 
 from .device_copies import DeviceCopies, KernelShape
 from .errors import ChecksumError, DeadlineError, SessionError, TransferError, TransportUnavailable, Waiting

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
 from mcore_reshard.planner.schedule import Schedule, World
 
 from .errors import Waiting

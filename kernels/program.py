@@ -11,9 +11,10 @@ from math import prod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
 from mcore_reshard.planner.geometry import row_major_strides
 from mcore_reshard.planner.schedule import Geometry, Schedule, StageSchedule, TransferTable, World
-from numpy.typing import NDArray
 
 from .buckets import DEFAULT_BUCKET_BYTES, check_bucket_bytes, cut, pack
 from .checks import itemsizes, tensor_problems, transfer_problems

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from mcore_reshard.planner.schedule import Pulls, Schedule, StageSchedule, TransferTable
 from numpy.typing import NDArray
+
+from mcore_reshard.planner.schedule import Pulls, Schedule, StageSchedule, TransferTable
 
 from .checks import itemsizes
 from .copies import COPY, expand, strided_copies

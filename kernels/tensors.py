@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
 from mcore_reshard.planner.geometry import row_major_strides
 from mcore_reshard.planner.schedule import LocalTensor
-from numpy.typing import NDArray
 
 from .errors import StaleTensorError
 

@@ -1,8 +1,8 @@
 """From a live trainer to the plan that both worlds run: read the mesh off the model, plan, hand the plan over.
 
-    plan = plan_refit(config, model_chunks, gen=GenMesh(tp=4), model="qwen3-30b-a3b")   # on every training rank
-    publish_plan(plan, store="10.0.0.1:29600")                                        # on one of them
-    plan = fetch_plan(store="10.0.0.1:29600")                                         # on every generation rank
+plan = plan_refit(config, model_chunks, gen=GenMesh(tp=4), model="qwen3-30b-a3b")   # on every training rank
+publish_plan(plan, store="10.0.0.1:29600")                                        # on one of them
+plan = fetch_plan(store="10.0.0.1:29600")                                         # on every generation rank
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from .kernels.errors import SessionError
-from .megatron import local_tensors, train_mesh_of
 from .meeting import connected, store_address
+from .megatron import local_tensors, train_mesh_of
 from .planner.families import catalogue_from_config
 from .planner.megatron import ExpertsModule, MegatronBuild
 from .planner.mesh import GenMesh, TrainMesh
@@ -66,7 +66,9 @@ def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: floa
     try:
         shelf.wait([_PLAN], timedelta(seconds=timeout_s))
     except DistStoreError as error:
-        raise SessionError(f"no training rank published a plan for session {session!r} within {timeout_s:g} s") from error
+        raise SessionError(
+            f"no training rank published a plan for session {session!r} within {timeout_s:g} s"
+        ) from error
     plan = parse_plan(shelf.get(_PLAN).decode(), f"the plan published for session {session!r}")
     proof = prove(plan)
     if not proof.ok:
@@ -93,7 +95,9 @@ def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
     fused = {answer for rank in told for answer in rank["fused"]}
     rows = {count for rank in told for count in rank["rows"]}
     if len(experts) > 1 or len(fused) > 1 or len(rows) != 1:
-        raise ValueError(f"training ranks built the model differently: experts {experts}, fused norms {fused}, embedding rows {rows}")
+        raise ValueError(
+            f"training ranks built the model differently: experts {experts}, fused norms {fused}, embedding rows {rows}"
+        )
     return MegatronBuild(
         experts=experts.pop() if experts else "grouped",
         fused_norms=fused.pop() if fused else True,

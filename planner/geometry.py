@@ -21,7 +21,7 @@ class Region:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise ValueError(f"region start {self.start} and stop {self.stop} have different ranks")
-        if any(low < 0 or high < low for low, high in zip(self.start, self.stop)):
+        if any(low < 0 or high < low for low, high in zip(self.start, self.stop, strict=True)):
             raise ValueError(f"region [{self.start}, {self.stop}) is not a box")
 
     @classmethod
@@ -30,7 +30,7 @@ class Region:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        return tuple(high - low for low, high in zip(self.start, self.stop))
+        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
 
     @property
     def elements(self) -> int:
@@ -40,23 +40,23 @@ class Region:
         """The common box, or None where the two share no element."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(low >= high for low, high in zip(start, stop)):
+        if any(low >= high for low, high in zip(start, stop, strict=True)):
             return None
         return Region(start, stop)
 
     def contains(self, other: Region) -> bool:
-        return all(a <= b for a, b in zip(self.start, other.start)) and all(
-            a >= b for a, b in zip(self.stop, other.stop)
+        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
+            a >= b for a, b in zip(self.stop, other.stop, strict=True)
         )
 
     def within(self, dim: int, start: int, stop: int) -> Region:
         """This region with `dim` replaced by `[start, stop)`."""
         return Region(
-            self.start[:dim] + (start,) + self.start[dim + 1 :], self.stop[:dim] + (stop,) + self.stop[dim + 1 :]
+            (*self.start[:dim], start, *self.start[dim + 1 :]), (*self.stop[:dim], stop, *self.stop[dim + 1 :])
         )
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{low}:{high}" for low, high in zip(self.start, self.stop)) + "]"
+        return "[" + ", ".join(f"{low}:{high}" for low, high in zip(self.start, self.stop, strict=True)) + "]"
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class Piece:
         """The box of the local tensor, in the coordinates of `view`."""
         start = self._origin(slot)
         stop = [low + 1 for low in start]
-        for extent, dim in zip(self.region.extents, self.dims):
+        for extent, dim in zip(self.region.extents, self.dims, strict=True):
             stop[dim] = start[dim] + extent
         return Region(start, tuple(stop))
 
@@ -119,10 +119,12 @@ class Piece:
 
     def offset(self, at: tuple[int, ...], slot: int = 0) -> int:
         """Element offset, in the local tensor, of the global coordinate `at`, which lies in `region`."""
-        base = sum(low * stride for low, stride in zip(self._origin(slot), row_major_strides(self.view)))
-        return base + sum((point - low) * stride for point, low, stride in zip(at, self.region.start, self.strides))
+        base = sum(low * stride for low, stride in zip(self._origin(slot), row_major_strides(self.view), strict=True))
+        return base + sum(
+            (point - low) * stride for point, low, stride in zip(at, self.region.start, self.strides, strict=True)
+        )
 
     def _origin(self, slot: int) -> tuple[int, ...]:
         if self.slot_dim < 0 or not slot:
             return self.origin
-        return self.origin[: self.slot_dim] + (self.origin[self.slot_dim] + slot,) + self.origin[self.slot_dim + 1 :]
+        return (*self.origin[: self.slot_dim], self.origin[self.slot_dim] + slot, *self.origin[self.slot_dim + 1 :])

@@ -93,7 +93,7 @@ def split(
     group: ParameterGroup, name: str, dim: int, degree: int, stack: int = 0, shape: tuple[int, ...] = ()
 ) -> Shards:
     """Equal parts along `dim`: (R, C) -> (R / degree, C) for dim 0. `stack` experts per tensor: (stack, R / degree, C)."""
-    local_view = group.view[:dim] + (group.view[dim] // degree,) + group.view[dim + 1 :]
+    local_view = (*group.view[:dim], group.view[dim] // degree, *group.view[dim + 1 :])
     runs = [(Run(c * local_view[dim], local_view[dim], 0),) for c in range(degree)]
     return runs_along(group, name, dim, local_view[dim], runs, stack, shape)
 
@@ -112,7 +112,7 @@ def runs_along(
     The local tensor has `local_rows` along `dim` and the parameter's extents elsewhere, and a leading dim of `stack`
     experts if that is not 0. `shape` is the tensor's own shape where it differs from that.
     """
-    view = group.view[:dim] + (local_rows,) + group.view[dim + 1 :]
+    view = (*group.view[:dim], local_rows, *group.view[dim + 1 :])
     lead = (stack,) if stack else ()
     tensor = LocalTensor(name, shape or lead + view, group.dtype)
     dims = tuple(d + len(lead) for d in range(len(view)))

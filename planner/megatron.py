@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
-
 from .geometry import LocalTensor, Piece, Region
 from .layout import Excluded, Layout, Misc, Placement, Run, Shards, padded_rows, runs_along, split, whole
 from .mesh import LayerPlace, MeshError, TrainMesh
@@ -165,7 +164,11 @@ def _expert_fc1(context: _Context, group: ParameterGroup) -> Shards:
     etp, gated = context.mesh.etp, context.architecture.gated
     if context.build.experts == "stacked":
         return _stacked_fc1(context, group)
-    leaf = "linear_fc1.weight{expert}" if context.build.experts == "grouped" else "local_experts.{expert}.linear_fc1.weight"
+    leaf = (
+        "linear_fc1.weight{expert}"
+        if context.build.experts == "grouped"
+        else "local_experts.{expert}.linear_fc1.weight"
+    )
     return _halves(group, _EXPERTS + leaf, etp, gated)
 
 
@@ -173,7 +176,11 @@ def _expert_fc2(context: _Context, group: ParameterGroup) -> Shards:
     etp = context.mesh.etp
     if context.build.experts == "stacked":
         return _stacked_fc2(context, group)
-    leaf = "linear_fc2.weight{expert}" if context.build.experts == "grouped" else "local_experts.{expert}.linear_fc2.weight"
+    leaf = (
+        "linear_fc2.weight{expert}"
+        if context.build.experts == "grouped"
+        else "local_experts.{expert}.linear_fc2.weight"
+    )
     return split(group, _EXPERTS + leaf, 1, etp)
 
 
@@ -228,14 +235,22 @@ def _expert_pieces(context: _Context, group: ParameterGroup, expert: int, slot: 
     mine = Region.whole(group.view).within(0, expert, expert + 1)
     sizes = group.view[1:]
 
-    def piece(region: Region, shape: tuple[int, ...], view: tuple[int, ...], at: tuple[int, ...], dims: tuple[int, ...]) -> Piece:
+    def piece(
+        region: Region, shape: tuple[int, ...], view: tuple[int, ...], at: tuple[int, ...], dims: tuple[int, ...]
+    ) -> Piece:
         tensor = LocalTensor(_EXPERTS + leaf, shape, group.dtype)
         return Piece(region, tensor, at, dims, view)
 
     if group.role is Role.STACKED_GATE_UP:  # (E, H, I, 2) -> [2 I, H] = (1, 2, I, H)
         hidden, inner, _ = sizes
         return [
-            piece(mine.within(3, half, half + 1), (2 * inner, hidden), (1, 2, inner, hidden), (0, half, 0, 0), (0, 3, 2, 1))
+            piece(
+                mine.within(3, half, half + 1),
+                (2 * inner, hidden),
+                (1, 2, inner, hidden),
+                (0, half, 0, 0),
+                (0, 3, 2, 1),
+            )
             for half in range(2)
         ]
     if group.role is Role.STACKED_GATE_UP_BIAS:  # (E, I, 2) -> [2 I] = (1, 2, I)
@@ -351,7 +366,7 @@ class MegatronLayout(Layout):
 
     name = "megatron"
 
-    def __init__(self, catalogue: Catalogue, mesh: TrainMesh, build: MegatronBuild = MegatronBuild()) -> None:  # noqa: B008
+    def __init__(self, catalogue: Catalogue, mesh: TrainMesh, build: MegatronBuild = MegatronBuild()) -> None:
         self._context = _Context(catalogue.architecture, mesh, build)
         self._dtype = catalogue.dtype
 
@@ -380,7 +395,9 @@ class MegatronLayout(Layout):
             width = architecture.expert_intermediate
             found += _indivisible(f"expert width {width}", width, "etp", mesh.etp)
         elif mesh.ep > 1 or mesh.etp > 1:
-            found.append(f"ep = {mesh.ep}, etp = {mesh.etp} want a model with experts, {architecture.family} has none here")
+            found.append(
+                f"ep = {mesh.ep}, etp = {mesh.etp} want a model with experts, {architecture.family} has none here"
+            )
         if architecture.family == "gpt_oss" and mesh.etp > 1:
             found.append(f"etp = {mesh.etp}: Megatron-Core has experts with biases at etp = 1 only")
         if architecture.mamba is not None and mesh.vpp > 1:
@@ -400,7 +417,9 @@ class MegatronLayout(Layout):
         group = replace(group, dtype=self._dtype)
         if group.role is Role.FINAL_NORM:
             hybrid = self._context.architecture.mamba is not None
-            shards: Shards | Misc = whole(group, f"vp{{vp}}.decoder.{'final_norm' if hybrid else 'final_layernorm'}.weight")
+            shards: Shards | Misc = whole(
+                group, f"vp{{vp}}.decoder.{'final_norm' if hybrid else 'final_layernorm'}.weight"
+            )
         elif (rule := RULES.get(group.role)) is None:
             return Misc(f"no layout rule for {group.role.value!r} in Megatron-Core")
         else:
@@ -409,7 +428,9 @@ class MegatronLayout(Layout):
             return shards
         if self._context.architecture.zero_centered_norms and group.role in _NORM_ROLES:
             return Misc("zero-centred norm: the trainer holds w - 1, which is not a byte copy")
-        return self._expert_placements(group, shards) if group.role in _EXPERT_ROLES else self._placements(group, shards)
+        return (
+            self._expert_placements(group, shards) if group.role in _EXPERT_ROLES else self._placements(group, shards)
+        )
 
     def _placements(self, group: ParameterGroup, shards: Shards) -> tuple[Placement, ...]:
         mesh = self._context.mesh
@@ -457,5 +478,3 @@ class MegatronLayout(Layout):
 
 def _indivisible(what: str, size: int, axis: str, degree: int) -> list[str]:
     return [f"{what} cannot be divided by {axis} = {degree}"] if size % degree else []
-
-

@@ -116,8 +116,10 @@ class TrainMesh:
             if num_layers % chunks:
                 raise MeshError(
                     "impossible training mesh",
-                    [f"{num_layers} layers do not divide over pp*vpp = {chunks}; give them, e.g. layers="
-                     + "+".join(str(n) for n in _even_counts(num_layers, self.pp))],
+                    [
+                        f"{num_layers} layers do not divide over pp*vpp = {chunks}; give them, e.g. layers="
+                        + "+".join(str(n) for n in _even_counts(num_layers, self.pp))
+                    ],
                 )
             counts = (num_layers // chunks,) * chunks
         if sum(counts) != num_layers:
@@ -139,7 +141,7 @@ class TrainMesh:
         """Where each HF layer lives, by layer number."""
         places = []
         counts = self.chunk_layers(num_layers)
-        for chunk, (count, end) in enumerate(zip(counts, accumulate(counts))):
+        for chunk, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
             vp_stage, pp_stage = divmod(chunk, self.pp)
             places += [LayerPlace(end - count + i, pp_stage, vp_stage, i) for i in range(count)]
         return tuple(places)

@@ -230,5 +230,3 @@ def replica_bytes(template: Template, bundle: Bundle, replicas: int, pulls_each:
     shard = np.array([m.src for m in template.moves])[None, :, None]
     np.add.at(served, (np.broadcast_to(shard, chosen.shape), chosen), np.broadcast_to(weight, chosen.shape))
     return served
-
-

@@ -59,7 +59,9 @@ def parse_plan(text: str, source: str = "plan") -> Plan:
     except ValueError as error:
         raise PlanFileError(f"{source} is not a plan: it is not JSON ({error})") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise PlanFileError(f"{source} is not a plan: no \"format\": \"{FORMAT}\"; write one with `mcore-reshard plan --out`")
+        raise PlanFileError(
+            f'{source} is not a plan: no "format": "{FORMAT}"; write one with `mcore-reshard plan --out`'
+        )
     if document.get("version") != VERSION:
         raise PlanFileError(
             f"{source} is a plan of version {document.get('version')!r}, this release reads version {VERSION}; plan again"
@@ -90,10 +92,7 @@ def _encode(plan: Plan) -> dict[str, Any]:
     def shards(value: Shards) -> dict[str, Any]:
         return {
             "pieces": [
-                [
-                    [*_region(p.region), tensor(p.tensor), p.origin, p.dims, p.view, p.slot_dim]
-                    for p in pieces
-                ]
+                [[*_region(p.region), tensor(p.tensor), p.origin, p.dims, p.view, p.slot_dim] for p in pieces]
                 for pieces in value.pieces
             ],
             "padding": [[[tensor(p.tensor), *_region(p.box)] for p in padding] for padding in value.padding],
@@ -186,7 +185,9 @@ def _decode(body: dict[str, Any]) -> Plan:
         ),
         holdings=tuple(Holding(np.array(ranks, dtype=np.int32)) for ranks in body["holdings"]),
         bundles=tuple(
-            Bundle(group, template, stage, src, dst, tuple(BundleLayer(*at) for at in layers), tuple(experts), s, d, turn)
+            Bundle(
+                group, template, stage, src, dst, tuple(BundleLayer(*at) for at in layers), tuple(experts), s, d, turn
+            )
             for group, template, stage, src, dst, layers, experts, s, d, turn in body["bundles"]
         ),
         misc=unplanned(body["misc"]),

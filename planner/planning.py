@@ -100,7 +100,9 @@ class _Planner:
             return destination
         held, wanted = _dtypes(source), _dtypes(destination)
         if held != wanted:
-            return Misc(f"trainer holds {'/'.join(sorted(held))}, engine {'/'.join(sorted(wanted))}: no cast is declared")
+            return Misc(
+                f"trainer holds {'/'.join(sorted(held))}, engine {'/'.join(sorted(wanted))}: no cast is declared"
+            )
         return source, destination
 
     def _too_few_kv_heads(self, group: ParameterGroup) -> str:
@@ -119,7 +121,7 @@ class _Planner:
         while changed:
             changed = False
             reasons: dict[str, str] = {}
-            for group, route in zip(self._catalogue.groups, routed):
+            for group, route in zip(self._catalogue.groups, routed, strict=True):
                 if isinstance(route, Misc):
                     for layout in (self._source, self._destination):
                         for name in _tensors(layout.place(group)):
@@ -205,7 +207,11 @@ def _intersect(src: Shards, dst: Shards) -> tuple[Move, ...]:
     Pieces are looked up along dim 0 of the parameter, so that the cost follows the number of moves.
     """
     held = sorted(
-        ((piece.region.start[0], piece.region.stop[0], c, p) for c, pieces in enumerate(src.pieces) for p, piece in enumerate(pieces))
+        (
+            (piece.region.start[0], piece.region.stop[0], c, p)
+            for c, pieces in enumerate(src.pieces)
+            for p, piece in enumerate(pieces)
+        )
     )
     starts = [entry[0] for entry in held]
     longest = max((stop - start for start, stop, _, _ in held), default=0)
@@ -240,4 +246,3 @@ def _balance(
         np.add.at(load, ranks, np.roll(shares, rotation, axis=1))
         turned[index] = replace(bundles[index], rotation=rotation)
     return turned
-

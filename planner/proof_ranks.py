@@ -32,7 +32,8 @@ def check_ranks(plan: Plan) -> Iterator[Violation]:
     try:
         pipelines = _Pipelines(plan.train.place_layers(layers), plan.gen.stage_of_layers(layers))
     except MeshError as error:
-        yield Violation("places", f"all {layers} layers", all_ranks(plan), str(error))
+        last = next((group.name(layers - 1, 0) for group in plan.groups if layers - 1 in group.layers), "no layer")
+        yield Violation("places", last, all_ranks(plan), str(error))
         return
     misplaced = list(_check_places(plan, pipelines))
     yield from misplaced

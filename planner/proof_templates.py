@@ -260,7 +260,7 @@ def _name_faults(pieces: tuple[Piece, ...], group: ParameterGroup, is_src: bool)
 
 
 def _shards_faults(shards: Shards) -> Iterator[tuple[int, str, str]]:
-    """(shard, rule, message): shards of one cut have the same tensors, in order, and are replicated alike."""
+    """(shard, rule, message): shards have the same tensors, ascend, are replicated alike, and only the last are padded."""
     filled = [(shard, pieces) for shard, pieces in enumerate(shards.pieces) if pieces]
     tensors = {piece.tensor.name: piece.tensor for _, pieces in filled for piece in pieces}
     for (before, held), (shard, pieces) in pairwise(filled):
@@ -275,6 +275,8 @@ def _shards_faults(shards: Shards) -> Iterator[tuple[int, str, str]]:
         for entry in padding:
             if tensors.setdefault(entry.tensor.name, entry.tensor) != entry.tensor:
                 yield shard, "names", f"padding is of {entry.tensor}, pieces are of {tensors[entry.tensor.name]}"
+        if padding and any(shards.pieces[shard + 1 :]):
+            yield shard, "order", f"shard {shard} is padded, but later shards still hold parts of the parameter"
     copies = Counter(pieces[0].region for _, pieces in filled)
     if len(set(copies.values())) > 1:
         uneven = ", ".join(f"{region} by {count}" for region, count in list(copies.items())[:4])

@@ -65,7 +65,9 @@ class Schedule:
     tensors: tuple[LocalTensor, ...]
     geometries: tuple[Geometry, ...]
     stages: tuple[StageSchedule, ...]
-    padding: tuple[tuple[int, int, Geometry], ...]  # (tensor, offset, geometry): to be zeroed once, no parameter fills it
+    padding: tuple[
+        tuple[int, int, Geometry], ...
+    ]  # (tensor, offset, geometry): to be zeroed once, no parameter fills it
     misc: tuple[str, ...]  # HF names that travel by the misc route
     parameter_name: Callable[[int, int], str]  # (bundle, member) -> HF name, for messages
     pulls: Callable[[], Pulls] | None = None  # generation ranks: the other end of `recvs`, for executors that read it

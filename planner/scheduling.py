@@ -172,7 +172,7 @@ class _Expansion:
     def _padding(self, bundle: Bundle, template: Template, shard: int) -> Iterator[tuple[int, int, Geometry]]:
         for padding in template.dst.padding[shard] if template.dst.padding else ():
             strides = row_major_strides(padding.tensor.shape)
-            offset = sum(low * stride for low, stride in zip(padding.box.start, strides))
+            offset = sum(low * stride for low, stride in zip(padding.box.start, strides, strict=True))
             for tensor in dict.fromkeys(self._tensor_ids(bundle, padding.tensor, source=False).tolist()):
                 yield tensor, offset, Geometry(padding.box.extents, strides)
 

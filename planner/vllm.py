@@ -120,9 +120,7 @@ def _latent_a(context: _Context, group: ParameterGroup, _: int) -> Shards:
     kv_rows = attention.kv_lora_rank + attention.qk_rope_dim
     at = 0 if group.role is Role.MLA_Q_A else attention.q_lora_rank
     run = (Run(0, group.view[0], at),)
-    return runs_along(
-        group, _attention(context) + "fused_qkv_a_proj.weight", 0, attention.q_lora_rank + kv_rows, [run]
-    )
+    return runs_along(group, _attention(context) + "fused_qkv_a_proj.weight", 0, attention.q_lora_rank + kv_rows, [run])
 
 
 # --- MLP: layers/linear.py MergedColumnParallelLinear
@@ -166,9 +164,7 @@ def _shared_fc2(context: _Context, group: ParameterGroup, _: int) -> Shards:
 
 def _expert_fc1(context: _Context, group: ParameterGroup, local: int) -> Shards:
     """w13 is (E, 2 I / tp, H) = [gate_r; up_r] per expert, or (E, I / tp, H) without a gate."""
-    return _halves(
-        group, _mlp(context) + _ROUTED + "w13_weight", context.expert_tp, local, context.architecture.gated
-    )
+    return _halves(group, _mlp(context) + _ROUTED + "w13_weight", context.expert_tp, local, context.architecture.gated)
 
 
 def _expert_fc2(context: _Context, group: ParameterGroup, local: int) -> Shards:
@@ -191,9 +187,7 @@ def _stacked(context: _Context, group: ParameterGroup, _: int) -> Shards | Misc:
     return Shards(tuple(shards))
 
 
-def _stacked_piece(
-    context: _Context, group: ParameterGroup, part: int, tp: int, first: int, local: int
-) -> Piece:
+def _stacked_piece(context: _Context, group: ParameterGroup, part: int, tp: int, first: int, local: int) -> Piece:
     mine = Region.whole(group.view).within(0, first, first + local)
     path = _mlp(context) + _ROUTED
     sizes = group.view[1:]
@@ -327,7 +321,9 @@ class VllmLayout(Layout):
 
     def __init__(self, catalogue: Catalogue, mesh: GenMesh) -> None:
         self._context = _Context(catalogue.architecture, mesh, catalogue.dtype)
-        self._expert_layers = {layer for group in catalogue.groups if group.role in _EXPERT_ROLES for layer in group.layers}
+        self._expert_layers = {
+            layer for group in catalogue.groups if group.role in _EXPERT_ROLES for layer in group.layers
+        }
 
     def violations(self) -> list[str]:
         architecture, mesh = self._context.architecture, self._context.mesh
@@ -338,9 +334,7 @@ class VllmLayout(Layout):
             sizes += [(f"shared expert width {architecture.shared_intermediate}", architecture.shared_intermediate)]
         if mesh.ep == 1:
             sizes += [(f"expert width {architecture.expert_intermediate}", architecture.expert_intermediate)]
-        sizes += [
-            (f"vocabulary padded to {padded_vocab(architecture.vocab)} rows", padded_vocab(architecture.vocab))
-        ]
+        sizes += [(f"vocabulary padded to {padded_vocab(architecture.vocab)} rows", padded_vocab(architecture.vocab))]
         mamba = architecture.mamba
         if mamba is not None:
             sizes += [(f"{mamba.heads} Mamba heads", mamba.heads)]
@@ -356,8 +350,12 @@ class VllmLayout(Layout):
             found.append(f"ep = {mesh.ep} wants a model with experts, {architecture.family} has none here")
         if mesh.ep > architecture.experts > 0:
             found.append(f"ep = {mesh.ep} exceeds the {architecture.experts} experts")
-        if architecture.family == "gpt_oss" and architecture.expert_intermediate % (ranks := mesh.world // (1 if mesh.ep > 1 else mesh.dp)):
-            found.append(f"expert width {architecture.expert_intermediate} cannot be divided by the engine's {ranks} ranks")
+        if architecture.family == "gpt_oss" and architecture.expert_intermediate % (
+            ranks := mesh.world // (1 if mesh.ep > 1 else mesh.dp)
+        ):
+            found.append(
+                f"expert width {architecture.expert_intermediate} cannot be divided by the engine's {ranks} ranks"
+            )
         found += self._stages_without_experts()
         if mesh.pp > architecture.layers:
             found.append(f"pp = {mesh.pp} exceeds the {architecture.layers} layers")
@@ -366,11 +364,18 @@ class VllmLayout(Layout):
     def _stages_without_experts(self) -> list[str]:
         """models/qwen3_moe.py and models/nemotron_h.py look for a mixture of experts on every pipeline stage."""
         architecture, mesh = self._context.architecture, self._context.mesh
-        if architecture.family not in {"qwen3_moe", "nemotron_h"} or not architecture.experts or mesh.pp > architecture.layers:
+        if (
+            architecture.family not in {"qwen3_moe", "nemotron_h"}
+            or not architecture.experts
+            or mesh.pp > architecture.layers
+        ):
             return []
         stage_of = mesh.stage_of_layers(architecture.layers)
         missing = sorted(set(range(mesh.pp)) - {stage_of[layer] for layer in self._expert_layers})
-        return [f"pipeline stage {stage} of pp = {mesh.pp} has no mixture of experts, vLLM wants one on each" for stage in missing]
+        return [
+            f"pipeline stage {stage} of pp = {mesh.pp} has no mixture of experts, vLLM wants one on each"
+            for stage in missing
+        ]
 
     def place(self, group: ParameterGroup) -> tuple[Placement, ...] | Misc | Excluded:
         if group.mtp:

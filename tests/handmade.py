@@ -9,6 +9,7 @@ from math import prod
 
 import numpy as np
 import torch
+
 from mcore_reshard.planner.geometry import row_major_strides
 from mcore_reshard.planner.schedule import Geometry, LocalTensor, Pulls, Schedule, StageSchedule, TransferTable, World
 

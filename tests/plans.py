@@ -33,6 +33,9 @@ class Case:
 
     @cache  # noqa: B019  cases are few and live as long as the tests
     def plan(self) -> Plan:
+        return self.new_plan()
+
+    def new_plan(self) -> Plan:
         config = {**load_config(self.config), **dict(self.changes)}
         return make_plan(
             catalogue_from_config(config),
@@ -67,6 +70,8 @@ TINY = (
     Case("tiny-moonlight", "tp=2,ep=2", "tp=2"),
     Case("tiny-nemotron-h", "tp=2,ep=2,pp=2", "tp=2,pp=2"),
     Case("tiny-nemotron-h", "tp=4,ep=4", "tp=2,ep=2"),
+    Case("tiny-nemotron-h", "dp=2,ep=2", "tp=4", changes=(("n_groups", 1),)),
     Case("tiny-gpt-oss", "tp=2,ep=2", "tp=2"),
+    Case("tiny-gpt-oss", "ep=2,dp=2", "tp=4", MegatronBuild(experts="sequential", padded_vocab=320)),
     Case("tiny-gpt-oss", "ep=4,dp=4", "tp=2,ep=2,pp=2"),
 )

@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
+
 from mcore_reshard.planner.geometry import LocalTensor, Piece
 from mcore_reshard.planner.plan import Bundle, Plan
 from mcore_reshard.planner.schedule import Geometry, Schedule, TransferTable, World
 from mcore_reshard.planner.scheduling import schedule_of
-from numpy.typing import NDArray
 
 UNTOUCHED = -1
+TRAINER_PADDING = -2
 
 Ids = NDArray[np.int64]
 Tensors = dict[tuple[int, LocalTensor], Ids]  # by rank and tensor, in the tensor's own shape
@@ -80,6 +82,11 @@ def _store(tensor: Ids, piece: Piece, slot: int, ids: Ids) -> None:
     part = part.transpose(np.argsort(piece.dims)).reshape(sizes)
     assert ((box == UNTOUCHED) | (box == part)).all(), f"{piece.tensor.name} holds two parameters"
     box[...] = part
+
+
+def sources_of(plan: Plan) -> Tensors:
+    """What training ranks hold; what no piece fills there has a number that no destination wants."""
+    return {key: np.where(tensor == UNTOUCHED, TRAINER_PADDING, tensor) for key, tensor in held(plan, "train").items()}
 
 
 def execute(plan: Plan, sources: Tensors, wanted: Tensors) -> tuple[Tensors, list[str]]:
@@ -155,7 +162,7 @@ def damage(good: Plan, plan: Plan | None = None) -> list[str]:
         plan, before, after = good, good, good
     else:
         before, after = _differing(good, plan)
-    sources, wanted = held(before, "train"), held(before, "gen")
+    sources, wanted = sources_of(before), held(before, "gen")
     try:
         arrived, faults = execute(after, sources, wanted)
     except (ArithmeticError, LookupError, ValueError, TypeError, AssertionError) as error:
@@ -197,7 +204,7 @@ def _differing(good: Plan, plan: Plan) -> tuple[Plan, Plan]:
 
 def padding_damage(plan: Plan) -> list[str]:
     """Where declared padding and the elements that no piece fills are not the same."""
-    declared, faults = _declared_padding(plan), []
+    declared, faults = declared_padding(plan), []
     for (rank, local), tensor in held(plan, "gen").items():
         empty = set(np.flatnonzero(tensor.reshape(-1) == UNTOUCHED).tolist())
         padded = declared.get((rank, local), set())
@@ -207,7 +214,7 @@ def padding_damage(plan: Plan) -> list[str]:
 
 
 def _padding_changes(before: Plan, after: Plan) -> list[str]:
-    ours, theirs = _declared_padding(before), _declared_padding(after)
+    ours, theirs = declared_padding(before), declared_padding(after)
     return [
         f"gen {rank} {local.name}: other padding"
         for rank, local in ours.keys() | theirs.keys()
@@ -215,7 +222,8 @@ def _padding_changes(before: Plan, after: Plan) -> list[str]:
     ]
 
 
-def _declared_padding(plan: Plan) -> dict[tuple[int, LocalTensor], set[int]]:
+def declared_padding(plan: Plan) -> dict[tuple[int, LocalTensor], set[int]]:
+    """The elements that schedules say no parameter fills."""
     declared: dict[tuple[int, LocalTensor], set[int]] = defaultdict(set)
     if any(template.dst.padding for template in plan.templates):
         for rank in range(plan.gen.world):

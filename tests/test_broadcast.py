@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from handmade import raw_bytes
+from ranks import run_ranks, values
+from test_gloo import connect
+
 from mcore_reshard.kernels.broadcast import _FRAME, Tree, _parsed, broadcast, receive
 from mcore_reshard.kernels.errors import Waiting
 from mcore_reshard.kernels.gloo import GlooGroup, GlooMessage
-from ranks import run_ranks, values
-from test_gloo import connect
 
 
 def tensors() -> dict[str, torch.Tensor]:

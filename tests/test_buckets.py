@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from mcore_reshard.kernels.buckets import ALIGNMENT, MAX_BUCKET_BYTES, Part, check_bucket_bytes, cut, pack
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from mcore_reshard.planner.configs import builtin_names, load_config
 from mcore_reshard.planner.families import FAMILIES, ConfigError, catalogue_from_config
 from mcore_reshard.planner.parameters import Catalogue, Quantization, Role, UnknownParameter

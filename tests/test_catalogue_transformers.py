@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+
 from mcore_reshard.planner.configs import builtin_names, load_config
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.parameters import Catalogue

@@ -7,12 +7,12 @@ ones at full size included. What a plan sends by the misc route is loaded by the
 from __future__ import annotations
 
 import pytest
+
 from mcore_reshard.planner.configs import builtin_names, load_config
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.planning import make_plan
 from mcore_reshard.planner.scheduling import schedule_of
-
 from mcore_reshard.validation.engine_slices import GenSizes, StandInEngine
 
 TINY = [name for name in builtin_names() if name.startswith("tiny-")]

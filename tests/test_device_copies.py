@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from gpu import needs_gpus
+from numpy.typing import NDArray
+from test_tiles import random_copies
+
 from mcore_reshard.kernels.copies import COPY
 from mcore_reshard.kernels.interpreter import run_copies
 from mcore_reshard.kernels.tiles import cut_tiles, interleaved
-from numpy.typing import NDArray
-from test_tiles import random_copies
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 device_copies = pytest.importorskip(

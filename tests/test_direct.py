@@ -17,12 +17,13 @@ import pytest
 import torch
 from gpu import needs_gpus
 from handmade import End, Move, allocate, expected, pulls_of, random_moves, raw_bytes, schedule_of
+from ranks import run_ranks, values
+from torch.distributed import PrefixStore, TCPStore
+
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
 from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.program import bind
 from mcore_reshard.planner.schedule import Schedule
-from ranks import run_ranks, values
-from torch.distributed import PrefixStore, TCPStore
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 direct = pytest.importorskip("mcore_reshard.kernels.direct", reason="needs cuda-core", exc_type=ImportError)

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from mcore_reshard.planner.configs import builtin_names, load_config
 
+from mcore_reshard.planner.configs import builtin_names, load_config
 from mcore_reshard.validation.engine_slices import POISON, GenSizes, StandInEngine, engine_tensors, expected_tensors
 from mcore_reshard.validation.engine_tables import stage_layers
 from mcore_reshard.validation.tiny import checkpoint_shapes, payload

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from handmade import allocate, expected, random_moves, raw_bytes, schedule_of
-from mcore_reshard.kernels.gloo import GlooExecutor, GlooGroup
-from mcore_reshard.kernels.pipeline import Step
-from mcore_reshard.kernels.program import bind
 from numpy.typing import NDArray
 from ranks import run_ranks, values
 from torch.distributed import TCPStore, is_initialized
+
+from mcore_reshard.kernels.gloo import GlooExecutor, GlooGroup
+from mcore_reshard.kernels.pipeline import Step
+from mcore_reshard.kernels.program import bind
 
 BUCKET_BYTES = 128
 

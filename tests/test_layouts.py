@@ -83,7 +83,9 @@ def test_megatron_pads_the_vocabulary_only_where_it_must():
 
 def test_experts_sit_in_contiguous_blocks_over_the_expert_mesh():
     catalogue = tiny("qwen3-moe")  # 8 experts
-    placements = MegatronLayout(catalogue, TrainMesh(tp=2, dp=2, ep=2, etp=2)).place(group_of(catalogue, Role.EXPERT_UP))
+    placements = MegatronLayout(catalogue, TrainMesh(tp=2, dp=2, ep=2, etp=2)).place(
+        group_of(catalogue, Role.EXPERT_UP)
+    )
     assert [(p.experts, p.ranks.tolist()) for p in placements] == [((0, 4), [[0], [1]]), ((4, 8), [[2], [3]])]
     assert placements[0].shards.pieces[1][0].origin == (16, 0)  # [gate_1; up_1], 16 rows each
 
@@ -92,7 +94,12 @@ def test_vllm_gives_spare_experts_to_the_first_ranks():
     catalogue = tiny("qwen3-moe", num_experts=10)
     placements = VllmLayout(catalogue, GenMesh(tp=4, ep=4)).place(group_of(catalogue, Role.EXPERT_UP))
     assert [p.experts for p in placements] == [(0, 3), (3, 6), (6, 8), (8, 10)]
-    assert [p.shards.pieces[0][0].tensor.shape for p in placements] == [(3, 64, 64), (3, 64, 64), (2, 64, 64), (2, 64, 64)]
+    assert [p.shards.pieces[0][0].tensor.shape for p in placements] == [
+        (3, 64, 64),
+        (3, 64, 64),
+        (2, 64, 64),
+        (2, 64, 64),
+    ]
 
 
 @pytest.mark.parametrize("role", [Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN])
@@ -118,8 +125,9 @@ def test_sequential_experts_are_modules_of_their_own():
     catalogue = tiny("qwen3-moe")
     layout = MegatronLayout(catalogue, TrainMesh(), MegatronBuild(experts="sequential"))
     (piece,) = layout.place(group_of(catalogue, Role.EXPERT_DOWN))[0].shards.pieces[0]
-    assert piece.tensor.name == "vp0.decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight".replace(
-        "vp0", "vp{vp}"
+    assert (
+        piece.tensor.name
+        == "vp0.decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight".replace("vp0", "vp{vp}")
     )
 
 
@@ -131,7 +139,9 @@ def test_norms_are_fused_into_linears_or_separate():
     ):
         layout = MegatronLayout(catalogue, TrainMesh(), MegatronBuild(fused_norms=fused))
         names = [
-            layout.place(group_of(catalogue, role))[0].shards.pieces[0][0].tensor.name.removeprefix("vp{vp}.decoder.layers.{layer}.")
+            layout.place(group_of(catalogue, role))[0]
+            .shards.pieces[0][0]
+            .tensor.name.removeprefix("vp{vp}.decoder.layers.{layer}.")
             for role in (Role.ATTENTION_NORM, Role.MLP_NORM)
         ]
         assert names == [attention, mlp]
@@ -192,7 +202,10 @@ def test_an_unknown_parameter_is_misc_with_a_reason_never_a_default():
         (lambda: MegatronLayout(tiny("llama"), TrainMesh(dp=2, ep=2)), ["want a model with experts"]),
         (
             lambda: VllmLayout(tiny("qwen3-moe", num_key_value_heads=3, num_attention_heads=6), GenMesh(tp=4)),
-            ["6 attention heads cannot be divided by tp = 4", "3 KV heads are neither a multiple nor a divisor of tp = 4"],
+            [
+                "6 attention heads cannot be divided by tp = 4",
+                "3 KV heads are neither a multiple nor a divisor of tp = 4",
+            ],
         ),
         (lambda: VllmLayout(tiny("gpt-oss"), GenMesh(tp=8)), ["4 KV heads cannot be divided by tp = 8"]),
         (lambda: VllmLayout(tiny("nemotron-h"), GenMesh(tp=8)), ["4 Mamba groups cannot be divided by tp = 8"]),

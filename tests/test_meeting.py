@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
 from torch.distributed import TCPStore
 
+from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
 from mcore_reshard.meeting import Failure, Meeting, SessionFailed, store_address
 
 MEMBERS = ("train:0", "train:1", "gen:0")

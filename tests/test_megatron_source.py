@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mcore_reshard.planner.mesh import TrainMesh, format_mesh
 
 from mcore_reshard.megatron import local_tensors, require
+from mcore_reshard.planner.mesh import TrainMesh, format_mesh
 from mcore_reshard.validation import te_standin, tiny
 from mcore_reshard.validation.processes import run_processes
 from mcore_reshard.validation.trainer import Trainer, build_trainer, prepare

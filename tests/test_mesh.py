@@ -77,7 +77,7 @@ def test_an_impossible_mesh_lists_every_violation(build, complaints):
 
 
 MESHES = [
-    dict(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp)
+    {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp}
     for tp, cp, dp, pp in itertools.product((1, 2, 4), (1, 2), (1, 2, 3), (1, 2))
     for ep, etp in itertools.product((1, 2, 3, 4, 8), (1, 2))
     if (tp * cp * dp) % (ep * etp) == 0
@@ -100,8 +100,12 @@ def test_numbering_equals_megatron_rank_generator():
                 for group in generator.get_ranks(token):
                     assert [mesh.coordinate(rank)[axis] for rank in group] == list(range(len(group))), (sizes, axis)
         for stage in range(mesh.pp):
-            assert mesh.dense_ranks(stage).T.tolist() == [g for g in dense.get_ranks("tp") if mesh.coordinate(g[0])["pp"] == stage]
+            assert mesh.dense_ranks(stage).T.tolist() == [
+                g for g in dense.get_ranks("tp") if mesh.coordinate(g[0])["pp"] == stage
+            ]
             for ep, ranks in enumerate(mesh.expert_ranks(stage)):
                 for etp, replicas in enumerate(ranks):
-                    assert {tuple(mesh.coordinate(int(r))[a] for a in ("pp", "ep", "etp")) for r in replicas} == {(stage, ep, etp)}
+                    assert {tuple(mesh.coordinate(int(r))[a] for a in ("pp", "ep", "etp")) for r in replicas} == {
+                        (stage, ep, etp)
+                    }
     assert len(MESHES) > 80

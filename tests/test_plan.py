@@ -18,7 +18,9 @@ from mcore_reshard.planner.scheduling import schedule_of
 
 def plan_of(model, train, gen, policy="exact", **overrides):
     config = {**load_config(model), **overrides}
-    return make_plan(catalogue_from_config(config), parse_train_mesh(train), parse_gen_mesh(gen), model=model, policy=policy)
+    return make_plan(
+        catalogue_from_config(config), parse_train_mesh(train), parse_gen_mesh(gen), model=model, policy=policy
+    )
 
 
 def test_the_whole_model_is_bulk_where_rules_know_it():
@@ -109,10 +111,21 @@ def test_a_rank_outside_of_the_mesh_is_an_error():
 def test_the_same_inputs_give_the_same_digest_and_others_do_not():
     digest = plan_of("tiny-llama", "tp=2", "tp=4").digest
     assert digest == plan_of("tiny-llama", "tp=2", "tp=4").digest
-    assert len({digest, plan_of("tiny-llama", "tp=2", "tp=2").digest, plan_of("tiny-llama", "tp=2", "tp=4", vocab_size=512).digest}) == 3
+    assert (
+        len(
+            {
+                digest,
+                plan_of("tiny-llama", "tp=2", "tp=2").digest,
+                plan_of("tiny-llama", "tp=2", "tp=4", vocab_size=512).digest,
+            }
+        )
+        == 3
+    )
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen3-moe", "tiny-gpt-oss", "tiny-nemotron-h", "tiny-llama-tied", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "model", ["tiny-qwen3-moe", "tiny-gpt-oss", "tiny-nemotron-h", "tiny-llama-tied", "deepseek-v3"]
+)
 def test_a_plan_file_round_trips_byte_for_byte(model, tmp_path):
     plan = plan_of(model, "tp=2,pp=1", "tp=2,pp=2")
     save_plan(plan, tmp_path / "plan.json")
@@ -182,7 +195,11 @@ def test_imports_run_one_way(request):
                 module = line.split()[1]
                 assert not module.startswith(forbidden or ("\0",)), f"{file}: {line}"
                 if module.startswith("mcore_reshard"):
-                    allowed = ("mcore_reshard.planner",) if folder == "planner" else ("mcore_reshard.planner", "mcore_reshard.kernels")
+                    allowed = (
+                        ("mcore_reshard.planner",)
+                        if folder == "planner"
+                        else ("mcore_reshard.planner", "mcore_reshard.kernels")
+                    )
                     assert module.startswith(allowed), f"{file}: {line}"
 
 

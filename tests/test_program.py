@@ -13,6 +13,8 @@ import torch
 from handmade import End, Move, allocate, expected, random_moves, raw_bytes, schedule_of, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import TINY, Case
+
 from mcore_reshard.kernels.copies import COPY, strided_copies
 from mcore_reshard.kernels.errors import BindError, StaleTensorError
 from mcore_reshard.kernels.interpreter import run_copies
@@ -21,7 +23,6 @@ from mcore_reshard.kernels.tensors import byte_array
 from mcore_reshard.planner.geometry import row_major_strides
 from mcore_reshard.planner.schedule import Geometry, LocalTensor, Schedule, StageSchedule, TransferTable
 from mcore_reshard.planner.scheduling import schedule_of as schedule_of_plan
-from plans import TINY, Case
 
 
 def two_moves() -> list[Move]:

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import TINY, Case
+from simulate import damage, held, padding_damage
+
 from mcore_reshard.planner.configs import builtin_names, load_config
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.geometry import Region
@@ -15,8 +18,6 @@ from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.planning import make_plan
 from mcore_reshard.planner.proof import prove
 from mcore_reshard.planner.tiling import overlap, tiling_fault
-from plans import TINY, Case
-from simulate import damage, held, padding_damage
 
 
 def box(*spans: tuple[int, int]) -> Region:

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 from handmade import raw_bytes
+from plans import TINY, Case
+from simulate import execute, held
+
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.kernels.interpreter import run_copies
 from mcore_reshard.kernels.pulling import pull_table
@@ -15,8 +18,6 @@ from mcore_reshard.kernels.tensors import byte_array
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.schedule import Schedule, TransferTable
 from mcore_reshard.planner.scheduling import schedule_of
-from plans import TINY, Case
-from simulate import execute, held
 
 CASES = [TINY[n] for n in (0, 2, 9, 11, 13, 17)]
 

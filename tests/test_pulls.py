@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from plans import TINY, Case
+
 from mcore_reshard.planner.schedule import Geometry, LocalTensor, Pulls, Schedule, TransferTable
 from mcore_reshard.planner.scheduling import pulls_of, schedule_of
-from plans import TINY, Case
 
 Row = tuple[LocalTensor, Geometry, int, int, int, int]
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 from handmade import Move, allocate, expected, random_moves, raw_bytes, schedule_of
+from numpy.typing import NDArray
+from ranks import Outcome, run_ranks, values
+from torch.distributed import TCPStore
+
 from mcore_reshard.kernels import registry
 from mcore_reshard.kernels.gloo import GlooExecutor
 from mcore_reshard.kernels.pipeline import Step
 from mcore_reshard.kernels.registry import TRANSPORT_VARIABLE
 from mcore_reshard.planner.geometry import row_major_strides
 from mcore_reshard.planner.schedule import Geometry, LocalTensor, Schedule
-from numpy.typing import NDArray
-from ranks import Outcome, run_ranks, values
-from torch.distributed import TCPStore
-
 from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
 
 MISC = ("model.odd.weight", "model.odd.bias")

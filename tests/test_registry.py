@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from mcore_reshard.kernels import registry
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.registry import TRANSPORT_VARIABLE, register, resolve, transports

@@ -6,10 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from mcore_reshard.kernels.copies import COPY, strided_copies
 from mcore_reshard.kernels.interpreter import run_copies
 from mcore_reshard.kernels.tiles import TILE, cut_tiles, interleaved
-from numpy.typing import NDArray
 
 
 def table(*rows: tuple[object, ...]) -> NDArray[np.void]:

@@ -15,16 +15,24 @@ from mcore_reshard.planner.parameters import Role
 
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
-from mcore_reshard.validation.runner import ValidationError, validate
 from validation_cases import DEFAULT, FAMILIES, FULL, MESHES, REFUSED, arguments
 
+from mcore_reshard.validation.runner import ValidationError, validate
+
 TIMEOUT_S = 60.0
+
 
 def check(family, mesh, refits=2, **options):
     train, gen, overrides = arguments(family, mesh)
     config = {**load_config(f"tiny-{family}"), **overrides}
     return validate(
-        config, parse_train_mesh(train), parse_gen_mesh(gen), model=family, refits=refits, timeout_s=TIMEOUT_S, **options
+        config,
+        parse_train_mesh(train),
+        parse_gen_mesh(gen),
+        model=family,
+        refits=refits,
+        timeout_s=TIMEOUT_S,
+        **options,
     )
 
 

@@ -68,7 +68,6 @@ DEFAULT = [
 ]
 
 
-
 _LAYERS_OF_HYBRID = {"3+1": "6+2"}  # Nemotron-H's tiny config has 8 layers
 _REFUSED = {
     ("gpt-oss", "TP2 EP2 ETP2 -> TP2"),  # Megatron-Core: experts with biases at ETP = 1 only

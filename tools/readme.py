@@ -1,7 +1,7 @@
 """Fill the README's marked sections from data: the demo's output, planning figures, the support table.
 
-    python tools/readme.py            rewrite README.md
-    python tools/readme.py --check    fail if a section that comes from data files is stale (the demo is not rerun)
+python tools/readme.py            rewrite README.md
+python tools/readme.py --check    fail if a section that comes from data files is stale (the demo is not rerun)
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ def planner_section() -> str:
         gen_ep = ", gen EP" if "ep=" in case["gen"] else ""
         lines.append(
             f"| {case['train_ranks']:,} -> {case['gen_ranks']:,}{gen_ep} | {case['transfers']:,} | {case['bundles']:,} |"
-            f" {seconds['plan']:.2f} s | {seconds['proof']:.2f} s | {seconds['train_schedule']:.2f} / {seconds['gen_schedule']:.2f} s |"
+            f" {seconds['plan']:.2f} s | {seconds['proof']:.2f} s |"
+            f" {seconds['train_schedule']:.2f} / {seconds['gen_schedule']:.2f} s |"
             f" {case['peak_rss_mb']:.0f} MB | {case['plan_file_bytes'] / 1e3:.0f} kB |"
         )
     lines += [
         "",
-        "A plan stores templates and bundles, neither ranks nor parameters one by one, so cost follows the number of distinct layouts.",
+        "A plan stores templates and bundles, neither ranks nor parameters one by one, so its cost follows the number of",
+        "distinct layouts.",
     ]
     return "\n".join(lines)
 

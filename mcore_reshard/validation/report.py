@@ -74,7 +74,9 @@ class ValidationReport:
         return {"ok": self.ok, **asdict(self)}
 
 
-def compare(name: str, gen_rank: int, route: str, got: torch.Tensor | None, expected: torch.Tensor | None) -> ParameterResult:
+def compare(
+    name: str, gen_rank: int, route: str, got: torch.Tensor | None, expected: torch.Tensor | None
+) -> ParameterResult:
     """Compare two tensors bit for bit: NaNs are equal when their bits are."""
     held = got if got is not None else expected
     assert held is not None
@@ -95,7 +97,11 @@ def compare(name: str, gen_rank: int, route: str, got: torch.Tensor | None, expe
     width = 2 * got.element_size()
     mask = 16**width - 1
     first = Mismatch(
-        at, float(got[at]), float(expected[at]), f"{int(mine[at]) & mask:0{width}x}", f"{int(golden[at]) & mask:0{width}x}"
+        at,
+        float(got[at]),
+        float(expected[at]),
+        f"{int(mine[at]) & mask:0{width}x}",
+        f"{int(golden[at]) & mask:0{width}x}",
     )
     return ParameterResult(name, gen_rank, route, nbytes, len(wrong), first)
 

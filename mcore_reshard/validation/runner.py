@@ -82,9 +82,10 @@ def validate(
     if not proof.ok:
         raise ProofError(proof)
     if catalogue.nbytes > LARGEST_MODEL_BYTES:
+        small = f"tiny-{config['model_type'].replace('_', '-')}"
         raise ValidationError(
-            f"the model has {catalogue.nbytes / 1e9:.0f} GB, more than the {LARGEST_MODEL_BYTES >> 30} GiB that a check on one"
-            f" machine is made for: validate a small config of the same family, such as tiny-{config['model_type'].replace('_', '-')}"
+            f"the model has {catalogue.nbytes / 1e9:.0f} GB, more than the {LARGEST_MODEL_BYTES >> 30} GiB that a check"
+            f" on one machine is made for: validate a small config of the same family, such as {small}"
         )
     kind = _engine_kind(engine)
     trainer.prepare()
@@ -125,13 +126,17 @@ def _refit_result(ranks: list[Any], train_world: int, number: int) -> RefitResul
 def _engine_kind(engine: str) -> str:
     installed = importlib.util.find_spec("vllm") is not None
     if engine == "vllm" and not installed:
-        raise ValidationError("vLLM is not installed: pip install 'mcore-reshard[vllm]', or validate against plain slices")
+        raise ValidationError(
+            "vLLM is not installed: pip install 'mcore-reshard[vllm]', or validate against plain slices"
+        )
     return "vllm" if engine in {"auto", "vllm"} and installed else "slices"
 
 
 def _source_versions() -> str:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("megatron-core", "megatron-bridge")]
-    te = "the real Transformer Engine" if te_standin.available() else "a parameters-only stand-in for Transformer Engine"
+    te = (
+        "the real Transformer Engine" if te_standin.available() else "a parameters-only stand-in for Transformer Engine"
+    )
     return f"{', '.join(versions)}, {te}"
 
 
@@ -328,7 +333,9 @@ def _generate(rank: int, job: _Job, store: str) -> _Results:
         for tensor in engine.tensors.values():
             poison(tensor)
         reports.append(endpoint.refit(version))
-        results.append(_compare_with_golden(job, rank, version, engine, lambda name: "bulk" if name in bulk else "misc"))
+        results.append(
+            _compare_with_golden(job, rank, version, engine, lambda name: "bulk" if name in bulk else "misc")
+        )
     endpoint.close()
     return reports, results
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mcore_reshard.planner.configs import load_config
 
+from mcore_reshard.planner.configs import load_config
 from mcore_reshard.validation.tiny import checkpoint_shapes, payload
 
 Config = dict[str, Any]

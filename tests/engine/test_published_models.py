@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from mcore_reshard.planner.configs import load_config
 
 from mcore_reshard.engines.vllm import local_tensors
+from mcore_reshard.planner.configs import load_config
 from mcore_reshard.validation.engine_slices import GenSizes, StandInEngine
 from mcore_reshard.validation.vllm_engine import build_engine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from mcore_reshard.planner.configs import load_config
 from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.parameters import Role

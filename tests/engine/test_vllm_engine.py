@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import checkpoint, tiny
-from mcore_reshard.planner.mesh import GenMesh
 
 from mcore_reshard.engines.vllm import (
     after_direct_writes,
@@ -19,6 +18,7 @@ from mcore_reshard.engines.vllm import (
     load_weights,
     local_tensors,
 )
+from mcore_reshard.planner.mesh import GenMesh
 from mcore_reshard.validation.engine_slices import POISON, GenSizes, StandInEngine, expected_tensors
 from mcore_reshard.validation.processes import run_processes
 from mcore_reshard.validation.vllm_engine import build_engine, engine_config, prepare
