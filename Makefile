@@ -55,7 +55,7 @@ types: $(VENV)/.ready ## mypy over the installed wheel (checkers do not follow p
 	rm -rf build/types build/wheel
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel . || $(BIN)/python -m pip wheel -q --no-deps -w build/wheel .
 	$(BIN)/python -m pip install -q --no-deps --target build/types build/wheel/*.whl
-	cd build && MYPYPATH=types $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p mcore_reshard
+	cd build && MYPYPATH=types $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p mcore_reshard
 
 bench: $(VENV)/.ready ## planning time and memory; writes tools/results/planner.json
 	$(BIN)/python tools/bench_planner.py

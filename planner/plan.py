@@ -195,7 +195,7 @@ class Plan:
             pulls = bundle.members * self.dst_replicas(bundle)
             totals[bundle.pp_stage][0] += pulls * len(template.moves)
             totals[bundle.pp_stage][1] += pulls * int(template.move_bytes.sum())
-        return tuple((stage, *counts) for stage, counts in totals.items())
+        return tuple((stage, transfers, nbytes) for stage, (transfers, nbytes) in totals.items())
 
 
 def replica_of(template: Template, bundle: Bundle, replicas: int, pulls_each: int, member: NDArray[np.int64] | int,

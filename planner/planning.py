@@ -138,8 +138,8 @@ class _Planner:
         wanted: dict[int, list[Placement]] = {}
         for placement in destination:
             wanted.setdefault(placement.pp_stage, []).append(placement)
-        for stage in wanted.values():
-            stage.sort(key=lambda placement: placement.experts)
+        for placements in wanted.values():
+            placements.sort(key=lambda placement: placement.experts)
         starts = {stage: [p.experts[0] for p in placements] for stage, placements in wanted.items()}
         stops = {stage: [p.experts[1] for p in placements] for stage, placements in wanted.items()}
         for src in source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -271,6 +272,9 @@ def _shards_faults(shards: Shards) -> Iterator[tuple[int, str, str]]:
         for low, high in zip(held, pieces, strict=True) if matched else [(held[0], pieces[0])]:
             if low.region.start > high.region.start:
                 yield shard, "order", f"shard {shard} holds {high.region}, shard {before} before it {low.region}"
+    for shard, pieces in filled:
+        if message := _experts_fault(pieces):
+            yield shard, "order", message
     for shard, padding in enumerate(shards.padding):
         for entry in padding:
             if tensors.setdefault(entry.tensor.name, entry.tensor) != entry.tensor:
@@ -281,6 +285,20 @@ def _shards_faults(shards: Shards) -> Iterator[tuple[int, str, str]]:
     if len(set(copies.values())) > 1:
         uneven = ", ".join(f"{region} by {count}" for region, count in list(copies.items())[:4])
         yield 0, "order", f"regions are held by unequal numbers of shards: {uneven}"
+
+
+def _experts_fault(pieces: tuple[Piece, ...]) -> str:
+    """Where one parameter holds all experts, each with a tensor of its own: experts ascend with the tensors' numbers."""
+    held = {piece.tensor.name: piece.region for piece in pieces}
+    if len(held) == 1:
+        return ""
+    for piece in pieces:
+        if piece.region.start[0] != held[piece.tensor.name].start[0]:
+            return f"{piece.tensor.name} holds parts of experts {piece.region.start[0]} and {held[piece.tensor.name].start[0]}"
+    numbered = sorted(held, key=lambda name: [int(part) if part.isdigit() else 0 for part in re.split(r"(\d+)", name)])
+    by_expert = sorted(held, key=lambda name: held[name].start[0])
+    wrong = next((names for names in zip(numbered, by_expert, strict=True) if names[0] != names[1]), None)
+    return f"experts of {wrong[0]} and {wrong[1]} lie in each other's place" if wrong else ""
 
 
 def _tensors(pieces: tuple[Piece, ...]) -> str:

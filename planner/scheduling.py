@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 from functools import partial
 
 import numpy as np
@@ -185,7 +186,7 @@ def _wire_geometry(region: Region, src: Piece, local: Piece) -> Geometry:
 
 
 def _table(parts: list[dict[str, NDArray[np.int64]]]) -> TransferTable:
-    columns = {}
+    columns: dict[str, Any] = {}
     for name in _COLUMNS:
         dtype = np.int64 if name in _WIDE else np.int32
         columns[name] = (

@@ -75,6 +75,7 @@ _REFUSED = {
     ("nemotron-h", "uneven chunks"),
     ("nemotron-h", "embedding and loss alone"),  # nor lets its hybrid stages be empty
     ("gpt-oss", "2 KV heads, TP2 -> TP4"),  # vLLM's gpt-oss does not replicate KV heads
+    ("gpt-oss", "1 KV head, TP4 -> TP2"),
 }
 _LATENT = {"deepseek-v3", "moonlight", "kimi-k2"}  # no KV heads to speak of
 

@@ -208,8 +208,8 @@ def _group(plan: Plan, origins: list[Origin], holders: list[Place]) -> Iterator[
     yield facts(rows)
     if first.src is None and first.dst is None:
         return
-    place = ("index", "element", "byte")
-    shown = table(None, "to", *place, "from", *place, numbers=("element", "byte"))
+    columns = ("index", "element", "byte")
+    shown = table(None, "to", *columns, "from", *columns, numbers=("element", "byte"))
     for origin in origins[:_ROWS_SHOWN]:
         shown.add_row(*_cells(origin.dst), *_cells(origin.src))
     say_what_is_left(shown, len(origins) - _ROWS_SHOWN, "transfer")

@@ -6,7 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def _train_misfits(catalogue: Catalogue, mesh: TrainMesh | None, text: str) -> l
             int(number) for number in re.findall(r"[0-9]+", (re.findall(r"layers=([0-9+]+)", text) or [""])[0])
         )
         try:
-            mesh = TrainMesh(**cuts, pp=axes["pp"], vpp=axes["vpp"], layers=layers)
+            mesh = replace(TrainMesh(**cuts), pp=axes["pp"], vpp=axes["vpp"], layers=layers)
         except MeshError:
             mesh = TrainMesh(**cuts)
     return [] if mesh is None else MegatronLayout(catalogue, mesh).violations()

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from mcore_reshard.planner.configs import builtin_names
 from mcore_reshard.planner.mesh import format_mesh
-from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.plan import Plan, Policy
 from mcore_reshard.planner.plan_file import load_plan
 from mcore_reshard.planner.proof import ProofError, prove
 
@@ -74,7 +74,7 @@ def _read(args: argparse.Namespace) -> tuple[Request, Plan | None]:
         raise InputError([f"{' and '.join(missing)} wanted: {args.source} is no plan file, which would say"])
     if args.config is not None:
         raise InputError(["--config goes with a plan file; here CONFIG itself is the config"])
-    policy = args.policy or "exact"
+    policy: Policy = args.policy or "exact"
     return read_request(args.source, args.train, args.gen, policy, args.train_dtype, args.gen_dtype), None
 
 
