@@ -58,7 +58,8 @@ class DeviceCopies:
         macros = (("THREADS", shape.threads), ("BATCH", shape.batch), ("CHECKSUMS", int(checksums)), *defines)
         with torch.cuda.device(device):
             self._kernel = _compiled(torch.cuda.get_device_capability(device), device.index, macros)
-            self._launch(torch.cuda.Stream(device), 0)  # loads the kernel, which CUDA puts off until now
+            self._launch(torch.cuda.Stream(device), 0)  # CUDA loads kernels when they are first launched: now
+            self.damaged()
 
     @property
     def nbytes(self) -> int:
