@@ -89,6 +89,7 @@ def compare(
         problem = ""
     if problem or got is None or expected is None:
         return ParameterResult(name, gen_rank, route, nbytes, 0, problem=problem)
+    got, expected = got.detach().cpu(), expected.detach().cpu()
     mine, golden = _bits(got), _bits(expected)
     wrong = (mine != golden).nonzero()
     if not len(wrong):
@@ -110,4 +111,4 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(_WORDS[tensor.element_size()]).cpu()
+    return tensor.contiguous().view(_WORDS[tensor.element_size()])

@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from mcore_reshard.kernels.errors import TransportUnavailable
+from mcore_reshard.kernels.registry import resolve
 from mcore_reshard.live import fetch_plan, plan_refit, publish_plan
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.megatron import ExpertsModule, MegatronBuild
@@ -96,7 +98,9 @@ def validate(
         folder = Path(name)
         for version in {1, *versions} & {1, 2}:
             tiny.write_checkpoint(config, folder / f"payload{version}", version)
-        job = _Job(config, plan, folder, transport, kind, experts, refits, timeout_s, planned_here and not unknown)
+        live = planned_here and not unknown
+        device = device_of(transport)
+        job = _Job(config, plan, folder, transport, device, kind, experts, refits, timeout_s, live)
         ranks = run_processes(job.ranks + 1, _run_process, (job,), timeout_s=timeout_s * (refits + 2))[:-1]
     return ValidationReport(
         model=model or str(config["model_type"]),
@@ -154,6 +158,7 @@ class _Job:
     plan: Plan
     folder: Path
     transport: str
+    device: str  # torch device type of the tensors that the transport moves
     engine: str
     experts: ExpertsModule
     refits: int
@@ -229,9 +234,10 @@ def _train(rank: int, job: _Job, store: str) -> _Results:
     if rank == 0:
         publish_plan(job.plan, store)
     schedule = schedule_of(job.plan, "train", rank)
+    source = _Source(model, _device(job, rank))
     endpoint = TrainEndpoint(
         schedule,
-        lambda: model.tensors,
+        lambda: source.tensors,
         store=store,
         export=model.export,
         transport=job.transport,
@@ -244,10 +250,50 @@ def _train(rank: int, job: _Job, store: str) -> _Results:
             model.load(job.folder / "payload2")
         elif version > 2:
             model.step()
+        source.refresh()
         _write_golden(job.golden_file(version), model.export(), keep=rank == 0)
         reports.append(endpoint.refit(version))
     endpoint.close()
     return reports, []
+
+
+def device_of(transport: str) -> str:
+    """The torch device type whose tensors `transport` moves here. Raises TransportUnavailable where it cannot run."""
+    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda"):
+        try:
+            resolve(transport, device)
+            return device
+        except TransportUnavailable as error:
+            refused = error
+    raise refused
+
+
+def _device(job: _Job, index: int) -> torch.device:
+    """Ranks take the machine's GPUs in turn; several may share one."""
+    if job.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", index % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+class _Source:
+    """The trainer's tensors where the transport wants them: its own, or copies on a GPU of a model that is on the CPU."""
+
+    def __init__(self, model: trainer.Trainer, device: torch.device) -> None:
+        self._model = model
+        self._copies = None
+        if any(tensor.device.type != device.type for tensor in model.tensors.values()):
+            self._copies = {name: tensor.to(device) for name, tensor in model.tensors.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._model.tensors if self._copies is None else self._copies
+
+    def refresh(self) -> None:
+        """Bring the copies up to the model, in place."""
+        for name, tensor in self._model.tensors.items() if self._copies is not None else ():
+            self._copies[name].copy_(tensor)  # type: ignore[index]
 
 
 def _check_live_plan(job: _Job, model: trainer.Trainer) -> None:
@@ -315,7 +361,9 @@ def _sizes(mesh: GenMesh) -> GenSizes:
 
 def _generate(rank: int, job: _Job, store: str) -> _Results:
     engine: _Engine = (
-        _VllmEngine(job, rank) if job.engine == "vllm" else StandInEngine(job.config, _sizes(job.plan.gen), rank)
+        _VllmEngine(job, rank)
+        if job.engine == "vllm"
+        else StandInEngine(job.config, _sizes(job.plan.gen), rank, _device(job, job.plan.train.world + rank))
     )
     schedule = schedule_of(fetch_plan(store, timeout_s=job.timeout_s), "gen", rank)
     endpoint = GenerationEndpoint(

@@ -55,18 +55,21 @@ def install() -> None:
 
 @contextlib.contextmanager
 def cpu_as_device() -> Iterator[None]:
-    """Redirect Megatron's hard-coded CUDA calls to the CPU while a model is built or loaded; nothing where CUDA exists.
+    """Redirect Megatron's hard-coded CUDA calls to the CPU while a model of the stand-in is built, loaded or exported.
+
+    With the real Transformer Engine this does nothing. With the stand-in the model is on the CPU on any machine.
 
     Megatron places a few buffers (router bias, rotary tables) on `torch.cuda.current_device()`, forks CUDA random
     states around initialisation, moves tied embeddings with `.cuda()`, and with context parallelism makes a stream and
     pins a tensor.
     """
-    if torch.cuda.is_available():
+    if available():
         yield
         return
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     with (
+        mock.patch.object(torch.cuda, "is_available", lambda: False),
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         mock.patch.object(torch.cuda, "Stream", _inert("Stream")),
         mock.patch.object(torch, "tensor", _unpinned(torch.tensor)),

@@ -119,7 +119,7 @@ def build_trainer(
             setattr(provider, name, value)
         provider.finalize()
         chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=not torch.cuda.is_available(), bf16=True
+            wrap_with_ddp=False, use_cpu_initialization=not te_standin.available(), bf16=True
         )
     trainer = Trainer(bridge, chunks)
     trainer.load(checkpoint)
