@@ -25,8 +25,8 @@ from torch.distributed import Store
 from .board import Board
 from .copies import COPY
 from .digests import digest
-from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError
-from .nccl_communicator import NcclCommunicator, NcclMessage, new_unique_id
+from .errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError, Waiting
+from .nccl_communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
 from .pipeline import StageClock, StageReport, group_rank, other_world
 from .program import Program, bind, rank_name
 from .rounds import DIGEST_BYTES, Division, Passage, Round, ScratchBudget, divide, peers_by_stage, rounds, slot_bytes
@@ -208,11 +208,11 @@ class NcclExecutor:
         """Poll until `reached`. Raises if that takes too long, NCCL fails, or another rank has given up."""
         start = time.monotonic()
         look = start + _LOOK_S
-        while not reached():
+        waiting = where.passages[0].step.waiting
+        while not _on_device(reached, waiting):
             now = time.monotonic()
             if now > look:
                 look = now + _LOOK_S
-                waiting = where.passages[0].step.waiting
                 communicator.is_idle(waiting)
                 if who := self._board.who_gave_up():
                     raise PeerLostError(waiting, f"{who} gave up")
@@ -344,6 +344,16 @@ class _DeviceRound:
     checked: range  # numbers of the messages whose digests are compared
     half: torch.cuda.Event
     over: torch.cuda.Event
+
+
+def _on_device(reached: Callable[[], bool], waiting: Waiting) -> bool:
+    """`reached()`; a device that has failed raises `NcclError` too."""
+    try:
+        return reached()
+    except RefitError:
+        raise
+    except RuntimeError as error:
+        raise NcclError(waiting, f"the device failed: {error}") from error
 
 
 def _copies_of(each: Round) -> NDArray[np.void]:
