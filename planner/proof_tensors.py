@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from .geometry import LocalTensor, Region
@@ -194,5 +194,4 @@ def _order_fault(parts: Sequence[_Part], served: Set[Role], is_src: bool) -> str
         if part.group >= 0 and -1 in last:
             return f"{part.role.value} {part.region} lies behind padding"
         last[part.group] = part.region
-    held = [part for part in in_memory if part.group >= 0]
-    return order_fault([role for role, _ in groupby(part.role for part in held)], served, is_src)
+    return order_fault([part.role for part in in_memory if part.group >= 0], served, is_src)

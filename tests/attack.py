@@ -1,15 +1,15 @@
-"""What becomes of single-field damage: refused by the proof, refused when bound, or shown to change nothing."""
+"""What becomes of a damaged plan: refused by the proof, refused when bound, or shown to change nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 from handmade import allocate
 from plans import Case
 from simulate import damage
-from single_field import mutants
+from single_field import Mutant
 
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.kernels.program import bind
@@ -55,8 +55,8 @@ class Verdict:
     damage: str = ""
 
 
-def attack(case: Case, seed: int, count: int) -> Iterator[Verdict]:
-    """Put `count` single-field mutants of a case's plan to the proof, and what it accepts to the simulator."""
+def attack(case: Case, mutants: Callable[[Plan, int], Iterator[Mutant]], seed: int, count: int) -> Iterator[Verdict]:
+    """Put `count` mutants of a case's plan to the proof, and what it accepts to the simulator and to binding."""
     good = case.plan()
     for mutant in islice(mutants(good, seed), count):
         proof = prove(mutant.plan)

@@ -54,6 +54,6 @@ LAYERS: dict[str, str] = {
     "limits": "the value is refused where it is given",
     "session": "the session refuses, and every rank is told the cause",
     "transport": "the bucket is refused where it arrives",
-    "golden": "not refused by the product at run time: validation against golden shows it",
-    "watch": "not refused by the product at run time: a test that watches several refits shows it",
+    "golden": "shown by validation against golden, not refused in a refit",
+    "watch": "shown by tests that watch several refits, not refused in one",
 }
