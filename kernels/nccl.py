@@ -70,6 +70,7 @@ class NcclExecutor:
         self._device = program.device or torch.device("cpu")
         self._sends = schedule.world == "train"
         self._runs = 0
+        self._closed = False
         self._links: dict[int, _Link] = {}
         self._rounds: tuple[_DeviceRound, ...] = ()
         self._slots: dict[tuple[int, int], torch.Tensor] = {}
@@ -121,6 +122,8 @@ class NcclExecutor:
 
         Raises `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError`; the executor is then closed.
         """
+        if self._closed:
+            raise SessionError(f"{self._program.rank}: the nccl transport has been closed")
         self._runs += 1
         clock = StageClock(len(self._program.stages))
         with self._gives_up_on_error():
@@ -131,6 +134,7 @@ class NcclExecutor:
 
     def close(self) -> None:
         """Abort all communicators and free scratch. May be called twice."""
+        self._closed = True
         links, self._links = self._links, {}
         for link in links.values():
             link.communicator.abort()

@@ -107,6 +107,8 @@ def without_transfers(rank: int, address: str) -> tuple[int, int]:
     executor = NcclExecutor(bind(schedule, {}), connected(address), timeout_s=10.0)
     reports = executor.run()
     executor.close()
+    with pytest.raises(SessionError, match="has been closed"):
+        executor.run()
     return len(reports), executor.scratch_bytes
 
 
