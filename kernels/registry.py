@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch.distributed import Store
 
 from .errors import TransportUnavailable
@@ -76,6 +77,23 @@ def resolve(requested: str, device: str) -> Transport:
     if trouble := _trouble(_transports[name], device):
         raise TransportUnavailable(f"transport {name} cannot be used: {trouble}")
     return _transports[name]
+
+
+def device_of(requested: str) -> str:
+    """The torch device type whose tensors `requested` moves on this machine, GPUs first where there are any.
+
+    Raises `TransportUnavailable` where it can move neither.
+    """
+    devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
+    troubles = []
+    for device in devices:
+        try:
+            resolve(requested, device)
+        except TransportUnavailable as error:
+            troubles.append(error)
+        else:
+            return device
+    raise troubles[-1]
 
 
 def _trouble(transport: Transport, device: str) -> str | None:

@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
     if args.refits < 1 or args.timeout <= 0:
         raise InputError(["--refits and --timeout must be above zero"])
     request, plan = _read(args)
-    from mcore_reshard.kernels.registry import resolve  # torch: not before the input is known to be good
+    from mcore_reshard.kernels.registry import device_of  # torch: not before the input is known to be good
 
-    resolve(args.transport, "cpu")
+    device_of(args.transport)
     from mcore_reshard.validation.runner import validate
 
     if sys.stderr.isatty():  # no spinner: the ranks are forked from here, and threads do not survive that

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from mcore_reshard.kernels.errors import TransportUnavailable
-from mcore_reshard.kernels.registry import resolve
+from mcore_reshard.kernels.registry import device_of
 from mcore_reshard.live import fetch_plan, plan_refit, publish_plan
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.megatron import ExpertsModule, MegatronBuild
@@ -255,17 +254,6 @@ def _train(rank: int, job: _Job, store: str) -> _Results:
         reports.append(endpoint.refit(version))
     endpoint.close()
     return reports, []
-
-
-def device_of(transport: str) -> str:
-    """The torch device type whose tensors `transport` moves here. Raises TransportUnavailable where it cannot run."""
-    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda"):
-        try:
-            resolve(transport, device)
-            return device
-        except TransportUnavailable as error:
-            refused = error
-    raise refused
 
 
 def _device(job: _Job, index: int) -> torch.device:
