@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.refits < 1 or args.timeout <= 0:
         raise InputError(["--refits and --timeout must be above zero"])
     request, plan = _read(args)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not keep ranks from being forked
     from mcore_reshard.kernels.registry import device_of  # torch: not before the input is known to be good
 
     device_of(args.transport)

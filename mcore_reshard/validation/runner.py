@@ -74,6 +74,8 @@ def validate(
     Raises ConfigError or MeshError for what cannot be planned, ProofError for an unsound plan and ValidationError where
     the check cannot be run. Differences are not errors: they are in the report.
     """
+    # Counting GPUs through the driver would spoil this process for forking.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     config = dict(config)
     catalogue = _forgetting(catalogue_from_config(config), frozenset(unknown))
     build = MegatronBuild(experts=experts)
