@@ -19,17 +19,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed import Store
 
 from .board import Board
-from .copies import COPY
 from .digests import digest
 from .errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError, Waiting
 from .nccl_communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
 from .pipeline import StageClock, StageReport, group_rank, other_world
 from .program import Program, bind, rank_name
-from .rounds import DIGEST_BYTES, Division, Passage, Round, ScratchBudget, divide, peers_by_stage, rounds, slot_bytes
+from .rounds import (
+    DIGEST_BYTES,
+    Division,
+    Passage,
+    Round,
+    ScratchBudget,
+    divide,
+    peers_by_stage,
+    round_copies,
+    rounds,
+    slot_bytes,
+)
 from .tensors import byte_view
 from .tiles import cut_tiles
 
@@ -297,7 +306,7 @@ class NcclExecutor:
         numbered = 0
         for each in planned:
             slot = self._slots[each.stream, each.slot]
-            table = _copies_of(each)
+            table = round_copies(each)
             copies = None
             if len(table):
                 bases = np.array([*addresses, slot.data_ptr()], np.uint64)
@@ -358,17 +367,6 @@ def _on_device(reached: Callable[[], bool], waiting: Waiting) -> bool:
         raise
     except RuntimeError as error:
         raise NcclError(waiting, f"the device failed: {error}") from error
-
-
-def _copies_of(each: Round) -> NDArray[np.void]:
-    """The copies (dtype COPY) between the round's slot and the tensors."""
-    tables = []
-    for passage in each.staged:
-        step = passage.step
-        table = step.lane.copies[step.bucket.first_copy : step.bucket.stop_copy].copy()
-        table["dst_offset" if step.lane.sends else "src_offset"] += passage.slot_offset
-        tables.append(table)
-    return np.concatenate(tables) if tables else np.empty(0, COPY)
 
 
 def _names(program: Program) -> list[str]:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buckets import ALIGNMENT, MAX_BUCKET_BYTES
+from .copies import COPY
 from .pipeline import Step, group_rank, other_world, steps
 from .program import Program
 
@@ -146,6 +147,17 @@ def slot_bytes(found: Sequence[Round]) -> dict[tuple[int, int], int]:
         place = each.stream, each.slot
         needed[place] = max(needed.get(place, 0), each.slot_bytes)
     return needed
+
+
+def round_copies(each: Round) -> NDArray[np.void]:
+    """The copies (dtype COPY) between tensors and the round's slot, which is their SCRATCH."""
+    tables = []
+    for passage in each.staged:
+        bucket, lane = passage.step.bucket, passage.step.lane
+        table = lane.copies[bucket.first_copy : bucket.stop_copy].copy()
+        table["dst_offset" if lane.sends else "src_offset"] += passage.slot_offset
+        tables.append(table)
+    return np.concatenate(tables) if tables else np.empty(0, COPY)
 
 
 def contiguous_run(copies: NDArray[np.void], *, sends: bool) -> Run | None:

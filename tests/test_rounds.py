@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +27,12 @@ from mcore_reshard.kernels.rounds import (
     contiguous_run,
     divide,
     peers_by_stage,
+    round_copies,
     rounds,
     slot_bytes,
 )
 from mcore_reshard.kernels.tensors import byte_array
+from mcore_reshard.kernels.tiles import cut_tiles
 from mcore_reshard.planner.scheduling import schedule_of as planned_schedule
 
 Worlds = tuple[int, int]
@@ -129,6 +132,15 @@ def test_a_bucket_is_one_run_only_where_its_bytes_are_neighbours_in_one_tensor()
     strided = copies_of((3, 64, 0, 32))
     strided["extents"][0, 2] = 2
     assert contiguous_run(strided, sends=True) is None
+
+
+def check_delivered(moves: list[Any], programs: list[Program], worlds: Worlds) -> None:
+    """Every element of every generation rank is what `expected` says, or still poisoned."""
+    sources = [dict(zip([t.name for t in p.schedule.tensors], p.tensors, strict=True)) for p in programs[: worlds[0]]]
+    for program in programs[worlds[0] :]:
+        want = expected(moves, program.schedule, sources)
+        for local, tensor in zip(program.schedule.tensors, program.tensors, strict=True):
+            assert raw_bytes(tensor) == raw_bytes(want[local.name]), local.name
 
 
 @dataclass
@@ -235,11 +247,7 @@ def test_no_order_of_kernels_deadlocks_and_every_byte_arrives(
         if not ran and not moved:
             ran = sum(device.copy(stream) for device, stream in copies)
             assert ran or exchange(devices, division), "deadlock"
-    sources = [dict(zip([t.name for t in p.schedule.tensors], p.tensors, strict=True)) for p in programs[: worlds[0]]]
-    for program in programs[worlds[0] :]:
-        want = expected(moves, program.schedule, sources)
-        for local, tensor in zip(program.schedule.tensors, program.tensors, strict=True):
-            assert raw_bytes(tensor) == raw_bytes(want[local.name]), local.name
+    check_delivered(moves, programs, worlds)
 
 
 @pytest.mark.parametrize("scratch_bytes", [4096, 1 << 16, 1 << 20])
@@ -273,3 +281,36 @@ def test_a_digest_changes_with_any_bit_and_any_two_words_that_change_places() ->
             swapped = words.clone()
             swapped[[a, b]] = swapped[[b, a]]
             assert torch.equal(digest(swapped.view(torch.uint8)), whole) == (a == b)
+
+
+def walk(tiles: NDArray[np.void]) -> None:
+    """What the GPU kernel does with its table, on memory of the host."""
+    for tile in tiles:
+        row_bytes = int(tile["row_words"]) * int(tile["word_bytes"])
+        for row in range(int(tile["words"]) // int(tile["row_words"])):
+            src = int(tile["src"]) + row * int(tile["src_stride"])
+            ctypes.memmove(int(tile["dst"]) + row * int(tile["dst_stride"]), src, row_bytes)
+
+
+@pytest.mark.parametrize(("worlds", "seed", "budget"), CASES)
+def test_the_tables_that_the_gpu_walks_move_the_same_bytes(worlds: Worlds, seed: int, budget: ScratchBudget) -> None:
+    moves = moves_of(seed, worlds)
+    programs, division = session(moves, worlds, budget, seed)
+    on_the_wire: dict[tuple[int, ...], NDArray[np.uint8]] = {}
+    for rank, program in enumerate(programs):  # training ranks come first
+        device = Device.of(program, division)
+        for each in device.found:
+            slot = device.slots[each.stream, each.slot]
+            bases = [*(tensor.data_ptr() for tensor in program.tensors), slot.ctypes.data]
+            tiles = cut_tiles(round_copies(each), np.array(bases, np.uint64), 64)
+            pairs = {passage: (rank, division.members[each.stage][passage.member]) for passage in each.passages}
+            if device.sends:
+                walk(tiles)
+                for passage, (src, dst) in pairs.items():
+                    on_the_wire[each.stage, each.number, src, dst] = device.message(each, passage).copy()
+            else:
+                for passage, (dst, src) in pairs.items():
+                    device.message(each, passage)[:] = on_the_wire.pop((each.stage, each.number, src, dst))
+                walk(tiles)
+    assert not on_the_wire
+    check_delivered(moves, programs, worlds)
