@@ -132,7 +132,7 @@ def _source_fault(plan: Plan, pipelines: _Pipelines, bundle: Bundle, group: Para
 
 def _destination_fault(plan: Plan, pipelines: _Pipelines, bundle: Bundle, group: ParameterGroup) -> str:
     mesh, ranks, layer = plan.gen, plan.holdings[bundle.dst].ranks, bundle.layers[0].layer
-    stage = gen_stage(mesh, ranks) if layer < 0 else pipelines.gen[min(layer, len(pipelines.gen) - 1)]
+    stage = _gen_stage(mesh, ranks) if layer < 0 else pipelines.gen[min(layer, len(pipelines.gen) - 1)]
     dense, along_experts = mesh.dense_ranks(stage), mesh.expert_ranks(stage)
     if group.role in _STACKED and mesh.ep > 1:
         return _same_holders("gen", along_experts.reshape(mesh.ep, 1), ranks)
@@ -148,7 +148,7 @@ def _destination_fault(plan: Plan, pipelines: _Pipelines, bundle: Bundle, group:
     return _same_holders("gen", along_experts[ep].reshape(1, 1), ranks)
 
 
-def gen_stage(mesh: GenMesh, ranks: NDArray[np.int32]) -> int:
+def _gen_stage(mesh: GenMesh, ranks: NDArray[np.int32]) -> int:
     """The pipeline stage of the first rank; the last stage for ranks outside of the mesh."""
     return min(mesh.coordinate(max(0, int(ranks[0, 0])))["pp"], mesh.pp - 1)
 
@@ -181,7 +181,7 @@ def _check_arrivals(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
     ]
     counts: dict[tuple[int, int], NDArray[np.int8]] = {}
     for bundle in plan.bundles:
-        group, stage = plan.groups[bundle.group], gen_stage(plan.gen, plan.holdings[bundle.dst].ranks)
+        group, stage = plan.groups[bundle.group], _gen_stage(plan.gen, plan.holdings[bundle.dst].ranks)
         key = (bundle.group, stage)
         if key not in counts:
             counts[key] = np.zeros((len(rows[bundle.group]), max(1, group.experts)), dtype=np.int8)

@@ -112,7 +112,8 @@ def _placing_faults(shards: Shards, whole: Region) -> Iterator[tuple[int, str]]:
     for shard, padding in enumerate(shards.padding):
         for entry in padding:
             shape = entry.tensor.shape
-            if len(entry.box.start) != len(shape) or not Region.whole(shape).contains(entry.box):
+            fits = len(entry.box.start) == len(shape) and min(shape, default=1) > 0
+            if not fits or not Region.whole(shape).contains(entry.box):
                 yield shard, f"padding {entry.box} is outside of {entry.tensor.name} {shape}"
 
 

@@ -616,7 +616,7 @@ def file_mutant(bug: int, what: str, case: Case, damaged: Callable[[str], str]) 
         try:
             parse_plan(damaged(dump_plan(case.plan())), "plan.json")
         except PlanFileError as error:
-            return Rejection("file", "PlanFileError", "all parameters", "0 to all ranks", str(error))
+            return Rejection("file", "PlanFileError", "all parameters", "all ranks", str(error))
         return None
 
     _found.append(Mutant(bug, what, ("file", "PlanFileError"), refused))
