@@ -303,14 +303,14 @@ def test_the_tables_that_the_gpu_walks_move_the_same_bytes(worlds: Worlds, seed:
             slot = device.slots[each.stream, each.slot]
             bases = [*(tensor.data_ptr() for tensor in program.tensors), slot.ctypes.data]
             tiles = cut_tiles(round_copies(each), np.array(bases, np.uint64), 64)
-            pairs = {passage: (rank, division.members[each.stage][passage.member]) for passage in each.passages}
+            peers = [(passage, division.members[each.stage][passage.member]) for passage in each.passages]
             if device.sends:
                 walk(tiles)
-                for passage, (src, dst) in pairs.items():
-                    on_the_wire[each.stage, each.number, src, dst] = device.message(each, passage).copy()
+                for passage, peer in peers:
+                    on_the_wire[each.stage, each.number, rank, peer] = device.message(each, passage).copy()
             else:
-                for passage, (dst, src) in pairs.items():
-                    device.message(each, passage)[:] = on_the_wire.pop((each.stage, each.number, src, dst))
+                for passage, peer in peers:
+                    device.message(each, passage)[:] = on_the_wire.pop((each.stage, each.number, peer, rank))
                 walk(tiles)
     assert not on_the_wire
     check_delivered(moves, programs, worlds)
