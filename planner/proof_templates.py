@@ -28,6 +28,11 @@ class Fault(NamedTuple):
     message: str
 
 
+def _ends(shard: int, is_src: bool) -> tuple[int | None, int | None]:
+    """(source shard, destination shard) of what concerns one end."""
+    return (shard, None) if is_src else (None, shard)
+
+
 # --- references
 
 
@@ -100,7 +105,7 @@ def check_pieces(plan: Plan) -> Iterator[Violation]:
         template, view = plan.templates[index], plan.groups[bundle.group].view
         for shards, is_src in ((template.src, True), (template.dst, False)):
             for shard, message in _placing_faults(shards, Region.whole(view)):
-                where = bundle_ranks(plan, bundle, *((shard, None) if is_src else (None, shard)))
+                where = bundle_ranks(plan, bundle, *_ends(shard, is_src))
                 yield Violation("bounds", bundle_name(plan, bundle), where, message)
 
 
@@ -142,8 +147,8 @@ def _piece_fault(piece: Piece, whole: Region) -> str:
 def check_groups(plan: Plan) -> Iterator[Violation]:
     """Every parameter is listed once and has exactly one route; only prediction layers may be left out."""
     routes: dict[int, Counter[str]] = defaultdict(Counter)
-    for group in {bundle.group for bundle in plan.bundles}:
-        routes[group]["bulk"] = 1
+    for bulk in {bundle.group for bundle in plan.bundles}:
+        routes[bulk]["bulk"] = 1
     for name, unplanned in (("misc", plan.misc), ("excluded", plan.excluded)):
         for entry in unplanned:
             routes[entry.group][name] += 1
@@ -209,7 +214,7 @@ def _template_faults(template: Template, group: ParameterGroup, engine: Transpos
     yield from _move_faults(template)
     for shards, is_src in ((template.src, True), (template.dst, False)):
         for shard, pieces in enumerate(shards.pieces):
-            ends = (shard, None) if is_src else (None, shard)
+            ends = _ends(shard, is_src)
             for piece in pieces:
                 if message := storage_fault(piece, group.role, MEGATRON if is_src else engine):
                     yield Fault("storage", *ends, message)
@@ -217,9 +222,9 @@ def _template_faults(template: Template, group: ParameterGroup, engine: Transpos
                 yield Fault("names", *ends, message)
         if sections := sections_fault(shards.pieces, group.role, is_src):
             shard, message = sections
-            yield Fault("order", *((shard, None) if is_src else (None, shard)), message)
+            yield Fault("order", *_ends(shard, is_src), message)
         for shard, rule, message in _shards_faults(shards):
-            yield Fault(rule, *((shard, None) if is_src else (None, shard)), message)
+            yield Fault(rule, *_ends(shard, is_src), message)
 
 
 def _move_faults(template: Template) -> Iterator[Fault]:

@@ -116,7 +116,7 @@ def _served(plan: Plan, is_src: bool) -> dict[str, set[Role]]:
 
 def _names(shards: Shards, shard: int) -> list[str]:
     padding = shards.padding[shard] if shards.padding else ()
-    return list(dict.fromkeys(held.tensor.name for held in (*shards.pieces[shard], *padding)))
+    return list(dict.fromkeys([*(p.tensor.name for p in shards.pieces[shard]), *(p.tensor.name for p in padding)]))
 
 
 def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tuple[_Filling, ...], Bundle]]:
