@@ -21,7 +21,9 @@ A plan is sound when
   arrivals    every bulk parameter arrives once on each stage of the engine that holds it;
   stages      bundles leave in stage order, towards generation ranks only (so no cycle).
 
-What it cannot see is a model that differs from the layouts (a tensor of another name or shape): binding refuses that.
+What it cannot see: tensors that the model does not have, under that name and of that shape (binding refuses them); and,
+since names mean nothing to it, two parameters of one shape in each other's place, a parameter that the catalogue does
+not list, KV groups counted wrongly (validation against golden shows them).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from mcore_reshard.kernels.errors import BindError, StaleTensorError
 from mcore_reshard.kernels.interpreter import run_copies
 from mcore_reshard.kernels.program import Program, bind
 from mcore_reshard.kernels.tensors import byte_array
+from mcore_reshard.planner.geometry import LocalTensor
 from mcore_reshard.planner.mesh import GenMesh
 from mcore_reshard.planner.parameters import Role
 from mcore_reshard.planner.plan import Plan
@@ -266,6 +267,20 @@ def left_over_layers_first(mesh: GenMesh, num_layers: int) -> tuple[int, ...]:
     return tuple(stage for stage, layers in enumerate(np.array_split(range(num_layers), mesh.pp)) for _ in layers)
 
 
+def norms_exchanged() -> Plan:
+    """Two norms of one shape, each written where the other belongs."""
+
+    def exchanged(tensor: LocalTensor) -> LocalTensor:
+        one, other = "input_layernorm", "post_attention_layernorm"
+        name = tensor.name.replace(one, "*").replace(other, one).replace("*", other)
+        return replace(tensor, name=name)
+
+    plan = LLAMA.plan()
+    for role in (Role.ATTENTION_NORM, Role.MLP_NORM):
+        plan = retensor(plan, role, exchanged, source=False)
+    return plan
+
+
 UNEVEN_PIPELINE = Case("tiny-llama", "tp=2", "pp=3")
 
 golden_shows(8, "linear_qkv is read as [q; k; v], not per KV group", DATA_PARALLEL, qkv_as_sections)
@@ -276,6 +291,7 @@ golden_shows(
     lambda: without_groups(NEMOTRON.plan(), Role.EXPERT_UP),
 )
 golden_shows(10, "the catalogue does not list o_proj", LLAMA, lambda: without_groups(LLAMA.plan(), Role.O))
+golden_shows(11, "two norms of one shape are written to each other's tensors", LLAMA, norms_exchanged)
 golden_shows(23, "the catalogue does not list mixer.D", NEMOTRON, lambda: without_groups(NEMOTRON.plan(), Role.MAMBA_D))
 golden_shows(
     29,
