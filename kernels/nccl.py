@@ -169,20 +169,15 @@ class NcclExecutor:
 
     def _queue(self, each: _DeviceRound) -> None:
         link = self._links[each.round.stage]
-        first, second = (link.side, link.wire) if self._sends else (link.wire, link.side)
+        pack_or_unpack, exchange = (self._copy, link.side), (self._exchange, link.wire)
+        (first, before), (second, behind) = (pack_or_unpack, exchange) if self._sends else (exchange, pack_or_unpack)
         if each.round.after is not None:
-            first.wait_event(self._rounds[each.round.after].over)
-        if self._sends:
-            self._copy(each, first)
-        else:
-            self._exchange(each, first)
-        each.half.record(first)
-        second.wait_event(each.half)
-        if self._sends:
-            self._exchange(each, second)
-        else:
-            self._copy(each, second)
-        each.over.record(second)
+            before.wait_event(self._rounds[each.round.after].over)
+        first(each, before)
+        each.half.record(before)
+        behind.wait_event(each.half)
+        second(each, behind)
+        each.over.record(behind)
 
     def _copy(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
         """Pack or unpack what is staged; digests are taken of what is about to leave or has just come."""

@@ -178,6 +178,32 @@ def test_whole_models_arrive_element_by_element(gpus: int) -> None:
     assert values(run_ranks(gpus, planned_refits, cases, timeout_s=SPAWN_S, method="spawn")) == [{}] * gpus
 
 
+class NoisyWire(NcclExecutor):
+    """Flips one bit of what arrives first in the third round, before it is unpacked."""
+
+    def _exchange(self, each: Any, stream: torch.cuda.Stream) -> None:
+        super()._exchange(each, stream)
+        if not self._sends and each is self._rounds[2]:
+            with torch.cuda.stream(stream):
+                each.messages[0].payload[5] ^= 1
+
+
+def damaged_refit(number: int, address: str) -> None:
+    device, worlds = own_device(number), (1, 1)
+    schedule = of(large(worlds), number, worlds)
+    tensors = {local.name: torch.ones(ELEMENTS, device=device) for local in schedule.tensors}
+    budget = ScratchBudget(8 << 20, checksums=True)
+    NoisyWire(bind(schedule, tensors), connected(address), timeout_s=TIMEOUT_S, budget=budget).run()
+
+
+def test_a_damaged_bucket_is_reported_by_its_receiver() -> None:
+    _, receiver = run_ranks(2, damaged_refit, timeout_s=SPAWN_S, method="spawn")
+    assert receiver.kind == "ChecksumError", receiver
+    assert receiver.error == (
+        "stage 0: gen:0 waiting for train:0 to send w0: bucket 2 arrived with other bytes than it was sent with"
+    )
+
+
 # --- order ---------------------------------------------------------------------------------------------------------
 
 ELEMENTS = 16 << 20
