@@ -4,11 +4,11 @@ Training ranks export their allocations once. Each generation rank maps what it 
 everything with one kernel launch: nothing is staged, and the host does nothing per parameter. One launch takes from all
 stages and sources at once, a little from each in turn, so that no source has to serve all receivers while others idle.
 
-Ordering takes two words of 16 bytes between each pair of ranks, over the session's CPU messages, which also find out
-when a peer dies: a training rank says `ready` when all that it has queued on its current stream is done, and returns
-when all its readers have said `done`, which they do when their kernel has ended. So a source is not read before it is
-ready, and may be overwritten as soon as `run` returns. The cost is two host synchronisations and two messages on the
-path, about a tenth of a millisecond in all.
+Ordering takes two words of 16 bytes between each pair of ranks, over CPU connections of their own, which also find out
+when a peer dies, and an IPC event for each reader. A training rank says `ready` when all that it has queued on its
+current stream is done; its readers launch, record their events and say `started`; it returns when all these events have
+happened. So a source is not read before it is ready, and may be overwritten as soon as `run` returns. On the path are
+one word, for which the reader has posted its buffer beforehand, and a look at the events every 50 microseconds or so.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from __future__ import annotations
 import json
 import struct
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed import DistStoreError, Store
+from torch.distributed import DistStoreError, PrefixStore, Store
 
-from mcore_reshard.planner.schedule import Schedule, TransferTable, World
+from mcore_reshard.planner.schedule import TransferTable, World
 
 from .device_copies import DeviceCopies, KernelShape
 from .errors import ChecksumError, DeadlineError, SessionError, TransferError, TransportUnavailable, Waiting
-from .ipc import Export, Mappings, export
-from .pipeline import Group, StageReport, group_rank, other_world
+from .gloo import GlooGroup
+from .ipc import Export, Mappings, export, export_event, open_event
+from .pipeline import Message, StageReport, group_rank, other_world
 from .program import Program, rank_name
 from .pulling import pull_table
 from .tiles import check_tile_bytes, cut_tiles, interleaved
 
 DEFAULT_TILE_BYTES = 128 << 10
-_WORD = struct.Struct("<qq")  # the run it belongs to, and _READY or _DONE
-_READY, _DONE = 1, 2
-_POLL_S = 50e-6
+_WORD = struct.Struct("<qq")  # the run it belongs to, and _READY or _STARTED
+_READY, _STARTED = 1, 2
+_POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
 _NAPPING = 0.95  # share of the fastest refit's time that is slept through before polling
 
 
@@ -63,20 +65,23 @@ class DirectExecutor:
     def __init__(
         self,
         store: Store,
-        group: Group,
         program: Program,
         *,
         timeout_s: float,
         options: DirectOptions = DirectOptions(),
     ) -> None:
         self._program = program
-        self._ends = _Ends(group, program, timeout_s)
         self._runs = 0
-        self._reader: _Reader | None = None
-        if program.schedule.world == "train":
-            _publish(store, program)
-        else:
-            self._reader = _Reader(store, program, self._ends.peers, timeout_s, options)
+        self._words = _Words(store, program, timeout_s)
+        self._end: _Source | _Reader
+        try:
+            if program.schedule.world == "train":
+                self._end = _Source(store, program, self._words)
+            else:
+                self._end = _Reader(store, program, self._words, options)
+        except BaseException:
+            self._words.close()
+            raise
 
     @property
     def scratch_bytes(self) -> int:
@@ -86,7 +91,7 @@ class DirectExecutor:
     @property
     def table_bytes(self) -> int:
         """GPU memory of what the kernel walks, and of its checksums."""
-        return self._reader.table_bytes if self._reader else 0
+        return self._end.table_bytes
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. On a training rank: until all readers are done. Stages move together, in one launch.
@@ -96,14 +101,7 @@ class DirectExecutor:
         """
         self._runs += 1
         start = time.perf_counter()
-        if self._reader is None:
-            _finish(_recorded(self._program.device), self._ends.timeout_s, 0.0, self._ends.any_waiting)
-            self._ends.tell(self._runs, _READY)
-            self._ends.hear(self._runs, _DONE)
-        else:
-            self._ends.hear(self._runs, _READY)
-            self._reader.pull()
-            self._ends.tell(self._runs, _DONE)
+        self._end.run(self._runs)
         seconds = time.perf_counter() - start
         return tuple(
             StageReport(stage.pp_stage, stage.transfers, 0, stage.nbytes, seconds if stage.transfers else 0.0)
@@ -111,111 +109,144 @@ class DirectExecutor:
         )
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
+        """Unmap the sources and end the connections: peers that still wait for this rank get `PeerLostError`."""
+        self._words.close()
+        self._end.close()
 
 
-class _Ends:
-    """The peers that this rank exchanges bytes with, and the words that pass between them."""
+class _Words:
+    """What is said between this rank and the peers that it exchanges bytes with.
 
-    def __init__(self, group: Group, program: Program, timeout_s: float) -> None:
+    The group is not the session's: a buffer posted there would get the next message of whatever kind.
+    """
+
+    def __init__(self, store: Store, program: Program, timeout_s: float) -> None:
+        schedule = program.schedule
         self.timeout_s = timeout_s
-        self._group = group
-        self._schedule = program.schedule
-        self._other: World = other_world(program.schedule.world)
-        self._waiting = _waiting_by_peer(program)
-
-    @property
-    def peers(self) -> dict[int, Waiting]:
-        return self._waiting
-
-    @property
-    def any_waiting(self) -> Waiting:
-        return next(iter(self._waiting.values()), Waiting(_name(self._schedule), "nobody", None, "nothing", False))
+        self._schedule = schedule
+        self._other: World = other_world(schedule.world)
+        self.peers = _waiting_by_peer(program)
+        self._group = GlooGroup(
+            PrefixStore("words", store),
+            group_rank(schedule, schedule.world, schedule.rank),
+            schedule.train_ranks + schedule.gen_ranks,
+            timeout_s=timeout_s,
+        )
+        self._posted: dict[int, tuple[torch.Tensor, Message]] = {}
+        self._listen()
 
     def tell(self, run: int, word: int) -> None:
         """Say `word` to every peer."""
         content = _WORD.pack(run, word)
         messages = [
             self._group.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), self._address(peer), waiting)
-            for peer, waiting in self._waiting.items()
+            for peer, waiting in self.peers.items()
         ]
         for message in messages:
             message.wait()
 
     def hear(self, run: int, word: int) -> None:
         """Wait until every peer has said `word`."""
-        buffers = {peer: torch.empty(_WORD.size, dtype=torch.uint8) for peer in self._waiting}
-        messages = {
-            peer: self._group.recv(buffer, self._address(peer), self._waiting[peer]) for peer, buffer in buffers.items()
-        }
-        for peer, message in messages.items():
+        for peer, (buffer, message) in self._posted.items():
             message.wait()
-            if (heard := _WORD.unpack(buffers[peer].numpy().tobytes())) != (run, word):
-                raise TransferError(self._waiting[peer], f"(run, word) {heard} came in place of {(run, word)}")
+            if (heard := _WORD.unpack(buffer.numpy().tobytes())) != (run, word):
+                raise TransferError(self.peers[peer], f"(run, word) {heard} came in place of {(run, word)}")
+        self._listen()
+
+    def _listen(self) -> None:
+        """Post a buffer for the next word of every peer: one that is posted late costs the sender a round trip."""
+        for peer, waiting in self.peers.items():
+            buffer = torch.empty(_WORD.size, dtype=torch.uint8)
+            self._posted[peer] = buffer, self._group.recv(buffer, self._address(peer), waiting)
+
+    def close(self) -> None:
+        self._posted.clear()
+        self._group.close()
 
     def _address(self, peer: int) -> int:
         return group_rank(self._schedule, self._other, peer)
 
 
-class _Reader:
-    """A generation rank's kernel, and the mappings that it reads."""
+class _Source:
+    """A training rank: its memory is read, and it waits for that to end."""
 
-    def __init__(
-        self, store: Store, program: Program, sources: dict[int, Waiting], timeout_s: float, options: DirectOptions
-    ) -> None:
+    table_bytes = 0
+
+    def __init__(self, store: Store, program: Program, words: _Words) -> None:
+        self._program = program
+        self._words = words
+        self._settling = _Patience(words.timeout_s, "what was queued before the refit")
+        self._reading = _Patience(words.timeout_s, "the pull")
+        _publish_memory(store, program)
+        self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
+        for peer, waiting in words.peers.items():
+            assert program.device is not None, "there are transfers, so there are tensors"
+            text = _fetch(store, rank_name("gen", peer), waiting, words.timeout_s)
+            self._read[peer] = open_event(text, program.device)
+
+    def run(self, run: int) -> None:
+        settled = torch.cuda.current_stream(self._program.device).record_event()
+        self._settling.wait(dict.fromkeys(self._words.peers, settled), self._words.peers)
+        self._words.tell(run, _READY)
+        self._words.hear(run, _STARTED)
+        self._reading.wait(self._read, self._words.peers)
+
+    def close(self) -> None:
+        self._read.clear()
+
+
+class _Reader:
+    """A generation rank: its kernel, and the mappings that this reads."""
+
+    def __init__(self, store: Store, program: Program, words: _Words, options: DirectOptions) -> None:
         schedule = program.schedule
         if schedule.pulls is None:
             raise SessionError(f"{program.rank}: this schedule does not say where its bytes lie at their sources")
         self._program = program
-        self._timeout_s = timeout_s
-        self._sources = sources
-        self._fastest_s = float("inf")
+        self._words = words
+        self._pulling = _Patience(words.timeout_s, "the pull")
         self._table = pull_table(schedule, schedule.pulls())
-        self._mappings: Mappings | None = None
-        self._copies: DeviceCopies | None = None
-        if not len(self._table.copies):
-            return
-        device = program.device
-        assert device is not None, "there are copies, so there are tensors"
+        device = self._device = program.device or torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(device)
+        self._pulled = torch.cuda.Event(interprocess=True)
+        store.set(rank_name("gen", schedule.rank), export_event(self._pulled, device))
         self._mappings = Mappings(device)
         try:
-            addresses = self._addresses({peer: _fetch(store, peer, sources[peer], timeout_s) for peer in sources})
+            addresses = self._addresses(
+                {
+                    peer: Export.from_json(_fetch(store, rank_name("train", peer), waiting, words.timeout_s))
+                    for peer, waiting in words.peers.items()
+                }
+            )
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
             order = interleaved(_numbered(self._table.peer[tiles["copy"]]), schedule.rank)
             self._copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
         except BaseException:
             self._mappings.close()
             raise
-        self._stream = torch.cuda.Stream(device)
 
     @property
     def table_bytes(self) -> int:
-        return self._copies.nbytes if self._copies else 0
+        return self._copies.nbytes
 
-    def pull(self) -> None:
+    def run(self, run: int) -> None:
         """Copy everything, after all that is queued on the current stream; return when it is in place."""
-        if self._copies is None:
-            return
-        start = time.perf_counter()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._words.hear(run, _READY)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._copies.launch(self._stream)
-        expected_s = self._fastest_s if self._fastest_s < float("inf") else 0.0
-        _finish(self._stream.record_event(), self._timeout_s, expected_s, next(iter(self._sources.values())))
-        self._fastest_s = min(self._fastest_s, time.perf_counter() - start)
+        self._pulled.record(self._stream)
+        self._words.tell(run, _STARTED)
+        self._pulling.wait(dict.fromkeys(self._words.peers, self._pulled), self._words.peers)
         for copy in self._copies.damaged().tolist():
             raise ChecksumError(self._waiting_for(copy), "other bytes were written than were read")
 
     def close(self) -> None:
         """Unmap the sources. After a kernel that never ended this waits as long as the kernel runs."""
-        self._copies = None
-        if self._mappings is not None:
-            torch.cuda.synchronize(self._stream.device)
-            self._mappings.close()
+        torch.cuda.synchronize(self._device)
+        self._mappings.close()
 
     def _addresses(self, exports: dict[int, Export]) -> NDArray[np.uint64]:
         """Where each base of the table's copies begins: own tensors, then sources."""
-        assert self._mappings is not None
         own = [tensor.data_ptr() for tensor in self._program.tensors]
         theirs = np.zeros(len(self._table.sources), np.uint64)
         ranks = np.array([source.rank for source in self._table.sources])
@@ -233,29 +264,28 @@ class _Reader:
         return Waiting(self._program.rank, rank_name("train", int(table.peer[copy])), stage, name, sends=False)
 
 
-def _publish(store: Store, program: Program) -> None:
-    """Tell readers where this rank's tensors are, or why they cannot be read."""
+def _publish_memory(store: Store, program: Program) -> None:
+    """Tell readers where this training rank's tensors are, or why they cannot be read."""
     schedule = program.schedule
-    key = rank_name(schedule.world, schedule.rank)
     tensors = dict(zip((local.name for local in schedule.tensors), program.tensors, strict=True))
     try:
         exported = export(tensors)
     except TransportUnavailable as error:
-        store.set(key, json.dumps({"failed": str(error)}))
+        store.set(program.rank, json.dumps({"failed": str(error)}))
         raise
-    store.set(key, exported.to_json())
+    store.set(program.rank, exported.to_json())
 
 
-def _fetch(store: Store, rank: int, waiting: Waiting, timeout_s: float) -> Export:
-    key = rank_name("train", rank)
+def _fetch(store: Store, rank: str, waiting: Waiting, timeout_s: float) -> str:
+    """What `rank` published. Raises `DeadlineError` or, if it could not, `SessionError` with its reason."""
     try:
-        store.wait([key], timedelta(seconds=timeout_s))
+        store.wait([rank], timedelta(seconds=timeout_s))
     except DistStoreError as error:
-        raise DeadlineError(waiting, f"{key} exported nothing within {timeout_s:g} s") from error
-    text = store.get(key)
+        raise DeadlineError(waiting, f"{rank} published nothing within {timeout_s:g} s") from error
+    text: str = store.get(rank).decode()
     if reason := json.loads(text).get("failed"):
-        raise SessionError(f"{key} cannot be read: {reason}")
-    return Export.from_json(text)
+        raise SessionError(f"{rank} cannot be read: {reason}")
+    return text
 
 
 def _waiting_by_peer(program: Program) -> dict[int, Waiting]:
@@ -268,13 +298,9 @@ def _waiting_by_peer(program: Program) -> dict[int, Waiting]:
         for peer, row in zip(*(column.tolist() for column in np.unique(table.peer, return_index=True)), strict=True):
             name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
             other = rank_name(other_world(schedule.world), peer)
-            found.setdefault(peer, Waiting(_name(schedule), other, stage.pp_stage, name, sends))
+            found.setdefault(peer, Waiting(program.rank, other, stage.pp_stage, name, sends))
     size = max(schedule.train_ranks, schedule.gen_ranks)
     return dict(sorted(found.items(), key=lambda item: (item[0] - schedule.rank) % size))
-
-
-def _name(schedule: Schedule) -> str:
-    return rank_name(schedule.world, schedule.rank)
 
 
 def _numbered(values: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -282,21 +308,25 @@ def _numbered(values: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.unique(values, return_inverse=True)[1].reshape(-1)
 
 
-def _recorded(device: torch.device | None) -> torch.cuda.Event | None:
-    return torch.cuda.current_stream(device).record_event() if device is not None else None
+class _Patience:
+    """Waits for events without keeping the CPU busy: sleeps nearly as long as it took before, then looks often."""
 
+    def __init__(self, timeout_s: float, what: str) -> None:
+        self._timeout_s = timeout_s
+        self._what = what
+        self._fastest_s = 0.0
 
-def _finish(event: torch.cuda.Event | None, timeout_s: float, expected_s: float, waiting: Waiting) -> None:
-    """Wait for an event without keeping the CPU busy: sleep nearly as long as it should take, then look often."""
-    if event is None:
-        return
-    deadline = time.monotonic() + timeout_s
-    if not _happened(event, waiting):
-        time.sleep(min(_NAPPING * expected_s, timeout_s))
-    while not _happened(event, waiting):
-        if time.monotonic() > deadline:
-            raise DeadlineError(waiting, f"the GPU did not finish within {timeout_s:g} s")
-        time.sleep(_POLL_S)
+    def wait(self, events: Mapping[int, torch.cuda.Event], waiting: Mapping[int, Waiting]) -> None:
+        """Until every peer's event has happened. Raises `DeadlineError`, or `TransferError` if the GPU reports one."""
+        start = time.monotonic()
+        for peer, event in events.items():
+            while not _happened(event, waiting[peer]):
+                waited_s = time.monotonic() - start
+                if waited_s > self._timeout_s:
+                    raise DeadlineError(waiting[peer], f"{self._what} did not end within {self._timeout_s:g} s")
+                time.sleep(max(_POLL_S, min(_NAPPING * self._fastest_s, self._timeout_s) - waited_s))
+        took_s = time.monotonic() - start
+        self._fastest_s = min(self._fastest_s or took_s, took_s)
 
 
 def _happened(event: torch.cuda.Event, waiting: Waiting) -> bool:

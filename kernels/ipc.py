@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import torch
 from cuda.bindings import driver
@@ -21,6 +22,7 @@ from cuda.bindings import driver
 from .errors import SessionError, TransportUnavailable
 
 _PROCESS = uuid4().hex
+_own_events: WeakValueDictionary[str, torch.cuda.Event] = WeakValueDictionary()  # a process cannot open its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,27 @@ def _allocation_of(name: str, tensor: torch.Tensor) -> tuple[int, int]:
         )
     base, nbytes = _checked(driver.cuMemGetAddressRange(tensor.data_ptr()), f"look up the allocation of {name}")
     return int(base), int(nbytes)
+
+
+def export_event(event: torch.cuda.Event, device: torch.device) -> str:
+    """What another process needs to query an event that was made with `interprocess=True`, as JSON."""
+    with torch.cuda.device(device):
+        handle: str = event.ipc_handle().hex()
+    _own_events[handle] = event
+    return json.dumps({"process": process(), "event": handle})
+
+
+def open_event(text: str, device: torch.device) -> torch.cuda.Event:
+    """The event of `export_event`: it has happened when what its owner last recorded it behind is done."""
+    try:
+        read: Any = json.loads(text)
+        owner, handle = str(read["process"]), str(read["event"])
+        raw = bytes.fromhex(handle)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SessionError(f"not an export of an event: {error!r}") from error
+    if owner == process():
+        return _own_events[handle]
+    return torch.cuda.Event.from_ipc_handle(device, raw)
 
 
 class Mappings:

@@ -134,7 +134,7 @@ class Rank:
         program = bind(schedule, tensors)
         bind_s = time.perf_counter() - start
         executor = DirectExecutor(
-            PrefixStore(f"direct/{number}", self._store), self._group, program, timeout_s=TIMEOUT_S, options=options
+            PrefixStore(f"direct/{number}", self._store), program, timeout_s=TIMEOUT_S, options=options
         )
         prepare_s = time.perf_counter() - start
         self._barrier()
@@ -148,8 +148,8 @@ class Rank:
         executor.close()
         told = self._gather(
             {
-                "wall_ms": [wall for wall, _ in runs],
-                "cpu_ms": [cpu for _, cpu in runs],
+                "spans": [span for *span, _ in runs],
+                "cpu_ms": [cpu for *_, cpu in runs],
                 "prepare_s": prepare_s,
                 "bind_s": bind_s,
                 "plan_s": plan_s,
@@ -162,7 +162,7 @@ class Rank:
         )
         if bad := sum(word["wrong"] for word in told):
             raise SystemExit(f"{bad} elements are wrong: {wrong}")
-        slowest = [max(word["wall_ms"][n] for word in told) for n in range(len(runs))]
+        slowest = _milliseconds(told)
         median = statistics.median(slowest[1:])
         received = max(word["nbytes"] for word in told)
         return {
@@ -203,24 +203,24 @@ class Rank:
                 driver.cuMemcpyAsync(buffer.data_ptr(), source, nbytes, stream.cuda_stream)
                 stream.synchronize()
 
-        runs = [self._timed(copy)[0] for _ in range(3 + self.bench.repeats)]
-        told = self._gather({"ms": runs})
+        runs = [self._timed(copy) for _ in range(3 + self.bench.repeats)]
+        told = self._gather({"spans": [span for *span, _ in runs]})
         if self.world == "gen":
             mappings.close()
         self._barrier()
-        median = statistics.median(max(word["ms"][n] for word in told) for n in range(3, len(runs)))
+        median = statistics.median(_milliseconds(told)[3:])
         return {
             "figure": "copy_engine_limit",
             "ms": round(median, 3),
             "gb_per_s_per_receiver": round(nbytes / median / 1e6, 1),
         }
 
-    def _timed(self, run: Callable[[], Any]) -> tuple[float, float]:
-        """(wall, CPU of the whole process) in milliseconds, from a common start."""
+    def _timed(self, run: Callable[[], Any]) -> tuple[float, float, float]:
+        """(start and end in seconds of the clock that all processes share, milliseconds of CPU in the whole process)."""
         self._barrier()
         cpu, start = time.process_time(), time.perf_counter()
         run()
-        return 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - cpu)
+        return start, time.perf_counter(), 1e3 * (time.process_time() - cpu)
 
     def _barrier(self) -> None:
         """All ranks leave within tens of microseconds: over the CPU messages, through rank 0."""
@@ -239,6 +239,12 @@ class Rank:
         self._words += 1
         self._store.set(f"word/{self._words}/{self.number}", json.dumps(word))
         return [json.loads(self._store.get(f"word/{self._words}/{other}")) for other in range(self.bench.ranks)]
+
+
+def _milliseconds(told: list[dict[str, Any]]) -> list[float]:
+    """Of each run, from when the last rank called to when the last one returned."""
+    runs = zip(*(word["spans"] for word in told), strict=True)
+    return [1e3 * (max(end for _, end in spans) - max(start for start, _ in spans)) for spans in runs]
 
 
 def work(number: int, bench: Bench, address: tuple[str, int], out: str) -> None:
