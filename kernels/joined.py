@@ -1,0 +1,78 @@
+"""One refit by several transports at once, each for the pairs of ranks that it reaches.
+
+`planner.subset.with_peers` gives the part of a schedule that goes by each; both ends of a pair must choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import torch
+
+from .pipeline import Executor, StageReport
+
+
+class JoinedExecutor:
+    """Runs executors of disjoint pairs side by side, the first in the caller's thread. They must share no group.
+
+    `device` is that of the tensors: every part starts after what is queued on the caller's current stream there.
+    """
+
+    def __init__(self, parts: Sequence[Executor], device: torch.device | None) -> None:
+        self._parts = tuple(parts)
+        self._device = device
+        self._threads = ThreadPoolExecutor(max(1, len(self._parts) - 1), thread_name_prefix="refit")
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(part.scratch_bytes for part in self._parts)
+
+    def run(self) -> tuple[StageReport, ...]:
+        """Move every byte once, by all transports. Raises the first part's error, once all parts have ended."""
+        stream = torch.cuda.current_stream(self._device) if self._on_cuda else None
+        others: list[Future[tuple[StageReport, ...]]] = [
+            self._threads.submit(_run, part, stream) for part in self._parts[1:]
+        ]
+        try:
+            found = [part.run() for part in self._parts[:1]]
+        finally:
+            failures = [other.exception() for other in others]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        return merged([*found, *(other.result() for other in others)])
+
+    def close(self) -> None:
+        """Close all parts. May be called twice."""
+        with ExitStack() as closing:
+            for part in self._parts:
+                closing.callback(part.close)
+        self._threads.shutdown(wait=False)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._device is not None and self._device.type == "cuda"
+
+
+def merged(reports: Sequence[tuple[StageReport, ...]]) -> tuple[StageReport, ...]:
+    """What several parts moved in each stage; they move at the same time, so the longest says how long it took."""
+    return tuple(
+        StageReport(
+            stage[0].pp_stage,
+            sum(part.transfers for part in stage),
+            sum(part.buckets for part in stage),
+            sum(part.nbytes for part in stage),
+            max(part.seconds for part in stage),
+        )
+        for stage in zip(*reports, strict=True)
+    )
+
+
+def _run(part: Executor, stream: torch.cuda.Stream | None) -> tuple[StageReport, ...]:
+    """Current devices and streams belong to threads: this one takes over those of the caller."""
+    if stream is None:
+        return part.run()
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        return part.run()
