@@ -31,7 +31,7 @@ from .records import Mutant, Rejection
 CASE = Case("tiny-llama", "tp=2", "tp=1")  # two training ranks, one generation rank
 WORLDS = (2, 1)
 BUCKET_BYTES = 8192
-TIMEOUT_S = 2.0
+TIMEOUT_S = 4.0
 
 _found: list[Mutant] = []
 
