@@ -93,7 +93,7 @@ class Rank:
         self.rank = number if self.world == "train" else number - bench.train_ranks
         self.device = torch.device("cuda", number)
         torch.cuda.set_device(self.device)
-        self._store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        self._store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
         self._group = GlooGroup(PrefixStore("bench", self._store), number, bench.gpus, timeout_s=TIMEOUT_S)
         self._words = 0
 
