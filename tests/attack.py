@@ -18,10 +18,15 @@ from mcore_reshard.planner.proof import prove
 from mcore_reshard.planner.schedule import World
 from mcore_reshard.planner.scheduling import schedule_of
 
+# Fields whose damage may name tensors that no model has: the proof knows no model, binding does.
+NAMES_TENSORS = frozenset({"LocalTensor.name", "Bundle.template"})
+
 # Fields that may change without changing what arrives. The simulator shows it for each such mutant.
 EQUIVALENT: dict[str, str] = {
     "Bundle.rotation": "other replicas serve, with the same bytes",
     "Holding.exchanged": "replicas of one shard are listed in another order",
+    "Bundle.src": "another list of the same ranks",
+    "Bundle.dst": "another list of the same ranks",
     "Move.order": "moves are listed, sent and received in another order",
     "Bundle.order": "bundles of one stage are listed, sent and received in another order",
     "Bundle.layers": "layers are listed, sent and received in another order",
