@@ -300,7 +300,7 @@ def _parse(name: str) -> tuple[str, int | None, int | None]:
     parts = name.split(".")
     places = [place for place, part in enumerate(parts) if part.isascii() and part.isdigit()]
     numbers: list[int | None] = [int(parts[place]) for place in places[:2]]
-    for place, field_name in zip(places, ("{layer}", "{expert}"), strict=True):
+    for place, field_name in zip(places, ("{layer}", "{expert}"), strict=False):
         parts[place] = field_name
     layer, expert = (*numbers, None, None)[:2]
     return ".".join(parts), layer, expert
