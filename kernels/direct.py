@@ -30,13 +30,14 @@ from mcore_reshard.planner.schedule import TransferTable, World
 from .device_copies import DeviceCopies, KernelShape
 from .errors import ChecksumError, DeadlineError, SessionError, TransferError, TransportUnavailable, Waiting
 from .gloo import GlooGroup
-from .ipc import Export, Mappings, export, export_event, open_event
+from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from .pipeline import Message, StageReport, group_rank, other_world
 from .program import Program, rank_name
 from .pulling import pull_table
 from .tiles import check_tile_bytes, cut_tiles, interleaved
 
 DEFAULT_TILE_BYTES = 128 << 10
+DEFAULT_TURN_BYTES = 128 << 10
 _WORD = struct.Struct("<qq")  # the run it belongs to, and _READY or _STARTED
 _READY, _STARTED = 1, 2
 _POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
@@ -49,6 +50,7 @@ class DirectOptions:
 
     shape: KernelShape = KernelShape()  # noqa: RUF009  `ctas` bounds what it takes of a GPU that generates meanwhile
     tile_bytes: int = DEFAULT_TILE_BYTES
+    turn_bytes: int = DEFAULT_TURN_BYTES  # taken from one source before it is the next one's turn
     checksums: bool = False  # sum every tile as it is read and as it was written, and compare
 
     def __post_init__(self) -> None:
@@ -219,7 +221,8 @@ class _Reader:
                 }
             )
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
-            order = interleaved(_numbered(self._table.peer[tiles["copy"]]), schedule.rank)
+            together = max(1, options.turn_bytes // options.tile_bytes)
+            order = interleaved(_numbered(self._table.peer[tiles["copy"]]), schedule.rank, together)
             self._copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
         except BaseException:
             self._mappings.close()
@@ -242,6 +245,7 @@ class _Reader:
 
     def close(self) -> None:
         """Unmap the sources. After a kernel that never ended this waits as long as the kernel runs."""
+        withdraw_event(self._pulled)
         torch.cuda.synchronize(self._device)
         self._mappings.close()
 

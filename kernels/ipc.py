@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-from weakref import WeakValueDictionary
 
 import torch
 from cuda.bindings import driver
@@ -22,7 +21,7 @@ from cuda.bindings import driver
 from .errors import SessionError, TransportUnavailable
 
 _PROCESS = uuid4().hex
-_own_events: WeakValueDictionary[str, torch.cuda.Event] = WeakValueDictionary()  # a process cannot open its own
+_own_events: dict[str, torch.cuda.Event] = {}  # a process cannot open its own; torch's events take no weak references
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +115,19 @@ def _allocation_of(name: str, tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def export_event(event: torch.cuda.Event, device: torch.device) -> str:
-    """What another process needs to query an event that was made with `interprocess=True`, as JSON."""
+    """What another process needs to query an event that was made with `interprocess=True`, as JSON.
+
+    The event lives until `withdraw_event`.
+    """
     with torch.cuda.device(device):
         handle: str = event.ipc_handle().hex()
     _own_events[handle] = event
     return json.dumps({"process": process(), "event": handle})
+
+
+def withdraw_event(event: torch.cuda.Event) -> None:
+    for handle in [handle for handle, own in _own_events.items() if own is event]:
+        del _own_events[handle]
 
 
 def open_event(text: str, device: torch.device) -> torch.cuda.Event:

@@ -59,11 +59,12 @@ def cut_tiles(copies: NDArray[np.void], addresses: NDArray[np.uint64], tile_byte
     return table
 
 
-def interleaved(source: Ints, first: int) -> Ints:
-    """An order of tiles that takes from all sources in proportion, beginning with source `first`.
+def interleaved(source: Ints, first: int, together: int = 1) -> Ints:
+    """An order of tiles that takes from all sources in proportion, `together` tiles at a time, from source `first` on.
 
     `source` [tiles] numbers where each tile comes from. Receivers that begin at different sources and move at the same
-    pace then never all read from the same one: sources [0, 0, 1, 1], first 1 -> [2, 0, 3, 1].
+    pace then never all read from the same one: sources [0, 0, 1, 1], first 1 -> [2, 0, 3, 1], and two together
+    [2, 3, 0, 1].
     """
     if not len(source):
         return np.zeros(0, np.int64)
@@ -72,7 +73,7 @@ def interleaved(source: Ints, first: int) -> Ints:
     number = np.empty(len(source), np.int64)  # of a tile among those of its source
     number[by_source] = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
     turn = (source - first) % len(counts)
-    return np.lexsort((turn, (number + 0.5) / counts[source]))
+    return np.lexsort((number, turn, (number // together * together + 0.5) / counts[source]))
 
 
 class _Boxes:

@@ -133,6 +133,8 @@ def test_regions_of_more_than_four_gib_keep_their_addresses() -> None:
 
 def test_sources_take_turns_from_the_first() -> None:
     assert interleaved(np.array([0, 0, 1, 1]), 1).tolist() == [2, 0, 3, 1]
+    assert interleaved(np.array([0, 0, 1, 1]), 1, 2).tolist() == [2, 3, 0, 1]
+    assert interleaved(np.repeat([0, 1], [5, 4]), 0, 2).tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4]
     assert interleaved(np.zeros(0, np.int64), 0).tolist() == []
     order = interleaved(np.repeat([0, 1, 2], [30, 10, 10]), 0)
     early = Counter(np.repeat([0, 1, 2], [30, 10, 10])[order[:10]].tolist())

@@ -29,7 +29,7 @@ from cuda.bindings import driver
 from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.device_copies import KernelShape
-from mcore_reshard.kernels.direct import DirectExecutor, DirectOptions
+from mcore_reshard.kernels.direct import DEFAULT_TURN_BYTES, DirectExecutor, DirectOptions
 from mcore_reshard.kernels.errors import Waiting
 from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.ipc import Export, Mappings, export
@@ -169,6 +169,7 @@ class Rank:
             "figure": "direct",
             **asdict(options.shape),
             "tile_kib": options.tile_bytes >> 10,
+            "turn_kib": options.turn_bytes >> 10,
             "checksums": options.checksums,
             "ms": round(median, 3),
             "ms_min_max": [round(min(slowest[1:]), 3), round(max(slowest[1:]), 3)],
@@ -277,12 +278,12 @@ def write(bench: Bench, rows: list[dict[str, Any]], out: Path) -> None:
 
 def variants(args: argparse.Namespace) -> tuple[DirectOptions, ...]:
     """The first of each list, with one of them varied at a time, or all with `--grid`; then with checksums."""
-    axes = (args.ctas, args.shapes, args.tiles_kib)
+    axes = (args.ctas, args.shapes, args.tiles_kib, args.turns_kib)
     usual = tuple(axis[0] for axis in axes)
     varied = [(*usual[:n], value, *usual[n + 1 :]) for n, axis in enumerate(axes) for value in axis]
     listed = [
-        DirectOptions(KernelShape(ctas, *shape), kib << 10)
-        for ctas, shape, kib in (product(*axes) if args.grid else varied)
+        DirectOptions(KernelShape(ctas, *shape), tile << 10, turn << 10)
+        for ctas, shape, tile, turn in (product(*axes) if args.grid else varied)
     ]
     summed = [replace(options, checksums=True) for options in listed[: 1 if args.grid else len(args.ctas)]]
     return tuple(dict.fromkeys([*listed, *summed]))
@@ -306,6 +307,7 @@ def main() -> None:
     parser.add_argument("--gen", help="generation mesh; by default tensor-parallel over all generation ranks")
     parser.add_argument("--ctas", type=numbers, default=[64, 16, 32, 132])
     parser.add_argument("--tiles-kib", type=numbers, default=[128, 32, 64, 256, 512])
+    parser.add_argument("--turns-kib", type=numbers, default=[DEFAULT_TURN_BYTES >> 10])
     parser.add_argument("--shapes", type=shapes, default=[(KernelShape().threads, KernelShape().batch)])
     parser.add_argument("--grid", action="store_true", help="every combination of these")
     parser.add_argument("--repeats", type=int, default=10)
