@@ -12,9 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from math import prod
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+MAX_RANKS = 1 << 16
 
 
 class MeshError(ValueError):
@@ -54,7 +59,7 @@ class TrainMesh:
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        violations = _axes_below_one(self)
+        violations = _axis_faults(self, ("tp", "cp", "dp", "pp"))
         replicas = self.tp * self.cp * self.dp
         if not violations and replicas % (self.ep * self.etp):
             violations.append(
@@ -157,7 +162,7 @@ class GenMesh:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        violations = _axes_below_one(self)
+        violations = _axis_faults(self, ("tp", "pp", "dp"))
         if not violations and self.ep not in {1, self.tp * self.dp}:
             violations.append(
                 f"ep = {self.ep} must be 1 (experts cut by tp) or tp*dp = {self.tp}*{self.dp} = {self.tp * self.dp}"
@@ -190,9 +195,16 @@ class GenMesh:
         return tuple(stage for stage, count in enumerate(counts) for _ in range(count))
 
 
-def _axes_below_one(mesh: TrainMesh | GenMesh) -> list[str]:
+_Mesh = TypeVar("_Mesh", TrainMesh, GenMesh)
+
+
+def _axis_faults(mesh: TrainMesh | GenMesh, ranks: tuple[str, ...]) -> list[str]:
+    """Sizes below one, or more ranks (the product of the axes `ranks`) than anyone has."""
     sizes = {f.name: getattr(mesh, f.name) for f in fields(mesh) if f.name != "layers"}
-    return [f"{axis} = {size} must be at least 1" for axis, size in sizes.items() if size < 1]
+    faults = [f"{axis} = {size} must be at least 1" for axis, size in sizes.items() if size < 1]
+    if not faults and (world := prod(sizes[axis] for axis in ranks)) > MAX_RANKS:
+        faults.append(f"{'*'.join(ranks)} = {world} ranks exceed the {MAX_RANKS} that a plan may have")
+    return faults
 
 
 def _even_counts(total: int, parts: int, spare_last: bool = False) -> tuple[int, ...]:
@@ -205,18 +217,33 @@ def _even_counts(total: int, parts: int, spare_last: bool = False) -> tuple[int,
 
 def parse_train_mesh(text: str) -> TrainMesh:
     """`tp=2,pp=2,ep=4,etp=1,cp=1,dp=2[,vpp=2][,layers=3+1]`; axes left out are 1."""
-    return TrainMesh(**_parse_axes(text, "training", {f.name for f in fields(TrainMesh)}))  # type: ignore[arg-type]
+    return _parsed(text, "training", TrainMesh)
 
 
 def parse_gen_mesh(text: str) -> GenMesh:
     """`tp=4,pp=1,dp=1[,ep=4]`; axes left out are 1."""
-    return GenMesh(**_parse_axes(text, "generation", {f.name for f in fields(GenMesh)}))  # type: ignore[arg-type]
+    return _parsed(text, "generation", GenMesh)
 
 
-def _parse_axes(text: str, side: str, known: set[str]) -> dict[str, int | tuple[int, ...]]:
-    axes: dict[str, int | tuple[int, ...]] = {}
+def _parsed(text: str, side: str, kind: type[_Mesh]) -> _Mesh:
+    """Read the axes that can be read and build the mesh, so that one error lists what is wrong with the text and the mesh."""
+    axes, violations = _axes(text, {f.name for f in fields(kind)})
+    try:
+        mesh = kind(**axes)
+    except MeshError as error:
+        violations += error.violations
+    if violations:
+        raise MeshError(f"cannot use the {side} mesh {text!r}", violations)
+    return mesh
+
+
+def _axes(text: str, known: set[str]) -> tuple[dict[str, Any], list[str]]:
+    axes: dict[str, Any] = {}
     violations = []
-    for item in filter(None, (part.strip() for part in text.split(","))):
+    items = [item for item in (part.strip() for part in text.split(",")) if item]
+    if not items:
+        violations.append("it is empty, write for example tp=2")
+    for item in items:
         axis, _, value = item.partition("=")
         if axis not in known:
             violations.append(f"unknown axis {axis!r}, known: {', '.join(sorted(known))}")
@@ -228,9 +255,7 @@ def _parse_axes(text: str, side: str, known: set[str]) -> dict[str, int | tuple[
             except ValueError:
                 example = "layers=3+1" if axis == "layers" else f"{axis}=2"
                 violations.append(f"{item!r} is not a number, write for example {example}")
-    if violations:
-        raise MeshError(f"cannot read the {side} mesh {text!r}", violations)
-    return axes
+    return axes, violations
 
 
 def format_mesh(mesh: TrainMesh | GenMesh) -> str:
