@@ -235,7 +235,7 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
         " model.layers.{layer}.self_attn.o_proj.weight is bfloat16, and no cast is declared",
     ),
     (
-        "storage", Case("tiny-llama", "", ""), lambda plan: recut(plan, Role.O, dst=_swapped_dims),
+        "storage", Case("tiny-llama", "tp=1", "tp=1"), lambda plan: recut(plan, Role.O, dst=_swapped_dims),
         "[storage] model.layers.0.self_attn.o_proj.weight (train 0 -> gen 0): model.layers.{layer}.self_attn.o_proj"
         ".weight keeps dims in order (1, 0), declared for 'o' is (0, 1)",
     ),
