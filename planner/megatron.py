@@ -15,7 +15,7 @@ from typing import Literal
 from .geometry import LocalTensor, Piece, Region
 from .layout import Excluded, Layout, Misc, Placement, Run, Shards, padded_rows, runs_along, split, whole
 from .mesh import LayerPlace, MeshError, TrainMesh
-from .parameters import Architecture, Attention, Catalogue, ParameterGroup, Role
+from .parameters import Architecture, Attention, Catalogue, Mamba, ParameterGroup, Role
 
 ExpertsModule = Literal["grouped", "sequential", "stacked"]
 
@@ -370,12 +370,17 @@ class MegatronLayout(Layout):
         self._context = _Context(catalogue.architecture, mesh, build)
         self._dtype = catalogue.dtype
 
+    @property
+    def _hybrid(self) -> bool:
+        """megatron.core.models.mamba.MambaModel: also where the pattern has no Mamba layer."""
+        return self._context.architecture.family == "nemotron_h"
+
     def violations(self) -> list[str]:
         architecture, mesh = self._context.architecture, self._context.mesh
         found = []
         try:
             counts = mesh.chunk_layers(architecture.layers)
-            if architecture.mamba is not None and (len(set(counts[1:-1])) > 1 or not (counts[0] and counts[-1])):
+            if self._hybrid and (len(set(counts[1:-1])) > 1 or not (counts[0] and counts[-1])):
                 found.append(
                     f"layers {'+'.join(map(str, counts))}: Megatron-Core's hybrid (Mamba) pipelines hold layers on every stage"
                     " and differ only in the first and the last"
@@ -400,11 +405,10 @@ class MegatronLayout(Layout):
             )
         if architecture.family == "gpt_oss" and mesh.etp > 1:
             found.append(f"etp = {mesh.etp}: Megatron-Core has experts with biases at etp = 1 only")
-        if architecture.mamba is not None and mesh.vpp > 1:
+        if self._hybrid and mesh.vpp > 1:
             found.append(f"vpp = {mesh.vpp}: Megatron-Core does not interleave hybrid (Mamba) models")
         if architecture.mamba is not None:
-            found += _indivisible(f"{architecture.mamba.heads} Mamba heads", architecture.mamba.heads, "tp", tp)
-            found += _indivisible(f"{architecture.mamba.groups} Mamba groups", architecture.mamba.groups, "tp", tp)
+            found += _mamba_misfits(architecture.mamba, mesh)
         if self._context.padded_vocab % tp or self._context.padded_vocab < architecture.vocab:
             found.append(
                 f"padded vocabulary {self._context.padded_vocab} must be at least {architecture.vocab} and divisible by"
@@ -416,10 +420,8 @@ class MegatronLayout(Layout):
         # Float16Module casts every parameter to the model's dtype, whatever the checkpoint says.
         group = replace(group, dtype=self._dtype)
         if group.role is Role.FINAL_NORM:
-            hybrid = self._context.architecture.mamba is not None
-            shards: Shards | Misc = whole(
-                group, f"vp{{vp}}.decoder.{'final_norm' if hybrid else 'final_layernorm'}.weight"
-            )
+            leaf = "final_norm" if self._hybrid else "final_layernorm"
+            shards: Shards | Misc = whole(group, f"vp{{vp}}.decoder.{leaf}.weight")
         elif (rule := RULES.get(group.role)) is None:
             return Misc(f"no layout rule for {group.role.value!r} in Megatron-Core")
         else:
@@ -478,3 +480,16 @@ class MegatronLayout(Layout):
 
 def _indivisible(what: str, size: int, axis: str, degree: int) -> list[str]:
     return [f"{what} cannot be divided by {axis} = {degree}"] if size % degree else []
+
+
+def _mamba_misfits(mamba: Mamba, mesh: TrainMesh) -> list[str]:
+    """Why Mamba layers cannot be cut: MambaMixer over tp, MambaContextParallel over cp within it."""
+    found = _indivisible(f"{mamba.heads} Mamba heads", mamba.heads, "tp", mesh.tp)
+    found += _indivisible(f"{mamba.groups} Mamba groups", mamba.groups, "tp", mesh.tp)
+    if found or mesh.cp == 1:
+        return found
+    heads, groups = mamba.heads // mesh.tp, mamba.groups // mesh.tp
+    found += _indivisible(f"{heads} Mamba heads on each tp rank", heads, "cp", mesh.cp)
+    if groups % mesh.cp and mesh.cp % groups:
+        found.append(f"{groups} Mamba groups on each tp rank are neither a multiple nor a divisor of cp = {mesh.cp}")
+    return found

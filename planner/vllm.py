@@ -174,12 +174,10 @@ def _expert_fc2(context: _Context, group: ParameterGroup, local: int) -> Shards:
 
 def _stacked(context: _Context, group: ParameterGroup, _: int) -> Shards | Misc:
     """gpt-oss in bf16 (models/gpt_oss.py _load_weights_other): w13 rows keep gate and up alternating, transposed from HF."""
-    experts, tp, ep = context.architecture.experts, context.expert_tp, context.mesh.ep
-    if experts % ep:
-        return Misc(f"vLLM's gpt-oss loader does not place {experts} experts over ep = {ep}")
+    tp, ep = context.expert_tp, context.mesh.ep
     if group.role is Role.STACKED_DOWN_BIAS and tp > 1:
         return Misc("w2_bias is whole on tensor-parallel rank 0 and zero on the others: not a byte copy")
-    local = experts // ep
+    local = context.architecture.experts // ep
     shards = []
     for c in range(max(tp, ep)):
         part, first = (c, 0) if ep == 1 else (0, c * local)
@@ -312,6 +310,8 @@ _EXPERT_ROLES = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
 _STACKED_ROLES = {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN, Role.STACKED_DOWN_BIAS}
 # Families whose embedding, final norm and head are built and loaded on every pipeline stage.
 _ENDS_EVERYWHERE = {"nemotron_h", "gpt_oss", "qwen3_moe"}
+_NEVER_TIED = {"deepseek_v3", "kimi_k2", "gpt_oss", "nemotron_h"}  # their lm_head is a tensor of its own
+_NO_O_BIAS = {"qwen3", "qwen3_moe"}  # their loaders drop it without a word
 
 
 class VllmLayout(Layout):
@@ -321,6 +321,7 @@ class VllmLayout(Layout):
 
     def __init__(self, catalogue: Catalogue, mesh: GenMesh) -> None:
         self._context = _Context(catalogue.architecture, mesh, catalogue.dtype)
+        self._roles = {group.role for group in catalogue.groups}
         self._expert_layers = {
             layer for group in catalogue.groups if group.role in _EXPERT_ROLES for layer in group.layers
         }
@@ -350,6 +351,8 @@ class VllmLayout(Layout):
             found.append(f"ep = {mesh.ep} wants a model with experts, {architecture.family} has none here")
         if mesh.ep > architecture.experts > 0:
             found.append(f"ep = {mesh.ep} exceeds the {architecture.experts} experts")
+        if architecture.family == "gpt_oss" and architecture.experts % mesh.ep:  # its loader drops those left over
+            found.append(f"{architecture.experts} experts cannot be divided by ep = {mesh.ep}")
         if architecture.family == "gpt_oss" and architecture.expert_intermediate % (
             ranks := mesh.world // (1 if mesh.ep > 1 else mesh.dp)
         ):
@@ -357,6 +360,10 @@ class VllmLayout(Layout):
                 f"expert width {architecture.expert_intermediate} cannot be divided by the engine's {ranks} ranks"
             )
         found += self._stages_without_experts()
+        if architecture.tied and architecture.family in _NEVER_TIED:
+            found.append(f"vLLM's {architecture.family} does not tie word embeddings")
+        if Role.O_BIAS in self._roles and architecture.family in _NO_O_BIAS:
+            found.append(f"vLLM's {architecture.family} has no o_proj.bias, which attention_bias brings")
         if mesh.pp > architecture.layers:
             found.append(f"pp = {mesh.pp} exceeds the {architecture.layers} layers")
         return [f"generation: {violation}" for violation in found]

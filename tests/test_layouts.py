@@ -147,6 +147,13 @@ def test_norms_are_fused_into_linears_or_separate():
         assert names == [attention, mlp]
 
 
+def test_a_hybrid_model_ends_in_final_norm_even_without_mamba_layers():
+    catalogue = tiny("nemotron-h", hybrid_override_pattern="*E", num_hidden_layers=2)
+    (placed,) = MegatronLayout(catalogue, TrainMesh(pp=2)).place(group_of(catalogue, Role.FINAL_NORM))
+    assert placed.shards.pieces[0][0].tensor.name == "vp{vp}.decoder.final_norm.weight"
+    assert any("does not interleave" in why for why in MegatronLayout(catalogue, TrainMesh(pp=2, vpp=2)).violations())
+
+
 def test_gpt_oss_experts_are_transposed_and_interleaved():
     catalogue = tiny("gpt-oss")  # 8 experts, hidden 64; gate_up [E, H, 2 I] with view (E, H, I, 2)
     group = group_of(catalogue, Role.STACKED_GATE_UP)
@@ -209,6 +216,20 @@ def test_an_unknown_parameter_is_misc_with_a_reason_never_a_default():
         ),
         (lambda: VllmLayout(tiny("gpt-oss"), GenMesh(tp=8)), ["4 KV heads cannot be divided by tp = 8"]),
         (lambda: VllmLayout(tiny("nemotron-h"), GenMesh(tp=8)), ["4 Mamba groups cannot be divided by tp = 8"]),
+        (
+            lambda: MegatronLayout(tiny("nemotron-h"), TrainMesh(tp=2, cp=3)),
+            ["4 Mamba heads on each tp rank cannot be"],
+        ),
+        (
+            lambda: MegatronLayout(tiny("nemotron-h", mamba_num_heads=12, n_groups=3), TrainMesh(cp=4)),
+            ["3 Mamba groups on each tp rank are neither a multiple nor a divisor of cp = 4"],
+        ),
+        (
+            lambda: VllmLayout(tiny("gpt-oss", num_local_experts=9), GenMesh(dp=2, ep=2)),
+            ["9 experts cannot be divided"],
+        ),
+        (lambda: VllmLayout(tiny("kimi-k2", tie_word_embeddings=True), GenMesh()), ["does not tie word embeddings"]),
+        (lambda: VllmLayout(tiny("qwen3", attention_bias=True), GenMesh()), ["vLLM's qwen3 has no o_proj.bias"]),
     ],
 )
 def test_a_model_that_cannot_be_cut_lists_every_reason(layout, complaints):
