@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mcore_reshard.validation import processes
 from mcore_reshard.validation.processes import ProcessError, run_processes
 
 
@@ -71,3 +73,15 @@ def test_the_deadline_names_who_is_late_and_where_it_was() -> None:
 
     with pytest.raises(ProcessError, match=r"after 0\.5 s: processes \[1\]\n(.|\n)*in wait_in_vain"):
         run_processes(2, wait_in_vain, timeout_s=0.5)
+
+
+def test_a_failure_before_others_have_started_is_still_the_one_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = processes._child
+
+    def slow_start(index: int, *args: Any) -> None:
+        time.sleep(3 * index)  # its stack file does not exist yet when process 0 fails
+        real(index, *args)
+
+    monkeypatch.setattr(processes, "_child", slow_start)
+    with pytest.raises(ProcessError, match=r"process 0 failed:(.|\n)*ZeroDivisionError(.|\n)*its start"):
+        run_processes(2, lambda index: 1 // index)

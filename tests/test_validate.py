@@ -5,6 +5,8 @@ The default cases cover each family and each mesh at least once; `make validate-
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -120,6 +122,27 @@ def test_one_flipped_bit_is_reported_with_rank_tensor_and_coordinate(monkeypatch
 def test_a_model_that_is_too_large_for_one_machine_is_refused():
     with pytest.raises(ValidationError, match="validate a small config of the same family"):
         validate(load_config("qwen3-30b-a3b"), parse_train_mesh("ep=4,dp=4"), parse_gen_mesh("tp=4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "train", "why"),
+    [
+        ("tiny-llama", {"mlp_bias": True}, "tp=1", "no mapping for model.layers.{layer}.mlp.gate_proj.bias"),
+        ("tiny-llama", {"attention_bias": True}, "tp=1", "without biases in attention"),
+        ("tiny-qwen3-moe", {"mlp_only_layers": [1]}, "tp=1", "with experts in every layer"),
+        ("tiny-deepseek-v3", {}, "cp=3", "4096 positions in 2*cp = 6 parts"),
+        ("tiny-deepseek-v3", {"num_nextn_predict_layers": 1}, "pp=2,layers=4+0", "no multi-token prediction"),
+    ],
+)
+def test_a_model_that_megatron_bridge_does_not_make_is_refused(name, changes, train, why):
+    with pytest.raises(ValidationError, match=re.escape(why)):
+        validate({**load_config(name), **changes}, parse_train_mesh(train), parse_gen_mesh("tp=1"))
+
+
+def test_no_shared_experts_at_all():
+    config = {**load_config("tiny-deepseek-v3"), "n_shared_experts": 0}
+    report = validate(config, parse_train_mesh("tp=2,ep=2"), parse_gen_mesh("tp=2"), refits=1, timeout_s=TIMEOUT_S)
+    assert report.ok, show(report)
 
 
 @pytest.mark.slow

@@ -102,7 +102,13 @@ class _Launch:
         for index in running:
             _signal(self.processes[index], signal.SIGUSR1)
         time.sleep(0.2)  # for the stacks to be written
-        return "\n".join(f"process {index} was at:\n{self._stack_file(index).read_text()}" for index in running)
+        return "\n".join(f"process {index} was at:\n{self._stack(index)}" for index in running)
+
+    def _stack(self, index: int) -> str:
+        try:
+            return self._stack_file(index).read_text()
+        except FileNotFoundError:
+            return "its start, before its first line ran"
 
     def _stack_file(self, index: int) -> Path:
         return self.folder / f"stack{index}"

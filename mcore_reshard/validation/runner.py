@@ -35,6 +35,7 @@ from mcore_reshard.planner.scheduling import schedule_of
 from mcore_reshard.refit import GenerationEndpoint, RefitReport, TrainEndpoint
 
 from . import te_standin, tiny, trainer, vllm_engine
+from .bridge_limits import bridge_limits
 from .engine_slices import GenSizes, StandInEngine, poison
 from .processes import run_processes
 from .report import ParameterResult, RefitResult, ValidationReport, compare
@@ -77,7 +78,8 @@ def validate(
     # Counting GPUs through the driver would spoil this process for forking.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     config = dict(config)
-    catalogue = _forgetting(catalogue_from_config(config), frozenset(unknown))
+    known = catalogue_from_config(config)
+    catalogue = _forgetting(known, frozenset(unknown))
     build = MegatronBuild(experts=experts)
     planned_here = plan is None
     plan = plan or make_plan(catalogue, train, gen, model=model, policy=policy, build=build)
@@ -89,6 +91,10 @@ def validate(
         raise ValidationError(
             f"the model has {catalogue.nbytes / 1e9:.0f} GB, more than the {LARGEST_MODEL_BYTES >> 30} GiB that a check"
             f" on one machine is made for: validate a small config of the same family, such as {small}"
+        )
+    if limits := bridge_limits(known, train, experts):
+        raise ValidationError(
+            f"Megatron-Bridge does not make this model, so nothing can be compared: {'; '.join(limits)}"
         )
     kind = _engine_kind(engine)
     trainer.prepare()

@@ -115,6 +115,10 @@ def build_trainer(
         provider = bridge.to_megatron_provider(load_weights=False)
         if hasattr(provider, "q_lora_rank"):  # Bridge takes an absent low rank for its provider's default
             provider.q_lora_rank = bridge.hf_pretrained.config.q_lora_rank
+        if (
+            getattr(provider, "moe_shared_expert_intermediate_size", None) == 0
+        ):  # without shared experts: None to Megatron
+            provider.moe_shared_expert_intermediate_size = None
         for name, value in _provider_fields(provider, mesh, grouped_experts, vocab_multiple).items():
             setattr(provider, name, value)
         provider.finalize()

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
@@ -64,7 +65,7 @@ def build_engine(
 
     sizes.coordinates(gen_rank)  # refuses a rank outside the mesh
     config = engine_config(config_folder, sizes, gen_rank)
-    place = _gloo_groups(sizes, gen_rank) if groups == "gloo" else _stand_in_groups(sizes, gen_rank)
+    place = _gloo_groups(sizes, gen_rank) if groups == "gloo" else _stand_in_groups(*_own_engine(sizes, gen_rank))
     with (
         set_current_vllm_config(config),
         place,
@@ -181,6 +182,14 @@ def _gloo_groups(sizes: GenSizes, gen_rank: int) -> Iterator[None]:
     state.init_distributed_environment(sizes.world, gen_rank, backend="gloo", local_rank=gen_rank)
     state.initialize_model_parallel(sizes.tp, sizes.pp)
     yield
+
+
+def _own_engine(sizes: GenSizes, gen_rank: int) -> tuple[GenSizes, int]:
+    """The sizes of this rank's engine and its rank there: gpt_oss.py, for one, asks for the size of the world."""
+    if sizes.ep > 1:
+        return sizes, gen_rank
+    replica = replace(sizes, dp=1)
+    return replica, gen_rank % replica.world
 
 
 @contextlib.contextmanager
