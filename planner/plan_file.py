@@ -56,7 +56,7 @@ def load_plan(path: str | Path) -> Plan:
 def parse_plan(text: str, source: str = "plan") -> Plan:
     try:
         document = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanFileError(f"{source} is not a plan: it is not JSON ({error})") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise PlanFileError(

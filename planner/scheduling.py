@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray

@@ -254,6 +254,14 @@ BAD: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "tie_word_embeddings is 'no', true or false is needed",
         ],
     ),
+    "beyond what can be planned": (
+        "tiny-llama",
+        {"hidden_size": 10**30, "num_hidden_layers": 10**7},
+        [
+            f"hidden_size is {10**30}, no more than 16,777,216 is supported",
+            "num_hidden_layers is 10000000, no more than 4,096 is supported",
+        ],
+    ),
     "heads": (
         "tiny-llama",
         {"num_attention_heads": 7, "head_dim": None},

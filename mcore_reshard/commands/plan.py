@@ -23,16 +23,18 @@ def run(args: argparse.Namespace) -> int:
         plan = make_plan(request.catalogue, request.train, request.gen, model=request.model, policy=request.policy)
         proof = prove(plan)
         seconds = time.perf_counter() - started
-    if args.out and proof.ok:
+    if args.out is not None and proof.ok:
         try:
             save_plan(plan, args.out)
-        except OSError as error:
-            raise InputError([f"cannot write {args.out}: {error.strerror or error}"]) from error
+        except (OSError, ValueError) as error:  # ValueError: a path that names no file
+            raise InputError(
+                [f"cannot write {args.out or repr(args.out)}: {getattr(error, 'strerror', None) or error}"]
+            ) from error
     summary = summarize(plan, proof, seconds, request.notes)
     if args.json:
         write_json(summary)
     else:
-        written = [f"plan written to {Path(args.out)}"] if args.out and proof.ok else []
+        written = [f"plan written to {Path(args.out)}"] if args.out is not None and proof.ok else []
         write(*plan_report(plan, proof, summary), *written)
     if not proof.ok:
         raise ProofError(proof)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -29,8 +30,8 @@ _ROWS_SHOWN = 40
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.refits < 1 or args.timeout <= 0:
-        raise InputError(["--refits and --timeout must be above zero"])
+    if args.refits < 1 or not 0 < args.timeout < math.inf:
+        raise InputError(["--refits and --timeout must be above zero, and finite"])
     request, plan = _read(args)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not keep ranks from being forked
     from mcore_reshard.kernels.registry import device_of  # torch: not before the input is known to be good

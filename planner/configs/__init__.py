@@ -32,7 +32,7 @@ def load_config(name_or_path: str | Path) -> dict[str, Any]:
     path = _locate(name_or_path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(str(path), [f"not readable as JSON: {error}"]) from error
     if not isinstance(config, dict):
         raise ConfigError(str(path), [f"holds a JSON {type(config).__name__}, not an object"])

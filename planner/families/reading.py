@@ -8,6 +8,9 @@ from typing import Any
 from ..parameters import Attention, Quantization
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_LARGEST_SIZE = 1 << 24  # bytes of a tensor stay countable in 64 bits
+_LARGEST_DEPTH = 1 << 12  # layers are enumerated
+_DEPTHS = {"num_hidden_layers", "num_nextn_predict_layers"}
 
 
 class ConfigError(ValueError):
@@ -42,7 +45,7 @@ class ConfigReader:
         self.problems: list[str] = []
 
     def size(self, name: str, *aliases: str, minimum: int = 1, default: int | None = None) -> int:
-        """An integer field of at least `minimum`; null or absent means `default`, and an error without one."""
+        """An integer field from `minimum` up to what can be planned; null or absent means `default`, an error without one."""
         found, value = self._look_up(name, aliases)
         if value is None:
             if default is not None:
@@ -54,6 +57,10 @@ class ConfigReader:
             return minimum
         if value < minimum:
             self._note(name, f"{name} is {value}, at least {minimum} is needed")
+            return minimum
+        largest = _LARGEST_DEPTH if name in _DEPTHS else _LARGEST_SIZE
+        if value > largest:
+            self._note(name, f"{name} is {value}, no more than {largest:,} is supported")
             return minimum
         return value
 
