@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionEr
 
 _AGREED = json.dumps({"agreed": True})
 _CAUSE_GRACE_S = 3.0  # how long a rank that lost a peer waits for the cause to be published by someone who knows it
+_LEAVE_GRACE_S = 5.0  # how long a rank that is done lets others learn that the last refit was committed
 _STUCK_GRACE_S = 1.0  # how long a rank that waited in vain lets others say for whom they wait
 
 
@@ -70,6 +71,7 @@ class Meeting:
         self._members = tuple(members)
         self._process = uuid4().hex
         self._past: str | None = None
+        self._last: str | None = None  # the last phase that all agreed on
         self._met = False
         self.store: dist.Store = PrefixStore(f"mcore-reshard/{session}", connected(address, timeout_s))
 
@@ -80,6 +82,15 @@ class Meeting:
         """
         with self._store_is_up():
             return self._gather(phase, word, self.timeout_s if timeout_s is None else timeout_s)
+
+    def leave(self) -> None:
+        """Wait, not for long, until everyone has read the last agreement: this process may host the store and end next."""
+        deadline = time.monotonic() + min(_LEAVE_GRACE_S, self.timeout_s)
+        with suppress(dist.DistError):  # a store that is gone has nobody left who could read it
+            while self._last and self.store.add(f"{self._last}/read", 0) < len(self._members):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.002)
 
     def fail(self, phase: str, error: BaseException) -> Failure:
         """Tell everyone that `phase` cannot succeed. Returns the cause that stands: perhaps an earlier one."""
@@ -105,6 +116,8 @@ class Meeting:
         if not self.store.check([f"{phase}/{name}" for name in self._members]):
             raise SessionError(f"ranks disagree on how many they are: {self.rank} counts {len(self._members)}")
         words = self.store.multi_get([f"{phase}/{name}" for name in self._members])
+        self.store.add(f"{phase}/read", 1)
+        self._last = phase
         self._forget_past(phase)
         return {name: json.loads(word) for name, word in zip(self._members, words, strict=True)}
 
@@ -155,6 +168,7 @@ class Meeting:
             if self.rank == self._members[0]:
                 self.store.delete_key(f"{self._past}/arrived")
                 self.store.delete_key(f"{self._past}/outcome")
+                self.store.delete_key(f"{self._past}/read")
         # The first meeting's keys stay: they show that the session's name is taken.
         self._past = phase if self._met else None
         self._met = True

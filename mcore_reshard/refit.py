@@ -152,8 +152,13 @@ class _Endpoint(ABC):
         return executor.scratch_bytes if executor else 0
 
     def close(self) -> None:
-        """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice."""
+        """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice.
+
+        After a committed refit the process may end as soon as this returns, also the one that hosts the store.
+        """
         connection, self._connection = self._connection, None
+        if connection is not None and self._ended is None:
+            connection.meeting.leave()
         self._ended = self._ended or "closed"
         if connection is not None:
             connection.group.close()

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -471,3 +472,28 @@ def test_training_ranks_leave_an_export_together_when_the_engine_fails() -> None
     outcomes = run_ranks(3, lockstep)
     assert [outcome.kind for outcome in outcomes] == ["SessionFailed", "SessionFailed", "KeyError"]
     assert max(outcome.seconds for outcome in outcomes) < 8
+
+
+def _hosts_the_store_and_leaves_first(rank: int, address: str, folder: str) -> int | None:
+    """Training rank 0 hosts the store of its own session and ends right after its last refit."""
+    del address
+    file = Path(folder) / "address"
+    store = None
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        file.with_suffix(".new").write_text(f"127.0.0.1:{store.port}")
+        file.with_suffix(".new").rename(file)
+    while not file.exists():
+        time.sleep(0.01)
+    worlds = (2, 2)
+    member = Trainer(rank, file.read_text(), worlds) if rank < 2 else Engine(rank - 2, file.read_text(), worlds)
+    member.endpoint.prepare()
+    for version in range(1, 6):
+        member.endpoint.refit(version)
+    member.endpoint.close()
+    return member.endpoint.committed_version
+
+
+def test_the_process_that_hosts_the_store_may_end_first(tmp_path: Path) -> None:
+    outcomes = run_ranks(4, _hosts_the_store_and_leaves_first, str(tmp_path), timeout_s=30)
+    assert values(outcomes) == [5, 5, 5, 5]
