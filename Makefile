@@ -3,8 +3,10 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 pytho
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
-# Only used where the machine has no torch: a GPU machine keeps the build it has.
+# Only used where the machine has no torch: a GPU machine keeps the build it has. Without a GPU the CPU build is taken
+# from PyTorch's own index where that can be reached (PyPI's build for Linux brings CUDA).
 TORCH ?= torch==2.13.0
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 HAS_TORCH := $(shell $(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages)
 # Megatron-Bridge is installed without its requirements: Transformer Engine, mamba-ssm and causal-conv1d build on CUDA only.
 MEGATRON := megatron-core==0.16.1 "transformers<5" omegaconf einops accelerate rich
@@ -23,7 +25,8 @@ $(VENV)/.ready: pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "no Python 3.10 or newer found; set PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(HAS_TORCH) $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)" \
+		$$(command -v nvidia-smi >/dev/null || $(BIN)/python -c "import urllib.request as r; r.urlopen('$(CPU_INDEX)/torch/', timeout=5); print('--extra-index-url $(CPU_INDEX)')" 2>/dev/null)
 	$(BIN)/python -m pip install -q $(MEGATRON)
 	$(BIN)/python -m pip install -q --no-deps $(BRIDGE)
 	$(BIN)/python -m pip install -q -e ".[dev]" "transformers<5"

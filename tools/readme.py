@@ -18,7 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PLANNER = ROOT / "tools" / "results" / "planner.json"
+RESULTS = ROOT / "tools" / "results"
+PLANNER = RESULTS / "planner.json"
 DEMO = ["tiny-qwen3-moe", "--train", "tp=2,pp=2,ep=2", "--gen", "tp=2"]
 
 
@@ -58,6 +59,43 @@ def support_section() -> str:
     return "\n".join(lines)
 
 
+def attack_section() -> str:
+    data = json.loads((RESULTS / "mutation_score.json").read_text())
+    return (
+        f"The attack ({data['date']}, [data](tools/results/mutation_score.json), `python tools/mutation_score.py`):"
+        f" {data['mutants']} mutants of the {data['classes']} bug classes, {data['found']} found: {data['refused_by_the_product']}"
+        f" are refused before or while bytes move, {data['shown_by_validation_or_tests']} are of kinds that only golden or"
+        " tests can show, and those do."
+    )
+
+
+def gpu_section() -> str:
+    lines = [
+        "| transport | GPUs | training -> generation | ms | GB/s per receiver | share of the limit | first call | scratch |"
+        " host thread |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    versions = set()
+    for file in sorted(RESULTS.glob("*-x[0-9]*.json")):
+        data = json.loads(file.read_text())
+        rows = [row for row in data["rows"] if row["figure"] in {"direct", "nccl"} and not row["checksums"]]
+        if not rows:
+            continue
+        row = min(rows, key=lambda r: r["ms"])
+        share = row.get("share_of_limit") or row.get("share_of_nccl")
+        limit = "the copy engine's" if "share_of_limit" in row else "NCCL's own"
+        host = row.get("host_thread_ms") or row.get("host_cpu_ms")
+        lines.append(
+            f"| [{row['figure']}](tools/results/{file.name}) | {data['hardware'].split(' x ')[0]} |"
+            f" {data['train']} -> {data['gen']} | {row['ms']:.1f} | {row['gb_per_s_per_receiver']:.0f} |"
+            f" {share:.2f} of {limit} | {row['first_ms']:.0f} ms |"
+            f" {row.get('scratch_bytes', 0) / 2**20:.0f} MiB | {host:.1f} ms |"
+        )
+        named = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+        versions.add(f"{data['hardware'].split(' x ')[1]}, {named}, {data['date']}")
+    return "\n".join([*lines, "", *(f"Measured on {version}." for version in sorted(versions))])
+
+
 def demo_section() -> str:
     from mcore_reshard.cli import main
 
@@ -94,6 +132,8 @@ def main() -> None:
     text = README.read_text()
     wanted = replaced(text, "planner", planner_section())
     wanted = replaced(wanted, "support", support_section())
+    wanted = replaced(wanted, "attack", attack_section())
+    wanted = replaced(wanted, "gpu", gpu_section())
     if arguments.check:
         sys.exit("README.md is stale: run python tools/readme.py" if wanted != text else 0)
     README.write_text(replaced(wanted, "demo", demo_section()))
