@@ -2,7 +2,7 @@
 
 Training ranks export their allocations once. Each generation rank maps what it needs and, in each refit, pulls
 everything with one kernel launch: nothing is staged, and the host does nothing per parameter. One launch takes from all
-stages and sources at once, a little from each in turn, so that no source has to serve all receivers while others idle.
+stages and sources, in an order that differs from receiver to receiver, so that no source has to serve all of them.
 
 Ordering takes two words of 16 bytes between each pair of ranks, over CPU connections of their own, which also find out
 when a peer dies, and an IPC event for each reader. A training rank says `ready` when all that it has queued on its
@@ -37,7 +37,6 @@ from .pulling import pull_table
 from .tiles import check_tile_bytes, cut_tiles, interleaved
 
 DEFAULT_TILE_BYTES = 128 << 10
-DEFAULT_TURN_BYTES = 128 << 10
 _WORD = struct.Struct("<qq")  # the run it belongs to, and _READY or _STARTED
 _READY, _STARTED = 1, 2
 _POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
@@ -50,7 +49,9 @@ class DirectOptions:
 
     shape: KernelShape = KernelShape()  # noqa: RUF009  `ctas` bounds what it takes of a GPU that generates meanwhile
     tile_bytes: int = DEFAULT_TILE_BYTES
-    turn_bytes: int = DEFAULT_TURN_BYTES  # taken from one source before it is the next one's turn
+    turn_bytes: int | None = (
+        None  # taken from one source before it is the next one's turn; None: as `interleaved` chooses
+    )
     checksums: bool = False  # sum every tile as it is read and as it was written, and compare
 
     def __post_init__(self) -> None:
@@ -74,6 +75,7 @@ class DirectExecutor:
     ) -> None:
         self._program = program
         self._runs = 0
+        self._closed = False
         self._words = _Words(store, program, timeout_s)
         self._end: _Source | _Reader
         try:
@@ -101,6 +103,8 @@ class DirectExecutor:
         Raises `DeadlineError`, `PeerLostError` or `ChecksumError`. What a training rank's readers hold after an error
         is not known, and nor is when they stop reading: they may do so until the session is closed everywhere.
         """
+        if self._closed:
+            raise SessionError(f"{self._program.rank}: this executor is closed")
         self._runs += 1
         start = time.perf_counter()
         self._end.run(self._runs)
@@ -111,7 +115,11 @@ class DirectExecutor:
         )
 
     def close(self) -> None:
-        """Unmap the sources and end the connections: peers that still wait for this rank get `PeerLostError`."""
+        """Unmap the sources and end the connections: peers that still wait for this rank get `PeerLostError`.
+
+        May be called twice.
+        """
+        self._closed = True
         self._words.close()
         self._end.close()
 
@@ -221,7 +229,7 @@ class _Reader:
                 }
             )
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
-            together = max(1, options.turn_bytes // options.tile_bytes)
+            together = None if options.turn_bytes is None else max(1, options.turn_bytes // options.tile_bytes)
             order = interleaved(_numbered(self._table.peer[tiles["copy"]]), schedule.rank, together)
             self._copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch.distributed import Store
@@ -106,6 +107,23 @@ def _no_obstacle() -> None:
     return None
 
 
+def _direct_obstacle() -> str | None:
+    """What keeps a rank of this machine from reading other ranks' GPU memory; whether they can be reached shows later."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    try:
+        found = find_spec("cuda.core") is not None
+    except ModuleNotFoundError:
+        found = False
+    return None if found else "cuda-core not installed: pip install mcore-reshard[gpu]"
+
+
+def _connect_direct(link: Link) -> Executor:
+    from .direct import DirectExecutor  # needs CUDA's Python packages
+
+    return DirectExecutor(link.store, link.program, timeout_s=link.timeout_s)
+
+
 register(
     Transport(
         name="nccl",
@@ -115,6 +133,15 @@ register(
         connect=lambda link: NcclExecutor(
             link.program, link.store, timeout_s=link.timeout_s, budget=ScratchBudget(link.scratch_bytes)
         ),
+    )
+)
+register(
+    Transport(
+        name="direct",
+        devices=frozenset({"cuda"}),
+        reach="GPUs of one host that can access each other's memory",
+        obstacle=_direct_obstacle,
+        connect=_connect_direct,
     )
 )
 register(

@@ -16,6 +16,7 @@ from .copies import COPY, OUTER_DIMS
 Ints = NDArray[np.int64]
 
 WIDEST_WORD = 16  # bytes; the widest load and store of a GPU thread
+_EVEN = 1.05  # sources whose tiles are as many up to this factor give the same
 ROW, INNER_LOOP = OUTER_DIMS, OUTER_DIMS - 1  # dims of a box of bytes
 
 TILE = np.dtype(  # the struct Tile of device_copies.cu, 48 bytes
@@ -59,16 +60,21 @@ def cut_tiles(copies: NDArray[np.void], addresses: NDArray[np.uint64], tile_byte
     return table
 
 
-def interleaved(source: Ints, first: int, together: int = 1) -> Ints:
+def interleaved(source: Ints, first: int, together: int | None = None) -> Ints:
     """An order of tiles that takes from all sources in proportion, `together` tiles at a time, from source `first` on.
 
     `source` [tiles] numbers where each tile comes from. Receivers that begin at different sources and move at the same
-    pace then never all read from the same one: sources [0, 0, 1, 1], first 1 -> [2, 0, 3, 1], and two together
-    [2, 3, 0, 1].
+    pace then never all read from the same one: sources [0, 0, 1, 1], first 1, together 1 -> [2, 0, 3, 1].
+
+    By default sources that all give the same are read one after the other, so that each serves one receiver at a time:
+    on four H200s 1.3% faster than turns tile by tile. Where they do not give the same, receivers would meet at the
+    large ones, and turns are of one tile.
     """
     if not len(source):
         return np.zeros(0, np.int64)
     counts = np.bincount(source)
+    if together is None:
+        together = len(source) if counts.max() <= _EVEN * counts.min() else 1
     by_source = np.argsort(source, kind="stable")
     number = np.empty(len(source), np.int64)  # of a tile among those of its source
     number[by_source] = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -167,7 +173,7 @@ class _Boxes:
         return _Boxes(*(column[boxes] for column in self._columns()))
 
     def _without_empty(self) -> _Boxes:
-        return self._taken((self.extents > 0).all(axis=1))
+        return self._taken(np.flatnonzero((self.extents > 0).all(axis=1)))
 
     def _columns(self) -> tuple[Ints, ...]:
         return self.copy, self.src, self.dst, self.extents, self.src_strides, self.dst_strides

@@ -132,18 +132,24 @@ def test_regions_of_more_than_four_gib_keep_their_addresses() -> None:
 
 
 def test_sources_take_turns_from_the_first() -> None:
-    assert interleaved(np.array([0, 0, 1, 1]), 1).tolist() == [2, 0, 3, 1]
+    assert interleaved(np.array([0, 0, 1, 1]), 1, 1).tolist() == [2, 0, 3, 1]
     assert interleaved(np.array([0, 0, 1, 1]), 1, 2).tolist() == [2, 3, 0, 1]
     assert interleaved(np.repeat([0, 1], [5, 4]), 0, 2).tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4]
     assert interleaved(np.zeros(0, np.int64), 0).tolist() == []
-    order = interleaved(np.repeat([0, 1, 2], [30, 10, 10]), 0)
+    order = interleaved(np.repeat([0, 1, 2], [30, 10, 10]), 0, 1)
     early = Counter(np.repeat([0, 1, 2], [30, 10, 10])[order[:10]].tolist())
     assert early == {0: 6, 1: 2, 2: 2}
 
 
-def test_receivers_are_never_all_at_one_source() -> None:
+def test_sources_that_give_the_same_are_read_one_after_the_other() -> None:
+    assert interleaved(np.array([0, 1, 2, 0, 1, 2]), 1).tolist() == [1, 4, 2, 5, 0, 3]
+    assert interleaved(np.array([0, 1, 0, 0]), 0).tolist() == interleaved(np.array([0, 1, 0, 0]), 0, 1).tolist()
+
+
+@pytest.mark.parametrize("together", [None, 1, 3])
+def test_receivers_are_never_all_at_one_source(together: int | None) -> None:
     source = np.repeat(np.arange(4), 8)
-    turns = np.stack([source[interleaved(source, rank)] for rank in range(4)])
+    turns = np.stack([source[interleaved(source, rank, together)] for rank in range(4)])
     assert all(len(set(turn)) == 4 for turn in turns.T.tolist())
 
 

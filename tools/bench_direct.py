@@ -29,7 +29,7 @@ from cuda.bindings import driver
 from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.device_copies import KernelShape
-from mcore_reshard.kernels.direct import DEFAULT_TURN_BYTES, DirectExecutor, DirectOptions
+from mcore_reshard.kernels.direct import DirectExecutor, DirectOptions
 from mcore_reshard.kernels.errors import Waiting
 from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.ipc import Export, Mappings, export
@@ -60,6 +60,7 @@ class Bench:
     train: str
     gen: str
     repeats: int
+    out: Path
     variants: tuple[DirectOptions, ...]
 
     @property
@@ -92,9 +93,10 @@ class Rank:
         self._group = GlooGroup(PrefixStore("bench", self._store), number, bench.ranks, timeout_s=TIMEOUT_S)
         self._words = 0
 
-    def run(self) -> list[dict[str, Any]]:
-        """All figures, as known to rank 0."""
+    def run(self) -> None:
+        """Measure everything; rank 0 reports it."""
         rows = [self._limit()]
+        self._show(rows)
         start = time.perf_counter()
         plan = self.bench.plan()
         schedule = schedule_of(plan, self.world, self.rank)
@@ -108,9 +110,13 @@ class Rank:
             row = self._measure(number, plan, schedule, tensors, options, plan_s)
             row["share_of_limit"] = round(row["gb_per_s_per_receiver"] / rows[0]["gb_per_s_per_receiver"], 3)
             rows.append(row)
-            if self.number == 0:
-                print(json.dumps(row), flush=True)
-        return rows
+            self._show(rows)
+
+    def _show(self, rows: list[dict[str, Any]]) -> None:
+        """Say the newest figure and write all there are, so that a run that is cut short leaves its own."""
+        if self.number == 0:
+            print(json.dumps(rows[-1]), flush=True)
+            write(self.bench, rows)
 
     def _measure(
         self,
@@ -169,7 +175,7 @@ class Rank:
             "figure": "direct",
             **asdict(options.shape),
             "tile_kib": options.tile_bytes >> 10,
-            "turn_kib": options.turn_bytes >> 10,
+            "turn_kib": options.turn_bytes >> 10 if options.turn_bytes else "default",
             "checksums": options.checksums,
             "ms": round(median, 3),
             "ms_min_max": [round(min(slowest[1:]), 3), round(max(slowest[1:]), 3)],
@@ -205,11 +211,12 @@ class Rank:
                 stream.synchronize()
 
         runs = [self._timed(copy) for _ in range(3 + self.bench.repeats)]
-        told = self._gather({"spans": [span for *span, _ in runs]})
+        told = self._gather({"ms": [1e3 * (end - start) for start, end, _ in runs]})
         if self.world == "gen":
             mappings.close()
         self._barrier()
-        median = statistics.median(_milliseconds(told)[3:])
+        # By each receiver's own clock: nothing keeps a copy from starting before the last rank has arrived.
+        median = statistics.median(max(word["ms"][n] for word in told) for n in range(3, len(runs)))
         return {
             "figure": "copy_engine_limit",
             "ms": round(median, 3),
@@ -248,18 +255,15 @@ def _milliseconds(told: list[dict[str, Any]]) -> list[float]:
     return [1e3 * (max(end for _, end in spans) - max(start for start, _ in spans)) for spans in runs]
 
 
-def work(number: int, bench: Bench, address: tuple[str, int], out: str) -> None:
-    rank = Rank(number, bench, address)
-    rows = rank.run()
-    if number == 0:
-        write(bench, rows, Path(out))
+def work(number: int, bench: Bench, address: tuple[str, int]) -> None:
+    Rank(number, bench, address).run()
 
 
-def write(bench: Bench, rows: list[dict[str, Any]], out: Path) -> None:
+def write(bench: Bench, rows: list[dict[str, Any]]) -> None:
     plan = bench.plan()
     _, version = driver.cuDriverGetVersion()
     found = {
-        "command": " ".join(sys.argv) or "bench_direct.py",
+        "command": f"bench_direct.py --gpus {bench.gpus} --model {bench.model} --train {bench.train} --gen {bench.gen}",
         "date": date.today().isoformat(),
         "hardware": f"{bench.gpus} x {torch.cuda.get_device_name(0)}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda_driver": version},
@@ -272,8 +276,8 @@ def write(bench: Bench, rows: list[dict[str, Any]], out: Path) -> None:
         "misc_bytes": plan.misc_bytes,
         "rows": rows,
     }
-    out.parent.mkdir(exist_ok=True, parents=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    bench.out.parent.mkdir(exist_ok=True, parents=True)
+    bench.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def variants(args: argparse.Namespace) -> tuple[DirectOptions, ...]:
@@ -282,7 +286,7 @@ def variants(args: argparse.Namespace) -> tuple[DirectOptions, ...]:
     usual = tuple(axis[0] for axis in axes)
     varied = [(*usual[:n], value, *usual[n + 1 :]) for n, axis in enumerate(axes) for value in axis]
     listed = [
-        DirectOptions(KernelShape(ctas, *shape), tile << 10, turn << 10)
+        DirectOptions(KernelShape(ctas, *shape), tile << 10, turn << 10 if turn else None)
         for ctas, shape, tile, turn in (product(*axes) if args.grid else varied)
     ]
     summed = [replace(options, checksums=True) for options in listed[: 1 if args.grid else len(args.ctas)]]
@@ -307,7 +311,7 @@ def main() -> None:
     parser.add_argument("--gen", help="generation mesh; by default tensor-parallel over all generation ranks")
     parser.add_argument("--ctas", type=numbers, default=[64, 16, 32, 132])
     parser.add_argument("--tiles-kib", type=numbers, default=[128, 32, 64, 256, 512])
-    parser.add_argument("--turns-kib", type=numbers, default=[DEFAULT_TURN_BYTES >> 10])
+    parser.add_argument("--turns-kib", type=numbers, default=[0], help="taken from a source at a time; 0: the default")
     parser.add_argument("--shapes", type=shapes, default=[(KernelShape().threads, KernelShape().batch)])
     parser.add_argument("--grid", action="store_true", help="every combination of these")
     parser.add_argument("--repeats", type=int, default=10)
@@ -321,12 +325,12 @@ def main() -> None:
         train=args.train or f"tp=1,ep={half},dp={half}",
         gen=args.gen or f"tp={half}",
         repeats=args.repeats,
+        out=args.out or RESULTS / f"direct-x{args.gpus}.json",
         variants=variants(args),
     )
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S))
-    out = args.out or RESULTS / f"direct-x{args.gpus}.json"
-    mp.spawn(work, args=(bench, ("127.0.0.1", store.port), str(out)), nprocs=bench.ranks)
-    print(f"wrote {out}")
+    mp.spawn(work, args=(bench, ("127.0.0.1", store.port)), nprocs=bench.ranks)
+    print(f"wrote {bench.out}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _PACKAGES = {
     "transformer-engine": ("transformer_engine", "trainers on CUDA, fp8", "fp8"),
     "vllm": ("vllm", "the engine", "vllm"),
     "nccl4py": ("nccl", "the nccl transport", "gpu"),
+    "cuda-core": ("cuda.core", "copy kernels of the direct and nccl transports", "gpu"),
 }
 _PLANNED_TRANSPORTS = ("direct", "nccl", "gloo", "golden")  # what the command line speaks of
 
