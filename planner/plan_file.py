@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from .geometry import LocalTensor, Piece, Region
 from .layout import Padding, Shards
 from .mesh import GenMesh, MeshError, TrainMesh
 from .parameters import ParameterGroup, Role
-from .plan import Bundle, BundleLayer, Holding, Move, Plan, Template, UnplannedGroup
+from .plan import Bundle, BundleLayer, Holding, Move, Plan, Policy, Template, UnplannedGroup
 
 FORMAT = "mcore-reshard plan"
 VERSION = 1
@@ -72,8 +72,9 @@ def parse_plan(text: str, source: str = "plan") -> Plan:
             f"{source} is damaged: its content has digest {sealed}, it claims {document.get('digest')}; plan again"
         )
     try:
+        _check(document["plan"], _FORM)
         plan = _decode(document["plan"])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise PlanFileError(f"{source} is damaged: {type(error).__name__}: {error}; plan again") from error
     object.__setattr__(plan, "digest", sealed)
     return plan
@@ -139,6 +140,47 @@ def _mesh(mesh: TrainMesh | GenMesh) -> dict[str, Any]:
     return {name: getattr(mesh, name) for name in mesh.__dataclass_fields__}
 
 
+def _check(value: Any, form: Any, where: str = "plan") -> None:
+    """Raise TypeError unless a JSON value has a form, so that nothing later has to ask.
+
+    A form is a type, [form] for a list of any length, (form, ...) for a list of that length, or {name: form}.
+    """
+    if isinstance(form, dict):
+        if not isinstance(value, dict) or value.keys() != form.keys():
+            raise TypeError(f"{where} does not have the fields {', '.join(form)}")
+        for name in form:
+            _check(value[name], form[name], name)
+    elif isinstance(form, type):
+        if type(value) is not form or (isinstance(value, int) and abs(value) > _LARGEST):
+            raise TypeError(f"{value!r} in {where} where {_NAMES[form]} belongs")
+    elif not isinstance(value, list) or (isinstance(form, tuple) and len(value) != len(form)):
+        raise TypeError(f"{value!r} in {where} where a list{f' of {len(form)}' * isinstance(form, tuple)} belongs")
+    else:
+        for index, item in enumerate(value):
+            _check(item, form[index] if isinstance(form, tuple) else form[0], where)
+
+
+_LARGEST = 1 << 48
+_NAMES = {int: "a number", str: "a text", bool: "true or false"}
+_SIZES = [int]
+_PIECE = (_SIZES, _SIZES, int, _SIZES, _SIZES, _SIZES, int)
+_SHARDS = {"pieces": [[_PIECE]], "padding": [[(int, _SIZES, _SIZES)]]}
+_FORM = {
+    "model": str,
+    "train": {**dict.fromkeys(TrainMesh.__dataclass_fields__, int), "layers": _SIZES},
+    "gen": dict.fromkeys(GenMesh.__dataclass_fields__, int),
+    "engine": str,
+    "policy": str,
+    "groups": [(str, str, _SIZES, str, _SIZES, int, _SIZES, bool)],
+    "tensors": [(str, _SIZES, str)],
+    "templates": [{"src": _SHARDS, "dst": _SHARDS, "moves": [(int, int, int, int, _SIZES, _SIZES)]}],
+    "holdings": [[_SIZES]],
+    "bundles": [(int, int, int, int, int, [(int, int, int, int)], (int, int), int, int, int)],
+    "misc": [(int, str)],
+    "excluded": [(int, str)],
+}
+
+
 def _decode(body: dict[str, Any]) -> Plan:
     tensors = [LocalTensor(name, tuple(shape), dtype) for name, shape, dtype in body["tensors"]]
 
@@ -160,6 +202,8 @@ def _decode(body: dict[str, Any]) -> Plan:
     def unplanned(rows: list[Any]) -> tuple[UnplannedGroup, ...]:
         return tuple(UnplannedGroup(group, reason) for group, reason in rows)
 
+    if body["policy"] not in get_args(Policy):
+        raise ValueError(f"unknown policy {body['policy']!r}")
     try:
         train = TrainMesh(**{**body["train"], "layers": tuple(body["train"]["layers"])})
         gen = GenMesh(**body["gen"])

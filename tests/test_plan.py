@@ -1,5 +1,6 @@
 """Plans: routes, balance, determinism, files; and the house rules that keep the planner pure."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -142,6 +143,17 @@ def corrupted(change):
     return json.dumps(document)
 
 
+def resealed(change):
+    """A plan whose content was changed and whose digest fits again."""
+
+    def change_and_seal(document):
+        change(document["plan"])
+        text = json.dumps(document["plan"], sort_keys=True, separators=(",", ":"))
+        document["digest"] = hashlib.sha256(text.encode()).hexdigest()
+
+    return corrupted(change_and_seal)
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -151,6 +163,12 @@ def corrupted(change):
         (corrupted(lambda d: d.update(version=99)), "version 99, this release reads version 1"),
         (corrupted(lambda d: d["plan"]["bundles"][0].__setitem__(3, 1)), "is damaged: its content has digest"),
         (corrupted(lambda d: d.update(digest="0" * 64)), "it claims 000"),
+        (resealed(lambda plan: plan["bundles"][0].__setitem__(9, None)), "None in bundles where a number belongs"),
+        (resealed(lambda plan: plan["bundles"][0].__setitem__(6, [0])), "in bundles where a list of 2 belongs"),
+        (resealed(lambda plan: plan["groups"][0].__setitem__(7, 1)), "1 in groups where true or false belongs"),
+        (resealed(lambda plan: plan["holdings"].__setitem__(0, [[10**20]])), "in holdings where a number belongs"),
+        (resealed(lambda plan: plan.pop("misc")), "does not have the fields model, train"),
+        (resealed(lambda plan: plan.update(policy="guess")), "unknown policy 'guess'"),
         (corrupted(lambda d: d.pop("plan")), "is damaged"),
     ],
 )
