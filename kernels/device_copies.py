@@ -25,7 +25,7 @@ _SOURCE = "device_copies.cu"
 class KernelShape:
     """How a launch is spread over the GPU. `ctas` is the budget: each fills a multiprocessor (an H200 has 132)."""
 
-    ctas: int = 64
+    ctas: int = 48
     threads: int = 512  # a multiple of 32
     batch: int = 8  # loads under way in each thread
 

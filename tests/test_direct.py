@@ -78,6 +78,11 @@ def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int, g
 
 def check_random_patterns(worlds: tuple[int, int], seed: int, gpus: int) -> None:
     held = values(run_ranks(sum(worlds), refit_twice, worlds, seed, gpus, timeout_s=SPAWN_S, method="spawn"))
+    check_held(held, worlds, seed)
+
+
+def check_held(held: list[dict[str, bytes]], worlds: tuple[int, int], seed: int) -> None:
+    """What every rank's tensors must hold after a refit of `moves_of(seed, worlds)`."""
     moves = moves_of(seed, worlds)
     sources = [allocate(schedule_of(moves, "train", rank, worlds), seed=seed) for rank in range(worlds[0])]
     for rank in range(worlds[1]):
@@ -98,6 +103,53 @@ def test_random_patterns_on_one_gpu(worlds: tuple[int, int], seed: int) -> None:
 ])  # fmt: skip
 def test_random_patterns_over_nvlink(gpus: int, worlds: tuple[int, int]) -> None:
     check_random_patterns(worlds, 7, gpus)
+
+
+def refit_by_endpoint(number: int, address: str, worlds: tuple[int, int], seed: int) -> dict[str, bytes]:
+    from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
+
+    schedule = of(number, worlds, moves_of(seed, worlds))
+    torch.cuda.set_device(0)
+    tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
+    tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
+    endpoint = (TrainEndpoint if schedule.world == "train" else GenerationEndpoint)(
+        schedule, tensors, store=address, transport="direct", timeout_s=30.0
+    )
+    endpoint.prepare()
+    for version in (1, 2):
+        assert endpoint.refit(version).transport == "direct"
+    assert endpoint.scratch_bytes == 0
+    held = {name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()}
+    endpoint.close()
+    return held
+
+
+def test_endpoints_refit_directly() -> None:
+    worlds, seed = (2, 2), 5
+    held = values(run_ranks(4, refit_by_endpoint, worlds, seed, timeout_s=SPAWN_S, method="spawn"))
+    check_held(held, worlds, seed)
+
+
+def opened_and_closed(number: int, address: str, worlds: tuple[int, int], times: int) -> None:
+    schedule = of(number, worlds, moves_of(1, worlds))
+    host, port = address.split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    torch.cuda.set_device(0)
+    tensors = {name: tensor.cuda() for name, tensor in allocate(schedule, seed=1).items()}
+    for turn in range(times):
+        executor = direct.DirectExecutor(PrefixStore(f"{turn}", store), bind(schedule, tensors), timeout_s=30.0)
+        executor.run()
+        store.add(f"ran/{turn}", 1)
+        while store.add(f"ran/{turn}", 0) < sum(worlds):
+            time.sleep(0.001)
+        executor.close()
+        executor.close()
+        with pytest.raises(SessionError, match="this executor is closed"):
+            executor.run()
+
+
+def test_it_can_be_opened_and_closed_often() -> None:
+    values(run_ranks(4, opened_and_closed, (2, 2), 40, timeout_s=SPAWN_S, method="spawn"))
 
 
 ELEMENTS = 32 << 20

@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="cut the model short, to fit one GPU")
     parser.add_argument("--train", help="training mesh; by default experts over all training ranks")
     parser.add_argument("--gen", help="generation mesh; by default tensor-parallel over all generation ranks")
-    parser.add_argument("--ctas", type=numbers, default=[64, 16, 32, 132])
+    parser.add_argument("--ctas", type=numbers, default=[48, 16, 32, 64, 132])
     parser.add_argument("--tiles-kib", type=numbers, default=[128, 32, 64, 256, 512])
     parser.add_argument("--turns-kib", type=numbers, default=[0], help="taken from a source at a time; 0: the default")
     parser.add_argument("--shapes", type=shapes, default=[(KernelShape().threads, KernelShape().batch)])
