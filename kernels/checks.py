@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -42,7 +43,27 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
         examples = {str(tensors[local.name].device): local.name for local in schedule.tensors if local.name in tensors}
         where = ", ".join(f"{examples[device]} on {device}" for device in sorted(devices))
         problems.append(f"tensors on {len(devices)} devices: {where}")
+    if schedule.world == "gen":
+        fitting = [index for index in range(len(schedule.tensors)) if index not in reasons]
+        for index, other in _overlapping(schedule, tensors, fitting):
+            holds = f" (holds {affected[index]})" if index in affected else ""
+            problems.append(f"{schedule.tensors[index].name}{holds}: shares its storage with {other}")
     return problems
+
+
+def _overlapping(
+    schedule: Schedule, tensors: Mapping[str, torch.Tensor], fitting: Sequence[int]
+) -> Iterator[tuple[int, str]]:
+    """Destination tensors whose bytes overlap: what one transfer writes, another would overwrite."""
+    spans = []
+    for index in fitting:
+        tensor = tensors[schedule.tensors[index].name]
+        if tensor.numel():
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), index))
+    spans.sort()
+    for (_, stop, other), (start, _, index) in pairwise(spans):
+        if start < stop:
+            yield index, schedule.tensors[other].name
 
 
 def _first_parameters(schedule: Schedule) -> dict[int, str]:

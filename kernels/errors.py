@@ -27,6 +27,10 @@ class StaleTensorError(RefitError):
     """A bound tensor's storage, shape, stride, dtype or device changed after binding."""
 
 
+class TornWeightsError(RefitError):
+    """Weights were written while they were read: what arrived may mix two versions."""
+
+
 class TransportUnavailable(RefitError):
     """The transport asked for is unknown or cannot run here."""
 

@@ -19,7 +19,7 @@ from mcore_reshard.planner.schedule import Geometry, Schedule, StageSchedule, Tr
 from .buckets import DEFAULT_BUCKET_BYTES, check_bucket_bytes, cut, pack
 from .checks import itemsizes, tensor_problems, transfer_problems
 from .copies import COPY, SCRATCH, expand, strided_copies
-from .errors import BindError
+from .errors import BindError, TornWeightsError
 from .tensors import Fingerprint, check_fresh
 
 Ints = NDArray[np.int64]
@@ -87,6 +87,20 @@ class Program:
     def check_fresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise `StaleTensorError` if a tensor of the live model no longer lies where it was bound."""
         check_fresh(self.rank, self.schedule.tensors, self.fingerprints, tensors)
+
+    def write_counts(self) -> tuple[int, ...]:
+        """How often each bound tensor has been written in place, as torch counts; writes through `.data` go uncounted."""
+        return tuple(0 if tensor.is_inference() else tensor._version for tensor in self.tensors)
+
+    def check_unwritten(self, counts: tuple[int, ...]) -> None:
+        """Raise `TornWeightsError` naming the tensors that were written since `write_counts` gave `counts`."""
+        written = [
+            local.name
+            for local, before, now in zip(self.schedule.tensors, counts, self.write_counts(), strict=True)
+            if before != now
+        ]
+        if written:
+            raise TornWeightsError(f"{self.rank}: {len(written)} tensors were written while they were read: {written[0]}")
 
     def zero_padding(self) -> None:
         """Zero the elements of destination tensors that no parameter fills, such as a padded vocabulary's tail."""

@@ -177,7 +177,10 @@ class _Endpoint(ABC):
         if connection.program is None or connection.executor is None:
             return (), self._move_by_name(connection.group, None, afterwards)
         connection.program.zero_padding()
+        written = connection.program.write_counts()
         stages = connection.executor.run()
+        if self.world == "train":
+            connection.program.check_unwritten(written)
         misc, misc_bytes = self._schedule.misc, 0
         if misc:
             misc_bytes = self._move_by_name(connection.group, misc, afterwards)

@@ -41,10 +41,9 @@ NOTES: dict[int, str] = {
     14: "memory while planning is measured by the planner's benchmark, not refused",
     15: "CUDA's caching allocator is not involved on CPU",
     17: "transports move bytes, so no dtype needs their support; there is no GPU transport to attack yet",
-    23: "two names for one storage are not refused when bound",
     25: "plans have no block-scaled pairs yet, so pairs and block edges are not attacked",
     27: "slots of the CPU transport only; there are no streams to attack yet",
-    28: "versions are fenced; a trainer that writes during a refit is not refused",
+    28: "writes that torch does not count (through .data) are not seen",
 }
 
 LAYERS: dict[str, str] = {

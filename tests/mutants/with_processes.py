@@ -278,6 +278,21 @@ def _(rank: Rank) -> None:
     rank.versions = (3, 3)
 
 
+class Training(GlooExecutor):
+    """Steps the optimizer while buckets are still being packed."""
+
+    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+        super()._pack(step, message)
+        if self._steps.index(step) == 1:
+            for tensor in self._program.tensors:
+                tensor.view(torch.int16).add_(1)
+
+
+@session(28, "the trainer steps its optimizer during a refit", "session", "TornWeightsError")
+def _(rank: Rank) -> None:
+    rank.executor = Training if rank.train and rank.number == 0 else GlooExecutor
+
+
 @session(22, "an engine tensor is rebound between refits", "session", "StaleTensorError")
 def _(rank: Rank) -> None:
     def rebind(rank: Rank, version: int) -> None:
@@ -369,38 +384,6 @@ def watch_planning(rank: Rank) -> None:
     rank.before_refit = measure
 
 
-def watch_weights(rank: Rank) -> None:
-    """A trainer's weights are the same when a refit is committed as when it began."""
-    also, before = rank.before_refit, {}
-
-    def note(rank: Rank, version: int) -> None:
-        also(rank, version)
-        before.update({name: tensor.clone() for name, tensor in rank.tensors.items()})
-
-    def compare(rank: Rank, version: int) -> None:
-        if rank.train:
-            changed = [
-                n for n, t in rank.tensors.items() if not torch.equal(t.view(torch.int16), before[n].view(torch.int16))
-            ]
-            rank.watched += [f"{name} changed while version {version} was read" for name in changed]
-
-    rank.before_refit, rank.after_refit = note, compare
-
-
-class Training(GlooExecutor):
-    """Steps the optimizer while buckets are still being packed."""
-
-    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
-        super()._pack(step, message)
-        if self._steps.index(step) == 1:
-            for tensor in self._program.tensors:
-                tensor.view(torch.int16).add_(1)
-
-
-def train_meanwhile(rank: Rank) -> None:
-    rank.executor = Training if rank.train and rank.number == 0 else GlooExecutor
-
-
 class OneSlotEach(GlooExecutor):
     """Holds every bucket of the model at once."""
 
@@ -429,11 +412,10 @@ def hold_all(rank: Rank) -> None:
     rank.executor = OneSlotEach
 
 
-WATCHES: tuple[Callable[[Rank], None], ...] = (watch_memory, watch_scratch, watch_planning, watch_weights)
+WATCHES: tuple[Callable[[Rank], None], ...] = (watch_memory, watch_scratch, watch_planning)
 
 watched(14, "the executor holds a slot for every bucket of the model", "scratch", watch_scratch, hold_all)
 watched(15, "the engine keeps clones of what was written", "memory", watch_memory, keep_clones)
-watched(28, "the trainer steps its optimizer during a refit", "weights", watch_weights, train_meanwhile)
 watched(31, "the trainer plans again in its third refit", "planning", watch_planning, plan_again)
 
 SESSION_MUTANTS: tuple[Mutant, ...] = tuple(_found)

@@ -338,6 +338,6 @@ def _aliased() -> Rejection | None:
     return None
 
 
-_found.append(Mutant(23, "two tensors of the engine share their storage", ("golden", "bytes"), _aliased))
+_found.append(Mutant(23, "two tensors of the engine share their storage", ("binding", "BindError"), _aliased))
 
 TENSOR_MUTANTS: tuple[Mutant, ...] = tuple(_found)
