@@ -71,24 +71,24 @@ def attack_section() -> str:
 
 def gpu_section() -> str:
     lines = [
-        "| transport | GPUs | training -> generation | ms | GB/s per receiver | share of the limit | first call | scratch |"
-        " host thread |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| transport | model | GPUs | training -> generation | ms | GB/s per receiver | share of the limit | first call |"
+        " scratch | host CPU |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     versions = set()
-    for file in sorted(RESULTS.glob("*-x[0-9]*.json")):
+    for file in sorted(RESULTS.glob("*-x[2-9]*.json")):
         data = json.loads(file.read_text())
         rows = [row for row in data["rows"] if row["figure"] in {"direct", "nccl"} and not row["checksums"]]
         if not rows:
             continue
         row = min(rows, key=lambda r: r["ms"])
         share = row.get("share_of_limit") or row.get("share_of_nccl")
-        limit = "the copy engine's" if "share_of_limit" in row else "NCCL's own"
+        limit = "copy engine's" if row.get("share_of_limit") else "NCCL's own"
         host = row.get("host_thread_ms") or row.get("host_cpu_ms")
         lines.append(
-            f"| [{row['figure']}](tools/results/{file.name}) | {data['hardware'].split(' x ')[0]} |"
+            f"| [{row['figure']}](tools/results/{file.name}) | {data['model']} | {data['hardware'].split(' x ')[0]} |"
             f" {data['train']} -> {data['gen']} | {row['ms']:.1f} | {row['gb_per_s_per_receiver']:.0f} |"
-            f" {share:.2f} of {limit} | {row['first_ms']:.0f} ms |"
+            f" {f'{share:.3f} of {limit}' if share else 'not in this run'} | {row['first_ms']:.0f} ms |"
             f" {row.get('scratch_bytes', 0) / 2**20:.0f} MiB | {host:.1f} ms |"
         )
         named = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
