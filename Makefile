@@ -29,7 +29,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 		$$(command -v nvidia-smi >/dev/null || $(BIN)/python -c "import urllib.request as r; r.urlopen('$(CPU_INDEX)/torch/', timeout=5); print('--extra-index-url $(CPU_INDEX)')" 2>/dev/null)
 	$(BIN)/python -m pip install -q $(MEGATRON)
 	$(BIN)/python -m pip install -q --no-deps $(BRIDGE)
-	$(BIN)/python -m pip install -q -e ".[dev]" "transformers<5"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q -e ".[dev]" "transformers<5"
 	@touch $@
 
 demo: $(VENV)/.ready ## refit a real tiny MoE model from 4 training processes to 2 generation processes
@@ -41,7 +41,7 @@ test: $(VENV)/.ready ## the default tests: no GPU, no vLLM
 
 test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 8 minutes)
 	PYTHON=$(PYTHON) bash tools/make_vllm_cpu.sh $(VENV_VLLM)
-	$(VENV_VLLM)/bin/python -m pip install -q --no-deps -e .
+	PYTHONWARNINGS=ignore $(VENV_VLLM)/bin/python -m pip install -q --no-deps -e .
 	$(VENV_VLLM)/bin/python -m pytest tests/engine
 
 test-gpu: ## the tests that need CUDA devices, with the torch that is on the machine

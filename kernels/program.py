@@ -100,7 +100,9 @@ class Program:
             if before != now
         ]
         if written:
-            raise TornWeightsError(f"{self.rank}: {len(written)} tensors were written while they were read: {written[0]}")
+            raise TornWeightsError(
+                f"{self.rank}: {len(written)} tensors were written while they were read: {written[0]}"
+            )
 
     def zero_padding(self) -> None:
         """Zero the elements of destination tensors that no parameter fills, such as a padded vocabulary's tail."""

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-
 MAX_RANKS = 1 << 16
 
 
