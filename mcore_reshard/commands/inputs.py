@@ -125,14 +125,14 @@ def _train_misfits(catalogue: Catalogue, mesh: TrainMesh | None, text: str) -> l
     there is one with enough replicas; its pipeline counts only if that is not the impossible part.
     """
     if mesh is None and (axes := _stated_axes(text)) is not None:
-        cuts = {"tp": axes["tp"], "ep": axes["ep"], "etp": axes["etp"], "dp": axes["ep"] * axes["etp"]}
+        enough = TrainMesh(tp=axes["tp"], ep=axes["ep"], etp=axes["etp"], dp=axes["ep"] * axes["etp"])
         layers = tuple(
             int(number) for number in re.findall(r"[0-9]+", (re.findall(r"layers=([0-9+]+)", text) or [""])[0])
         )
         try:
-            mesh = replace(TrainMesh(**cuts), pp=axes["pp"], vpp=axes["vpp"], layers=layers)
+            mesh = replace(enough, pp=axes["pp"], vpp=axes["vpp"], layers=layers)
         except MeshError:
-            mesh = TrainMesh(**cuts)
+            mesh = enough
     return [] if mesh is None else MegatronLayout(catalogue, mesh).violations()
 
 
