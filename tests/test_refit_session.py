@@ -18,6 +18,7 @@ from ranks import Outcome, run_ranks, values
 from torch.distributed import TCPStore
 
 from mcore_reshard.kernels import registry
+from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.kernels.gloo import GlooExecutor
 from mcore_reshard.kernels.pipeline import Step
 from mcore_reshard.kernels.registry import TRANSPORT_VARIABLE
@@ -497,3 +498,12 @@ def _hosts_the_store_and_leaves_first(rank: int, address: str, folder: str) -> i
 def test_the_process_that_hosts_the_store_may_end_first(tmp_path: Path) -> None:
     outcomes = run_ranks(4, _hosts_the_store_and_leaves_first, str(tmp_path), timeout_s=30)
     assert values(outcomes) == [5, 5, 5, 5]
+
+
+def test_an_engine_tensor_that_nothing_fills_is_refused() -> None:
+    schedule = schedule_of(moves_of((1, 1)), "gen", 0, (1, 1))
+    tensors = allocate(schedule) | {"model.extra.weight": torch.zeros(3)}
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    endpoint = GenerationEndpoint(schedule, tensors, store=store, bucket_bytes=128, timeout_s=SHORT_S)
+    with pytest.raises(BindError, match=r"model\.extra\.weight: nothing in the plan fills it"):
+        endpoint.prepare()
