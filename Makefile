@@ -50,9 +50,10 @@ test-gpu: ## the tests that need CUDA devices, with the torch that is on the mac
 validate-all: $(VENV)/.ready ## golden vs real over every family and mesh
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_validate.py
 
-lint: $(VENV)/.ready ## ruff
+lint: $(VENV)/.ready ## ruff, and that the README's figures are those of the data files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/readme.py --check
 
 types: $(VENV)/.ready ## mypy over the installed wheel (checkers do not follow package-dir)
 	rm -rf build/types build/wheel
