@@ -78,7 +78,7 @@ def gpu_section() -> str:
     versions = set()
     for file in sorted(RESULTS.glob("*-x[2-9]*.json")):
         data = json.loads(file.read_text())
-        rows = [row for row in data["rows"] if row["figure"] in {"direct", "nccl"} and not row["checksums"]]
+        rows = [row for row in data.get("rows", ()) if row["figure"] in {"direct", "nccl"} and not row["checksums"]]
         if not rows:
             continue
         row = min(rows, key=lambda r: r["ms"])
