@@ -56,7 +56,7 @@ lint: $(VENV)/.ready ## ruff, and that the README's figures are those of the dat
 	$(BIN)/python tools/readme.py --check
 
 types: $(VENV)/.ready ## mypy over the installed wheel (checkers do not follow package-dir)
-	rm -rf build/types build/wheel
+	rm -rf build
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel . || $(BIN)/python -m pip wheel -q --no-deps -w build/wheel .
 	$(BIN)/python -m pip install -q --no-deps --target build/types build/wheel/*.whl
 	cd build && MYPYPATH=types $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p mcore_reshard

@@ -48,8 +48,10 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan. Raises PlanFileError where the file is missing, foreign, damaged or of another version."""
     try:
         text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanFileError(f"cannot read plan {path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise PlanFileError(f"{path} is not a plan: it is not text") from error
+    except OSError as error:
+        raise PlanFileError(f"cannot read plan {path}: {error.strerror}") from error
     return parse_plan(text, str(path))
 
 

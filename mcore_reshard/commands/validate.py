@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from mcore_reshard.planner.configs import builtin_names
+from mcore_reshard.planner.configs import builtin_names, load_config
 from mcore_reshard.planner.mesh import format_mesh
 from mcore_reshard.planner.plan import Plan, Policy
 from mcore_reshard.planner.plan_file import load_plan
@@ -72,6 +72,7 @@ def _read(args: argparse.Namespace) -> tuple[Request, Plan | None]:
     """What to validate; with a plan file also the plan, whose meshes and policy then hold."""
     if is_plan_file(args.source):
         return _from_plan(args)
+    load_config(args.source)  # what cannot be read at all is the first thing to say
     missing = [f"--{side}" for side in ("train", "gen") if getattr(args, side) is None]
     if missing:
         raise InputError([f"{' and '.join(missing)} wanted: {args.source} is no plan file, which would say"])

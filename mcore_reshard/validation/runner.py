@@ -115,7 +115,7 @@ def validate(
         gen=format_mesh(gen),
         policy=policy,
         transport=ranks[0][0][0].transport,
-        engine=f"vllm {importlib.metadata.version('vllm')}" if kind == "vllm" else "plain slices",
+        engine=f"vllm {importlib.metadata.version('vllm')}" if kind == "vllm" else "plain slices of the golden tensors",
         source=_source_versions(),
         digest=plan.digest,
         refits=tuple(_refit_result(ranks, train.world, number) for number in range(refits)),
