@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from .engines import DEFAULT_ENGINE, engine_named
 from .layout import Excluded, Layout, Misc, Placement, Shards
 from .megatron import MegatronBuild, MegatronLayout
 from .mesh import GenMesh, MeshError, TrainMesh
 from .parameters import Attention, Catalogue, ParameterGroup, Role
 from .plan import Bundle, BundleLayer, Holding, Move, Plan, Policy, Template, UnplannedGroup, replica_bytes
 from .plan_file import digest_of
-from .vllm import VllmLayout
 
 _QKV_ROLES = {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS}
 
@@ -30,14 +30,15 @@ def make_plan(
     *,
     model: str = "",
     policy: Policy = "exact",
+    engine: str = DEFAULT_ENGINE,
     build: MegatronBuild = MegatronBuild(),  # noqa: B008
 ) -> Plan:
-    """Plan the refit of a model from a training mesh to a vLLM mesh.
+    """Plan the refit of a model from a training mesh to the mesh of an engine.
 
-    Raises MeshError, listing every violation of both meshes, when the model cannot be cut this way.
+    Raises UnknownEngineError, and MeshError, listing every violation of both meshes, when the model cannot be cut this way.
     """
     source = MegatronLayout(catalogue, train, build)
-    destination = VllmLayout(catalogue, gen)
+    destination = engine_named(engine).layout(catalogue, gen)
     if violations := source.violations() + destination.violations():
         raise MeshError(f"{model or catalogue.architecture.family} does not fit these meshes", violations)
     train = train.canonical(catalogue.architecture.layers)

@@ -10,12 +10,13 @@ from math import prod
 from string import Formatter
 from typing import NamedTuple
 
+from .engines import Transposed, UnknownEngineError, engine_named
 from .geometry import Piece, Region
 from .layout import Shards
 from .parameters import ITEMSIZE, ParameterGroup, Role
 from .plan import Bundle, Plan, Template
 from .proof_report import Violation, all_ranks, bundle_name, bundle_ranks
-from .storage import ENGINES, MEGATRON, Transposed, sections_fault, shared_name_fault, storage_fault
+from .storage import MEGATRON, sections_fault, shared_name_fault, storage_fault
 from .tiling import tiling_fault
 
 
@@ -38,6 +39,10 @@ def _ends(shard: int, is_src: bool) -> tuple[int | None, int | None]:
 
 def check_references(plan: Plan) -> Iterator[Violation]:
     """Indices, names of layers and experts, and pieces are such that everything else can be evaluated."""
+    try:
+        engine_named(plan.engine)
+    except UnknownEngineError as error:
+        yield Violation("references", "all parameters", all_ranks(plan), str(error))
     checked: set[tuple[int, int, int]] = set()
     for index, bundle in enumerate(plan.bundles):
         if message := _dangling(plan, bundle):
@@ -188,7 +193,7 @@ def check_templates(plan: Plan) -> Iterator[Violation]:
                 if not before and (message := shared_name_fault(serves[is_src, name])):
                     where = bundle_ranks(plan, bundle)
                     yield Violation("names", bundle_name(plan, bundle), where, f"{name} {message}")
-        for fault in _template_faults(plan.templates[index], group, ENGINES.get(plan.engine, {})):
+        for fault in _template_faults(plan.templates[index], group, engine_named(plan.engine).transposed):
             where = bundle_ranks(plan, bundle, fault.src_shard, fault.dst_shard)
             yield Violation(fault.rule, bundle_name(plan, bundle), where, fault.message)
 

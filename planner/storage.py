@@ -12,6 +12,7 @@ from itertools import accumulate
 from math import prod
 from operator import mul
 
+from .engines import Transposed
 from .geometry import Piece
 from .parameters import Role
 
@@ -42,9 +43,7 @@ _MANY_AT_SOURCE = {role for fused in FUSED[:2] for role in fused} | {
 # Roles that one name may serve in different layers: Nemotron-H has a norm in front of every mixer, whatever it is.
 INTERCHANGEABLE = frozenset({Role.ATTENTION_NORM, Role.MLP_NORM, Role.MOE_NORM, Role.MAMBA_NORM})
 
-# (role, dims of the view): local dim of each global dim. Views of other ranks lie as Hugging Face has them.
-Transposed = Mapping[tuple[Role, int], tuple[int, ...]]
-
+# Views that are not listed lie as Hugging Face has them; an engine's own list is in its module.
 # Megatron-Core: gpt-oss linears are [out, in] where HF has [expert, in, out]; GroupedMLP keeps weights as [in, out].
 MEGATRON: Transposed = {
     (Role.STACKED_GATE_UP, 4): (0, 3, 2, 1),
@@ -55,16 +54,8 @@ MEGATRON: Transposed = {
     (Role.EXPERT_UP, 4): (3, 1),
     (Role.EXPERT_DOWN, 3): (2, 1),
 }
-# vLLM: gpt-oss experts are [expert, out, in], gate and up rows alternating.
-VLLM: Transposed = {
-    (Role.STACKED_GATE_UP, 4): (0, 3, 1, 2),
-    (Role.STACKED_GATE_UP_BIAS, 3): (0, 1, 2),
-    (Role.STACKED_DOWN, 3): (0, 2, 1),
-}
 # GroupedMLP.weight1 is declared [H, experts * rows] and used as (experts, H, rows): a view that splits no dims.
 _RECAST = {Role.EXPERT_GATE, Role.EXPERT_UP}
-
-ENGINES: Mapping[str, Transposed] = {"vllm": VLLM}
 
 
 def storage_fault(piece: Piece, role: Role, transposed: Transposed) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from .engines import Transposed
 from .geometry import LocalTensor, Piece, Region
 from .layout import Excluded, Layout, Misc, Placement, Run, Shards, padded_rows, runs_along, split, whole
 from .megatron import mamba_conv_sections, mamba_in_sections
@@ -441,3 +442,12 @@ class VllmLayout(Layout):
         else:
             held = range(mesh.pp - 1, mesh.pp)
         return {stage: (LayerPlace(-1, stage, 0, -1),) for stage in held}
+
+
+LAYOUT = VllmLayout
+# gpt-oss experts are [expert, out, in] where HF has [expert, in, out]; gate and up rows alternate as HF's columns do.
+TRANSPOSED: Transposed = {
+    (Role.STACKED_GATE_UP, 4): (0, 3, 1, 2),
+    (Role.STACKED_GATE_UP_BIAS, 3): (0, 1, 2),
+    (Role.STACKED_DOWN, 3): (0, 2, 1),
+}

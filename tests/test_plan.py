@@ -4,11 +4,13 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mcore_reshard.planner.configs import load_config
+from mcore_reshard.planner.engines import UnknownEngineError
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.mesh import MeshError, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.plan_file import PlanFileError, dump_plan, load_plan, parse_plan, save_plan
@@ -192,6 +194,7 @@ def test_violations_of_both_worlds_come_together():
 
 PURE = """
 import sys
+from dataclasses import replace
 import mcore_reshard.planner.planning, mcore_reshard.planner.proof, mcore_reshard.planner.scheduling, mcore_reshard.planner.explain
 import mcore_reshard.planner.families, mcore_reshard.planner.configs, mcore_reshard.planner.plan_file
 heavy = {name.partition(".")[0] for name in sys.modules} & {"torch", "megatron", "transformers", "vllm", "triton"}
@@ -224,3 +227,63 @@ def test_imports_run_one_way(request):
 def test_planner_and_kernels_are_not_importable_under_their_bare_names(tmp_path):
     code = "import importlib.util as u; assert u.find_spec('planner') is None and u.find_spec('kernels') is None"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+SECOND_ENGINE = '''
+"""An engine that differs from vLLM in names and in the order of gate and up: one file, nothing else."""
+
+from dataclasses import replace
+
+from .layout import Shards
+from .vllm import TRANSPOSED, VllmLayout
+
+
+class ToyLayout(VllmLayout):
+    name = "toy"
+
+    def place(self, group):
+        placed = super().place(group)
+        if not isinstance(placed, tuple):
+            return placed
+        return tuple(self._renamed(placement) for placement in placed)
+
+    def _renamed(self, placement):
+        def renamed(piece):
+            return replace(piece, tensor=replace(piece.tensor, name="toy." + piece.tensor.name))
+
+        shards = placement.shards
+        pieces = tuple(tuple(map(renamed, held)) for held in shards.pieces)
+        padding = tuple(
+            tuple(replace(p, tensor=replace(p.tensor, name="toy." + p.tensor.name)) for p in held)
+            for held in shards.padding
+        )
+        return replace(placement, shards=Shards(pieces, padding))
+
+
+LAYOUT = ToyLayout
+'''
+
+
+def test_a_second_engine_is_one_new_file(tmp_path, monkeypatch):
+    import mcore_reshard.planner
+
+    (tmp_path / "toy.py").write_text(SECOND_ENGINE)
+    monkeypatch.setattr(mcore_reshard.planner, "__path__", [*mcore_reshard.planner.__path__, str(tmp_path)])
+    catalogue = catalogue_from_config(load_config("tiny-qwen3-moe"))
+    plan = make_plan(catalogue, parse_train_mesh("tp=2,ep=2"), parse_gen_mesh("tp=2"), engine="toy")
+    monkeypatch.delitem(sys.modules, "mcore_reshard.planner.toy")
+    assert plan.engine == "toy" and prove(plan).ok
+    assert all(tensor.name.startswith("toy.") for tensor in schedule_of(plan, "gen", 1).tensors)
+    assert prove(parse_plan(dump_plan(plan))).ok
+
+
+def test_an_unknown_engine_is_refused_by_planner_and_proof():
+    with pytest.raises(UnknownEngineError, match=r"planner/sglang\.py would have to define"):
+        make_plan(
+            catalogue_from_config(load_config("tiny-llama")),
+            parse_train_mesh("tp=2"),
+            parse_gen_mesh("tp=2"),
+            engine="sglang",
+        )
+    (violation,) = prove(replace(plan_of("tiny-llama", "tp=2", "tp=2"), engine="proof")).violations
+    assert violation.rule == "references" and "no engine 'proof'" in violation.message

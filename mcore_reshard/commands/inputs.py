@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from mcore_reshard.planner.configs import load_config
+from mcore_reshard.planner.engines import DEFAULT_ENGINE, engine_named
 from mcore_reshard.planner.families import ConfigError, catalogue_from_config
+from mcore_reshard.planner.layout import Layout
 from mcore_reshard.planner.megatron import MegatronLayout
 from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.parameters import Catalogue
 from mcore_reshard.planner.plan import Policy
 from mcore_reshard.planner.plan_file import FORMAT
-from mcore_reshard.planner.vllm import VllmLayout
 
 _DTYPES = {"bf16": "bfloat16"}
 
@@ -136,15 +137,19 @@ def _train_misfits(catalogue: Catalogue, mesh: TrainMesh | None, text: str) -> l
     return [] if mesh is None else MegatronLayout(catalogue, mesh).violations()
 
 
+def _engine_layout(catalogue: Catalogue, mesh: GenMesh) -> Layout:
+    return engine_named(DEFAULT_ENGINE).layout(catalogue, mesh)
+
+
 def _gen_misfits(catalogue: Catalogue, mesh: GenMesh | None, text: str) -> list[str]:
     """Why the model does not fit the generation mesh; where its ep is impossible, what is wrong with any other ep."""
     if mesh is not None:
-        return VllmLayout(catalogue, mesh).violations()
+        return _engine_layout(catalogue, mesh).violations()
     if (axes := _stated_axes(text)) is None:
         return []
     sizes = {axis: axes[axis] for axis in ("tp", "pp", "dp")}
     without, with_ep = (
-        VllmLayout(catalogue, GenMesh(**sizes, ep=ep)).violations() for ep in (1, axes["tp"] * axes["dp"])
+        _engine_layout(catalogue, GenMesh(**sizes, ep=ep)).violations() for ep in (1, axes["tp"] * axes["dp"])
     )
     return [violation for violation in without if violation in with_ep]
 
