@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from .geometry import LocalTensor, Piece, Region
 from .mesh import LayerPlace
-from .parameters import ParameterGroup
+from .parameters import ParameterGroup, Role
+
+_UP_ROLES = {Role.UP, Role.EXPERT_UP, Role.SHARED_UP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,14 @@ def runs_along(
             row.append(Piece(region, tensor, tuple(origin), dims, lead + view, 0 if stack else -1))
         pieces.append(tuple(row))
     return Shards(tuple(pieces))
+
+
+def gate_up(group: ParameterGroup, name: str, degree: int, gated: bool, stack: int = 0) -> Shards:
+    """Gate or up, (I, H), in a tensor of [gate_c; up_c] = (2 I / degree, H) per shard; up alone where nothing gates it."""
+    rows = group.view[0] // degree
+    at = rows if gated and group.role in _UP_ROLES else 0
+    runs = [(Run(c * rows, rows, at),) for c in range(degree)]
+    return runs_along(group, name, 0, rows * (2 if gated else 1), runs, stack)
 
 
 def padded_rows(group: ParameterGroup, name: str, padded: int, degree: int) -> Shards:

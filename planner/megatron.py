@@ -13,7 +13,7 @@ from math import gcd
 from typing import Literal
 
 from .geometry import LocalTensor, Piece, Region
-from .layout import Excluded, Layout, Misc, Placement, Run, Shards, padded_rows, runs_along, split, whole
+from .layout import Excluded, Layout, Misc, Placement, Run, Shards, gate_up, padded_rows, runs_along, split, whole
 from .mesh import LayerPlace, MeshError, TrainMesh
 from .parameters import Architecture, Attention, Catalogue, Mamba, ParameterGroup, Role
 
@@ -128,24 +128,9 @@ def _mla_norm(linear: str, separate: str) -> Rule:
 # --- MLP: megatron.core.transformer.mlp.MLP
 
 
-def _gate_up(path: str, degree_of: Callable[[TrainMesh], int]) -> Rule:
+def _gate_up(path: str) -> Rule:
     """linear_fc1 is [gate_r; up_r] when gated (partition_stride 2), up alone otherwise."""
-
-    def rule(context: _Context, group: ParameterGroup) -> Shards:
-        return _halves(group, _LAYER + path, degree_of(context.mesh), context.architecture.gated)
-
-    return rule
-
-
-def _halves(group: ParameterGroup, name: str, degree: int, gated: bool) -> Shards:
-    rows = group.view[0] // degree
-    second = gated and group.role in {Role.UP, Role.EXPERT_UP, Role.SHARED_UP}
-    runs = [(Run(c * rows, rows, rows if second else 0),) for c in range(degree)]
-    return runs_along(group, name, 0, rows * (2 if gated else 1), runs)
-
-
-def _tp(mesh: TrainMesh) -> int:
-    return mesh.tp
+    return lambda context, group: gate_up(group, _LAYER + path, context.mesh.tp, context.architecture.gated)
 
 
 def _cut(path: str, dim: int) -> Rule:
@@ -169,7 +154,7 @@ def _expert_fc1(context: _Context, group: ParameterGroup) -> Shards:
         if context.build.experts == "grouped"
         else "local_experts.{expert}.linear_fc1.weight"
     )
-    return _halves(group, _EXPERTS + leaf, etp, gated)
+    return gate_up(group, _EXPERTS + leaf, etp, gated)
 
 
 def _expert_fc2(context: _Context, group: ParameterGroup) -> Shards:
@@ -268,11 +253,13 @@ def _expert_pieces(context: _Context, group: ParameterGroup, expert: int, slot: 
 # --- Mamba: megatron.core.ssm.mamba_mixer.MambaMixer
 
 
-def _mamba_rows(sections_of: Callable[[Architecture], tuple[int, ...]], path: str) -> Rule:
+def _mamba_rows(sections_of: Callable[[Mamba], tuple[int, ...]], path: str) -> Rule:
     """Sections (z, x, B, C, dt or x, B, C) are each cut by tp and kept one after another on every rank."""
 
     def rule(context: _Context, group: ParameterGroup) -> Shards:
-        tp, sections = context.mesh.tp, sections_of(context.architecture)
+        tp, mamba = context.mesh.tp, context.architecture.mamba
+        assert mamba is not None
+        sections = sections_of(mamba)
         runs = []
         for c in range(tp):
             held, start, at = [], 0, 0
@@ -283,20 +270,6 @@ def _mamba_rows(sections_of: Callable[[Architecture], tuple[int, ...]], path: st
         return runs_along(group, _LAYER + path, 0, sum(sections) // tp, runs)
 
     return rule
-
-
-def mamba_conv_sections(architecture: Architecture) -> tuple[int, ...]:
-    """Rows of x, B, C in conv1d."""
-    mamba = architecture.mamba
-    assert mamba is not None
-    return mamba.d_inner, mamba.groups * mamba.state, mamba.groups * mamba.state
-
-
-def mamba_in_sections(architecture: Architecture) -> tuple[int, ...]:
-    """Rows of z, x, B, C, dt in in_proj."""
-    mamba = architecture.mamba
-    assert mamba is not None
-    return mamba.d_inner, *mamba_conv_sections(architecture), mamba.heads
 
 
 def _expert_bias(context: _Context, group: ParameterGroup) -> Shards:
@@ -330,8 +303,8 @@ RULES: Mapping[Role, Rule] = {
     Role.MLA_KV_A_NORM: _mla_norm("linear_kv_up_proj", "kv_layernorm"),
     Role.MLA_KV_B: _cut("self_attention.linear_kv_up_proj.weight", 0),
     Role.MLA_O: _cut("self_attention.linear_proj.weight", 1),
-    Role.GATE: _gate_up("mlp.linear_fc1.weight", _tp),
-    Role.UP: _gate_up("mlp.linear_fc1.weight", _tp),
+    Role.GATE: _gate_up("mlp.linear_fc1.weight"),
+    Role.UP: _gate_up("mlp.linear_fc1.weight"),
     Role.DOWN: _cut("mlp.linear_fc2.weight", 1),
     Role.ROUTER: _replicated("mlp.router.weight"),
     Role.ROUTER_BIAS: _replicated("mlp.router.bias"),
@@ -339,16 +312,16 @@ RULES: Mapping[Role, Rule] = {
     Role.EXPERT_GATE: _expert_fc1,
     Role.EXPERT_UP: _expert_fc1,
     Role.EXPERT_DOWN: _expert_fc2,
-    Role.SHARED_GATE: _gate_up("mlp.shared_experts.linear_fc1.weight", _tp),
-    Role.SHARED_UP: _gate_up("mlp.shared_experts.linear_fc1.weight", _tp),
+    Role.SHARED_GATE: _gate_up("mlp.shared_experts.linear_fc1.weight"),
+    Role.SHARED_UP: _gate_up("mlp.shared_experts.linear_fc1.weight"),
     Role.SHARED_DOWN: _cut("mlp.shared_experts.linear_fc2.weight", 1),
     Role.STACKED_GATE_UP: _experts_of_one_tensor,
     Role.STACKED_GATE_UP_BIAS: _experts_of_one_tensor,
     Role.STACKED_DOWN: _experts_of_one_tensor,
     Role.STACKED_DOWN_BIAS: _experts_of_one_tensor,
-    Role.MAMBA_IN: _mamba_rows(mamba_in_sections, "mixer.in_proj.weight"),
-    Role.MAMBA_CONV: _mamba_rows(mamba_conv_sections, "mixer.conv1d.weight"),
-    Role.MAMBA_CONV_BIAS: _mamba_rows(mamba_conv_sections, "mixer.conv1d.bias"),
+    Role.MAMBA_IN: _mamba_rows(lambda mamba: mamba.in_sections, "mixer.in_proj.weight"),
+    Role.MAMBA_CONV: _mamba_rows(lambda mamba: mamba.conv_sections, "mixer.conv1d.weight"),
+    Role.MAMBA_CONV_BIAS: _mamba_rows(lambda mamba: mamba.conv_sections, "mixer.conv1d.bias"),
     Role.MAMBA_A_LOG: _cut("mixer.A_log", 0),
     Role.MAMBA_D: _cut("mixer.D", 0),
     Role.MAMBA_DT_BIAS: _cut("mixer.dt_bias", 0),

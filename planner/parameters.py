@@ -169,6 +169,16 @@ class Mamba:
     def d_inner(self) -> int:
         return self.heads * self.head_dim
 
+    @property
+    def conv_sections(self) -> tuple[int, ...]:
+        """Rows of x, B, C in conv1d."""
+        return self.d_inner, self.groups * self.state, self.groups * self.state
+
+    @property
+    def in_sections(self) -> tuple[int, ...]:
+        """Rows of z, x, B, C, dt in in_proj."""
+        return self.d_inner, *self.conv_sections, self.heads
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from .engines import Transposed
 from .geometry import LocalTensor, Piece, Region
-from .layout import Excluded, Layout, Misc, Placement, Run, Shards, padded_rows, runs_along, split, whole
-from .megatron import mamba_conv_sections, mamba_in_sections
+from .layout import Excluded, Layout, Misc, Placement, Run, Shards, gate_up, padded_rows, runs_along, split, whole
 from .mesh import GenMesh, LayerPlace
-from .parameters import Architecture, Attention, Catalogue, LatentAttention, ParameterGroup, Role
+from .parameters import Architecture, Attention, Catalogue, LatentAttention, Mamba, ParameterGroup, Role
 
 _VOCAB_PADDING = 64  # layers/vocab_parallel_embedding.py DEFAULT_VOCAB_PADDING_SIZE
 _LAYER = "model.layers.{layer}."
@@ -130,14 +129,7 @@ def _latent_a(context: _Context, group: ParameterGroup, _: int) -> Shards:
 def _gate_up(context: _Context, group: ParameterGroup, _: int) -> Shards:
     if not context.architecture.gated:
         return split(group, _mlp(context) + "up_proj.weight", 0, context.mesh.tp)
-    return _halves(group, _mlp(context) + "gate_up_proj.weight", context.mesh.tp)
-
-
-def _halves(group: ParameterGroup, name: str, degree: int, stack: int = 0, gated: bool = True) -> Shards:
-    rows = group.view[0] // degree
-    second = gated and group.role in {Role.UP, Role.EXPERT_UP, Role.SHARED_UP}
-    runs = [(Run(c * rows, rows, rows if second else 0),) for c in range(degree)]
-    return runs_along(group, name, 0, rows * (2 if gated else 1), runs, stack)
+    return gate_up(group, _mlp(context) + "gate_up_proj.weight", context.mesh.tp, gated=True)
 
 
 def _mlp_cut(leaf: str, dim: int) -> Rule:
@@ -152,7 +144,7 @@ def _shared_fc1(context: _Context, group: ParameterGroup, _: int) -> Shards:
     tp = 1 if context.shared_experts_replicated else context.mesh.tp
     gated = context.architecture.gated
     name = _mlp(context) + f"shared_experts.{'gate_up_proj' if gated else 'up_proj'}.weight"
-    return _halves(group, name, tp, gated=gated)
+    return gate_up(group, name, tp, gated)
 
 
 def _shared_fc2(context: _Context, group: ParameterGroup, _: int) -> Shards:
@@ -165,7 +157,8 @@ def _shared_fc2(context: _Context, group: ParameterGroup, _: int) -> Shards:
 
 def _expert_fc1(context: _Context, group: ParameterGroup, local: int) -> Shards:
     """w13 is (E, 2 I / tp, H) = [gate_r; up_r] per expert, or (E, I / tp, H) without a gate."""
-    return _halves(group, _mlp(context) + _ROUTED + "w13_weight", context.expert_tp, local, context.architecture.gated)
+    name = _mlp(context) + _ROUTED + "w13_weight"
+    return gate_up(group, name, context.expert_tp, context.architecture.gated, local)
 
 
 def _expert_fc2(context: _Context, group: ParameterGroup, local: int) -> Shards:
@@ -210,13 +203,13 @@ def _stacked_piece(context: _Context, group: ParameterGroup, part: int, tp: int,
 # --- Mamba2: layers/mamba/mamba_mixer2.py
 
 
-def _mamba_rows(sections_of: Callable[[Architecture], tuple[int, ...]], leaf: str) -> Rule:
+def _mamba_rows(sections_of: Callable[[Mamba], tuple[int, ...]], leaf: str) -> Rule:
     """Sections cut by tp one after another; with a single group, B and C are whole on every rank."""
 
     def rule(context: _Context, group: ParameterGroup, _: int) -> Shards:
         mamba, tp = context.architecture.mamba, context.mesh.tp
         assert mamba is not None
-        sections = sections_of(context.architecture)
+        sections = sections_of(mamba)
         shared = mamba.groups * mamba.state if mamba.groups == 1 and tp > 1 else 0  # rows of B and of C kept whole
         first_shared = len(sections) - (3 if leaf.startswith("in_proj") else 2)
         runs, local_rows = [], 0
@@ -297,9 +290,9 @@ RULES: Mapping[Role, Rule] = {
     Role.STACKED_GATE_UP_BIAS: _stacked,
     Role.STACKED_DOWN: _stacked,
     Role.STACKED_DOWN_BIAS: _stacked,
-    Role.MAMBA_IN: _mamba_rows(mamba_in_sections, "in_proj.weight"),
-    Role.MAMBA_CONV: _mamba_rows(mamba_conv_sections, "conv1d.weight"),
-    Role.MAMBA_CONV_BIAS: _mamba_rows(mamba_conv_sections, "conv1d.bias"),
+    Role.MAMBA_IN: _mamba_rows(lambda mamba: mamba.in_sections, "in_proj.weight"),
+    Role.MAMBA_CONV: _mamba_rows(lambda mamba: mamba.conv_sections, "conv1d.weight"),
+    Role.MAMBA_CONV_BIAS: _mamba_rows(lambda mamba: mamba.conv_sections, "conv1d.bias"),
     Role.MAMBA_A_LOG: _mamba_a,
     Role.MAMBA_D: _model_dtype("mixer.D"),
     Role.MAMBA_DT_BIAS: _model_dtype("mixer.dt_bias"),
