@@ -43,6 +43,9 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
         examples = {str(tensors[local.name].device): local.name for local in schedule.tensors if local.name in tensors}
         where = ", ".join(f"{examples[device]} on {device}" for device in sorted(devices))
         problems.append(f"tensors on {len(devices)} devices: {where}")
+    if schedule.world == "gen" and not schedule.misc:  # a plan does not say which tensors the misc route fills
+        filled = {local.name for local in schedule.tensors}
+        problems += [f"{name}: nothing in the plan fills it" for name in tensors if name not in filled]
     if schedule.world == "gen":
         fitting = [index for index in range(len(schedule.tensors)) if index not in reasons]
         for index, other in _overlapping(schedule, tensors, fitting):

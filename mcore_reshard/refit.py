@@ -200,19 +200,7 @@ class _Endpoint(ABC):
             raise BindError(self.rank, [f"{why}, and no function to move whole tensors by name was given"])
         if transport.connect is None:
             return transport, None
-        if stray := self._stray(tensors):
-            raise BindError(self.rank, stray)
         return transport, bind(self._schedule, tensors, bucket_bytes=self._bucket_bytes)
-
-    def _stray(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Tensors of the engine that no refit would fill: it would go on generating with what they hold now.
-
-        A plan does not say which tensors the misc route fills, so this is only known where there is no such route.
-        """
-        if self.world == "train" or self._schedule.misc:
-            return []
-        filled = {local.name for local in self._schedule.tensors}
-        return [f"{name}: nothing in the plan fills it" for name in tensors if name not in filled]
 
     def _connected(self, meeting: Meeting, transport: Transport, program: Program | None) -> _Connection:
         schedule = self._schedule
