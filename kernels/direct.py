@@ -32,7 +32,7 @@ from .errors import ChecksumError, DeadlineError, SessionError, TransferError, T
 from .gloo import GlooGroup
 from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from .pipeline import Message, StageReport, group_rank, other_world
-from .program import Program, rank_name
+from .program import Program
 from .pulling import pull_table
 from .tiles import check_tile_bytes, cut_tiles, interleaved
 
@@ -64,6 +64,8 @@ class DirectExecutor:
     Raises `TransportUnavailable` where memory cannot be exported or mapped, `SessionError` if a source failed to
     export, `DeadlineError` if one is silent. Tensors of training ranks must outlive the generation ranks' `close`.
     """
+
+    name = "direct"
 
     def __init__(
         self,
@@ -191,7 +193,7 @@ class _Source:
         self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
         for peer, waiting in words.peers.items():
             assert program.device is not None, "there are transfers, so there are tensors"
-            text = _fetch(store, rank_name("gen", peer), waiting, words.timeout_s)
+            text = _fetch(store, program.schedule.name_of("gen", peer), waiting, words.timeout_s)
             self._read[peer] = open_event(text, program.device)
 
     def run(self, run: int) -> None:
@@ -219,12 +221,12 @@ class _Reader:
         device = self._device = program.device or torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(device)
         self._pulled = torch.cuda.Event(interprocess=True)
-        store.set(rank_name("gen", schedule.rank), export_event(self._pulled, device))
+        store.set(schedule.name, export_event(self._pulled, device))
         self._mappings = Mappings(device)
         try:
             addresses = self._addresses(
                 {
-                    peer: Export.from_json(_fetch(store, rank_name("train", peer), waiting, words.timeout_s))
+                    peer: Export.from_json(_fetch(store, schedule.name_of("train", peer), waiting, words.timeout_s))
                     for peer, waiting in words.peers.items()
                 }
             )
@@ -266,22 +268,21 @@ class _Reader:
         for rank, exported in exports.items():
             rows = np.flatnonzero((ranks == rank) & read)
             names = (self._table.sources[row].tensor for row in rows.tolist())
-            theirs[rows] = self._mappings.addresses(exported, names, rank_name("train", rank))
+            theirs[rows] = self._mappings.addresses(exported, names, self._program.schedule.name_of("train", rank))
         return np.concatenate([np.array(own, np.uint64), theirs])
 
     def _waiting_for(self, copy: int) -> Waiting:
         table = self._table
         stage = self._program.stages[int(table.stage[copy])].pp_stage
         name = self._program.schedule.parameter_name(int(table.bundle[copy]), int(table.member[copy]))
-        return Waiting(self._program.rank, rank_name("train", int(table.peer[copy])), stage, name, sends=False)
+        peer = self._program.schedule.name_of("train", int(table.peer[copy]))
+        return Waiting(self._program.rank, peer, stage, name, sends=False)
 
 
 def _publish_memory(store: Store, program: Program) -> None:
     """Tell readers where this training rank's tensors are, or why they cannot be read."""
-    schedule = program.schedule
-    tensors = dict(zip((local.name for local in schedule.tensors), program.tensors, strict=True))
     try:
-        exported = export(tensors)
+        exported = export(program.by_name)
     except TransportUnavailable as error:
         store.set(program.rank, json.dumps({"failed": str(error)}))
         raise
@@ -309,7 +310,7 @@ def _waiting_by_peer(program: Program) -> dict[int, Waiting]:
         table: TransferTable = stage.sends if sends else stage.recvs
         for peer, row in zip(*(column.tolist() for column in np.unique(table.peer, return_index=True)), strict=True):
             name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
-            other = rank_name(other_world(schedule.world), peer)
+            other = schedule.name_of(other_world(schedule.world), peer)
             found.setdefault(peer, Waiting(program.rank, other, stage.pp_stage, name, sends))
     size = max(schedule.train_ranks, schedule.gen_ranks)
     return dict(sorted(found.items(), key=lambda item: (item[0] - schedule.rank) % size))

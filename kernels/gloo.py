@@ -108,6 +108,8 @@ class GlooExecutor:
     Packing and unpacking overlap with gloo's own threads. Scratch is `scratch_bytes`, whatever the number of peers.
     """
 
+    name = "gloo"
+
     def __init__(self, group: GlooGroup, program: Program, *, slots: int = DEFAULT_SLOTS) -> None:
         if slots < 2:
             raise ValueError(f"pipelining needs at least two slots: {slots}")

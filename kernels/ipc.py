@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -19,6 +18,7 @@ import torch
 from cuda.bindings import driver
 
 from .errors import SessionError, TransportUnavailable
+from .reach import host
 
 _PROCESS = uuid4().hex
 _own_events: dict[str, torch.cuda.Event] = {}  # a process cannot open its own; torch's events take no weak references
@@ -66,11 +66,6 @@ class Export:
             if not (0 <= index < len(allocations) and 0 <= offset < allocations[index].nbytes):
                 raise SessionError(f"not an export of GPU memory: {name} lies in no allocation")
         return export
-
-
-def host() -> str:
-    """What processes of one running host have in common, whatever containers they are in."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def process() -> str:

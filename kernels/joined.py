@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 
 from .pipeline import Executor, StageReport
+
+T = TypeVar("T")
 
 
 class JoinedExecutor:
@@ -22,6 +25,7 @@ class JoinedExecutor:
 
     def __init__(self, parts: Sequence[Executor], device: torch.device | None) -> None:
         self._parts = tuple(parts)
+        self.name = "+".join(dict.fromkeys(part.name for part in parts))
         self._device = device
         self._threads = ThreadPoolExecutor(max(1, len(self._parts) - 1), thread_name_prefix="refit")
 
@@ -33,7 +37,7 @@ class JoinedExecutor:
         """Move every byte once, by all transports. Raises the first part's error, once all parts have ended."""
         stream = torch.cuda.current_stream(self._device) if self._on_cuda else None
         others: list[Future[tuple[StageReport, ...]]] = [
-            self._threads.submit(_run, part, stream) for part in self._parts[1:]
+            self._threads.submit(in_context_of(stream, part.run)) for part in self._parts[1:]
         ]
         try:
             found = [part.run() for part in self._parts[:1]]
@@ -70,9 +74,13 @@ def merged(reports: Sequence[tuple[StageReport, ...]]) -> tuple[StageReport, ...
     )
 
 
-def _run(part: Executor, stream: torch.cuda.Stream | None) -> tuple[StageReport, ...]:
-    """Current devices and streams belong to threads: this one takes over those of the caller."""
-    if stream is None:
-        return part.run()
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-        return part.run()
+def in_context_of(stream: torch.cuda.Stream | None, work: Callable[[], T]) -> Callable[[], T]:
+    """`work` for another thread, with this stream and its device as current ones: these belong to threads."""
+
+    def there() -> T:
+        if stream is None:
+            return work()
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            return work()
+
+    return there

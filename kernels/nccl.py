@@ -25,8 +25,8 @@ from .board import Board
 from .digests import digest
 from .errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError, Waiting
 from .nccl_communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
-from .pipeline import StageClock, StageReport, group_rank, other_world
-from .program import Program, bind, rank_name
+from .pipeline import StageClock, StageReport, group_names, group_rank, other_world
+from .program import Program, bind
 from .rounds import (
     DIGEST_BYTES,
     Division,
@@ -62,6 +62,8 @@ class NcclExecutor:
     of their device when `run` is called; when it returns, every byte has landed, for all streams.
     """
 
+    name = "nccl"
+
     def __init__(
         self,
         program: Program,
@@ -74,7 +76,7 @@ class NcclExecutor:
         schedule = program.schedule
         self._timeout_s = timeout_s
         self._board = Board(
-            store, group_rank(schedule, schedule.world, schedule.rank), _names(program), timeout_s=timeout_s
+            store, group_rank(schedule, schedule.world, schedule.rank), group_names(schedule), timeout_s=timeout_s
         )
         self._device = program.device or torch.device("cpu")
         self._sends = schedule.world == "train"
@@ -87,7 +89,7 @@ class NcclExecutor:
             division = self._agreed(program, budget)
             self._program = bind(
                 schedule,
-                {local.name: tensor for local, tensor in zip(schedule.tensors, program.tensors, strict=True)},
+                program.by_name,
                 bucket_bytes=division.bucket_bytes,
             )
             planned = rounds(self._program, division)
@@ -362,9 +364,3 @@ def _on_device(reached: Callable[[], bool], waiting: Waiting) -> bool:
         raise
     except RuntimeError as error:
         raise NcclError(waiting, f"the device failed: {error}") from error
-
-
-def _names(program: Program) -> list[str]:
-    schedule = program.schedule
-    train = [rank_name("train", rank) for rank in range(schedule.train_ranks)]
-    return [*train, *(rank_name("gen", rank) for rank in range(schedule.gen_ranks))]

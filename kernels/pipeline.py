@@ -16,7 +16,7 @@ import torch
 from mcore_reshard.planner.schedule import Schedule, World
 
 from .errors import Waiting
-from .program import Bucket, Lane, Program, rank_name
+from .program import Bucket, Lane, Program
 
 
 class Message(Protocol):
@@ -86,6 +86,10 @@ class Executor(Protocol):
     """Runs a bound program, as often as its weights change."""
 
     @property
+    def name(self) -> str:
+        """The transports that it moves bytes by, as in "direct+nccl"."""
+
+    @property
     def scratch_bytes(self) -> int: ...
 
     def run(self) -> tuple[StageReport, ...]:
@@ -115,6 +119,12 @@ def group_rank(schedule: Schedule, world: World, rank: int) -> int:
     return rank if world == "train" else schedule.train_ranks + rank
 
 
+def group_names(schedule: Schedule) -> list[str]:
+    """How messages call the ranks of the session's group, in order."""
+    train = [schedule.name_of("train", rank) for rank in range(schedule.train_ranks)]
+    return [*train, *(schedule.name_of("gen", rank) for rank in range(schedule.gen_ranks))]
+
+
 def steps(program: Program) -> tuple[Step, ...]:
     """The rank's buckets in the session-wide order."""
     schedule = program.schedule
@@ -138,5 +148,5 @@ def steps(program: Program) -> tuple[Step, ...]:
 
 
 def _waiting(program: Program, pp_stage: int, lane: Lane, bucket: Bucket) -> Waiting:
-    peer = rank_name(other_world(program.schedule.world), lane.peer)
+    peer = program.schedule.name_of(other_world(program.schedule.world), lane.peer)
     return Waiting(program.rank, peer, pp_stage, program.parameter(bucket), lane.sends)

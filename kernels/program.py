@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.geometry import row_major_strides
-from mcore_reshard.planner.schedule import Geometry, Schedule, StageSchedule, TransferTable, World
+from mcore_reshard.planner.schedule import Geometry, Schedule, StageSchedule, TransferTable
 
 from .buckets import DEFAULT_BUCKET_BYTES, check_bucket_bytes, cut, pack
 from .checks import itemsizes, tensor_problems, transfer_problems
@@ -23,11 +23,6 @@ from .errors import BindError, TornWeightsError
 from .tensors import Fingerprint, check_fresh
 
 Ints = NDArray[np.int64]
-
-
-def rank_name(world: World, rank: int) -> str:
-    """How messages call a rank: 'train:0', 'gen:3'."""
-    return f"{world}:{rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,11 @@ class Program:
 
     @property
     def rank(self) -> str:
-        return rank_name(self.schedule.world, self.schedule.rank)
+        return self.schedule.name
+
+    @property
+    def by_name(self) -> dict[str, torch.Tensor]:
+        return {local.name: tensor for local, tensor in zip(self.schedule.tensors, self.tensors, strict=True)}
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +123,7 @@ def bind(
     """
     check_bucket_bytes(bucket_bytes)
     if problems := [*tensor_problems(schedule, tensors), *transfer_problems(schedule)]:
-        raise BindError(rank_name(schedule.world, schedule.rank), problems)
+        raise BindError(schedule.name, problems)
     bound = tuple(tensors[local.name] for local in schedule.tensors)
     recipes = _Recipes(schedule.geometries, itemsizes(schedule), bucket_bytes)
     return Program(

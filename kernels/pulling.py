@@ -12,7 +12,6 @@ from mcore_reshard.planner.schedule import Pulls, Schedule, StageSchedule, Trans
 from .checks import itemsizes
 from .copies import COPY, expand, strided_copies
 from .errors import BindError
-from .program import rank_name
 
 Ints = NDArray[np.int64]
 
@@ -47,7 +46,7 @@ def pull_table(schedule: Schedule, pulls: Pulls) -> PullTable:
     Raises `BindError` where the two do not describe the same transfers of the same plan.
     """
     if problems := _disagreements(schedule, pulls):
-        raise BindError(rank_name(schedule.world, schedule.rank), problems)
+        raise BindError(schedule.name, problems)
     keys = np.concatenate([_source_keys(table, pulls) for table in pulls.stages] or [np.zeros(0, np.int64)])
     held, source_of = np.unique(keys, return_inverse=True)
     sources = tuple(

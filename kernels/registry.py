@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from torch.distributed import Store
 
 from .errors import TransportUnavailable
-from .gloo import GlooExecutor, GlooGroup
+from .gloo import GlooExecutor
 from .nccl import NcclExecutor
 from .nccl_communicator import nccl_obstacle
+from .pairs import connect_by_pair
 from .pipeline import Executor
-from .program import Program
-from .rounds import DEFAULT_SCRATCH_BYTES, ScratchBudget
+from .rounds import ScratchBudget
+from .transport import Link, Transport
 
 AUTO = "auto"
 GOLDEN = "golden"
 TRANSPORT_VARIABLE = "MCORE_RESHARD_TRANSPORT"
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What a transport may build on when it connects: all ranks of the session do so at the same time."""
-
-    store: Store  # keys are the transport's own
-    group: GlooGroup  # every rank, for CPU messages
-    program: Program
-    timeout_s: float
-    scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory, per rank; for transports that stage on the device
-
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """A way to move a program's bytes. `connect` is None for golden, which moves whole tensors without a program."""
-
-    name: str
-    devices: frozenset[str]  # torch device types of the tensors it can move
-    reach: str  # how far apart ranks may be
-    obstacle: Callable[[], str | None]  # what keeps it from running on this machine
-    connect: Callable[[Link], Executor] | None
 
 
 _transports: dict[str, Transport] = {}
@@ -50,7 +26,7 @@ _transports: dict[str, Transport] = {}
 
 def register(transport: Transport) -> None:
     """Add a transport. `auto` prefers those registered earlier."""
-    if transport.name in _transports or transport.name == AUTO:
+    if transport.name in _transports:
         raise ValueError(f"a transport named {transport.name!r} is already registered")
     _transports[transport.name] = transport
 
@@ -74,7 +50,9 @@ def resolve(requested: str, device: str) -> Transport:
             raise TransportUnavailable(f"no transport can move {device} tensors here ({reasons})")
         return usable[0]
     if name not in _transports:
-        raise TransportUnavailable(f"unknown transport {name!r}; known: {', '.join((AUTO, *_transports))}")
+        raise TransportUnavailable(
+            f"unknown transport {name!r}; known: {', '.join(dict.fromkeys((AUTO, *_transports)))}"
+        )
     if trouble := _trouble(_transports[name], device):
         raise TransportUnavailable(f"transport {name} cannot be used: {trouble}")
     return _transports[name]
@@ -124,26 +102,40 @@ def _connect_direct(link: Link) -> Executor:
     return DirectExecutor(link.store, link.program, timeout_s=link.timeout_s)
 
 
+_DIRECT = Transport(
+    name="direct",
+    devices=frozenset({"cuda"}),
+    reach="GPUs of one host that can access each other's memory",
+    obstacle=_direct_obstacle,
+    connect=_connect_direct,
+)
+_NCCL = Transport(
+    name="nccl",
+    devices=frozenset({"cuda"}),
+    reach="any hosts that NCCL can connect",
+    obstacle=nccl_obstacle,
+    connect=lambda link: NcclExecutor(
+        link.program, link.store, timeout_s=link.timeout_s, budget=ScratchBudget(link.scratch_bytes)
+    ),
+)
+
+
+def _obstacle_by_pair() -> str | None:
+    troubles = [f"{transport.name}: {transport.obstacle()}" for transport in (_DIRECT, _NCCL) if transport.obstacle()]
+    return "; ".join(troubles) if len(troubles) == 2 else None
+
+
 register(
     Transport(
-        name="nccl",
+        name=AUTO,
         devices=frozenset({"cuda"}),
-        reach="any hosts that NCCL can connect",
-        obstacle=nccl_obstacle,
-        connect=lambda link: NcclExecutor(
-            link.program, link.store, timeout_s=link.timeout_s, budget=ScratchBudget(link.scratch_bytes)
-        ),
+        reach="each pair of ranks by direct where it reaches, by nccl elsewhere",
+        obstacle=_obstacle_by_pair,
+        connect=lambda link: connect_by_pair(link, _DIRECT, _NCCL),
     )
 )
-register(
-    Transport(
-        name="direct",
-        devices=frozenset({"cuda"}),
-        reach="GPUs of one host that can access each other's memory",
-        obstacle=_direct_obstacle,
-        connect=_connect_direct,
-    )
-)
+register(_DIRECT)
+register(_NCCL)
 register(
     Transport(
         name="gloo",

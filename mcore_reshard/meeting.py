@@ -68,12 +68,17 @@ class Meeting:
         self.rank = rank
         self.timeout_s = timeout_s
         self._address = address
+        self._prefix = f"mcore-reshard/{session}"
         self._members = tuple(members)
         self._process = uuid4().hex
         self._past: str | None = None
         self._last: str | None = None  # the last phase that all agreed on
         self._met = False
-        self.store: dist.Store = PrefixStore(f"mcore-reshard/{session}", connected(address, timeout_s))
+        self.store: dist.Store = self.another_store()
+
+    def another_store(self) -> dist.Store:
+        """The session's shelf on the store, over a connection of its own."""
+        return PrefixStore(self._prefix, connected(self._address, self.timeout_s))
 
     def gather(self, phase: str, word: Mapping[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Publish this rank's `word` and return everyone's by rank name, once all have arrived at `phase`.

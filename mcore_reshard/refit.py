@@ -26,9 +26,11 @@ from mcore_reshard.kernels.buckets import DEFAULT_BUCKET_BYTES
 from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, VersionError
 from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.pipeline import Executor, StageReport, group_rank
-from mcore_reshard.kernels.program import Program, bind, rank_name
-from mcore_reshard.kernels.registry import AUTO, Link, Transport, resolve
+from mcore_reshard.kernels.program import Program, bind
+from mcore_reshard.kernels.registry import AUTO, resolve
+from mcore_reshard.kernels.relaying import connected as connected_by
 from mcore_reshard.kernels.rounds import DEFAULT_SCRATCH_BYTES
+from mcore_reshard.kernels.transport import Link, Transport
 from mcore_reshard.planner.schedule import Schedule, World
 
 from .meeting import Meeting, SessionFailed, store_address
@@ -47,7 +49,7 @@ class RefitReport:
     """What one rank did in one committed refit."""
 
     version: int
-    transport: str
+    transport: str  # what moved it, as in "direct+nccl"
     nbytes: int  # moved by the plan, sent or received by this rank
     misc_bytes: int  # whole tensors exported and loaded by name: the misc route, or everything under golden
     seconds: float  # from the call to the commit
@@ -86,7 +88,7 @@ class _Endpoint(ABC):
     ) -> None:
         if schedule.world != self.world:
             raise ValueError(f"a {type(self).__name__} needs the schedule of a {self.world} rank, not {schedule.world}")
-        self.rank = rank_name(schedule.world, schedule.rank)
+        self.rank = schedule.name
         self.committed_version: int | None = None
         self._schedule = schedule
         self._moves_by_name = moves_by_name
@@ -143,7 +145,8 @@ class _Endpoint(ABC):
         self.committed_version = version
         nbytes = sum(stage.nbytes for stage in stages)
         seconds = time.perf_counter() - start
-        return RefitReport(version, connection.transport.name, nbytes, misc_bytes, seconds, stages)
+        moved_by = connection.executor.name if connection.executor else connection.transport.name
+        return RefitReport(version, moved_by, nbytes, misc_bytes, seconds, stages)
 
     @property
     def scratch_bytes(self) -> int:
@@ -214,8 +217,17 @@ class _Endpoint(ABC):
             try:
                 executor = None
                 if program is not None and transport.connect is not None:
-                    store = PrefixStore(transport.name, meeting.store)
-                    executor = transport.connect(Link(store, group, program, self._timeout_s, self._scratch_bytes))
+                    executor = connected_by(
+                        transport.connect,
+                        Link(
+                            store=PrefixStore(transport.name, meeting.store),
+                            another_store=lambda: PrefixStore(transport.name, meeting.another_store()),
+                            group=group,
+                            program=program,
+                            timeout_s=self._timeout_s,
+                            scratch_bytes=self._scratch_bytes,
+                        ),
+                    )
             except BaseException:
                 group.close()
                 raise
@@ -257,7 +269,7 @@ class _Endpoint(ABC):
         return Tree(
             position=schedule.rank + 1 if schedule.world == "gen" else 0,
             ranks=(0, *(group_rank(schedule, "gen", rank) for rank in gen)),
-            names=(rank_name("train", 0), *(rank_name("gen", rank) for rank in gen)),
+            names=(schedule.name_of("train", 0), *(schedule.name_of("gen", rank) for rank in gen)),
         )
 
 
@@ -392,8 +404,8 @@ def _published(meeting: Meeting, phase: str) -> Iterator[None]:
 
 
 def _members(schedule: Schedule) -> tuple[str, ...]:
-    train = (rank_name("train", rank) for rank in range(schedule.train_ranks))
-    return (*train, *(rank_name("gen", rank) for rank in range(schedule.gen_ranks)))
+    train = (schedule.name_of("train", rank) for rank in range(schedule.train_ranks))
+    return (*train, *(schedule.name_of("gen", rank) for rank in range(schedule.gen_ranks)))
 
 
 def _compare(words: Mapping[str, Mapping[str, Any]]) -> None:

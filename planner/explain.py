@@ -18,7 +18,7 @@ import numpy as np
 from .geometry import LocalTensor, Piece, Region, row_major_strides
 from .layout import Padding, Shards
 from .parameters import ITEMSIZE, ParameterGroup
-from .plan import Bundle, BundleLayer, Move, Plan, Template, replica_of
+from .plan import Bundle, BundleLayer, Move, Plan, Template
 from .schedule import World
 
 Route = Literal["bulk", "misc", "excluded", "padding"]
@@ -65,6 +65,7 @@ class Origin:
     region: Region | None = None
     src: Place | None = None
     dst: Place | None = None
+    relayed_by: int | None = None  # the generation rank that passes it on, where it does not come straight from `src`
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +291,9 @@ def _pulls(
     member, replicas = layer * bundle.expert_count + expert, np.arange(dst_ranks.shape[1])
     for number, move in _moves_of(template, point):
         src, dst = template.src.pieces[move.src][move.src_piece], template.dst.pieces[move.dst][move.dst_piece]
-        served_by = replica_of(template, bundle, src_ranks.shape[1], len(replicas), member, number, replicas)
+        served_by = plan.served_by(bundle, member, number, replicas)
         pulls = zip(src_ranks[move.src, served_by].tolist(), dst_ranks[move.dst].tolist(), strict=True)
+        landing = int(dst_ranks[move.dst, plan.lands_on(bundle, member, number)]) if plan.relay else None
         for train_rank, gen_rank in pulls:
             yield Origin(
                 parameter=name,
@@ -301,6 +303,7 @@ def _pulls(
                 region=move.region,
                 src=_place("train", train_rank, src, at, bundle.src_slot + expert, point),
                 dst=_place("gen", gen_rank, dst, at, bundle.dst_slot + expert, point),
+                relayed_by=None if landing == gen_rank else landing,
             )
 
 

@@ -7,7 +7,7 @@ of one pipeline stage, say. Nothing is stored per rank or per parameter; `schedu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -21,6 +21,7 @@ from .mesh import GenMesh, TrainMesh
 from .parameters import ITEMSIZE, ParameterGroup
 
 Policy = Literal["exact", "conservative"]
+Numbers = NDArray[np.int64] | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,22 @@ class Template:
     @cached_property
     def order_in_source(self) -> NDArray[np.int64]:
         """For each move, how many earlier moves leave the same source shard."""
-        seen: dict[int, int] = {}
-        order = []
-        for move in self.moves:
-            order.append(seen.get(move.src, 0))
-            seen[move.src] = order[-1] + 1
-        return np.array(order, dtype=np.int64)
+        return _order_within([move.src for move in self.moves])
 
     @cached_property
     def moves_of_source(self) -> NDArray[np.int64]:
         """For each source shard, how many moves leave it."""
         return np.bincount([move.src for move in self.moves], minlength=len(self.src.pieces)).astype(np.int64)
+
+    @cached_property
+    def order_in_destination(self) -> NDArray[np.int64]:
+        """For each move, how many earlier moves enter the same destination shard."""
+        return _order_within([move.dst for move in self.moves])
+
+    @cached_property
+    def moves_of_destination(self) -> NDArray[np.int64]:
+        """For each destination shard, how many moves enter it."""
+        return np.bincount([move.dst for move in self.moves], minlength=len(self.dst.pieces)).astype(np.int64)
 
     @cached_property
     def move_bytes(self) -> NDArray[np.int64]:
@@ -67,6 +73,16 @@ class Template:
             ],
             dtype=np.int64,
         )
+
+
+def _order_within(values: Sequence[int]) -> NDArray[np.int64]:
+    """For each value, how many equal ones come before it: [3, 7, 3] -> [0, 0, 1]."""
+    seen: dict[int, int] = {}
+    order = []
+    for value in values:
+        order.append(seen.get(value, 0))
+        seen[value] = order[-1] + 1
+    return np.array(order, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +107,8 @@ class Bundle:
     """Parameters (layers x experts of one group) that share template, stage, source and destination ranks.
 
     Member `k` is layer `k // experts`, expert `k % experts`. Pull number `p` of member `k` on a source shard is served
-    by replica `(rotation + k * pulls + p) % replicas`: round robin, so that replicas share the load.
+    by replica `(rotation + k * pulls + p) % replicas`: round robin, so that replicas share the load. Where the plan
+    relays, `landing` turns a round robin over the destination's replicas in the same way.
     """
 
     group: int
@@ -104,6 +121,7 @@ class Bundle:
     src_slot: int = 0  # slot of the first expert at the source
     dst_slot: int = 0
     rotation: int = 0
+    landing: int = 0
 
     @property
     def expert_count(self) -> int:
@@ -137,6 +155,7 @@ class Plan:
     bundles: tuple[Bundle, ...]
     misc: tuple[UnplannedGroup, ...] = ()
     excluded: tuple[UnplannedGroup, ...] = ()
+    relay: bool = False  # each move leaves the trainer once; the replica it lands on passes it on to the others
     digest: str = field(default="", compare=False)
 
     def parameter_name(self, bundle: int, member: int) -> str:
@@ -149,6 +168,21 @@ class Plan:
 
     def dst_replicas(self, bundle: Bundle) -> int:
         return self.holdings[bundle.dst].ranks.shape[1]
+
+    def train_pulls(self, bundle: Bundle) -> int:
+        """How often each move leaves the trainer."""
+        return 1 if self.relay else self.dst_replicas(bundle)
+
+    def served_by(self, bundle: Bundle, member: Numbers, move: Numbers, dst_replica: Numbers) -> NDArray[np.int64]:
+        """The source replica that a move comes from, for one destination replica; arguments broadcast."""
+        turn = 0 * np.asarray(dst_replica) if self.relay else dst_replica
+        template = self.templates[bundle.template]
+        return replica_of(template, bundle, self.src_replicas(bundle), self.train_pulls(bundle), member, move, turn)
+
+    def lands_on(self, bundle: Bundle, member: Numbers, move: Numbers) -> NDArray[np.int64]:
+        """Where the plan relays: the destination replica that a move goes to from the trainer; arguments broadcast."""
+        template = self.templates[bundle.template]
+        return landing_of(template, bundle, self.dst_replicas(bundle), member, move)
 
     def misc_names(self) -> Iterator[str]:
         for unplanned in self.misc:
@@ -171,7 +205,7 @@ class Plan:
         load = np.zeros(self.train.world, dtype=np.int64)
         for bundle in self.bundles:
             template = self.templates[bundle.template]
-            served = replica_bytes(template, bundle, self.src_replicas(bundle), self.dst_replicas(bundle))
+            served = replica_bytes(template, bundle, self.src_replicas(bundle), self.train_pulls(bundle))
             np.add.at(load, self.holdings[bundle.src].ranks, served)
         return load
 
@@ -187,6 +221,21 @@ class Plan:
         return load
 
     @cached_property
+    def relay_bytes(self) -> NDArray[np.int64]:
+        """Bytes that each generation rank passes on to other replicas in one refit."""
+        load = np.zeros(self.gen.world, dtype=np.int64)
+        for bundle in self.bundles if self.relay else ():
+            replicas = self.dst_replicas(bundle)
+            landed = landing_bytes(self.templates[bundle.template], bundle, replicas)
+            np.add.at(load, self.holdings[bundle.dst].ranks, landed * (replicas - 1))
+        return load
+
+    @property
+    def busiest_link(self) -> int:
+        """The most bytes that any rank sends or receives in one refit."""
+        return int(max(load.max(initial=0) for load in (self.send_bytes, self.recv_bytes, self.relay_bytes)))
+
+    @cached_property
     def stage_totals(self) -> tuple[tuple[int, int, int], ...]:
         """(pp_stage, transfers, bytes) of every stage."""
         totals = {stage: [0, 0] for stage in range(self.train.pp)}
@@ -198,12 +247,12 @@ class Plan:
         return tuple((stage, transfers, nbytes) for stage, (transfers, nbytes) in totals.items())
 
 
-def replica_of(template: Template, bundle: Bundle, replicas: int, pulls_each: int, member: NDArray[np.int64] | int,
-               move: NDArray[np.int64] | int, dst_replica: NDArray[np.int64] | int) -> NDArray[np.int64]:  # fmt: skip
+def replica_of(template: Template, bundle: Bundle, replicas: int, pulls_each: int, member: Numbers, move: Numbers,
+               dst_replica: Numbers) -> NDArray[np.int64]:  # fmt: skip
     """Which source replica serves a pull; arguments broadcast against each other.
 
-    `replicas` is the number of source replicas, `pulls_each` that of destination replicas (each move is pulled once by
-    every destination replica).
+    `replicas` is the number of source replicas, `pulls_each` how often each move is pulled: once by every destination
+    replica, or once where these relay.
     """
     sources = np.array([m.src for m in template.moves], dtype=np.int64)
     pulls = template.moves_of_source[sources[move]] * pulls_each
@@ -212,21 +261,39 @@ def replica_of(template: Template, bundle: Bundle, replicas: int, pulls_each: in
 
 
 def replica_bytes(template: Template, bundle: Bundle, replicas: int, pulls_each: int) -> NDArray[np.int64]:
-    """Bytes that each source replica serves, as [shards, replicas]; the round robin is periodic in the member."""
-    shards = len(template.src.pieces)
-    if replicas == 1:
-        served = np.zeros((shards, 1), dtype=np.int64)
-        np.add.at(served[:, 0], [m.src for m in template.moves], template.move_bytes)
-        return served * bundle.members * pulls_each
-    served = np.zeros((shards, replicas), dtype=np.int64)
+    """Bytes that each source replica serves, as [shards, replicas]."""
+    dst = np.arange(pulls_each)[None, None, :]
+    return _round_robin_bytes(
+        template, bundle, replicas, [m.src for m in template.moves], len(template.src.pieces),
+        lambda member, move: replica_of(template, bundle, replicas, pulls_each, member, move, dst),
+    )  # fmt: skip
+
+
+def landing_of(template: Template, bundle: Bundle, replicas: int, member: Numbers, move: Numbers) -> NDArray[np.int64]:
+    """Which destination replica a move lands on where the plan relays; arguments broadcast against each other."""
+    shards = np.array([m.dst for m in template.moves], dtype=np.int64)
+    moves = template.moves_of_destination[shards[move]]
+    found: NDArray[np.int64] = (bundle.landing + member * moves + template.order_in_destination[move]) % replicas
+    return found
+
+
+def landing_bytes(template: Template, bundle: Bundle, replicas: int) -> NDArray[np.int64]:
+    """Bytes that land on each destination replica where the plan relays, as [shards, replicas]."""
+    return _round_robin_bytes(
+        template, bundle, replicas, [m.dst for m in template.moves], len(template.dst.pieces),
+        lambda member, move: landing_of(template, bundle, replicas, member, move),
+    )  # fmt: skip
+
+
+def _round_robin_bytes(template: Template, bundle: Bundle, replicas: int, shard_of: Sequence[int], shards: int,
+                       chosen: Callable[[Numbers, Numbers], NDArray[np.int64]]) -> NDArray[np.int64]:  # fmt: skip
+    """Bytes by (shard, chosen replica). `chosen` takes members [m, 1, 1] and moves [1, n, 1] and is periodic in the member."""
+    taken = np.zeros((shards, replicas), dtype=np.int64)
     period = min(replicas, bundle.members)
     member = np.arange(period)
     repeats = bundle.members // period + (member < bundle.members % period)
-    moves, dst = np.arange(len(template.moves)), np.arange(pulls_each)
-    chosen = replica_of(
-        template, bundle, replicas, pulls_each, member[:, None, None], moves[None, :, None], dst[None, None, :]
-    )
+    found = chosen(member[:, None, None], np.arange(len(template.moves))[None, :, None])
     weight = repeats[:, None, None] * template.move_bytes[None, :, None]
-    shard = np.array([m.src for m in template.moves])[None, :, None]
-    np.add.at(served, (np.broadcast_to(shard, chosen.shape), chosen), np.broadcast_to(weight, chosen.shape))
-    return served
+    shard = np.array(shard_of, dtype=np.int64)[None, :, None]
+    np.add.at(taken, (np.broadcast_to(shard, found.shape), found), np.broadcast_to(weight, found.shape))
+    return taken

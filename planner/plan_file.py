@@ -20,7 +20,7 @@ from .parameters import ParameterGroup, Role
 from .plan import Bundle, BundleLayer, Holding, Move, Plan, Policy, Template, UnplannedGroup
 
 FORMAT = "mcore-reshard plan"
-VERSION = 1
+VERSION = 2
 
 
 class PlanFileError(ValueError):
@@ -125,12 +125,13 @@ def _encode(plan: Plan) -> dict[str, Any]:
             [
                 b.group, b.template, b.pp_stage, b.src, b.dst,
                 [[at.layer, at.vp_stage, at.src_local, at.dst_local] for at in b.layers],
-                b.experts, b.src_slot, b.dst_slot, b.rotation,
+                b.experts, b.src_slot, b.dst_slot, b.rotation, b.landing,
             ]
             for b in plan.bundles
         ],
         "misc": [[u.group, u.reason] for u in plan.misc],
         "excluded": [[u.group, u.reason] for u in plan.excluded],
+        "relay": plan.relay,
     }  # fmt: skip
 
 
@@ -177,9 +178,10 @@ _FORM = {
     "tensors": [(str, _SIZES, str)],
     "templates": [{"src": _SHARDS, "dst": _SHARDS, "moves": [(int, int, int, int, _SIZES, _SIZES)]}],
     "holdings": [[_SIZES]],
-    "bundles": [(int, int, int, int, int, [(int, int, int, int)], (int, int), int, int, int)],
+    "bundles": [(int, int, int, int, int, [(int, int, int, int)], (int, int), int, int, int, int)],
     "misc": [(int, str)],
     "excluded": [(int, str)],
+    "relay": bool,
 }
 
 
@@ -232,10 +234,11 @@ def _decode(body: dict[str, Any]) -> Plan:
         holdings=tuple(Holding(np.array(ranks, dtype=np.int32)) for ranks in body["holdings"]),
         bundles=tuple(
             Bundle(
-                group, template, stage, src, dst, tuple(BundleLayer(*at) for at in layers), tuple(experts), s, d, turn
+                group, template, stage, src, dst, tuple(BundleLayer(*at) for at in layers), tuple(experts), s, d, *turns
             )
-            for group, template, stage, src, dst, layers, experts, s, d, turn in body["bundles"]
+            for group, template, stage, src, dst, layers, experts, s, d, *turns in body["bundles"]
         ),
         misc=unplanned(body["misc"]),
         excluded=unplanned(body["excluded"]),
+        relay=body["relay"],
     )

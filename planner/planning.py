@@ -6,7 +6,7 @@ Pure and deterministic: the same catalogue, meshes and policy give the same plan
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +17,21 @@ from .layout import Excluded, Layout, Misc, Placement, Shards
 from .megatron import MegatronBuild, MegatronLayout
 from .mesh import GenMesh, MeshError, TrainMesh
 from .parameters import Attention, Catalogue, ParameterGroup, Role
-from .plan import Bundle, BundleLayer, Holding, Move, Plan, Policy, Template, UnplannedGroup, replica_bytes
+from .plan import (
+    Bundle,
+    BundleLayer,
+    Holding,
+    Move,
+    Plan,
+    Policy,
+    Template,
+    UnplannedGroup,
+    landing_bytes,
+    replica_bytes,
+)
 from .plan_file import digest_of
 
+_DISTINCTLY = 0.95  # relaying adds a hop, so the busiest link must carry this much less
 _QKV_ROLES = {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS}
 
 
@@ -70,7 +82,6 @@ class _Planner:
         ]
         bundles.sort(key=lambda b: (b.pp_stage, b.group, b.layers[0].layer, b.experts))
         templates = tuple(Template(src, dst, _intersect(src, dst)) for src, dst in self._templates)
-        bundles = _balance(bundles, templates, self._holdings, self._train.world)
         plan = Plan(
             model=self._model,
             train=self._train,
@@ -80,12 +91,25 @@ class _Planner:
             groups=groups,
             templates=templates,
             holdings=tuple(self._holdings),
-            bundles=tuple(bundles),
+            bundles=_balanced(bundles, templates, self._holdings, self._train.world, relay=False),
             misc=tuple(UnplannedGroup(i, r.reason) for i, r in enumerate(routed) if isinstance(r, Misc)),
             excluded=tuple(UnplannedGroup(i, r.reason) for i, r in enumerate(routed) if isinstance(r, Excluded)),
         )
+        plan = self._relayed_if_shorter(plan, bundles)
         object.__setattr__(plan, "digest", digest_of(plan))
         return plan
+
+    def _relayed_if_shorter(self, plan: Plan, bundles: list[Bundle]) -> Plan:
+        """The plan, or one in which replicas relay if that makes the busiest link distinctly less busy.
+
+        What a rank receives stays the same, so that only busier senders can gain.
+        """
+        if plan.recv_bytes.max(initial=0) >= _DISTINCTLY * plan.send_bytes.max(initial=0):
+            return plan
+        turned = _balanced(bundles, plan.templates, self._holdings, self._train.world, relay=True)
+        landed = _landed(turned, plan.templates, self._holdings, self._gen.world)
+        relayed = replace(plan, bundles=landed, relay=True)
+        return relayed if relayed.busiest_link < _DISTINCTLY * plan.busiest_link else plan
 
     def _route(self, group: ParameterGroup) -> tuple[tuple[Placement, ...], tuple[Placement, ...]] | Misc | Excluded:
         """Bulk (placements on both ends) only when both layouts know the group and the bytes are equal."""
@@ -228,22 +252,46 @@ def _intersect(src: Shards, dst: Shards) -> tuple[Move, ...]:
     return tuple(moves)
 
 
-def _balance(
-    bundles: list[Bundle], templates: tuple[Template, ...], holdings: list[Holding], world: int
-) -> list[Bundle]:
-    """Turn each bundle's round robin so that its uneven remainder lands on the least loaded replicas, largest first."""
+def _balanced(bundles: Sequence[Bundle], templates: Sequence[Template], holdings: Sequence[Holding], world: int,
+              *, relay: bool) -> tuple[Bundle, ...]:  # fmt: skip
+    """Rotations chosen so that training ranks send alike."""
+
+    def served(bundle: Bundle) -> NDArray[np.int64]:
+        replicas = holdings[bundle.src].ranks.shape[1]
+        pulls = 1 if relay else holdings[bundle.dst].ranks.shape[1]
+        return replica_bytes(templates[bundle.template], bundle, replicas, pulls)
+
+    turns = _turns([(holdings[bundle.src].ranks, served(bundle)) for bundle in bundles], world)
+    return tuple(replace(bundle, rotation=turn) for bundle, turn in zip(bundles, turns, strict=True))
+
+
+def _landed(
+    bundles: Sequence[Bundle], templates: Sequence[Template], holdings: Sequence[Holding], world: int
+) -> tuple[Bundle, ...]:
+    """Landings chosen so that generation ranks pass on alike."""
+    held = [holdings[bundle.dst].ranks for bundle in bundles]
+    turns = _turns(
+        [
+            (ranks, landing_bytes(templates[bundle.template], bundle, ranks.shape[1]))
+            for bundle, ranks in zip(bundles, held, strict=True)
+        ],
+        world,
+    )
+    return tuple(replace(bundle, landing=turn) for bundle, turn in zip(bundles, turns, strict=True))
+
+
+def _turns(shared: Sequence[tuple[NDArray[np.int32], NDArray[np.int64]]], world: int) -> list[int]:
+    """How far to turn each round robin, given as (ranks, bytes), both [shards, replicas].
+
+    Uneven remainders land on the least loaded ranks, the largest first.
+    """
     load = np.zeros(world, dtype=np.int64)
-    served = []
-    for bundle in bundles:
-        ranks, pulls = holdings[bundle.src].ranks, holdings[bundle.dst].ranks.shape[1]
-        served.append(replica_bytes(templates[bundle.template], bundle, ranks.shape[1], pulls))
-    turned = list(bundles)
-    for index in sorted(range(len(bundles)), key=lambda i: (-int(served[i].sum()), i)):
-        ranks, shares = holdings[bundles[index].src].ranks, served[index]
-        rotation = _best_turn(load[ranks], shares) if (shares != shares[:, :1]).any() else 0
-        np.add.at(load, ranks, np.roll(shares, rotation, axis=1))
-        turned[index] = replace(bundles[index], rotation=rotation)
-    return turned
+    turns = [0] * len(shared)
+    for index in sorted(range(len(shared)), key=lambda i: (-int(shared[i][1].sum()), i)):
+        ranks, shares = shared[index]
+        turns[index] = _best_turn(load[ranks], shares) if (shares != shares[:, :1]).any() else 0
+        np.add.at(load, ranks, np.roll(shares, turns[index], axis=1))
+    return turns
 
 
 def _best_turn(load: NDArray[np.int64], shares: NDArray[np.int64]) -> int:

@@ -17,7 +17,7 @@ from .geometry import LocalTensor
 
 World = Literal["train", "gen"]
 
-__all__ = ["Geometry", "LocalTensor", "Pulls", "Schedule", "StageSchedule", "TransferTable", "World"]
+__all__ = ["Geometry", "LocalTensor", "Pulls", "Relay", "Schedule", "StageSchedule", "TransferTable", "World"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,29 @@ class Schedule:
     misc: tuple[str, ...]  # HF names that travel by the misc route
     parameter_name: Callable[[int, int], str]  # (bundle, member) -> HF name, for messages
     pulls: Callable[[], Pulls] | None = None  # generation ranks: the other end of `recvs`, for executors that read it
+    relayed: bool = False  # generation ranks pass on what they receive once all of it has arrived
+    relay: Callable[[], Relay] | None = None  # generation ranks of a relayed plan: what they pass on, and get so
+    between_replicas: bool = False  # a part of a relay: its 'train' ranks are the generation ranks that pass on
+
+    def name_of(self, world: World, rank: int) -> str:
+        """How messages call a rank: 'train:0', 'gen:3'; 'relay:3' is gen:3 where it passes on."""
+        return f"{'relay' if self.between_replicas and world == 'train' else world}:{rank}"
+
+    @property
+    def name(self) -> str:
+        """How messages call this rank."""
+        return self.name_of(self.world, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """What a generation rank does after it has received: a refit of its own, among generation ranks.
+
+    Both are schedules in which the generation ranks are the training ranks too.
+    """
+
+    sends: Schedule  # world "train": what it passes on
+    receives: Schedule  # world "gen": what others pass on to it
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,26 +6,38 @@ transfers and its schedule takes a fraction of a second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .geometry import LocalTensor, Piece, Region, row_major_strides
-from .plan import Bundle, Plan, Template, replica_of
-from .schedule import Geometry, Pulls, Schedule, StageSchedule, TransferTable, World
+from .plan import Bundle, Plan, Template
+from .schedule import Geometry, Pulls, Relay, Schedule, StageSchedule, TransferTable, World
 
 _COLUMNS = ("peer", "tensor", "geometry", "offset", "nbytes", "bundle", "member")
 _WIDE = {"offset", "nbytes"}
+_End = Literal["src", "dst"]
 
 
 def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
-    """What `rank` of `world` ("train" or "gen") sends or receives. Raises IndexError for a rank outside of its mesh."""
+    """What `rank` of `world` ("train" or "gen") sends or receives. Raises IndexError for a rank outside of its mesh.
+
+    Of a relayed plan this is what passes between trainer and engine; `Schedule.relay` has the rest.
+    """
     _check_rank(plan, world, rank)
-    return _Expansion(plan, world, rank).schedule()
+    expansion = _Expansion(plan, world, rank)
+    if world == "train":
+        return replace(expansion.schedule(expansion.sends, sends=True), relayed=plan.relay)
+    return replace(
+        expansion.schedule(expansion.receives, sends=False),
+        pulls=partial(pulls_of, plan, rank),
+        relayed=plan.relay,
+        relay=partial(relay_of, plan, rank) if plan.relay else None,
+    )
 
 
 def pulls_of(plan: Plan, gen_rank: int) -> Pulls:
@@ -34,7 +46,36 @@ def pulls_of(plan: Plan, gen_rank: int) -> Pulls:
     Raises IndexError for a rank outside of the generation mesh.
     """
     _check_rank(plan, "gen", gen_rank)
-    return _Expansion(plan, "gen", gen_rank).pulls()
+    expansion = _Expansion(plan, "gen", gen_rank)
+    return expansion.pulls(expansion.pulled)
+
+
+def relay_of(plan: Plan, gen_rank: int) -> Relay:
+    """What a generation rank passes on to other replicas and what these pass on to it, in a plan that relays.
+
+    Raises IndexError for a rank outside of the generation mesh.
+    """
+    _check_rank(plan, "gen", gen_rank)
+    sending, receiving = _Expansion(plan, "gen", gen_rank), _Expansion(plan, "gen", gen_rank)
+    receives = receiving.schedule(receiving.relay_receives, sends=False)
+
+    def pulls() -> Pulls:  # replicas keep the same tensors: what lies here lies there too
+        return Pulls(
+            gen_rank,
+            plan.digest,
+            receives.tensors,
+            receives.geometries,
+            tuple(stage.recvs for stage in receives.stages),
+        )
+
+    return Relay(
+        _among_replicas(replace(sending.schedule(sending.relay_sends, sends=True), world="train")),
+        _among_replicas(replace(receives, pulls=pulls)),
+    )
+
+
+def _among_replicas(schedule: Schedule) -> Schedule:
+    return replace(schedule, between_replicas=True, train_ranks=schedule.gen_ranks, padding=())
 
 
 def _check_rank(plan: Plan, world: World, rank: int) -> None:
@@ -43,35 +84,34 @@ def _check_rank(plan: Plan, world: World, rank: int) -> None:
         raise IndexError(f"{world} rank {rank} is outside of the {size} ranks that the plan has")
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank stands in a bundle: the shard and the replica of it that it holds."""
+
+    index: int  # into Plan.bundles
+    bundle: Bundle
+    template: Template
+    shard: int
+    replica: int
+
+
+_Columns = dict[str, NDArray[np.int64]]
+
+
 @dataclass(slots=True)
 class _Expansion:
+    """Rows of one rank; tensors and geometries are numbered as they are met."""
+
     plan: Plan
     world: World
     rank: int
     tensors: dict[LocalTensor, int] = field(default_factory=dict)
     geometries: dict[Geometry, int] = field(default_factory=dict)
 
-    def schedule(self) -> Schedule:
+    def schedule(self, rows_of: Callable[[_Place], _Columns], *, sends: bool) -> Schedule:
         plan = self.plan
-        rows: dict[int, list[dict[str, NDArray[np.int64]]]] = {stage: [] for stage in range(plan.train.pp)}
-        padding: dict[tuple[int, int, Geometry], None] = {}
-        for index, bundle, shard, replica in self._bundles():
-            template = plan.templates[bundle.template]
-            columns = (
-                self._sends(bundle, template, shard, replica)
-                if self.world == "train"
-                else self._receives(bundle, template, shard, source=False)
-            )
-            if len(columns["peer"]):
-                columns["bundle"] = np.full_like(columns["peer"], index)
-                rows[bundle.pp_stage].append(columns)
-            if self.world == "gen":
-                padding.update(dict.fromkeys(self._padding(bundle, template, shard)))
-        stages = []
-        for stage, parts in rows.items():
-            table, none = _table(parts), _table([])
-            sends, recvs = (table, none) if self.world == "train" else (none, table)
-            stages.append(StageSchedule(stage, sends, recvs))
+        tables, none = self._tables(rows_of), _table([])
+        padding = () if sends else tuple(dict.fromkeys(self._padding()))
         return Schedule(
             world=self.world,
             rank=self.rank,
@@ -80,60 +120,97 @@ class _Expansion:
             gen_ranks=plan.gen.world,
             tensors=tuple(self.tensors),
             geometries=tuple(self.geometries),
-            stages=tuple(stages),
-            padding=tuple(padding),
+            stages=tuple(
+                StageSchedule(stage, table if sends else none, none if sends else table)
+                for stage, table in tables.items()
+            ),
+            padding=padding,
             misc=tuple(plan.misc_names()),
             parameter_name=plan.parameter_name,
-            pulls=partial(pulls_of, plan, self.rank) if self.world == "gen" else None,
         )
 
-    def pulls(self) -> Pulls:
-        rows: dict[int, list[dict[str, NDArray[np.int64]]]] = {stage: [] for stage in range(self.plan.train.pp)}
-        for index, bundle, shard, _ in self._bundles():
-            columns = self._receives(bundle, self.plan.templates[bundle.template], shard, source=True)
-            columns["bundle"] = np.full_like(columns["peer"], index)
-            rows[bundle.pp_stage].append(columns)
-        stages = tuple(map(_table, rows.values()))
-        return Pulls(self.rank, self.plan.digest, tuple(self.tensors), tuple(self.geometries), stages)
+    def pulls(self, rows_of: Callable[[_Place], _Columns]) -> Pulls:
+        tables = tuple(self._tables(rows_of).values())
+        return Pulls(self.rank, self.plan.digest, tuple(self.tensors), tuple(self.geometries), tables)
 
-    def _bundles(self) -> Iterator[tuple[int, Bundle, int, int]]:
-        """The bundles this rank takes part in, with the shard and the replica that it holds."""
-        places: dict[int, tuple[int, int] | None] = {}
+    def _tables(self, rows_of: Callable[[_Place], _Columns]) -> dict[int, TransferTable]:
+        rows: dict[int, list[_Columns]] = {stage: [] for stage in range(self.plan.train.pp)}
+        for place in self._places():
+            columns = rows_of(place)
+            if len(columns["peer"]):
+                columns["bundle"] = np.full_like(columns["peer"], place.index)
+                rows[place.bundle.pp_stage].append(columns)
+        return {stage: _table(parts) for stage, parts in rows.items()}
+
+    def _places(self) -> Iterator[_Place]:
+        """The bundles this rank takes part in."""
+        found: dict[int, tuple[int, int] | None] = {}
         for index, bundle in enumerate(self.plan.bundles):
             holding = bundle.src if self.world == "train" else bundle.dst
-            if holding not in places:
-                found = np.argwhere(self.plan.holdings[holding].ranks == self.rank)
-                places[holding] = (int(found[0, 0]), int(found[0, 1])) if len(found) else None
-            if (place := places[holding]) is not None:
-                yield index, bundle, *place
+            if holding not in found:
+                at = np.argwhere(self.plan.holdings[holding].ranks == self.rank)
+                found[holding] = (int(at[0, 0]), int(at[0, 1])) if len(at) else None
+            if (place := found[holding]) is not None:
+                yield _Place(index, bundle, self.plan.templates[bundle.template], *place)
 
-    def _sends(self, bundle: Bundle, template: Template, shard: int, replica: int) -> dict[str, NDArray[np.int64]]:
-        moves = np.array([i for i, move in enumerate(template.moves) if move.src == shard], dtype=np.int64)
-        sources, pulls = self.plan.src_replicas(bundle), self.plan.dst_replicas(bundle)
-        member = np.arange(bundle.members)[:, None, None]
-        move, dst = moves[None, :, None], np.arange(pulls)[None, None, :]
-        mine = replica_of(template, bundle, sources, pulls, member, move, dst) == replica
+    def sends(self, at: _Place) -> _Columns:
+        """What a training rank sends."""
+        plan, bundle = self.plan, at.bundle
+        moves = _numbers(i for i, move in enumerate(at.template.moves) if move.src == at.shard)
+        member, move = np.arange(bundle.members)[:, None, None], moves[None, :, None]
+        dst = np.arange(plan.dst_replicas(bundle))[None, None, :]
+        mine = plan.served_by(bundle, member, move, dst) == at.replica
+        if plan.relay:
+            mine = mine & (plan.lands_on(bundle, member, move) == dst)
         member_of, move_of, dst_of = np.nonzero(mine)
-        peers = self.plan.holdings[bundle.dst].ranks[[template.moves[i].dst for i in moves]]
-        columns = self._local(bundle, template, moves, member_of, move_of, source=True)
+        peers = plan.holdings[bundle.dst].ranks[[at.template.moves[i].dst for i in moves]]
+        columns = self._local(at, moves, member_of, move_of, piece="src", order="src")
         return {"peer": peers[move_of, dst_of].astype(np.int64), **columns}
 
-    def _receives(self, bundle: Bundle, template: Template, shard: int, source: bool) -> dict[str, NDArray[np.int64]]:
-        """What arrives, as it lies in this rank's tensors or, with `source`, in those of the ranks it comes from."""
-        moves = np.array([i for i, move in enumerate(template.moves) if move.dst == shard], dtype=np.int64)
-        _, dst_replica = np.argwhere(self.plan.holdings[bundle.dst].ranks == self.rank)[0]
-        sources, pulls = self.plan.src_replicas(bundle), self.plan.dst_replicas(bundle)
-        member = np.arange(bundle.members)[:, None]
-        chosen = replica_of(template, bundle, sources, pulls, member, moves[None, :], int(dst_replica))
-        member_of, move_of = np.nonzero(np.ones_like(chosen, dtype=bool))
-        ranks = self.plan.holdings[bundle.src].ranks
-        shards = np.array([template.moves[i].src for i in moves], dtype=np.int64)
-        peers = ranks[shards[move_of], chosen[member_of, move_of]].astype(np.int64)
-        return {"peer": peers, **self._local(bundle, template, moves, member_of, move_of, source)}
+    def receives(self, at: _Place) -> _Columns:
+        """What a generation rank receives from training ranks, as it lies here."""
+        return self._from_trainer(at, piece="dst")
 
-    def _local(self, bundle: Bundle, template: Template, moves: NDArray[np.int64], member_of: NDArray[np.int64],
-               move_of: NDArray[np.int64], source: bool) -> dict[str, NDArray[np.int64]]:  # fmt: skip
-        """Where the moves lie in the tensors of their source or destination, for every (member, move) row."""
+    def pulled(self, at: _Place) -> _Columns:
+        """The same, as it lies in the training ranks' tensors."""
+        return self._from_trainer(at, piece="src")
+
+    def _from_trainer(self, at: _Place, piece: _End) -> _Columns:
+        plan, bundle = self.plan, at.bundle
+        member, moves = np.arange(bundle.members)[:, None], self._moves_in(at)
+        served = plan.served_by(bundle, member, moves[None, :], at.replica)
+        mine = plan.lands_on(bundle, member, moves[None, :]) == at.replica if plan.relay else np.ones_like(served, bool)
+        member_of, move_of = np.nonzero(mine)
+        shards = _numbers(at.template.moves[i].src for i in moves)
+        peers = plan.holdings[bundle.src].ranks[shards[move_of], served[member_of, move_of]].astype(np.int64)
+        return {"peer": peers, **self._local(at, moves, member_of, move_of, piece, order="src")}
+
+    def relay_sends(self, at: _Place) -> _Columns:
+        """What landed on this generation rank, for each of the other replicas."""
+        moves = self._moves_in(at)
+        member = np.arange(at.bundle.members)[:, None]
+        landed = self.plan.lands_on(at.bundle, member, moves[None, :]) == at.replica
+        replicas = self.plan.holdings[at.bundle.dst].ranks[at.shard]
+        others = np.arange(len(replicas)) != at.replica
+        member_of, move_of, dst_of = np.nonzero(landed[:, :, None] & others)
+        columns = self._local(at, moves, member_of, move_of, piece="dst", order="dst")
+        return {"peer": replicas[dst_of].astype(np.int64), **columns}
+
+    def relay_receives(self, at: _Place) -> _Columns:
+        """What landed on other replicas of this generation rank's shard."""
+        moves = self._moves_in(at)
+        landed = self.plan.lands_on(at.bundle, np.arange(at.bundle.members)[:, None], moves[None, :])
+        member_of, move_of = np.nonzero(landed != at.replica)
+        peers = self.plan.holdings[at.bundle.dst].ranks[at.shard][landed[member_of, move_of]].astype(np.int64)
+        return {"peer": peers, **self._local(at, moves, member_of, move_of, piece="dst", order="dst")}
+
+    def _moves_in(self, at: _Place) -> NDArray[np.int64]:
+        return _numbers(i for i, move in enumerate(at.template.moves) if move.dst == at.shard)
+
+    def _local(self, at: _Place, moves: NDArray[np.int64], member_of: NDArray[np.int64], move_of: NDArray[np.int64],
+               piece: _End, order: _End) -> _Columns:  # fmt: skip
+        """Where the moves lie in the tensors of one end, for every (member, move) row, in memory order of one end."""
+        bundle, template, source = at.bundle, at.template, piece == "src"
         slot0 = bundle.src_slot if source else bundle.dst_slot
         slots = slot0 + np.arange(bundle.members) % bundle.expert_count
         tensor = np.zeros((bundle.members, len(moves)), dtype=np.int64)
@@ -142,11 +219,11 @@ class _Expansion:
         for column, index in enumerate(moves):
             move = template.moves[index]
             src, dst = template.src.pieces[move.src][move.src_piece], template.dst.pieces[move.dst][move.dst_piece]
-            piece = src if source else dst
-            tensor[:, column] = self._tensor_ids(bundle, piece.tensor, source)
-            slot_stride = row_major_strides(piece.view)[piece.slot_dim] if piece.slot_dim >= 0 else 0
-            offset[:, column] = piece.offset(move.region.start) + slots * slot_stride
-            geometry[column] = self._geometry(_wire_geometry(move.region, src, piece))
+            local = src if source else dst
+            tensor[:, column] = self._tensor_ids(bundle, local.tensor, source)
+            slot_stride = row_major_strides(local.view)[local.slot_dim] if local.slot_dim >= 0 else 0
+            offset[:, column] = local.offset(move.region.start) + slots * slot_stride
+            geometry[column] = self._geometry(_wire_geometry(move.region, src if order == "src" else dst, local))
         return {
             "tensor": tensor[member_of, move_of],
             "geometry": geometry[move_of],
@@ -170,17 +247,24 @@ class _Expansion:
     def _geometry(self, geometry: Geometry) -> int:
         return self.geometries.setdefault(geometry, len(self.geometries))
 
-    def _padding(self, bundle: Bundle, template: Template, shard: int) -> Iterator[tuple[int, int, Geometry]]:
-        for padding in template.dst.padding[shard] if template.dst.padding else ():
-            strides = row_major_strides(padding.tensor.shape)
-            offset = sum(low * stride for low, stride in zip(padding.box.start, strides, strict=True))
-            for tensor in dict.fromkeys(self._tensor_ids(bundle, padding.tensor, source=False).tolist()):
-                yield tensor, offset, Geometry(padding.box.extents, strides)
+    def _padding(self) -> Iterator[tuple[int, int, Geometry]]:
+        """(tensor, offset, geometry) of what no parameter fills, maybe several times."""
+        for at in self._places():
+            declared = at.template.dst.padding
+            for padding in declared[at.shard] if declared else ():
+                strides = row_major_strides(padding.tensor.shape)
+                offset = sum(low * stride for low, stride in zip(padding.box.start, strides, strict=True))
+                for tensor in dict.fromkeys(self._tensor_ids(at.bundle, padding.tensor, source=False).tolist()):
+                    yield tensor, offset, Geometry(padding.box.extents, strides)
 
 
-def _wire_geometry(region: Region, src: Piece, local: Piece) -> Geometry:
-    """Extents and strides in wire order: the source's memory order, so that senders read forwards. Unit dims are dropped."""
-    order = sorted(range(len(region.start)), key=lambda dim: -src.strides[dim])
+def _numbers(values: Iterable[int]) -> NDArray[np.int64]:
+    return np.array(list(values), dtype=np.int64)
+
+
+def _wire_geometry(region: Region, ordering: Piece, local: Piece) -> Geometry:
+    """Extents and strides in wire order: the sender's memory order, so that it reads forwards. Unit dims are dropped."""
+    order = sorted(range(len(region.start)), key=lambda dim: -ordering.strides[dim])
     kept = [dim for dim in order if region.extents[dim] != 1]
     return Geometry(tuple(region.extents[dim] for dim in kept), tuple(local.strides[dim] for dim in kept))
 

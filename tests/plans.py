@@ -59,6 +59,8 @@ TINY = (
     Case("tiny-llama-tied", "pp=2,vpp=2", "tp=2,pp=2", changes=(("vocab_size", 130),)),
     Case("tiny-qwen2", "tp=4,dp=2", "tp=2,dp=2"),
     Case("tiny-qwen3", "tp=2,pp=2,vpp=2", "dp=2"),
+    Case("tiny-qwen3", "tp=1", "tp=2,dp=2"),
+    Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3"),
     Case("tiny-qwen3-moe", "ep=4,dp=4", "tp=2"),
     Case("tiny-qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2,dp=2,ep=4"),
     Case("tiny-qwen3-moe", "tp=2,ep=2,pp=2", "tp=3,ep=3", changes=_THIRDS),

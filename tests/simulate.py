@@ -2,7 +2,7 @@
 
 Every element of every parameter gets a number of its own. Source tensors are filled with them as the pieces of a *good*
 plan say; then the schedules of all ranks are executed, and the destination tensors are compared with what the good
-plan's pieces want there. Of the planner only `schedule_of` is used: pieces are read here with numpy slices alone.
+plan's pieces want there. Of the planner only `schedule_of` and `relay_of` are used: pieces are read here with numpy slices alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mcore_reshard.planner.geometry import LocalTensor, Piece
 from mcore_reshard.planner.plan import Bundle, Plan
 from mcore_reshard.planner.schedule import Geometry, Schedule, TransferTable, World
-from mcore_reshard.planner.scheduling import schedule_of
+from mcore_reshard.planner.scheduling import relay_of, schedule_of
 
 UNTOUCHED = -1
 TRAINER_PADDING = -2
@@ -94,20 +94,29 @@ def execute(plan: Plan, sources: Tensors, wanted: Tensors) -> tuple[Tensors, lis
     train = [schedule_of(plan, "train", rank) for rank in range(plan.train.world)]
     gen = [schedule_of(plan, "gen", rank) for rank in range(plan.gen.world)]
     arrived = {key: np.full(tensor.size, UNTOUCHED) for key, tensor in wanted.items()}
-    faults: list[str] = []
-    for stage in range(plan.train.pp):
-        sent = {(s.rank, peer): rows for s in train for peer, rows in _by_peer(s, s.stages[stage].sends).items()}
-        received = {(peer, g.rank): rows for g in gen for peer, rows in _by_peer(g, g.stages[stage].recvs).items()}
+    faults = list(_exchange(train, gen, sources, arrived))
+    if plan.relay:  # only now: a relay passes on what has arrived
+        relays = [relay_of(plan, rank) for rank in range(plan.gen.world)]
+        faults += _exchange([r.sends for r in relays], [r.receives for r in relays], arrived, arrived)
+    return {key: flat.reshape(wanted[key].shape) for key, flat in arrived.items()}, faults
+
+
+def _exchange(senders: list[Schedule], receivers: list[Schedule], held: Tensors, arrived: Tensors) -> Iterator[str]:
+    """Run the schedules of senders against those of receivers, pair by pair; what went wrong."""
+    for stage in range(len(senders[0].stages)):
+        sent = {(s.rank, peer): rows for s in senders for peer, rows in _by_peer(s, s.stages[stage].sends).items()}
+        received = {
+            (peer, r.rank): rows for r in receivers for peer, rows in _by_peer(r, r.stages[stage].recvs).items()
+        }
         for src, dst in sorted(sent.keys() | received.keys()):
-            where = f"stage {stage}, train {src} -> gen {dst}"
+            where = f"stage {stage}, {senders[0].name_of('train', src)} -> gen:{dst}"
             sends, recvs = sent.get((src, dst), []), received.get((src, dst), [])
             if len(sends) != len(recvs):
-                faults.append(f"{where}: {len(sends)} sends for {len(recvs)} receives")
+                yield f"{where}: {len(sends)} sends for {len(recvs)} receives"
                 continue
             for send, recv in zip(sends, recvs, strict=True):
-                if message := _move(send, recv, sources.get((src, send.tensor)), arrived.get((dst, recv.tensor))):
-                    faults.append(f"{where}, {send.parameter}: {message}")
-    return {key: flat.reshape(wanted[key].shape) for key, flat in arrived.items()}, faults
+                if message := _move(send, recv, held.get((src, send.tensor)), arrived.get((dst, recv.tensor))):
+                    yield f"{where}, {send.parameter}: {message}"
 
 
 def _by_peer(schedule: Schedule, table: TransferTable) -> dict[int, list[Transfer]]:

@@ -234,7 +234,7 @@ def test_plan_files_that_are_not_plans_are_told_apart(
     for content, expected in (
         ("not json", "it is not JSON"),
         ('{"format": "something else"}', "is not a plan"),
-        (good.replace('"version":1', '"version":99'), "is a plan of version 99"),
+        (good.replace('"version":2', '"version":99'), "is a plan of version 99"),
         (good.replace('"rotation"', '"rotated"').replace("qkv", "qvk", 1), "is damaged"),
         (good[: len(good) // 2], "it is not JSON"),
     ):

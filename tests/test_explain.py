@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -26,7 +26,7 @@ from mcore_reshard.planner.explain import (
 from mcore_reshard.planner.geometry import Region
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.schedule import Geometry, Schedule, World
-from mcore_reshard.planner.scheduling import schedule_of
+from mcore_reshard.planner.scheduling import relay_of, schedule_of
 
 # parameter, train rank, tensor, offset, gen rank, tensor, offset
 Moved = tuple[str, int, str, int, int, str, int]
@@ -70,6 +70,12 @@ def moves_of(case: plans.Case) -> Moves:
         for (name, src, held, a), (same, dst, wanted, b) in zip(rows, receives[train, gen], strict=True):
             assert name == same
             found.append((name, train, src, held, a, gen, dst, wanted, b))
+    landed = {(gen, name, dst, b): row for row in found for name, *_, gen, dst, _, b in [row]}
+    for gen in range(plan.gen.world if plan.relay else 0):  # replicas keep a parameter in the same place
+        schedule = relay_of(plan, gen).receives
+        for _, peer, name, tensor, _, offset in _rows(schedule):
+            name, train, src, held, a, _, dst, wanted, b = landed[peer, name, tensor, offset]
+            found.append((name, train, src, held, a, gen, dst, wanted, b))
     return Moves(tuple(found))
 
 
@@ -77,15 +83,20 @@ def _by_pair(plan: Plan, world: World) -> dict[tuple[int, int], list[tuple[str, 
     """The transfers of every (train rank, gen rank), in the order in which one world lists them."""
     found = defaultdict(list)
     for rank in range(plan.train.world if world == "train" else plan.gen.world):
-        schedule = schedule_of(plan, world, rank)
-        for stage in schedule.stages:
-            table = stage.sends if world == "train" else stage.recvs
-            for i, peer in enumerate(table.peer.tolist()):
-                name = schedule.parameter_name(int(table.bundle[i]), int(table.member[i]))
-                tensor, geometry = schedule.tensors[table.tensor[i]].name, schedule.geometries[table.geometry[i]]
-                pair = (rank, peer) if world == "train" else (peer, rank)
-                found[pair].append((name, tensor, geometry, int(table.offset[i])))
+        for me, peer, name, tensor, geometry, offset in _rows(schedule_of(plan, world, rank)):
+            pair = (me, peer) if world == "train" else (peer, me)
+            found[pair].append((name, tensor, geometry, offset))
     return found
+
+
+def _rows(schedule: Schedule) -> Iterator[tuple[int, int, str, str, Geometry, int]]:
+    """(rank, peer, parameter, tensor, geometry, offset) of every transfer."""
+    for stage in schedule.stages:
+        table = stage.sends if schedule.world == "train" else stage.recvs
+        for i, peer in enumerate(table.peer.tolist()):
+            name = schedule.parameter_name(int(table.bundle[i]), int(table.member[i]))
+            tensor, geometry = schedule.tensors[table.tensor[i]].name, schedule.geometries[table.geometry[i]]
+            yield schedule.rank, peer, name, tensor, geometry, int(table.offset[i])
 
 
 def _offsets(geometry: Geometry, start: int) -> list[int]:

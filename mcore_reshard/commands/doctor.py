@@ -33,7 +33,6 @@ _PACKAGES = {
     "nccl4py": ("nccl", "the nccl transport", "gpu"),
     "cuda-core": ("cuda.core", "copy kernels of the direct and nccl transports", "gpu"),
 }
-_PLANNED_TRANSPORTS = ("direct", "nccl", "gloo", "golden")  # what the command line speaks of
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,13 +48,16 @@ def examine() -> dict[str, Any]:
     """Everything doctor reports, as plain data."""
     packages = [_package(name, *about) for name, about in _PACKAGES.items()]
     has = {package["name"] for package in packages if package["version"]}
+    cuda = _cuda() if "torch" in has else {"available": False, "reason": "torch is not installed"}
+    transports = _transports() if "torch" in has else []
     return {
         "mcore_reshard": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
-        "cuda": _cuda() if "torch" in has else {"available": False, "reason": "torch is not installed"},
-        "transports": _transports() if "torch" in has else [],
+        "cuda": cuda,
+        "transports": transports,
+        "auto": _auto(transports, cuda),
         "commands": _commands(has),
     }
 
@@ -115,23 +117,39 @@ def _cuda() -> dict[str, Any]:
 def _transports() -> list[dict[str, Any]]:
     from mcore_reshard.kernels.registry import transports
 
-    found = {transport.name: transport for transport in transports()}
-    rows = []
-    for name in dict.fromkeys((*_PLANNED_TRANSPORTS, *found)):
-        if (transport := found.get(name)) is None:
-            rows.append({"name": name, "ok": False, "reason": "not in this release", "devices": [], "reach": ""})
-            continue
-        obstacle = transport.obstacle()
-        rows.append(
-            {
-                "name": name,
-                "ok": obstacle is None,
-                "reason": obstacle,
-                "devices": sorted(transport.devices),
-                "reach": transport.reach,
-            }
-        )
-    return rows
+    return [
+        {
+            "name": transport.name,
+            "ok": (obstacle := transport.obstacle()) is None,
+            "reason": obstacle,
+            "devices": sorted(transport.devices),
+            "reach": transport.reach,
+        }
+        for transport in transports()
+    ]
+
+
+def _auto(transports: list[dict[str, Any]], cuda: dict[str, Any]) -> list[str]:
+    """What a session that asks for no transport gets here, and why."""
+    usable = {row["name"] for row in transports if row["ok"]}
+    said = ["CPU tensors: gloo, the only transport that moves them point to point"] if "gloo" in usable else []
+    if not cuda["available"]:
+        return [*said, "CUDA tensors: none, there is no CUDA device"]
+    missing = {row["name"]: row["reason"] for row in transports}
+    if "direct" not in usable and "nccl" not in usable:
+        return [*said, f"CUDA tensors: none ({missing['auto']})"]
+    if "direct" not in usable:
+        return [*said, f"CUDA tensors: nccl for every pair of ranks (direct: {missing['direct']})"]
+    apart = [
+        f"{device['device']}-{other['device']}"
+        for device in cuda["devices"]
+        for other in cuda["devices"]
+        if device["device"] < other["device"] and other["device"] not in device["peer_access"]
+    ]
+    elsewhere = "nccl" if "nccl" in usable else f"nothing (nccl: {missing['nccl']})"
+    within = f"direct, except between GPUs {', '.join(apart)}, which cannot access each other" if apart else "direct"
+    rest = "to and from other hosts, or GPUs that the reader does not see"
+    return [*said, f"CUDA tensors: {within}, for pairs of ranks on this host; {elsewhere} {rest}"]
 
 
 def _commands(has: set[str]) -> list[dict[str, Any]]:
@@ -173,6 +191,8 @@ def _tables(report: dict[str, Any]) -> Iterator[RenderableType]:
             row["name"], verdict(row["ok"], row["reason"] or "", bad="no"), ", ".join(row["devices"]), row["reach"]
         )
     yield transports
+    if report["auto"]:
+        yield facts([("auto" if number == 0 else "", said) for number, said in enumerate(report["auto"])])
     commands = table("Commands", "command", "")
     for row in report["commands"]:
         commands.add_row(row["command"], verdict(row["ok"], row["detail"], bad="no"))

@@ -211,7 +211,9 @@ def _group(plan: Plan, origins: list[Origin], holders: list[Place]) -> Iterator[
     columns = ("index", "element", "byte")
     shown = table(None, "to", *columns, "from", *columns, numbers=("element", "byte"))
     for origin in origins[:_ROWS_SHOWN]:
-        shown.add_row(*_cells(origin.dst), *_cells(origin.src))
+        sender, *where = _cells(origin.src)
+        via = "" if origin.relayed_by is None else f" via gen:{origin.relayed_by}"
+        shown.add_row(*_cells(origin.dst), sender + via, *where)
     say_what_is_left(shown, len(origins) - _ROWS_SHOWN, "transfer")
     yield shown
 

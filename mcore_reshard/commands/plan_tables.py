@@ -76,7 +76,10 @@ def _stages(summary: dict[str, Any]) -> Table:
 def _loads(plan: Plan) -> Table:
     numbers = ("ranks", "least", "mean", "most", "most / mean")
     shown = table("Load per rank", "world", *numbers, "busiest", numbers=numbers)
-    for world, verb, loads in (("train", "send", plan.send_bytes), ("gen", "receive", plan.recv_bytes)):
+    ways = [("train", "send", plan.send_bytes), ("gen", "receive", plan.recv_bytes)]
+    if plan.relay:
+        ways.append(("gen", "pass on", plan.relay_bytes))
+    for world, verb, loads in ways:
         load = busiest(loads)
         ratio = f"{load['max'] / load['mean']:.2f}" if load["mean"] else "-"
         same = int(np.count_nonzero(loads == load["max"])) - 1

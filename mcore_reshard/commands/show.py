@@ -107,6 +107,8 @@ def _transfers(glob: str, rank: str | None, rows: list[dict[str, Any]], left: in
         for row in alike:
             region = Region(tuple(row["region"]["start"]), tuple(row["region"]["stop"]))
             ends = [(f"{world}:{row[end]['rank']}", f"{row[end]['offset']:,}") for world, end in _ENDS]
+            if row["relayed_by"] is not None:
+                ends[0] = (f"{ends[0][0]} via gen:{row['relayed_by']}", ends[0][1])
             shown.add_row(str(row["pp_stage"]), str(region), size(row["bytes"]), *ends[0], *ends[1])
         yield shown
     if left:

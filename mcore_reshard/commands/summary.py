@@ -49,8 +49,14 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
         ],
         "ranks": {
             "train": [{"rank": rank, "send_bytes": sent} for rank, sent in enumerate(plan.send_bytes.tolist())],
-            "gen": [{"rank": rank, "recv_bytes": received} for rank, received in enumerate(plan.recv_bytes.tolist())],
+            "gen": [
+                {"rank": rank, "recv_bytes": received, "relay_bytes": passed_on}
+                for rank, (received, passed_on) in enumerate(
+                    zip(plan.recv_bytes.tolist(), plan.relay_bytes.tolist(), strict=True)
+                )
+            ],
         },
+        "relay": plan.relay,
         "plan_seconds": plan_seconds,
         "notes": list(notes),
     }

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mcore_reshard.planner.geometry import Piece, Region
-from mcore_reshard.planner.plan import Bundle, Plan, replica_of
+from mcore_reshard.planner.plan import Bundle, Plan
 from mcore_reshard.planner.schedule import Schedule, TransferTable, World
 from mcore_reshard.planner.scheduling import schedule_of
 
@@ -118,12 +118,13 @@ def _moves(
     member, replicas = layer * bundle.expert_count + expert, np.arange(receivers.shape[1])
     at = bundle.layers[layer]
     for number, move in enumerate(template.moves):
-        served = replica_of(template, bundle, sources.shape[1], receivers.shape[1], member, number, replicas)
+        served = plan.served_by(bundle, member, number, replicas)
         src, dst = template.src.pieces[move.src][move.src_piece], template.dst.pieces[move.dst][move.dst_piece]
         ends = {
             "src": _end(src, move.region, at.vp_stage, at.src_local, bundle.src_slot + expert),
             "dst": _end(dst, move.region, 0, at.dst_local, bundle.dst_slot + expert),
         }
+        landing = int(receivers[move.dst, plan.lands_on(bundle, member, number)]) if plan.relay else None
         for replica in replicas.tolist():
             train_rank, gen_rank = int(sources[move.src, served[replica]]), int(receivers[move.dst, replica])
             if only is not None and only not in (("train", train_rank), ("gen", gen_rank)):
@@ -137,6 +138,7 @@ def _moves(
                 "bytes": int(template.move_bytes[number]),
                 "src": {"rank": train_rank, **ends["src"]},
                 "dst": {"rank": gen_rank, **ends["dst"]},
+                "relayed_by": None if landing == gen_rank else landing,
             }
 
 

@@ -623,6 +623,6 @@ def file_mutant(bug: int, what: str, case: Case, damaged: Callable[[str], str]) 
 
 
 file_mutant(2, "two moves change places in the file", LLAMA, lambda text: text.replace("[0,0,0,0,", "[0,0,1,0,", 1))
-file_mutant(19, "a plan of another version is read", LLAMA, lambda text: text.replace('"version":1', '"version":0'))
+file_mutant(19, "a plan of another version is read", LLAMA, lambda text: text.replace('"version":2', '"version":0'))
 
 PLAN_MUTANTS: tuple[Mutant, ...] = tuple(_found)

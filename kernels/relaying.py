@@ -1,0 +1,126 @@
+"""Two hops: from the trainer to one replica of each shard, and from there to the others.
+
+The second hop is a refit of its own, in which every generation rank takes both parts: it sends what landed on it, and
+receives what landed on other replicas. It starts on a rank once all that the rank was to get from the trainer is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed import PrefixStore
+
+from mcore_reshard.planner.schedule import Schedule
+
+from .gloo import GlooGroup
+from .joined import JoinedExecutor, in_context_of, merged
+from .pipeline import Executor, StageReport, group_rank
+from .program import bind
+from .transport import Link
+
+_PARTS = 3  # executors on a rank that relays, which share its scratch
+
+
+def connected(connect: Callable[[Link], Executor], link: Link) -> Executor:
+    """Connect a transport for all that the plan moves, by two hops where it relays."""
+    schedule = link.program.schedule
+    if not schedule.relayed:
+        return connect(link)
+    shared = replace(link, scratch_bytes=link.scratch_bytes // _PARTS)
+    first = connect(replace(shared, store=PrefixStore("first", link.store)))
+    if schedule.relay is None:
+        return first
+    try:
+        return RelayedExecutor(first, _second_hop(connect, shared))
+    except BaseException:
+        first.close()
+        raise
+
+
+class RelayedExecutor:
+    """One executor after another."""
+
+    def __init__(self, first: Executor, second: Executor) -> None:
+        self._hops = first, second
+        self.name = first.name
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(hop.scratch_bytes for hop in self._hops)
+
+    def run(self) -> tuple[StageReport, ...]:
+        """Both hops; bytes that are passed on count on both ranks, as bytes sent and as bytes received."""
+        first, second = (hop.run() for hop in self._hops)
+        return tuple(
+            replace(total, seconds=one.seconds + two.seconds)
+            for total, one, two in zip(merged([first, second]), first, second, strict=True)
+        )
+
+    def close(self) -> None:
+        """Close both. May be called twice."""
+        try:
+            self._hops[1].close()
+        finally:
+            self._hops[0].close()
+
+
+@dataclass(frozen=True)
+class _Role:
+    """One end of the second hop, with the group that is its own."""
+
+    executor: Executor
+    group: GlooGroup
+
+    @property
+    def name(self) -> str:
+        return self.executor.name
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self.executor.scratch_bytes
+
+    def run(self) -> tuple[StageReport, ...]:
+        return self.executor.run()
+
+    def close(self) -> None:
+        self.group.close()
+        self.executor.close()
+
+
+def _second_hop(connect: Callable[[Link], Executor], link: Link) -> Executor:
+    """Both roles connect at the same time: each waits for the other roles of other ranks."""
+    assert link.program.schedule.relay is not None
+    relay = link.program.schedule.relay()
+    device = link.program.device
+    stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+    with ThreadPoolExecutor(2, thread_name_prefix="relay") as threads:
+        coming = [
+            threads.submit(in_context_of(stream, lambda part=part: _role(connect, link, part)))  # type: ignore[misc]
+            for part in (relay.sends, relay.receives)
+        ]
+    roles = [future.result() for future in coming if future.exception() is None]
+    if len(roles) < len(coming):
+        for role in roles:
+            role.close()
+        raise next(error for future in coming if (error := future.exception()) is not None)
+    return JoinedExecutor(roles, device)
+
+
+def _role(connect: Callable[[Link], Executor], link: Link, schedule: Schedule) -> _Role:
+    program = bind(schedule, link.program.by_name, bucket_bytes=link.program.bucket_bytes)
+    store = PrefixStore("second", link.another_store())
+    group = GlooGroup(
+        PrefixStore("group", store),
+        group_rank(schedule, schedule.world, schedule.rank),
+        schedule.train_ranks + schedule.gen_ranks,
+        timeout_s=link.timeout_s,
+    )
+    try:
+        executor = connect(replace(link, program=program, group=group, store=store))
+    except BaseException:
+        group.close()
+        raise
+    return _Role(executor, group)

@@ -1,0 +1,36 @@
+"""What a transport is, and what it is given when a session connects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.distributed import Store
+
+from .gloo import GlooGroup
+from .pipeline import Executor
+from .program import Program
+from .rounds import DEFAULT_SCRATCH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a transport may build on when it connects: all ranks of the session do so at the same time."""
+
+    store: Store  # keys are the transport's own
+    another_store: Callable[[], Store]  # the same over a connection of its own: one who waits blocks all who share one
+    group: GlooGroup  # every rank, for CPU messages
+    program: Program
+    timeout_s: float
+    scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory, per rank; for transports that stage on the device
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """A way to move a program's bytes. `connect` is None for golden, which moves whole tensors without a program."""
+
+    name: str
+    devices: frozenset[str]  # torch device types of the tensors it can move
+    reach: str  # how far apart ranks may be
+    obstacle: Callable[[], str | None]  # what keeps it from running on this machine
+    connect: Callable[[Link], Executor] | None

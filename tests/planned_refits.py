@@ -1,0 +1,49 @@
+"""Refits of small real plans by live endpoints, with content that every rank can check for itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from plans import Case
+
+from mcore_reshard.planner.scheduling import schedule_of
+from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import synthetic
+
+REFITS = 2
+
+
+def refit(number: int, address: str, case: Case, device: str, **options: Any) -> tuple[set[str], dict[str, int]]:
+    """Rank `number`, training ranks first, refits twice: (what moved the bytes, wrong elements by parameter).
+
+    On "cuda" ranks take the GPUs in turn. Destinations are poisoned before each refit.
+    """
+    plan = case.plan()
+    train = number < plan.train.world
+    world, rank = ("train", number) if train else ("gen", number - plan.train.world)
+    place = torch.device(device)
+    if device == "cuda":
+        place = torch.device("cuda", number % torch.cuda.device_count())
+        torch.cuda.set_device(place)
+    schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
+    tensors = synthetic.allocate(schedule, place)
+    if train:
+        synthetic.fill(plan, "train", rank, tensors)
+    endpoint = (TrainEndpoint if train else GenerationEndpoint)(
+        schedule, tensors, store=address, timeout_s=30.0, **options
+    )
+    endpoint.prepare()
+    ways, wrong = set(), {}
+    for version in range(1, REFITS + 1):
+        if not train:
+            for tensor in tensors.values():
+                tensor.view(torch.uint8).fill_(synthetic.POISON)
+        ways.add(endpoint.refit(version).transport)
+        wrong |= {} if train else synthetic.wrong_elements(plan, "gen", rank, tensors)
+    endpoint.close()
+    return ways, wrong

@@ -1,0 +1,90 @@
+"""Relays: what the trainer sends once, and what generation replicas pass on; when a plan relays, and that it arrives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import simulate
+from plans import Case
+
+from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.proof import prove
+from mcore_reshard.planner.scheduling import relay_of, schedule_of
+
+ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
+TWO_TO_FOUR = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2")
+
+
+def sent(plan: Plan, world: str) -> int:
+    ranks = range(plan.train.world if world == "train" else plan.gen.world)
+    schedules = (schedule_of(plan, "train", r) if world == "train" else relay_of(plan, r).sends for r in ranks)
+    return sum(int(stage.sends.nbytes.sum()) for schedule in schedules for stage in schedule.stages)
+
+
+def test_a_trainer_with_three_replicas_sends_the_model_once() -> None:
+    plan = ONE_TO_THREE.plan()
+    assert plan.relay
+    model = plan.bulk_bytes
+    assert plan.send_bytes.tolist() == [model] == [sent(plan, "train")]
+    assert plan.recv_bytes.tolist() == [model] * 3
+    assert plan.relay_bytes.sum() == 2 * model == sent(plan, "gen")
+    assert plan.relay_bytes.max() < 1.1 * plan.relay_bytes.mean()
+    assert plan.busiest_link == model
+
+
+@pytest.mark.parametrize(
+    ("train", "gen", "relays"),
+    [
+        ("tp=2", "tp=2", False),  # nothing to relay
+        ("tp=2", "tp=1,dp=2", False),  # as many senders as receivers: what replicas receive is the limit
+        ("tp=2,dp=2", "tp=2", False),
+        ("tp=2", "tp=2,dp=2", True),
+        ("tp=1", "tp=2", False),  # norms go to both, which is next to nothing
+    ],
+)
+def test_a_plan_relays_where_that_shortens_the_busiest_link(train: str, gen: str, relays: bool) -> None:
+    assert Case("tiny-qwen3", train, gen).plan().relay is relays
+
+
+@pytest.mark.parametrize("case", [ONE_TO_THREE, TWO_TO_FOUR], ids=str)
+def test_both_hops_together_bring_every_element_once(case: Case) -> None:
+    plan = case.plan()
+    assert plan.relay and prove(plan).ok and simulate.damage(plan) == []
+
+
+def test_what_lands_and_what_is_passed_on_are_all_that_a_rank_holds() -> None:
+    plan = TWO_TO_FOUR.plan()
+    for rank in range(plan.gen.world):
+        first, relay = schedule_of(plan, "gen", rank), relay_of(plan, rank)
+        assert set(first.tensors) == set(relay.receives.tensors)
+        landed, passed_on = (
+            sum(int(stage.recvs.nbytes.sum()) for stage in schedule.stages) for schedule in (first, relay.receives)
+        )
+        assert landed + passed_on == plan.recv_bytes[rank]
+        assert sum(int(stage.sends.nbytes.sum()) for stage in relay.sends.stages) == plan.relay_bytes[rank]
+        assert all((stage.sends.peer != rank).all() for stage in relay.sends.stages)
+        assert relay.sends.name == f"relay:{rank}" and relay.receives.name == f"gen:{rank}"
+
+
+def test_a_reader_finds_at_its_replica_what_it_wants_where_it_keeps_it_itself() -> None:
+    receives = relay_of(TWO_TO_FOUR.plan(), 1).receives
+    assert receives.pulls is not None
+    pulls = receives.pulls()
+    assert pulls.tensors == receives.tensors
+    for stage, table in zip(receives.stages, pulls.stages, strict=True):
+        assert np.array_equal(stage.recvs.offset, table.offset) and np.array_equal(stage.recvs.peer, table.peer)
+
+
+def test_the_simulation_notices_a_replica_that_passes_nothing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ONE_TO_THREE.new_plan()
+    silent = relay_of(plan, 1).sends
+    monkeypatch.setattr(simulate, "relay_of", lambda plan, rank: _silenced(relay_of(plan, rank), silent, rank))
+    assert any("relay:1 -> gen:0" in fault for fault in simulate.damage(plan))
+
+
+def _silenced(relay, silent, rank):  # type: ignore[no-untyped-def]
+    from dataclasses import replace
+
+    from mcore_reshard.planner.subset import with_peers
+
+    return replace(relay, sends=with_peers(silent, ())) if rank == 1 else relay
