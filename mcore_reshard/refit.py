@@ -127,10 +127,11 @@ class _Endpoint(ABC):
     def refit(self, version: int) -> RefitReport:
         """Move the weights of `version` from the trainer to the engine; return once every rank has acknowledged it.
 
-        All ranks of both worlds must call it with the same version, larger than the last. Each wait ends with an error
+        All ranks of both worlds must call it with the same version, larger than the last: else all of them raise
+        `VersionError`, nothing has moved and the session goes on. Each wait ends with an error
         after `timeout_s`. Training weights may change again as soon as this returns.
         """
-        connection = self._ready(version)
+        connection = self._ready()
         start = time.perf_counter()
         self._refits += 1
         meeting, phase = connection.meeting, f"refit-{self._refits}"
@@ -138,7 +139,7 @@ class _Endpoint(ABC):
             if connection.program is not None:
                 connection.program.check_fresh(self._live())
             words = meeting.gather(f"{phase}/start", {"version": version})
-        _same_version(words)
+        _same_version(words, after=self.committed_version)
         with ExitStack() as afterwards, self._ends_on_error(meeting, f"{phase}/commit"):
             stages, misc_bytes = self._moved(connection, afterwards)
             meeting.gather(f"{phase}/commit", {})
@@ -244,11 +245,9 @@ class _Endpoint(ABC):
             "package": __version__,
         }
 
-    def _ready(self, version: int) -> _Connection:
+    def _ready(self) -> _Connection:
         if self._connection is None:
             raise SessionError(f"{self.rank}: no refit is possible: {self._ended or 'prepare() was not called'}")
-        if self.committed_version is not None and version <= self.committed_version:
-            raise VersionError(f"{self.rank}: version {version} does not follow {self.committed_version}")
         return self._connection
 
     @contextmanager
@@ -422,13 +421,17 @@ def _compare(words: Mapping[str, Mapping[str, Any]]) -> None:
         raise SessionError("\n  ".join(("the ranks of this session do not fit together:", *problems)))
 
 
-def _same_version(words: Mapping[str, Mapping[str, Any]]) -> None:
+def _same_version(words: Mapping[str, Mapping[str, Any]], *, after: int | None) -> None:
+    """All ranks must refit one version, which follows the last; raises `VersionError` on all of them, or on none."""
     versions: dict[int, list[str]] = {}
     for rank, word in words.items():
         versions.setdefault(word["version"], []).append(rank)
     if len(versions) > 1:
         said = "; ".join(f"{version} on {', '.join(ranks)}" for version, ranks in versions.items())
         raise VersionError(f"different versions are refitted at once: {said}")
+    (version,) = versions
+    if after is not None and version <= after:
+        raise VersionError(f"version {version} does not follow {after}")
 
 
 def _exactly(names: Sequence[str] | None, tensors: NamedTensors, verb: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -268,6 +268,8 @@ def going_back(rank: int, address: str) -> int | None:
             me.endpoint.refit(stale)
     with pytest.raises(RuntimeError, match="different versions are refitted at once: 4 on train:0; 5 on gen:0"):
         me.endpoint.refit(4 + rank)
+    with pytest.raises(RuntimeError, match="different versions are refitted at once: 3 on train:0; 4 on gen:0"):
+        me.endpoint.refit(3 + rank)  # one rank that fell behind does not leave the others waiting
     me.endpoint.refit(6)
     return me.endpoint.committed_version
 
