@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import simulate
 from plans import Case
 
+from mcore_reshard.cli import main
 from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.plan_file import save_plan
 from mcore_reshard.planner.proof import prove
 from mcore_reshard.planner.scheduling import relay_of, schedule_of
+from mcore_reshard.planner.subset import with_peers
 
 ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
 TWO_TO_FOUR = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2")
@@ -83,8 +90,17 @@ def test_the_simulation_notices_a_replica_that_passes_nothing_on(monkeypatch: py
 
 
 def _silenced(relay, silent, rank):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
-    from mcore_reshard.planner.subset import with_peers
-
     return replace(relay, sends=with_peers(silent, ())) if rank == 1 else relay
+
+
+def test_the_command_line_says_who_passes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(ONE_TO_THREE.plan(), path)
+    assert main(["show", str(path), "--rank", "gen:1", "--json"]) == 0
+    relay = json.loads(capsys.readouterr().out)["relay"]
+    assert [peer["rank"] for peer in relay["sends"][0]["peers"]] == [0, 2]
+    assert sum(stage["bytes"] for stage in relay["sends"]) == ONE_TO_THREE.plan().relay_bytes[1]
+    assert main(["explain", str(path), "model.norm.weight[0]", "--json"]) == 0
+    origins = json.loads(capsys.readouterr().out)["origins"]
+    landing = next(origin["dst"]["rank"] for origin in origins if origin["relayed_by"] is None)
+    assert [origin["relayed_by"] for origin in origins if origin["dst"]["rank"] != landing] == [landing] * 2

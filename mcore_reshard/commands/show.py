@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from mcore_reshard.planner.geometry import Region
@@ -73,20 +74,28 @@ def _rank_tables(report: dict[str, Any]) -> Iterator[RenderableType]:
             (verb, f"{size(report['bytes'])} in {count(report['transfers'], 'transfer')}"),
         ]
     )
-    numbers = ("stage", "transfers", "bytes")
-    stages = table("Stages and peers", "stage", "to" if sends else "from", "transfers", "bytes", numbers=numbers)
-    for stage in report["stages"]:
-        for peer in stage["peers"]:
-            name = f"{'gen' if sends else 'train'}:{peer['rank']}"
-            stages.add_row(str(stage["pp_stage"]), name, f"{peer['transfers']:,}", size(peer["bytes"]))
-    yield stages
-    tensors = table("Tensors", "tensor", "shape", "dtype", "transfers", "bytes", numbers=("transfers", "bytes"))
+    yield _peers("Stages and peers", report["stages"], "to gen" if sends else "from train")
+    if report["relay"] is not None:
+        yield _peers("Passed on by other replicas", report["relay"]["receives"], "from gen")
+        yield _peers("Passed on to other replicas", report["relay"]["sends"], "to gen")
+    numbers = ("transfers", "bytes")
+    tensors = table("Tensors", "tensor", "shape", "dtype", "transfers", "bytes", numbers=numbers)
     for held in report["tensors"][:_ROWS_SHOWN]:
         tensors.add_row(
             held["tensor"], shape(held["shape"]), held["dtype"], f"{held['transfers']:,}", size(held["bytes"])
         )
     say_what_is_left(tensors, len(report["tensors"]) - _ROWS_SHOWN, "tensor")
     yield tensors
+
+
+def _peers(title: str, stages: list[dict[str, Any]], way: str) -> Table:
+    direction, world = way.split()
+    shown = table(title, "stage", direction, "transfers", "bytes", numbers=("stage", "transfers", "bytes"))
+    for stage in stages:
+        for peer in stage["peers"]:
+            name = f"{world}:{peer['rank']}"
+            shown.add_row(str(stage["pp_stage"]), name, f"{peer['transfers']:,}", size(peer["bytes"]))
+    return shown
 
 
 def _transfers(glob: str, rank: str | None, rows: list[dict[str, Any]], left: int) -> Iterator[RenderableType]:

@@ -37,16 +37,14 @@ def parse_rank(plan: Plan, text: str) -> tuple[World, int]:
 
 
 def rank_report(plan: Plan, world: World, rank: int, glob: str | None = None) -> dict[str, Any]:
-    """What a rank sends (train) or receives (gen): by stage and peer, and by local tensor."""
+    """What a rank sends (train) or receives (gen): by stage and peer, and by local tensor.
+
+    Where replicas relay, `relay` has what a generation rank passes on to others, and what they pass on to it.
+    """
     schedule = schedule_of(plan, world, rank)
-    select = _selected(schedule, selection(glob))
-    stages, tensors = [], np.zeros((len(schedule.tensors), 2), dtype=np.int64)
-    for stage in schedule.stages:
-        rows = stage.sends if world == "train" else stage.recvs
-        kept = select(rows)
-        np.add.at(tensors, rows.tensor[kept], np.stack([np.ones_like(rows.nbytes), rows.nbytes], axis=1)[kept])
-        stages.append({"pp_stage": stage.pp_stage, **_totals(rows, kept), "peers": _peers(rows, kept)})
+    stages, tensors = _by_stage(schedule, glob)
     mesh = plan.train if world == "train" else plan.gen
+    relay = schedule.relay() if schedule.relay is not None else None
     return {
         "rank": f"{world}:{rank}",
         "digest": plan.digest,
@@ -60,7 +58,20 @@ def rank_report(plan: Plan, world: World, rank: int, glob: str | None = None) ->
             for held, (n, b) in zip(schedule.tensors, tensors, strict=True)
             if n
         ],
+        "relay": relay and {"sends": _by_stage(relay.sends, glob)[0], "receives": _by_stage(relay.receives, glob)[0]},
     }
+
+
+def _by_stage(schedule: Schedule, glob: str | None) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """Totals of every stage, and (transfers, bytes) of every tensor."""
+    select = _selected(schedule, selection(glob))
+    stages, tensors = [], np.zeros((len(schedule.tensors), 2), dtype=np.int64)
+    for stage in schedule.stages:
+        rows = stage.sends if schedule.world == "train" else stage.recvs
+        kept = select(rows)
+        np.add.at(tensors, rows.tensor[kept], np.stack([np.ones_like(rows.nbytes), rows.nbytes], axis=1)[kept])
+        stages.append({"pp_stage": stage.pp_stage, **_totals(rows, kept), "peers": _peers(rows, kept)})
+    return stages, tensors
 
 
 def _selected(schedule: Schedule, wanted: Selection) -> Callable[[TransferTable], np.ndarray]:
