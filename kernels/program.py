@@ -89,7 +89,10 @@ class Program:
 
     def write_counts(self) -> tuple[int, ...]:
         """How often each bound tensor has been written in place, as torch counts; writes through `.data` go uncounted."""
-        return tuple(0 if tensor.is_inference() else tensor._version for tensor in self.tensors)
+        try:
+            return tuple([tensor._version for tensor in self.tensors])
+        except RuntimeError:  # inference tensors count nothing
+            return tuple(0 if tensor.is_inference() else tensor._version for tensor in self.tensors)
 
     def check_unwritten(self, counts: tuple[int, ...]) -> None:
         """Raise `TornWeightsError` naming the tensors that were written since `write_counts` gave `counts`."""

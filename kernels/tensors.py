@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,21 +15,25 @@ from mcore_reshard.planner.schedule import LocalTensor
 from .errors import StaleTensorError
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """Where a tensor's bytes lie. Refits write through addresses, so a changed fingerprint is a stale binding."""
+class Fingerprint(NamedTuple):
+    """Where a tensor's bytes lie. Refits write through addresses, so a changed fingerprint is a stale binding.
+
+    It is compared for thousands of tensors in every refit: a tuple of what torch says, which is quick to make.
+    """
 
     address: int
-    shape: tuple[int, ...]
+    shape: torch.Size
     strides: tuple[int, ...]
-    dtype: str
-    device: str
+    dtype: torch.dtype
+    device: torch.device
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Fingerprint:
-        return cls(
-            tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), dtype_name(tensor.dtype), str(tensor.device)
-        )
+        return cls(*_facts(tensor))
+
+
+def _facts(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -79,12 +83,19 @@ def check_fresh(
         tensor = tensors.get(local.name)
         if tensor is None:
             stale.append(f"{local.name}: it is gone")
-        elif (now := Fingerprint.of(tensor)) != before:
+        elif _facts(tensor) != before:
             changed = [
-                f"{name} {getattr(before, name)} -> {getattr(now, name)}"
-                for name in Fingerprint.__slots__
-                if getattr(before, name) != getattr(now, name)
+                f"{name} {_said(was)} -> {_said(now)}"
+                for name, was, now in zip(Fingerprint._fields, before, _facts(tensor), strict=True)
+                if was != now
             ]
             stale.append(f"{local.name}: {', '.join(changed)}")
     if stale:
         raise StaleTensorError("\n  ".join((f"{rank}: {len(stale)} bound tensors changed since prepare():", *stale)))
+
+
+def _said(fact: object) -> str:
+    """As messages write it: sizes as plain tuples, dtypes as the planner spells them."""
+    if isinstance(fact, torch.dtype):
+        return dtype_name(fact)
+    return str(tuple(fact) if isinstance(fact, torch.Size) else fact)

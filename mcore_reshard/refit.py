@@ -180,11 +180,13 @@ class _Endpoint(ABC):
         """Move everything: (what the plan moved, bytes that went by name)."""
         if connection.program is None or connection.executor is None:
             return (), self._move_by_name(connection.group, None, afterwards)
-        connection.program.zero_padding()
-        written = connection.program.write_counts()
-        stages = connection.executor.run()
         if self.world == "train":
+            written = connection.program.write_counts()
+            stages = connection.executor.run()
             connection.program.check_unwritten(written)
+        else:
+            connection.program.zero_padding()
+            stages = connection.executor.run()
         misc, misc_bytes = self._schedule.misc, 0
         if misc:
             misc_bytes = self._move_by_name(connection.group, misc, afterwards)
