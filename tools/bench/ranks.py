@@ -1,0 +1,248 @@
+"""One process of the benchmark: it holds the workload's tensors and takes every method through the same steps.
+
+Prepared afresh over poisoned destinations, called once, compared bit for bit with what the formula says, called again
+and again. All processes of a launch do the same at the same time; rank 0 writes the rows.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import synthetic
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from mcore_reshard.kernels.errors import Waiting
+from mcore_reshard.kernels.gloo import GlooGroup
+from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.schedule import Schedule, World
+from mcore_reshard.planner.scheduling import schedule_of
+
+from .methods import Method, Unavailable
+from .results import ResultFile, row_of, skipped
+from .workloads import Case
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the processes of one launch measure."""
+
+    case: Case
+    methods: tuple[Method, ...]
+    device: str  # "cuda" or "cpu"
+    gpus: int  # ranks take them in turn
+    repeats: int
+    timeout_s: float  # of each method
+    out: Path
+    port: int  # of the store, which rank 0 hosts; the next one is free for a peer's
+    nemo_rl: Path | None
+
+    @property
+    def ranks(self) -> int:
+        return self.case.train_ranks + self.case.gen_ranks
+
+
+class Rank:
+    """What methods see of a process."""
+
+    def __init__(self, number: int, launch: Launch) -> None:
+        self.number, self.launch, self.case = number, launch, launch.case
+        self.ranks, self.timeout_s = launch.ranks, launch.timeout_s
+        self.world: World = "train" if number < self.case.train_ranks else "gen"
+        self.rank = number if self.world == "train" else number - self.case.train_ranks
+        self.on_cuda = launch.device == "cuda"
+        self.device = torch.device("cuda", number % launch.gpus) if self.on_cuda else torch.device("cpu")
+        if self.on_cuda:
+            torch.cuda.set_device(self.device)
+        self.address = f"127.0.0.1:{launch.port}"
+        self._root = TCPStore(
+            "127.0.0.1",
+            launch.port,
+            is_master=number == 0,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=launch.timeout_s),
+        )
+        self.store: torch.distributed.Store = PrefixStore("bench", self._root)
+        self._group = GlooGroup(PrefixStore("bench/words", self._root), number, self.ranks, timeout_s=self.timeout_s)
+        self._words = 0
+        self._results = ResultFile(launch.out)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.case.plan()
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return schedule_of(self.plan, self.world, self.rank)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """This rank's tensors: those of the plan, by its names. Training ranks' are filled."""
+        return self.allocated(filled=self.world == "train")
+
+    @cached_property
+    def _wanted(self) -> Mapping[str, torch.Tensor]:
+        """What a generation rank's tensors must hold after a refit."""
+        return self.allocated(filled=True) if self.world == "gen" else {}
+
+    def allocated(self, *, filled: bool) -> Mapping[str, torch.Tensor]:
+        tensors = synthetic.allocate(self.schedule, self.device)
+        if filled:
+            synthetic.fill(self.plan, self.world, self.rank, tensors)
+        self._zero_padding(tensors)
+        self.settle(release=True)
+        return tensors
+
+    def run(self) -> None:
+        for method in self.launch.methods:
+            # A peer that hangs in C cannot be interrupted; this ends the process, and with it the launch.
+            faulthandler.dump_traceback_later(self.timeout_s, exit=True)
+            self._measure(method)
+            faulthandler.cancel_dump_traceback_later()
+        self.gather({})  # rank 0 hosts the store: it leaves last
+        if self.number:
+            self._root.set(f"left/{self.number}", "")
+        else:
+            self._root.wait([f"left/{number}" for number in range(1, self.ranks)])
+
+    def _measure(self, method: Method) -> None:
+        self.store = PrefixStore(f"bench/{method.text}", self._root)
+        if method.kind.holds:
+            self._poison(self.tensors)
+            assert self._wanted is not None  # allocated here, so that it counts neither as time nor as memory
+        self.settle(release=True)
+        self.barrier()
+        free, allocated = self._memory()
+        start = time.perf_counter()
+        try:
+            prepared = method.prepare(self)
+        except Unavailable as reason:
+            self._add(skipped(self.case.name, method.text, str(reason)))
+            return
+        self.settle()
+        prepare_s = time.perf_counter() - start
+        runs = [self._timed(prepared.run)]
+        free_after, peak = self._memory()
+        wrong = self.wrong_elements() if prepared.wrong is None else prepared.wrong()
+        if sum(word["wrong"] for word in self.gather({"wrong": wrong})):
+            raise SystemExit(f"{self.world}:{self.rank}: {wrong} elements are wrong after {method.text}")
+        repeats = self.launch.repeats if method.kind.repeats is None else method.kind.repeats
+        runs += [self._timed(prepared.run) for _ in range(repeats)]
+        facts = prepared.facts()
+        self.barrier()
+        prepared.close()
+        told = self.gather(
+            {
+                "spans": [span for *span, _, _ in runs],
+                "cpu_ms": [cpu for *_, cpu, _ in runs],
+                "thread_ms": [thread for *_, thread in runs],
+                "prepare_s": prepare_s,
+                "nbytes": self.received_bytes if prepared.nbytes is None else prepared.nbytes,
+                "extra_bytes": free - free_after,
+                "allocated_bytes": peak - allocated,
+                "wrong": wrong,
+                "facts": facts,
+            }
+        )
+        self._add(row_of(self.case.name, method.text, told))
+
+    @property
+    def received_bytes(self) -> int:
+        if self.world == "train":
+            return 0
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def wrong_elements(self) -> int:
+        """How many elements of this rank's destination tensors are not what they should be."""
+        return sum(differing(self.tensors[name], wanted) for name, wanted in self._wanted.items())
+
+    def barrier(self) -> None:
+        """All ranks leave within tens of microseconds: over CPU messages, through rank 0."""
+        word = torch.zeros(1, dtype=torch.uint8)
+        waiting = Waiting(f"rank {self.number}", "the others", None, "barrier", False)
+        if self.number:
+            self._group.send(word, 0, waiting).wait()
+            self._group.recv(word, 0, waiting).wait()
+            return
+        for way in (self._group.recv, self._group.send):
+            for message in [way(torch.zeros_like(word), peer, waiting) for peer in range(1, self.ranks)]:
+                message.wait()
+
+    def gather(self, word: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every rank said, on every rank."""
+        self._words += 1
+        self._root.set(f"word/{self._words}/{self.number}", json.dumps(word))
+        return [json.loads(self._root.get(f"word/{self._words}/{other}")) for other in range(self.ranks)]
+
+    def settle(self, *, release: bool = False) -> None:
+        """Wait for the device; with `release`, give cached memory back to it."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+            if release:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+
+    def _poison(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self.world == "gen":
+            for tensor in tensors.values():
+                tensor.view(torch.uint8).fill_(synthetic.POISON)
+            self._zero_padding(tensors)
+
+    def _zero_padding(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As sessions do, so that what no parameter fills compares equal too."""
+        for index, offset, geometry in self.schedule.padding:
+            flat = tensors[self.schedule.tensors[index].name].reshape(-1)
+            flat.as_strided(geometry.extents, geometry.strides, flat.storage_offset() + offset).zero_()
+
+    def _timed(self, run: Callable[[], Any]) -> tuple[float, float, float, float]:
+        """(start and end in seconds of the clock that all processes share, CPU ms of the process, of this thread)."""
+        self.barrier()
+        cpu, thread, start = time.process_time(), time.thread_time(), time.perf_counter()
+        run()
+        self.settle()
+        end = time.perf_counter()
+        return start, end, 1e3 * (time.process_time() - cpu), 1e3 * (time.thread_time() - thread)
+
+    def _memory(self) -> tuple[int, int]:
+        """(free bytes of the device, peak of what torch has allocated)."""
+        return (torch.cuda.mem_get_info()[0], torch.cuda.max_memory_allocated()) if self.on_cuda else (0, 0)
+
+    def _add(self, row: dict[str, Any]) -> None:
+        if self.number == 0:
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            self._results.add(row)
+
+
+def differing(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Elements of two tensors of one dtype and shape whose bits differ."""
+    integers = _INTEGERS[one.element_size()]
+    return int((one.view(integers) != other.view(integers)).sum())
+
+
+def run_rank(number: int, launch: Launch) -> None:
+    Rank(number, launch).run()
+
+
+def free_port() -> int:
+    """A port that nothing listens on, nor on the next one."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port: int = one.getsockname()[1]
+            try:
+                other.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port
