@@ -98,7 +98,7 @@ def _model(rank: Rank, plan: Plan) -> torch.nn.Module:
         tensor_model_parallel_size=tp,
     )
     spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
-    return GPTModel(
+    model = GPTModel(
         sizes,
         spec,
         vocab_size=config["vocab_size"],
@@ -107,6 +107,7 @@ def _model(rank: Rank, plan: Plan) -> torch.nn.Module:
         position_embedding_type="rope",
         pg_collection=_groups(rank, tp),
     )
+    return model.to(rank.device, torch.bfloat16)  # norms of the local spec begin on the CPU, in fp32
 
 
 def _groups(rank: Rank, tp: int) -> Any:
