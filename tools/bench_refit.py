@@ -17,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from mcore_reshard.validation.processes import ProcessError, run_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench.methods import KINDS, Method, parse_method
-from bench.ranks import Launch, free_port, run_rank
+from bench.ranks import Launch, run_rank
 from bench.results import ResultFile, skipped
 from bench.workloads import MODELS, WORKLOADS, Case, case_of
 
@@ -58,9 +59,9 @@ class Run:
     def launches(self) -> list[tuple[Case, tuple[Method, ...]]]:
         """What shares a launch: the methods of a workload that may, then each of the others by itself, golden last."""
         shared = [(case, tuple(m for m in methods if not m.kind.alone)) for case, methods in self.work]
-        order = list(KINDS)
         alone = [(case, (m,)) for case, methods in self.work for m in methods if m.kind.alone]
-        alone.sort(key=lambda launch: (launch[1][0].name == order[-1], launch[1][0].name.startswith("isend")))
+        order = list(KINDS)
+        alone.sort(key=lambda launch: order.index(launch[1][0].name))
         return [launch for launch in (*shared, *alone) if launch[1]]
 
 
@@ -84,12 +85,15 @@ def measure(run: Run, results: ResultFile) -> None:
 
 def _launched(run: Run, case: Case, methods: tuple[Method, ...]) -> str | None:
     """Start the ranks for these methods and wait for them; why they failed, if they did."""
-    launch = Launch(case, methods, run.device, run.gpus, run.repeats, run.timeout_s, run.out, free_port(), run.nemo_rl)
-    try:
-        run_processes(run.ranks, run_rank, (launch,), timeout_s=run.timeout_s * (len(methods) + 1))
-    except ProcessError as error:
-        print(error, file=sys.stderr, flush=True)
-        return reason_of(str(error), run.timeout_s)
+    with tempfile.TemporaryDirectory(prefix="bench-refit-") as folder:
+        launch = Launch(
+            case, methods, run.device, run.gpus, run.repeats, run.timeout_s, run.out, Path(folder), run.nemo_rl
+        )
+        try:
+            run_processes(run.ranks, run_rank, (launch,), timeout_s=run.timeout_s * (len(methods) + 1))
+        except ProcessError as error:
+            print(error, file=sys.stderr, flush=True)
+            return reason_of(str(error), run.timeout_s)
     return None
 
 
@@ -179,6 +183,11 @@ def parsed(arguments: Sequence[str]) -> Run:
     problems += [
         f"unknown workload {name!r}, known: {', '.join(names)}" for name in args.workloads or () if name not in names
     ]
+    for text in args.methods or ():
+        try:
+            parse_method(text)
+        except ValueError as error:
+            problems.append(str(error))
     work = [] if problems else _work(args, problems)
     if problems:
         parser.error("\n  ".join(["", *problems]))
@@ -206,11 +215,9 @@ def _work(args: argparse.Namespace, problems: list[str]) -> list[tuple[Case, tup
         )
         try:
             case.plan()
-            methods = tuple(map(parse_method, args.methods or workload.methods))
         except (MeshError, ValueError) as error:
             problems.append(f"{workload.name}: {error}")
-        else:
-            work.append((case, methods))
+        work.append((case, tuple(map(parse_method, args.methods or workload.methods))))
     return work
 
 

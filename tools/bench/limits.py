@@ -29,7 +29,7 @@ def copy_engine(rank: Rank, options: Options) -> Prepared:
         if paired:
             rank.store.set(f"memory/{rank.rank}", export({"buffer": buffer}).to_json())
         held = [buffer]  # until all pairs are done
-        return Prepared(lambda: None, held.clear, nbytes=0, wrong=lambda: 0)
+        return Prepared(lambda: None, held.clear, nbytes=0, wrong=lambda: 0, weight_bytes=nbytes)
     mappings = Mappings(rank.device)
     exported = Export.from_json(rank.store.get(f"memory/{rank.rank}"))
     (source,) = mappings.addresses(exported, ["buffer"], f"train:{rank.rank}")
@@ -39,7 +39,7 @@ def copy_engine(rank: Rank, options: Options) -> Prepared:
         driver.cuMemcpyAsync(buffer.data_ptr(), int(source), nbytes, stream.cuda_stream)
         stream.synchronize()
 
-    return Prepared(copy, mappings.close, nbytes=nbytes, wrong=lambda: 0)
+    return Prepared(copy, mappings.close, nbytes=nbytes, wrong=lambda: 0, weight_bytes=nbytes)
 
 
 def nccl_alone(rank: Rank, options: Options) -> Prepared:
@@ -78,4 +78,10 @@ def nccl_alone(rank: Rank, options: Options) -> Prepared:
         stream.synchronize()
 
     idle()
-    return Prepared(exchange, communicator.abort, nbytes=0 if sends else groups * buffer.numel(), wrong=lambda: 0)
+    return Prepared(
+        exchange,
+        communicator.abort,
+        nbytes=0 if sends else groups * buffer.numel(),
+        wrong=lambda: 0,
+        weight_bytes=buffer.numel(),
+    )

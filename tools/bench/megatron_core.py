@@ -6,6 +6,7 @@ the local spec (no Transformer Engine). Gated experts whose expert tensor parall
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +32,9 @@ def swap_weights(rank: Rank, options: Options) -> Prepared:
         raise Unavailable("it moves experts between Megatron models of one expert tensor parallelism, not EP to TP")
     if gen.pp > 1 or rank.plan.train.pp > 1 or rank.plan.train.cp > 1:
         raise Unavailable("measured between tensor- and data-parallel meshes only")
-    swap = _swap()
+    prepare_swap, swap = _resharding()
     join_world(rank)
+    start = time.perf_counter()
     trains = rank.world == "train"
     plan = case.plan(build=_LOCAL_SPEC, train=None if trains else f"tp={gen.tp},dp={gen.dp}")
     model = _model(rank, plan)
@@ -46,25 +48,27 @@ def swap_weights(rank: Rank, options: Options) -> Prepared:
             synthetic.fill(plan, "train", rank.rank, wanted)
             for tensor in tensors.values():
                 tensor.view(torch.uint8).fill_(synthetic.POISON)
+    rank.settle(release=True)
+    building_s = time.perf_counter() - start
     ends = (model, None) if trains else (None, model)
 
-    def close() -> None:
-        dist.destroy_process_group()
-
+    prepare_swap(*ends)
     return Prepared(
         lambda: swap(*ends, "nccl"),
-        close,
+        dist.destroy_process_group,
         nbytes=0 if trains else sum(tensor.nbytes for tensor in tensors.values()),
         wrong=lambda: sum(differing(tensors[name], right) for name, right in wanted.items()),
+        weight_bytes=sum(tensor.nbytes for held in (tensors, wanted) for tensor in held.values()),
+        building_s=building_s,
     )
 
 
-def _swap() -> Any:
+def _resharding() -> tuple[Any, Any]:
     try:
-        from megatron.core.resharding.refit import swap_model_weights
+        from megatron.core.resharding.refit import prepare_swap_model_weights, swap_model_weights
     except ImportError as error:
         raise Unavailable(f"megatron-core with megatron.core.resharding is not installed: {error}") from error
-    return swap_model_weights
+    return prepare_swap_model_weights, swap_model_weights
 
 
 def _model(rank: Rank, plan: Plan) -> torch.nn.Module:

@@ -30,6 +30,8 @@ class Prepared:
     nbytes: int | None = None  # that this rank receives; None: the bytes of the workload's destination tensors
     wrong: Callable[[], int] | None = None  # elements; None: the workload's destination tensors are compared
     facts: Callable[[], dict[str, Any]] = dict  # further columns of the row, asked for after the runs
+    weight_bytes: int = 0  # device memory of weights, or of a limit's buffer, that `prepare` allocated: not counted
+    building_s: float = 0.0  # time that `prepare` took for a model of its own: not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ KINDS = {
     "nemo-rl-golden": Kind("nemo_rl:golden", alone=True, repeats=2),
     "isend-irecv": Kind("isend_irecv:per_tensor", ("layers",), alone=True, repeats=2),
     "megatron-core": Kind("megatron_core:swap_weights", alone=True, holds=False),
-    "nccl-m2n": Kind("nccl_m2n:reshard", alone=True, holds=False),
+    "nccl-m2n": Kind("nccl_m2n:reshard", holds=False),
     "golden": Kind("golden:broadcast", alone=True, repeats=0),
 }
 

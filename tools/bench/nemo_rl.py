@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,13 +48,22 @@ def _prepared(rank: Rank, module: str, function: str) -> Prepared:
         move, reference = getattr(import_module(module), function), import_module(_GOLDEN).DTensorRef
     except (ImportError, AttributeError) as error:
         raise Unavailable(f"{root} has no {module}.{function} that can be loaded: {error}") from error
-    group = group_of("127.0.0.1", rank.launch.port + 1, rank.number, rank.ranks)
-    group.init_nccl_communicator(rank.device.index)
     experts = Experts(rank, reference)
+    if rank.number == 0:
+        rank.store.set("port", str(_free_port()))
+    group = group_of("127.0.0.1", int(rank.store.get("port")), rank.number, rank.ranks)
+    group.init_nccl_communicator(rank.device.index)
     source = hashlib.sha256((root / f"{module.replace('.', '/')}.py").read_bytes()).hexdigest()[:12]
     return Prepared(
         lambda: experts.move(move, group), lambda: None, facts=lambda: {"source": f"{module} sha256 {source}"}
     )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def load(root: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.schedule import Schedule, World
 from mcore_reshard.planner.scheduling import schedule_of
 
-from .methods import Method, Unavailable
+from .methods import Method, Prepared, Unavailable
 from .results import ResultFile, row_of, skipped
 from .workloads import Case
 
@@ -46,7 +45,7 @@ class Launch:
     repeats: int
     timeout_s: float  # of each method
     out: Path
-    port: int  # of the store, which rank 0 hosts; the next one is free for a peer's
+    folder: Path  # empty; where ranks find each other
     nemo_rl: Path | None
 
     @property
@@ -66,14 +65,8 @@ class Rank:
         self.device = torch.device("cuda", number % launch.gpus) if self.on_cuda else torch.device("cpu")
         if self.on_cuda:
             torch.cuda.set_device(self.device)
-        self.address = f"127.0.0.1:{launch.port}"
-        self._root = TCPStore(
-            "127.0.0.1",
-            launch.port,
-            is_master=number == 0,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=launch.timeout_s),
-        )
+        self._root = self._met(launch.folder / "port")
+        self.address = f"{self._root.host}:{self._root.port}"
         self.store: torch.distributed.Store = PrefixStore("bench", self._root)
         self._group = GlooGroup(PrefixStore("bench/words", self._root), number, self.ranks, timeout_s=self.timeout_s)
         self._words = 0
@@ -117,11 +110,26 @@ class Rank:
         else:
             self._root.wait([f"left/{number}" for number in range(1, self.ranks)])
 
+    def _met(self, port: Path) -> TCPStore:
+        """The store of all ranks, on rank 0, which writes down where it listens."""
+        timeout = timedelta(seconds=self.timeout_s)
+        if self.number == 0:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            partial = port.with_suffix(".partial")
+            partial.write_text(str(store.port))
+            partial.replace(port)
+            return store
+        deadline = time.monotonic() + self.timeout_s
+        while not port.exists():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"rank 0 did not start within {self.timeout_s:g} s")
+            time.sleep(0.01)
+        return TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False, timeout=timeout)
+
     def _measure(self, method: Method) -> None:
         self.store = PrefixStore(f"bench/{method.text}", self._root)
         if method.kind.holds:
-            self._poison(self.tensors)
-            assert self._wanted is not None  # allocated here, so that it counts neither as time nor as memory
+            self._hold()
         self.settle(release=True)
         self.barrier()
         free, allocated = self._memory()
@@ -132,17 +140,16 @@ class Rank:
             self._add(skipped(self.case.name, method.text, str(reason)))
             return
         self.settle()
-        prepare_s = time.perf_counter() - start
+        prepare_s = time.perf_counter() - start - prepared.building_s
         runs = [self._timed(prepared.run)]
         free_after, peak = self._memory()
-        wrong = self.wrong_elements() if prepared.wrong is None else prepared.wrong()
-        if sum(word["wrong"] for word in self.gather({"wrong": wrong})):
-            raise SystemExit(f"{self.world}:{self.rank}: {wrong} elements are wrong after {method.text}")
+        wrong = self._check(method, prepared)
         repeats = self.launch.repeats if method.kind.repeats is None else method.kind.repeats
         runs += [self._timed(prepared.run) for _ in range(repeats)]
         facts = prepared.facts()
         self.barrier()
         prepared.close()
+        weights = prepared.weight_bytes if self.on_cuda else 0
         told = self.gather(
             {
                 "spans": [span for *span, _, _ in runs],
@@ -150,13 +157,31 @@ class Rank:
                 "thread_ms": [thread for *_, thread in runs],
                 "prepare_s": prepare_s,
                 "nbytes": self.received_bytes if prepared.nbytes is None else prepared.nbytes,
-                "extra_bytes": free - free_after,
-                "allocated_bytes": peak - allocated,
-                "wrong": wrong,
+                "extra_bytes": free - free_after - weights,
+                "allocated_bytes": peak - allocated - weights,
+                "wrong_elements": wrong,
                 "facts": facts,
             }
         )
         self._add(row_of(self.case.name, method.text, told))
+
+    def _check(self, method: Method, prepared: Prepared) -> int:
+        """Wrong elements of all ranks: none, or this is the end of the launch."""
+        wrong = self.wrong_elements() if prepared.wrong is None else prepared.wrong()
+        found = [word["wrong"] for word in self.gather({"wrong": wrong})]
+        if any(found):
+            raise SystemExit(f"after {method.text} elements are wrong; by rank, training ranks first: {found}")
+        return sum(found)
+
+    def _hold(self) -> None:
+        """Have the weights in place and destinations poisoned, so that none of that counts as time or memory."""
+        wanted = self._wanted
+        if wanted:
+            for tensor in self.tensors.values():
+                tensor.view(torch.uint8).fill_(synthetic.POISON)
+            self._zero_padding(self.tensors)
+        else:
+            assert self.tensors, "a training rank without weights"
 
     @property
     def received_bytes(self) -> int:
@@ -194,12 +219,6 @@ class Rank:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
 
-    def _poison(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self.world == "gen":
-            for tensor in tensors.values():
-                tensor.view(torch.uint8).fill_(synthetic.POISON)
-            self._zero_padding(tensors)
-
     def _zero_padding(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """As sessions do, so that what no parameter fills compares equal too."""
         for index, offset, geometry in self.schedule.padding:
@@ -233,16 +252,3 @@ def differing(one: torch.Tensor, other: torch.Tensor) -> int:
 
 def run_rank(number: int, launch: Launch) -> None:
     Rank(number, launch).run()
-
-
-def free_port() -> int:
-    """A port that nothing listens on, nor on the next one."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port: int = one.getsockname()[1]
-            try:
-                other.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port

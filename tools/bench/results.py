@@ -58,7 +58,8 @@ def row_of(workload: str, method: str, told: Sequence[dict[str, Any]]) -> Row:
 
     Each tells `spans` ((start, end) seconds of every run, on a clock that all share; the first run is the first call),
     `cpu_ms` and `thread_ms` (CPU of the process and of the calling thread in every run), `prepare_s`, `nbytes`
-    (received), `extra_bytes` (lost by the device), `allocated_bytes` (peak of torch's allocator) and `facts`.
+    (received), `wrong_elements` (of all ranks), `extra_bytes` (lost by the device), `allocated_bytes` (peak of torch's
+    allocator) and `facts`.
     """
     runs = [
         1e3 * (max(end for _, end in spans) - max(start for start, _ in spans))
@@ -75,7 +76,7 @@ def row_of(workload: str, method: str, told: Sequence[dict[str, Any]]) -> Row:
         "first_ms": round(runs[0], 3),
         "gb_per_s_per_receiver": float(f"{received / median / 1e6:.4g}"),
         "gb_per_receiver": float(f"{received / 1e9:.5g}"),
-        "wrong_elements": sum(word["wrong"] for word in told),
+        "wrong_elements": told[0]["wrong_elements"],
         "prepare_s": round(max(word["prepare_s"] for word in told), 3),
         "host_cpu_ms": _steady_most(told, "cpu_ms"),
         "host_thread_ms": _steady_most(told, "thread_ms"),

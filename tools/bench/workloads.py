@@ -40,7 +40,7 @@ WORKLOADS = (
         "tp={n}",
         (
             *("copy-engine", "nccl-alone", "direct", "direct:ctas=32", "direct:checksums=1"),
-            *("nccl", "session:transport=direct", "isend-irecv", "megatron-core", "golden"),
+            *("nccl", "session:transport=direct", "isend-irecv", "megatron-core"),
         ),
     ),
     Workload(
