@@ -40,8 +40,11 @@ def per_tensor(rank: Rank, options: Options) -> Prepared:
     return Prepared(exchange, dist.destroy_process_group, facts=lambda: {"messages": len(messages)})
 
 
-def join_world(rank: Rank) -> None:
-    """Torch's default process group over all ranks. Raises `Unavailable` where NCCL would lack GPUs."""
+def join_world(rank: Rank, *, connected: bool = True) -> None:
+    """Torch's default process group over all ranks. Raises `Unavailable` where NCCL would lack GPUs.
+
+    `connected`: it and every group made from it connect at once, each with buffers of its own, and not when first used.
+    """
     if rank.on_cuda and rank.launch.gpus < rank.ranks:
         raise Unavailable("NCCL needs a GPU for every rank")
     dist.init_process_group(
@@ -50,7 +53,7 @@ def join_world(rank: Rank) -> None:
         rank=rank.number,
         world_size=rank.ranks,
         timeout=timedelta(seconds=rank.timeout_s),
-        device_id=rank.device if rank.on_cuda else None,
+        device_id=rank.device if rank.on_cuda and connected else None,
     )
 
 

@@ -32,9 +32,9 @@ def swap_weights(rank: Rank, options: Options) -> Prepared:
         raise Unavailable("it moves experts between Megatron models of one expert tensor parallelism, not EP to TP")
     if gen.pp > 1 or rank.plan.train.pp > 1 or rank.plan.train.cp > 1:
         raise Unavailable("measured between tensor- and data-parallel meshes only")
-    prepare_swap, swap = _resharding()
-    join_world(rank)
     start = time.perf_counter()
+    prepare_swap, swap = _resharding()
+    join_world(rank, connected=False)  # of Megatron's many groups two are used
     trains = rank.world == "train"
     plan = case.plan(build=_LOCAL_SPEC, train=None if trains else f"tp={gen.tp},dp={gen.dp}")
     model = _model(rank, plan)
@@ -67,7 +67,7 @@ def _resharding() -> tuple[Any, Any]:
     try:
         from megatron.core.resharding.refit import prepare_swap_model_weights, swap_model_weights
     except ImportError as error:
-        raise Unavailable(f"megatron-core with megatron.core.resharding is not installed: {error}") from error
+        raise Unavailable(f"no megatron.core.resharding as in 0.19.2: {error}") from error
     return prepare_swap_model_weights, swap_model_weights
 
 

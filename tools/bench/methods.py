@@ -31,7 +31,7 @@ class Prepared:
     wrong: Callable[[], int] | None = None  # elements; None: the workload's destination tensors are compared
     facts: Callable[[], dict[str, Any]] = dict  # further columns of the row, asked for after the runs
     weight_bytes: int = 0  # device memory of weights, or of a limit's buffer, that `prepare` allocated: not counted
-    building_s: float = 0.0  # time that `prepare` took for a model of its own: not counted
+    building_s: float = 0.0  # time that `prepare` took to import another stack or build its model: not counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import hashlib
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -42,6 +43,7 @@ def _prepared(rank: Rank, module: str, function: str) -> Prepared:
     root = rank.launch.nemo_rl
     if root is None:
         raise Unavailable("not given: --nemo-rl PATH of a checkout of github.com/NVIDIA-NeMo/RL")
+    start = time.perf_counter()
     load(root)
     try:
         group_of = import_module(_GROUP).StatelessProcessGroup
@@ -49,13 +51,17 @@ def _prepared(rank: Rank, module: str, function: str) -> Prepared:
     except (ImportError, AttributeError) as error:
         raise Unavailable(f"{root} has no {module}.{function} that can be loaded: {error}") from error
     experts = Experts(rank, reference)
+    importing_s = time.perf_counter() - start
     if rank.number == 0:
         rank.store.set("port", str(_free_port()))
     group = group_of("127.0.0.1", int(rank.store.get("port")), rank.number, rank.ranks)
     group.init_nccl_communicator(rank.device.index)
     source = hashlib.sha256((root / f"{module.replace('.', '/')}.py").read_bytes()).hexdigest()[:12]
     return Prepared(
-        lambda: experts.move(move, group), lambda: None, facts=lambda: {"source": f"{module} sha256 {source}"}
+        lambda: experts.move(move, group),
+        lambda: None,
+        facts=lambda: {"source": f"{module} sha256 {source}"},
+        building_s=importing_s,
     )
 
 
