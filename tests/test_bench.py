@@ -150,7 +150,7 @@ def test_goals_are_judged_by_the_rows() -> None:
         measured("moe-experts", "nemo-rl", 200, ms=180.0),
     ]
     found = {verdict.figure: (verdict.measured, verdict.reached) for verdict in verdicts(rows)}
-    assert found["direct, whole MoE"] == ("0.941; 0 MB and 11 MB of tables", True)
+    assert found["direct, whole MoE"] == ("0.941; 0 MB of scratch, 11 MB of tables", True)
     assert found["direct with checksums"] == ("6.0%", False)
     assert found["nccl, whole MoE"] == ("310 GB/s, 0.840, 511 MiB", False)
     assert found["direct against NeMo-RL's point to point, experts"] == ("1.80 x", True)
@@ -205,6 +205,12 @@ def test_a_run_on_cpu_measures_what_it_can_and_says_what_it_cannot(tmp_path: Pat
     written = json.loads((tmp_path / "refit.json").read_text())
     assert written["hardware"].startswith("4 processes on a ")
     assert written["workloads"]["moe-ep-tp"]["ranks"] == "2 -> 2"
+
+
+def test_replicas_that_relay_are_compared_too(tmp_path: Path) -> None:
+    rows = run(tmp_path / "refit.json", "--workloads", "moe-one-to-many", "--methods", "gloo", "isend-irecv")
+    assert (rows[0]["relayed"], rows[0]["wrong_elements"], rows[0]["moved_by"]) == (True, 0, "gloo")
+    assert rows[1]["skipped"] == "the plan has replicas relay, which this method does not do"
 
 
 def test_wrong_bytes_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

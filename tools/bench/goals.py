@@ -43,7 +43,7 @@ def _share(least: float) -> Judge:
 
 def _direct(rows: list[Row]) -> tuple[str, bool]:
     row = rows[0]
-    said = f"{row['share']:.3f}; {row['scratch_mb']:.0f} MB and {row['table_mb']:.0f} MB of tables"
+    said = f"{row['share']:.3f}; {row['scratch_mb']:.0f} MB of scratch, {row['table_mb']:.0f} MB of tables"
     return said, row["share"] >= 0.94 and row["scratch_mb"] == 0
 
 

@@ -29,6 +29,8 @@ class _Message:
 
 
 def per_tensor(rank: Rank, options: Options) -> Prepared:
+    if rank.plan.relay:
+        raise Unavailable("the plan has replicas relay, which this method does not do")
     join_world(rank)
     messages = _messages(rank, int(options.get("layers", _LAYERS)))
     batches = [list(batch) for _, batch in groupby(messages, key=lambda message: message.batch)]

@@ -16,7 +16,6 @@ def copy_engine(rank: Rank, options: Options) -> Prepared:
     """From training rank i to generation rank i, all pairs at once. Where one side has more ranks, those rest."""
     if not rank.on_cuda:
         raise Unavailable("there is no copy engine without a GPU")
-    # Not at the top: a process that is forked after importing it would take its siblings' memory for its own.
     from cuda.bindings import driver
 
     from mcore_reshard.kernels.ipc import Export, Mappings, export

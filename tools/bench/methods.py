@@ -36,7 +36,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`where` is "module:function" in this package: nothing of it is imported before ranks are forked."""
+    """`where` is "module:function" in this package, imported where it runs: what other stacks need may be missing."""
 
     where: str
     options: tuple[str, ...] = ()
@@ -50,6 +50,7 @@ KINDS = {
     "nccl-alone": Kind("limits:nccl_alone", ("message_mib",), holds=False),
     "direct": Kind("ours:direct", ("ctas", "threads", "batch", "tile_kib", "turn_kib", "checksums")),
     "nccl": Kind("ours:nccl", ("ctas", "scratch_mib", "streams", "slots", "checksums")),
+    "auto": Kind("ours:auto"),
     "gloo": Kind("ours:gloo"),
     "session": Kind("ours:session", ("transport",)),
     "nemo-rl": Kind("nemo_rl:point_to_point", alone=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch.distributed import PrefixStore
 
@@ -11,7 +12,9 @@ from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.pipeline import Executor
 from mcore_reshard.kernels.program import bind
-from mcore_reshard.kernels.registry import Link, resolve
+from mcore_reshard.kernels.registry import AUTO, resolve
+from mcore_reshard.kernels.relaying import connected
+from mcore_reshard.kernels.transport import Link
 from mcore_reshard.planner.scheduling import schedule_of
 from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
 
@@ -31,6 +34,10 @@ def nccl(rank: Rank, options: Options) -> Prepared:
     return _prepared(rank, "nccl", partial(_nccl_with, options) if options else None)
 
 
+def auto(rank: Rank, options: Options) -> Prepared:
+    return _prepared(rank, AUTO, None)
+
+
 def gloo(rank: Rank, options: Options) -> Prepared:
     return _prepared(rank, "gloo", None)
 
@@ -38,7 +45,7 @@ def gloo(rank: Rank, options: Options) -> Prepared:
 def session(rank: Rank, options: Options) -> Prepared:
     """A whole refit as a policy worker calls it: agreement before and after, and planning counted as preparation."""
     schedule = schedule_of(rank.case.plan(), rank.world, rank.rank)
-    transport = options.get("transport", "auto")
+    transport = options.get("transport", AUTO)
     _check(rank, transport)
     kind = TrainEndpoint if rank.world == "train" else GenerationEndpoint
     endpoint = kind(
@@ -51,30 +58,42 @@ def session(rank: Rank, options: Options) -> Prepared:
     )
     endpoint.prepare()
 
-    def refit() -> None:
-        endpoint.refit((endpoint.committed_version or 0) + 1)
+    moved_by = set()
 
-    return Prepared(refit, endpoint.close, facts=lambda: {"scratch_mb": round(endpoint.scratch_bytes / 1e6, 1)})
+    def refit() -> None:
+        moved_by.add(endpoint.refit((endpoint.committed_version or 0) + 1).transport)
+
+    def facts() -> dict[str, Any]:
+        return {"moved_by": ", ".join(moved_by), "scratch_mb": round(endpoint.scratch_bytes / 1e6, 1)}
+
+    return Prepared(refit, endpoint.close, facts=facts)
 
 
 def _prepared(rank: Rank, transport: str, connect: Callable[[Link], Executor] | None) -> Prepared:
     usual = _check(rank, transport)
     assert usual is not None, "golden is not an executor"
     group = GlooGroup(PrefixStore("group", rank.store), rank.number, rank.ranks, timeout_s=rank.timeout_s)
-    link = Link(PrefixStore("link", rank.store), group, bind(rank.schedule, rank.tensors), rank.timeout_s)
-    executor = (connect or usual)(link)
+    executor = connected(
+        connect or usual,
+        Link(
+            store=PrefixStore("link", rank.store),
+            another_store=lambda: PrefixStore("link", rank.another_store()),
+            group=group,
+            program=bind(rank.schedule, rank.tensors),
+            timeout_s=rank.timeout_s,
+        ),
+    )
 
     def close() -> None:
         executor.close()
         group.close()
 
-    def facts() -> dict[str, float]:
-        table_bytes = getattr(executor, "table_bytes", 0)
-        return {
-            "scratch_mb": round(executor.scratch_bytes / 1e6, 1),
-            "table_mb": round(table_bytes / 1e6, 1),
-            "misc_bytes": rank.plan.misc_bytes,
-        }
+    def facts() -> dict[str, Any]:
+        found = {"moved_by": executor.name, "relayed": rank.plan.relay, "misc_bytes": rank.plan.misc_bytes}
+        found["scratch_mb"] = round(executor.scratch_bytes / 1e6, 1)
+        if isinstance(table_bytes := getattr(executor, "table_bytes", None), int):  # not: several executors joined
+            found["table_mb"] = round(table_bytes / 1e6, 1)
+        return found
 
     return Prepared(executor.run, close, facts=facts)
 

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import Waiting
 from mcore_reshard.kernels.gloo import GlooGroup
+from mcore_reshard.meeting import connected
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.schedule import Schedule, World
 from mcore_reshard.planner.scheduling import schedule_of
@@ -67,7 +68,8 @@ class Rank:
             torch.cuda.set_device(self.device)
         self._root = self._met(launch.folder / "port")
         self.address = f"{self._root.host}:{self._root.port}"
-        self.store: torch.distributed.Store = PrefixStore("bench", self._root)
+        self._shelf = "bench"
+        self.store: torch.distributed.Store = PrefixStore(self._shelf, self._root)
         self._group = GlooGroup(PrefixStore("bench/words", self._root), number, self.ranks, timeout_s=self.timeout_s)
         self._words = 0
         self._results = ResultFile(launch.out)
@@ -98,6 +100,10 @@ class Rank:
         self.settle(release=True)
         return tensors
 
+    def another_store(self) -> torch.distributed.Store:
+        """The method's shelf on the store, over a connection of its own."""
+        return PrefixStore(self._shelf, connected(self.address, self.timeout_s))
+
     def run(self) -> None:
         for method in self.launch.methods:
             # A peer that hangs in C cannot be interrupted; this ends the process, and with it the launch.
@@ -127,7 +133,8 @@ class Rank:
         return TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False, timeout=timeout)
 
     def _measure(self, method: Method) -> None:
-        self.store = PrefixStore(f"bench/{method.text}", self._root)
+        self._shelf = f"bench/{method.text}"
+        self.store = PrefixStore(self._shelf, self._root)
         if method.kind.holds:
             self._hold()
         self.settle(release=True)

@@ -11,7 +11,7 @@ from typing import Any
 Row = dict[str, Any]
 
 COPY_ENGINE, NCCL_ALONE = "copy-engine", "nccl-alone"
-_LIMIT_OF = {"direct": COPY_ENGINE, "session": COPY_ENGINE, "nccl": NCCL_ALONE}
+_LIMIT_OF = {"direct": COPY_ENGINE, "auto": COPY_ENGINE, "session": COPY_ENGINE, "nccl": NCCL_ALONE}
 
 
 class ResultFile:
@@ -59,7 +59,7 @@ def row_of(workload: str, method: str, told: Sequence[dict[str, Any]]) -> Row:
     Each tells `spans` ((start, end) seconds of every run, on a clock that all share; the first run is the first call),
     `cpu_ms` and `thread_ms` (CPU of the process and of the calling thread in every run), `prepare_s`, `nbytes`
     (received), `wrong_elements` (of all ranks), `extra_bytes` (lost by the device), `allocated_bytes` (peak of torch's
-    allocator) and `facts`.
+    allocator) and `facts`, of which the last rank's, a generation rank's, are shown.
     """
     runs = [
         1e3 * (max(end for _, end in spans) - max(start for start, _ in spans))
@@ -83,8 +83,8 @@ def row_of(workload: str, method: str, told: Sequence[dict[str, Any]]) -> Row:
         "extra_memory_mb": round(max(word["extra_bytes"] for word in told) / 1e6, 1),
         "allocated_mb": round(max(word["allocated_bytes"] for word in told) / 1e6, 1),
     }
-    for fact in told[0]["facts"]:
-        row[fact] = max(word["facts"][fact] for word in told)
+    for fact in told[-1]["facts"]:
+        row[fact] = max(word["facts"][fact] for word in told if fact in word["facts"])
     return row
 
 
