@@ -14,7 +14,7 @@ BRIDGE := megatron-bridge==0.3.1
 # The demo: 4 training processes (TP2, EP2, PP2) to 2 generation processes (TP2).
 DEMO := tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2
 
-.PHONY: help setup demo test test-vllm test-gpu validate-all lint types bench clean
+.PHONY: help setup demo test test-vllm test-gpu validate-all lint types bench bench-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -63,6 +63,9 @@ types: $(VENV)/.ready ## mypy over the installed wheel (checkers do not follow p
 
 bench: $(VENV)/.ready ## planning time and memory; writes tools/results/planner.json
 	$(BIN)/python tools/bench_planner.py
+
+bench-gpu: ## refits side by side on this machine's GPUs, with its torch; writes tools/results/refit-x*.json (BENCH="--nemo-rl PATH")
+	$(PYTHON) tools/bench_refit.py $(BENCH)
 
 clean: ## remove what the targets made
 	rm -rf build dist $(VENV) $(VENV_VLLM) .pytest_cache .mypy_cache .ruff_cache

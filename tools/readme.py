@@ -1,4 +1,4 @@
-"""Fill the README's marked sections from data: the demo's output, planning figures, the support table.
+"""Fill the README's marked sections from data: the demo's output, planning and refit figures, goals, the support table.
 
 python tools/readme.py            rewrite README.md
 python tools/readme.py --check    fail if a section that comes from data files is stale (the demo is not rerun)
@@ -69,31 +69,68 @@ def attack_section() -> str:
     )
 
 
-def gpu_section() -> str:
+def gpu_section(folder: Path = RESULTS) -> str:
+    """Every run of tools/bench_refit.py: what was measured on, all rows, and what was not measured and why."""
+    parts = []
+    for file in sorted(folder.glob("refit-x*.json")):
+        data = json.loads(file.read_text())
+        named = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+        driver = f", driver {data['driver']}" if "driver" in data else ""
+        parts.append(f"{data['hardware']}{driver}, {named}, {data['date']} ([data](tools/results/{file.name})):")
+        parts.append(_measured_table(data))
+        if lines := _not_measured(data):
+            parts.append("\n".join(["Not measured:", "", *lines]))
+    return "\n\n".join(parts)
+
+
+def goals_section(folder: Path = RESULTS) -> str:
+    parts = []
+    for file in sorted(folder.glob("refit-x*.json")):
+        data = json.loads(file.read_text())
+        lines = [f"| on {data['hardware']} | goal | measured | |", "|---|---|---|---|"]
+        for verdict in _goals(data["rows"]):
+            mark = {True: "reached", False: "**not reached**", None: ""}[verdict.reached]
+            lines.append(f"| {verdict.figure} | {verdict.goal} | {verdict.measured} | {mark} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _goals(rows: list[dict[str, Any]]) -> list[Any]:
+    sys.path.insert(0, str(ROOT / "tools"))
+    from bench.goals import verdicts
+
+    return verdicts(rows)
+
+
+def _measured_table(data: dict[str, Any]) -> str:
     lines = [
-        "| transport | model | GPUs | training -> generation | ms | GB/s per receiver | share of the limit | first call |"
-        " scratch | host CPU |",
+        "| weights | ranks | method | ms | GB/s per receiver | share of the limit | first call | prepare |"
+        " extra memory | host CPU |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    versions = set()
-    for file in sorted(RESULTS.glob("*-x[2-9]*.json")):
-        data = json.loads(file.read_text())
-        rows = [row for row in data.get("rows", ()) if row["figure"] in {"direct", "nccl"} and not row["checksums"]]
-        if not rows:
-            continue
-        row = min(rows, key=lambda r: r["ms"])
-        share = row.get("share_of_limit") or row.get("share_of_nccl")
-        limit = "copy engine's" if row.get("share_of_limit") else "NCCL's own"
-        host = row.get("host_thread_ms") or row.get("host_cpu_ms")
-        lines.append(
-            f"| [{row['figure']}](tools/results/{file.name}) | {data['model']} | {data['hardware'].split(' x ')[0]} |"
-            f" {data['train']} -> {data['gen']} | {row['ms']:.1f} | {row['gb_per_s_per_receiver']:.0f} |"
-            f" {f'{share:.3f} of {limit}' if share else 'not in this run'} | {row['first_ms']:.0f} ms |"
-            f" {row.get('scratch_bytes', 0) / 2**20:.0f} MiB | {host:.1f} ms |"
-        )
-        named = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-        versions.add(f"{data['hardware'].split(' x ')[1]}, {named}, {data['date']}")
-    return "\n".join([*lines, "", *(f"Measured on {version}." for version in sorted(versions))])
+    for name, workload in data["workloads"].items():
+        what = f"{workload['model']}: {workload['what']}, {workload['train']} -> {workload['gen']}"
+        for row in data["rows"]:
+            if row["workload"] != name or "skipped" in row:
+                continue
+            share = f"{row['share']:.3f} of {row['share_of']}" if "share" in row else ""
+            ms = f"{row['ms']:,.1f}" if row["ms"] < 1000 else f"{row['ms']:,.0f}"
+            lines.append(
+                f"| {what} | {workload['ranks']} | `{row['method']}` | {ms} | {row['gb_per_s_per_receiver']:.3g} |"
+                f" {share} | {row['first_ms']:,.0f} ms | {row['prepare_s']:.1f} s | {row['extra_memory_mb']:,.0f} MB |"
+                f" {row['host_cpu_ms']:,.1f} ms |"
+            )
+            what, workload = "", {**workload, "ranks": ""}
+    return "\n".join(lines)
+
+
+def _not_measured(data: dict[str, Any]) -> list[str]:
+    """A line for each reason, with the methods and workloads that it kept from running."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in data["rows"]:
+        if "skipped" in row:
+            reasons.setdefault((row["method"], row["skipped"]), []).append(row["workload"])
+    return [f"- `{method}` on {', '.join(names)}: {reason}." for (method, reason), names in reasons.items()]
 
 
 def demo_section() -> str:
@@ -134,6 +171,7 @@ def main() -> None:
     wanted = replaced(wanted, "support", support_section())
     wanted = replaced(wanted, "attack", attack_section())
     wanted = replaced(wanted, "gpu", gpu_section())
+    wanted = replaced(wanted, "goals", goals_section())
     if arguments.check:
         sys.exit("README.md is stale: run python tools/readme.py" if wanted != text else 0)
     README.write_text(replaced(wanted, "demo", demo_section()))

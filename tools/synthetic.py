@@ -46,14 +46,14 @@ def allocate(schedule: Schedule, device: torch.device) -> dict[str, torch.Tensor
 def fill(plan: Plan, world: World, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give every piece that the rank holds its content."""
     for held in pieces(plan, world, rank):
-        _box(held, tensors).copy_(_content(held, tensors[held.tensor]))
+        box(held, tensors).copy_(_content(held, tensors[held.tensor]))
 
 
 def wrong_elements(plan: Plan, world: World, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """How many elements of each parameter are not what they should be; {} where all are right."""
     counts: dict[str, torch.Tensor] = {}
     for held in pieces(plan, world, rank):
-        wrong = (_box(held, tensors) != _content(held, tensors[held.tensor])).sum()
+        wrong = (box(held, tensors) != _content(held, tensors[held.tensor])).sum()
         counts[held.parameter] = counts.get(held.parameter, torch.zeros_like(wrong)) + wrong
     return {name: int(count) for name, count in counts.items() if count}
 
@@ -91,9 +91,9 @@ def _place(bundle: Bundle, at: BundleLayer, world: World, number: int) -> tuple[
     return {"vp": 0, "layer": at.dst_local, "expert": slot}, slot
 
 
-def _box(held: Held, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def box(held: Held, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The piece's elements in the local tensor as integers, with the dims of the parameter."""
-    flat = _bits(tensors[held.tensor]).reshape(-1)
+    flat = bits(tensors[held.tensor]).reshape(-1)
     region = held.piece.region
     return flat.as_strided(
         region.extents, held.piece.strides, flat.storage_offset() + held.piece.offset(region.start, held.slot)
@@ -111,5 +111,5 @@ def _content(held: Held, tensor: torch.Tensor) -> torch.Tensor:
     return (mixed >> (64 - 8 * tensor.element_size())).to(_INTEGERS[tensor.element_size()])
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])

@@ -1,0 +1,1 @@
+"""What tools/bench_refit.py measures: workloads, methods, and the ranks that run them."""

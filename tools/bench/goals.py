@@ -1,0 +1,108 @@
+"""What a refit should reach, and what a run reached of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .results import Row
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    figure: str
+    goal: str
+    measured: str
+    reached: bool | None  # None: not measured in this run
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """Every goal, against the rows of one run."""
+    return [_verdict(rows, *goal) for goal in _GOALS]
+
+
+Judge = Callable[[list[Row]], tuple[str, bool]]
+
+
+def _verdict(rows: Sequence[Row], figure: str, goal: str, wanted: Sequence[tuple[str, str]], judge: Judge) -> Verdict:
+    measured = {(row["workload"], row["method"]): row for row in rows if "skipped" not in row}
+    if any(key not in measured for key in wanted):
+        return Verdict(figure, goal, "not measured in this run", None)
+    said, reached = judge([measured[key] for key in wanted])
+    return Verdict(figure, goal, said, reached)
+
+
+def _share(least: float) -> Judge:
+    def judge(rows: list[Row]) -> tuple[str, bool]:
+        return f"{rows[0]['share']:.3f}", rows[0]["share"] >= least
+
+    return judge
+
+
+def _direct(rows: list[Row]) -> tuple[str, bool]:
+    row = rows[0]
+    said = f"{row['share']:.3f}; {row['scratch_mb']:.0f} MB of scratch, {row['table_mb']:.0f} MB of tables"
+    return said, row["share"] >= 0.94 and row["scratch_mb"] == 0
+
+
+def _ratio(rows: list[Row]) -> tuple[str, bool]:
+    ratio = rows[1]["ms"] / rows[0]["ms"]
+    return f"{ratio:.2f} x", ratio >= 1.75
+
+
+def _nccl(rows: list[Row]) -> tuple[str, bool]:
+    row = rows[0]
+    said = f"{row['gb_per_s_per_receiver']:.0f} GB/s, {row['share']:.3f}, {row['scratch_mb'] * 1e6 / _MIB:.0f} MiB"
+    return said, (
+        row["gb_per_s_per_receiver"] >= 300 and row["share"] >= 0.85 and row["scratch_mb"] * 1e6 <= 512 * _MIB
+    )
+
+
+def _first(rows: list[Row]) -> tuple[str, bool]:
+    ratios = [row["first_ms"] / row["ms"] for row in rows]
+    return ", ".join(f"{ratio:.2f} x" for ratio in ratios), max(ratios) <= 1.2
+
+
+def _prepare(rows: list[Row]) -> tuple[str, bool]:
+    return f"{rows[0]['prepare_s']:.2f} s", rows[0]["prepare_s"] < 3
+
+
+def _checksums(rows: list[Row]) -> tuple[str, bool]:
+    cost = rows[1]["ms"] / rows[0]["ms"] - 1
+    return f"{cost:.1%}", cost <= 0.05
+
+
+def _host(least: float) -> Judge:
+    def judge(rows: list[Row]) -> tuple[str, bool]:
+        row = rows[0]
+        return f"{row['host_cpu_ms']:.1f} ms ({row['host_thread_ms']:.1f} in the caller)", row["host_cpu_ms"] < least
+
+    return judge
+
+
+_MOE = "moe-ep-tp"
+_GOALS: tuple[tuple[str, str, tuple[tuple[str, str], ...], Judge], ...] = (
+    ("direct, whole MoE", ">= 0.94 of the copy engine, no scratch", ((_MOE, "direct"),), _direct),
+    ("direct with 32 CTAs", ">= 0.88 of the copy engine", ((_MOE, "direct:ctas=32"),), _share(0.88)),
+    (
+        "direct with checksums",
+        "costs <= 5%",
+        ((_MOE, "direct"), (_MOE, "direct:checksums=1")),
+        _checksums,
+    ),
+    (
+        "direct against NeMo-RL's point to point, experts",
+        ">= 1.75 x faster",
+        (("moe-experts", "direct"), ("moe-experts", "nemo-rl")),
+        _ratio,
+    ),
+    ("nccl, whole MoE", ">= 300 GB/s, >= 0.85 of NCCL alone, <= 512 MiB", ((_MOE, "nccl"),), _nccl),
+    ("first refit after prepare, direct, nccl", "<= 1.2 x a later one", ((_MOE, "direct"), (_MOE, "nccl")), _first),
+    ("a session's prepare, planning included", "< 3 s", ((_MOE, "session:transport=direct"),), _prepare),
+    ("direct, two replicas", ">= 0.85 of the copy engine", (("moe-replicas", "direct"),), _share(0.85)),
+    ("direct, one trainer, replicas", ">= 0.85 of the copy engine", (("moe-one-to-many", "direct"),), _share(0.85)),
+    ("host CPU of a refit, direct", "< 2 ms", ((_MOE, "direct"),), _host(2)),
+    ("host CPU of a refit, nccl", "< 10 ms", ((_MOE, "nccl"),), _host(10)),
+)

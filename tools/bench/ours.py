@@ -1,0 +1,144 @@
+"""Our own transports: as the product connects them, or with options of their own for sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch.distributed import PrefixStore
+
+from mcore_reshard.kernels.errors import TransportUnavailable
+from mcore_reshard.kernels.gloo import GlooGroup
+from mcore_reshard.kernels.pipeline import Executor
+from mcore_reshard.kernels.program import bind
+from mcore_reshard.kernels.registry import AUTO, resolve
+from mcore_reshard.kernels.relaying import connected
+from mcore_reshard.kernels.transport import Link
+from mcore_reshard.planner.scheduling import schedule_of
+from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
+
+from .methods import Options, Prepared, Unavailable
+from .ranks import Rank
+
+_MIB = 1 << 20
+
+
+def direct(rank: Rank, options: Options) -> Prepared:
+    return _prepared(rank, "direct", partial(_direct_with, options) if options else None)
+
+
+def nccl(rank: Rank, options: Options) -> Prepared:
+    if rank.on_cuda and rank.launch.gpus < rank.ranks:
+        raise Unavailable("NCCL needs a GPU for every rank")
+    return _prepared(rank, "nccl", partial(_nccl_with, options) if options else None)
+
+
+def auto(rank: Rank, options: Options) -> Prepared:
+    return _prepared(rank, AUTO, None)
+
+
+def gloo(rank: Rank, options: Options) -> Prepared:
+    return _prepared(rank, "gloo", None)
+
+
+def session(rank: Rank, options: Options) -> Prepared:
+    """A whole refit as a policy worker calls it: agreement before and after, and planning counted as preparation."""
+    schedule = schedule_of(rank.case.plan(), rank.world, rank.rank)
+    transport = options.get("transport", AUTO)
+    _check(rank, transport)
+    kind = TrainEndpoint if rank.world == "train" else GenerationEndpoint
+    endpoint = kind(
+        schedule,
+        rank.tensors,
+        store=rank.address,
+        transport=transport,
+        session=f"bench-{transport}",
+        timeout_s=rank.timeout_s,
+    )
+    endpoint.prepare()
+
+    moved_by = set()
+
+    def refit() -> None:
+        moved_by.add(endpoint.refit((endpoint.committed_version or 0) + 1).transport)
+
+    def facts() -> dict[str, Any]:
+        return {"moved_by": ", ".join(moved_by), "scratch_mb": round(endpoint.scratch_bytes / 1e6, 1)}
+
+    return Prepared(refit, endpoint.close, facts=facts)
+
+
+def _prepared(rank: Rank, transport: str, connect: Callable[[Link], Executor] | None) -> Prepared:
+    usual = _check(rank, transport)
+    assert usual is not None, "golden is not an executor"
+    group = GlooGroup(PrefixStore("group", rank.store), rank.number, rank.ranks, timeout_s=rank.timeout_s)
+    executor = connected(
+        connect or usual,
+        Link(
+            store=PrefixStore("link", rank.store),
+            another_store=lambda: PrefixStore("link", rank.another_store()),
+            group=group,
+            program=bind(rank.schedule, rank.tensors),
+            timeout_s=rank.timeout_s,
+        ),
+    )
+
+    def close() -> None:
+        executor.close()
+        group.close()
+
+    def facts() -> dict[str, Any]:
+        found = {"moved_by": executor.name, "relayed": rank.plan.relay, "misc_bytes": rank.plan.misc_bytes}
+        found["scratch_mb"] = round(executor.scratch_bytes / 1e6, 1)
+        if isinstance(table_bytes := getattr(executor, "table_bytes", None), int):  # not: several executors joined
+            found["table_mb"] = round(table_bytes / 1e6, 1)
+        return found
+
+    return Prepared(executor.run, close, facts=facts)
+
+
+def _check(rank: Rank, transport: str) -> Callable[[Link], Executor] | None:
+    try:
+        return resolve(transport, rank.device.type).connect
+    except TransportUnavailable as reason:
+        raise Unavailable(str(reason)) from reason
+
+
+def _direct_with(options: Options, link: Link) -> Executor:
+    from mcore_reshard.kernels.device_copies import KernelShape
+    from mcore_reshard.kernels.direct import DirectExecutor, DirectOptions
+
+    shape = KernelShape(**{name: int(options[name]) for name in ("ctas", "threads", "batch") if name in options})
+    usual = DirectOptions()
+    return DirectExecutor(
+        link.store,
+        link.program,
+        timeout_s=link.timeout_s,
+        options=DirectOptions(
+            shape,
+            int(options["tile_kib"]) << 10 if "tile_kib" in options else usual.tile_bytes,
+            int(options["turn_kib"]) << 10 if "turn_kib" in options else usual.turn_bytes,
+            bool(int(options.get("checksums", 0))),
+        ),
+    )
+
+
+def _nccl_with(options: Options, link: Link) -> Executor:
+    from mcore_reshard.kernels.nccl import DEFAULT_COPY_CTAS, NcclExecutor
+    from mcore_reshard.kernels.rounds import ScratchBudget
+
+    usual = ScratchBudget()
+    budget = ScratchBudget(
+        int(options["scratch_mib"]) * _MIB if "scratch_mib" in options else usual.scratch_bytes,
+        int(options.get("streams", usual.streams)),
+        int(options.get("slots", usual.slots)),
+        bool(int(options.get("checksums", 0))),
+    )
+    return NcclExecutor(
+        link.program,
+        link.store,
+        timeout_s=link.timeout_s,
+        budget=budget,
+        copy_ctas=int(options.get("ctas", DEFAULT_COPY_CTAS)),
+    )

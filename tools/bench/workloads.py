@@ -1,0 +1,130 @@
+"""What is moved: a model, the meshes on both sides, and the methods that are measured on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mcore_reshard.planner.configs import load_config
+from mcore_reshard.planner.families import catalogue_from_config
+from mcore_reshard.planner.megatron import MegatronBuild
+from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.parameters import Role
+from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.planning import make_plan
+
+_EXPERTS = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
+MODELS = {"moe": "qwen3-30b-a3b", "dense": "qwen3-4b"}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A row of the table below. In meshes `{n}` stands for the ranks of that side."""
+
+    name: str
+    what: str
+    model: str  # key of MODELS
+    train: str
+    gen: str
+    methods: tuple[str, ...]
+    experts_only: bool = False
+    train_ranks: int = 0  # 0: half of the ranks
+    least_ranks: int = 2
+
+
+WORKLOADS = (
+    Workload(
+        "moe-ep-tp",
+        "the whole model, EP to TP",
+        "moe",
+        "ep={n},dp={n}",
+        "tp={n}",
+        (
+            *("copy-engine", "nccl-alone", "direct", "direct:ctas=32", "direct:checksums=1"),
+            *("nccl", "session:transport=direct", "isend-irecv", "megatron-core"),
+        ),
+    ),
+    Workload(
+        "moe-experts",
+        "its expert weights alone, EP to TP",
+        "moe",
+        "ep={n},dp={n}",
+        "tp={n}",
+        ("direct", "nccl", "nemo-rl", "nemo-rl-golden", "isend-irecv", "nccl-m2n"),
+        experts_only=True,
+    ),
+    Workload(
+        "dense-tp-tp",
+        "TP to TP",
+        "dense",
+        "tp={n}",
+        "tp={n}",
+        ("direct", "nccl", "isend-irecv", "megatron-core", "golden"),
+    ),
+    Workload(
+        "dense-dp-tp", "DP to TP", "dense", "dp={n}", "tp={n}", ("direct", "nccl", "isend-irecv", "megatron-core")
+    ),
+    Workload(
+        "moe-replicas", "the whole model, EP to DP replicas", "moe", "ep={n},dp={n}", "tp=1,dp={n}", ("direct", "nccl")
+    ),
+    Workload(
+        "moe-one-to-many",
+        "the whole model, one trainer to replicas",
+        "moe",
+        "ep={n},dp={n}",
+        "tp=1,dp={n}",
+        ("direct", "nccl"),
+        train_ranks=1,
+        least_ranks=3,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload on so many ranks."""
+
+    name: str
+    what: str
+    model: str
+    layers: int  # 0: as many as the model has
+    experts_only: bool
+    train: str
+    gen: str
+    train_ranks: int
+    gen_ranks: int
+
+    def plan(self, *, build: MegatronBuild = MegatronBuild(), train: str | None = None) -> Plan:  # noqa: B008
+        """The plan of the case; `train` stands in for its training mesh, to describe a Megatron model that receives.
+
+        Raises what `make_plan` raises, and ValueError where the meshes do not have the case's ranks.
+        """
+        config = load_config(self.model)
+        if self.layers:
+            config = {**config, "num_hidden_layers": self.layers}
+        catalogue = catalogue_from_config(config)
+        if self.experts_only:
+            groups = tuple(group for group in catalogue.groups if group.role in _EXPERTS)
+            catalogue = replace(catalogue, groups=groups)
+        meshes = parse_train_mesh(train or self.train), parse_gen_mesh(self.gen)
+        if train is None and (meshes[0].world, meshes[1].world) != (self.train_ranks, self.gen_ranks):
+            raise ValueError(
+                f"{self.name}: {self.train} -> {self.gen} are {meshes[0].world} -> {meshes[1].world} ranks,"
+                f" not {self.train_ranks} -> {self.gen_ranks}"
+            )
+        return make_plan(catalogue, *meshes, model=self.model, build=build)
+
+
+def case_of(workload: Workload, ranks: int, *, train_ranks: int = 0, layers: int = 0, model: str = "") -> Case:
+    """`workload` on `ranks` ranks, of which `train_ranks` train (0: what the workload says, else half)."""
+    train = train_ranks or workload.train_ranks or ranks // 2
+    return Case(
+        workload.name,
+        workload.what,
+        model or MODELS[workload.model],
+        layers,
+        workload.experts_only,
+        workload.train.format(n=train),
+        workload.gen.format(n=ranks - train),
+        train,
+        ranks - train,
+    )

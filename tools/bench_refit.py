@@ -1,0 +1,238 @@
+"""Measure refits side by side: the links' limits, our transports, golden and other stacks, on the same weights.
+
+    python tools/bench_refit.py --nemo-rl ~/RL                              # every workload and method, all GPUs
+    python tools/bench_refit.py --workloads moe-ep-tp --methods direct:ctas=16 direct:ctas=64 direct:tile_kib=64
+    python tools/bench_refit.py --device cpu --ranks 4 --moe tiny-qwen3-moe --dense tiny-qwen3 --methods gloo golden
+
+Weights are synthetic: the tensors of the plan, with content that receivers can compute. Every method starts from
+poisoned destinations and is compared bit for bit before it is timed. Other stacks run in processes of their own, after
+ours; what cannot run is in the results with the reason. Results go to tools/results/refit-x<ranks>.json, row by row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+# Counting GPUs through the driver would spoil this process for forking.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import torch
+
+from mcore_reshard.planner.mesh import MeshError
+from mcore_reshard.validation.processes import ProcessError, run_processes
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench.methods import KINDS, Method, parse_method
+from bench.ranks import Launch, run_rank
+from bench.results import ResultFile, skipped
+from bench.workloads import MODELS, WORKLOADS, Case, case_of
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the command line asks for."""
+
+    work: tuple[tuple[Case, tuple[Method, ...]], ...]
+    ranks: int
+    device: str
+    gpus: int
+    repeats: int
+    timeout_s: float
+    limit_s: float
+    out: Path
+    nemo_rl: Path | None
+
+    def launches(self) -> list[tuple[Case, tuple[Method, ...]]]:
+        """What shares a launch: the methods of a workload that may, then each of the others by itself, golden last."""
+        shared = [(case, tuple(m for m in methods if not m.kind.alone)) for case, methods in self.work]
+        alone = [(case, (m,)) for case, methods in self.work for m in methods if m.kind.alone]
+        order = list(KINDS)
+        alone.sort(key=lambda launch: order.index(launch[1][0].name))
+        return [launch for launch in (*shared, *alone) if launch[1]]
+
+
+def measure(run: Run, results: ResultFile) -> None:
+    start = time.monotonic()
+    for case, methods in run.launches():
+        todo = list(methods)
+        while todo:
+            if run.limit_s and time.monotonic() - start > run.limit_s:
+                for method in todo:
+                    results.add(skipped(case.name, method.text, f"not started within --limit-s {run.limit_s:g}"))
+                break
+            failure = _launched(run, case, tuple(todo))
+            done = {row["method"] for row in results.rows() if row["workload"] == case.name}
+            todo = [method for method in todo if method.text not in done]
+            if todo:  # the first of them is the one that failed
+                results.add(skipped(case.name, todo[0].text, failure or "it left no result"))
+                print(f"{case.name} {todo[0].text}: {failure}", file=sys.stderr, flush=True)
+                todo = todo[1:]
+
+
+def _launched(run: Run, case: Case, methods: tuple[Method, ...]) -> str | None:
+    """Start the ranks for these methods and wait for them; why they failed, if they did."""
+    with tempfile.TemporaryDirectory(prefix="bench-refit-") as folder:
+        launch = Launch(
+            case, methods, run.device, run.gpus, run.repeats, run.timeout_s, run.out, Path(folder), run.nemo_rl
+        )
+        try:
+            run_processes(run.ranks, run_rank, (launch,), timeout_s=run.timeout_s * (len(methods) + 1))
+        except ProcessError as error:
+            print(error, file=sys.stderr, flush=True)
+            return reason_of(str(error), run.timeout_s)
+    return None
+
+
+def reason_of(error: str, timeout_s: float) -> str:
+    """The line of a `ProcessError` that says most."""
+    first = error.partition("\nprocess ")[0].strip().splitlines()
+    if "failed:" in first[0]:
+        return first[-1]
+    return f"no result within {timeout_s:g} s, or its process ended: {first[0]}"
+
+
+def header(run: Run) -> dict[str, Any]:
+    """What was measured, on what, with what, when."""
+    return {
+        "command": " ".join(["bench_refit.py", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        **_hardware(run),
+        "versions": _versions(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+        "repeats": run.repeats,
+        "workloads": {
+            case.name: {
+                "what": case.what,
+                "model": case.model,
+                "layers": case.layers or "all",
+                "train": case.train,
+                "gen": case.gen,
+                "ranks": f"{case.train_ranks} -> {case.gen_ranks}",
+            }
+            for case, _ in run.work
+        },
+    }
+
+
+def _hardware(run: Run) -> dict[str, Any]:
+    if run.device == "cpu":
+        return {"hardware": f"{run.ranks} processes on a {platform.machine()} CPU"}
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = {name for name, _ in (line.split(", ") for line in lines)}
+    return {
+        "hardware": f"{min(run.ranks, run.gpus)} x {' and '.join(sorted(names))}",
+        "driver": lines[0].split(", ")[1],
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for package in ("nccl4py", "megatron-core"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def parsed(arguments: Sequence[str]) -> Run:
+    """Read the command line. Exits with everything that is wrong with it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gpus = torch.cuda.device_count()
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--workloads", nargs="+", metavar="NAME", help=f"of {', '.join(names)}; by default all")
+    parser.add_argument("--methods", nargs="+", metavar="NAME[:OPTION=N,...]", help=_methods_help())
+    parser.add_argument("--ranks", type=int, default=max(2, gpus), help="of both sides; by default one a GPU")
+    parser.add_argument("--train-gpus", type=int, default=0, help="ranks that train; by default half of them")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpus else "cpu")
+    parser.add_argument("--moe", default=MODELS["moe"], metavar="MODEL", help="model of the moe workloads")
+    parser.add_argument("--dense", default=MODELS["dense"], metavar="MODEL", help="model of the dense workloads")
+    parser.add_argument("--layers", type=int, default=0, help="cut the models short")
+    parser.add_argument("--repeats", type=int, default=5, help="steady runs of each method")
+    parser.add_argument("--timeout-s", type=float, default=90.0, help="of each method")
+    parser.add_argument("--limit-s", type=float, default=0.0, help="start nothing after this; 0: no limit")
+    parser.add_argument("--nemo-rl", type=Path, metavar="PATH", help="a checkout of github.com/NVIDIA-NeMo/RL")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    problems: list[str] = []
+    if args.device == "cuda" and not gpus:
+        problems.append("there is no CUDA device: --device cpu")
+    if args.ranks < 2:
+        problems.append(f"--ranks {args.ranks}: a refit takes two at least")
+    if args.train_gpus and not 0 < args.train_gpus < args.ranks:
+        problems.append(f"--train-gpus {args.train_gpus} leaves no rank of {args.ranks} on one side")
+    if args.nemo_rl and not (args.nemo_rl / "nemo_rl").is_dir():
+        problems.append(f"--nemo-rl {args.nemo_rl}: there is no folder nemo_rl in it")
+    problems += [
+        f"unknown workload {name!r}, known: {', '.join(names)}" for name in args.workloads or () if name not in names
+    ]
+    for text in args.methods or ():
+        try:
+            parse_method(text)
+        except ValueError as error:
+            problems.append(str(error))
+    work = [] if problems else _work(args, problems)
+    if problems:
+        parser.error("\n  ".join(["", *problems]))
+    return Run(
+        tuple(work),
+        args.ranks,
+        args.device,
+        gpus,
+        args.repeats,
+        args.timeout_s,
+        args.limit_s,
+        args.out or RESULTS / f"refit-x{args.ranks}.json",
+        args.nemo_rl.resolve() if args.nemo_rl else None,
+    )
+
+
+def _work(args: argparse.Namespace, problems: list[str]) -> list[tuple[Case, tuple[Method, ...]]]:
+    work = []
+    models = {"moe": args.moe, "dense": args.dense}
+    for workload in WORKLOADS:
+        if workload.name not in (args.workloads or [workload.name]) or args.ranks < workload.least_ranks:
+            continue
+        case = case_of(
+            workload, args.ranks, train_ranks=args.train_gpus, layers=args.layers, model=models[workload.model]
+        )
+        try:
+            case.plan()
+        except (MeshError, ValueError) as error:
+            problems.append(f"{workload.name}: {error}")
+        work.append((case, tuple(map(parse_method, args.methods or workload.methods))))
+    return work
+
+
+def _methods_help() -> str:
+    listed = [name + (f" ({', '.join(kind.options)})" if kind.options else "") for name, kind in KINDS.items()]
+    return f"instead of those of each workload: {', '.join(listed)}"
+
+
+def main() -> None:
+    run = parsed(sys.argv[1:])
+    results = ResultFile(run.out)
+    results.start(header(run))
+    measure(run, results)
+    print(f"wrote {run.out}")
+
+
+if __name__ == "__main__":
+    main()
