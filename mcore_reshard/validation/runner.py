@@ -253,7 +253,7 @@ def _train(rank: int, job: _Job, store: str) -> _Results:
     if rank == 0:
         publish_plan(job.plan, store)
     schedule = schedule_of(job.plan, "train", rank)
-    source = _Source(model, device)
+    source = trainer.Source(model, device)
     endpoint = TrainEndpoint(
         schedule,
         lambda: source.tensors,
@@ -283,25 +283,6 @@ def _device(job: _Job, index: int) -> torch.device:
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-class _Source:
-    """The trainer's tensors where the transport wants them: its own, or copies on a GPU of a model on the CPU."""
-
-    def __init__(self, model: trainer.Trainer, device: torch.device) -> None:
-        self._model = model
-        self._copies = None
-        if any(tensor.device.type != device.type for tensor in model.tensors.values()):
-            self._copies = {name: tensor.to(device) for name, tensor in model.tensors.items()}
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._model.tensors if self._copies is None else self._copies
-
-    def refresh(self) -> None:
-        """Bring the copies up to the model, in place."""
-        for name, tensor in self._model.tensors.items() if self._copies is not None else ():
-            self._copies[name].copy_(tensor)  # type: ignore[index]
 
 
 def _check_live_plan(job: _Job, model: trainer.Trainer) -> None:

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,26 @@ class Trainer:
     def export(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole HF tensors from Megatron-Bridge: see `mcore_reshard.megatron.export_hf`."""
         return export_hf(self.bridge, self.model_chunks, names)
+
+
+class Source:
+    """A trainer's tensors where a transport wants them: its own, or copies on a GPU of a model on the CPU."""
+
+    def __init__(self, trainer: Trainer, device: torch.device) -> None:
+        self._trainer = trainer
+        self._copies = None
+        if any(tensor.device.type != device.type for tensor in trainer.tensors.values()):
+            self._copies = {name: tensor.to(device) for name, tensor in trainer.tensors.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._trainer.tensors if self._copies is None else self._copies
+
+    def refresh(self) -> None:
+        """Bring the copies up to the model, in place."""
+        if self._copies is not None:
+            for name, tensor in self._trainer.tensors.items():
+                self._copies[name].copy_(tensor)
 
 
 def prepare(*, on_cuda: bool = False) -> None:
