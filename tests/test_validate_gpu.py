@@ -55,7 +55,7 @@ def test_refit_on_gpus_equals_golden(outcomes, transport, family, mesh):
 
 
 @pytest.mark.parametrize("transport", [
-    "direct", pytest.param("nccl", marks=needs_gpus(2)), pytest.param("auto", marks=needs_gpus(2)),
+    "direct", "auto", pytest.param("nccl", marks=needs_gpus(2)),
 ])  # fmt: skip
 def test_the_command_line_validates_on_gpus(transport):
     command = [sys.executable, "-m", "mcore_reshard", "validate", "tiny-qwen3-moe", "--train", "tp=1", "--gen", "tp=1"]
