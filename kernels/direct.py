@@ -352,14 +352,14 @@ class _Patience:
         """
         start = time.monotonic()
         late_s = max(_LATE_S, 2 * self._fastest_s)
+        looks = [when_late] if when_late is not None else []
         for peer, event in events.items():
             while not _happened(event, waiting[peer]):
                 waited_s = time.monotonic() - start
                 if waited_s > self._timeout_s:
                     raise DeadlineError(waiting[peer], f"{self._what} did not end within {self._timeout_s:g} s")
-                if when_late is not None and waited_s > late_s:
-                    when_late, look_into_it = None, when_late
-                    look_into_it()
+                if looks and waited_s > late_s:
+                    looks.pop()()
                     continue
                 time.sleep(max(_POLL_S, min(_NAPPING * self._fastest_s, self._timeout_s) - waited_s))
         took_s = time.monotonic() - start

@@ -58,7 +58,7 @@ def examine() -> dict[str, Any]:
         "cuda": cuda,
         "transports": transports,
         "auto": _auto(transports, cuda),
-        "commands": _commands(has, cuda["available"]),
+        "commands": _commands(has, bool(cuda["available"])),
     }
 
 
