@@ -14,7 +14,7 @@ BRIDGE := megatron-bridge==0.3.1
 # The demo: 4 training processes (TP2, EP2, PP2) to 2 generation processes (TP2).
 DEMO := tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2
 
-.PHONY: help setup demo test test-vllm test-gpu validate-all lint types bench bench-gpu clean
+.PHONY: help setup demo test test-vllm test-gpu test-memcheck validate-all validate-gpu lint types bench bench-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -46,6 +46,12 @@ test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 
 
 test-gpu: ## the tests that need CUDA devices, with the torch that is on the machine
 	$(PYTHON) -m pytest -m gpu -rs
+
+test-memcheck: ## the copy kernel under compute-sanitizer (cuda.bindings asks the driver for symbols that it may lack)
+	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 $(PYTHON) -m pytest -m gpu tests/test_device_copies.py
+
+validate-gpu: ## golden vs real on the GPUs, every family and mesh that fits; writes tools/results/validate-xN.json
+	$(PYTHON) tools/validate_gpus.py --out tools/results/validate-x$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())').json
 
 validate-all: $(VENV)/.ready ## golden vs real over every family and mesh
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_validate.py

@@ -4,11 +4,12 @@ Training ranks export their allocations once. Each generation rank maps what it 
 everything with one kernel launch: nothing is staged, and the host does nothing per parameter. One launch takes from all
 stages and sources, in an order that differs from receiver to receiver, so that no source has to serve all of them.
 
-Ordering takes two words of 16 bytes between each pair of ranks, over CPU connections of their own, which also find out
-when a peer dies, and an IPC event for each reader. A training rank says `ready` when all that it has queued on its
-current stream is done; its readers launch, record their events and say `started`; it returns when all these events have
-happened. So a source is not read before it is ready, and may be overwritten as soon as `run` returns. On the path are
-one word, for which the reader has posted its buffer beforehand, and a look at the events every 50 microseconds or so.
+Ordering takes three words of 16 bytes between each pair of ranks, over CPU connections of their own, and an IPC event
+for each reader. A training rank says `ready` when all that it has queued on its current stream is done; its readers
+launch, record their events and say `started`; it returns when all these events have happened. So a source is not read
+before it is ready, and may be overwritten as soon as `run` returns. On the path are one word, for which the reader has
+posted its buffer beforehand, and a look at the events every 50 microseconds or so. Readers end with `done`, which is
+waited for only when a pull takes long: the connection of a reader that died is closed, while its event never happens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -37,10 +38,11 @@ from .pulling import pull_table
 from .tiles import check_tile_bytes, cut_tiles, interleaved
 
 DEFAULT_TILE_BYTES = 128 << 10
-_WORD = struct.Struct("<qq")  # the run it belongs to, and _READY or _STARTED
-_READY, _STARTED = 1, 2
+_WORD = struct.Struct("<qq")  # the run it belongs to, and which of these it is
+_READY, _STARTED, _DONE = 1, 2, 3
 _POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
 _NAPPING = 0.95  # share of the fastest refit's time that is slept through before polling
+_LATE_S = 0.25  # a pull that takes longer, and twice as long as the fastest, may have a dead reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ class _Source:
         self._words = words
         self._settling = _Patience(words.timeout_s, "what was queued before the refit")
         self._reading = _Patience(words.timeout_s, "the pull")
+        self._not_done: int | None = None  # the run whose `done` has not been taken yet
         _publish_memory(store, program)
         self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
         for peer, waiting in words.peers.items():
@@ -198,10 +201,17 @@ class _Source:
 
     def run(self, run: int) -> None:
         settled = torch.cuda.current_stream(self._program.device).record_event()
+        self._hear_done()  # of the run before: it came long ago
         self._settling.wait(dict.fromkeys(self._words.peers, settled), self._words.peers)
         self._words.tell(run, _READY)
         self._words.hear(run, _STARTED)
-        self._reading.wait(self._read, self._words.peers)
+        self._not_done = run
+        self._reading.wait(self._read, self._words.peers, self._hear_done)
+
+    def _hear_done(self) -> None:
+        run, self._not_done = self._not_done, None
+        if run is not None:
+            self._words.hear(run, _DONE)
 
     def close(self) -> None:
         self._read.clear()
@@ -250,6 +260,7 @@ class _Reader:
         self._pulled.record(self._stream)
         self._words.tell(run, _STARTED)
         self._pulling.wait(dict.fromkeys(self._words.peers, self._pulled), self._words.peers)
+        self._words.tell(run, _DONE)
         for copy in self._copies.damaged().tolist():
             raise ChecksumError(self._waiting_for(copy), "other bytes were written than were read")
 
@@ -329,14 +340,27 @@ class _Patience:
         self._what = what
         self._fastest_s = 0.0
 
-    def wait(self, events: Mapping[int, torch.cuda.Event], waiting: Mapping[int, Waiting]) -> None:
-        """Until every peer's event has happened. Raises `DeadlineError`, or `TransferError` if the GPU reports one."""
+    def wait(
+        self,
+        events: Mapping[int, torch.cuda.Event],
+        waiting: Mapping[int, Waiting],
+        when_late: Callable[[], None] | None = None,
+    ) -> None:
+        """Until every peer's event has happened. Raises `DeadlineError`, or `TransferError` if the GPU reports one.
+
+        `when_late` is called once if it takes long, to look into it.
+        """
         start = time.monotonic()
+        late_s = max(_LATE_S, 2 * self._fastest_s)
+        looks = [when_late] if when_late is not None else []
         for peer, event in events.items():
             while not _happened(event, waiting[peer]):
                 waited_s = time.monotonic() - start
                 if waited_s > self._timeout_s:
                     raise DeadlineError(waiting[peer], f"{self._what} did not end within {self._timeout_s:g} s")
+                if looks and waited_s > late_s:
+                    looks.pop()()
+                    continue
                 time.sleep(max(_POLL_S, min(_NAPPING * self._fastest_s, self._timeout_s) - waited_s))
         took_s = time.monotonic() - start
         self._fastest_s = min(self._fastest_s or took_s, took_s)

@@ -185,7 +185,12 @@ def _validate_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
     )
     _mesh_arguments(command, required=False)
     command.add_argument("--config", metavar="CONFIG", help="with a PLAN of a model that is not built in: its config")
-    command.add_argument("--transport", choices=("gloo", "nccl", "direct"), default="gloo", help="default: gloo")
+    command.add_argument(
+        "--transport",
+        choices=("gloo", "nccl", "direct", "auto"),
+        default="gloo",
+        help="gloo moves a model on the CPU (default), the others one on this machine's GPUs",
+    )
     command.add_argument(
         "--engine",
         choices=("auto", "vllm", "slices"),

@@ -139,7 +139,7 @@ class _Endpoint(ABC):
             if connection.program is not None:
                 connection.program.check_fresh(self._live())
             words = meeting.gather(f"{phase}/start", {"version": version})
-        _same_version(words, after=self.committed_version)
+        self._check_versions(words)
         with ExitStack() as afterwards, self._ends_on_error(meeting, f"{phase}/commit"):
             stages, misc_bytes = self._moved(connection, afterwards)
             meeting.gather(f"{phase}/commit", {})
@@ -251,6 +251,18 @@ class _Endpoint(ABC):
         if self._connection is None:
             raise SessionError(f"{self.rank}: no refit is possible: {self._ended or 'prepare() was not called'}")
         return self._connection
+
+    def _check_versions(self, words: Mapping[str, Mapping[str, Any]]) -> None:
+        """All ranks must refit one version, which follows the last; raises `VersionError` on all of them, or on none."""
+        versions: dict[int, list[str]] = {}
+        for rank, word in words.items():
+            versions.setdefault(word["version"], []).append(rank)
+        if len(versions) > 1:
+            said = "; ".join(f"{version} on {', '.join(ranks)}" for version, ranks in versions.items())
+            raise VersionError(f"different versions are refitted at once: {said}")
+        (version,) = versions
+        if self.committed_version is not None and version <= self.committed_version:
+            raise VersionError(f"{self.rank}: version {version} does not follow {self.committed_version}")
 
     @contextmanager
     def _ends_on_error(self, meeting: Meeting, phase: str) -> Iterator[None]:
@@ -421,19 +433,6 @@ def _compare(words: Mapping[str, Mapping[str, Any]]) -> None:
             problems.append(f"different {field}: {said}")
     if problems:
         raise SessionError("\n  ".join(("the ranks of this session do not fit together:", *problems)))
-
-
-def _same_version(words: Mapping[str, Mapping[str, Any]], *, after: int | None) -> None:
-    """All ranks must refit one version, which follows the last; raises `VersionError` on all of them, or on none."""
-    versions: dict[int, list[str]] = {}
-    for rank, word in words.items():
-        versions.setdefault(word["version"], []).append(rank)
-    if len(versions) > 1:
-        said = "; ".join(f"{version} on {', '.join(ranks)}" for version, ranks in versions.items())
-        raise VersionError(f"different versions are refitted at once: {said}")
-    (version,) = versions
-    if after is not None and version <= after:
-        raise VersionError(f"version {version} does not follow {after}")
 
 
 def _exactly(names: Sequence[str] | None, tensors: NamedTensors, verb: str) -> Iterator[tuple[str, torch.Tensor]]:

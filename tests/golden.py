@@ -64,9 +64,9 @@ def _loaded(config: Any, sizes: GenSizes, rank: int, plan: Plan, checkpoint: Any
     """Engine tensors that the misc route writes; UNTOUCHED where it does not."""
     engine = StandInEngine(config, sizes, rank)
     written = engine.load_weights((name, checkpoint[name]) for name in plan.misc_names())
-    poison = np.frombuffer(bytes([POISON] * 4), np.float32)[0]
+    poison = int.from_bytes(bytes([POISON] * 4), "little")
     arrays = {name: engine.tensors[name].numpy() for name in written}
-    return {name: np.where(array == poison, UNTOUCHED, array) for name, array in arrays.items()}
+    return {name: np.where(array.view(np.uint32) == poison, UNTOUCHED, array) for name, array in arrays.items()}
 
 
 def _difference(got: np.ndarray | None, want: np.ndarray) -> str:

@@ -1,8 +1,6 @@
 """The kernel does what the CPU interpreter says of the same table; memory it has no business with stays as it was.
 
-Under the memory checker (cuda.bindings asks the driver for symbols that it may lack, which are no errors of ours):
-
-    compute-sanitizer --tool memcheck --report-api-errors no python -m pytest -m gpu tests/test_device_copies.py
+`make test-memcheck` runs this under compute-sanitizer.
 """
 
 from __future__ import annotations

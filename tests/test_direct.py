@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -232,6 +234,26 @@ def test_a_dead_reader_is_named() -> None:
     assert dead.died
     assert train.kind == PeerLostError.__name__, train.error
     assert train.error is not None and "train:0 waiting for gen:1 to take w0" in train.error
+
+
+def die_while_pulling(number: int, address: str, worlds: tuple[int, int]) -> None:
+    """After a good run, the reader's GPU is busy for a while before it comes to the pull, and its process is killed."""
+    schedule = one_large_tensor(number, worlds)
+    tensors = {local.name: torch.zeros(ELEMENTS) for local in schedule.tensors}
+    rank = Rank(number, address, worlds, schedule, tensors, 1, timeout_s=SPAWN_S / 2)
+    rank.executor.run()
+    if number == 1:
+        torch.cuda._sleep(40_000_000_000)  # type: ignore[no-untyped-call]  # about 20 s
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    rank.executor.run()
+
+
+def test_a_reader_that_dies_while_it_pulls_is_named_before_the_deadline() -> None:
+    train, dead = run_ranks(2, die_while_pulling, (1, 1), timeout_s=SPAWN_S, method="spawn")
+    assert dead.died
+    assert train.kind == PeerLostError.__name__, train
+    assert train.error is not None and "train:0 waiting for gen:0 to take w0" in train.error
+    assert train.seconds < SPAWN_S / 2
 
 
 def without_expandable_segments(number: int, address: str, worlds: tuple[int, int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import types
 from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from pathlib import Path
@@ -346,12 +347,16 @@ def test_a_misspelt_override_is_an_error() -> None:
         tiny.tiny_config("qwen3", num_kv_heads=2)
 
 
-def test_the_stand_in_gives_way_to_the_real_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stand_in_gives_way_to_the_real_transformer_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = types.ModuleType("transformer_engine")
+    monkeypatch.setitem(sys.modules, "transformer_engine", real)
+    te_standin.install(on_cuda=True)
+    assert te_standin.is_real() and sys.modules["transformer_engine"] is real
+
+
+def test_the_stand_in_comes_before_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
-    monkeypatch.setattr(te_standin, "available", lambda: True)
-    with pytest.raises(RuntimeError, match="use it, not its stand-in"):
-        te_standin.install()
-    monkeypatch.setattr(te_standin, "available", lambda: False)
+    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
     with pytest.raises(RuntimeError, match=r"before megatron\.core is imported"):
         te_standin.install()
 

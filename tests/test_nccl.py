@@ -101,8 +101,13 @@ def random_refits(number: int, address: str, worlds: Worlds, environment: dict[s
     return held
 
 
-def check_random_refits(worlds: Worlds, environment: dict[str, str]) -> None:
-    outcomes = run_ranks(sum(worlds), random_refits, worlds, environment, timeout_s=SPAWN_S, method="spawn")
+def expandable_refits(number: int, address: str, worlds: Worlds, environment: dict[str, str]) -> list[dict[str, bytes]]:
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    return random_refits(number, address, worlds, environment)
+
+
+def check_random_refits(worlds: Worlds, environment: dict[str, str], refits: Any = random_refits) -> None:
+    outcomes = run_ranks(sum(worlds), refits, worlds, environment, timeout_s=SPAWN_S, method="spawn")
     held = values(outcomes)
     for seed in range(len(BUDGETS)):
         moves = moves_of(seed, worlds)
@@ -121,6 +126,10 @@ def test_random_patterns_arrive_byte_for_byte_under_every_budget(worlds: Worlds)
 @pytest.mark.parametrize("worlds", [TWO, FOUR[0]])
 def test_the_network_path_delivers_the_same(worlds: Worlds) -> None:
     check_random_refits(worlds, NETWORK)
+
+
+def test_expandable_segments_make_no_difference() -> None:
+    check_random_refits((1, 1), {}, expandable_refits)
 
 
 CASES = {

@@ -17,9 +17,9 @@ from mcore_reshard.kernels.pulling import pull_table
 from mcore_reshard.kernels.tensors import byte_array
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.schedule import Schedule, TransferTable
-from mcore_reshard.planner.scheduling import schedule_of
+from mcore_reshard.planner.scheduling import relay_of, schedule_of
 
-CASES = [TINY[n] for n in (0, 2, 9, 11, 13, 17)]
+CASES = [TINY[n] for n in (0, 2, 9, 11, 13, 17, 19)]
 
 
 def filled(schedule: Schedule, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:  # type: ignore[type-arg]
@@ -42,19 +42,27 @@ def test_every_element_is_pulled_to_its_place(case: Case) -> None:
         filled(schedule_of(plan, "train", rank), {local.name: a for (r, local), a in sources.items() if r == rank})
         for rank in range(plan.train.world)
     ]
-    for rank in range(plan.gen.world):
-        schedule = schedule_of(plan, "gen", rank)
-        want = filled(schedule, {local.name: a for (r, local), a in arrived.items() if r == rank})
-        assert schedule.pulls is not None
-        table = pull_table(schedule, schedule.pulls())
-        own = {
-            local.name: torch.full_like(want[local.name].view(torch.uint8), 0xFF).view(want[local.name].dtype)
-            for local in schedule.tensors
-        }
-        bases = [byte_array(own[local.name]) for local in schedule.tensors]
-        bases += [byte_array(train[source.rank][source.tensor]) for source in table.sources]
-        run_copies(table.copies, bases)
-        assert {name: raw_bytes(tensor) for name, tensor in own.items()} == {n: raw_bytes(t) for n, t in want.items()}
+    schedules = [schedule_of(plan, "gen", rank) for rank in range(plan.gen.world)]
+    wants = [
+        filled(schedule, {local.name: a for (r, local), a in arrived.items() if r == schedule.rank})
+        for schedule in schedules
+    ]
+    own = [{n: torch.full_like(t.view(torch.uint8), 0xFF).view(t.dtype) for n, t in want.items()} for want in wants]
+    for schedule in schedules:
+        pull(schedule, own[schedule.rank], train)
+    for rank in range(plan.gen.world if plan.relay else 0):
+        pull(relay_of(plan, rank).receives, own[rank], own)
+    for held_here, want in zip(own, wants, strict=True):
+        assert {n: raw_bytes(t) for n, t in held_here.items()} == {n: raw_bytes(t) for n, t in want.items()}
+
+
+def pull(schedule: Schedule, own: dict[str, torch.Tensor], sources: list[dict[str, torch.Tensor]]) -> None:
+    """What the kernel of a generation rank does, on the CPU."""
+    assert schedule.pulls is not None
+    table = pull_table(schedule, schedule.pulls())
+    bases = [byte_array(own[local.name]) for local in schedule.tensors]
+    bases += [byte_array(sources[source.rank][source.tensor]) for source in table.sources]
+    run_copies(table.copies, bases)
 
 
 def test_columns_name_peer_stage_and_parameter() -> None:

@@ -17,7 +17,7 @@ from mcore_reshard.planner.parameters import Role
 
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
-from validation_cases import DEFAULT, FAMILIES, FULL, MESHES, REFUSED, arguments
+from validation_cases import DEFAULT, FAMILIES, FULL, MESHES, REFUSED, arguments, covering, on_gpus
 
 from mcore_reshard.validation.runner import ValidationError, validate
 
@@ -63,6 +63,19 @@ def test_experts_as_modules_of_their_own():
 def test_the_default_cases_cover_every_family_and_every_mesh():
     assert {family for family, _ in DEFAULT} == set(FAMILIES)
     assert {mesh for _, mesh in DEFAULT} == set(MESHES)
+
+
+def test_the_cases_for_gpus_cover_what_fits_and_nothing_else():
+    assert on_gpus(1, shared=False) == []
+    assert on_gpus(2, shared=False) == [(family, "TP1 -> TP1") for family in FAMILIES]
+    four, any_number = on_gpus(4, shared=False), on_gpus(4, shared=True)
+    assert set(four) < set(any_number) and not {("llama", "TP2 -> TP4")} & set(four)
+    for cases in (four, any_number):
+        few = covering(cases)
+        assert len(few) < len(cases) / 4
+        assert {name for case in few for name in case} == {name for case in cases for name in case}
+        assert set(FAMILIES) <= {family for family, _ in few}
+        assert not set(REFUSED) & set(cases)
 
 
 @pytest.mark.parametrize(("family", "mesh"), REFUSED)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
+
 FAMILIES = (
     "llama", "llama-tied", "qwen2", "qwen3", "qwen3-moe", "deepseek-v3", "moonlight", "kimi-k2", "nemotron-h", "gpt-oss",
 )  # fmt: skip
@@ -33,6 +35,18 @@ MESHES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "vocabulary 130, TP1 -> TP4": ("tp=1", "tp=4", {"vocab_size": 130}, False),
     "embedding and loss alone": ("pp=4,layers=0+3+1+0", "tp=2", {}, False),
     "uneven chunks": ("pp=2,vpp=2,layers=1+2+1+0", "tp=1", {}, False),
+}
+
+# More of them for machines with few GPUs, where NCCL needs one for each rank.
+FEW_RANKS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
+    "TP1 -> TP1": ("tp=1", "tp=1", {}, False),
+    "TP2 -> TP2": ("tp=2", "tp=2", {}, False),
+    "TP1 -> TP2": ("tp=1", "tp=2", {}, False),
+    "TP1 -> DP3": ("tp=1", "dp=3", {}, False),
+    "PP3 -> TP1": ("pp=3,layers=1+2+1", "tp=1", {}, False),
+    "EP2 -> TP2": ("ep=2,dp=2", "tp=2", {}, True),
+    "TP2 EP2 ETP1 -> TP2": ("tp=2,ep=2,etp=1", "tp=2", {}, True),
+    "1 KV head, TP2 -> TP2": ("tp=2", "tp=2", {"num_key_value_heads": 1}, False),
 }
 
 # What the default suite runs: each family once with tensor and once with pipeline or expert parallelism, each mesh once.
@@ -70,7 +84,7 @@ DEFAULT = [
 ]
 
 
-_LAYERS_OF_HYBRID = {"3+1": "6+2"}  # Nemotron-H's tiny config has 8 layers
+_LAYERS_OF_HYBRID = {"3+1": "6+2", "1+2+1": "2+4+2"}  # Nemotron-H's tiny config has 8 layers
 _REFUSED = {
     ("gpt-oss", "TP2 EP2 ETP2 -> TP2"),  # Megatron-Core: experts with biases at ETP = 1 only
     ("nemotron-h", "PP2 VPP2 -> TP1 DP2"),  # Megatron-Core does not interleave hybrid models
@@ -78,13 +92,15 @@ _REFUSED = {
     ("nemotron-h", "embedding and loss alone"),  # nor lets its hybrid stages be empty
     ("gpt-oss", "2 KV heads, TP2 -> TP4"),  # vLLM's gpt-oss does not replicate KV heads
     ("gpt-oss", "1 KV head, TP4 -> TP2"),
+    ("gpt-oss", "1 KV head, TP2 -> TP2"),
 }
+_ALL = MESHES | FEW_RANKS
 _LATENT = {"deepseek-v3", "moonlight", "kimi-k2"}  # no KV heads to speak of
 
 
 def standing(family: str, mesh: str) -> str:
     """T: default tests, A: `make validate-all`, n: refused by Megatron-Core or vLLM, -: does not exist."""
-    _, _, overrides, experts = MESHES[mesh]
+    _, _, overrides, experts = _ALL[mesh]
     if (experts and family not in MOE) or ("num_key_value_heads" in overrides and family in _LATENT):
         return "-"
     if (family, mesh) in _REFUSED:
@@ -94,7 +110,7 @@ def standing(family: str, mesh: str) -> str:
 
 def arguments(family: str, mesh: str) -> tuple[str, str, dict[str, Any]]:
     """Training mesh, generation mesh and config overrides of a case."""
-    train, gen, overrides, _ = MESHES[mesh]
+    train, gen, overrides, _ = _ALL[mesh]
     head, layers, counts = train.partition("layers=")
     if family == "nemotron-h" and layers:
         train = head + layers + _LAYERS_OF_HYBRID.get(counts, counts)
@@ -103,3 +119,39 @@ def arguments(family: str, mesh: str) -> tuple[str, str, dict[str, Any]]:
 
 REFUSED = sorted(_REFUSED)
 FULL = [(family, mesh) for family in FAMILIES for mesh in MESHES if standing(family, mesh) == "A"]
+
+
+def on_gpus(gpus: int, *, shared: bool) -> list[tuple[str, str]]:
+    """Every case that `gpus` GPUs can hold, those first that together have each family and each mesh at least once.
+
+    `shared`: ranks may share a GPU, so that any mesh fits.
+    """
+    fitting = [
+        (family, mesh)
+        for mesh in _ALL
+        for family in FAMILIES
+        if standing(family, mesh) in "TA" and (shared or _ranks(family, mesh) <= gpus)
+    ]
+    turn = dict.fromkeys(FAMILIES, 0)
+    chosen: list[tuple[str, str]] = []
+    for mesh in dict.fromkeys(mesh for _, mesh in fitting):
+        family = min((f for f, m in fitting if m == mesh), key=lambda f: turn[f])
+        turn[family] += 1
+        chosen.append((family, mesh))
+    chosen += [next(case for case in fitting if case[0] == f) for f, times in turn.items() if fitting and not times]
+    return chosen + [case for case in fitting if case not in chosen]
+
+
+def covering(cases: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The first of `cases`, up to where each family and each mesh has come at least once."""
+    wanted = {name for case in cases for name in case}
+    for count, case in enumerate(cases, 1):
+        wanted -= set(case)
+        if not wanted:
+            return cases[:count]
+    return []
+
+
+def _ranks(family: str, mesh: str) -> int:
+    train, gen, _ = arguments(family, mesh)
+    return parse_train_mesh(train).world + parse_gen_mesh(gen).world

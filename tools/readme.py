@@ -133,6 +133,32 @@ def _not_measured(data: dict[str, Any]) -> list[str]:
     return [f"- `{method}` on {', '.join(names)}: {reason}." for (method, reason), names in reasons.items()]
 
 
+def gpu_validation_section() -> str:
+    cases = _module(ROOT / "tests" / "validation_cases.py")
+    lines = []
+    for file in sorted(RESULTS.glob("validate-x*.json")):
+        data = json.loads(file.read_text())
+        gpus = int(data["hardware"].split(" ")[0])
+        run = [case for case in data["cases"] if "refused" not in case]
+        counts = []
+        for transport in sorted({case["transport"] for case in run}):
+            found = [case for case in data["cases"] if case["transport"] == transport]
+            fitting = len(cases.on_gpus(gpus, shared=transport == "direct"))
+            counts.append(f"`{transport}` {len(found)} of {fitting} that fit")
+        refused = [case["refused"].rpartition(": ")[2] for case in data["cases"] if "refused" in case]
+        lines += [
+            f"On {data['hardware']} ({'; '.join(sorted({case['source'] for case in run}))}; torch"
+            f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
+            f" [data](tools/results/{file.name})): {', '.join(counts)}; {sum(case.get('tensors', 0) for case in run):,}"
+            f" tensors compared, {sum(case.get('wrong', 1) for case in run)} with a wrong byte.",
+            *(
+                f"{refused.count(why)} of the cases are refused because of Megatron-Bridge: {why}."
+                for why in sorted(set(refused))
+            ),
+        ]
+    return "\n".join(lines)
+
+
 def demo_section() -> str:
     from mcore_reshard.cli import main
 
@@ -172,6 +198,7 @@ def main() -> None:
     wanted = replaced(wanted, "attack", attack_section())
     wanted = replaced(wanted, "gpu", gpu_section())
     wanted = replaced(wanted, "goals", goals_section())
+    wanted = replaced(wanted, "gpu-validation", gpu_validation_section())
     if arguments.check:
         sys.exit("README.md is stale: run python tools/readme.py" if wanted != text else 0)
     README.write_text(replaced(wanted, "demo", demo_section()))

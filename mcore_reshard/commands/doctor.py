@@ -58,7 +58,7 @@ def examine() -> dict[str, Any]:
         "cuda": cuda,
         "transports": transports,
         "auto": _auto(transports, cuda),
-        "commands": _commands(has),
+        "commands": _commands(has, bool(cuda["available"])),
     }
 
 
@@ -152,16 +152,21 @@ def _auto(transports: list[dict[str, Any]], cuda: dict[str, Any]) -> list[str]:
     return [*said, f"CUDA tensors: {within}, for pairs of ranks on this host; {elsewhere} {rest}"]
 
 
-def _commands(has: set[str]) -> list[dict[str, Any]]:
+def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
     """Which commands run here, and how the others could."""
     missing = [name for name in ("torch", "megatron-core", "megatron-bridge", "transformers") if name not in has]
     why = f"{', '.join(missing)} not installed: pip install 'mcore-reshard[megatron]'" if missing else ""
     engine = "a real vLLM model" if "vllm" in has else "plain slices of the golden tensors (vLLM is not installed)"
+    trainer = "gloo: a Megatron model on the CPU, its Transformer Engine modules a parameters-only stand-in"
+    if cuda and "transformer-engine" in has:
+        trainer += "; direct, nccl, auto: one on the GPUs, with the real Transformer Engine, into plain slices"
+    elif cuda:
+        trainer += "; direct, nccl, auto: the same, copied to the GPUs (transformer-engine is not installed)"
     if not missing and not sys.platform.startswith("linux"):
         why = "ranks are forked processes, which only Linux is known to carry"
     return [
         {"command": "plan, show, explain", "ok": True, "detail": "need numpy only"},
-        {"command": "validate", "ok": not why, "detail": why or f"destination: {engine}"},
+        {"command": "validate", "ok": not why, "detail": why or f"destination: {engine}; source with {trainer}"},
     ]
 
 

@@ -173,4 +173,5 @@ def _what(result: ParameterResult) -> str:
 
 def _first(first: Mismatch) -> str:
     at = ",".join(map(str, first.index))
-    return f"first [{at}]: got {first.got:g} (0x{first.got_bits}), golden {first.expected:g} (0x{first.expected_bits})"
+    got, golden = (f"{value:g}" if value is not None else "nan or inf" for value in (first.got, first.expected))
+    return f"first [{at}]: got {got} (0x{first.got_bits}), golden {golden} (0x{first.expected_bits})"

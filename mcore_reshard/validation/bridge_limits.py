@@ -6,6 +6,9 @@ here fails inside Megatron otherwise, far from its cause.
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+
 from mcore_reshard.planner.megatron import ExpertsModule
 from mcore_reshard.planner.mesh import TrainMesh
 from mcore_reshard.planner.parameters import Catalogue, LatentAttention, Role
@@ -16,7 +19,7 @@ _YARN_POSITIONS = 4096  # original_max_position_embeddings in Megatron-Core and 
 
 
 def bridge_limits(catalogue: Catalogue, train: TrainMesh, experts: ExpertsModule) -> list[str]:
-    """Every reason why Megatron-Bridge 0.3 has no such model on this mesh; empty if it has."""
+    """Every reason why the installed Megatron-Bridge has no such model on this mesh; empty if it has."""
     architecture, family = catalogue.architecture, catalogue.architecture.family
     roles = {group.role for group in catalogue.groups}
     unmapped = [group.pattern for group in catalogue.groups if group.role is Role.UNKNOWN]
@@ -29,7 +32,18 @@ def bridge_limits(catalogue: Catalogue, train: TrainMesh, experts: ExpertsModule
         found.append("it builds no multi-token prediction, without which the final norm is not with the last layer")
     if experts == "sequential" and architecture.experts and family not in _SEQUENTIAL_EXPERTS:
         found.append(f"it has no mapping for SequentialMLP in {family}")
+    attention = architecture.attention
+    if isinstance(attention, LatentAttention) and not attention.q_lora_rank and _bridge_release() >= (0, 6):
+        found.append("it has no mapping for the norm that Megatron-Core 0.19 fuses into linear_q_proj (no q_lora_rank)")
     yarn = isinstance(architecture.attention, LatentAttention) or family == "gpt_oss"
     if yarn and train.cp > 1 and _YARN_POSITIONS % (2 * train.cp):
         found.append(f"Megatron-Core does not cut YaRN's {_YARN_POSITIONS} positions in 2*cp = {2 * train.cp} parts")
     return found
+
+
+def _bridge_release() -> tuple[int, ...]:
+    try:
+        version = importlib.metadata.version("megatron-bridge")
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -16,7 +16,7 @@ from mcore_reshard.validation.engine_tables import Config, GenSizes, Table, empt
 
 __all__ = ["GenSizes", "StandInEngine", "engine_tensors", "expected_tensors", "poison"]
 
-POISON = 0xA5  # -7.2e-16 as bfloat16: finite, and in no sensible checkpoint
+POISON = 0xFF  # NaN in every floating-point dtype
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The first element that differs; values as Python numbers, bits in hexadecimal."""
+    """The first element that differs; values as Python numbers, None if not finite; bits in hexadecimal."""
 
     index: tuple[int, ...]
-    got: float
-    expected: float
+    got: float | None
+    expected: float | None
     got_bits: str
     expected_bits: str
 
@@ -99,12 +100,18 @@ def compare(
     mask = 16**width - 1
     first = Mismatch(
         at,
-        float(got[at]),
-        float(expected[at]),
+        _finite(got[at]),
+        _finite(expected[at]),
         f"{int(mine[at]) & mask:0{width}x}",
         f"{int(golden[at]) & mask:0{width}x}",
     )
     return ParameterResult(name, gen_rank, route, nbytes, len(wrong), first)
+
+
+def _finite(element: torch.Tensor) -> float | None:
+    """As a number that JSON can hold."""
+    value = float(element)
+    return value if math.isfinite(value) else None
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

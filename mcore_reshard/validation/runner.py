@@ -1,7 +1,8 @@
 """Golden against real: refit a real trainer into an engine in real processes, and compare every byte with golden.
 
-One forked process a rank. Training ranks hold a Megatron-Core model built by Megatron-Bridge; generation ranks hold a
-vLLM model where vLLM is installed, and otherwise the tensors that it would hold. The two worlds have separate process
+One forked process a rank. Training ranks hold a Megatron-Core model built by Megatron-Bridge: with a transport for GPUs
+a model on the GPU, of real Transformer Engine modules where it is installed, else one on the CPU. Generation ranks hold
+a vLLM model where vLLM is installed, and otherwise the tensors that it would hold. The two worlds have separate process
 groups and meet only at the refit. Golden is Megatron-Bridge's export of the same weights, handed over in a file and fed
 to the engine's own loader; it shares neither layouts nor transport with the refit.
 """
@@ -22,7 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from mcore_reshard.kernels.registry import device_of
+from mcore_reshard.kernels.registry import device_of, resolve
 from mcore_reshard.live import fetch_plan, plan_refit, publish_plan
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.megatron import ExpertsModule, MegatronBuild
@@ -96,8 +97,10 @@ def validate(
         raise ValidationError(
             f"Megatron-Bridge does not make this model, so nothing can be compared: {'; '.join(limits)}"
         )
-    kind = _engine_kind(engine)
-    trainer.prepare()
+    device = device_of(transport)
+    _check_gpus(resolve(transport, device).name, device, train.world + gen.world)
+    kind = _engine_kind(engine, device)
+    trainer.prepare(on_cuda=device == "cuda")
     if kind == "vllm":
         vllm_engine.prepare()
     versions = range(1, refits + 1)
@@ -106,7 +109,6 @@ def validate(
         for version in {1, *versions} & {1, 2}:
             tiny.write_checkpoint(config, folder / f"payload{version}", version)
         live = planned_here and not unknown
-        device = device_of(transport)
         job = _Job(config, plan, folder, transport, device, kind, experts, refits, timeout_s, live)
         ranks = run_processes(job.ranks + 1, _run_process, (job,), timeout_s=timeout_s * (refits + 2))[:-1]
     return ValidationReport(
@@ -134,21 +136,31 @@ def _refit_result(ranks: list[Any], train_world: int, number: int) -> RefitResul
     )
 
 
-def _engine_kind(engine: str) -> str:
-    installed = importlib.util.find_spec("vllm") is not None
-    if engine == "vllm" and not installed:
+def _check_gpus(transport: str, device: str, ranks: int) -> None:
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if transport == "nccl" and ranks > gpus:
         raise ValidationError(
-            "vLLM is not installed: pip install 'mcore-reshard[vllm]', or validate against plain slices"
+            f"NCCL needs a GPU for each rank: {ranks} ranks, {gpus} here; --transport direct lets ranks share GPUs"
         )
-    return "vllm" if engine in {"auto", "vllm"} and installed else "slices"
+
+
+def _engine_kind(engine: str, device: str) -> str:
+    """What holds the destination tensors: "vllm", whose model is built on the CPU, or "slices"."""
+    obstacle = None
+    if importlib.util.find_spec("vllm") is None:
+        obstacle = "vLLM is not installed: pip install 'mcore-reshard[vllm]', or validate against plain slices"
+    elif device != "cpu":
+        obstacle = "vLLM's model is built on the CPU here: use --transport gloo, or validate against plain slices"
+    if engine == "vllm" and obstacle:
+        raise ValidationError(obstacle)
+    return "vllm" if engine in {"auto", "vllm"} and not obstacle else "slices"
 
 
 def _source_versions() -> str:
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("megatron-core", "megatron-bridge")]
-    te = (
-        "the real Transformer Engine" if te_standin.available() else "a parameters-only stand-in for Transformer Engine"
-    )
-    return f"{', '.join(versions)}, {te}"
+    if te_standin.is_real():
+        return f"{', '.join(versions)}, Transformer Engine {importlib.metadata.version('transformer-engine')} on CUDA"
+    return f"{', '.join(versions)}, a parameters-only stand-in for Transformer Engine on the CPU"
 
 
 def _forgetting(catalogue: Catalogue, roles: frozenset[Role]) -> Catalogue:
@@ -227,7 +239,7 @@ def _join_world(job: _Job, world: str, rank: int, size: int) -> None:
 
 
 def _train(rank: int, job: _Job, store: str) -> _Results:
-    mesh = job.plan.train
+    mesh, device = job.plan.train, _device(job, rank)
     os.environ["MEGATRON_CONFIG_LOCK_DIR"] = str(job.folder / f"locks{rank}")  # else ranks queue for the config
     _join_world(job, "train", rank, mesh.world)
     model = trainer.build_trainer(
@@ -241,7 +253,7 @@ def _train(rank: int, job: _Job, store: str) -> _Results:
     if rank == 0:
         publish_plan(job.plan, store)
     schedule = schedule_of(job.plan, "train", rank)
-    source = _Source(model, _device(job, rank))
+    source = trainer.Source(model, device)
     endpoint = TrainEndpoint(
         schedule,
         lambda: source.tensors,
@@ -271,25 +283,6 @@ def _device(job: _Job, index: int) -> torch.device:
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-class _Source:
-    """The trainer's tensors where the transport wants them: its own, or copies on a GPU of a model that is on the CPU."""
-
-    def __init__(self, model: trainer.Trainer, device: torch.device) -> None:
-        self._model = model
-        self._copies = None
-        if any(tensor.device.type != device.type for tensor in model.tensors.values()):
-            self._copies = {name: tensor.to(device) for name, tensor in model.tensors.items()}
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._model.tensors if self._copies is None else self._copies
-
-    def refresh(self) -> None:
-        """Bring the copies up to the model, in place."""
-        for name, tensor in self._model.tensors.items() if self._copies is not None else ():
-            self._copies[name].copy_(tensor)  # type: ignore[index]
 
 
 def _check_live_plan(job: _Job, model: trainer.Trainer) -> None:

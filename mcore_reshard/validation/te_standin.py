@@ -1,4 +1,4 @@
-"""A parameters-only stand-in for Transformer Engine: a test fixture for machines without CUDA.
+"""A parameters-only stand-in for Transformer Engine: a test fixture for models on the CPU.
 
 Megatron-Core wraps Transformer Engine's linears and norms, and Megatron-Bridge refuses to import without it, yet
 building a model and moving its weights needs only their parameters. This module registers modules of the same names
@@ -6,7 +6,8 @@ in `sys.modules` whose classes own the parameters of the real ones (name, shape,
 Transformer Engine 2.11) and cannot run forward. Megatron's own wrappers then run unmodified. The same is done for
 `mamba_ssm` and `triton`, each only where it is absent.
 
-Call `install()` before anything imports megatron. Where the real Transformer Engine is installed, use that.
+Call `install()` before anything imports megatron, which keeps what it finds then. On a GPU the real Transformer Engine
+is used where it is installed.
 """
 
 from __future__ import annotations
@@ -26,27 +27,25 @@ import torch
 VERSION = "2.11.0"
 
 
-def available() -> bool:
-    """Whether the real Transformer Engine can be imported here."""
+def is_real() -> bool:
+    """Whether the Transformer Engine that megatron finds in this process is the real one."""
     module = sys.modules.get("transformer_engine")
     if module is not None:
         return not getattr(module, "__standin__", False)
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def install() -> None:
-    """Register the stand-in. Calling it twice is harmless.
+def install(*, on_cuda: bool = False) -> None:
+    """Register stand-ins for what models cannot be built with here; `on_cuda` says where they will be.
 
-    Raises RuntimeError when the real Transformer Engine is importable, or when megatron was imported first (its
-    modules decide at import time what they find).
+    On a GPU that is what is not installed; on the CPU it is Transformer Engine in any case, which cannot be built with
+    there. A process keeps what it had first: calling this again changes nothing.
+    Raises RuntimeError when megatron was imported without Transformer Engine: it decides at import what it has.
     """
-    if getattr(sys.modules.get("transformer_engine"), "__standin__", False):
-        return
-    if available():
-        raise RuntimeError("Transformer Engine is installed here: use it, not its stand-in")
-    if "megatron.core" in sys.modules:
-        raise RuntimeError("te_standin.install() must run before megatron.core is imported")
-    _register_transformer_engine()
+    if "transformer_engine" not in sys.modules and not (on_cuda and is_real()):
+        if "megatron.core" in sys.modules:
+            raise RuntimeError("te_standin.install() must run before megatron.core is imported")
+        _register_transformer_engine()
     if importlib.util.find_spec("mamba_ssm") is None:
         _register_mamba_ssm()
     if importlib.util.find_spec("triton") is None:
@@ -63,7 +62,7 @@ def cpu_as_device() -> Iterator[None]:
     states around initialisation, moves tied embeddings with `.cuda()`, and with context parallelism makes a stream and
     pins a tensor.
     """
-    if available():
+    if is_real():
         yield
         return
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker

@@ -1,7 +1,8 @@
 """A real Megatron-Core trainer of a tiny model, built through Megatron-Bridge inside one training process.
 
 It stands for a policy worker in validation and in the demo: it holds weights over a real mesh, takes optimizer steps
-in place, and exports through Megatron-Bridge. Where Transformer Engine is missing its stand-in holds the parameters.
+in place, and exports through Megatron-Bridge. On a GPU the real Transformer Engine holds the parameters where it is
+installed; elsewhere, and on the CPU, its stand-in does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,15 +70,35 @@ class Trainer:
         return export_hf(self.bridge, self.model_chunks, names)
 
 
-def prepare() -> None:
+class Source:
+    """A trainer's tensors where a transport wants them: its own, or copies on a GPU of a model on the CPU."""
+
+    def __init__(self, trainer: Trainer, device: torch.device) -> None:
+        self._trainer = trainer
+        self._copies = None
+        if any(tensor.device.type != device.type for tensor in trainer.tensors.values()):
+            self._copies = {name: tensor.to(device) for name, tensor in trainer.tensors.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._trainer.tensors if self._copies is None else self._copies
+
+    def refresh(self) -> None:
+        """Bring the copies up to the model, in place."""
+        if self._copies is not None:
+            for name, tensor in self._trainer.tensors.items():
+                self._copies[name].copy_(tensor)
+
+
+def prepare(*, on_cuda: bool = False) -> None:
     """Import everything a trainer needs; called before a fork, it is paid once for all processes.
 
+    `on_cuda` says where models are wanted; they are on the CPU all the same where Transformer Engine is missing.
     Raises ImportError naming the extra when Megatron is not installed.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with _quiet():
-        if not te_standin.available():
-            te_standin.install()
+        te_standin.install(on_cuda=on_cuda)
         require("megatron.core")
         require("megatron.bridge")
     bridge_backports.apply()
@@ -89,6 +110,7 @@ def build_trainer(
 ) -> Trainer:
     """Build the checkpoint's model over `mesh` and load it. The default process group must be the training world.
 
+    With the real Transformer Engine the model is on the current CUDA device, with its stand-in on the CPU.
     `grouped_experts=False` gives one module an expert (SequentialMLP) instead of grouped tensors (TEGroupedMLP).
     The vocabulary is padded with zero rows to a multiple of `vocab_multiple * tp`; None keeps the checkpoint's size
     where TP divides it, and elsewhere pads with Megatron-Bridge's divisor (a power of two up to 128 that divides it).
@@ -99,6 +121,7 @@ def build_trainer(
     prepare()
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     with te_standin.cpu_as_device(), _quiet():
         parallel_state.destroy_model_parallel()
@@ -111,6 +134,8 @@ def build_trainer(
             expert_tensor_parallel_size=mesh.etp,
             create_gloo_process_groups=False,
         )
+        if te_standin.is_real():
+            model_parallel_cuda_manual_seed(1)  # else nothing can be initialised on a GPU
         bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
         provider = bridge.to_megatron_provider(load_weights=False)
         if hasattr(provider, "q_lora_rank"):  # Bridge takes an absent low rank for its provider's default
@@ -123,7 +148,7 @@ def build_trainer(
             setattr(provider, name, value)
         provider.finalize()
         chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=not te_standin.available(), bf16=True
+            wrap_with_ddp=False, use_cpu_initialization=not te_standin.is_real(), bf16=True
         )
     trainer = Trainer(bridge, chunks)
     trainer.load(checkpoint)

@@ -1,0 +1,165 @@
+"""Golden against real on this machine's GPUs: `validate` over every family and every mesh that fits, several at a time.
+
+    python tools/validate_gpus.py --out tools/results/validate-x4.json
+
+What `mcore-reshard validate` does for one case, for all of tests/validation_cases.py: over `nccl` and `auto` those with
+no more ranks than there are GPUs, over `direct` all, since ranks may share a GPU. For `auto` one pair of ranks is
+declared unreachable, so that both transports take part wherever there are more pairs. `--few` takes as many cases as it
+takes to have each family and each mesh once. Results are written as they come, and a file that this machine and these
+versions wrote is gone on with: its cases are not run again. Exit code 1 if any byte was wrong or a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not keep ranks from being forked
+import torch
+
+from mcore_reshard.kernels.reach import UNREACHABLE_VARIABLE
+from mcore_reshard.planner.configs import load_config
+from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
+from mcore_reshard.validation import trainer
+from mcore_reshard.validation.processes import run_processes
+from mcore_reshard.validation.runner import ValidationError, validate
+
+TRANSPORTS = ("direct", "nccl", "auto")
+SHARING = {"direct"}  # transports whose ranks may share a GPU
+CASES = Path(__file__).parents[1] / "tests" / "validation_cases.py"
+TIMEOUT_S = 60.0
+WHAT = "golden vs real with real Megatron-Core models on GPUs: every tensor of every generation rank, byte by byte"
+ONE_PAIR = "train:0-gen:0"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=TRANSPORTS, help="default: all")
+    parser.add_argument("--few", action="store_true", help="each family and each mesh once for each transport")
+    parser.add_argument("--refits", type=int, default=3, metavar="N", help="of each case (default: 3)")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 8), help="cases at a time")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    arguments = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        parser.error("there is no CUDA device")
+    report = _begun(arguments.out, {"what": WHAT, **_machine(gpus)})
+    ran = {(case["transport"], case["family"], case["mesh"]) for case in report["cases"]}
+    wanted = [
+        (transport, family, mesh, arguments.refits)
+        for transport in arguments.transport
+        for family, mesh in cases_on(gpus, transport, arguments.few)
+        if (transport, family, mesh) not in ran
+    ]
+    trainer.prepare(on_cuda=True)  # seconds, paid once: the cases are forked from here
+    for case in _run_all(wanted, arguments.jobs):
+        report["cases"].append(case)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"{case['transport']:6} {case['family']:12} {case['mesh']:28} {_outcome(case)}", flush=True)
+    bad = [case for case in report["cases"] if case.get("error") or case.get("wrong")]
+    print(f"{len(report['cases'])} cases, {len(bad)} bad")
+    return 1 if bad else 0
+
+
+def cases_on(gpus: int, transport: str, few: bool) -> list[tuple[str, str]]:
+    """(family, mesh) of every case that fits."""
+    cases = _cases()
+    fitting = cases.on_gpus(gpus, shared=transport in SHARING)
+    return list(cases.covering(fitting) if few else fitting)
+
+
+def _begun(out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What `out` holds if it is about the same, without what failed; else a report without cases."""
+    cases = []
+    if out.exists():
+        begun = json.loads(out.read_text())
+        if about.items() <= begun.items():
+            cases = [case for case in begun["cases"] if not (case.get("error") or case.get("wrong"))]
+    return {**about, "cases": cases}
+
+
+def _run_all(wanted: list[tuple[str, str, str, int]], jobs: int) -> Iterator[dict[str, Any]]:
+    """Workers are forked before the pool has threads, and fork the ranks of one case after the other."""
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        running = [pool.submit(_run, *case) for case in wanted]
+        for done in as_completed(running):
+            yield done.result()
+
+
+def _run(transport: str, family: str, mesh: str, refits: int) -> dict[str, Any]:
+    train, gen, overrides = _cases().arguments(family, mesh)
+    case: dict[str, Any] = {"transport": transport, "family": family, "mesh": mesh, "train": train, "gen": gen}
+    start = time.perf_counter()
+    os.environ[UNREACHABLE_VARIABLE] = ONE_PAIR if transport == "auto" else ""
+    try:
+        report = validate(
+            {**load_config(f"tiny-{family}"), **overrides},
+            parse_train_mesh(train),
+            parse_gen_mesh(gen),
+            model=family,
+            transport=transport,
+            refits=refits,
+            timeout_s=TIMEOUT_S,
+        )
+    except ValidationError as error:
+        return {**case, "refused": str(error)}
+    except Exception:
+        return {**case, "error": traceback.format_exc()}
+    wrong = [f"refit {refit.version}: {result}" for refit in report.refits for result in refit.wrong]
+    return {
+        **case,
+        "source": report.source,
+        "carried_by": report.transport,
+        "refits": len(report.refits),
+        "tensors": len(report.parameters),
+        "bytes": sum(refit.bulk_bytes + refit.misc_bytes for refit in report.refits),
+        "misc_bytes": sum(refit.misc_bytes for refit in report.refits),
+        "wrong": len(wrong),
+        **({"first_wrong": wrong[:3]} if wrong else {}),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _outcome(case: dict[str, Any]) -> str:
+    if "error" in case:
+        return "ERROR " + case["error"].strip().splitlines()[-1]
+    if "refused" in case:
+        return f"refused: {case['refused']}"
+    return f"{case['wrong']} of {case['tensors']} tensors wrong, {case['seconds']} s"
+
+
+def _machine(gpus: int) -> dict[str, Any]:
+    names = run_processes(1, lambda _: (torch.cuda.get_device_name(0), torch.cuda.nccl.version()))[0]
+    found = {"python": platform.python_version(), "torch": torch.__version__, "nccl": ".".join(map(str, names[1]))}
+    for package in ("megatron-core", "megatron-bridge", "transformer-engine", "transformers", "nccl4py", "cuda-core"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"date": date.today().isoformat(), "hardware": f"{gpus} x {names[0]}", "versions": found}
+
+
+def _cases() -> ModuleType:
+    """tests/validation_cases.py, which the tests and the README's support table use too."""
+    spec: Any = importlib.util.spec_from_file_location(CASES.stem, CASES)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main())
