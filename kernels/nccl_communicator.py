@@ -19,6 +19,10 @@ from .errors import TransferError, Waiting
 if TYPE_CHECKING:
     from nccl.core import Communicator
 
+# NCCL's most. It shares channels out among all ranks of a communicator, though half of a stage's ranks are no peers of
+# the other half: left alone, it sends messages of up to 128 MiB over half of the channels it has.
+_CTAS = 64
+
 
 class NcclError(TransferError):
     """NCCL reported an error of its own; the communicator is of no further use."""
@@ -59,39 +63,42 @@ class NcclCommunicator:
     """A member of a communicator, on the current device. Connecting goes on in the background: poll `is_idle`."""
 
     def __init__(self, unique_id: bytes, member: int, members: int, waiting: Waiting) -> None:
-        from nccl.bindings.nccl import NCCLError
+        from nccl.bindings import nccl as bindings
         from nccl.core import Communicator, NCCLConfig, UniqueId
 
-        self._errors = NCCLError
+        self._bindings = bindings
         self._communicator: Communicator | None
         try:
-            config = NCCLConfig(blocking=False)
+            config = NCCLConfig(blocking=False, min_ctas=_CTAS, max_ctas=_CTAS)
             self._communicator = Communicator.init(members, member, UniqueId.from_bytes(unique_id), config)
-        except NCCLError as error:
+        except bindings.NCCLError as error:
             raise NcclError(waiting, f"NCCL could not connect {members} ranks: {error}") from error
 
     def is_idle(self, waiting: Waiting) -> bool:
         """Whether what was started last has been handed to the device. Raises `NcclError` if it failed."""
-        from nccl.bindings.nccl import Result
-        from nccl.core import get_error_string
-
+        results = self._bindings.Result
         result = self._open(waiting).get_async_error()
-        if result in (Result.Success, Result.InProgress):
-            return bool(result == Result.Success)
+        if result in (results.Success, results.InProgress):
+            return bool(result == results.Success)
         said = self._open(waiting).get_last_error()
-        raise NcclError(waiting, f"NCCL: {get_error_string(result)}" + (f" ({said})" if said else ""))
+        raise NcclError(waiting, f"NCCL: {self._bindings.get_error_string(result)}" + (f" ({said})" if said else ""))
 
     def start(self, messages: Sequence[NcclMessage], stream: torch.cuda.Stream, waiting: Waiting) -> None:
-        """Queue all messages on `stream` as one group; they are under way at the same time."""
-        from nccl.core import group
+        """Queue all messages on `stream` as one group; they are under way at the same time.
 
-        communicator, handle = self._open(waiting), stream.cuda_stream
+        Goes by the binding's lower layer: its upper one examines every tensor anew, in each refit.
+        """
+        nccl, communicator, handle = self._bindings, self._bindings.Comm(self._open(waiting).ptr), stream.cuda_stream
         try:
-            with group():
+            nccl.group_start()
+            try:
                 for message in messages:
-                    move = communicator.send if message.sends else communicator.recv
-                    move(message.payload, message.member, stream=handle)
-        except self._errors as error:
+                    move = nccl.send if message.sends else nccl.recv
+                    payload = message.payload
+                    move(payload.data_ptr(), payload.numel(), nccl.DataType.Uint8, message.member, communicator, handle)
+            finally:
+                nccl.group_end()
+        except nccl.NCCLError as error:
             raise NcclError(waiting, f"NCCL: {error}") from error
 
     def abort(self) -> None:

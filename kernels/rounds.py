@@ -105,7 +105,9 @@ def peers_by_stage(program: Program) -> dict[int, int]:
 def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Division:
     """Divide scratch so that the rank with the most peers fits. `peers[r]` is what group rank `r` said of itself.
 
-    2 streams of 2 slots, at most 4 peers, 512 MiB: buckets of 32 MiB. Raises ValueError if less than one element fits.
+    2 streams of 2 slots, at most 4 peers, 512 MiB: buckets of 32 MiB. A slot then has a place for a bucket of every
+    peer of any stage, so no rank needs more than the budget, whatever its rounds are. Raises ValueError if less than
+    one element fits.
     """
     members = {
         stage: tuple(rank for rank, mine in enumerate(peers) if mine.get(stage))
@@ -115,17 +117,21 @@ def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Divisio
     most_peers = max((count for mine in peers for count in mine.values()), default=1)
     places = max(1, min(budget.streams, len(members))) * budget.slots * most_peers
     place_bytes = budget.scratch_bytes // places // ALIGNMENT * ALIGNMENT
-    bucket_bytes = min(place_bytes - (DIGEST_BYTES if budget.checksums else 0), MAX_BUCKET_BYTES)
+    digest_bytes = DIGEST_BYTES if budget.checksums else 0
+    bucket_bytes = min(place_bytes - digest_bytes, MAX_BUCKET_BYTES)
     if bucket_bytes < ALIGNMENT:
         raise ValueError(
             f"{budget.scratch_bytes} bytes of scratch are too few for {places} buckets "
-            f"({most_peers} peers, {places // most_peers} slots)"
+            f"({most_peers} peers, {places // most_peers} slots): give at least {places * (ALIGNMENT + digest_bytes)}"
         )
     return Division(bucket_bytes, budget.slots, budget.checksums, streams, members)
 
 
-def rounds(program: Program, division: Division) -> tuple[Round, ...]:
-    """The rank's rounds in the order of the session. `program` is bound with the division's bucket size."""
+def rounds(program: Program, division: Division, *, in_place: Sequence[bool] | None = None) -> tuple[Round, ...]:
+    """The rank's rounds in the order of the session. `program` is bound with the division's bucket size.
+
+    `in_place` [tensors] says which tensors messages may leave or enter without a copy; by default all.
+    """
     assert program.bucket_bytes == division.bucket_bytes
     ordered = sorted(steps(program), key=lambda step: (step.number, step.stage))
     found: list[Round] = []
@@ -134,7 +140,7 @@ def rounds(program: Program, division: Division) -> tuple[Round, ...]:
         stream = division.streams[stage]
         earlier = on_stream.setdefault(stream, [])
         after = earlier[-division.slots] if len(earlier) >= division.slots else None
-        passages = _passages(program, division.members[stage], tuple(together), checksums=division.checksums)
+        passages = _passages(program, division, tuple(together), in_place)
         found.append(Round(stage, number, stream, len(earlier) % division.slots, after, passages))
         earlier.append(len(found) - 1)
     return tuple(found)
@@ -175,14 +181,17 @@ def contiguous_run(copies: NDArray[np.void], *, sends: bool) -> Run | None:
 
 
 def _passages(
-    program: Program, members: tuple[int, ...], together: tuple[Step, ...], *, checksums: bool
+    program: Program, division: Division, together: tuple[Step, ...], in_place: Sequence[bool] | None
 ) -> tuple[Passage, ...]:
     schedule = program.schedule
+    members, checksums = division.members[together[0].stage], division.checksums
     found: list[Passage] = []
     slot_offset = 0
     for step in together:
         bucket, lane = step.bucket, step.lane
         run = None if checksums else contiguous_run(lane.copies[bucket.first_copy : bucket.stop_copy], sends=lane.sends)
+        if run is not None and in_place is not None and not in_place[run.tensor]:
+            run = None
         message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if checksums else bucket.nbytes
         member = members.index(group_rank(schedule, other_world(schedule.world), lane.peer))
         found.append(Passage(step, member, message_bytes, run, slot_offset))
