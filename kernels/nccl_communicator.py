@@ -8,6 +8,7 @@ torch itself has loaded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -18,10 +19,6 @@ from .errors import TransferError, Waiting
 
 if TYPE_CHECKING:
     from nccl.core import Communicator
-
-# NCCL's most. It shares channels out among all ranks of a communicator, though half of a stage's ranks are no peers of
-# the other half: left alone, it sends messages of up to 128 MiB over half of the channels it has.
-_CTAS = 64
 
 
 class NcclError(TransferError):
@@ -69,7 +66,7 @@ class NcclCommunicator:
         self._bindings = bindings
         self._communicator: Communicator | None
         try:
-            config = NCCLConfig(blocking=False, min_ctas=_CTAS, max_ctas=_CTAS)
+            config = NCCLConfig(blocking=False)
             self._communicator = Communicator.init(members, member, UniqueId.from_bytes(unique_id), config)
         except bindings.NCCLError as error:
             raise NcclError(waiting, f"NCCL could not connect {members} ranks: {error}") from error
@@ -102,10 +99,14 @@ class NcclCommunicator:
             raise NcclError(waiting, f"NCCL: {error}") from error
 
     def abort(self) -> None:
-        """End everything under way, here and now, and free the communicator. May be called twice."""
+        """End everything under way, then free the communicator. May be called twice.
+
+        Waits for the device to be at rest, and for the end of every CUDA graph that holds messages of it.
+        """
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            communicator.abort()
+            with suppress(self._bindings.NCCLError):
+                communicator.abort()
 
     def _open(self, waiting: Waiting) -> Communicator:
         if self._communicator is None:
