@@ -50,7 +50,7 @@ class DeviceCopies:
         defines: tuple[tuple[str, int], ...] = (),
     ) -> None:
         assert tiles.dtype == TILE
-        self._shape = shape
+        self._config = LaunchConfig(grid=shape.ctas, block=shape.threads)
         self._count = len(tiles)
         self._tiles = torch.from_numpy(tiles.view(np.uint8).copy()).to(device)
         self._copy_of = tiles["copy"]
@@ -83,7 +83,7 @@ class DeviceCopies:
     def _launch(self, stream: torch.cuda.Stream, count: int) -> None:
         launch(
             Stream.from_handle(stream.cuda_stream),
-            LaunchConfig(grid=self._shape.ctas, block=self._shape.threads),
+            self._config,
             self._kernel,
             self._tiles.data_ptr(),
             np.uint32(count),

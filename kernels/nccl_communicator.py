@@ -8,6 +8,7 @@ torch itself has loaded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -59,46 +60,53 @@ class NcclCommunicator:
     """A member of a communicator, on the current device. Connecting goes on in the background: poll `is_idle`."""
 
     def __init__(self, unique_id: bytes, member: int, members: int, waiting: Waiting) -> None:
-        from nccl.bindings.nccl import NCCLError
+        from nccl.bindings import nccl as bindings
         from nccl.core import Communicator, NCCLConfig, UniqueId
 
-        self._errors = NCCLError
+        self._bindings = bindings
         self._communicator: Communicator | None
         try:
             config = NCCLConfig(blocking=False)
             self._communicator = Communicator.init(members, member, UniqueId.from_bytes(unique_id), config)
-        except NCCLError as error:
+        except bindings.NCCLError as error:
             raise NcclError(waiting, f"NCCL could not connect {members} ranks: {error}") from error
 
     def is_idle(self, waiting: Waiting) -> bool:
         """Whether what was started last has been handed to the device. Raises `NcclError` if it failed."""
-        from nccl.bindings.nccl import Result
-        from nccl.core import get_error_string
-
+        results = self._bindings.Result
         result = self._open(waiting).get_async_error()
-        if result in (Result.Success, Result.InProgress):
-            return bool(result == Result.Success)
+        if result in (results.Success, results.InProgress):
+            return bool(result == results.Success)
         said = self._open(waiting).get_last_error()
-        raise NcclError(waiting, f"NCCL: {get_error_string(result)}" + (f" ({said})" if said else ""))
+        raise NcclError(waiting, f"NCCL: {self._bindings.get_error_string(result)}" + (f" ({said})" if said else ""))
 
     def start(self, messages: Sequence[NcclMessage], stream: torch.cuda.Stream, waiting: Waiting) -> None:
-        """Queue all messages on `stream` as one group; they are under way at the same time."""
-        from nccl.core import group
+        """Queue all messages on `stream` as one group; they are under way at the same time.
 
-        communicator, handle = self._open(waiting), stream.cuda_stream
+        Goes by the binding's lower layer: its upper one examines every tensor anew, in each refit.
+        """
+        nccl, communicator, handle = self._bindings, self._bindings.Comm(self._open(waiting).ptr), stream.cuda_stream
         try:
-            with group():
+            nccl.group_start()
+            try:
                 for message in messages:
-                    move = communicator.send if message.sends else communicator.recv
-                    move(message.payload, message.member, stream=handle)
-        except self._errors as error:
+                    move = nccl.send if message.sends else nccl.recv
+                    payload = message.payload
+                    move(payload.data_ptr(), payload.numel(), nccl.DataType.Uint8, message.member, communicator, handle)
+            finally:
+                nccl.group_end()
+        except nccl.NCCLError as error:
             raise NcclError(waiting, f"NCCL: {error}") from error
 
     def abort(self) -> None:
-        """End everything under way, here and now, and free the communicator. May be called twice."""
+        """End everything under way, then free the communicator. May be called twice.
+
+        Waits for the device to be at rest, and for the end of every CUDA graph that holds messages of it.
+        """
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            communicator.abort()
+            with suppress(self._bindings.NCCLError):
+                communicator.abort()
 
     def _open(self, waiting: Waiting) -> Communicator:
         if self._communicator is None:

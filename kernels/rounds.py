@@ -6,9 +6,11 @@ Round k of a stage carries the k-th bucket of every pair of its ranks, as one gr
     train:0 -> gen:1  buckets b0 b1           round 1: a1 b1
     train:1 -> gen:0  bucket  c0              round 2: a2
 
-Rounds are ordered by (number, stage) on every rank, and a stage keeps to one stream. The first round in that order that
-is not over is therefore next on its stream at all its ranks, and waits for nothing but bytes: no pattern of pairs
-deadlocks. A stream has at least two slots, so that one bucket is packed or unpacked while another is on the wire.
+Rounds are ordered by (number, stage) on every rank, and these two also decide a round's stream. The first round in that
+order that is not over is therefore next on its stream at all its ranks, and waits for nothing but bytes: no pattern of
+pairs deadlocks. A stream has at least two slots, so that one bucket is packed or unpacked while another is on the wire.
+Where there are fewer stages than streams, the rounds of a stage take several in turn: with one, NCCL uses half of its
+channels for messages of this size, and the wire idles between two rounds (four H200s: 297 GB/s; with two, 321).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class ScratchBudget:
     """What every rank may use; equal on all ranks."""
 
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory, per rank
-    streams: int = 2  # stages that move at the same time
+    streams: int = 2  # rounds that are on the wire at the same time
     slots: int = 2  # rounds of one stream that are under way at the same time
     checksums: bool = False
 
@@ -50,8 +52,8 @@ class Division:
     bucket_bytes: int
     slots: int  # per stream
     checksums: bool
-    streams: Mapping[int, int]  # stage index -> stream
-    members: Mapping[int, tuple[int, ...]]  # stage index -> group ranks in its communicator, ascending
+    streams: Mapping[int, tuple[int, ...]]  # stage index -> its streams, which its rounds take in turn
+    members: Mapping[int, tuple[int, ...]]  # stage index -> group ranks in its communicators, ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Passage:
     """One bucket in its round, from or into either a place in the slot or, without a copy, a tensor."""
 
     step: Step
-    member: int  # the peer's rank in the stage's communicator
+    member: int  # the peer's rank in the stage's communicators
     message_bytes: int
     run: Run | None
     slot_offset: int  # unused with a run
@@ -105,36 +107,45 @@ def peers_by_stage(program: Program) -> dict[int, int]:
 def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Division:
     """Divide scratch so that the rank with the most peers fits. `peers[r]` is what group rank `r` said of itself.
 
-    2 streams of 2 slots, at most 4 peers, 512 MiB: buckets of 32 MiB. Raises ValueError if less than one element fits.
+    2 streams of 2 slots, at most 4 peers, 512 MiB: buckets of 32 MiB. A slot then has a place for a bucket of every
+    peer of any stage, so no rank needs more than the budget, whatever its rounds are. Raises ValueError if less than
+    one element fits.
     """
     members = {
         stage: tuple(rank for rank, mine in enumerate(peers) if mine.get(stage))
         for stage in sorted({stage for mine in peers for stage, count in mine.items() if count})
     }
-    streams = {stage: turn % budget.streams for turn, stage in enumerate(members)}
+    streams = {
+        stage: tuple(range(turn, budget.streams, len(members))) or (turn % budget.streams,)
+        for turn, stage in enumerate(members)
+    }
     most_peers = max((count for mine in peers for count in mine.values()), default=1)
-    places = max(1, min(budget.streams, len(members))) * budget.slots * most_peers
+    places = budget.streams * budget.slots * most_peers
     place_bytes = budget.scratch_bytes // places // ALIGNMENT * ALIGNMENT
-    bucket_bytes = min(place_bytes - (DIGEST_BYTES if budget.checksums else 0), MAX_BUCKET_BYTES)
+    digest_bytes = DIGEST_BYTES if budget.checksums else 0
+    bucket_bytes = min(place_bytes - digest_bytes, MAX_BUCKET_BYTES)
     if bucket_bytes < ALIGNMENT:
         raise ValueError(
             f"{budget.scratch_bytes} bytes of scratch are too few for {places} buckets "
-            f"({most_peers} peers, {places // most_peers} slots)"
+            f"({most_peers} peers, {places // most_peers} slots): give at least {places * (ALIGNMENT + digest_bytes)}"
         )
     return Division(bucket_bytes, budget.slots, budget.checksums, streams, members)
 
 
-def rounds(program: Program, division: Division) -> tuple[Round, ...]:
-    """The rank's rounds in the order of the session. `program` is bound with the division's bucket size."""
+def rounds(program: Program, division: Division, *, in_place: Sequence[bool] | None = None) -> tuple[Round, ...]:
+    """The rank's rounds in the order of the session. `program` is bound with the division's bucket size.
+
+    `in_place` [tensors] says which tensors messages may leave or enter without a copy; by default all.
+    """
     assert program.bucket_bytes == division.bucket_bytes
     ordered = sorted(steps(program), key=lambda step: (step.number, step.stage))
     found: list[Round] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
     for (number, stage), together in groupby(ordered, key=lambda step: (step.number, step.stage)):
-        stream = division.streams[stage]
+        stream = division.streams[stage][number % len(division.streams[stage])]
         earlier = on_stream.setdefault(stream, [])
         after = earlier[-division.slots] if len(earlier) >= division.slots else None
-        passages = _passages(program, division.members[stage], tuple(together), checksums=division.checksums)
+        passages = _passages(program, division, tuple(together), in_place)
         found.append(Round(stage, number, stream, len(earlier) % division.slots, after, passages))
         earlier.append(len(found) - 1)
     return tuple(found)
@@ -175,14 +186,17 @@ def contiguous_run(copies: NDArray[np.void], *, sends: bool) -> Run | None:
 
 
 def _passages(
-    program: Program, members: tuple[int, ...], together: tuple[Step, ...], *, checksums: bool
+    program: Program, division: Division, together: tuple[Step, ...], in_place: Sequence[bool] | None
 ) -> tuple[Passage, ...]:
     schedule = program.schedule
+    members, checksums = division.members[together[0].stage], division.checksums
     found: list[Passage] = []
     slot_offset = 0
     for step in together:
         bucket, lane = step.bucket, step.lane
         run = None if checksums else contiguous_run(lane.copies[bucket.first_copy : bucket.stop_copy], sends=lane.sends)
+        if run is not None and in_place is not None and not in_place[run.tensor]:
+            run = None
         message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if checksums else bucket.nbytes
         member = members.index(group_rank(schedule, other_world(schedule.world), lane.peer))
         found.append(Passage(step, member, message_bytes, run, slot_offset))
