@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from .geometry import LocalTensor, Piece, Region
 from .mesh import LayerPlace
 from .parameters import ParameterGroup, Role
+from .precision import Format
 
 _UP_ROLES = {Role.UP, Role.EXPERT_UP, Role.SHARED_UP}
 
@@ -73,6 +74,8 @@ class Layout(Protocol):
     def violations(self) -> list[str]: ...
 
     def place(self, group: ParameterGroup) -> tuple[Placement, ...] | Misc | Excluded: ...
+
+    def scales(self, group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc: ...
 
 
 @dataclass(frozen=True, slots=True)

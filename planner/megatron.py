@@ -16,6 +16,8 @@ from .geometry import LocalTensor, Piece, Region
 from .layout import Excluded, Layout, Misc, Placement, Run, Shards, gate_up, padded_rows, runs_along, split, whole
 from .mesh import LayerPlace, MeshError, TrainMesh
 from .parameters import Architecture, Attention, Catalogue, Mamba, ParameterGroup, Role
+from .precision import Format
+from .transformer_engine import te_scales
 
 ExpertsModule = Literal["grouped", "sequential", "stacked"]
 
@@ -406,6 +408,9 @@ class MegatronLayout(Layout):
         return (
             self._expert_placements(group, shards) if group.role in _EXPERT_ROLES else self._placements(group, shards)
         )
+
+    def scales(self, group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc:
+        return te_scales(group, shards, form)
 
     def _placements(self, group: ParameterGroup, shards: Shards) -> tuple[Placement, ...]:
         mesh = self._context.mesh

@@ -65,10 +65,10 @@ class Template:
 
     @cached_property
     def move_bytes(self) -> NDArray[np.int64]:
-        """Bytes of each move, in the dtype that the source holds."""
+        """Bytes of each move on the wire, in the dtype that the destination holds."""
         return np.array(
             [
-                move.region.elements * ITEMSIZE[self.src.pieces[move.src][move.src_piece].tensor.dtype]
+                move.region.elements * ITEMSIZE[self.dst.pieces[move.dst][move.dst_piece].tensor.dtype]
                 for move in self.moves
             ],
             dtype=np.int64,
@@ -140,6 +140,27 @@ class UnplannedGroup:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A quantised weight and its scales, groups of one plan: one route, the same bundles, cut on block edges.
+
+    The scale of element (r, c) is entry (r // block[0], c // block[1]) of the group `scales`.
+    """
+
+    weight: int
+    scales: int
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCast:
+    """A group that changes its dtype on the way: the source casts. A cast to FP8 computes the scales of its pair."""
+
+    group: int
+    src: str
+    dst: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything both worlds must agree on. Built by `planning.make_plan`, read from a file by `plan_file.load_plan`."""
@@ -156,6 +177,8 @@ class Plan:
     misc: tuple[UnplannedGroup, ...] = ()
     excluded: tuple[UnplannedGroup, ...] = ()
     relay: bool = False  # each move leaves the trainer once; the replica it lands on passes it on to the others
+    pairs: tuple[Pair, ...] = ()
+    casts: tuple[GroupCast, ...] = ()
     digest: str = field(default="", compare=False)
 
     def parameter_name(self, bundle: int, member: int) -> str:
@@ -198,6 +221,28 @@ class Plan:
         """Bytes of the parameters that move point to point, each counted once."""
         skipped = {u.group for u in (*self.misc, *self.excluded)}
         return sum(group.nbytes * group.count for i, group in enumerate(self.groups) if i not in skipped)
+
+    @cached_property
+    def scale_templates(self) -> dict[int, int]:
+        """Of each bundle of a weight in a pair, the template of its scales: those in the bundle beside it."""
+        scales_of = {pair.weight: pair.scales for pair in self.pairs}
+        by_place = {(b.group, b.pp_stage, b.src, b.dst, b.layers, b.experts): b.template for b in self.bundles}
+        return {
+            index: by_place[scales_of[b.group], b.pp_stage, b.src, b.dst, b.layers, b.experts]
+            for index, b in enumerate(self.bundles)
+            if b.group in scales_of
+        }
+
+    @cached_property
+    def wire_bytes(self) -> dict[str, int]:
+        """Bytes that all generation ranks receive in one refit, by dtype on the wire, the most first."""
+        carried: dict[str, int] = {}
+        for bundle in self.bundles:
+            template, copies = self.templates[bundle.template], bundle.members * self.dst_replicas(bundle)
+            for move, nbytes in zip(template.moves, template.move_bytes.tolist(), strict=True):
+                dtype = template.dst.pieces[move.dst][move.dst_piece].tensor.dtype
+                carried[dtype] = carried.get(dtype, 0) + nbytes * copies
+        return dict(sorted(carried.items(), key=lambda item: -item[1]))
 
     @cached_property
     def send_bytes(self) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ from .geometry import LocalTensor, Piece, Region
 from .layout import Padding, Shards
 from .mesh import GenMesh, MeshError, TrainMesh
 from .parameters import ParameterGroup, Role
-from .plan import Bundle, BundleLayer, Holding, Move, Plan, Policy, Template, UnplannedGroup
+from .plan import Bundle, BundleLayer, GroupCast, Holding, Move, Pair, Plan, Policy, Template, UnplannedGroup
 
 FORMAT = "mcore-reshard plan"
 VERSION = 2
@@ -132,6 +132,8 @@ def _encode(plan: Plan) -> dict[str, Any]:
         "misc": [[u.group, u.reason] for u in plan.misc],
         "excluded": [[u.group, u.reason] for u in plan.excluded],
         "relay": plan.relay,
+        "pairs": [[p.weight, p.scales, p.block] for p in plan.pairs],
+        "casts": [[c.group, c.src, c.dst] for c in plan.casts],
     }  # fmt: skip
 
 
@@ -182,6 +184,8 @@ _FORM = {
     "misc": [(int, str)],
     "excluded": [(int, str)],
     "relay": bool,
+    "pairs": [(int, int, (int, int))],
+    "casts": [(int, str, str)],
 }
 
 
@@ -241,4 +245,6 @@ def _decode(body: dict[str, Any]) -> Plan:
         misc=unplanned(body["misc"]),
         excluded=unplanned(body["excluded"]),
         relay=body["relay"],
+        pairs=tuple(Pair(weight, scales, (rows, columns)) for weight, scales, (rows, columns) in body["pairs"]),
+        casts=tuple(GroupCast(group, src, dst) for group, src, dst in body["casts"]),
     )

@@ -6,22 +6,24 @@ Pure and deterministic: the same catalogue, meshes and policy give the same plan
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .engines import DEFAULT_ENGINE, engine_named
-from .layout import Excluded, Layout, Misc, Placement, Shards
+from .layout import Excluded, Misc, Placement, Shards
 from .megatron import MegatronBuild, MegatronLayout
 from .mesh import GenMesh, MeshError, TrainMesh
-from .parameters import Attention, Catalogue, ParameterGroup, Role
+from .parameters import Catalogue, ParameterGroup
 from .plan import (
     Bundle,
     BundleLayer,
+    GroupCast,
     Holding,
     Move,
+    Pair,
     Plan,
     Policy,
     Template,
@@ -30,9 +32,11 @@ from .plan import (
     replica_bytes,
 )
 from .plan_file import digest_of
+from .precision import precision_of, split_by_precision
+from .routing import Ends, Routed, Router, Side
+from .scales import blocks_touched
 
 _DISTINCTLY = 0.95  # relaying adds a hop, so the busiest link must carry this much less
-_QKV_ROLES = {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS}
 
 
 def make_plan(
@@ -44,56 +48,76 @@ def make_plan(
     policy: Policy = "exact",
     engine: str = DEFAULT_ENGINE,
     build: MegatronBuild = MegatronBuild(),  # noqa: B008
+    train_dtype: str | None = None,
+    gen_dtype: str | None = None,
 ) -> Plan:
     """Plan the refit of a model from a training mesh to the mesh of an engine.
 
-    Raises UnknownEngineError, and MeshError, listing every violation of both meshes, when the model cannot be cut this way.
+    `train_dtype` and `gen_dtype` say what either side holds, as in `precision_of`; None: the catalogue's dtype.
+    Raises UnknownEngineError, PrecisionError, and MeshError, listing every violation of both meshes, when the model cannot
+    be cut this way.
     """
-    source = MegatronLayout(catalogue, train, build)
-    destination = engine_named(engine).layout(catalogue, gen)
+    held, wanted = precision_of(train_dtype, catalogue), precision_of(gen_dtype, catalogue)
+    if wanted.format is not None:
+        catalogue = split_by_precision(catalogue)
+    held_catalogue, wanted_catalogue = held.main(catalogue), wanted.main(catalogue)
+    source = MegatronLayout(held_catalogue, train, build)
+    destination = engine_named(engine).layout(wanted_catalogue, gen)
     if violations := source.violations() + destination.violations():
         raise MeshError(f"{model or catalogue.architecture.family} does not fit these meshes", violations)
     train = train.canonical(catalogue.architecture.layers)
-    return _Planner(catalogue, train, gen, model, policy, source, destination).plan()
+    sides = Side(held_catalogue, source, held), Side(wanted_catalogue, destination, wanted)
+    routed = Router(*sides, train, gen, policy).routes()
+    return _Planner(train, gen, model, policy, destination.name).plan(routed)
 
 
 class _Planner:
-    """Holds the tables a plan shares (templates, holdings) while they grow."""
+    """Holds the tables a plan shares (groups, templates, holdings) while they grow."""
 
-    def __init__(self, catalogue: Catalogue, train: TrainMesh, gen: GenMesh, model: str, policy: Policy,
-                 source: Layout, destination: Layout) -> None:  # fmt: skip
-        self._catalogue, self._train, self._gen = catalogue, train, gen
-        self._model, self._policy = model, policy
-        self._source, self._destination = source, destination
+    def __init__(self, train: TrainMesh, gen: GenMesh, model: str, policy: Policy, engine: str) -> None:
+        self._train, self._gen, self._model, self._policy, self._engine = train, gen, model, policy, engine
         self._templates: dict[tuple[Shards, Shards], int] = {}
+        self._moves: list[tuple[Move, ...]] = []  # of each template
+        self._scales: dict[tuple[int, int], int] = {}  # (group, template) of a weight in a pair -> that of its scales
         self._by_identity: dict[tuple[int, int], tuple[int, Shards, Shards]] = {}  # keeps the shards alive
         self._holdings: list[Holding] = []
         self._holding_index: dict[tuple[tuple[int, ...], bytes], int] = {}
 
-    def plan(self) -> Plan:
-        groups = self._catalogue.groups
-        routed = [self._route(group) for group in groups]
-        self._keep_fused_together(routed)
-        bundles = [
-            bundle
-            for index, route in enumerate(routed)
-            if not isinstance(route, (Misc, Excluded))
-            for bundle in self._bundles(index, *route)
-        ]
-        bundles.sort(key=lambda b: (b.pp_stage, b.group, b.layers[0].layer, b.experts))
-        templates = tuple(Template(src, dst, _intersect(src, dst)) for src, dst in self._templates)
+    def plan(self, routed: list[Routed]) -> Plan:
+        groups: list[ParameterGroup] = []
+        pairs: list[Pair] = []
+        casts: list[GroupCast] = []
+        unplanned: dict[type, list[UnplannedGroup]] = {Misc: [], Excluded: []}
+        bundles: list[Bundle] = []
+        for entry in routed:
+            index = len(groups)
+            groups += [entry.group] if entry.scales is None else [entry.group, entry.scales]
+            pairs += [] if entry.scales is None else [Pair(index, index + 1, entry.block)]
+            if not isinstance(entry.route, Ends):
+                unplanned[type(entry.route)] += [
+                    UnplannedGroup(i, entry.route.reason) for i in range(index, len(groups))
+                ]
+                continue
+            casts += [] if entry.cast is None else [GroupCast(index, *entry.cast)]
+            bundles += self._bundles(index, entry.route.src, entry.route.dst)
+            if entry.scales is not None:
+                self._scales.update(self._scale_templates(index, entry.route, entry.block))
+        bundles.sort(key=_order)
+        templates = tuple(Template(*ends, moves) for ends, moves in zip(self._templates, self._moves, strict=True))
         plan = Plan(
             model=self._model,
             train=self._train,
             gen=self._gen,
-            engine=self._destination.name,
+            engine=self._engine,
             policy=self._policy,
-            groups=groups,
+            groups=tuple(groups),
             templates=templates,
             holdings=tuple(self._holdings),
-            bundles=_balanced(bundles, templates, self._holdings, self._train.world, relay=False),
-            misc=tuple(UnplannedGroup(i, r.reason) for i, r in enumerate(routed) if isinstance(r, Misc)),
-            excluded=tuple(UnplannedGroup(i, r.reason) for i, r in enumerate(routed) if isinstance(r, Excluded)),
+            bundles=self._with_scales(_balanced(bundles, templates, self._holdings, self._train.world, relay=False)),
+            misc=tuple(unplanned[Misc]),
+            excluded=tuple(unplanned[Excluded]),
+            pairs=tuple(pairs),
+            casts=tuple(casts),
         )
         plan = self._relayed_if_shorter(plan, bundles)
         object.__setattr__(plan, "digest", digest_of(plan))
@@ -108,56 +132,17 @@ class _Planner:
             return plan
         turned = _balanced(bundles, plan.templates, self._holdings, self._train.world, relay=True)
         landed = _landed(turned, plan.templates, self._holdings, self._gen.world)
-        relayed = replace(plan, bundles=landed, relay=True)
+        relayed = replace(plan, bundles=self._with_scales(landed), relay=True)
         return relayed if relayed.busiest_link < _DISTINCTLY * plan.busiest_link else plan
 
-    def _route(self, group: ParameterGroup) -> tuple[tuple[Placement, ...], tuple[Placement, ...]] | Misc | Excluded:
-        """Bulk (placements on both ends) only when both layouts know the group and the bytes are equal."""
-        destination = self._destination.place(group)
-        if isinstance(destination, Excluded):
-            return destination
-        if self._policy == "conservative" and (reason := self._too_few_kv_heads(group)):
-            return Misc(reason)
-        source = self._source.place(group)
-        if isinstance(source, (Misc, Excluded)):
-            return source
-        if isinstance(destination, Misc):
-            return destination
-        held, wanted = _dtypes(source), _dtypes(destination)
-        if held != wanted:
-            return Misc(
-                f"trainer holds {'/'.join(sorted(held))}, engine {'/'.join(sorted(wanted))}: no cast is declared"
-            )
-        return source, destination
-
-    def _too_few_kv_heads(self, group: ParameterGroup) -> str:
-        """The conservative rule: num_query_groups < max(train tp, gen tp)."""
-        attention = self._catalogue.architecture.attention
-        if group.role not in _QKV_ROLES or not isinstance(attention, Attention):
-            return ""
-        widest = max(self._train.tp, self._gen.tp)
-        if attention.kv_heads >= widest:
-            return ""
-        return f"conservative policy: {attention.kv_heads} KV heads < max(train tp {self._train.tp}, gen tp {self._gen.tp})"
-
-    def _keep_fused_together(self, routed: list) -> None:  # type: ignore[type-arg]
-        """A tensor that several groups share travels whole: if one of them goes to misc, so do the others."""
-        changed = True
-        while changed:
-            changed = False
-            reasons: dict[str, str] = {}
-            for group, route in zip(self._catalogue.groups, routed, strict=True):
-                if isinstance(route, Misc):
-                    for layout in (self._source, self._destination):
-                        for name in _tensors(layout.place(group)):
-                            reasons.setdefault(name, f"shares {name} with {group.pattern} ({route.reason})")
-            for index, route in enumerate(routed):
-                if isinstance(route, (Misc, Excluded)):
-                    continue
-                shared = [reasons[name] for side in route for name in sorted(_tensors(side)) if name in reasons]
-                if shared:
-                    routed[index] = Misc(shared[0])
-                    changed = True
+    def _with_scales(self, bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
+        """The bundles, and beside those of weights in pairs the same ones for their scales."""
+        scales = [
+            replace(bundle, group=bundle.group + 1, template=self._scales[bundle.group, bundle.template])
+            for bundle in bundles
+            if (bundle.group, bundle.template) in self._scales
+        ]
+        return tuple(sorted([*bundles, *scales], key=_order))
 
     def _bundles(self, group: int, source: Iterable[Placement], destination: Iterable[Placement]) -> Iterable[Bundle]:
         wanted: dict[int, list[Placement]] = {}
@@ -203,9 +188,23 @@ class _Planner:
     def _template(self, src: Shards, dst: Shards) -> int:
         identity = (id(src), id(dst))  # hashing shards is slow, and the experts of a group share theirs
         if identity not in self._by_identity:
-            index = self._templates.setdefault((src, dst), len(self._templates))
-            self._by_identity[identity] = (index, src, dst)
+            self._by_identity[identity] = (self._new_template(src, dst, None), src, dst)
         return self._by_identity[identity][0]
+
+    def _new_template(self, src: Shards, dst: Shards, moves: tuple[Move, ...] | None) -> int:
+        index = self._templates.setdefault((src, dst), len(self._templates))
+        if index == len(self._moves):
+            self._moves.append(_intersect(src, dst) if moves is None else moves)
+        return index
+
+    def _scale_templates(self, group: int, ends: Ends, block: tuple[int, int]) -> Iterator[tuple[tuple[int, int], int]]:
+        """The templates of the scales of a group that is placed already: the same moves, in blocks."""
+        for src_id, (src, src_scales) in ends.src_scales.items():
+            for dst_id, (dst, dst_scales) in ends.dst_scales.items():
+                if (src_id, dst_id) in self._by_identity:
+                    template = self._template(src, dst)
+                    moves = (replace(m, region=blocks_touched(m.region, block)) for m in self._moves[template])
+                    yield (group, template), self._new_template(src_scales, dst_scales, tuple(moves))
 
     def _holding(self, ranks: NDArray[np.int32]) -> int:
         ranks = np.ascontiguousarray(ranks, dtype=np.int32)
@@ -216,14 +215,8 @@ class _Planner:
         return self._holding_index[key]
 
 
-def _tensors(placed: tuple[Placement, ...] | Misc | Excluded) -> set[str]:
-    if isinstance(placed, (Misc, Excluded)):
-        return set()
-    return {piece.tensor.name for placement in placed for held in placement.shards.pieces for piece in held}
-
-
-def _dtypes(placements: tuple[Placement, ...]) -> set[str]:
-    return {piece.tensor.dtype for placement in placements for held in placement.shards.pieces for piece in held}
+def _order(bundle: Bundle) -> tuple[object, ...]:
+    return bundle.pp_stage, bundle.group, bundle.layers[0].layer, bundle.experts
 
 
 def _intersect(src: Shards, dst: Shards) -> tuple[Move, ...]:

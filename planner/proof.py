@@ -11,7 +11,7 @@ A plan is sound when
   source      source shards tile the parameter;
   consumed    destination shards tile it too, whole shards apart that are replicated;
   cover       the moves into each destination piece tile it, out of pieces that hold what they send;
-  bytes       both ends of a move have the same dtype, hence equal bytes;
+  bytes       both ends of a move have the same dtype, hence equal bytes, or those of the cast that is declared;
   storage     pieces lie in their tensors as Hugging Face has them, or transposed where `storage` declares it;
   order       shards, fused parameters and rows follow each other as declared;
   names       all shards lie in the same tensors, whose names vary with chunk, layer and expert where they must;
@@ -19,6 +19,8 @@ A plan is sound when
   holders     the ranks named are those that hold the shard on the mesh;
   places      layers are read and written where both pipelines keep them;
   arrivals    every bulk parameter arrives once on each stage of the engine that holds it;
+  pairs       quantised weights and their scales have one route, the same ranks and turns, and agree block by block;
+  casts       dtypes change only in declared, known ways, and all of a tensor is sent in one dtype;
   stages      bundles leave in stage order, towards generation ranks only (so no cycle).
 
 What it cannot see: tensors that the model does not have, under that name and of that shape (binding refuses them); and,
@@ -34,6 +36,7 @@ from dataclasses import dataclass
 
 from .parameters import ITEMSIZE
 from .plan import Plan
+from .proof_pairs import check_casts, check_pairs
 from .proof_ranks import check_ranks
 from .proof_report import Violation
 from .proof_templates import check_groups, check_pieces, check_references, check_templates
@@ -71,7 +74,7 @@ def prove(plan: Plan) -> Proof:
     for check in (check_references, check_pieces):
         if violations := tuple(_few_per_rule(check(plan))):
             return Proof(violations, 0, 0)  # nothing else can be evaluated
-    checks = (check_groups, check_templates, check_ranks, check_tensors)
+    checks = (check_groups, check_templates, check_ranks, check_tensors, check_pairs, check_casts)
     wanted, covered = _bytes(plan)
     return Proof(tuple(v for check in checks for v in _few_per_rule(check(plan))), wanted, covered)
 

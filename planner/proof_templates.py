@@ -14,7 +14,8 @@ from .engines import Transposed, UnknownEngineError, engine_named
 from .geometry import Piece, Region
 from .layout import Shards
 from .parameters import ITEMSIZE, ParameterGroup, Role
-from .plan import Bundle, Plan, Template
+from .plan import Bundle, GroupCast, Plan, Template
+from .proof_pairs import check_pair_references
 from .proof_report import Violation, all_ranks, bundle_name, bundle_ranks
 from .storage import MEGATRON, sections_fault, shared_name_fault, storage_fault
 from .tiling import tiling_fault
@@ -60,6 +61,7 @@ def check_references(plan: Plan) -> Iterator[Violation]:
         if not 0 <= entry.group < len(plan.groups):
             message = f"group {entry.group} does not exist, the plan has {len(plan.groups)}"
             yield Violation("references", f"group {entry.group}", all_ranks(plan), message)
+    yield from check_pair_references(plan)
 
 
 def _dangling(plan: Plan, bundle: Bundle) -> str:
@@ -184,6 +186,8 @@ def _group_violation(plan: Plan, group: int, message: str) -> Violation:
 def check_templates(plan: Plan) -> Iterator[Violation]:
     """Cuts tile the parameter, moves tile the destination, and both lie in storage as declared."""
     serves: dict[tuple[bool, str], set[Role]] = defaultdict(set)
+    casts, scales = {cast.group: cast for cast in plan.casts}, {pair.scales for pair in plan.pairs}
+    transposed = engine_named(plan.engine).transposed
     for index, bundle in _first_uses(plan):
         group = plan.groups[bundle.group]
         for is_src, shards in ((True, plan.templates[index].src), (False, plan.templates[index].dst)):
@@ -193,46 +197,54 @@ def check_templates(plan: Plan) -> Iterator[Violation]:
                 if not before and (message := shared_name_fault(serves[is_src, name])):
                     where = bundle_ranks(plan, bundle)
                     yield Violation("names", bundle_name(plan, bundle), where, f"{name} {message}")
-        for fault in _template_faults(plan.templates[index], group, engine_named(plan.engine).transposed):
+        faults = [*_move_faults(plan.templates[index], casts.get(bundle.group))]
+        if bundle.group not in scales:  # those lie as their weights do, which is checked of pairs
+            faults += _storage_faults(plan.templates[index], group, transposed)
+        for fault in (*_template_faults(plan.templates[index], group, bundle.group in scales), *faults):
             where = bundle_ranks(plan, bundle, fault.src_shard, fault.dst_shard)
             yield Violation(fault.rule, bundle_name(plan, bundle), where, fault.message)
 
 
 def _first_uses(plan: Plan) -> Iterator[tuple[int, Bundle]]:
-    """Each template with the first bundle of each way of using it (shape, role, in layers or not, experts or not)."""
+    """Each template with the first bundle of each way of using it (shape, role, in layers or not, experts or not, cast)."""
     seen: set[object] = set()
+    casts, scales = {cast.group: cast for cast in plan.casts}, {pair.scales for pair in plan.pairs}
     for bundle in plan.bundles:
-        group = plan.groups[bundle.group]
-        use = (bundle.template, group.view, group.role, bool(group.layers), bool(group.experts))
+        group, cast = plan.groups[bundle.group], casts.get(bundle.group)
+        use = (bundle.template, group.view, group.role, bool(group.layers), bool(group.experts),
+               cast and (cast.src, cast.dst), bundle.group in scales)  # fmt: skip
         if use not in seen:
             seen.add(use)
             yield bundle.template, bundle
 
 
-def _template_faults(template: Template, group: ParameterGroup, engine: Transposed) -> Iterator[Fault]:
+def _template_faults(template: Template, group: ParameterGroup, is_scales: bool) -> Iterator[Fault]:
     whole = Region.whole(group.view)
     if message := tiling_fault(whole, [piece.region for pieces in template.src.pieces for piece in pieces]):
         yield Fault("source", None, None, f"source shards do not tile the parameter {whole}: {message}")
     wanted = list({piece.region: None for pieces in template.dst.pieces for piece in pieces})
     if message := tiling_fault(whole, wanted):
         yield Fault("consumed", None, None, f"destination shards do not tile the parameter {whole}: {message}")
-    yield from _move_faults(template)
     for shards, is_src in ((template.src, True), (template.dst, False)):
         for shard, pieces in enumerate(shards.pieces):
-            ends = _ends(shard, is_src)
-            for piece in pieces:
-                if message := storage_fault(piece, group.role, MEGATRON if is_src else engine):
-                    yield Fault("storage", *ends, message)
             for message in _name_faults(pieces, group, is_src):
-                yield Fault("names", *ends, message)
+                yield Fault("names", *_ends(shard, is_src), message)
         if sections := sections_fault(shards.pieces, group.role, is_src):
             shard, message = sections
             yield Fault("order", *_ends(shard, is_src), message)
-        for shard, rule, message in _shards_faults(shards):
+        for shard, rule, message in _shards_faults(shards, is_scales):
             yield Fault(rule, *_ends(shard, is_src), message)
 
 
-def _move_faults(template: Template) -> Iterator[Fault]:
+def _storage_faults(template: Template, group: ParameterGroup, engine: Transposed) -> Iterator[Fault]:
+    for shards, is_src in ((template.src, True), (template.dst, False)):
+        for shard, pieces in enumerate(shards.pieces):
+            for piece in pieces:
+                if message := storage_fault(piece, group.role, MEGATRON if is_src else engine):
+                    yield Fault("storage", *_ends(shard, is_src), message)
+
+
+def _move_faults(template: Template, cast: GroupCast | None) -> Iterator[Fault]:
     arriving: dict[tuple[int, int], list[Region]] = defaultdict(list)
     for move in template.moves:
         held = template.src.pieces[move.src][move.src_piece].region
@@ -242,8 +254,9 @@ def _move_faults(template: Template) -> Iterator[Fault]:
             yield Fault("cover", move.src, move.dst, f"{move.region} is sent by a shard that holds {held}")
         if not move.region.elements:
             yield Fault("cover", move.src, move.dst, f"{move.region} is empty")
-        if src.dtype != dst.dtype:
-            message = f"{src.name} is {src.dtype}, {dst.name} is {dst.dtype}, and no cast is declared"
+        if src.dtype != dst.dtype if cast is None else (src.dtype, dst.dtype) != (cast.src, cast.dst):
+            declared = f"the cast declared is from {cast.src} to {cast.dst}" if cast else "no cast is declared"
+            message = f"{src.name} is {src.dtype}, {dst.name} is {dst.dtype}, and {declared}"
             yield Fault("bytes", move.src, move.dst, message)
         arriving[move.dst, move.dst_piece].append(move.region)
     for shard, pieces in enumerate(template.dst.pieces):
@@ -271,8 +284,11 @@ def _name_faults(pieces: tuple[Piece, ...], group: ParameterGroup, is_src: bool)
             yield f"{name} varies with {sorted(fields) or 'nothing'}, must vary with {sorted(wanted) or 'nothing'}"
 
 
-def _shards_faults(shards: Shards) -> Iterator[tuple[int, str, str]]:
-    """(shard, rule, message): shards have the same tensors, ascend, are replicated alike, and only the last are padded."""
+def _shards_faults(shards: Shards, padded_each: bool) -> Iterator[tuple[int, str, str]]:
+    """(shard, rule, message): shards have the same tensors, ascend, are replicated alike, and only the last are padded.
+
+    `padded_each`: tensors of scales may be padded on every rank.
+    """
     filled = [(shard, pieces) for shard, pieces in enumerate(shards.pieces) if pieces]
     tensors = {piece.tensor.name: piece.tensor for _, pieces in filled for piece in pieces}
     for (before, held), (shard, pieces) in pairwise(filled):
@@ -290,7 +306,7 @@ def _shards_faults(shards: Shards) -> Iterator[tuple[int, str, str]]:
         for entry in padding:
             if tensors.setdefault(entry.tensor.name, entry.tensor) != entry.tensor:
                 yield shard, "names", f"padding is of {entry.tensor}, pieces are of {tensors[entry.tensor.name]}"
-        if padding and any(shards.pieces[shard + 1 :]):
+        if padding and not padded_each and any(shards.pieces[shard + 1 :]):
             yield shard, "order", f"shard {shard} is padded, but later shards still hold parts of the parameter"
     copies = Counter(pieces[0].region for _, pieces in filled)
     if len(set(copies.values())) > 1:

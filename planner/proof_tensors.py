@@ -46,6 +46,7 @@ _Contents = dict[tuple[int, int], dict[str, list[_Entry]]]
 
 def check_tensors(plan: Plan) -> Iterator[Violation]:
     """Pieces and declared padding tile each tensor of either world, in the declared order."""
+    scales = {pair.scales for pair in plan.pairs}
     for is_src in (True, False):
         contents, served = _contents(plan, is_src), _served(plan, is_src)
         checked: set[tuple[str, tuple[_Filling, ...]]] = set()
@@ -60,7 +61,7 @@ def check_tensors(plan: Plan) -> Iterator[Violation]:
                     if signature in checked:
                         continue
                     checked.add(signature)
-                    if fault := _tensor_fault(plan, name, fillings, served[name], is_src):
+                    if fault := _tensor_fault(plan, name, fillings, served[name], is_src, scales):
                         rule, message = fault
                         where = f"{'train' if is_src else 'gen'} {rank}"
                         local = name.replace("{vp}", str(place[0])).replace("{layer}", str(place[1]))
@@ -133,7 +134,7 @@ def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tu
 
 
 def _tensor_fault(
-    plan: Plan, name: str, fillings: tuple[_Filling, ...], served: Set[Role], is_src: bool
+    plan: Plan, name: str, fillings: tuple[_Filling, ...], served: Set[Role], is_src: bool, scales: Set[int]
 ) -> tuple[str, str] | None:
     """(rule, message) of what is wrong with one tensor, or with one slot of a stack of experts."""
     parts_of = {key: _parts(plan, name, *key, is_src) for key in {filling[:3] for filling in fillings}}
@@ -161,7 +162,8 @@ def _tensor_fault(
         if message := tiling_fault(whole, [part.box for part in parts]):
             which = f"slots {low} to {high - 1} of " if slot_dim >= 0 else ""
             return "tensors", f"{which}{tensor.shape} are not held by exactly one parameter each: {message}"
-        if message := _order_fault(parts, served, is_src):
+        padded_each = any(part.group in scales for part in parts)
+        if message := _order_fault(parts, served, is_src, padded_each):
             return "order", message
     return None
 
@@ -183,15 +185,18 @@ def _parts(
     return parts, forms
 
 
-def _order_fault(parts: Sequence[_Part], served: Set[Role], is_src: bool) -> str:
-    """Parameters follow each other as declared, padding comes last, and each parameter's rows ascend."""
+def _order_fault(parts: Sequence[_Part], served: Set[Role], is_src: bool, padded_each: bool) -> str:
+    """Parameters follow each other as declared, padding comes last, and each parameter's rows ascend.
+
+    `padded_each`: padding may follow every row, as in tensors of scales.
+    """
     in_memory = sorted(parts, key=lambda part: part.box.start)
     last: dict[int, Region] = {}
     for part in in_memory:
         before = last.get(part.group)
         if before is not None and before.start >= part.region.start:
             return f"{part.role.value} {part.region} lies behind {before}"
-        if part.group >= 0 and -1 in last:
+        if part.group >= 0 and -1 in last and not padded_each:
             return f"{part.role.value} {part.region} lies behind padding"
         last[part.group] = part.region
     return order_fault([part.role for part in in_memory if part.group >= 0], served, is_src)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .geometry import LocalTensor, Piece, Region, row_major_strides
 from .plan import Bundle, Plan, Template
-from .schedule import Geometry, Pulls, Relay, Schedule, StageSchedule, TransferTable, World
+from .schedule import Cast, Geometry, Pulls, Relay, Schedule, StageSchedule, TransferTable, World
 
 _COLUMNS = ("peer", "tensor", "geometry", "offset", "nbytes", "bundle", "member")
 _WIDE = {"offset", "nbytes"}
@@ -31,7 +31,13 @@ def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
     _check_rank(plan, world, rank)
     expansion = _Expansion(plan, world, rank)
     if world == "train":
-        return replace(expansion.schedule(expansion.sends, sends=True), relayed=plan.relay)
+        casts = expansion.casts()
+        return replace(
+            expansion.schedule(expansion.sends, sends=True),
+            relayed=plan.relay,
+            casts=casts,
+            computed=tuple(sorted(cast.scales for cast in casts if cast.scales is not None)),
+        )
     return replace(
         expansion.schedule(expansion.receives, sends=False),
         pulls=partial(pulls_of, plan, rank),
@@ -166,6 +172,26 @@ class _Expansion:
         peers = plan.holdings[bundle.dst].ranks[[at.template.moves[i].dst for i in moves]]
         columns = self._local(at, moves, member_of, move_of, piece="src", order="src")
         return {"peer": peers[move_of, dst_of].astype(np.int64), **columns}
+
+    def casts(self) -> tuple[Cast, ...]:
+        """What a training rank casts: one entry a tensor, also where several parameters are fused in it."""
+        dtypes = {cast.group: cast.dst for cast in self.plan.casts}
+        blocks = {pair.weight: pair.block for pair in self.plan.pairs}
+        found: dict[int, Cast] = {}
+        for at in self._places() if dtypes else ():
+            if at.bundle.group not in dtypes:
+                continue
+            scales = self.plan.scale_templates.get(at.index)
+            for number, piece in enumerate(at.template.src.pieces[at.shard]):
+                tensors = self._tensor_ids(at.bundle, piece.tensor, source=True).tolist()
+                beside: list[int | None] = [None] * len(tensors)
+                if scales is not None:
+                    scale_piece = self.plan.templates[scales].src.pieces[at.shard][number]
+                    beside = self._tensor_ids(at.bundle, scale_piece.tensor, source=True).tolist()
+                block = blocks.get(at.bundle.group, (0, 0))
+                for tensor, scale in zip(tensors, beside, strict=True):
+                    found[tensor] = Cast(tensor, dtypes[at.bundle.group], scale, block)
+        return tuple(found[tensor] for tensor in sorted(found))
 
     def receives(self, at: _Place) -> _Columns:
         """What a generation rank receives from training ranks, as it lies here."""

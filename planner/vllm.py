@@ -14,6 +14,8 @@ from .geometry import LocalTensor, Piece, Region
 from .layout import Excluded, Layout, Misc, Placement, Run, Shards, gate_up, padded_rows, runs_along, split, whole
 from .mesh import GenMesh, LayerPlace
 from .parameters import Architecture, Attention, Catalogue, LatentAttention, Mamba, ParameterGroup, Role
+from .precision import Format
+from .vllm_scales import vllm_scales
 
 _VOCAB_PADDING = 64  # layers/vocab_parallel_embedding.py DEFAULT_VOCAB_PADDING_SIZE
 _LAYER = "model.layers.{layer}."
@@ -392,6 +394,9 @@ class VllmLayout(Layout):
             Placement(shards, self._ranks(group, shards, pp_stage), pp_stage, layers)
             for pp_stage, layers in self._stages(group).items()
         )
+
+    def scales(self, group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc:
+        return vllm_scales(group, shards, form)
 
     def _ranks(self, group: ParameterGroup, shards: Shards, pp_stage: int):  # type: ignore[no-untyped-def]
         mesh = self._context.mesh

@@ -24,26 +24,42 @@ class Case:
     build: MegatronBuild = MegatronBuild()  # noqa: RUF009
     policy: Policy = "exact"
     changes: tuple[tuple[str, Any], ...] = field(default=())
+    dtypes: tuple[str | None, str | None] = (None, None)  # --train-dtype, --gen-dtype
+    block: tuple[int, ...] = ()  # weight_block_size of an FP8 checkpoint; () where dtypes say FP8: one scale a tensor
+    kept: tuple[str, ...] = ()  # modules_to_not_convert
 
     def __str__(self) -> str:
         extra = [self.build.experts] if self.build.experts != "grouped" else []
         extra += [self.policy] if self.policy != "exact" else []
         extra += [f"{name}={value}" for name, value in self.changes]
+        extra += ["/".join(map(str, self.dtypes))] if any(self.dtypes) else []
+        extra += ["x".join(map(str, self.block))] if self.block else []
+        extra += [f"but {', '.join(self.kept)}"] if self.kept else []
         return " ".join([self.config, self.train, "->", self.gen, *extra])
 
     @cache  # noqa: B019  cases are few and live as long as the tests
     def plan(self) -> Plan:
         return self.new_plan()
 
-    def new_plan(self) -> Plan:
+    @property
+    def hf_config(self) -> dict[str, Any]:
         config = {**load_config(self.config), **dict(self.changes)}
+        if "fp8" in self.dtypes:
+            quantization: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+            quantization |= {"weight_block_size": list(self.block)} if self.block else {}
+            config["quantization_config"] = quantization | {"modules_to_not_convert": list(self.kept)}
+        return config
+
+    def new_plan(self) -> Plan:
         return make_plan(
-            catalogue_from_config(config),
+            catalogue_from_config(self.hf_config),
             parse_train_mesh(self.train),
             parse_gen_mesh(self.gen),
             model=self.config,
             policy=self.policy,
             build=self.build,
+            train_dtype=self.dtypes[0],
+            gen_dtype=self.dtypes[1],
         )
 
 
@@ -76,4 +92,23 @@ TINY = (
     Case("tiny-gpt-oss", "tp=2,ep=2", "tp=2"),
     Case("tiny-gpt-oss", "ep=2,dp=2", "tp=4", MegatronBuild(experts="sequential", padded_vocab=320)),
     Case("tiny-gpt-oss", "ep=4,dp=4", "tp=2,ep=2,pp=2"),
+)
+
+_KEPT = ("model.layers.1.mlp.down_proj", "model.layers.2.self_attn.o_proj", "lm_head", "model.layers.0.input_layernorm")
+
+QUANTISED = (
+    Case("tiny-llama", "tp=2,pp=2,dp=2", "tp=4", dtypes=("fp8", "fp8"), block=(8, 8)),
+    Case("tiny-llama", "tp=2,cp=2", "tp=2,dp=2", dtypes=("bf16", "fp8"), block=(16, 8), kept=_KEPT),
+    Case("tiny-llama", "tp=4", "tp=8", changes=(("num_key_value_heads", 2),), dtypes=("bf16", "fp8"), block=(4, 8)),
+    Case("tiny-llama", "tp=1,dp=2", "tp=2", dtypes=("fp8", "fp8")),
+    Case("tiny-llama", "tp=2", "tp=2", dtypes=("mxfp8", "mxfp8")),
+    Case("tiny-llama", "tp=2,dp=2", "tp=2", dtypes=("fp32", "bf16")),
+    Case("tiny-qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2,dp=2,ep=4", dtypes=("fp8", "fp8"), block=(8, 8)),
+    Case("tiny-qwen3-moe", "ep=4,dp=4", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16)),
+    Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", dtypes=("fp8", "fp8")),
+    Case("tiny-deepseek-v3", "tp=2,ep=4,dp=2,pp=2", "tp=4", changes=_MTP, dtypes=("fp8", "fp8"), block=(8, 8)),
+    Case("tiny-deepseek-v3", "tp=2,ep=2,pp=2", "tp=2,dp=2,ep=4", dtypes=("bf16", "fp8"), block=(8, 8)),
+    Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp32")),
+    Case("tiny-nemotron-h", "tp=2,ep=2,pp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8)),
+    Case("tiny-gpt-oss", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8)),
 )

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.geometry import LocalTensor, Piece
+from mcore_reshard.planner.parameters import ITEMSIZE
 from mcore_reshard.planner.plan import Bundle, Plan
 from mcore_reshard.planner.schedule import Geometry, Schedule, TransferTable, World
 from mcore_reshard.planner.scheduling import relay_of, schedule_of
@@ -36,6 +38,7 @@ class Transfer:
     offset: int
     nbytes: int
     parameter: str
+    wire: str  # dtype on the wire: the tensor's, or that of its cast
 
 
 def held(plan: Plan, world: World) -> Tensors:
@@ -121,6 +124,7 @@ def _exchange(senders: list[Schedule], receivers: list[Schedule], held: Tensors,
 
 def _by_peer(schedule: Schedule, table: TransferTable) -> dict[int, list[Transfer]]:
     rows: dict[int, list[Transfer]] = defaultdict(list)
+    casts = {cast.tensor: cast.to for cast in schedule.casts}
     for n in range(len(table)):
         rows[int(table.peer[n])].append(
             Transfer(
@@ -129,6 +133,7 @@ def _by_peer(schedule: Schedule, table: TransferTable) -> dict[int, list[Transfe
                 int(table.offset[n]),
                 int(table.nbytes[n]),
                 schedule.parameter_name(int(table.bundle[n]), int(table.member[n])),
+                casts.get(int(table.tensor[n]), schedule.tensors[table.tensor[n]].dtype),
             )
         )
     return rows
@@ -140,9 +145,10 @@ def _move(send: Transfer, recv: Transfer, source: Ids | None, into: Ids | None) 
         if array is None:
             return f"there is no {what} tensor {end.tensor}"
     assert source is not None and into is not None
-    if (send.parameter, send.nbytes, send.geometry.extents, send.tensor.dtype) != (
-        recv.parameter, recv.nbytes, recv.geometry.extents, recv.tensor.dtype,
-    ):  # fmt: skip
+    elements = prod(send.geometry.extents)
+    if (send.parameter, send.nbytes, send.geometry.extents, send.wire) != (
+        recv.parameter, elements * ITEMSIZE[recv.tensor.dtype], recv.geometry.extents, recv.tensor.dtype,
+    ) or send.nbytes != recv.nbytes:  # fmt: skip
         return f"the ends disagree: {send} / {recv}"
     read, write = _indices(send), _indices(recv)
     if read.size == 0:
@@ -186,6 +192,51 @@ def damage(good: Plan, plan: Plan | None = None) -> list[str]:
                 f" {arrived[rank, local][at]}, wanted {tensor[at]}"
             )
     return faults
+
+
+def scale_damage(plan: Plan) -> list[str]:
+    """Where an element and its scale do not lie together: at (r, c) of a local matrix the scale is that of the element's
+    own block of the parameter, in the scales' tensor at (r // block rows, c // block columns).
+
+    One scale a tensor is a block as large as the local matrix, which may be a part of the parameter.
+    """
+    faults: list[str] = []
+    first_id = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])
+    worlds: tuple[World, ...] = ("train", "gen")
+    for world in worlds:
+        tensors = held(plan, world)
+        by_name = {(rank, local.name): tensor for (rank, local), tensor in tensors.items()}
+        for (rank, local), ids in tensors.items():
+            group = int(np.searchsorted(first_id, ids[ids >= 0][:1], side="right")[0]) - 1
+            pair = next((pair for pair in plan.pairs if pair.weight == group), None)
+            if pair is None:
+                continue
+            rows, columns = ids.shape[-2:]
+            one = plan.groups[pair.scales].shape == (1,)
+            block = (rows, columns) if one else pair.block
+            name = next(n for n in _scale_names(local.name) if (rank, n) in by_name)
+            scales = by_name[rank, name].reshape((*ids.shape[:-2], 1, 1) if one else by_name[rank, name].shape)
+            nearby = scales[..., np.arange(rows)[:, None] // block[0], np.arange(columns) // block[1]]
+            wanted = np.vectorize(partial(_scale_id, plan, first_id))(ids)
+            if (nearby != wanted).any():
+                at = tuple(np.argwhere(nearby != wanted)[0].tolist())
+                faults.append(f"{world} {rank} {local.name}{list(at)}: scale {nearby[at]}, wanted {wanted[at]}")
+    return faults
+
+
+def _scale_names(weight: str) -> tuple[str, ...]:
+    return tuple(weight + suffix for suffix in ("._rowwise_scale_inv", "._scale_inv", "_scale_inv", "_scale"))
+
+
+def _scale_id(plan: Plan, first_id: Ids, element: int) -> int:
+    """The number of the scale of a numbered element of a weight."""
+    weight = int(np.searchsorted(first_id, element, side="right")) - 1
+    pair = next(pair for pair in plan.pairs if pair.weight == weight)
+    group, scales = plan.groups[weight], plan.groups[pair.scales]
+    member, at = divmod(int(element) - int(first_id[weight]), prod(group.shape))
+    row, column = divmod(at, group.shape[1])
+    grid = row // pair.block[0] * scales.view[1] + column // pair.block[1]
+    return int(first_id[pair.scales]) + member * prod(scales.shape) + grid
 
 
 def _differing(good: Plan, plan: Plan) -> tuple[Plan, Plan]:
@@ -238,6 +289,6 @@ def declared_padding(plan: Plan) -> dict[tuple[int, LocalTensor], set[int]]:
         for rank in range(plan.gen.world):
             schedule = schedule_of(plan, "gen", rank)
             for tensor, offset, geometry in schedule.padding:
-                found = Transfer(schedule.tensors[tensor], geometry, offset, 0, "")
+                found = Transfer(schedule.tensors[tensor], geometry, offset, 0, "", "")
                 declared[rank, found.tensor] |= set(_indices(found).tolist())
     return declared

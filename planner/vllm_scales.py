@@ -1,0 +1,30 @@
+"""Where a vLLM rank keeps the scales of quantised weights, as `load_weights` leaves them.
+
+Source: vllm/model_executor/layers/quantization/fp8.py (Fp8LinearMethod, Fp8MoEMethod) and modelopt.py (KMxfp8Static,
+ModelOptMxFp8FusedMoE), 0.32. Fused tensors are fused in blocks as well (layers/linear.py, adjust_block_scale_shard).
+"""
+
+from __future__ import annotations
+
+from .geometry import LocalTensor
+from .layout import Misc, Shards
+from .parameters import ParameterGroup, Role
+from .precision import Format
+from .scales import scale_shards, tensor_scale_shards
+
+
+def vllm_scales(group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc:
+    """`weight_scale_inv` for blocks, `weight_scale` for MXFP8 and for one scale: the weight's name and more."""
+    if group.role is Role.MAMBA_IN:
+        return Misc("no layout rule for the scales of in_proj, whose sections vLLM cuts one by one")
+
+    def beside(weight: LocalTensor, grid: tuple[int, ...]) -> LocalTensor:
+        if form.block is None:  # (experts, 1, 1) is [experts], and [experts, shards] in w13; (1, 1) is [1]
+            grid = grid[: 2 if group.role is Role.EXPERT_UP else 1]
+        return LocalTensor(weight.name + form.suffix, grid, form.scales)
+
+    if form.block is None:
+        return tensor_scale_shards(
+            shards, beside, "vLLM brings their scales to the largest and requantises after loading"
+        )
+    return scale_shards(group, shards, form.block, beside)
