@@ -227,11 +227,12 @@ class Plan:
         """Of each bundle of a weight in a pair, the template of its scales: those in the bundle beside it."""
         scales_of = {pair.weight: pair.scales for pair in self.pairs}
         by_place = {(b.group, b.pp_stage, b.src, b.dst, b.layers, b.experts): b.template for b in self.bundles}
-        return {
-            index: by_place[scales_of[b.group], b.pp_stage, b.src, b.dst, b.layers, b.experts]
+        places = {
+            index: (scales_of[b.group], b.pp_stage, b.src, b.dst, b.layers, b.experts)
             for index, b in enumerate(self.bundles)
             if b.group in scales_of
         }
+        return {index: by_place[place] for index, place in places.items() if place in by_place}
 
     @cached_property
     def wire_bytes(self) -> dict[str, int]:

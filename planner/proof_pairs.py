@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from .geometry import Piece
 from .layout import Shards
-from .parameters import ITEMSIZE, ParameterGroup
+from .parameters import ITEMSIZE, ParameterGroup, Role
 from .plan import Bundle, Pair, Plan, Template
 from .precision import CASTS, FP8, grid_of
 from .proof_report import Violation, all_ranks, bundle_name, bundle_ranks
@@ -50,6 +50,7 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
     for index, bundle in enumerate(plan.bundles):
         bundles[bundle.group].append(index)
     yield from _membership(plan)
+    yield from _blocks(plan, bundles.keys())
     unplanned = [Counter(u.group for u in routes) for routes in (plan.misc, plan.excluded)]
     casts = {cast.group for cast in plan.casts}
     checked: dict[tuple[int, int, tuple[int, int], bool], str] = {}
@@ -95,6 +96,17 @@ def _membership(plan: Plan) -> Iterator[Violation]:
             if FP8 in _dtypes(plan.templates[bundle.template].dst):
                 message = f"{FP8} arrives, and no scales are paired with it"
                 yield Violation("pairs", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+
+
+def _blocks(plan: Plan, bulk: Collection[int]) -> Iterator[Violation]:
+    """Blocks have one size, unless every matrix is a block of its own."""
+    first: Pair | None = None
+    for pair in plan.pairs:
+        if pair.weight in bulk and pair.block != plan.groups[pair.weight].view:
+            first = first or pair
+            if pair.block != first.block:
+                message = f"blocks of {pair.block}, while {plan.groups[first.weight].pattern} has {first.block}"
+                yield Violation("pairs", plan.groups[pair.scales].pattern, all_ranks(plan), message)
 
 
 def _group_fault(weight: ParameterGroup, scales: ParameterGroup, pair: Pair) -> str:
@@ -190,8 +202,12 @@ def check_casts(plan: Plan) -> Iterator[Violation]:
             yield Violation("casts", name, all_ranks(plan), "cast once, and on the bulk route only")
         if (cast.src, cast.dst) not in CASTS:
             yield Violation("casts", name, all_ranks(plan), f"nothing casts {cast.src} to {cast.dst}")
+        if plan.groups[cast.group].role is Role.EXPERT_BIAS:
+            yield Violation(
+                "casts", name, all_ranks(plan), "the router's bias is kept bit for bit, it decides who serves"
+            )
         if (cast.dst == FP8) != (cast.group in weights):
-            yield Violation("casts", name, all_ranks(plan), f"a cast to {cast.dst}, paired or not with scales to fill")
+            yield Violation("casts", name, all_ranks(plan), "a cast to FP8 fills the scales of a pair, no other does")
     seen: set[tuple[object, ...]] = set()
     for bundle in plan.bundles:
         use = (bundle.group, bundle.template, bundle.pp_stage, bundle.layers)

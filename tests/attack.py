@@ -45,6 +45,8 @@ EQUIVALENT: dict[str, str] = {
     "Group.view": "of a parameter on the misc route, or excluded",
     "Group.experts": "of an excluded parameter",
     "routes.excluded": "a prediction layer, which is excluded already",
+    "Pair.block": "of a pair that is not on the bulk route",
+    "Pair.absent": "of a pair that is not on the bulk route",
 }
 
 

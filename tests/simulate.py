@@ -173,8 +173,9 @@ def damage(good: Plan, plan: Plan | None = None) -> list[str]:
 
     Only bundles in which the two plans differ are executed, and those of the good plan decide what they should do.
     """
+    whole = plan or good
     if plan is None:
-        plan, before, after = good, good, good
+        before, after = good, good
     else:
         before, after = _differing(good, plan)
     sources, wanted = sources_of(before), held(before, "gen")
@@ -183,6 +184,7 @@ def damage(good: Plan, plan: Plan | None = None) -> list[str]:
     except (ArithmeticError, LookupError, ValueError, TypeError, AssertionError) as error:
         return [f"no schedule: {type(error).__name__}: {error}"]
     faults += [] if before is after else _padding_changes(before, after)
+    faults += [] if (good.pairs, good.casts) == (whole.pairs, whole.casts) else _cast_changes(good, whole)
     for (rank, local), tensor in wanted.items():
         wrong = np.argwhere(arrived[rank, local] != tensor)
         if len(wrong):
@@ -280,6 +282,22 @@ def _padding_changes(before: Plan, after: Plan) -> list[str]:
         for rank, local in ours.keys() | theirs.keys()
         if ours.get((rank, local)) != theirs.get((rank, local))
     ]
+
+
+def _cast_changes(good: Plan, plan: Plan) -> list[str]:
+    """Training ranks that would cast something else, or in other blocks."""
+    found = [(casts_of(good, rank), casts_of(plan, rank)) for rank in range(good.train.world)]
+    return [f"train {rank}: other casts" for rank, (ours, theirs) in enumerate(found) if ours != theirs]
+
+
+def casts_of(plan: Plan, rank: int) -> dict[str, tuple[str, str | None, tuple[int, int]]]:
+    """What a training rank casts, by tensor: (dtype on the wire, tensor of the scales, block)."""
+    schedule = schedule_of(plan, "train", rank)
+    name = [local.name for local in schedule.tensors]
+    return {
+        name[cast.tensor]: (cast.to, None if cast.scales is None else name[cast.scales], cast.block)
+        for cast in schedule.casts
+    }
 
 
 def declared_padding(plan: Plan) -> dict[tuple[int, LocalTensor], set[int]]:

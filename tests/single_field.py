@@ -33,6 +33,7 @@ def mutants(plan: Plan, seed: int) -> Iterator[Mutant]:
     kinds: list[Callable[[Plan, random.Random], Mutant | None]] = [
         _move, _piece, _piece, _piece, _tensor, _padding, _bundle, _bundle, _layer, _holding, _route, _group, _mesh,
     ]  # fmt: skip
+    kinds += [_pair] * (3 if plan.pairs else 0) + [_cast] * (2 if plan.casts else 0)
     while True:
         try:
             mutant = rng.choice(kinds)(plan, rng)
@@ -341,6 +342,38 @@ def _group(plan: Plan, rng: random.Random) -> Mutant | None:
     if field == "shape":
         changed = replace(changed, view=())
     return Mutant(f"Group.{field}", replace(plan, groups=_put(plan.groups, at, changed)), f"{group.pattern} {change}")
+
+
+def _pair(plan: Plan, rng: random.Random) -> Mutant | None:
+    at = rng.randrange(len(plan.pairs))
+    pair = plan.pairs[at]
+    field = rng.choice(("weight", "scales", "block", "exchanged", "absent"))
+    if field == "absent":
+        return Mutant("Pair.absent", replace(plan, pairs=_without(plan.pairs, at)), str(pair))
+    if field == "exchanged":
+        other = rng.randrange(len(plan.pairs))
+        changed, change = _changed(rng, pair, "scales", plan.pairs[other].scales)
+        pairs = _put(_put(plan.pairs, at, changed), other, replace(plan.pairs[other], scales=pair.scales))
+        return Mutant("Pair.exchanged", replace(plan, pairs=pairs), change)
+    value: Any = _nudge_one(rng, pair.block) if field == "block" else rng.randrange(-1, len(plan.groups) + 1)
+    if field == "block" and len(value) != 2:
+        return None
+    changed, change = _changed(rng, pair, field, value)
+    return Mutant(f"Pair.{field}", replace(plan, pairs=_put(plan.pairs, at, changed)), change)
+
+
+def _cast(plan: Plan, rng: random.Random) -> Mutant | None:
+    at = rng.randrange(len(plan.casts))
+    cast = plan.casts[at]
+    field = rng.choice(("group", "src", "dst", "absent", "twice"))
+    if field == "absent":
+        return Mutant("GroupCast.absent", replace(plan, casts=_without(plan.casts, at)), str(cast))
+    if field == "twice":
+        return Mutant("GroupCast.twice", replace(plan, casts=(*plan.casts, cast)), str(cast))
+    dtypes = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float64")
+    value = rng.randrange(-1, len(plan.groups) + 1) if field == "group" else rng.choice(dtypes)
+    changed, change = _changed(rng, cast, field, value)
+    return Mutant(f"GroupCast.{field}", replace(plan, casts=_put(plan.casts, at, changed)), change)
 
 
 def _mesh(plan: Plan, rng: random.Random) -> Mutant | None:

@@ -12,14 +12,14 @@ from attack import EQUIVALENT, NAMES_TENSORS, attack
 from golden import differences
 from mutants import BUGS, LAYERS, MUTANTS, NOTES, Mutant
 from mutants.with_processes import WATCHES, Rank, outcomes_of
-from plans import TINY, Case
+from plans import QUANTISED, TINY, Case
 from wrong_layouts import wrong_layouts
 
 SINGLE_FIELD_MUTANTS, WRONG_LAYOUTS = 40, 20  # of each case; tools/mutation_score.py draws more
 
 
 def test_every_bug_class_is_attacked() -> None:
-    assert {mutant.bug for mutant in MUTANTS} == set(BUGS) == set(range(1, 32))
+    assert {mutant.bug for mutant in MUTANTS} == set(BUGS) == set(range(1, 38))
     assert {mutant.expected[0] for mutant in MUTANTS} == set(LAYERS)
     assert set(NOTES) <= set(BUGS)
     assert len({str(mutant) for mutant in MUTANTS}) == len(MUTANTS)
@@ -43,17 +43,17 @@ def test_a_plan_that_is_refused_would_have_done_damage(mutant: Mutant) -> None:
     assert bool(mutant.shows()) != bool(mutant.harm)
 
 
-@pytest.mark.parametrize("case", TINY, ids=str)
+@pytest.mark.parametrize("case", TINY + QUANTISED, ids=str)
 def test_a_wrong_layout_that_the_whole_plan_follows_is_refused(case: Case) -> None:
-    for verdict in attack(case, wrong_layouts, seed=TINY.index(case), count=WRONG_LAYOUTS):
+    for verdict in attack(case, wrong_layouts, seed=(TINY + QUANTISED).index(case), count=WRONG_LAYOUTS):
         assert verdict.by not in {"missed", "equivalent"}, verdict
         if verdict.by == "BindError":
             assert verdict.field == "other_dim", verdict  # sound in itself; the model's tensors have other shapes
 
 
-@pytest.mark.parametrize("case", TINY, ids=str)
+@pytest.mark.parametrize("case", TINY + QUANTISED, ids=str)
 def test_single_field_damage_is_refused_or_changes_nothing(case: Case) -> None:
-    for verdict in attack(case, single_field.mutants, seed=TINY.index(case), count=SINGLE_FIELD_MUTANTS):
+    for verdict in attack(case, single_field.mutants, seed=(TINY + QUANTISED).index(case), count=SINGLE_FIELD_MUTANTS):
         assert verdict.by != "missed", verdict
         if verdict.by == "equivalent":
             assert verdict.field in EQUIVALENT, verdict

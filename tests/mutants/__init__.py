@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .bugs import BUGS, LAYERS, NOTES
 from .in_plans import PLAN_MUTANTS
+from .of_precision import PRECISION_MUTANTS
 from .records import Mutant, Rejection
 from .with_processes import SESSION_MUTANTS
 from .with_tensors import TENSOR_MUTANTS
@@ -15,5 +16,5 @@ from .with_tensors import TENSOR_MUTANTS
 __all__ = ["BUGS", "LAYERS", "MUTANTS", "NOTES", "Mutant", "Rejection"]
 
 MUTANTS: tuple[Mutant, ...] = tuple(
-    sorted((*PLAN_MUTANTS, *TENSOR_MUTANTS, *SESSION_MUTANTS), key=lambda mutant: mutant.bug)
+    sorted((*PLAN_MUTANTS, *PRECISION_MUTANTS, *TENSOR_MUTANTS, *SESSION_MUTANTS), key=lambda mutant: mutant.bug)
 )

@@ -34,6 +34,12 @@ BUGS: dict[int, str] = {
     29: "uneven sizes divided differently on both paths",
     30: "padding rows and small buckets",
     31: "planning in every refit",
+    32: "scales taken from another shard, expert or replica",
+    33: "weights paired with scales that are not theirs, or with none",
+    34: "padding of scales taken for scales",
+    35: "router bias narrowed by a declared cast",
+    36: "casts missing or unknown",
+    37: "bf16 sent into fp8 tensors",
 }
 
 # What a class also means and cannot be attacked yet, or is not refused while it happens.
@@ -41,7 +47,6 @@ NOTES: dict[int, str] = {
     14: "memory while planning is measured by the planner's benchmark, not refused",
     15: "CUDA's caching allocator is not involved on CPU",
     17: "transports move bytes, so no dtype needs their support; there is no GPU transport to attack yet",
-    25: "plans have no block-scaled pairs yet, so pairs and block edges are not attacked",
     27: "slots of the CPU transport only; there are no streams to attack yet",
     28: "writes that torch does not count (through .data) are not seen",
 }

@@ -53,19 +53,25 @@ Break = Callable[[Plan], Plan]
 _found: list[Mutant] = []
 
 
-def mutant(bug: int, case: Case, rule: str, *, harm: str = "") -> Callable[[Break], Break]:
-    """Register a way to break a case's plan, and the rule of the proof that must refuse it. Its docstring says what.
+def mutants_of(found: list[Mutant]) -> Callable[..., Callable[[Break], Break]]:
+    """A decorator that registers ways to break a case's plan, and the rule of the proof that must refuse each."""
 
-    `harm` says what the bug leads to where every element would still arrive.
-    """
+    def mutant(bug: int, case: Case, rule: str, *, harm: str = "") -> Callable[[Break], Break]:
+        """The docstring of what is decorated says what is wrong. `harm` says what the bug leads to where every element
+        would still arrive."""
 
-    def register(breaks: Break) -> Break:
-        what = (breaks.__doc__ or "").strip()
-        shows = partial(_damage, case, breaks)
-        _found.append(Mutant(bug, what, ("proof", rule), partial(_proven, case, breaks, rule), shows, harm))
-        return breaks
+        def register(breaks: Break) -> Break:
+            what = (breaks.__doc__ or "").strip()
+            shows = partial(_damage, case, breaks)
+            found.append(Mutant(bug, what, ("proof", rule), partial(_proven, case, breaks, rule), shows, harm))
+            return breaks
 
-    return register
+        return register
+
+    return mutant
+
+
+mutant = mutants_of(_found)
 
 
 def _proven(case: Case, breaks: Break, rule: str) -> Rejection | None:
