@@ -194,6 +194,9 @@ def other_bundle(plan: Plan, role: Role, **changes: Any) -> Plan:
     return edit_bundles(plan, [first(plan, role)], lambda bundle: replace(bundle, **changes))
 
 
+FP8 = Case("tiny-llama", "tp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8))
+MASTER = Case("tiny-llama", "tp=2", "tp=2", dtypes=("fp32", "bf16"))
+
 RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
     (
         "references", LLAMA, lambda plan: other_bundle(plan, Role.O, template=99),
@@ -277,6 +280,15 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
         " engine",
     ),
     (
+        "pairs", FP8, lambda plan: replace(plan, pairs=plan.pairs[1:]),
+        "[pairs] model.layers.0.self_attn.q_proj.weight (train 0-1 -> gen 0-1): float8_e4m3fn arrives, and no scales are"
+        " paired with it",
+    ),
+    (
+        "casts", MASTER, lambda plan: replace(plan, casts=(*plan.casts, plan.casts[0])),
+        "[casts] model.embed_tokens.weight (train 0-1 -> gen 0-1): cast once, and on the bulk route only",
+    ),
+    (
         "stages", LLAMA, lambda plan: replace(plan, bundles=(plan.bundles[-1], *plan.bundles[:-1])),
         "[stages] model.embed_tokens.weight (train 0-1 -> gen 0-1): stage 0 follows stage 1; stages run in order",
     ),
@@ -295,7 +307,7 @@ def test_each_rule_names_parameter_ranks_and_cause(
 
 def test_every_rule_that_the_proof_states_has_a_test() -> None:
     stated = re.findall(r"^  ([a-z]+)  +\S", proof.__doc__ or "", re.MULTILINE)
-    assert len(stated) == 15
+    assert len(stated) == 17
     assert {rule for rule, *_ in RULES} == set(stated)
 
 
