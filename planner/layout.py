@@ -67,13 +67,19 @@ class Excluded:
 
 
 class Layout(Protocol):
-    """One side of a plan. `violations` lists why the model cannot be cut this way (empty: it can)."""
+    """One side of a plan. `violations` lists why the model cannot be cut this way (empty: it can).
+
+    `scales` says where the scales of a quantised group lie, whose weights are cut into `shards`; `misquantised` lists what
+    this side would quantise though it must not.
+    """
 
     name: str
 
     def violations(self) -> list[str]: ...
 
     def place(self, group: ParameterGroup) -> tuple[Placement, ...] | Misc | Excluded: ...
+
+    def misquantised(self) -> list[str]: ...
 
     def scales(self, group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc: ...
 

@@ -409,6 +409,9 @@ class MegatronLayout(Layout):
             self._expert_placements(group, shards) if group.role in _EXPERT_ROLES else self._placements(group, shards)
         )
 
+    def misquantised(self) -> list[str]:
+        return []
+
     def scales(self, group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc:
         return te_scales(group, shards, form)
 

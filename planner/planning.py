@@ -63,7 +63,9 @@ def make_plan(
     held_catalogue, wanted_catalogue = held.main(catalogue), wanted.main(catalogue)
     source = MegatronLayout(held_catalogue, train, build)
     destination = engine_named(engine).layout(wanted_catalogue, gen)
-    if violations := source.violations() + destination.violations():
+    violations = source.violations() + destination.violations()
+    violations += destination.misquantised() if wanted.format is not None else []
+    if violations:
         raise MeshError(f"{model or catalogue.architecture.family} does not fit these meshes", violations)
     train = train.canonical(catalogue.architecture.layers)
     sides = Side(held_catalogue, source, held), Side(wanted_catalogue, destination, wanted)

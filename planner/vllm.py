@@ -15,7 +15,7 @@ from .layout import Excluded, Layout, Misc, Placement, Run, Shards, gate_up, pad
 from .mesh import GenMesh, LayerPlace
 from .parameters import Architecture, Attention, Catalogue, LatentAttention, Mamba, ParameterGroup, Role
 from .precision import Format
-from .vllm_scales import vllm_scales
+from .vllm_scales import misquantised, vllm_scales
 
 _VOCAB_PADDING = 64  # layers/vocab_parallel_embedding.py DEFAULT_VOCAB_PADDING_SIZE
 _LAYER = "model.layers.{layer}."
@@ -316,6 +316,7 @@ class VllmLayout(Layout):
     name = "vllm"
 
     def __init__(self, catalogue: Catalogue, mesh: GenMesh) -> None:
+        self._catalogue = catalogue
         self._context = _Context(catalogue.architecture, mesh, catalogue.dtype)
         self._roles = {group.role for group in catalogue.groups}
         self._expert_layers = {
@@ -394,6 +395,9 @@ class VllmLayout(Layout):
             Placement(shards, self._ranks(group, shards, pp_stage), pp_stage, layers)
             for pp_stage, layers in self._stages(group).items()
         )
+
+    def misquantised(self) -> list[str]:
+        return misquantised(self._catalogue)
 
     def scales(self, group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc:
         return vllm_scales(group, shards, form)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .geometry import LocalTensor
 from .layout import Misc, Shards
-from .parameters import ParameterGroup, Role
+from .parameters import Catalogue, ParameterGroup, Role
 from .precision import Format
 from .scales import scale_shards, tensor_scale_shards
 
@@ -28,3 +28,21 @@ def vllm_scales(group: ParameterGroup, shards: Shards, form: Format) -> Shards |
             shards, beside, "vLLM brings their scales to the largest and requantises after loading"
         )
     return scale_shards(group, shards, form.block, beside)
+
+
+def misquantised(catalogue: Catalogue) -> list[str]:
+    """What vLLM would quantise and no trainer does: models/qwen3_moe.py quantises routers that the config does not name.
+
+    Published FP8 checkpoints name them all, and so is assumed where the config has no quantization_config.
+    """
+    stated = catalogue.quantization
+    if stated is None or catalogue.architecture.family != "qwen3_moe":
+        return []
+    routers = [name for group in catalogue.groups if group.role is Role.ROUTER for name in group.names()]
+    missing = [name for name in routers if name.removesuffix(".weight") not in stated.not_converted]
+    if not missing:
+        return []
+    return [
+        f"generation: vLLM would quantise {len(missing)} routers, such as {missing[0]}: list them in"
+        " modules_to_not_convert of the quantization_config"
+    ]

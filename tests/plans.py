@@ -47,7 +47,8 @@ class Case:
         if "fp8" in self.dtypes:
             quantization: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
             quantization |= {"weight_block_size": list(self.block)} if self.block else {}
-            config["quantization_config"] = quantization | {"modules_to_not_convert": list(self.kept)}
+            routers = [f"model.layers.{layer}.mlp.gate" for layer in range(4)]  # as published checkpoints say
+            config["quantization_config"] = quantization | {"modules_to_not_convert": [*self.kept, *routers]}
         return config
 
     def new_plan(self) -> Plan:

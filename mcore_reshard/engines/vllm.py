@@ -1,13 +1,13 @@
 """A live vLLM model as the destination of a refit: its tensors, its loader, and what must follow direct writes.
 
 Direct writes put bytes into the parameters as `load_weights` leaves them. That is what the kernels read for bf16 dense
-layers and for experts on the Triton backend; `kernel_layouts` names every parameter for which it is not. File names
-below are vLLM 0.32's, under vllm/model_executor.
+layers, for block-FP8 layers on most kernels and for experts on the Triton backend; `kernel_layouts` names every parameter
+for which it is not. File names below are vLLM 0.32's, under vllm/model_executor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 # Quantisation methods whose process_weights_after_loading leaves CUDA parameters as they were loaded.
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "_GateLinearMethod"}
 _AS_LOADED_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
+# Block-FP8 kernels that read weights and scales as they were loaded; DeepGEMM lays scales out anew
+# (kernels/linear/scaled_mm/BlockScaledMMLinearKernel.py, layers/fused_moe/oracle/fp8.py).
+_AS_LOADED_FP8_KERNELS = {
+    "TritonFp8BlockScaledMMKernel",
+    "CutlassFp8BlockScaledMMKernel",
+    "BlockWiseTorchFP8ScaledMMLinearKernel",
+}
+_AS_LOADED_FP8_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS"}
+_KV_SCALES = ("k_scale", "v_scale", "q_scale")
 
 
 def require_vllm() -> None:
@@ -34,9 +43,16 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor that `load_weights` fills on this rank, by vLLM name; the live storage, not copies.
 
     These are the parameters. No supported family loads into buffers (a Mamba mixer's `conv_weights` is a view of its
-    `conv1d.weight`). Tied weights appear once. What attention derives from parameters after loading is left out.
+    `conv1d.weight`). Tied weights appear once. What attention derives from parameters after loading is left out, and so
+    are the scales of the KV cache, which no trainer has: `set_kv_scales` takes them.
     """
     derived = {
+        f"{prefix}.{name}"
+        for prefix, layer in model.named_modules()
+        if _is_attention(layer)
+        for name in (*_KV_SCALES, "prob_scale")
+    }
+    derived |= {
         f"{prefix}.{name}"
         for prefix, layer in _layers_with_derived_weights(model)
         for name, _ in layer.named_parameters(recurse=False)
@@ -75,16 +91,62 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
     return done
 
 
+def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> list[str]:
+    """Put calibrated scales of the KV cache where attention reads them; returns the names that live on this rank.
+
+    Names are the checkpoint's: `model.layers.3.self_attn.attn.k_scale`, and `v_scale`, `q_scale`. Call it after
+    `after_direct_writes`, which may reset them to 1. What is in the cache already was quantised with the old scales.
+    Written in place: captured CUDA graphs read the tensors, while the host's floats are baked into them
+    (layers/quantization/kv_cache.py, BaseKVCacheMethod.process_weights_after_loading, whose values these are).
+    Raises ValueError, before anything is written, for names of no attention layer and for scales that are not positive.
+    """
+    from vllm.platforms import current_platform
+
+    layers = {name: layer for name, layer in model.named_modules() if _is_attention(layer)}
+    found: list[tuple[str, torch.nn.Module, str, float]] = []
+    problems = []
+    for name, scale in scales.items():
+        prefix, _, leaf = name.rpartition(".")
+        layer = layers.get(prefix) or layers.get(f"{prefix.removesuffix('.attn')}.mla_attn.mla_attn")
+        if leaf not in _KV_SCALES or (layer is None and not _is_elsewhere(model, prefix)):
+            problems.append(f"{name} is no scale of an attention layer")
+        elif not (0 < scale < float("inf")):
+            problems.append(f"{name} is {scale}, a positive number is needed")
+        elif layer is not None:
+            found.append((name, layer, leaf, scale * 2 if current_platform.is_fp8_fnuz() else scale))
+    if problems:
+        raise ValueError("\n  ".join((f"{len(problems)} scales of the KV cache cannot be set:", *problems)))
+    with torch.no_grad():
+        for _, layer, leaf, scale in found:
+            getattr(layer, f"_{leaf}").fill_(scale)
+            setattr(layer, f"_{leaf}_float", float(getattr(layer, f"_{leaf}")))
+            if hasattr(layer, f"_{leaf}_cpu"):
+                getattr(layer, f"_{leaf}_cpu").fill_(scale)
+    return [name for name, *_ in found]
+
+
+def _is_attention(layer: torch.nn.Module) -> bool:
+    return hasattr(layer, "_k_scale") and hasattr(layer, "_v_scale")
+
+
+def _is_elsewhere(model: torch.nn.Module, name: str) -> bool:
+    """Whether a module is on another pipeline stage: one of its parents is a stand-in."""
+    modules, path = dict(model.named_modules()), name.split(".")
+    parents = (modules.get(".".join(path[:depth])) for depth in range(1, len(path) + 1))
+    return any(type(parent).__name__ == "PPMissingLayer" for parent in parents)
+
+
 def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
     """Parameters whose bytes differ from what `load_weights` wrote, with the reason: not for direct writes.
 
-    A whitelist: unquantised linear layers and embeddings, and experts before `process_weights_after_loading` or on a
-    backend that leaves them alone (layers/fused_moe/oracle/unquantized.py, convert_to_unquantized_kernel_format).
+    A whitelist: unquantised linear layers and embeddings, and block-FP8 layers and experts before
+    `process_weights_after_loading` or on a kernel that leaves them alone (layers/fused_moe/oracle/unquantized.py,
+    convert_to_unquantized_kernel_format, and oracle/fp8.py, convert_to_fp8_moe_kernel_format).
     """
     changed: dict[str, str] = {}
     for prefix, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
-        reason = None if method is None else _rearranged_by(method)
+        reason = None if method is None or _is_attention(layer) else _rearranged_by(layer, method)
         if reason:
             changed |= {f"{prefix}.{name}": reason for name, _ in layer.named_parameters(recurse=False)}
     return changed
@@ -128,13 +190,22 @@ def _layers_with_derived_weights(model: torch.nn.Module) -> Iterator[tuple[str, 
             yield name, layer
 
 
-def _rearranged_by(method: Any) -> str | None:
+def _rearranged_by(layer: torch.nn.Module, method: Any) -> str | None:
     kind = type(method).__name__
     if kind in _AS_LOADED:
         return None
-    if kind != "UnquantizedFusedMoEMethod":
+    if kind == "Fp8LinearMethod" and method.block_quant:
+        kernel = type(method.fp8_linear).__name__
+        processed = hasattr(layer, "input_scale")  # set when weights have been processed
+        return (
+            f"{kernel} rearranges scales after loading" if processed and kernel not in _AS_LOADED_FP8_KERNELS else None
+        )
+    if kind == "UnquantizedFusedMoEMethod":
+        backend, kept = method.unquantized_backend, _AS_LOADED_MOE_BACKENDS
+    elif kind == "Fp8MoEMethod" and method.block_quant:
+        backend, kept = method.fp8_backend, _AS_LOADED_FP8_MOE_BACKENDS
+    else:
         return f"quantised by {kind}"
-    backend = method.unquantized_backend
-    if backend.name in _AS_LOADED_MOE_BACKENDS or method.moe_kernel is None:
+    if backend.name in kept or method.moe_kernel is None:
         return None
     return f"the {backend.value} backend rearranges experts after loading"

@@ -51,7 +51,7 @@ def build_engine(
     groups: Literal["stand-in", "gloo"] = "stand-in",
     device: Literal["cpu", "meta"] = "cpu",
 ) -> torch.nn.Module:
-    """The vLLM model of one generation rank in bf16, with every parameter byte poisoned.
+    """The vLLM model of one generation rank in bf16, or as its quantization_config says, every parameter byte poisoned.
 
     `config_folder` holds an HF `config.json`. With "gloo" the default process group must be initialised and consist of
     the generation ranks. vLLM's loaders read the process's parallel state: only the model built last can be loaded.
@@ -70,6 +70,7 @@ def build_engine(
         set_current_vllm_config(config),
         place,
         triton_expert_layout(),
+        fp8_without_kernels(),
         _expert_maps_on_cpu(),
         set_default_torch_dtype(torch.bfloat16),
         torch.device(device),
@@ -132,6 +133,22 @@ def triton_expert_layout() -> Iterator[None]:
     with (
         mock.patch.object(moe_config, "current_platform", _CudaAlike(moe_config.current_platform)),
         mock.patch.object(moe_method, "select_unquantized_moe_backend", select_triton),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def fp8_without_kernels() -> Iterator[None]:
+    """Fixture: build FP8 layers where no kernel can run them, experts as for the Triton backend.
+
+    Parameters and their loaders are vLLM's own; what follows loading is left out.
+    """
+    import vllm.model_executor.layers.quantization.fp8 as fp8
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+
+    with (
+        mock.patch.object(fp8, "init_fp8_linear_kernel", lambda **_: None),
+        mock.patch.object(fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.TRITON, None)),
     ):
         yield
 

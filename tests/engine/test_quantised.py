@@ -1,0 +1,121 @@
+"""Quantised weights and their scales where a plan puts them, against vLLM's own loaders of FP8 checkpoints."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from plans import Case
+from simulate import held
+
+from mcore_reshard.engines.vllm import kernel_layouts, load_weights, local_tensors
+from mcore_reshard.kernels.tensors import dtype_name
+from mcore_reshard.planner.families import catalogue_from_config
+from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh
+from mcore_reshard.planner.parameters import ITEMSIZE
+from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.planning import make_plan
+from mcore_reshard.validation.engine_slices import GenSizes
+from mcore_reshard.validation.vllm_engine import build_engine
+
+LARGE = (("hidden_size", 256), ("head_dim", 128), ("num_attention_heads", 4), ("num_key_value_heads", 2))
+LARGE_MLA = (
+    ("hidden_size", 256), ("intermediate_size", 512), ("moe_intermediate_size", 256), ("q_lora_rank", 256),
+    ("kv_lora_rank", 128), ("qk_nope_head_dim", 64), ("qk_rope_head_dim", 64), ("v_head_dim", 64),
+)  # fmt: skip
+KEPT = ("model.layers.1.mlp.down_proj", "model.layers.2.self_attn.o_proj", "lm_head")
+
+
+def fp8(name: str, gen: str, block: tuple[int, ...] = (8, 8), changes=(), kept=()):
+    dtypes = ("bf16" if kept else "fp8", "fp8")  # the trainer holds all in FP8 or nothing
+    return Case(f"tiny-{name}", "tp=1", gen, changes=changes, dtypes=dtypes, block=block, kept=kept)
+
+
+CASES = [
+    fp8("llama", "tp=4"),
+    fp8("llama", "tp=8", (4, 8), (("num_key_value_heads", 2), ("intermediate_size", 128))),
+    fp8("llama", "tp=2,pp=2", (8, 16), kept=KEPT),
+    fp8("qwen3", "tp=2", (128, 128), (*LARGE, ("intermediate_size", 512))),
+    fp8("qwen3-moe", "tp=2,dp=2"),
+    fp8("qwen3-moe", "tp=2,dp=2,ep=4"),
+    fp8("qwen3-moe", "tp=2", (128, 128), (*LARGE, ("moe_intermediate_size", 256))),
+    fp8("qwen3-moe", "tp=2", kept=tuple(f"model.layers.1.mlp.experts.{e}.up_proj" for e in range(8))),
+    fp8("deepseek-v3", "tp=4"),
+    fp8("deepseek-v3", "tp=2,ep=2"),
+    fp8("deepseek-v3", "tp=2", (128, 128), LARGE_MLA),
+]
+
+
+def checkpoint(plan: Plan, version: int) -> dict[str, torch.Tensor]:
+    """An FP8 checkpoint: element i of the model, counted as `simulate.held` does, has the bytes of `number(i)`."""
+    tensors, first = {}, 0
+    for group in plan.groups:
+        for name in group.names():
+            ids = np.arange(first, first + prod(group.shape))
+            tensors[name] = torch.from_numpy(numbered(ids, group.dtype, version)).view(dtype_of(group.dtype))
+            tensors[name] = tensors[name].reshape(group.shape)
+            first += ids.size
+    return tensors
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def numbered(ids: np.ndarray, dtype: str, version: int) -> np.ndarray:
+    """The bytes of elements: byte `version` of their number in FP8, all of it in wider dtypes. uint8 [..., itemsize]."""
+    size = ITEMSIZE[dtype]
+    shifts = 8 * (np.arange(size) + (version if size == 1 else 0))
+    return ((ids.reshape(-1, 1) >> shifts) & 0xFF).astype(np.uint8)
+
+
+def label(case: Case) -> str:
+    sizes = "-".join(f"{name}={size}" for name, size in case.changes)
+    return f"{case.config}-{case.gen}-{'x'.join(map(str, case.block))}-{sizes}-{len(case.kept)} kept"
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
+def test_vllm_loads_pairs_where_the_plan_puts_them(case, config_folder):
+    plan = case.plan()
+    assert not plan.misc
+    sizes = GenSizes(plan.gen.tp, plan.gen.pp, plan.gen.dp, plan.gen.ep)
+    wanted = held(plan, "gen")
+    for gen_rank in range(plan.gen.world):
+        model = build_engine(config_folder(case.hf_config), sizes, gen_rank)
+        assert kernel_layouts(model) == {}
+        mine = {local: ids for (rank, local), ids in wanted.items() if rank == gen_rank}
+        tensors = local_tensors(model)
+        assert {local.name: (local.shape, local.dtype) for local in mine} == {
+            name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()
+        }
+        for version in (0, 1, 2):  # together they identify every element, also where one has a single byte
+            load_weights(model, checkpoint(plan, version).items())
+            for local, ids in mine.items():
+                actual = tensors[local.name].contiguous().reshape(-1).view(torch.uint8).numpy()
+                actual = actual.reshape(-1, ITEMSIZE[local.dtype])
+                filled = ids.reshape(-1) >= 0
+                expected = numbered(ids.reshape(-1)[filled], local.dtype, version)
+                assert (actual[filled] == expected).all(), (gen_rank, local.name, version)
+
+
+def test_vllm_quantises_routers_that_the_config_does_not_name(config_folder):
+    config = CASES[4].hf_config
+    config["quantization_config"]["modules_to_not_convert"] = []
+    model = build_engine(config_folder(config), GenSizes(), 0)
+    assert local_tensors(model)["model.layers.0.mlp.gate.weight"].dtype is torch.float8_e4m3fn
+    with pytest.raises(MeshError, match=r"would quantise 4 routers, such as model\.layers\.0\.mlp\.gate\.weight"):
+        make_plan(catalogue_from_config(config), TrainMesh(), GenMesh(), gen_dtype="fp8")
+
+
+def test_vllm_keeps_one_scale_a_tensor(config_folder):
+    case = fp8("qwen3-moe", "tp=2", block=())
+    model = build_engine(config_folder(case.hf_config), GenSizes(tp=2), 0)
+    tensors = local_tensors(model)
+    wanted = {local for rank, local in held(case.plan(), "gen") if rank == 0}
+    assert {local.name.split(".")[-1] for local in wanted} >= {"weight_scale", "w2_weight_scale"}
+    for local in wanted:
+        assert (tuple(tensors[local.name].shape), dtype_name(tensors[local.name].dtype)) == (local.shape, local.dtype)
