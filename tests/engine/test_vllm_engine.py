@@ -17,6 +17,7 @@ from mcore_reshard.engines.vllm import (
     kernel_layouts,
     load_weights,
     local_tensors,
+    set_kv_scales,
 )
 from mcore_reshard.planner.mesh import GenMesh
 from mcore_reshard.validation.engine_slices import POISON, GenSizes, StandInEngine, expected_tensors
@@ -119,3 +120,59 @@ def test_experts_cut_over_data_parallelism_are_refused(config_folder):
     config.parallel_config.data_parallel_size = 2
     with pytest.raises(ValueError, match=r"cuts experts by tp\*dp = 4"):
         gen_sizes_of(config)
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "named"),
+    [
+        ("llama", "model.layers.{}.self_attn.attn", "model.layers.{}.self_attn.attn"),
+        ("deepseek-v3", "model.layers.{}.self_attn.mla_attn.mla_attn", "model.layers.{}.self_attn.attn"),
+    ],
+)
+@pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "fp8"])
+def test_kv_scales_land_where_attention_reads_them(name, attention, named, quantised, config_folder):
+    config = tiny(name, quantization_config=FP8) if quantised else tiny(name)
+    model = build_engine(config_folder(config), GenSizes(pp=2), 1)  # layers 2 and 3
+    scales = {
+        f"{named.format(layer)}.{leaf}_scale": layer + n / 8 for layer in (0, 2) for n, leaf in ((1, "k"), (2, "v"))
+    }
+    scales[f"{named.format(3)}.q_scale"] = 0.75
+    assert set_kv_scales(model, scales) == [n for n in scales if ".0." not in n]  # layer 0 is on the other stage
+    layer = model.get_submodule(attention.format(2))
+    assert (layer._k_scale.item(), layer._k_scale_float, layer._k_scale_cpu.item()) == (2.125, 2.125, 2.125)
+    assert (layer._v_scale.item(), layer._v_scale_float, layer._v_scale_cpu.item()) == (2.25, 2.25, 2.25)
+    assert (layer._q_scale.item(), layer._q_scale_float) == (1.0, 1.0)
+    last = model.get_submodule(attention.format(3))
+    assert (last._q_scale.item(), last._q_scale_float, last._k_scale.item()) == (0.75, 0.75, 1.0)
+
+
+def test_kv_scales_are_no_tensors_that_a_refit_fills(config_folder):
+    model = build_engine(config_folder(tiny("llama", quantization_config=FP8)), GenSizes(), 0)
+    attention = model.get_submodule("model.layers.0.self_attn.attn")
+    assert {"k_scale", "v_scale", "q_scale", "prob_scale"} <= set(dict(attention.named_parameters()))
+    assert not [name for name in local_tensors(model) if ".attn." in name]
+
+
+def test_wrong_kv_scales_are_refused_before_any_is_written(config_folder):
+    model = build_engine(config_folder(tiny("llama")), GenSizes(), 0)
+    good = "model.layers.0.self_attn.attn.k_scale"
+    wrong = {good: 2.0, "model.layers.1.self_attn.attn.v_scale": -1.0, "model.layers.9.self_attn.attn.k_scale": 1.0}
+    with pytest.raises(ValueError, match="2 scales of the KV cache cannot be set") as error:
+        set_kv_scales(model, wrong)
+    assert "v_scale is -1.0, a positive number is needed" in str(error.value)
+    assert "model.layers.9.self_attn.attn.k_scale is no scale of an attention layer" in str(error.value)
+    assert model.get_submodule("model.layers.0.self_attn.attn")._k_scale.item() == 1.0
+
+
+@pytest.mark.parametrize(("kernel", "stays"), [("TritonFp8BlockScaledMMKernel", True), ("DeepGemmFp8Kernel", False)])
+def test_block_fp8_layers_that_a_kernel_rearranged(kernel, stays, config_folder):
+    model = build_engine(config_folder(tiny("llama", quantization_config=FP8)), GenSizes(), 0)
+    layer = "model.layers.0.self_attn.o_proj"
+    module = model.get_submodule(layer)
+    module.input_scale, module.quant_method.fp8_linear = None, type(kernel, (), {})()
+    reason = f"{kernel} rearranges scales after loading"
+    changed = {f"{layer}.weight": reason, f"{layer}.weight_scale_inv": reason}
+    assert kernel_layouts(model) == ({} if stays else changed)
