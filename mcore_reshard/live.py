@@ -16,7 +16,7 @@ from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from .kernels.errors import SessionError
 from .meeting import connected, store_address
-from .megatron import local_tensors, train_mesh_of
+from .megatron import local_tensors, precision_of, train_mesh_of
 from .planner.families import catalogue_from_config
 from .planner.megatron import ExpertsModule, MegatronBuild
 from .planner.mesh import GenMesh, TrainMesh
@@ -37,15 +37,26 @@ def plan_refit(
     *,
     model: str = "",
     policy: Policy = "exact",
+    gen_dtype: str | None = None,
 ) -> Plan:
     """Plan the refit of a live Megatron-Core model into a vLLM mesh, and prove it.
 
-    `config` is the model's HF config.json. Collective over the training world (torch's default group): every rank must
+    `config` is the model's HF config.json. `gen_dtype` is what the engine holds, as in `planner.precision.precision_of`;
+    what the trainer holds is read off its parameters. Collective over the training world (torch's default group): every rank must
     call it and all get the same plan. Raises ConfigError, MeshError or ProofError.
     """
     train = TrainMesh(**dict(train_mesh_of(model_chunks)))
-    build = _build_of(local_tensors(model_chunks), train.tp)
-    plan = make_plan(catalogue_from_config(config), train, gen, model=model, policy=policy, build=build)
+    tensors = local_tensors(model_chunks)
+    plan = make_plan(
+        catalogue_from_config(config),
+        train,
+        gen,
+        model=model,
+        policy=policy,
+        build=_build_of(tensors, train.tp),
+        train_dtype=_agreed_precision(precision_of(tensors)),
+        gen_dtype=gen_dtype,
+    )
     proof = prove(plan)
     if not proof.ok:
         raise ProofError(proof)
@@ -78,6 +89,18 @@ def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: floa
 
 def _prefix(session: str) -> str:
     return f"mcore-reshard/{session}/plan"
+
+
+def _agreed_precision(mine: str | None) -> str | None:
+    """The precision of the ranks that hold quantised parameters; a stage may hold none of them."""
+    told: list[str | None] = [mine]
+    if torch.distributed.is_initialized():
+        told = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(told, mine)
+    found = set(told) - {None}
+    if len(found) > 1:
+        raise ValueError(f"training ranks hold their parameters in different precisions: {', '.join(map(str, found))}")
+    return found.pop() if found else None
 
 
 def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:

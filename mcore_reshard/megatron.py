@@ -7,7 +7,7 @@ imported when a function is first called.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,12 +24,14 @@ def local_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Te
 
     Wrapper prefixes (DDP, Float16Module) are stripped; layers keep Megatron's numbering within the chunk, so
     `vp1.decoder.layers.0` is the first layer of the second virtual pipeline chunk. Persistent buffers are included
-    because the router's `expert_bias` is one. What newer Megatron releases renamed has the name of 0.16.
+    because the router's `expert_bias` is one. What newer Megatron releases renamed has the name of 0.16. A parameter that
+    Transformer Engine quantised (`fp8_param`) is two tensors: its E4M3 data under its own name, and its scales under that
+    name with the attribute's, as in `vp0.decoder.layers.0.mlp.linear_fc2.weight._rowwise_scale_inv`.
     """
     tensors: dict[str, torch.Tensor] = {}
     for chunk_index, chunk in enumerate(model_chunks):
         for name, tensor in _held_tensors(chunk):
-            tensors[f"vp{chunk_index}.{_stable_name(name)}"] = tensor.detach()
+            tensors |= _parts_of(f"vp{chunk_index}.{_stable_name(name)}", tensor)
     return tensors
 
 
@@ -102,6 +104,32 @@ def _held_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor, or the data and the scales of one that Transformer Engine quantised.
+
+    Float8BlockwiseQTensor and MXFP8Tensor have row-wise data and scales, Float8Tensor one scale (transformer_engine/pytorch/
+    tensor/). Raises ValueError for one that keeps column-wise data only, which no layout rule reads.
+    """
+    if isinstance(getattr(tensor, "_scale_inv", None), torch.Tensor):  # Float8Tensor
+        data, attribute = tensor._data, "_scale_inv"  # type: ignore[attr-defined]
+    elif hasattr(tensor, "_rowwise_scale_inv"):
+        data, attribute = tensor._rowwise_data, "_rowwise_scale_inv"  # type: ignore[attr-defined]
+    else:
+        return {name: tensor.detach()}
+    scales = getattr(tensor, attribute)
+    if data is None or scales is None:
+        raise ValueError(f"{name} is quantised, and keeps no row-wise data: build it with row-wise usage")
+    return {name: data.detach().view(torch.float8_e4m3fn), f"{name}.{attribute}": scales.detach()}
+
+
+def precision_of(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """`fp8` or `mxfp8` where `local_tensors` found quantised parameters, None where it found none."""
+    for name, tensor in tensors.items():
+        if name.endswith("scale_inv"):
+            return "mxfp8" if tensor.dtype is torch.uint8 else "fp8"
+    return None
 
 
 def _stable_name(name: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_reshard.megatron import local_tensors, require
+from mcore_reshard.megatron import local_tensors, precision_of, require
 from mcore_reshard.planner.mesh import TrainMesh, format_mesh
 from mcore_reshard.validation import te_standin, tiny
 from mcore_reshard.validation.processes import run_processes
@@ -181,6 +181,52 @@ def test_local_tensors_are_the_models_own_memory() -> None:
     assert list(tensors) == [f"vp{chunk}.{name}" for chunk in (0, 1) for name in ["0.weight", *persistent]]
     assert tensors["vp1.0.weight"].data_ptr() == linear.weight.data_ptr()
     assert not tensors["vp1.0.weight"].requires_grad
+
+
+class _Quantised(torch.Tensor):
+    """A parameter as Transformer Engine quantises it: the attributes of its tensor classes, and no bytes of its own."""
+
+    def __new__(cls, shape: tuple[int, ...], **attributes: torch.Tensor | None) -> _Quantised:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16)
+        made.__dict__.update(attributes)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{function} would dequantise")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "scales", "precision"),
+    [
+        ({"_rowwise_data": (256, 512), "_rowwise_scale_inv": (2, 4)}, "._rowwise_scale_inv", "fp8"),
+        ({"_data": (256, 512), "_scale_inv": (1,)}, "._scale_inv", "fp8"),
+        ({"_rowwise_data": (256, 512), "_rowwise_scale_inv": (256, 16)}, "._rowwise_scale_inv", "mxfp8"),
+    ],
+)
+def test_quantised_parameters_are_data_and_scales(
+    attributes: dict[str, tuple[int, ...]], scales: str, precision: str
+) -> None:
+    held = {name: torch.zeros(shape, dtype=torch.uint8) for name, shape in attributes.items()}
+    leaf = scales.removeprefix(".")
+    if precision == "fp8":
+        held[leaf] = held[leaf].float()
+    model = torch.nn.Module()
+    model._parameters["weight"] = _Quantised((256, 512), **held)  # type: ignore[assignment]
+    tensors = local_tensors([model])
+    assert list(tensors) == ["vp0.weight", "vp0.weight" + scales]
+    data = held.get("_rowwise_data", held.get("_data"))
+    assert data is not None
+    assert (tensors["vp0.weight"].dtype, tensors["vp0.weight"].data_ptr()) == (torch.float8_e4m3fn, data.data_ptr())
+    assert tensors["vp0.weight" + scales].data_ptr() == held[leaf].data_ptr()
+    assert precision_of(tensors) == precision
+
+
+def test_a_quantised_parameter_without_rows_is_refused() -> None:
+    model = torch.nn.Module()
+    model._parameters["weight"] = _Quantised((8, 8), _rowwise_data=None, _rowwise_scale_inv=None)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"vp0\.weight is quantised, and keeps no row-wise data"):
+        local_tensors([model])
 
 
 def _layers_held(trainer: Trainer, folder: Path) -> tuple[dict[str, Any], list[str]]:
