@@ -128,7 +128,9 @@ def _mesh_arguments(command: argparse.ArgumentParser, required: bool) -> None:
     command.add_argument("--gen", metavar="MESH", required=required, help="generation mesh, e.g. tp=4,dp=2")
     for side, what in (("train", "the trainer"), ("gen", "the engine")):
         command.add_argument(
-            f"--{side}-dtype", metavar="bf16|fp8", help=f"dtype of {what}'s weights (default: the config's dtype)"
+            f"--{side}-dtype",
+            metavar="bf16|fp32|fp8|mxfp8",
+            help=f"what {what} holds: fp8 in the blocks of the config's quantization_config (default: the config's dtype)",
         )
     command.add_argument(
         "--policy",

@@ -145,8 +145,65 @@ def test_dtypes_both_ends_can_be_stated(run: Run, tmp_path: Path) -> None:
     half = run("plan", single, *meshes, "--train-dtype", "bf16", "--gen-dtype", "bf16", "--json").json
     assert (full["dtypes"], half["dtypes"]) == (["float32"], ["bfloat16"])
     assert full["bytes"]["bulk"] == 2 * half["bytes"]["bulk"]
-    mixed = run("plan", single, *meshes, "--train-dtype", "bf16")
-    assert mixed.code == 2 and "the trainer would hold bfloat16 and the engine float32" in mixed.err
+    mixed = run("plan", single, *meshes, "--gen-dtype", "bf16", "--json").json
+    assert (mixed["dtypes"], mixed["bytes"]["bulk"]) == (["bfloat16"], half["bytes"]["bulk"])
+    assert {(cast["from"], cast["to"]) for cast in mixed["casts"]} == {("float32", "bfloat16")}
+    single.write_text(json.dumps({**load_config("tiny-llama"), "torch_dtype": "float16"}))
+    uncast = run("plan", single, *meshes, "--train-dtype", "bf16")
+    assert uncast.code == 2 and "the trainer would hold bfloat16 and the engine float16, which nothing" in uncast.err
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+
+
+def test_fp8_is_reported_by_dtype_pair_cast_and_reason(run: Run, tmp_path: Path) -> None:
+    quantised = tmp_path / "config.json"
+    quantised.write_text(
+        json.dumps({**load_config("tiny-llama"), "quantization_config": {**FP8, "weight_block_size": [8, 32]}})
+    )
+    asked = ["plan", quantised, "--train", "tp=2", "--gen", "tp=4", "--gen-dtype", "fp8"]
+    report = run(*asked, "--json").json
+    assert report["proof"]["ok"] and report["dtypes"] == ["float8_e4m3fn", "bfloat16", "float32"]
+    assert sum(report["wire_bytes"].values()) == sum(rank["recv_bytes"] for rank in report["ranks"]["gen"])
+    pairs = {pair["weight"].split(".")[-2]: pair for pair in report["pairs"]}
+    assert (pairs["q_proj"]["route"], pairs["q_proj"]["block"], pairs["q_proj"]["count"]) == ("bulk", [8, 32], 4)
+    assert pairs["down_proj"]["route"] == "misc"
+    assert pairs["down_proj"]["reason"].endswith("which splits a block of 8x32")
+    assert {entry["reason"] for entry in report["misc"] if "down_proj" in entry["parameter"]} == {
+        pairs["down_proj"]["reason"]
+    }
+    assert {(cast["from"], cast["to"]) for cast in report["casts"]} == {("bfloat16", "float8_e4m3fn")}
+    text = run(*asked).out
+    assert "weights with scales: 20 bulk, 8 misc; blocks 8x32" in re.sub(r"\s+", " ", text)
+    assert "bfloat16 -> float8_e4m3fn in the trainer: 20 parameters" in re.sub(r"\s+", " ", text)
+    both = run(*asked, "--train-dtype", "fp8", "--json").json
+    assert both["casts"] == [] and both["wire_bytes"] == report["wire_bytes"]
+
+
+def test_a_config_without_fp8_is_assumed_to_have_the_usual_blocks(run: Run) -> None:
+    report = run("plan", "qwen3-30b-a3b", "--train", "ep=4,dp=4", "--gen", "tp=2", "--gen-dtype", "fp8", "--json").json
+    assert report["misc"] == [] and {tuple(pair["block"]) for pair in report["pairs"]} == {(128, 128)}
+    assert report["notes"] == [
+        "the config has no quantization_config for FP8: blocks of 128x128 in every linear layer are assumed"
+    ]
+
+
+def test_explain_answers_for_scales(run: Run, tmp_path: Path) -> None:
+    quantised, plan = tmp_path / "config.json", tmp_path / "plan.json"
+    quantised.write_text(json.dumps({**load_config("tiny-llama"), "quantization_config": FP8}))
+    run("plan", quantised, "--train", "tp=2", "--gen", "tp=4", "--gen-dtype", "fp8", "--out", plan)
+    scale = run("explain", plan, "model.layers.1.mlp.up_proj.weight_scale_inv[11,7]", "--json").json
+    (origin,) = scale["origins"]
+    assert origin["dst"]["tensor"] == "model.layers.1.mlp.gate_up_proj.weight_scale_inv"
+    assert (origin["dst"]["rank"], origin["dst"]["index"]) == (3, [5, 7])
+    assert origin["src"]["tensor"] == "vp0.decoder.layers.1.mlp.linear_fc1.weight._rowwise_scale_inv"
+    assert (origin["src"]["rank"], origin["src"]["index"]) == (1, [11, 7])
+    assert scale["notes"] == ["it is the scale of model.layers.1.mlp.up_proj.weight[88:96, 56:64]"]
+    weight = run("explain", plan, "model.layers.1.mlp.up_proj.weight[90,60]", "--json").json
+    assert weight["notes"] == [
+        "the trainer holds bfloat16 and sends float8_e4m3fn",
+        "its scale is model.layers.1.mlp.up_proj.weight_scale_inv[11,7], of a block of 8x8",
+    ]
 
 
 def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_and_300_mb() -> None:
@@ -199,7 +256,7 @@ def test_every_violation_of_both_meshes_and_the_model_is_listed_at_once(run: Run
         (["tiny-llama", "--train", "xp=2", "--gen", "tp=2"], "training: unknown axis 'xp', known: cp, dp"),
         (["tiny-llama", "--train", "tp=2", "--gen", "cp=2"], "generation: unknown axis 'cp', known: dp, ep, pp, tp"),
         (["tiny-llama", "--train", "tp=2,pp=2,layers=3+2", "--gen", "tp=2"], "adds up to 5, the model has 4"),
-        (["tiny-llama", "--train", "", "--gen", "tp=2", "--train-dtype", "fp8"], "training: fp8 is not supported yet"),
+        (["tiny-llama", "--train", "", "--gen", "tp=2", "--train-dtype", "fp4"], "training: unknown dtype 'fp4'"),
         (["tiny-llama", "--train", "", "--gen", "tp=2", "--gen-dtype", "int4"], "generation: unknown dtype 'int4'"),
         (["tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--out", "/nowhere/plan.json"], "cannot write /nowhere"),
     ],

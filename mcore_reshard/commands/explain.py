@@ -72,7 +72,7 @@ def _parameter(plan: Plan, element: Element, gen_rank: int | None, train_rank: i
     group = plan.groups[find_parameter(plan, element.name)[0]]
     index = _index(element, group.shape)
     origins = explain_parameter(plan, element.name, index, gen_rank, train_rank)
-    notes = []
+    notes = list(_precision(plan, element.name, index))
     if gen_rank is not None:
         own = local_tensors(plan, "gen", gen_rank).get(element.name)
         if own is not None and own.shape != group.shape:
@@ -81,6 +81,28 @@ def _parameter(plan: Plan, element: Element, gen_rank: int | None, train_rank: i
                 f" for an element of that one write 'gen:{element.name}[...]'"
             )
     return _Answer("parameter", origins, holders_of(plan, element.name, index), notes)
+
+
+def _precision(plan: Plan, name: str, index: tuple[int, ...]) -> Iterator[str]:
+    """Where the scale of an element is, what a scale is of, and what is cast on the way."""
+    number, layer, expert = find_parameter(plan, name)
+    for cast in plan.casts:
+        if cast.group == number:
+            yield f"the trainer holds {cast.src} and sends {cast.dst}"
+    for pair in plan.pairs:
+        rows, columns = pair.block
+        if pair.weight == number:
+            scales = plan.groups[pair.scales]
+            at = (index[0] // rows, index[1] // columns) if len(scales.shape) == 2 else (0,)
+            yield f"its scale is {scales.name(layer, expert)}{_at(at)}, of a block of {rows}x{columns}"
+        elif pair.scales == number:
+            at = (*index, 0)[:2] if len(index) == 2 else (0, 0)
+            last = [
+                min(size, (i + 1) * n) - 1
+                for size, i, n in zip(plan.groups[pair.weight].shape, at, pair.block, strict=True)
+            ]
+            box = f"[{at[0] * rows}:{last[0] + 1}, {at[1] * columns}:{last[1] + 1}]"
+            yield f"it is the scale of {plan.groups[pair.weight].name(layer, expert)}{box}"
 
 
 def _tensor(plan: Plan, element: Element, world: str, gen_rank: int | None, train_rank: int | None) -> _Answer:

@@ -19,8 +19,7 @@ from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh, parse_gen_
 from mcore_reshard.planner.parameters import Catalogue
 from mcore_reshard.planner.plan import Policy
 from mcore_reshard.planner.plan_file import FORMAT
-
-_DTYPES = {"bf16": "bfloat16"}
+from mcore_reshard.planner.precision import CASTS, PRECISIONS, Precision, PrecisionError, precision_of
 
 
 class InputError(ValueError):
@@ -37,7 +36,7 @@ class InputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A model and two meshes that fit it."""
+    """A model, two meshes that fit it, and what either side holds."""
 
     model: str
     config: dict[str, Any]
@@ -45,6 +44,8 @@ class Request:
     train: TrainMesh
     gen: GenMesh
     policy: Policy
+    train_dtype: str | None = None  # as `make_plan` wants them; None: the catalogue's dtype
+    gen_dtype: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -60,7 +61,7 @@ def read_request(
     others: list[str] = []
     remedy = ""
     train_mesh, gen_mesh = _train_mesh(train, training), _gen_mesh(gen, generation)
-    dtypes = _dtypes(train_dtype, gen_dtype, others)
+    precisions: tuple[Precision, Precision] | None = None
     config: dict[str, Any] = {}
     catalogue = None
     try:
@@ -69,15 +70,20 @@ def read_request(
     except ConfigError as error:
         others += [f"{error.subject}: {problem}" for problem in error.problems]
         remedy = error.remedy
-    if catalogue is not None and dtypes is not None:
-        config, catalogue = _with_dtype(config, catalogue, dtypes, others)
     if catalogue is not None:
+        precisions = _precisions(catalogue, train_dtype, gen_dtype, others)
+        if precisions is not None and precisions[0] == precisions[1] and precisions[0].format is None:
+            config, catalogue = _in_dtype(config, catalogue, precisions[0].dtype)
+            train_dtype = gen_dtype = None
         training += _train_misfits(catalogue, train_mesh, train)
         generation += _gen_misfits(catalogue, gen_mesh, gen)
+        if precisions is not None and precisions[1].format is not None and gen_mesh is not None:
+            generation += _engine_layout(catalogue, gen_mesh).misquantised()
     problems = training + generation + others
-    if problems or catalogue is None or train_mesh is None or gen_mesh is None:
+    if problems or catalogue is None or train_mesh is None or gen_mesh is None or precisions is None:
         raise InputError(problems, remedy)
-    return Request(model_name(source), config, catalogue, train_mesh, gen_mesh, policy, _notes(catalogue))
+    notes = _notes(catalogue, *precisions)
+    return Request(model_name(source), config, catalogue, train_mesh, gen_mesh, policy, train_dtype, gen_dtype, notes)
 
 
 def model_name(source: str) -> str:
@@ -162,40 +168,44 @@ def _stated_axes(text: str) -> dict[str, int] | None:
     )
 
 
-def _dtypes(train: str | None, gen: str | None, problems: list[str]) -> tuple[str | None, str | None] | None:
-    """The dtypes asked for, in catalogue names, None for one that was not; None where one cannot be had."""
+def _precisions(
+    catalogue: Catalogue, train: str | None, gen: str | None, problems: list[str]
+) -> tuple[Precision, Precision] | None:
+    """What both sides would hold; None where one cannot be had, or nothing turns one into the other."""
     found = []
-    for side, value in (("training", train), ("generation", gen)):
-        if value is None or value in _DTYPES:
-            found.append(_DTYPES[value] if value else None)
-        elif value == "fp8":
-            problems.append(f"{side}: fp8 is not supported yet, this release plans bf16 weights")
-        else:
-            problems.append(f"{side}: unknown dtype {value!r}, known: {', '.join(_DTYPES)}")
-    return (found[0], found[1]) if len(found) == 2 else None
-
-
-def _with_dtype(
-    config: dict[str, Any], catalogue: Catalogue, dtypes: tuple[str | None, str | None], problems: list[str]
-) -> tuple[dict[str, Any], Catalogue]:
-    """The model in the dtype that both sides hold; the config's own where neither side says otherwise."""
-    train, gen = (dtype or catalogue.dtype for dtype in dtypes)
-    if train != gen:
+    for side, name in (("training", train), ("generation", gen)):
+        try:
+            found.append(precision_of(name, catalogue))
+        except PrecisionError:
+            problems.append(f"{side}: unknown dtype {name!r}, known: {', '.join(PRECISIONS)}")
+    if len(found) < 2:
+        return None
+    held, wanted = found
+    if held.dtype != wanted.dtype and (held.dtype, wanted.dtype) not in CASTS:
         problems.append(
-            f"the trainer would hold {train} and the engine {gen}: no cast is planned, give both --train-dtype and"
-            f" --gen-dtype (the config says {catalogue.dtype})"
+            f"the trainer would hold {held.dtype} and the engine {wanted.dtype}, which nothing casts: give both"
+            f" --train-dtype and --gen-dtype (the config says {catalogue.dtype})"
         )
+        return None
+    return held, wanted
+
+
+def _in_dtype(config: dict[str, Any], catalogue: Catalogue, dtype: str) -> tuple[dict[str, Any], Catalogue]:
+    """The model in a dtype that both sides hold."""
+    if dtype == catalogue.dtype:
         return config, catalogue
-    if train == catalogue.dtype:
-        return config, catalogue
-    config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": train}
+    config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
     return config, catalogue_from_config(config)
 
 
-def _notes(catalogue: Catalogue) -> tuple[str, ...]:
-    if catalogue.quantization is None:
-        return ()
-    return (
-        f"the checkpoint is quantised ({catalogue.quantization.method}), the plan moves {catalogue.dtype} weights:"
-        " the engine must hold them unquantised",
-    )
+def _notes(catalogue: Catalogue, held: Precision, wanted: Precision) -> tuple[str, ...]:
+    stated = catalogue.quantization
+    if wanted.format is None and held.format is None and stated is not None:
+        return (
+            f"the checkpoint is quantised ({stated.method}), the plan moves {wanted.dtype} weights: the engine must hold"
+            " them unquantised; --gen-dtype and --train-dtype say otherwise",
+        )
+    if wanted.format is not None and (stated is None or stated.method != "fp8"):
+        block = "x".join(map(str, wanted.format.block or ()))
+        return (f"the config has no quantization_config for FP8: blocks of {block} in every linear layer are assumed",)
+    return ()

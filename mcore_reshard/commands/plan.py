@@ -20,7 +20,15 @@ def run(args: argparse.Namespace) -> int:
     request = read_request(args.config, args.train, args.gen, args.policy, args.train_dtype, args.gen_dtype)
     with progress(f"planning {request.model}"):
         started = time.perf_counter()
-        plan = make_plan(request.catalogue, request.train, request.gen, model=request.model, policy=request.policy)
+        plan = make_plan(
+            request.catalogue,
+            request.train,
+            request.gen,
+            model=request.model,
+            policy=request.policy,
+            train_dtype=request.train_dtype,
+            gen_dtype=request.gen_dtype,
+        )
         proof = prove(plan)
         seconds = time.perf_counter() - started
     if args.out is not None and proof.ok:

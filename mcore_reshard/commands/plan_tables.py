@@ -38,7 +38,7 @@ def _head(plan: Plan, summary: dict[str, Any]) -> Table:
         ("training", "Megatron-Core  " + axes(summary["meshes"]["train"])),
         ("generation", f"{plan.engine}  " + axes(summary["meshes"]["gen"])),
         ("policy", plan.policy),
-        ("dtypes", ", ".join(summary["dtypes"]) or "-"),
+        ("dtypes", _dtypes(summary["wire_bytes"])),
     ]
     rows += [
         (route, f"{size(nbytes[route]):>8}  {count(parameters[route], 'parameter')}")
@@ -47,10 +47,41 @@ def _head(plan: Plan, summary: dict[str, Any]) -> Table:
     rows.append(("total", f"{size(nbytes['total']):>8}  bulk and misc, each parameter once"))
     received, share = int(plan.recv_bytes.sum()), int(plan.recv_bytes.max())
     rows.append(("moved", f"{size(received):>8}  point to point in one refit, at most {size(share)} into one rank"))
+    if plan.pairs:
+        rows.append(("pairs", _pairs(summary["pairs"])))
+    for (src, dst), found in _casts(summary["casts"]).items():
+        nbytes_cast = size(sum(cast["bytes"] for cast in found))
+        rows.append(
+            ("casts", f"{src} -> {dst} in the trainer: {count(_number(found), 'parameter')}, {nbytes_cast} sent")
+        )
     if summary["plan_seconds"] is not None:
         rows.append(("planned in", f"{summary['plan_seconds']:.2f} s, proof included"))
     rows.append(("digest", plan.digest))
     return facts(rows)
+
+
+def _dtypes(wire_bytes: dict[str, int]) -> str:
+    """Dtypes on the wire, with their bytes where there are several."""
+    shown = [f"{dtype} {size(nbytes)}" if len(wire_bytes) > 1 else dtype for dtype, nbytes in wire_bytes.items()]
+    return ", ".join(shown) or "-"
+
+
+def _pairs(pairs: list[dict[str, Any]]) -> str:
+    routes = {route: [pair for pair in pairs if pair["route"] == route] for route in ("bulk", "misc", "excluded")}
+    blocks = sorted({"x".join(map(str, pair["block"])) for pair in pairs})
+    where = ", ".join(f"{_number(found):,} {route}" for route, found in routes.items() if found)
+    return f"weights with scales: {where}; blocks {', '.join(blocks[:4])}{', ...' if len(blocks) > 4 else ''}"
+
+
+def _casts(casts: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for cast in casts:
+        found.setdefault((cast["from"], cast["to"]), []).append(cast)
+    return found
+
+
+def _number(found: list[dict[str, Any]]) -> int:
+    return sum(entry["count"] for entry in found)
 
 
 def _proof(proof: Proof) -> RenderableType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
     """Everything there is to say about a whole plan. `plan_seconds` covers planning and proof; None: read from a file.
 
     Parameters count once in `bytes` and `parameters`, whatever the number of ranks that receive them; `total` is bulk
-    and misc together, what is excluded does not travel. `proof` counts bytes over all generation ranks.
+    and misc together, what is excluded does not travel. `proof` and `wire_bytes` count bytes over all generation ranks.
     """
     bulk, misc = plan.bulk_bytes, plan.misc_bytes
     return {
@@ -27,7 +28,8 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
         "policy": plan.policy,
         "digest": plan.digest,
         "meshes": {"train": mesh_as_dict(plan.train), "gen": mesh_as_dict(plan.gen)},
-        "dtypes": dtypes_of(plan),
+        "dtypes": list(plan.wire_bytes),
+        "wire_bytes": plan.wire_bytes,
         "proof": {
             "ok": proof.ok,
             "violations": [asdict(violation) for violation in proof.violations],
@@ -41,6 +43,8 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
             "excluded": sum(plan.groups[u.group].nbytes * plan.groups[u.group].count for u in plan.excluded),
         },
         "parameters": _parameter_counts(plan),
+        "pairs": pairs_of(plan),
+        "casts": casts_of(plan),
         "misc": _unplanned(plan, plan.misc),
         "excluded": _unplanned(plan, plan.excluded),
         "stages": [
@@ -66,15 +70,44 @@ def mesh_as_dict(mesh: TrainMesh | GenMesh) -> dict[str, Any]:
     return {**asdict(mesh), "world": mesh.world}
 
 
-def dtypes_of(plan: Plan) -> list[str]:
-    """Dtypes that bulk transfers carry, the one with most bytes first."""
-    carried: dict[str, int] = {}
-    for bundle in plan.bundles:
-        template = plan.templates[bundle.template]
-        for move in template.moves:
-            dtype = template.src.pieces[move.src][move.src_piece].tensor.dtype
-            carried[dtype] = carried.get(dtype, 0) + move.region.elements * ITEMSIZE[dtype] * bundle.members
-    return sorted(carried, key=lambda dtype: -carried[dtype])
+def pairs_of(plan: Plan) -> list[dict[str, Any]]:
+    """Quantised weights and their scales, one entry a group, with the route of both and why it is misc."""
+    unplanned = {u.group: ("misc", u.reason) for u in plan.misc} | {
+        u.group: ("excluded", u.reason) for u in plan.excluded
+    }
+    found = []
+    for pair in plan.pairs:
+        weight, scales = plan.groups[pair.weight], plan.groups[pair.scales]
+        route, reason = unplanned.get(pair.weight, ("bulk", ""))
+        found.append(
+            {
+                "weight": weight.pattern,
+                "scales": scales.pattern,
+                "layers": list(weight.layers),
+                "block": list(pair.block),
+                "count": weight.count,
+                "bytes": weight.count * (weight.nbytes + scales.nbytes),
+                "route": route,
+                "reason": reason,
+            }
+        )
+    return found
+
+
+def casts_of(plan: Plan) -> list[dict[str, Any]]:
+    """Groups that change their dtype on the way; `bytes` are those on the wire, each parameter once."""
+    groups = [(plan.groups[cast.group], cast) for cast in plan.casts]
+    return [
+        {
+            "parameter": group.pattern,
+            "layers": list(group.layers),
+            "count": group.count,
+            "from": cast.src,
+            "to": cast.dst,
+            "bytes": group.count * prod(group.shape) * ITEMSIZE[cast.dst],
+        }
+        for group, cast in groups
+    ]
 
 
 def busiest(loads: np.ndarray) -> dict[str, Any]:

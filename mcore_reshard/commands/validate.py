@@ -79,7 +79,16 @@ def _read(args: argparse.Namespace) -> tuple[Request, Plan | None]:
     if args.config is not None:
         raise InputError(["--config goes with a plan file; here CONFIG itself is the config"])
     policy: Policy = args.policy or "exact"
-    return read_request(args.source, args.train, args.gen, policy, args.train_dtype, args.gen_dtype), None
+    return _of_one_dtype(
+        read_request(args.source, args.train, args.gen, policy, args.train_dtype, args.gen_dtype)
+    ), None
+
+
+def _of_one_dtype(request: Request) -> Request:
+    """Golden is compared byte for byte, so both sides must hold the same."""
+    if request.train_dtype != request.gen_dtype or request.train_dtype is not None:
+        raise InputError(["validate compares weights of one dtype that is not quantised: give both sides bf16 or fp32"])
+    return request
 
 
 def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
@@ -91,9 +100,8 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
     if source is None:
         raise InputError([f"the plan is of {plan.model!r}, which is not built in: give its config with --config"])
     meshes = {"train": format_mesh(plan.train), "gen": format_mesh(plan.gen)}
-    request = read_request(
-        source, args.train or meshes["train"], args.gen or meshes["gen"], plan.policy, args.train_dtype, args.gen_dtype
-    )
+    ends = args.train or meshes["train"], args.gen or meshes["gen"]
+    request = _of_one_dtype(read_request(source, *ends, plan.policy, args.train_dtype, args.gen_dtype))
     problems = [
         f"--{side} is {format_mesh(asked)}, the plan is for {meshes[side]}"
         for side, asked, planned in (
