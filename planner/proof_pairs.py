@@ -163,6 +163,9 @@ def _piece_fault(piece: Piece, scale: Piece, block: tuple[int, int], group: Para
         return f"{named} are not the scales of its blocks"
     if (scale.dims, scale.slot_dim) != (piece.dims, piece.slot_dim) or len(scale.view) != len(piece.view):
         return f"{named} do not lie as the weight does"
+    one_each = scale.view[-2:] == (1, 1) and scale.tensor.shape in {scale.view[:-2] or (1,), scale.view[:-1]}
+    if scale.view != scale.tensor.shape and not one_each:
+        return f"{scale.tensor.name} {scale.tensor.shape} is viewed as {scale.view}"
     if any(at for dim, at in enumerate(scale.origin) if dim not in scale.dims and at != piece.origin[dim]):
         return f"{named} are those of another expert"
     for dim, size in enumerate(block):
