@@ -42,6 +42,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 Export = Callable[[Sequence[str] | None], NamedTensors]
 LoadWeights = Callable[[NamedTensors], Any]
+SetKvScales = Callable[[Mapping[str, float]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class _Endpoint(ABC):
         timeout_s: float,
         moves_by_name: bool,
         after_direct_writes: Callable[[], Any] | None = None,
+        set_kv_scales: SetKvScales | None = None,
     ) -> None:
         if schedule.world != self.world:
             raise ValueError(f"a {type(self).__name__} needs the schedule of a {self.world} rank, not {schedule.world}")
@@ -93,6 +95,7 @@ class _Endpoint(ABC):
         self._schedule = schedule
         self._moves_by_name = moves_by_name
         self._after_direct_writes = after_direct_writes
+        self._set_kv_scales = set_kv_scales
         self._tensors = tensors
         self._store_address = store_address(store)
         self._transport = transport
@@ -124,8 +127,11 @@ class _Endpoint(ABC):
             meeting.gather("connected", {})
         self._ended = None
 
-    def refit(self, version: int) -> RefitReport:
+    def refit(self, version: int, *, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
         """Move the weights of `version` from the trainer to the engine; return once every rank has acknowledged it.
+
+        `kv_scales`, given on training rank 0, are calibrated scales of the engine's KV cache that belong to this version,
+        by checkpoint name (`model.layers.0.self_attn.attn.k_scale`); generation ranks hand them to `set_kv_scales`.
 
         All ranks of both worlds must call it with the same version, larger than the last: else all of them raise
         `VersionError`, nothing has moved and the session goes on. Each wait ends with an error
@@ -138,10 +144,13 @@ class _Endpoint(ABC):
         with self._ends_on_error(meeting, f"{phase}/start"):
             if connection.program is not None:
                 connection.program.check_fresh(self._live())
-            words = meeting.gather(f"{phase}/start", {"version": version})
+            words = meeting.gather(f"{phase}/start", {"version": version, **self._kv_word(kv_scales)})
         self._check_versions(words)
+        scales = _kv_scales(words, self._schedule.name_of("train", 0))
         with ExitStack() as afterwards, self._ends_on_error(meeting, f"{phase}/commit"):
             stages, misc_bytes = self._moved(connection, afterwards)
+            if scales and self._set_kv_scales is not None:
+                self._set_kv_scales(scales)
             meeting.gather(f"{phase}/commit", {})
         self.committed_version = version
         nbytes = sum(stage.nbytes for stage in stages)
@@ -193,6 +202,15 @@ class _Endpoint(ABC):
         if self._after_direct_writes is not None:
             self._after_direct_writes()
         return stages, misc_bytes
+
+    def _kv_word(self, scales: Mapping[str, float] | None) -> dict[str, Any]:
+        """What a rank says of scales of the KV cache when a refit starts: those it sends, or whether it takes any."""
+        if self.world == "gen":
+            return {"takes_kv_scales": self._set_kv_scales is not None}
+        found = {name: float(scale) for name, scale in (scales or {}).items()}
+        if wrong := [name for name, scale in found.items() if not 0 < scale < float("inf")]:
+            raise ValueError(f"scales of the KV cache are positive numbers, {wrong[0]} is {found[wrong[0]]}")
+        return {"kv_scales": found} if found else {}
 
     def _live(self) -> Mapping[str, torch.Tensor]:
         return self._tensors() if callable(self._tensors) else self._tensors
@@ -347,7 +365,9 @@ class GenerationEndpoint(_Endpoint):
     nothing fills is refused.
     `load_weights(pairs)` is the engine's own loader: it gets (HF name, whole CPU tensor) pairs and must read them all.
     `after_direct_writes()` is called after each refit that wrote tensors directly, before it is acknowledged: an engine
-    that derives tensors from its weights derives them again there. The rest is as for `TrainEndpoint`.
+    that derives tensors from its weights derives them again there. `set_kv_scales(scales)` gets, last of all, the scales of
+    the KV cache that came with the refit, and puts those of its layers where attention reads them. The rest is as for
+    `TrainEndpoint`.
     """
 
     world: World = "gen"
@@ -360,6 +380,7 @@ class GenerationEndpoint(_Endpoint):
         store: TCPStore | str,
         load_weights: LoadWeights | None = None,
         after_direct_writes: Callable[[], Any] | None = None,
+        set_kv_scales: SetKvScales | None = None,
         transport: str = AUTO,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
@@ -377,6 +398,7 @@ class GenerationEndpoint(_Endpoint):
             timeout_s=timeout_s,
             moves_by_name=load_weights is not None,
             after_direct_writes=after_direct_writes,
+            set_kv_scales=set_kv_scales,
         )
         self._load_weights = load_weights
 
@@ -433,6 +455,17 @@ def _compare(words: Mapping[str, Mapping[str, Any]]) -> None:
             problems.append(f"different {field}: {said}")
     if problems:
         raise SessionError("\n  ".join(("the ranks of this session do not fit together:", *problems)))
+
+
+def _kv_scales(words: Mapping[str, Mapping[str, Any]], sender: str) -> dict[str, float]:
+    """The scales of the KV cache that training rank 0, `sender`, sends; raise `SessionError` where a rank takes none."""
+    found: dict[str, float] = words[sender].get("kv_scales", {})
+    deaf = [rank for rank, word in words.items() if word.get("takes_kv_scales") is False]
+    if found and deaf:
+        raise SessionError(
+            f"{len(found)} scales of the KV cache came with the refit, and no function to set them was given on {', '.join(deaf)}"
+        )
+    return found
 
 
 def _exactly(names: Sequence[str] | None, tensors: NamedTensors, verb: str) -> Iterator[tuple[str, torch.Tensor]]:
