@@ -8,78 +8,39 @@ at ETP = 1 still claim tensor parallelism; TE's duplicated linears claim a TP di
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from math import gcd
-from typing import Literal
+from dataclasses import replace
 
 from .geometry import LocalTensor, Piece, Region
 from .layout import Excluded, Layout, Misc, Placement, Run, Shards, gate_up, padded_rows, runs_along, split, whole
+from .megatron_build import Context, ExpertsModule, MegatronBuild, padded_vocab
 from .mesh import LayerPlace, MeshError, TrainMesh
-from .parameters import Architecture, Attention, Catalogue, Mamba, ParameterGroup, Role
+from .parameters import Attention, Catalogue, Mamba, ParameterGroup, Role
 from .precision import Format
 from .transformer_engine import te_scales
 
-ExpertsModule = Literal["grouped", "sequential", "stacked"]
+__all__ = ["ExpertsModule", "MegatronBuild", "MegatronLayout", "padded_vocab"]
 
 _LAYER = "vp{vp}.decoder.layers.{layer}."
 _EXPERTS = _LAYER + "mlp.experts."
 
-
-@dataclass(frozen=True, slots=True)
-class MegatronBuild:
-    """What decides names and storage beyond the mesh.
-
-    `experts`: TEGroupedMLP (one tensor per expert), SequentialMLP (one module per expert) or the legacy GroupedMLP (one
-    stacked tensor). `fused_norms`: norms live inside the linear they precede (the Transformer Engine spec) or apart
-    (the local spec). `padded_vocab`: rows of the embedding over all tp ranks; 0 applies Megatron-Bridge's rule.
-    """
-
-    experts: ExpertsModule = "grouped"
-    fused_norms: bool = True
-    padded_vocab: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    architecture: Architecture
-    mesh: TrainMesh
-    build: MegatronBuild
-
-    @property
-    def padded_vocab(self) -> int:
-        return self.build.padded_vocab or padded_vocab(self.architecture.vocab, self.mesh.tp)
-
-
-def padded_vocab(vocab: int, tp: int) -> int:
-    """Vocabulary rows as Megatron-Bridge builds them: unpadded where tp divides, else padded.
-
-    Source: megatron.bridge.utils.vocab_utils.calculate_padded_vocab_size, with the divisor of
-    MegatronModelBridge.make_vocab_size_divisible_by (the largest power of two up to 128 that divides the vocabulary).
-    """
-    if vocab % tp == 0:
-        return vocab
-    multiple = gcd(vocab, 128) * tp
-    return -(-vocab // multiple) * multiple
-
-
-Rule = Callable[[_Context, ParameterGroup], Shards | Misc]
+Rule = Callable[[Context, ParameterGroup], Shards | Misc]
 
 
 # --- vocabulary: megatron.core.tensor_parallel.layers.VocabParallelEmbedding, ColumnParallelLinear (output_layer)
 
 
-def _embedding(context: _Context, group: ParameterGroup) -> Shards:
+def _embedding(context: Context, group: ParameterGroup) -> Shards:
     return padded_rows(group, "vp{vp}.embedding.word_embeddings.weight", context.padded_vocab, context.mesh.tp)
 
 
-def _lm_head(context: _Context, group: ParameterGroup) -> Shards:
+def _lm_head(context: Context, group: ParameterGroup) -> Shards:
     return padded_rows(group, "vp{vp}.output_layer.weight", context.padded_vocab, context.mesh.tp)
 
 
 # --- attention: megatron.core.transformer.attention.SelfAttention
 
 
-def _fused_qkv(context: _Context, group: ParameterGroup) -> Shards:
+def _fused_qkv(context: Context, group: ParameterGroup) -> Shards:
     """linear_qkv rows are group-major: for each KV group its query heads, then k, then v; tp cuts equal row ranges.
 
     The cut may fall inside a group when tp exceeds the KV heads. Source: SelfAttention.get_query_key_value_tensors.
@@ -106,13 +67,13 @@ def _fused_qkv(context: _Context, group: ParameterGroup) -> Shards:
     return runs_along(group, _LAYER + f"self_attention.linear_qkv.{leaf}", 0, local_rows, runs)
 
 
-def _attention_norm(context: _Context, group: ParameterGroup) -> Shards:
+def _attention_norm(context: Context, group: ParameterGroup) -> Shards:
     """Fused in TELayerNormColumnParallelLinear, except for MLA, whose down projections have none."""
     fused = context.build.fused_norms and isinstance(context.architecture.attention, Attention)
     return whole(group, _LAYER + ("self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"))
 
 
-def _mlp_norm(context: _Context, group: ParameterGroup) -> Shards:
+def _mlp_norm(context: Context, group: ParameterGroup) -> Shards:
     fused = context.build.fused_norms
     return whole(group, _LAYER + ("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"))
 
@@ -120,7 +81,7 @@ def _mlp_norm(context: _Context, group: ParameterGroup) -> Shards:
 def _mla_norm(linear: str, separate: str) -> Rule:
     """megatron.core.transformer.multi_latent_attention.MLASelfAttention: the norm of the latent, before its up projection."""
 
-    def rule(context: _Context, group: ParameterGroup) -> Shards:
+    def rule(context: Context, group: ParameterGroup) -> Shards:
         leaf = f"{linear}.layer_norm_weight" if context.build.fused_norms else f"{separate}.weight"
         return whole(group, _LAYER + "self_attention." + leaf)
 
@@ -147,7 +108,7 @@ def _replicated(path: str) -> Rule:
 # --- experts: megatron.core.transformer.moe.experts
 
 
-def _expert_fc1(context: _Context, group: ParameterGroup) -> Shards:
+def _expert_fc1(context: Context, group: ParameterGroup) -> Shards:
     etp, gated = context.mesh.etp, context.architecture.gated
     if context.build.experts == "stacked":
         return _stacked_fc1(context, group)
@@ -159,7 +120,7 @@ def _expert_fc1(context: _Context, group: ParameterGroup) -> Shards:
     return gate_up(group, _EXPERTS + leaf, etp, gated)
 
 
-def _expert_fc2(context: _Context, group: ParameterGroup) -> Shards:
+def _expert_fc2(context: Context, group: ParameterGroup) -> Shards:
     etp = context.mesh.etp
     if context.build.experts == "stacked":
         return _stacked_fc2(context, group)
@@ -171,7 +132,7 @@ def _expert_fc2(context: _Context, group: ParameterGroup) -> Shards:
     return split(group, _EXPERTS + leaf, 1, etp)
 
 
-def _stacked_fc1(context: _Context, group: ParameterGroup) -> Shards:
+def _stacked_fc1(context: Context, group: ParameterGroup) -> Shards:
     """GroupedMLP.weight1 is declared [H, E * 2 I / etp] but used as (E, H, 2 I / etp): forward() views it so."""
     etp, local = context.mesh.etp, context.architecture.experts // context.mesh.ep
     rows, hidden = group.view[0] // etp, group.view[1]
@@ -186,7 +147,7 @@ def _stacked_fc1(context: _Context, group: ParameterGroup) -> Shards:
     return Shards(pieces)
 
 
-def _stacked_fc2(context: _Context, group: ParameterGroup) -> Shards:
+def _stacked_fc2(context: Context, group: ParameterGroup) -> Shards:
     """GroupedMLP.weight2 is [E * I / etp, H], used as (E, I / etp, H)."""
     etp, local = context.mesh.etp, context.architecture.experts // context.mesh.ep
     hidden, rows = group.view[0], group.view[1] // etp
@@ -198,7 +159,7 @@ def _stacked_fc2(context: _Context, group: ParameterGroup) -> Shards:
     return Shards(pieces)
 
 
-def _experts_of_one_tensor(context: _Context, group: ParameterGroup) -> Shards | Misc:
+def _experts_of_one_tensor(context: Context, group: ParameterGroup) -> Shards | Misc:
     """gpt-oss keeps all experts of a layer in one HF tensor, transposed and with gate and up alternating.
 
     TEGroupedMLP holds each expert as [gate; up] rows. Source: megatron.bridge GPTOSSMLPGateUpProjMapping and
@@ -215,7 +176,7 @@ def _experts_of_one_tensor(context: _Context, group: ParameterGroup) -> Shards |
     )
 
 
-def _expert_pieces(context: _Context, group: ParameterGroup, expert: int, slot: int) -> list[Piece]:
+def _expert_pieces(context: Context, group: ParameterGroup, expert: int, slot: int) -> list[Piece]:
     linear = "linear_fc1" if group.role in {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS} else "linear_fc2"
     kind = "bias" if group.role in {Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN_BIAS} else "weight"
     leaf = f"{linear}.{kind}{slot}" if context.build.experts == "grouped" else f"local_experts.{slot}.{linear}.{kind}"
@@ -258,7 +219,7 @@ def _expert_pieces(context: _Context, group: ParameterGroup, expert: int, slot: 
 def _mamba_rows(sections_of: Callable[[Mamba], tuple[int, ...]], path: str) -> Rule:
     """Sections (z, x, B, C, dt or x, B, C) are each cut by tp and kept one after another on every rank."""
 
-    def rule(context: _Context, group: ParameterGroup) -> Shards:
+    def rule(context: Context, group: ParameterGroup) -> Shards:
         tp, mamba = context.mesh.tp, context.architecture.mamba
         assert mamba is not None
         sections = sections_of(mamba)
@@ -274,7 +235,7 @@ def _mamba_rows(sections_of: Callable[[Mamba], tuple[int, ...]], path: str) -> R
     return rule
 
 
-def _expert_bias(context: _Context, group: ParameterGroup) -> Shards:
+def _expert_bias(context: Context, group: ParameterGroup) -> Shards:
     """TopKRouter.expert_bias: a persistent buffer, replicated, and kept in fp32."""
     return whole(replace(group, dtype="float32"), _LAYER + "mlp.router.expert_bias")
 
@@ -341,8 +302,8 @@ class MegatronLayout(Layout):
 
     name = "megatron"
 
-    def __init__(self, catalogue: Catalogue, mesh: TrainMesh, build: MegatronBuild = MegatronBuild()) -> None:
-        self._context = _Context(catalogue.architecture, mesh, build)
+    def __init__(self, catalogue: Catalogue, mesh: TrainMesh, build: MegatronBuild = MegatronBuild()) -> None:  # noqa: B008
+        self._context = Context(catalogue.architecture, mesh, build)
         self._dtype = catalogue.dtype
 
     @property
