@@ -144,12 +144,14 @@ class UnplannedGroup:
 class Pair:
     """A quantised weight and its scales, groups of one plan: one route, the same bundles, cut on block edges.
 
-    The scale of element (r, c) is entry (r // block[0], c // block[1]) of the group `scales`.
+    The scale of element (r, c) is entry (r // block[0], c // block[1]) of the group `scales`. `touched`: the engine cuts
+    inside of blocks, and each of its ranks gets the scales of all blocks that it has a part of.
     """
 
     weight: int
     scales: int
     block: tuple[int, int]
+    touched: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def _encode(plan: Plan) -> dict[str, Any]:
         "misc": [[u.group, u.reason] for u in plan.misc],
         "excluded": [[u.group, u.reason] for u in plan.excluded],
         "relay": plan.relay,
-        "pairs": [[p.weight, p.scales, p.block] for p in plan.pairs],
+        "pairs": [[p.weight, p.scales, p.block, p.touched] for p in plan.pairs],
         "casts": [[c.group, c.src, c.dst] for c in plan.casts],
     }  # fmt: skip
 
@@ -184,7 +184,7 @@ _FORM = {
     "misc": [(int, str)],
     "excluded": [(int, str)],
     "relay": bool,
-    "pairs": [(int, int, (int, int))],
+    "pairs": [(int, int, (int, int), bool)],
     "casts": [(int, str, str)],
 }
 
@@ -245,6 +245,8 @@ def _decode(body: dict[str, Any]) -> Plan:
         misc=unplanned(body["misc"]),
         excluded=unplanned(body["excluded"]),
         relay=body["relay"],
-        pairs=tuple(Pair(weight, scales, (rows, columns)) for weight, scales, (rows, columns) in body["pairs"]),
+        pairs=tuple(
+            Pair(weight, scales, (rows, columns), touched) for weight, scales, (rows, columns), touched in body["pairs"]
+        ),
         casts=tuple(GroupCast(group, src, dst) for group, src, dst in body["casts"]),
     )

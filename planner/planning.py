@@ -94,7 +94,7 @@ class _Planner:
         for entry in routed:
             index = len(groups)
             groups += [entry.group] if entry.scales is None else [entry.group, entry.scales]
-            pairs += [] if entry.scales is None else [Pair(index, index + 1, entry.block)]
+            pairs += [] if entry.scales is None else [Pair(index, index + 1, entry.block, entry.touched)]
             if not isinstance(entry.route, Ends):
                 unplanned[type(entry.route)] += [
                     UnplannedGroup(i, entry.route.reason) for i in range(index, len(groups))

@@ -135,7 +135,7 @@ def _template_fault(weight: Template, scales: Template, pair: Pair, group: Param
             if len(held) != len(beside):
                 return f"shard {shard} has {len(held)} pieces of the weight and {len(beside)} of its scales"
             for piece, scale in zip(held, beside, strict=True):
-                message = _piece_fault(piece, scale, pair.block, group, is_src)
+                message = _piece_fault(piece, scale, pair, group, is_src)
                 if is_src and is_cast and not message:
                     message = _computed_fault(piece, scale, pair.block)
                 if message:
@@ -151,11 +151,13 @@ def _template_fault(weight: Template, scales: Template, pair: Pair, group: Param
     return ""
 
 
-def _piece_fault(piece: Piece, scale: Piece, block: tuple[int, int], group: ParameterGroup, is_src: bool) -> str:
+def _piece_fault(piece: Piece, scale: Piece, pair: Pair, group: ParameterGroup, is_src: bool) -> str:
     """Every local block of the weight is a block of the parameter, or a part of one, whose scale lies in its place.
 
-    Where scales come from, blocks are whole: a scale of a part of a block is not the parameter's.
+    Where scales come from, blocks are whole: a scale of a part of a block is not the parameter's. Where the pair says
+    that they go to every rank that has a part of their block, they lie one after another as the parts do.
     """
+    block = pair.block
     named = f"{scale.tensor.name} {scale.region} for {piece.tensor.name} {piece.region}"
     if scale.tensor.dtype not in _SCALES or not scale.tensor.name.startswith(piece.tensor.name):
         return f"{scale.tensor.dtype} {named} are not its scales"
@@ -170,6 +172,10 @@ def _piece_fault(piece: Piece, scale: Piece, block: tuple[int, int], group: Para
         return f"{named} are those of another expert"
     for dim, size in enumerate(block):
         local, low, high = piece.dims[dim], piece.region.start[dim], piece.region.stop[dim]
+        if pair.touched and not is_src:
+            if piece.origin[local] * scale.region.extents[dim] != scale.origin[local] * piece.region.extents[dim]:
+                return f"{named} lie at {scale.origin}, the weight at {piece.origin}"
+            continue
         if piece.origin[local] != scale.origin[local] * size:
             return f"{named} lie at {scale.origin}, the weight at {piece.origin}"
         inside = not is_src and high - 1 - low // size * size < size  # all of one block

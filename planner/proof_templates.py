@@ -223,7 +223,7 @@ def _template_faults(template: Template, group: ParameterGroup, is_scales: bool)
     if message := tiling_fault(whole, [piece.region for pieces in template.src.pieces for piece in pieces]):
         yield Fault("source", None, None, f"source shards do not tile the parameter {whole}: {message}")
     wanted = list({piece.region: None for pieces in template.dst.pieces for piece in pieces})
-    if message := tiling_fault(whole, wanted):
+    if not is_scales and (message := tiling_fault(whole, wanted)):  # of scales the proof of pairs knows who wants which
         yield Fault("consumed", None, None, f"destination shards do not tile the parameter {whole}: {message}")
     for shards, is_src in ((template.src, True), (template.dst, False)):
         for shard, pieces in enumerate(shards.pieces):

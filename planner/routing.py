@@ -14,7 +14,7 @@ from .mesh import GenMesh, TrainMesh
 from .parameters import Attention, Catalogue, ParameterGroup, Role
 from .plan import Policy
 from .precision import CASTS, FP8, QUANTISED, Block, Format, Precision, is_converted, scales_group
-from .scales import in_dtype
+from .scales import in_dtype, splits_blocks
 from .transformer_engine import computed_scales
 
 _QKV_ROLES = {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS}
@@ -40,6 +40,7 @@ class Routed:
     route: Ends | Misc | Excluded
     scales: ParameterGroup | None = None
     block: Block = (0, 0)
+    touched: bool = False  # as in Pair
     cast: tuple[str, str] | None = None  # (dtype in the trainer, dtype in the engine)
 
 
@@ -79,7 +80,12 @@ class Router:
             return self._plain(held, wanted, destination)
         scales, block = scales_group(wanted, form), form.block_of(wanted)
         route, cast = self._quantised(held, wanted, destination, form, block)
-        return Routed(replace(wanted, dtype=FP8), route, scales, block, cast)
+        touched = (
+            isinstance(route, Ends)
+            and form.block is not None
+            and any(splits_blocks(cut, block) for cut, _ in route.dst_scales.values())
+        )
+        return Routed(replace(wanted, dtype=FP8), route, scales, block, touched, cast)
 
     def _plain(self, held: ParameterGroup, wanted: ParameterGroup, destination: tuple[Placement, ...] | Misc | Excluded
     ) -> Routed:  # fmt: skip

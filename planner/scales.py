@@ -62,6 +62,46 @@ def scale_shards(group: ParameterGroup, shards: Shards, block: Block, tensor_of:
     return Shards(tuple(pieces), tuple(padding) if any(padding) else ())
 
 
+def splits_blocks(shards: Shards, block: Block) -> bool:
+    """Whether a cut falls inside of blocks."""
+    return any(
+        piece.region.start[dim] % size or piece.origin[piece.dims[dim]] % size
+        for held in shards.pieces
+        for piece in held
+        for dim, size in enumerate(block)
+    )
+
+
+def touched_scale_shards(shards: Shards, block: Block, tensor_of: ScalesTensor) -> Shards | Misc:
+    """The scales of all blocks that each part of a weight touches, for an engine that tells which are of which elements.
+
+    Parts that touch a block all get its scale. They are of equal size and must touch equally many blocks; where they
+    follow each other in a tensor, so do their scales.
+    """
+    extents = {piece.region.extents for held in shards.pieces for piece in held}
+    touched = {blocks_touched(piece.region, block).extents for held in shards.pieces for piece in held}
+    if len(extents) != 1 or len(touched) != 1:
+        return Misc(
+            f"parts of {' and '.join(map(str, sorted(extents)))} touch {' or '.join(map(str, sorted(touched)))} blocks of"
+            f" {block[0]}x{block[1]}: no layout rule for unequal numbers"
+        )
+    (part,), (grid,) = extents, touched
+    pieces = []
+    for held in shards.pieces:
+        row = []
+        for piece in held:
+            view, origin = list(piece.view), list(piece.origin)
+            for dim, local in enumerate(piece.dims):
+                view[local] = view[local] // part[dim] * grid[dim]
+                origin[local] = origin[local] // part[dim] * grid[dim]
+            tensor = tensor_of(piece.tensor, tuple(view))
+            row.append(
+                Piece(blocks_touched(piece.region, block), tensor, tuple(origin), piece.dims, (), piece.slot_dim)
+            )
+        pieces.append(tuple(row))
+    return Shards(tuple(pieces))
+
+
 def _unaligned(piece: Piece, whole: Region, block: Block) -> str:
     if piece.view != piece.tensor.shape or piece.dims != tuple(range(len(piece.view)))[-2:]:
         return f"no layout rule for the scales of {piece.tensor.name}, which does not keep the matrix as [out, in]"

@@ -6,11 +6,16 @@ ModelOptMxFp8FusedMoE), 0.32. Fused tensors are fused in blocks as well (layers/
 
 from __future__ import annotations
 
+from math import gcd
+
 from .geometry import LocalTensor
 from .layout import Misc, Shards
 from .parameters import Catalogue, ParameterGroup, Role
 from .precision import Format
-from .scales import scale_shards, tensor_scale_shards
+from .scales import scale_shards, splits_blocks, tensor_scale_shards, touched_scale_shards
+
+_EXPERTS = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
+_FINEST = 32  # layers/fused_moe/oracle/fp8.py refine_fp8_moe_block_shape
 
 
 def vllm_scales(group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc:
@@ -27,7 +32,22 @@ def vllm_scales(group: ParameterGroup, shards: Shards, form: Format) -> Shards |
         return tensor_scale_shards(
             shards, beside, "vLLM brings their scales to the largest and requantises after loading"
         )
+    if splits_blocks(shards, form.block) and _refines(group, shards, form.block):
+        return touched_scale_shards(
+            shards,
+            form.block,
+            lambda weight, grid: LocalTensor(f"{weight.name}{form.suffix}.blocks", grid, form.scales),
+        )
     return scale_shards(group, shards, form.block, beside)
+
+
+def _refines(group: ParameterGroup, shards: Shards, block: tuple[int, int]) -> bool:
+    """Whether vLLM gives experts that are cut inside of blocks smaller ones, each with the scale of that it is part of.
+
+    The plan fills `...weight_scale_inv.blocks`, a tensor beside the engine's own with the checkpoint's blocks that this
+    rank has a part of; the engine's adapter repeats them (engines/vllm.py, after_direct_writes).
+    """
+    return group.role in _EXPERTS and gcd(*block, *shards.pieces[0][0].region.extents) >= _FINEST
 
 
 def misquantised(catalogue: Catalogue) -> list[str]:

@@ -46,6 +46,7 @@ EQUIVALENT: dict[str, str] = {
     "Group.experts": "of an excluded parameter",
     "routes.excluded": "a prediction layer, which is excluded already",
     "Pair.block": "of a pair that is not on the bulk route",
+    "Pair.touched": "no rank has a part of a block",
     "Pair.absent": "of a pair that is not on the bulk route",
 }
 

@@ -97,6 +97,10 @@ TINY = (
 
 _KEPT = ("model.layers.1.mlp.down_proj", "model.layers.2.self_attn.o_proj", "lm_head", "model.layers.0.input_layernorm")
 
+# Experts of width 384, which tp = 4 cuts inside of blocks of 64: vLLM refines them to blocks of 32.
+REFINED = (("hidden_size", 128), ("head_dim", 64), ("num_attention_heads", 4), ("num_key_value_heads", 2),
+           ("moe_intermediate_size", 384))  # fmt: skip
+
 QUANTISED = (
     Case("tiny-llama", "tp=2,pp=2,dp=2", "tp=4", dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-llama", "tp=2,cp=2", "tp=2,dp=2", dtypes=("bf16", "fp8"), block=(16, 8), kept=_KEPT),
@@ -107,6 +111,7 @@ QUANTISED = (
     Case("tiny-qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2,dp=2,ep=4", dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-qwen3-moe", "ep=4,dp=4", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16)),
     Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", dtypes=("fp8", "fp8")),
+    Case("tiny-qwen3-moe", "ep=2,etp=2,dp=4", "tp=4", changes=REFINED, dtypes=("fp8", "fp8"), block=(64, 64)),
     Case("tiny-deepseek-v3", "tp=2,ep=4,dp=2,pp=2", "tp=4", changes=_MTP, dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-deepseek-v3", "tp=2,ep=2,pp=2", "tp=2,dp=2,ep=4", dtypes=("bf16", "fp8"), block=(8, 8)),
     Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp32")),

@@ -8,7 +8,7 @@ plan's pieces want there. Of the planner only `schedule_of` and `relay_of` are u
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -215,6 +215,10 @@ def scale_damage(plan: Plan) -> list[str]:
                 continue
             rows, columns = ids.shape[-2:]
             one = plan.groups[pair.scales].shape == (1,)
+            if pair.touched and world == "gen":
+                faults += _touched_damage(f"{world} {rank} {local.name}", ids, by_name[rank, local.name + "_scale_inv.blocks"],
+                                          partial(_scale_id, plan, first_id))  # fmt: skip
+                continue
             block = (rows, columns) if one else pair.block
             name = next(n for n in _scale_names(local.name) if (rank, n) in by_name)
             scales = by_name[rank, name].reshape((*ids.shape[:-2], 1, 1) if one else by_name[rank, name].shape)
@@ -224,6 +228,15 @@ def scale_damage(plan: Plan) -> list[str]:
                 at = tuple(np.argwhere(nearby != wanted)[0].tolist())
                 faults.append(f"{world} {rank} {local.name}{list(at)}: scale {nearby[at]}, wanted {wanted[at]}")
     return faults
+
+
+def _touched_damage(where: str, ids: Ids, scales: Ids, scale_of: Callable[[int], int]) -> list[str]:
+    """Experts that do not lie with the scales of all blocks that they have a part of, and of no others."""
+    return [
+        f"{where}[{expert}]: other scales than those of its blocks"
+        for expert in range(len(ids))
+        if {scale_of(element) for element in ids[expert].ravel()} != set(scales[expert].ravel().tolist())
+    ]
 
 
 def _scale_names(weight: str) -> tuple[str, ...]:

@@ -347,7 +347,10 @@ def _group(plan: Plan, rng: random.Random) -> Mutant | None:
 def _pair(plan: Plan, rng: random.Random) -> Mutant | None:
     at = rng.randrange(len(plan.pairs))
     pair = plan.pairs[at]
-    field = rng.choice(("weight", "scales", "block", "exchanged", "absent"))
+    field = rng.choice(("weight", "scales", "block", "touched", "exchanged", "absent"))
+    if field == "touched":
+        flipped = replace(pair, touched=not pair.touched)
+        return Mutant("Pair.touched", replace(plan, pairs=_put(plan.pairs, at, flipped)), str(flipped))
     if field == "absent":
         return Mutant("Pair.absent", replace(plan, pairs=_without(plan.pairs, at)), str(pair))
     if field == "exchanged":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_reshard.engines import vllm_refined_scales
 from mcore_reshard.planner.mesh import GenMesh
 
 if TYPE_CHECKING:
@@ -44,9 +45,10 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     These are the parameters. No supported family loads into buffers (a Mamba mixer's `conv_weights` is a view of its
     `conv1d.weight`). Tied weights appear once. What attention derives from parameters after loading is left out, and so
-    are the scales of the KV cache, which no trainer has: `set_kv_scales` takes them.
+    are the scales of the KV cache, which no trainer has: `set_kv_scales` takes them. Where vLLM repeats the scales of
+    FP8 experts, tensors with the checkpoint's scales stand for them.
     """
-    derived = {
+    derived = vllm_refined_scales.refined_names(model) | {
         f"{prefix}.{name}"
         for prefix, layer in model.named_modules()
         if _is_attention(layer)
@@ -57,7 +59,8 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for prefix, layer in _layers_with_derived_weights(model)
         for name, _ in layer.named_parameters(recurse=False)
     }
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if name not in derived}
+    held = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in derived}
+    return held | vllm_refined_scales.blocks_of(model)
 
 
 def load_weights(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -80,9 +83,11 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
     MLA absorbs `kv_b_proj` into W_UV and W_UK_T, views of the parameter in plain bf16 and copies otherwise
     (layers/attention/mla_attention.py, process_weights_after_loading), and some backends keep attention sinks as fp32
     copies (v1/attention/backends/flashinfer.py). `dtype` is the activation dtype, `vllm_config.model_config.dtype`.
+    Scales of FP8 experts are repeated where vLLM refined their blocks.
     vLLM ends its own weight updates with the same call (model_loader/reload/layerwise.py, _finalize_attention_layer),
     which writes in place, so captured CUDA graphs stay valid.
     """
+    vllm_refined_scales.refine(model)
     done = []
     with torch.no_grad():
         for name, layer in _layers_with_derived_weights(model):

@@ -7,10 +7,10 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from plans import Case
+from plans import REFINED, Case
 from simulate import held
 
-from mcore_reshard.engines.vllm import kernel_layouts, load_weights, local_tensors
+from mcore_reshard.engines.vllm import after_direct_writes, kernel_layouts, load_weights, local_tensors
 from mcore_reshard.kernels.tensors import dtype_name
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh
@@ -119,3 +119,41 @@ def test_vllm_keeps_one_scale_a_tensor(config_folder):
     assert {local.name.split(".")[-1] for local in wanted} >= {"weight_scale", "w2_weight_scale"}
     for local in wanted:
         assert (tuple(tensors[local.name].shape), dtype_name(tensors[local.name].dtype)) == (local.shape, local.dtype)
+
+
+REFINEMENTS = [
+    ("tp=4", (64, 64), REFINED),
+    ("tp=2,pp=2", (128, 128), (*LARGE, ("moe_intermediate_size", 384))),
+    ("tp=4", (128, 128), (*LARGE, ("moe_intermediate_size", 768))),  # as Qwen3-30B-A3B on four GPUs
+]
+
+
+@pytest.mark.parametrize(("gen", "block", "changes"), REFINEMENTS, ids=["32 of 64", "64 of 128", "30B-A3B"])
+def test_scales_of_experts_cut_inside_of_blocks_are_repeated_as_vllm_does(gen, block, changes, config_folder):
+    case = fp8("qwen3-moe", gen, block, changes)
+    plan = case.plan()
+    assert not plan.misc and sum(pair.touched for pair in plan.pairs) == 3
+    wanted = held(plan, "gen")
+    for gen_rank in range(plan.gen.world):
+        model = build_engine(config_folder(case.hf_config), GenSizes(plan.gen.tp, plan.gen.pp), gen_rank)
+        mine = {local: ids for (rank, local), ids in wanted.items() if rank == gen_rank}
+        tensors = local_tensors(model)
+        assert {local.name: local.shape for local in mine} == {n: tuple(t.shape) for n, t in tensors.items()}
+        refined = [
+            (name, p)
+            for name, p in model.named_parameters()
+            if name.endswith(("w13_weight_scale_inv", "w2_weight_scale_inv"))
+        ]
+        load_weights(model, checkpoint(plan, 0).items())
+        loaded = {name: parameter.clone() for name, parameter in refined}
+        after_direct_writes(model, torch.bfloat16)  # no plan has put scales beside them: they stay
+        assert all(torch.equal(parameter, loaded[name]) for name, parameter in refined)
+        for _, parameter in refined:
+            parameter.data.zero_()
+        for local, ids in mine.items():
+            written = torch.from_numpy(numbered(ids, local.dtype, 0)).view(dtype_of(local.dtype))
+            if local.name.endswith(".blocks"):
+                tensors[local.name].copy_(written.reshape(local.shape))
+        after_direct_writes(model, torch.bfloat16)
+        for name, parameter in refined:
+            assert torch.equal(parameter, loaded[name]), (gen_rank, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from plans import Case
+from plans import REFINED, Case
 
 from mcore_reshard.planner.geometry import Piece, Region
 from mcore_reshard.planner.layout import Padding, Shards
@@ -19,6 +19,7 @@ from .records import Mutant
 LLAMA = Case("tiny-llama", "tp=2,pp=2,dp=2", "tp=4", dtypes=("fp8", "fp8"), block=(8, 8))
 MOE = Case("tiny-qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2,dp=2,ep=4", dtypes=("fp8", "fp8"), block=(8, 8))
 MOE_CAST = Case("tiny-qwen3-moe", "ep=4,dp=4", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
+REFINED_MOE = Case("tiny-qwen3-moe", "ep=2,etp=2,dp=4", "tp=4", changes=REFINED, dtypes=("fp8", "fp8"), block=(64, 64))
 DEEPSEEK = Case("tiny-deepseek-v3", "tp=2,ep=2,pp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8))
 MASTER = Case("tiny-llama", "tp=2,dp=2", "tp=2", dtypes=("fp32", "bf16"))
 
@@ -84,6 +85,20 @@ def scales_of_the_blocks_below(plan: Plan) -> Plan:
         return [first, replace(piece, region=piece.region.within(0, last - 1, last), origin=(0, 0))]
 
     return recut_scales(plan, Role.O, below)
+
+
+@mutant(32, REFINED_MOE, "pairs")
+def scales_of_the_neighbours_blocks(plan: Plan) -> Plan:
+    """where the engine cuts inside of blocks, each rank gets the scales of the blocks that the next one touches"""
+    templates = list(plan.templates)
+    for index in {plan.bundles[i].template for i in scales_of(plan, Role.EXPERT_DOWN)}:
+        template = templates[index]
+        held = template.dst.pieces
+        regions = [held[(c + 2) % len(held)][0].region for c in range(len(held))]
+        pieces = tuple((replace(mine, region=region),) for ((mine,), region) in zip(held, regions, strict=True))
+        shards = replace(template.dst, pieces=pieces)
+        templates[index] = Template(template.src, shards, moves_between(template.src, shards))
+    return replace(plan, templates=tuple(templates))
 
 
 # --- 33: pairs exchanged
