@@ -142,11 +142,11 @@ def _template_fault(weight: Template, scales: Template, pair: Pair, group: Param
                     return f"shard {shard}: {message}"
     if len(weight.moves) != len(scales.moves):
         return f"{len(weight.moves)} moves of the weight, {len(scales.moves)} of its scales"
-    for move, beside in zip(weight.moves, scales.moves, strict=True):
-        if beside != replace(move, region=blocks_touched(move.region, pair.block)):
+    for move, scaled in zip(weight.moves, scales.moves, strict=True):
+        if scaled != replace(move, region=blocks_touched(move.region, pair.block)):
             return (
-                f"weights {move.region} go from shard {move.src} to {move.dst} with scales {beside.region} from"
-                f" {beside.src} to {beside.dst}"
+                f"weights {move.region} go from shard {move.src} to {move.dst} with scales {scaled.region} from"
+                f" {scaled.src} to {scaled.dst}"
             )
     return ""
 
