@@ -157,3 +157,12 @@ def test_scales_of_experts_cut_inside_of_blocks_are_repeated_as_vllm_does(gen, b
         after_direct_writes(model, torch.bfloat16)
         for name, parameter in refined:
             assert torch.equal(parameter, loaded[name]), (gen_rank, name)
+
+
+def test_absorbed_attention_weights_are_derived_from_pairs(config_folder):
+    model = build_engine(config_folder(CASES[8].hf_config), GenSizes(tp=4), 0)
+    for name, tensor in local_tensors(model).items():
+        if ".kv_b_proj." in name:
+            tensor.copy_(torch.full_like(tensor, 3.0 if name.endswith("scale_inv") else 0.5, dtype=torch.float32))
+    after_direct_writes(model, torch.bfloat16)
+    assert (model.get_submodule("model.layers.0.self_attn.mla_attn.mla_attn").W_UV == 1.5).all()
