@@ -17,7 +17,7 @@ from .geometry import LocalTensor
 
 World = Literal["train", "gen"]
 
-__all__ = ["Geometry", "LocalTensor", "Pulls", "Relay", "Schedule", "StageSchedule", "TransferTable", "World"]
+__all__ = ["Cast", "Geometry", "LocalTensor", "Pulls", "Relay", "Schedule", "StageSchedule", "TransferTable", "World"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TransferTable:
     tensor: NDArray[np.int32]  # index into Schedule.tensors
     geometry: NDArray[np.int32]  # index into Schedule.geometries
     offset: NDArray[np.int64]  # elements from the start of the local tensor
-    nbytes: NDArray[np.int64]  # bytes on the wire
+    nbytes: NDArray[np.int64]  # bytes on the wire, in the destination's dtype
     bundle: NDArray[np.int32]  # index into Plan.bundles
     member: NDArray[np.int32]  # index of the parameter in its bundle
 
@@ -71,6 +71,10 @@ class Schedule:
     misc: tuple[str, ...]  # HF names that travel by the misc route
     parameter_name: Callable[[int, int], str]  # (bundle, member) -> HF name, for messages
     pulls: Callable[[], Pulls] | None = None  # generation ranks: the other end of `recvs`, for executors that read it
+    casts: tuple[Cast, ...] = ()  # training ranks: what changes its dtype before it is sent
+    # Training ranks: indices of tensors that the trainer does not have, the scales that casts compute. They are sent as
+    # any other tensor.
+    computed: tuple[int, ...] = ()
     relayed: bool = False  # generation ranks pass on what they receive once all of it has arrived
     relay: Callable[[], Relay] | None = None  # generation ranks of a relayed plan: what they pass on, and get so
     between_replicas: bool = False  # a part of a relay: its 'train' ranks are the generation ranks that pass on
@@ -83,6 +87,20 @@ class Schedule:
     def name(self) -> str:
         """How messages call this rank."""
         return self.name_of(self.world, self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Everything sent from one live tensor goes in another dtype.
+
+    For float8_e4m3fn every block of the tensor is divided by a scale of its own: that of local element (r, c) of a matrix
+    is `scales[r // block[0], c // block[1]]`, with the expert's index in front where the tensor stacks experts.
+    """
+
+    tensor: int  # index into Schedule.tensors
+    to: str  # dtype on the wire
+    scales: int | None = None  # index into Schedule.tensors, one of Schedule.computed
+    block: tuple[int, int] = (0, 0)  # rows, columns; of no meaning without scales
 
 
 @dataclass(frozen=True, slots=True)
