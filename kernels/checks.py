@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.schedule import Geometry, Schedule
 
+from .casts import wire_itemsizes
 from .tensors import misfits
 
 
@@ -23,7 +24,9 @@ def itemsizes(schedule: Schedule) -> NDArray[np.int64]:
 def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """What is missing, and what is of the wrong shape, strides, dtype or device; first by stage, then by tensor."""
     reasons = {
-        index: found for index, local in enumerate(schedule.tensors) if (found := tuple(misfits(local, tensors)))
+        index: found
+        for index, local in enumerate(schedule.tensors)
+        if index not in schedule.computed and (found := tuple(misfits(local, tensors)))
     }
     affected = _first_parameters(schedule)
     problems: list[str] = []
@@ -86,7 +89,7 @@ def transfer_problems(schedule: Schedule) -> list[str]:
     geometries = (*schedule.geometries, *(geometry for *_, geometry in schedule.padding))
     if damaged := [geometry for geometry in geometries if not _is_possible(geometry)]:
         return [f"{len(damaged)} of {len(geometries)} geometries damaged, first {damaged[0]}"]
-    itemsize = itemsizes(schedule)
+    itemsize = wire_itemsizes(schedule)
     elements = np.array([prod(local.shape) for local in schedule.tensors], np.int64)
     box = np.array([prod(geometry.extents) for geometry in schedule.geometries], np.int64)
     reach = np.array([_reach(geometry) for geometry in schedule.geometries], np.int64)

@@ -182,7 +182,9 @@ def _passages(
     slot_offset = 0
     for step in together:
         bucket, lane = step.bucket, step.lane
-        run = None if checksums else contiguous_run(lane.copies[bucket.first_copy : bucket.stop_copy], sends=lane.sends)
+        copies = lane.copies[bucket.first_copy : bucket.stop_copy]
+        cast = lane.sends and bool(program.casts) and bool(np.isin(copies["src"], [*program.casts]).any())
+        run = None if checksums or cast else contiguous_run(copies, sends=lane.sends)
         message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if checksums else bucket.nbytes
         member = members.index(group_rank(schedule, other_world(schedule.world), lane.peer))
         found.append(Passage(step, member, message_bytes, run, slot_offset))
