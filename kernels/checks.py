@@ -50,7 +50,7 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
         filled = {local.name for local in schedule.tensors}
         problems += [f"{name}: nothing in the plan fills it" for name in tensors if name not in filled]
     if schedule.world == "gen":
-        fitting = [index for index in range(len(schedule.tensors)) if index not in reasons]
+        fitting = [n for n in range(len(schedule.tensors)) if n not in reasons and n not in schedule.computed]
         for index, other in _overlapping(schedule, tensors, fitting):
             holds = f" (holds {affected[index]})" if index in affected else ""
             problems.append(f"{schedule.tensors[index].name}{holds}: shares its storage with {other}")
