@@ -22,6 +22,7 @@ import torch
 from torch.distributed import Store
 
 from .board import Board
+from .cast_tiles import scale_blocks
 from .digests import digest
 from .errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError, Waiting
 from .nccl_communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
@@ -40,10 +41,9 @@ from .rounds import (
     slot_bytes,
 )
 from .tensors import byte_view
-from .tiles import cut_tiles
 
 if TYPE_CHECKING:
-    from .device_copies import DeviceCopies
+    from .device_casts import DeviceGather, DeviceScales
 
 DEFAULT_COPY_CTAS = 32  # of 132: packing must outpace the wire, and NCCL's own kernels need room beside it
 _TILE_BYTES = 128 << 10
@@ -85,6 +85,7 @@ class NcclExecutor:
         self._links: dict[int, _Link] = {}
         self._rounds: tuple[_DeviceRound, ...] = ()
         self._slots: dict[tuple[int, int], torch.Tensor] = {}
+        self._scales: DeviceScales | None = None
         try:
             division = self._agreed(program, budget)
             self._program = bind(
@@ -101,6 +102,7 @@ class NcclExecutor:
                 self._damaged = torch.zeros(buckets, dtype=torch.bool, device=self._device)
                 self._links = self._connected(division, planned)
                 self._rounds = self._bound(planned, division, copy_ctas)
+                self._scales = _scales(self._program, self._device)
                 self._ready = torch.cuda.Event()
                 torch.cuda.synchronize(self._device)
         except BaseException:
@@ -154,6 +156,8 @@ class NcclExecutor:
         self._slots = {}
 
     def _run(self, clock: StageClock) -> None:
+        if self._scales is not None:
+            self._scales.launch(torch.cuda.current_stream(self._device))
         self._ready.record()
         for link in self._links.values():
             link.wire.wait_event(self._ready)
@@ -296,7 +300,8 @@ class NcclExecutor:
         self._until(lambda: link.communicator.is_idle(waiting), link.communicator, where)
 
     def _bound(self, planned: Sequence[Round], division: Division, copy_ctas: int) -> tuple[_DeviceRound, ...]:
-        from .device_copies import DeviceCopies, KernelShape
+        from .device_casts import DeviceGather
+        from .device_copies import KernelShape
 
         addresses = [tensor.data_ptr() for tensor in self._program.tensors]
         bound: list[_DeviceRound] = []
@@ -307,8 +312,8 @@ class NcclExecutor:
             copies = None
             if len(table):
                 bases = np.array([*addresses, slot.data_ptr()], np.uint64)
-                tiles = cut_tiles(table, bases, _TILE_BYTES)
-                copies = DeviceCopies(tiles, self._device, KernelShape(ctas=copy_ctas))
+                shape = KernelShape(ctas=copy_ctas)
+                copies = DeviceGather(table, bases, self._program.casts, self._device, shape, _TILE_BYTES)
             messages = tuple(
                 NcclMessage(self._payload(passage, slot), passage.member, self._sends) for passage in each.passages
             )
@@ -350,10 +355,18 @@ class _DeviceRound:
 
     round: Round
     messages: tuple[NcclMessage, ...]
-    copies: DeviceCopies | None
+    copies: DeviceGather | None
     checked: range  # numbers of the messages whose digests are compared
     half: torch.cuda.Event
     over: torch.cuda.Event
+
+
+def _scales(program: Program, device: torch.device) -> DeviceScales | None:
+    """What computes the scales of the program's casts."""
+    from .device_casts import DeviceScales
+
+    blocks = scale_blocks(program.casts, program.tensors)
+    return DeviceScales(blocks, device) if len(blocks) else None
 
 
 def _on_device(reached: Callable[[], bool], waiting: Waiting) -> bool:
