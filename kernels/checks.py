@@ -23,10 +23,11 @@ def itemsizes(schedule: Schedule) -> NDArray[np.int64]:
 
 def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """What is missing, and what is of the wrong shape, strides, dtype or device; first by stage, then by tensor."""
+    computed = {*schedule.computed}
     reasons = {
         index: found
         for index, local in enumerate(schedule.tensors)
-        if index not in schedule.computed and (found := tuple(misfits(local, tensors)))
+        if index not in computed and (found := tuple(misfits(local, tensors)))
     }
     affected = _first_parameters(schedule)
     problems: list[str] = []
@@ -50,7 +51,7 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
         filled = {local.name for local in schedule.tensors}
         problems += [f"{name}: nothing in the plan fills it" for name in tensors if name not in filled]
     if schedule.world == "gen":
-        fitting = [n for n in range(len(schedule.tensors)) if n not in reasons and n not in schedule.computed]
+        fitting = [n for n in range(len(schedule.tensors)) if n not in reasons and n not in computed]
         for index, other in _overlapping(schedule, tensors, fitting):
             holds = f" (holds {affected[index]})" if index in affected else ""
             problems.append(f"{schedule.tensors[index].name}{holds}: shares its storage with {other}")

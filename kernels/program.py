@@ -102,9 +102,7 @@ class Program:
 
     def check_unwritten(self, counts: tuple[int, ...]) -> None:
         """Raise `TornWeightsError` naming the tensors that were written since `write_counts` gave `counts`."""
-        changed = [
-            index for index, (a, b) in enumerate(zip(counts, self.write_counts(), strict=True)) if a != b
-        ]
+        changed = [index for index, (a, b) in enumerate(zip(counts, self.write_counts(), strict=True)) if a != b]
         computed = {*self.schedule.computed}
         written = [self.schedule.tensors[index].name for index in changed if index not in computed]
         if written:
