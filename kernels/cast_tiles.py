@@ -57,15 +57,22 @@ def cut_cast_tiles(
     for base, cast in casts.items():
         bases.setdefault(cast.form, []).append(base)
     tables = [
-        _tiles_of(form, copies[np.isin(copies["src"], of_form)], addresses, casts, tile_bytes)
+        _tiles_of(form, copies, np.flatnonzero(np.isin(copies["src"], of_form)), addresses, casts, tile_bytes)
         for form, of_form in bases.items()
     ]
     return np.concatenate(tables) if tables else np.empty(0, CAST_TILE)
 
 
 def _tiles_of(
-    form: CastForm, copies: NDArray[np.void], addresses: NDArray[np.uint64], casts: Casts, tile_bytes: int
+    form: CastForm,
+    all_copies: NDArray[np.void],
+    chosen: Ints,
+    addresses: NDArray[np.uint64],
+    casts: Casts,
+    tile_bytes: int,
 ) -> NDArray[np.void]:
+    """The tiles of the chosen copies, all of one form."""
+    copies = all_copies[chosen]
     boxes = Boxes.of(copies, addresses)
     boxes.extents[:, ROW] //= form.to_bytes
     boxes.src_strides[:, ROW], boxes.dst_strides[:, ROW] = form.src_bytes, form.to_bytes
@@ -86,7 +93,7 @@ def _tiles_of(
     word = _word_elements(form, boxes, first_column)
     row_words = boxes.extents[:, ROW] // word
     box = table["box"]
-    box["src"], box["dst"], box["copy"] = boxes.src, boxes.dst, boxes.copy
+    box["src"], box["dst"], box["copy"] = boxes.src, boxes.dst, chosen[boxes.copy]
     box["src_stride"], box["dst_stride"] = boxes.src_strides[:, INNER_LOOP], boxes.dst_strides[:, INNER_LOOP]
     box["words"], box["row_words"], box["word_bytes"] = row_words * boxes.extents[:, INNER_LOOP], row_words, word
     return table

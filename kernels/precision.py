@@ -48,4 +48,5 @@ def narrowed(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
 
 def widened(bits: NDArray[np.uint16]) -> NDArray[np.uint32]:
     """Bits of bfloat16 -> bits of float32, exactly."""
-    return bits.astype(np.uint32) << 16
+    wide: NDArray[np.uint32] = np.left_shift(bits.astype(np.uint32), np.uint32(16))
+    return wide
