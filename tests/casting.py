@@ -122,8 +122,15 @@ def held(schedule: Schedule, seed: int) -> dict[str, torch.Tensor]:
         if number not in schedule.computed:
             values = torch.randn(local.shape, generator=generator)
             values *= 2.0 ** torch.randint(-30, 12, local.shape, generator=generator)
+            if local.dtype == E4M3:  # what is too large for it differs between devices
+                values.clamp_(-400.0, 400.0)
             tensors[local.name] = values.to(getattr(torch, local.dtype))
     return tensors
+
+
+def stepped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights after the trainer's next step."""
+    return {name: (tensor.float() * -0.7).to(tensor.dtype) for name, tensor in tensors.items()}
 
 
 def on_the_wire(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from casting import E4M3, held, moves_with_casts, train_schedule, wanted
+from casting import E4M3, held, moves_with_casts, stepped, train_schedule, wanted
 from handmade import End, Move, allocate, raw_bytes, schedule_of
 from ranks import run_ranks, values
 from test_gloo import connect
@@ -96,8 +96,8 @@ def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int) -
         reports = running.run()
         program.check_unwritten(written)
         if train and _ == 0:
-            for tensor in tensors.values():
-                tensor.copy_(tensor.float() * -3)
+            for name, tensor in stepped(tensors).items():
+                tensors[name].copy_(tensor)
     assert sum(report.nbytes for report in reports) == program.nbytes
     group.close()
     return {name: raw_bytes(tensor) for name, tensor in tensors.items()}
@@ -107,10 +107,7 @@ def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int) -
 def test_gloo_casts_what_it_sends(worlds: tuple[int, int], seed: int) -> None:
     arrived = values(run_ranks(sum(worlds), refit_twice, worlds, seed))
     moves = moves_with_casts(np.random.default_rng(seed), worlds)
-    sources = [held(train_schedule(moves, rank, worlds), seed) for rank in range(worlds[0])]
-    for source in sources:
-        for name, tensor in source.items():
-            source[name] = (tensor.float() * -3).to(tensor.dtype)
+    sources = [stepped(held(train_schedule(moves, rank, worlds), seed)) for rank in range(worlds[0])]
     for rank in range(worlds[1]):
         assert arrived[worlds[0] + rank] == wanted(moves, schedule_of(moves, "gen", rank, worlds), sources)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from casting import held, moves_with_casts, train_schedule, wanted
+from casting import held, moves_with_casts, stepped, train_schedule, wanted
 from gpu import needs_gpus
 from handmade import End, Move, allocate, raw_bytes, schedule_of
 from ranks import run_ranks, values
@@ -45,8 +45,8 @@ def refit_twice(
     for turn in range(2):
         reports = rank.executor.run()
         if train and not turn:
-            for tensor in rank.tensors.values():
-                tensor.copy_(tensor.float() * -3)
+            for name, tensor in stepped(rank.tensors).items():
+                rank.tensors[name].copy_(tensor)
     assert [report.pp_stage for report in reports] == [stage.pp_stage for stage in schedule.stages]
     arrived = {name: raw_bytes(tensor.cpu()) for name, tensor in rank.tensors.items()}
     rank.executor.close()
@@ -58,10 +58,8 @@ def check(worlds: tuple[int, int], seed: int, gpus: int, scratch_bytes: int) -> 
         run_ranks(sum(worlds), refit_twice, worlds, seed, gpus, scratch_bytes, timeout_s=SPAWN_S, method="spawn")
     )
     moves = moves_with_casts(np.random.default_rng(seed), worlds)
-    sources = [held(train_schedule(moves, rank, worlds), seed) for rank in range(worlds[0])]
-    for source in sources:
-        for name, tensor in source.items():
-            source[name] = (tensor.float() * -3).to(tensor.dtype).cuda()  # scales are those that torch computes there
+    starts = [held(train_schedule(moves, rank, worlds), seed) for rank in range(worlds[0])]
+    sources = [stepped({name: tensor.cuda() for name, tensor in start.items()}) for start in starts]  # and scales there
     for rank in range(worlds[1]):
         gen = schedule_of(moves, "gen", rank, worlds)
         assert arrived[worlds[0] + rank] == wanted(moves, gen, sources)
