@@ -123,15 +123,17 @@ def band_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: t
 def cast_problems(schedule: Schedule) -> list[str]:
     """Casts that nothing here can do, scales that do not fit them, and transfers that a block cast cannot address."""
     problems: list[str] = []
-    claimed: dict[int, str] = {}
+    computed, seen = {*schedule.computed}, set[int]()
+    claimed: dict[int, str] = {}  # tensor of scales -> the weight they are of
     for cast in schedule.casts:
         if not 0 <= cast.tensor < len(schedule.tensors):
             problems.append(f"a cast of tensor {cast.tensor}, there are {len(schedule.tensors)}")
             continue
         name = schedule.tensors[cast.tensor].name
-        found = [*_cast_problems(schedule, cast)]
-        if name in claimed.values():
+        found = [*_cast_problems(schedule, cast, computed)]
+        if cast.tensor in seen:
             found.append("two casts")
+        seen.add(cast.tensor)
         if cast.scales is not None:
             if cast.scales in claimed:
                 found.append(f"its scales are those of {claimed[cast.scales]} too")
@@ -140,7 +142,7 @@ def cast_problems(schedule: Schedule) -> list[str]:
         if not found and cast.scales is not None:
             problems += _block_problems(schedule, cast)
     problems += [
-        f"{schedule.tensors[index].name}: scales of no cast" for index in schedule.computed if index not in claimed
+        f"{schedule.tensors[index].name}: scales of no cast" for index in sorted(computed) if index not in claimed
     ]
     return problems
 
@@ -153,11 +155,11 @@ def _bound(schedule: Schedule, cast: Cast) -> TensorCast:
     return TensorCast(CastForm(local.dtype, cast.to, (rows, columns), cast.block), cast.scales)
 
 
-def _cast_problems(schedule: Schedule, cast: Cast) -> Iterator[str]:
+def _cast_problems(schedule: Schedule, cast: Cast, computed: set[int]) -> Iterator[str]:
     local = schedule.tensors[cast.tensor]
     if schedule.world != "train":
         yield "only training ranks cast"
-    if cast.tensor in schedule.computed:
+    if cast.tensor in computed:
         yield "a cast of computed scales"
     if (local.dtype, cast.to) not in CASTS:
         known = ", ".join(f"{src} to {to}" for src, to in CASTS)
@@ -170,7 +172,7 @@ def _cast_problems(schedule: Schedule, cast: Cast) -> Iterator[str]:
     if len(local.shape) < 2 or cast.block[0] < 1 or cast.block[1] < 1 or cast.block[1] % COLUMN_STEP:
         yield f"shape {local.shape} in blocks of {cast.block}: blocks need two dims, columns a multiple of {COLUMN_STEP}"
         return
-    if cast.scales not in schedule.computed:
+    if cast.scales not in computed:
         yield "its scales are not among the tensors that are computed"
         return
     *stacked, rows, columns = local.shape
