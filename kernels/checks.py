@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.schedule import Geometry, Schedule
 
+from .casts import wire_itemsizes
 from .tensors import misfits
 
 
@@ -22,8 +23,11 @@ def itemsizes(schedule: Schedule) -> NDArray[np.int64]:
 
 def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """What is missing, and what is of the wrong shape, strides, dtype or device; first by stage, then by tensor."""
+    computed = {*schedule.computed}
     reasons = {
-        index: found for index, local in enumerate(schedule.tensors) if (found := tuple(misfits(local, tensors)))
+        index: found
+        for index, local in enumerate(schedule.tensors)
+        if index not in computed and (found := tuple(misfits(local, tensors)))
     }
     affected = _first_parameters(schedule)
     problems: list[str] = []
@@ -47,7 +51,7 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
         filled = {local.name for local in schedule.tensors}
         problems += [f"{name}: nothing in the plan fills it" for name in tensors if name not in filled]
     if schedule.world == "gen":
-        fitting = [index for index in range(len(schedule.tensors)) if index not in reasons]
+        fitting = [n for n in range(len(schedule.tensors)) if n not in reasons and n not in computed]
         for index, other in _overlapping(schedule, tensors, fitting):
             holds = f" (holds {affected[index]})" if index in affected else ""
             problems.append(f"{schedule.tensors[index].name}{holds}: shares its storage with {other}")
@@ -86,7 +90,7 @@ def transfer_problems(schedule: Schedule) -> list[str]:
     geometries = (*schedule.geometries, *(geometry for *_, geometry in schedule.padding))
     if damaged := [geometry for geometry in geometries if not _is_possible(geometry)]:
         return [f"{len(damaged)} of {len(geometries)} geometries damaged, first {damaged[0]}"]
-    itemsize = itemsizes(schedule)
+    itemsize = wire_itemsizes(schedule)
     elements = np.array([prod(local.shape) for local in schedule.tensors], np.int64)
     box = np.array([prod(geometry.extents) for geometry in schedule.geometries], np.int64)
     reach = np.array([_reach(geometry) for geometry in schedule.geometries], np.int64)

@@ -1,7 +1,8 @@
 """The record that every executor walks: a strided copy between two base addresses.
 
 A copy moves `extents[0] * extents[1] * extents[2]` rows of `row_bytes` contiguous bytes. A base is a bound tensor, a
-bucket, or (for an executor that reads a peer's memory) a remote allocation; the record does not care which.
+bucket, or (for an executor that reads a peer's memory) a remote allocation; the record does not care which. Where the
+source is a tensor with a cast, so is the copy: see `casts`.
 """
 
 from __future__ import annotations
@@ -50,23 +51,30 @@ class _Dim:
 
 
 def strided_copies(
-    extents: Sequence[int], src_strides: Sequence[int], dst_strides: Sequence[int], itemsize: int
+    extents: Sequence[int],
+    src_strides: Sequence[int],
+    dst_strides: Sequence[int],
+    itemsize: int,
+    *,
+    src_itemsize: int | None = None,
 ) -> tuple[StridedCopy, ...]:
     """The fewest copies that move a box of elements: `extents` with element strides on each side.
 
     Dims that are contiguous on both sides become one; the innermost, where contiguous, becomes the row. Boxes with more
-    than three dims left are unrolled along the outermost ones. An empty box needs no copy.
+    than three dims left are unrolled along the outermost ones. An empty box needs no copy. Where copies cast, elements
+    have another size at the source, and rows are those of the destination.
     """
+    src_itemsize = itemsize if src_itemsize is None else src_itemsize
     if any(extent == 0 for extent in extents):
         return ()
     dims = [
-        _Dim(extent, src * itemsize, dst * itemsize)
+        _Dim(extent, src * src_itemsize, dst * itemsize)
         for extent, src, dst in zip(extents, src_strides, dst_strides, strict=True)
         if extent > 1
     ]
     dims = _merged(sorted(dims, key=lambda dim: (-dim.dst, -dim.src)))
     row_bytes = itemsize
-    if dims and dims[-1].src == dims[-1].dst == itemsize:
+    if dims and (dims[-1].src, dims[-1].dst) == (src_itemsize, itemsize):
         row_bytes *= dims.pop().extent
     unrolled, looped = dims[:-OUTER_DIMS], dims[-OUTER_DIMS:]
     looped = [_Dim(1, 0, 0)] * (OUTER_DIMS - len(looped)) + looped

@@ -57,7 +57,7 @@ class DeviceCopies:
         self._sums = torch.zeros(self._count if checksums else 0, 2, dtype=torch.int64, device=device)
         macros = (("THREADS", shape.threads), ("BATCH", shape.batch), ("CHECKSUMS", int(checksums)), *defines)
         with torch.cuda.device(device):
-            self._kernel = _compiled(torch.cuda.get_device_capability(device), device.index, macros)
+            self._kernel = compiled(torch.cuda.get_device_capability(device), device.index, macros)
             self._launch(torch.cuda.Stream(device), 0)  # CUDA loads kernels when they are first launched: now
             self.damaged()
 
@@ -92,11 +92,17 @@ class DeviceCopies:
 
 
 @cache
-def _compiled(capability: tuple[int, int], device_index: int, macros: tuple[tuple[str, int], ...]) -> Kernel:
-    """The kernel, loaded into the primary context of a device."""
+def compiled(
+    capability: tuple[int, int],
+    device_index: int,
+    macros: tuple[tuple[str, int], ...],
+    sources: tuple[str, ...] = (_SOURCE,),
+    name: str = "copy_tiles",
+) -> Kernel:
+    """A kernel of `sources`, which are compiled as one, loaded into the primary context of a device."""
     Device(device_index).set_current()
     options = ProgramOptions(
         arch="sm_{}{}".format(*capability), std="c++17", define_macro=[(name, str(value)) for name, value in macros]
     )
-    source = files(__package__).joinpath(_SOURCE).read_text()
-    return Program(source, "c++", options).compile("cubin").get_kernel("copy_tiles")
+    text = "\n".join(files(__package__).joinpath(source).read_text() for source in sources)
+    return Program(text, "c++", options).compile("cubin").get_kernel(name)

@@ -10,36 +10,36 @@ launch, record their events and say `started`; it returns when all these events 
 before it is ready, and may be overwritten as soon as `run` returns. On the path are one word, for which the reader has
 posted its buffer beforehand, and a look at the events every 50 microseconds or so. Readers end with `done`, which is
 waited for only when a pull takes long: the connection of a reader that died is closed, while its event never happens.
+
+What is cast on the way goes first, through slots at its source: see `staging` and `slots`.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed import DistStoreError, PrefixStore, Store
-
-from mcore_reshard.planner.schedule import TransferTable, World
+from torch.distributed import Store
 
 from .device_copies import DeviceCopies, KernelShape
 from .errors import ChecksumError, DeadlineError, SessionError, TransferError, TransportUnavailable, Waiting
-from .gloo import GlooGroup
 from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
-from .pipeline import Message, StageReport, group_rank, other_world
+from .pipeline import StageReport
 from .program import Program
 from .pulling import pull_table
+from .rounds import DEFAULT_SCRATCH_BYTES
+from .slots import SlotReader, SlotSource
+from .staging import parted
 from .tiles import check_tile_bytes, cut_tiles, interleaved
+from .words import Words, fetch
 
 DEFAULT_TILE_BYTES = 128 << 10
-_WORD = struct.Struct("<qq")  # the run it belongs to, and which of these it is
-_READY, _STARTED, _DONE = 1, 2, 3
+_READY, _STARTED, _DONE = -1, -2, -3  # words; those of 0 and more number rounds of casts
 _POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
 _NAPPING = 0.95  # share of the fastest refit's time that is slept through before polling
 _LATE_S = 0.25  # a pull that takes longer, and twice as long as the fastest, may have a dead reader
@@ -75,16 +75,17 @@ class DirectExecutor:
         program: Program,
         *,
         timeout_s: float,
+        scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
         options: DirectOptions = DirectOptions(),
     ) -> None:
         self._program = program
         self._runs = 0
         self._closed = False
-        self._words = _Words(store, program, timeout_s)
+        self._words = Words(store, program, timeout_s)
         self._end: _Source | _Reader
         try:
             if program.schedule.world == "train":
-                self._end = _Source(store, program, self._words)
+                self._end = _Source(store, program, self._words, scratch_bytes)
             else:
                 self._end = _Reader(store, program, self._words, options)
         except BaseException:
@@ -93,12 +94,12 @@ class DirectExecutor:
 
     @property
     def scratch_bytes(self) -> int:
-        """0: bytes go from tensor to tensor. The kernel's table is `table_bytes`."""
-        return 0
+        """On a training rank that casts: its slots. Otherwise 0: bytes go from tensor to tensor."""
+        return self._end.scratch_bytes
 
     @property
     def table_bytes(self) -> int:
-        """GPU memory of what the kernel walks, and of its checksums."""
+        """GPU memory of what the kernels walk, and of checksums."""
         return self._end.table_bytes
 
     def run(self) -> tuple[StageReport, ...]:
@@ -128,65 +129,10 @@ class DirectExecutor:
         self._end.close()
 
 
-class _Words:
-    """What is said between this rank and the peers that it exchanges bytes with.
-
-    The group is not the session's: a buffer posted there would get the next message of whatever kind.
-    """
-
-    def __init__(self, store: Store, program: Program, timeout_s: float) -> None:
-        schedule = program.schedule
-        self.timeout_s = timeout_s
-        self._schedule = schedule
-        self._other: World = other_world(schedule.world)
-        self.peers = _waiting_by_peer(program)
-        self._group = GlooGroup(
-            PrefixStore("words", store),
-            group_rank(schedule, schedule.world, schedule.rank),
-            schedule.train_ranks + schedule.gen_ranks,
-            timeout_s=timeout_s,
-        )
-        self._posted: dict[int, tuple[torch.Tensor, Message]] = {}
-        self._listen()
-
-    def tell(self, run: int, word: int) -> None:
-        """Say `word` to every peer."""
-        content = _WORD.pack(run, word)
-        messages = [
-            self._group.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), self._address(peer), waiting)
-            for peer, waiting in self.peers.items()
-        ]
-        for message in messages:
-            message.wait()
-
-    def hear(self, run: int, word: int) -> None:
-        """Wait until every peer has said `word`."""
-        for peer, (buffer, message) in self._posted.items():
-            message.wait()
-            if (heard := _WORD.unpack(buffer.numpy().tobytes())) != (run, word):
-                raise TransferError(self.peers[peer], f"(run, word) {heard} came in place of {(run, word)}")
-        self._listen()
-
-    def _listen(self) -> None:
-        """Post a buffer for the next word of every peer: one that is posted late costs the sender a round trip."""
-        for peer, waiting in self.peers.items():
-            buffer = torch.empty(_WORD.size, dtype=torch.uint8)
-            self._posted[peer] = buffer, self._group.recv(buffer, self._address(peer), waiting)
-
-    def close(self) -> None:
-        self._posted.clear()
-        self._group.close()
-
-    def _address(self, peer: int) -> int:
-        return group_rank(self._schedule, self._other, peer)
-
-
 class _Source:
     """A training rank: its memory is read, and it waits for that to end."""
 
-    table_bytes = 0
-
-    def __init__(self, store: Store, program: Program, words: _Words) -> None:
+    def __init__(self, store: Store, program: Program, words: Words, scratch_bytes: int) -> None:
         self._program = program
         self._words = words
         self._settling = _Patience(words.timeout_s, "what was queued before the refit")
@@ -196,12 +142,23 @@ class _Source:
         self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
         for peer, waiting in words.peers.items():
             assert program.device is not None, "there are transfers, so there are tensors"
-            text = _fetch(store, program.schedule.name_of("gen", peer), waiting, words.timeout_s)
+            text = fetch(store, program.schedule.name_of("gen", peer), waiting, words.timeout_s)
             self._read[peer] = open_event(text, program.device)
+        self._slots = SlotSource(store, program, parted(program.schedule)[1], words, scratch_bytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._slots.scratch_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        return self._slots.table_bytes
 
     def run(self, run: int) -> None:
-        settled = torch.cuda.current_stream(self._program.device).record_event()
         self._hear_done()  # of the run before: it came long ago
+        self._slots.rounds(run)
+        stream = self._slots.stream or torch.cuda.current_stream(self._program.device)
+        settled = stream.record_event()
         self._settling.wait(dict.fromkeys(self._words.peers, settled), self._words.peers)
         self._words.tell(run, _READY)
         self._words.hear(run, _STARTED)
@@ -215,28 +172,32 @@ class _Source:
 
     def close(self) -> None:
         self._read.clear()
+        self._slots.close()
 
 
 class _Reader:
     """A generation rank: its kernel, and the mappings that this reads."""
 
-    def __init__(self, store: Store, program: Program, words: _Words, options: DirectOptions) -> None:
+    scratch_bytes = 0
+
+    def __init__(self, store: Store, program: Program, words: Words, options: DirectOptions) -> None:
         schedule = program.schedule
-        if schedule.pulls is None:
-            raise SessionError(f"{program.rank}: this schedule does not say where its bytes lie at their sources")
+        plain, cast = parted(schedule)
+        assert plain.pulls is not None
         self._program = program
         self._words = words
         self._pulling = _Patience(words.timeout_s, "the pull")
-        self._table = pull_table(schedule, schedule.pulls())
+        self._table = pull_table(plain, plain.pulls())
         device = self._device = program.device or torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(device)
         self._pulled = torch.cuda.Event(interprocess=True)
         store.set(schedule.name, export_event(self._pulled, device))
         self._mappings = Mappings(device)
         try:
+            self._slots = SlotReader(store, program, cast, words, self._mappings, self._stream, options)
             addresses = self._addresses(
                 {
-                    peer: Export.from_json(_fetch(store, schedule.name_of("train", peer), waiting, words.timeout_s))
+                    peer: Export.from_json(fetch(store, schedule.name_of("train", peer), waiting, words.timeout_s))
                     for peer, waiting in words.peers.items()
                 }
             )
@@ -250,12 +211,13 @@ class _Reader:
 
     @property
     def table_bytes(self) -> int:
-        return self._copies.nbytes
+        return self._copies.nbytes + self._slots.table_bytes
 
     def run(self, run: int) -> None:
         """Copy everything, after all that is queued on the current stream; return when it is in place."""
-        self._words.hear(run, _READY)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._slots.rounds(run)
+        self._words.hear(run, _READY)
         self._copies.launch(self._stream)
         self._pulled.record(self._stream)
         self._words.tell(run, _STARTED)
@@ -263,10 +225,12 @@ class _Reader:
         self._words.tell(run, _DONE)
         for copy in self._copies.damaged().tolist():
             raise ChecksumError(self._waiting_for(copy), "other bytes were written than were read")
+        self._slots.check_sums()
 
     def close(self) -> None:
         """Unmap the sources. After a kernel that never ended this waits as long as the kernel runs."""
         withdraw_event(self._pulled)
+        self._slots.close()
         torch.cuda.synchronize(self._device)
         self._mappings.close()
 
@@ -298,33 +262,6 @@ def _publish_memory(store: Store, program: Program) -> None:
         store.set(program.rank, json.dumps({"failed": str(error)}))
         raise
     store.set(program.rank, exported.to_json())
-
-
-def _fetch(store: Store, rank: str, waiting: Waiting, timeout_s: float) -> str:
-    """What `rank` published. Raises `DeadlineError` or, if it could not, `SessionError` with its reason."""
-    try:
-        store.wait([rank], timedelta(seconds=timeout_s))
-    except DistStoreError as error:
-        raise DeadlineError(waiting, f"{rank} published nothing within {timeout_s:g} s") from error
-    text: str = store.get(rank).decode()
-    if reason := json.loads(text).get("failed"):
-        raise SessionError(f"{rank} cannot be read: {reason}")
-    return text
-
-
-def _waiting_by_peer(program: Program) -> dict[int, Waiting]:
-    """The ranks that this one moves bytes to or from, with the first parameter between them; in rotated order."""
-    schedule = program.schedule
-    found: dict[int, Waiting] = {}
-    for stage in schedule.stages:
-        sends = schedule.world == "train"
-        table: TransferTable = stage.sends if sends else stage.recvs
-        for peer, row in zip(*(column.tolist() for column in np.unique(table.peer, return_index=True)), strict=True):
-            name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
-            other = schedule.name_of(other_world(schedule.world), peer)
-            found.setdefault(peer, Waiting(program.rank, other, stage.pp_stage, name, sends))
-    size = max(schedule.train_ranks, schedule.gen_ranks)
-    return dict(sorted(found.items(), key=lambda item: (item[0] - schedule.rank) % size))
 
 
 def _numbered(values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroupGloo, Store
 
+from .casts import compute_scales
 from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
 from .interpreter import run_copies
 from .pipeline import StageClock, StageReport, Step, group_rank, other_world, steps
@@ -129,6 +130,7 @@ class GlooExecutor:
     def run(self) -> tuple[StageReport, ...]:
         """Move every bucket once. Returns when all bytes sent were taken and all bytes received are in place."""
         self._runs += 1
+        compute_scales(self._program.casts, self._program.tensors)
         clock = StageClock(len(self._program.stages))
         under_way: deque[tuple[Step, torch.Tensor, GlooMessage]] = deque()
         for number, step in enumerate(self._steps):
@@ -176,4 +178,5 @@ class GlooExecutor:
         self._copy(step, body)
 
     def _copy(self, step: Step, body: NDArray[np.uint8]) -> None:
-        run_copies(step.lane.copies[step.bucket.first_copy : step.bucket.stop_copy], [*self._tensors, body])
+        copies = step.lane.copies[step.bucket.first_copy : step.bucket.stop_copy]
+        run_copies(copies, [*self._tensors, body], self._program.casts)

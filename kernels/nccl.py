@@ -27,6 +27,7 @@ import torch
 from torch.distributed import Store
 
 from .board import Board
+from .cast_tiles import scale_blocks
 from .digests import digest
 from .errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError
 from .nccl_communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
@@ -45,10 +46,9 @@ from .rounds import (
     slot_bytes,
 )
 from .tensors import byte_view
-from .tiles import cut_tiles
 
 if TYPE_CHECKING:
-    from .device_copies import DeviceCopies
+    from .device_casts import DeviceGather, DeviceScales
     from .plain_memory import PlainBuffer
 
 DEFAULT_COPY_CTAS = 32  # of 132: packing must outpace the wire, and NCCL's own kernels need room beside it
@@ -90,6 +90,7 @@ class NcclExecutor:
         self._links: dict[tuple[int, int], _Link] = {}  # by stage and stream
         self._rounds: tuple[_DeviceRound, ...] = ()
         self._slots: dict[tuple[int, int], PlainBuffer] = {}
+        self._scales: DeviceScales | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         try:
             division = self._agreed(program, budget)
@@ -174,6 +175,7 @@ class NcclExecutor:
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
         self._connect(division, planned)
         self._rounds = self._bound(planned, division, copy_ctas)
+        self._scales = _scales(self._program, self._device)
         torch.cuda.synchronize(self._device)
         self._graph = self._captured()
 
@@ -186,6 +188,8 @@ class NcclExecutor:
             clock.started(stage)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # of its own: other transports may be at work on the caller's
+            if self._scales is not None:
+                self._scales.launch(self._stream)
             self._graph.replay()
             self._done.record()
 
@@ -352,7 +356,8 @@ class NcclExecutor:
         self._until(lambda: link.communicator.is_idle(waiting), lambda: where)
 
     def _bound(self, planned: Sequence[Round], division: Division, copy_ctas: int) -> tuple[_DeviceRound, ...]:
-        from .device_copies import DeviceCopies, KernelShape
+        from .device_casts import DeviceGather
+        from .device_copies import KernelShape
 
         addresses = [tensor.data_ptr() for tensor in self._program.tensors]
         bound: list[_DeviceRound] = []
@@ -363,8 +368,8 @@ class NcclExecutor:
             copies = None
             if len(table):
                 bases = np.array([*addresses, slot.data_ptr()], np.uint64)
-                tiles = cut_tiles(table, bases, _TILE_BYTES)
-                copies = DeviceCopies(tiles, self._device, KernelShape(ctas=copy_ctas))
+                shape = KernelShape(ctas=copy_ctas)
+                copies = DeviceGather(table, bases, self._program.casts, self._device, shape, _TILE_BYTES)
             messages = tuple(
                 NcclMessage(self._payload(passage, slot), passage.member, self._sends) for passage in each.passages
             )
@@ -404,8 +409,16 @@ class _DeviceRound:
 
     round: Round
     messages: tuple[NcclMessage, ...]
-    copies: DeviceCopies | None
+    copies: DeviceGather | None
     checked: range  # numbers of the messages whose digests are compared
+
+
+def _scales(program: Program, device: torch.device) -> DeviceScales | None:
+    """What computes the scales of the program's casts."""
+    from .device_casts import DeviceScales
+
+    blocks = scale_blocks(program.casts, program.tensors)
+    return DeviceScales(blocks, device) if len(blocks) else None
 
 
 def _on_device(reached: Callable[[], bool], awaited: Round) -> bool:

@@ -5,7 +5,7 @@ Binding checks everything first and touches no byte. What comes out needs no pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.geometry import row_major_strides
-from mcore_reshard.planner.schedule import Geometry, Schedule, StageSchedule, TransferTable
+from mcore_reshard.planner.schedule import Schedule, StageSchedule, TransferTable
 
 from .buckets import DEFAULT_BUCKET_BYTES, check_bucket_bytes, cut, pack
+from .casts import CastForm, Casts, band_copies, bound_casts, cast_problems
 from .checks import itemsizes, tensor_problems, transfer_problems
-from .copies import COPY, SCRATCH, expand, strided_copies
+from .copies import COPY, SCRATCH, StridedCopy, expand, strided_copies
 from .errors import BindError, TornWeightsError
 from .tensors import Fingerprint, check_fresh
 
@@ -61,7 +62,8 @@ class Program:
     """A schedule bound to live tensors. Valid as long as the tensors stay where they are: see `check_fresh`."""
 
     schedule: Schedule
-    tensors: tuple[torch.Tensor, ...]  # in the order of Schedule.tensors
+    tensors: tuple[torch.Tensor, ...]  # in the order of Schedule.tensors, those that are computed allocated here
+    casts: Casts
     fingerprints: tuple[Fingerprint, ...]
     bucket_bytes: int
     stages: tuple[StageProgram, ...]
@@ -85,7 +87,11 @@ class Program:
 
     def check_fresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise `StaleTensorError` if a tensor of the live model no longer lies where it was bound."""
-        check_fresh(self.rank, self.schedule.tensors, self.fingerprints, tensors)
+        bound, before = self.schedule.tensors, self.fingerprints
+        if computed := {*self.schedule.computed}:
+            bound = tuple(local for index, local in enumerate(bound) if index not in computed)
+            before = tuple(fingerprint for index, fingerprint in enumerate(before) if index not in computed)
+        check_fresh(self.rank, bound, before, tensors)
 
     def write_counts(self) -> tuple[int, ...]:
         """How often each bound tensor has been written in place, as torch counts; writes through `.data` go uncounted."""
@@ -96,11 +102,9 @@ class Program:
 
     def check_unwritten(self, counts: tuple[int, ...]) -> None:
         """Raise `TornWeightsError` naming the tensors that were written since `write_counts` gave `counts`."""
-        written = [
-            local.name
-            for local, before, now in zip(self.schedule.tensors, counts, self.write_counts(), strict=True)
-            if before != now
-        ]
+        changed = [index for index, (a, b) in enumerate(zip(counts, self.write_counts(), strict=True)) if a != b]
+        computed = {*self.schedule.computed}
+        written = [self.schedule.tensors[index].name for index in changed if index not in computed]
         if written:
             raise TornWeightsError(
                 f"{self.rank}: {len(written)} tensors were written while they were read: {written[0]}"
@@ -125,20 +129,38 @@ def bind(
     `bucket_bytes` must be equal on all ranks.
     """
     check_bucket_bytes(bucket_bytes)
-    if problems := [*tensor_problems(schedule, tensors), *transfer_problems(schedule)]:
+    if problems := [
+        *tensor_problems(schedule, tensors),
+        *(cast_problems(schedule) or transfer_problems(schedule)),
+    ]:
         raise BindError(schedule.name, problems)
-    bound = tuple(tensors[local.name] for local in schedule.tensors)
-    recipes = _Recipes(schedule.geometries, itemsizes(schedule), bucket_bytes)
+    scales = _allocated(schedule, tensors)
+    bound = tuple(scales[n] if n in scales else tensors[local.name] for n, local in enumerate(schedule.tensors))
+    recipes = Recipes(schedule, bucket_bytes)
     return Program(
         schedule=schedule,
         tensors=bound,
+        casts=bound_casts(schedule),
         fingerprints=tuple(map(Fingerprint.of, bound)),
         bucket_bytes=bucket_bytes,
         stages=tuple(_stage_program(stage, recipes) for stage in schedule.stages),
     )
 
 
-def _stage_program(stage: StageSchedule, recipes: _Recipes) -> StageProgram:
+def _allocated(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The tensors that the trainer does not have, each on the device of the weight that it is computed from."""
+    return {
+        cast.scales: torch.zeros(
+            schedule.tensors[cast.scales].shape,
+            dtype=torch.float32,
+            device=tensors[schedule.tensors[cast.tensor].name].device,
+        )
+        for cast in schedule.casts
+        if cast.scales is not None
+    }
+
+
+def _stage_program(stage: StageSchedule, recipes: Recipes) -> StageProgram:
     return StageProgram(
         pp_stage=stage.pp_stage,
         transfers=len(stage.sends) + len(stage.recvs),
@@ -170,22 +192,34 @@ class _Parts:
         return _Parts(self.row[mine], self.nbytes[mine], self.offsets[mine], self.kinds[mine])
 
 
-class _Recipes:
-    """Expands whole tables at once: Python runs once per geometry, numpy once per transfer."""
+class Recipes:
+    """Expands whole tables at once: Python runs once per geometry and, where blocks are cast, place in a matrix, numpy
+    once per transfer.
+    """
 
-    def __init__(self, geometries: tuple[Geometry, ...], itemsizes: Ints, bucket_bytes: int) -> None:
-        self._geometries = geometries
-        self._itemsizes = itemsizes
+    def __init__(self, schedule: Schedule, bucket_bytes: int) -> None:
+        self._geometries = schedule.geometries
+        self._itemsizes = itemsizes(schedule)
         self._bucket_bytes = bucket_bytes
+        casts = bound_casts(schedule)
+        self._forms = tuple({cast.form: None for cast in casts.values()})
+        self._form_of = np.full(len(schedule.tensors), -1, np.int64)  # index into forms
+        self._matrix = np.ones(len(schedule.tensors), np.int64)  # elements after which places repeat
+        for tensor, cast in casts.items():
+            self._form_of[tensor] = self._forms.index(cast.form)
+            self._matrix[tensor] = max(1, prod(cast.form.matrix))
 
     def lanes(self, table: TransferTable, *, sends: bool) -> tuple[Lane, ...]:
         if not len(table):
             return ()
         order = np.argsort(table.peer, kind="stable")
-        itemsize = self._itemsizes[table.tensor[order]]
-        keys, recipe_of = np.unique(table.geometry[order] * np.int64(16) + itemsize, return_inverse=True)
-        recipes = [self._recipe(*divmod(key, 16), sends=sends) for key in keys.tolist()]
-        owner, kinds = expand(recipe_of, np.array([len(recipe.part_bytes) for recipe in recipes]))
+        tensor = table.tensor[order]
+        itemsize = self._itemsizes[tensor]
+        place = table.offset[order] % self._matrix[tensor]
+        keys = np.stack([table.geometry[order], itemsize, self._form_of[tensor], place])
+        keys, recipe_of = np.unique(keys, axis=1, return_inverse=True)
+        recipes = [self._recipe(*key, sends=sends) for key in keys.T.tolist()]
+        owner, kinds = expand(recipe_of.reshape(-1), np.array([len(recipe.part_bytes) for recipe in recipes]))
         row = order[owner]
         parts = _Parts(
             row=row,
@@ -230,13 +264,21 @@ class _Recipes:
         nbytes = (bucket_offsets[last] + parts.nbytes[last]).tolist()
         return Lane(peer, sends, copies, tuple(map(Bucket, first_copies, first_copies[1:], nbytes, parameters)))
 
-    def _recipe(self, geometry: int, itemsize: int, *, sends: bool) -> _Recipe:
+    def _recipe(self, geometry: int, itemsize: int, form: int, place: int, *, sends: bool) -> _Recipe:
         extents, strides = self._geometries[geometry].extents, self._geometries[geometry].strides
-        parts = cut(extents, itemsize, self._bucket_bytes)
-        copies = [_copies_of(part.extents, strides, itemsize, sends=sends) for part in parts]
+        cast = self._forms[form] if form >= 0 else None
+        wire_itemsize = cast.to_bytes if cast else itemsize
+        parts = cut(extents, wire_itemsize, self._bucket_bytes)
         starts = [sum(at * stride for at, stride in zip(part.start, strides, strict=True)) for part in parts]
+        if cast:
+            copies = [
+                _cast_copies(cast, place + start, part.extents, strides)
+                for part, start in zip(parts, starts, strict=True)
+            ]
+        else:
+            copies = [_copies_of(part.extents, strides, itemsize, sends=sends) for part in parts]
         return _Recipe(
-            part_bytes=np.array([prod(part.extents) * itemsize for part in parts], np.int64),
+            part_bytes=np.array([prod(part.extents) * wire_itemsize for part in parts], np.int64),
             part_offsets=np.array(starts, np.int64) * itemsize,
             part_copies=np.array(list(map(len, copies)), np.int64),
             copies=np.concatenate(copies) if copies else np.empty(0, COPY),
@@ -247,10 +289,19 @@ def _copies_of(extents: tuple[int, ...], strides: tuple[int, ...], itemsize: int
     """A part's copies between its place in the local tensor and its packed bytes, with both offsets relative."""
     packed = row_major_strides(extents)
     src, dst = (strides, packed) if sends else (packed, strides)
+    return _records(strided_copies(extents, src, dst, itemsize))
+
+
+def _cast_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.void]:
+    """The same for a part that is cast when it is sent, from `place` elements into a matrix on."""
+    if form.block != (0, 0):
+        return _records(band_copies(form, place, extents, strides))
+    packed = row_major_strides(extents)
+    return _records(strided_copies(extents, strides, packed, form.to_bytes, src_itemsize=form.src_bytes))
+
+
+def _records(copies: Sequence[StridedCopy]) -> NDArray[np.void]:
     return np.array(
-        [
-            (0, 0, c.src_offset, c.dst_offset, c.extents, c.src_strides, c.dst_strides, c.row_bytes)
-            for c in strided_copies(extents, src, dst, itemsize)
-        ],
+        [(0, 0, c.src_offset, c.dst_offset, c.extents, c.src_strides, c.dst_strides, c.row_bytes) for c in copies],
         COPY,
     )

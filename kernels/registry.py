@@ -99,7 +99,7 @@ def _direct_obstacle() -> str | None:
 def _connect_direct(link: Link) -> Executor:
     from .direct import DirectExecutor  # needs CUDA's Python packages
 
-    return DirectExecutor(link.store, link.program, timeout_s=link.timeout_s)
+    return DirectExecutor(link.store, link.program, timeout_s=link.timeout_s, scratch_bytes=link.scratch_bytes)
 
 
 _DIRECT = Transport(

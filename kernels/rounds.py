@@ -194,7 +194,9 @@ def _passages(
     slot_offset = 0
     for step in together:
         bucket, lane = step.bucket, step.lane
-        run = None if checksums else contiguous_run(lane.copies[bucket.first_copy : bucket.stop_copy], sends=lane.sends)
+        copies = lane.copies[bucket.first_copy : bucket.stop_copy]
+        cast = lane.sends and bool(program.casts) and bool(np.isin(copies["src"], [*program.casts]).any())
+        run = None if checksums or cast else contiguous_run(copies, sends=lane.sends)
         if run is not None and in_place is not None and not in_place[run.tensor]:
             run = None
         message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if checksums else bucket.nbytes

@@ -49,7 +49,7 @@ def cut_tiles(copies: NDArray[np.void], addresses: NDArray[np.uint64], tile_byte
     """
     assert copies.dtype == COPY
     check_tile_bytes(tile_bytes)
-    tiles = _Boxes.of(copies, addresses).split_unaligned().cut(tile_bytes)
+    tiles = Boxes.of(copies, addresses).split_unaligned().cut(tile_bytes)
     table = np.zeros(len(tiles.copy), TILE)
     word = tiles.word_bytes()
     row_words = tiles.extents[:, ROW] // word
@@ -82,8 +82,11 @@ def interleaved(source: Ints, first: int, together: int | None = None) -> Ints:
     return np.lexsort((number, turn, (number // together * together + 0.5) / counts[source]))
 
 
-class _Boxes:
-    """Copies as four-dimensional boxes of bytes: three loops and the row. Every attribute has a row for each box."""
+class Boxes:
+    """Copies as four-dimensional boxes of bytes: three loops and the row. Every attribute has a row for each box.
+
+    Where copies cast, rows are of elements, and `cut` counts these.
+    """
 
     def __init__(self, copy: Ints, src: Ints, dst: Ints, extents: Ints, src_strides: Ints, dst_strides: Ints) -> None:
         self.copy = copy
@@ -91,7 +94,7 @@ class _Boxes:
         self.extents, self.src_strides, self.dst_strides = extents, src_strides, dst_strides  # [boxes, 4]
 
     @classmethod
-    def of(cls, copies: NDArray[np.void], addresses: NDArray[np.uint64]) -> _Boxes:
+    def of(cls, copies: NDArray[np.void], addresses: NDArray[np.uint64]) -> Boxes:
         base = addresses.astype(np.int64)
         one = np.ones((len(copies), 1), np.int64)
         extents = np.concatenate([copies["extents"], copies["row_bytes"][:, None]], axis=1)
@@ -108,7 +111,7 @@ class _Boxes:
         """The widest word that divides every address, stride and row of each box."""
         return _lowest_bit(self._loop_bits() | self.src | self.dst | self.extents[:, ROW])
 
-    def split_unaligned(self) -> _Boxes:
+    def split_unaligned(self) -> Boxes:
         """Where rows begin or end off a wide word on both sides alike, split off those bytes: the rest is then wide.
 
         Rows of 100 bytes at addresses 0x1008 and 0x2008 become rows of 8, 80 and 12 bytes.
@@ -126,7 +129,7 @@ class _Boxes:
         order = np.argsort(np.concatenate([part.copy for part in parts]), kind="stable")
         return _joined(parts)._taken(order)._without_empty()
 
-    def cut(self, tile_bytes: int) -> _Boxes:
+    def cut(self, tile_bytes: int) -> Boxes:
         """Cut rows, or the loop of rows where several fit a tile, in equal steps; the outer loops one by one."""
         boxes = np.arange(len(self.copy))
         row = self.extents[:, ROW]
@@ -150,12 +153,12 @@ class _Boxes:
             tiles = tiles._part(np.arange(len(owner)), dim, at, np.where(dim < level, 1, tiles.extents[:, dim]))
         return tiles
 
-    def _part(self, boxes: Ints, dim: Any, start: Ints, extent: Ints) -> _Boxes:
+    def _part(self, boxes: Ints, dim: Any, start: Ints, extent: Ints) -> Boxes:
         """`[start, start + extent)` of the given boxes along `dim`, which is one number or one for each."""
         rows = np.arange(len(boxes))
         extents, src, dst = self.extents[boxes], self.src_strides[boxes], self.dst_strides[boxes]
         extents[rows, dim] = extent
-        return _Boxes(
+        return Boxes(
             self.copy[boxes],
             self.src[boxes] + start * src[rows, dim],
             self.dst[boxes] + start * dst[rows, dim],
@@ -169,18 +172,18 @@ class _Boxes:
         bits: Ints = np.bitwise_or.reduce(strides, axis=1)
         return bits
 
-    def _taken(self, boxes: NDArray[Any]) -> _Boxes:
-        return _Boxes(*(column[boxes] for column in self._columns()))
+    def _taken(self, boxes: NDArray[Any]) -> Boxes:
+        return Boxes(*(column[boxes] for column in self._columns()))
 
-    def _without_empty(self) -> _Boxes:
+    def _without_empty(self) -> Boxes:
         return self._taken(np.flatnonzero((self.extents > 0).all(axis=1)))
 
     def _columns(self) -> tuple[Ints, ...]:
         return self.copy, self.src, self.dst, self.extents, self.src_strides, self.dst_strides
 
 
-def _joined(parts: list[_Boxes]) -> _Boxes:
-    return _Boxes(*(np.concatenate(columns) for columns in zip(*(part._columns() for part in parts), strict=True)))
+def _joined(parts: list[Boxes]) -> Boxes:
+    return Boxes(*(np.concatenate(columns) for columns in zip(*(part._columns() for part in parts), strict=True)))
 
 
 def _lowest_bit(bits: Ints) -> Ints:

@@ -39,7 +39,7 @@ class Rank:
 
     def __init__(
         self, number: int, address: str, worlds: tuple[int, int], schedule: Schedule, tensors: dict[str, torch.Tensor],
-        gpus: int, timeout_s: float = 30.0, **options: Any,
+        gpus: int, timeout_s: float = 30.0, scratch_bytes: int = 1 << 20, **options: Any,
     ) -> None:  # fmt: skip
         self.device = torch.device("cuda", number % gpus)
         torch.cuda.set_device(self.device)
@@ -48,7 +48,7 @@ class Rank:
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
         self.executor = direct.DirectExecutor(
             PrefixStore("direct", store), bind(schedule, self.tensors), timeout_s=timeout_s,
-            options=direct.DirectOptions(**options),
+            scratch_bytes=scratch_bytes, options=direct.DirectOptions(**options),
         )  # fmt: skip
         store.set(f"up/{number}", "")
         store.wait([f"up/{other}" for other in range(sum(worlds))])

@@ -1,0 +1,53 @@
+"""The arithmetic of casts on the way, in torch and numpy: what the CUDA kernels must agree with bit for bit.
+
+Block FP8 follows vLLM, which quantises BF16 weights when it loads them (0.32, `per_block_cast_to_fp8` of
+utils/deep_gemm.py, as called with `use_ue8m0=False` by layers/quantization/online/fp8.py), so that a refit leaves the
+bytes that a fresh start of the engine would:
+
+    scale = max(amax, 1e-4) / 448        float32, one for each block
+    data  = e4m3(value * (1 / scale))    the reciprocal and the product are rounded to float32
+
+torch divides by 448 on a CPU and multiplies by the float32 nearest to 1/448 on CUDA, compiled or not; so the scale of a
+block is that of an engine on the same kind of device, and may differ from the other one's in its last bit. Compiled for
+CUDA, the reciprocal is an approximate one: 310 of 16,777,216 random values (torch 2.11) then are the other neighbour.
+
+Transformer Engine (2.11, quantize_transpose_square_blockwise.cu) is close but not equal: its data are e4m3(value *
+(448 / amax)), the scale it stores is the reciprocal of that factor, amax has no floor (a block of zeros gets scale 1),
+and by default the factor is rounded down to a power of two.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+AMAX_FLOOR = 1e-4
+E4M3_LARGEST = 448.0
+
+
+def block_scales(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Scales of a weight [..., M, K] on any device: float32 [..., ceil(M / block[0]), ceil(K / block[1])]."""
+    *stacked, rows, columns = weight.shape
+    down, across = -(-rows // block[0]), -(-columns // block[1])
+    padded = torch.nn.functional.pad(weight, (0, across * block[1] - columns, 0, down * block[0] - rows))
+    blocks = padded.reshape(*stacked, down, block[0], across, block[1])
+    return blocks.abs().amax((-3, -1)).float().clamp(AMAX_FLOOR) / E4M3_LARGEST
+
+
+def scaled_to_e4m3(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """bfloat16 [rows, columns] and the scale of each column, float32 [columns] -> float8_e4m3fn [rows, columns]."""
+    return (values.float() * (1.0 / scales)).to(torch.float8_e4m3fn)
+
+
+def narrowed(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:
+    """Bits of float32 -> bits of bfloat16, to nearest with ties to even. A NaN keeps its sign and becomes quiet."""
+    rounded = (bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16
+    is_nan = bits & 0x7FFFFFFF > 0x7F800000
+    return np.where(is_nan, bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def widened(bits: NDArray[np.uint16]) -> NDArray[np.uint32]:
+    """Bits of bfloat16 -> bits of float32, exactly."""
+    wide: NDArray[np.uint32] = np.left_shift(bits.astype(np.uint32), np.uint32(16))
+    return wide
