@@ -20,6 +20,8 @@ from mcore_reshard.kernels.transport import Link, Transport
 
 MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
 RELAYED = Case("tiny-qwen3-moe", "tp=1", "dp=3")
+CAST = Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
+RELAYED_CAST = Case("tiny-qwen3-moe", "tp=1", "dp=3", dtypes=("bf16", "fp8"), block=(8, 16))
 ALL_PAIRS = "train:0-gen:0,train:0-gen:1,train:1-gen:0,train:1-gen:1"
 
 
@@ -61,8 +63,9 @@ def on_cpu(number: int, address: str, case: Case, unreachable: str, far_obstacle
         (MOE, "train:0-gen:1, train:1-gen:0", [{"near+far"}] * 4),
         (MOE, "train:9-gen:0", [{"near"}] * 4),
         (RELAYED, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
+        (RELAYED_CAST, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
     ],
-    ids=["all near", "all far", "two hosts", "no such pair", "relayed"],
+    ids=["all near", "all far", "two hosts", "no such pair", "relayed", "cast and relayed"],
 )
 def test_each_pair_goes_by_what_reaches_it(case: Case, unreachable: str, ways: list[set[str]]) -> None:
     found = values(run_ranks(4, on_cpu, case, unreachable, None, timeout_s=60.0))
@@ -97,8 +100,14 @@ def on_gpus(number: int, address: str, case: Case, transport: str, unreachable: 
         (RELAYED, "direct", "", "direct"),
         (RELAYED, "nccl", "", "nccl"),
         (RELAYED, "auto", "train:0-gen:2,relay:0-gen:1", "direct+nccl"),
+        (CAST, "direct", "", "direct"),
+        (CAST, "nccl", "", "nccl"),
+        (RELAYED_CAST, "auto", "train:0-gen:2,relay:0-gen:1", "direct+nccl"),
     ],
-    ids=["all near", "all far", "two hosts", "relayed directly", "relayed by nccl", "relayed over two hosts"],
+    ids=[
+        *("all near", "all far", "two hosts", "relayed directly", "relayed by nccl", "relayed over two hosts"),
+        *("cast directly", "cast by nccl", "cast and relayed over two hosts"),
+    ],
 )
 def test_auto_on_gpus(case: Case, transport: str, unreachable: str, way: str) -> None:
     found = values(run_ranks(4, on_gpus, case, transport, unreachable, timeout_s=120.0, method="spawn"))

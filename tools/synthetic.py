@@ -1,7 +1,8 @@
 """Weights without a model: tensors as a plan describes them, with content that every rank can compute for itself.
 
 The bits of an element depend on its parameter and its position there alone, so that a generation rank can check what it
-received without having seen the source. Pieces of the layouts are used, not transfers: what is checked is the result.
+received without having seen the source; what is cast on the way it casts for itself, with the reference arithmetic. Pieces
+of the layouts are used, not transfers: what is checked is the result.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from math import prod
 
 import torch
 
-from mcore_reshard.planner.geometry import Piece, row_major_strides
+from mcore_reshard.kernels.precision import block_scales, scaled_to_e4m3
+from mcore_reshard.planner.geometry import Piece, Region, row_major_strides
 from mcore_reshard.planner.plan import Bundle, BundleLayer, Plan
 from mcore_reshard.planner.schedule import Schedule, World
 
@@ -27,6 +29,7 @@ class Held:
     """A piece that a rank holds of one parameter."""
 
     parameter: str
+    group: int  # index into Plan.groups
     shape: tuple[int, ...]  # of the whole parameter
     tensor: str
     piece: Piece
@@ -34,9 +37,9 @@ class Held:
 
 
 def allocate(schedule: Schedule, device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of a schedule, poisoned."""
+    """The tensors of a schedule, poisoned; not those that executors compute."""
     tensors = {}
-    for local in schedule.tensors:
+    for local in (local for index, local in enumerate(schedule.tensors) if index not in schedule.computed):
         dtype = getattr(torch, local.dtype)
         raw = torch.full((prod(local.shape) * dtype.itemsize,), POISON, dtype=torch.uint8, device=device)
         tensors[local.name] = raw.view(dtype).reshape(local.shape)
@@ -46,14 +49,15 @@ def allocate(schedule: Schedule, device: torch.device) -> dict[str, torch.Tensor
 def fill(plan: Plan, world: World, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give every piece that the rank holds its content."""
     for held in pieces(plan, world, rank):
-        box(held, tensors).copy_(_content(held, tensors[held.tensor]))
+        if held.tensor in tensors:
+            box(held, tensors).copy_(_held_bits(plan, world, held, tensors[held.tensor]))
 
 
 def wrong_elements(plan: Plan, world: World, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """How many elements of each parameter are not what they should be; {} where all are right."""
     counts: dict[str, torch.Tensor] = {}
     for held in pieces(plan, world, rank):
-        wrong = (box(held, tensors) != _content(held, tensors[held.tensor])).sum()
+        wrong = (box(held, tensors) != _held_bits(plan, world, held, tensors[held.tensor])).sum()
         counts[held.parameter] = counts.get(held.parameter, torch.zeros_like(wrong)) + wrong
     return {name: int(count) for name, count in counts.items() if count}
 
@@ -73,6 +77,7 @@ def pieces(plan: Plan, world: World, rank: int) -> Iterator[Held]:
                 for piece in shards.pieces[shard]:
                     held = Held(
                         plan.parameter_name(index, member),
+                        bundle.group,
                         plan.groups[bundle.group].view,
                         piece.tensor.name.format(**place),
                         piece,
@@ -100,15 +105,46 @@ def box(held: Held, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     )
 
 
-def _content(held: Held, tensor: torch.Tensor) -> torch.Tensor:
-    number = torch.tensor(zlib.crc32(held.parameter.encode()), dtype=torch.int64, device=tensor.device)
-    region = held.piece.region
-    for dim, stride in enumerate(row_major_strides(held.shape)):
-        at = torch.arange(region.start[dim], region.stop[dim], device=tensor.device) * stride
+def _held_bits(plan: Plan, world: World, held: Held, tensor: torch.Tensor) -> torch.Tensor:
+    """What a piece must hold, as integers: its content, cast if it was cast on the way here."""
+    region, device = held.piece.region, tensor.device
+    casts = {cast.group: cast for cast in plan.casts} if world == "gen" else {}
+    scaled = {pair.scales: pair for pair in plan.pairs if pair.weight in casts}
+    if (pair := scaled.get(held.group)) is not None:  # the scales of a weight that was cast
+        weight = plan.groups[pair.weight]
+        low, high = (
+            tuple(at * size for at, size in zip(end, pair.block, strict=True)) for end in (region.start, region.stop)
+        )
+        inside = Region(low, tuple(map(min, high, weight.view)))
+        suffix = plan.groups[pair.scales].pattern.removeprefix(weight.pattern)
+        values = _content(held.parameter.removesuffix(suffix), weight.view, inside, torch.bfloat16, device)
+        return bits(block_scales(values, pair.block))
+    cast = casts.get(held.group)
+    if cast is None:
+        return bits(_content(held.parameter, held.shape, region, tensor.dtype, device))
+    values = _content(held.parameter, held.shape, region, getattr(torch, cast.src), device)
+    block = next((pair.block for pair in plan.pairs if pair.weight == held.group), None)
+    if block is None:
+        return bits(values.to(tensor.dtype))
+    scales = block_scales(values, block).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return bits(scaled_to_e4m3(values, scales[: values.shape[0], : values.shape[1]]))
+
+
+def _content(
+    name: str, shape: tuple[int, ...], region: Region, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A region of a parameter. Floating-point numbers of two and four bytes are finite, so that casts mean something."""
+    number = torch.tensor(zlib.crc32(name.encode()), dtype=torch.int64, device=device)
+    for dim, stride in enumerate(row_major_strides(shape)):
+        at = torch.arange(region.start[dim], region.stop[dim], device=device) * stride
         number = number.unsqueeze(-1) + at
     mixed = number * _MIX[0]
     mixed = (mixed ^ (mixed >> 31)) * _MIX[1]
-    return (mixed >> (64 - 8 * tensor.element_size())).to(_INTEGERS[tensor.element_size()])
+    itemsize = dtype.itemsize
+    content = (mixed >> (64 - 8 * itemsize)).to(_INTEGERS[itemsize])
+    if itemsize in {2, 4}:
+        content &= ~(1 << (8 * itemsize - 2))  # the exponent's highest bit: below 2
+    return content.view(dtype)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,14 @@ def _ratio(rows: list[Row]) -> tuple[str, bool]:
     return f"{ratio:.2f} x", ratio >= 1.75
 
 
+def _at_most(most: float) -> Judge:
+    def judge(rows: list[Row]) -> tuple[str, bool]:
+        ratio = rows[0]["ms"] / rows[1]["ms"]
+        return f"{ratio:.2f} x", ratio <= most
+
+    return judge
+
+
 def _nccl(rows: list[Row]) -> tuple[str, bool]:
     row = rows[0]
     said = f"{row['gb_per_s_per_receiver']:.0f} GB/s, {row['share']:.3f}, {row['scratch_mb'] * 1e6 / _MIB:.0f} MiB"
@@ -102,6 +110,13 @@ _GOALS: tuple[tuple[str, str, tuple[tuple[str, str], ...], Judge], ...] = (
     ("first refit after prepare, direct, nccl", "<= 1.2 x a later one", ((_MOE, "direct"), (_MOE, "nccl")), _first),
     ("a session's prepare, planning included", "< 3 s", ((_MOE, "session:transport=direct"),), _prepare),
     ("direct, two replicas", ">= 0.85 of the copy engine", (("moe-replicas", "direct"),), _share(0.85)),
+    ("direct, FP8 to FP8", ">= 0.9 of the copy engine", (("moe-fp8", "direct"),), _share(0.9)),
+    (
+        "direct, BF16 to FP8 on the way",
+        "<= 0.65 x the time of BF16 to BF16",
+        (("moe-bf16-fp8", "direct"), (_MOE, "direct")),
+        _at_most(0.65),
+    ),
     ("direct, one trainer, replicas", ">= 0.85 of the copy engine", (("moe-one-to-many", "direct"),), _share(0.85)),
     ("host CPU of a refit, direct", "< 2 ms", ((_MOE, "direct"),), _host(2)),
     ("host CPU of a refit, nccl", "< 10 ms", ((_MOE, "nccl"),), _host(10)),

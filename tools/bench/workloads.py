@@ -29,6 +29,7 @@ class Workload:
     experts_only: bool = False
     train_ranks: int = 0  # 0: half of the ranks
     least_ranks: int = 2
+    dtypes: tuple[str, str] = ("bf16", "bf16")  # of the trainer and the engine, as --train-dtype and --gen-dtype
 
 
 WORKLOADS = (
@@ -67,6 +68,24 @@ WORKLOADS = (
         "moe-replicas", "the whole model, EP to DP replicas", "moe", "ep={n},dp={n}", "tp=1,dp={n}", ("direct", "nccl")
     ),
     Workload(
+        "moe-fp8",
+        "the whole model in block FP8, EP to TP",
+        "moe",
+        "ep={n},dp={n}",
+        "tp={n}",
+        ("direct", "nccl"),
+        dtypes=("fp8", "fp8"),
+    ),
+    Workload(
+        "moe-bf16-fp8",
+        "the whole model, BF16 made block FP8 on the way, EP to TP",
+        "moe",
+        "ep={n},dp={n}",
+        "tp={n}",
+        ("direct", "nccl"),
+        dtypes=("bf16", "fp8"),
+    ),
+    Workload(
         "moe-one-to-many",
         "the whole model, one trainer to replicas",
         "moe",
@@ -92,6 +111,7 @@ class Case:
     gen: str
     train_ranks: int
     gen_ranks: int
+    dtypes: tuple[str, str] = ("bf16", "bf16")
 
     def plan(self, *, build: MegatronBuild = MegatronBuild(), train: str | None = None) -> Plan:  # noqa: B008
         """The plan of the case; `train` stands in for its training mesh, to describe a Megatron model that receives.
@@ -111,7 +131,10 @@ class Case:
                 f"{self.name}: {self.train} -> {self.gen} are {meshes[0].world} -> {meshes[1].world} ranks,"
                 f" not {self.train_ranks} -> {self.gen_ranks}"
             )
-        return make_plan(catalogue, *meshes, model=self.model, build=build)
+        train_dtype, gen_dtype = self.dtypes
+        return make_plan(
+            catalogue, *meshes, model=self.model, build=build, train_dtype=train_dtype, gen_dtype=gen_dtype
+        )
 
 
 def case_of(workload: Workload, ranks: int, *, train_ranks: int = 0, layers: int = 0, model: str = "") -> Case:
@@ -127,4 +150,5 @@ def case_of(workload: Workload, ranks: int, *, train_ranks: int = 0, layers: int
         workload.gen.format(n=ranks - train),
         train,
         ranks - train,
+        workload.dtypes,
     )
