@@ -66,7 +66,8 @@ def test_the_experts_alone_are_planned() -> None:
 
 def test_one_run_holds_every_workload_that_its_ranks_allow() -> None:
     names = [case.name for case, _ in bench_refit.parsed(["--device", "cpu", "--ranks", "2"]).work]
-    assert names == ["moe-ep-tp", "moe-experts", "dense-tp-tp", "dense-dp-tp", "moe-replicas"]
+    dense = ["dense-tp-tp", "dense-dp-tp"]
+    assert names == ["moe-ep-tp", "moe-experts", *dense, "moe-replicas", "moe-fp8", "moe-bf16-fp8"]
     run = bench_refit.parsed([*ON_CPU, "--workloads", "dense-tp-tp", "--methods", "gloo", "golden", "isend-irecv"])
     assert [(case.name, [m.text for m in methods]) for case, methods in run.launches()] == [
         ("dense-tp-tp", ["gloo"]),

@@ -122,6 +122,7 @@ def header(run: Run) -> dict[str, Any]:
                 "train": case.train,
                 "gen": case.gen,
                 "ranks": f"{case.train_ranks} -> {case.gen_ranks}",
+                "dtypes": " -> ".join(case.dtypes),
             }
             for case, _ in run.work
         },

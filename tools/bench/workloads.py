@@ -50,7 +50,7 @@ WORKLOADS = (
         "moe",
         "ep={n},dp={n}",
         "tp={n}",
-        ("direct", "nccl", "nemo-rl", "nemo-rl-golden", "isend-irecv", "nccl-m2n"),
+        ("direct", "nccl", "nemo-rl", "nemo-rl-golden", "nccl-m2n"),
         experts_only=True,
     ),
     Workload(
@@ -61,9 +61,7 @@ WORKLOADS = (
         "tp={n}",
         ("direct", "nccl", "isend-irecv", "megatron-core", "golden"),
     ),
-    Workload(
-        "dense-dp-tp", "DP to TP", "dense", "dp={n}", "tp={n}", ("direct", "nccl", "isend-irecv", "megatron-core")
-    ),
+    Workload("dense-dp-tp", "DP to TP", "dense", "dp={n}", "tp={n}", ("direct", "nccl", "isend-irecv")),
     Workload(
         "moe-replicas", "the whole model, EP to DP replicas", "moe", "ep={n},dp={n}", "tp=1,dp={n}", ("direct", "nccl")
     ),
