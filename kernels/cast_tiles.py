@@ -104,7 +104,7 @@ def _word_elements(form: CastForm, boxes: Boxes, first_column: Ints) -> Ints:
     wide = _WIDE[form.src, form.to]
     off = (boxes.src | boxes.src_strides[:, INNER_LOOP]) % (wide * form.src_bytes)
     off |= (boxes.dst | boxes.dst_strides[:, INNER_LOOP]) % (wide * form.to_bytes)
-    off |= (boxes.extents[:, ROW] | first_column) % wide
+    off |= (boxes.extents[:, ROW] | first_column | form.block[1]) % wide
     return np.where(off == 0, wide, 1)
 
 

@@ -31,7 +31,6 @@ Ints = NDArray[np.int64]
 
 E4M3 = "float8_e4m3fn"
 CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", E4M3))
-COLUMN_STEP = 16  # columns of a block are a multiple: buckets are cut there, and a kernel's word has one scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +168,8 @@ def _cast_problems(schedule: Schedule, cast: Cast, computed: set[int]) -> Iterat
         yield "scales are for casts to float8_e4m3fn, and needed there"
     if cast.scales is None:
         return
-    if len(local.shape) < 2 or cast.block[0] < 1 or cast.block[1] < 1 or cast.block[1] % COLUMN_STEP:
-        yield f"shape {local.shape} in blocks of {cast.block}: blocks need two dims, columns a multiple of {COLUMN_STEP}"
+    if len(local.shape) < 2 or min(cast.block) < 1:
+        yield f"shape {local.shape} in blocks of {cast.block}: there are no such blocks"
         return
     if cast.scales not in computed:
         yield "its scales are not among the tensors that are computed"
@@ -183,7 +182,7 @@ def _cast_problems(schedule: Schedule, cast: Cast, computed: set[int]) -> Iterat
 
 
 def _block_problems(schedule: Schedule, cast: Cast) -> list[str]:
-    """Transfers whose rows are not (parts of) rows of the matrix that begin on a block's edge."""
+    """Transfers whose rows are not (parts of) rows of the matrix."""
     local = schedule.tensors[cast.tensor]
     columns = local.shape[-1]
     for stage in schedule.stages:
@@ -191,19 +190,19 @@ def _block_problems(schedule: Schedule, cast: Cast) -> list[str]:
         mine = np.flatnonzero(table.tensor == cast.tensor)
         firsts = np.stack([table.geometry[mine], table.offset[mine] % columns]) if len(mine) else np.zeros((2, 0))
         for geometry, first in np.unique(firsts.astype(np.int64), axis=1).T.tolist():
-            if not _addressable(schedule.geometries[geometry], first, columns, cast.block[1]):
+            if not _addressable(schedule.geometries[geometry], first, columns):
                 row = int(mine[np.flatnonzero(table.geometry[mine] == geometry)[0]])
                 name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
                 return [
                     f"stage {stage.pp_stage}: {name} leaves {local.name} {local.shape} cast in blocks of {cast.block}, "
-                    f"but {schedule.geometries[geometry]} from column {first} is not made of its rows from a block's edge"
+                    f"but {schedule.geometries[geometry]} from column {first} is not made of its rows"
                 ]
     return []
 
 
-def _addressable(geometry: Geometry, first: int, columns: int, block_columns: int) -> bool:
+def _addressable(geometry: Geometry, first: int, columns: int) -> bool:
     if prod(geometry.extents) == 0:
         return True
     dims = [pair for pair in zip(geometry.extents, geometry.strides, strict=True) if pair[0] > 1]
     width = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
-    return first % block_columns == 0 and first + width <= columns and all(stride % columns == 0 for _, stride in dims)
+    return first + width <= columns and all(stride % columns == 0 for _, stride in dims)

@@ -9,7 +9,7 @@ import torch
 from cuda.core import LaunchConfig, Stream, launch
 from numpy.typing import NDArray
 
-from .cast_tiles import BLOCK, CAST_TILE, cut_cast_tiles, split_casts
+from .cast_tiles import BLOCK, CAST_TILE, cut_cast_tiles, scale_blocks, split_casts
 from .casts import Casts
 from .device_copies import DeviceCopies, KernelShape, compiled
 from .tiles import cut_tiles
@@ -63,6 +63,12 @@ class DeviceScales(_Launcher):
     def __init__(self, blocks: NDArray[np.void], device: torch.device) -> None:
         assert blocks.dtype == BLOCK
         super().__init__(blocks, device, _SCALE_SHAPE, "block_scales")
+
+
+def device_scales(casts: Casts, tensors: Sequence[torch.Tensor], device: torch.device) -> DeviceScales | None:
+    """What computes the scales of `casts`; None where there are none."""
+    blocks = scale_blocks(casts, tensors)
+    return DeviceScales(blocks, device) if len(blocks) else None
 
 
 class DeviceGather:

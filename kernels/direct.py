@@ -42,6 +42,7 @@ DEFAULT_TILE_BYTES = 128 << 10
 _READY, _STARTED, _DONE = -1, -2, -3  # words; those of 0 and more number rounds of casts
 _POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
 _NAPPING = 0.95  # share of the fastest refit's time that is slept through before polling
+_DRAIN_S, _DRAIN_POLL_S = 5.0, 0.001
 _LATE_S = 0.25  # a pull that takes longer, and twice as long as the fastest, may have a dead reader
 
 
@@ -228,10 +229,17 @@ class _Reader:
         self._slots.check_sums()
 
     def close(self) -> None:
-        """Unmap the sources. After a kernel that never ended this waits as long as the kernel runs."""
+        """Unmap the sources, once nothing here reads them any more.
+
+        A source that died while it cast leaves a wait on the GPU that never ends: its memory then stays mapped.
+        """
         withdraw_event(self._pulled)
         self._slots.close()
-        torch.cuda.synchronize(self._device)
+        deadline = time.monotonic() + _DRAIN_S
+        while not self._stream.query():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_DRAIN_POLL_S)
         self._mappings.close()
 
     def _addresses(self, exports: dict[int, Export]) -> NDArray[np.uint64]:

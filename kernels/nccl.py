@@ -27,7 +27,6 @@ import torch
 from torch.distributed import Store
 
 from .board import Board
-from .cast_tiles import scale_blocks
 from .digests import digest
 from .errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError
 from .nccl_communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
@@ -164,6 +163,7 @@ class NcclExecutor:
             slot.free()
 
     def _prepare(self, division: Division, copy_ctas: int) -> None:
+        from .device_casts import device_scales
         from .plain_memory import PlainBuffer, is_plain
 
         planned = rounds(self._program, division, in_place=[is_plain(tensor) for tensor in self._program.tensors])
@@ -175,7 +175,7 @@ class NcclExecutor:
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
         self._connect(division, planned)
         self._rounds = self._bound(planned, division, copy_ctas)
-        self._scales = _scales(self._program, self._device)
+        self._scales = device_scales(self._program.casts, self._program.tensors, self._device)
         torch.cuda.synchronize(self._device)
         self._graph = self._captured()
 
@@ -411,14 +411,6 @@ class _DeviceRound:
     messages: tuple[NcclMessage, ...]
     copies: DeviceGather | None
     checked: range  # numbers of the messages whose digests are compared
-
-
-def _scales(program: Program, device: torch.device) -> DeviceScales | None:
-    """What computes the scales of the program's casts."""
-    from .device_casts import DeviceScales
-
-    blocks = scale_blocks(program.casts, program.tensors)
-    return DeviceScales(blocks, device) if len(blocks) else None
 
 
 def _on_device(reached: Callable[[], bool], awaited: Round) -> bool:

@@ -18,8 +18,7 @@ from torch.distributed import Store
 
 from mcore_reshard.planner.schedule import Schedule
 
-from .cast_tiles import scale_blocks
-from .device_casts import DeviceGather, DeviceScales
+from .device_casts import DeviceGather, DeviceScales, device_scales
 from .device_copies import DeviceCopies, KernelShape
 from .errors import ChecksumError, SessionError, Waiting
 from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
@@ -133,9 +132,9 @@ class SlotSource:
             table = joined([placed(each, plan.places[peer], base, sends=True) for peer, each in mine.items()])
             new = {*np.unique(table["src"]).tolist()} - computed
             computed |= new
-            blocks = scale_blocks({index: program.casts[index] for index in sorted(new)}, program.tensors)
+            scales = device_scales({index: program.casts[index] for index in sorted(new)}, program.tensors, device)
             gather = DeviceGather(table, addresses, program.casts, device, _CASTING_SHAPE, _TILE_BYTES)
-            bound.append(_Casting(tuple(mine), DeviceScales(blocks, device) if len(blocks) else None, gather))
+            bound.append(_Casting(tuple(mine), scales, gather))
         return bound
 
 

@@ -40,6 +40,8 @@ WEIGHTS = (
     Weight("ragged", (200, 136), "bfloat16", E4M3, (128, 128)),
     Weight("odd", (131, 333), "bfloat16", E4M3, (128, 128)),
     Weight("experts", (3, 160, 200), "bfloat16", E4M3, (64, 64)),
+    Weight("small blocks", (24, 40), "bfloat16", E4M3, (4, 8)),
+    Weight("odd blocks", (30, 40), "bfloat16", E4M3, (7, 5)),
     Weight("master", (37, 24), "float32", "bfloat16"),
     Weight("bias", (91,), "bfloat16", "float32"),
 )

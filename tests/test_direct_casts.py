@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -171,6 +173,29 @@ def test_peers_that_fail_are_named(trouble: str) -> None:
     assert {outcome.kind for outcome in errors} <= {"PeerLostError", "DeadlineError"}
     name = "gen:0" if trouble == "dead reader" else "train:0"
     assert any(name in str(outcome.error) for outcome in errors)
+
+
+def die_while_casting(number: int, address: str, worlds: tuple[int, int]) -> None:
+    """After a good run, the trainer's GPU is busy for a while before it comes to cast, and its process is killed."""
+    schedule = one_large_weight(number, worlds)
+    start = {local.name: torch.zeros(local.shape, dtype=getattr(torch, local.dtype)) for local in schedule.tensors}
+    rank = Rank(number, address, worlds, schedule, start, 1, timeout_s=SPAWN_S / 2, scratch_bytes=4 << 20)
+    rank.executor.run()
+    if number == 0:
+        torch.cuda._sleep(40_000_000_000)  # type: ignore[no-untyped-call]  # about 20 s
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        rank.executor.run()
+    finally:
+        rank.executor.close()
+
+
+def test_a_trainer_that_dies_while_it_casts_is_named_and_leaves_nobody_waiting() -> None:
+    dead, reader = run_ranks(2, die_while_casting, (1, 1), timeout_s=SPAWN_S, method="spawn")
+    assert dead.died
+    assert reader.kind == "PeerLostError", reader
+    assert reader.error is not None and "gen:0 waiting for train:0 to send" in reader.error
+    assert reader.seconds < SPAWN_S / 2
 
 
 def test_too_little_scratch_is_said_to_readers() -> None:

@@ -89,7 +89,7 @@ def test_rows_are_parted_alike_at_both_ends() -> None:
             np.testing.assert_array_equal(stage.sends.nbytes, other.recvs.nbytes)
     plain, cast = parted(train)
     names = {train.tensors[n].name for stage in cast.stages for n in stage.sends.tensor.tolist()}
-    assert names <= {"square", "ragged", "odd", "experts", "master", "bias"}
+    assert names <= {"square", "ragged", "odd", "experts", "small blocks", "odd blocks", "master", "bias"}
     assert sum(len(stage.sends) for part in (plain, cast) for stage in part.stages) == len(moves)
 
 
