@@ -9,13 +9,14 @@ reach whatever the hardware says: that is how several hosts are simulated on one
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_reshard.planner.subset import peers_of
+from mcore_reshard.planner.schedule import Schedule
 
 from .board import Board
 from .errors import TransportUnavailable
@@ -23,7 +24,17 @@ from .program import Program
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
 
-Pair = tuple[int, int]  # training rank, generation rank
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two ranks that exchange bytes, or would. `src` is a training rank, or a generation rank that relays."""
+
+    src: int
+    dst: int
+    relays: bool
+
+    def __str__(self) -> str:
+        return f"{'relay' if self.relays else 'train'}:{self.src}-gen:{self.dst}"
 
 
 def host() -> str:
@@ -31,28 +42,38 @@ def host() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def obstacles_by_pair(board: Board, program: Program, direct_obstacle: str | None) -> dict[Pair, str | None]:
-    """Why each pair that exchanges bytes cannot share memory; None where it can. All ranks call it and get the same.
+def obstacles_by_pair(
+    board: Board, program: Program, direct_obstacle: str | None, *, sources: Collection[int], relays: Collection[int]
+) -> dict[Pair, str | None]:
+    """Why pairs cannot share memory; None where they can. All ranks call it, and get the pairs of all.
 
+    A generation rank asks for the training ranks `sources` and the replicas `relays`; others ask for nobody.
     `direct_obstacle` is what keeps this rank from sharing memory with anyone.
     """
     schedule = program.schedule
     seats = board.gather("seat", _seat(program, direct_obstacle))
-    mine: dict[str, str | None] = {}
-    if schedule.world == "gen":
-        here = seats[schedule.train_ranks + schedule.rank]
-        declared = _declared()
-        for peer in sorted(peers_of(schedule)):
-            pair = f"{schedule.name_of('train', peer)}-{schedule.name}"
-            why = f"declared in {UNREACHABLE_VARIABLE}" if pair in declared else _obstacle(seats[peer], here)
-            mine[str(peer)] = why
-    found = board.gather("reach", mine)[schedule.train_ranks :]
-    return {(int(peer), rank): why for rank, said in enumerate(found) for peer, why in said.items()}
+    asked = [Pair(src, schedule.rank, False) for src in sorted(sources)]
+    asked += [Pair(src, schedule.rank, True) for src in sorted(relays)]
+    mine = [
+        (
+            pair.src,
+            pair.dst,
+            pair.relays,
+            _obstacle(seats[_seat_number(schedule, pair)], direct_obstacle, program, pair),
+        )
+        for pair in asked
+    ]
+    return {Pair(src, dst, relayed): why for said in board.gather("reach", mine) for src, dst, relayed, why in said}
 
 
-def _seat(program: Program, obstacle: str | None) -> dict[str, Any]:
+def _seat_number(schedule: Schedule, pair: Pair) -> int:
+    return schedule.train_ranks + pair.src if pair.relays else pair.src
+
+
+def _seat(program: Program, direct_obstacle: str | None) -> dict[str, Any]:
     """Where this rank is, and what keeps others from reading it."""
-    if obstacle is None and program.schedule.world == "train":
+    schedule, obstacle = program.schedule, direct_obstacle
+    if obstacle is None and (schedule.world == "train" or schedule.relayed):
         obstacle = _export_obstacle(program)
     return {"obstacle": obstacle, "host": host(), "gpu": _gpu(program.device)}
 
@@ -76,17 +97,20 @@ def _export_obstacle(program: Program) -> str | None:
     return None
 
 
-def _obstacle(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    if why := there["obstacle"] or here["obstacle"]:
+def _obstacle(there: Mapping[str, Any], direct_obstacle: str | None, program: Program, pair: Pair) -> str | None:
+    here = _gpu(program.device)
+    if str(pair) in _declared():
+        return f"declared in {UNREACHABLE_VARIABLE}"
+    if why := there["obstacle"] or direct_obstacle:
         return str(why)
-    if there["host"] != here["host"]:
+    if there["host"] != host():
         return "on different hosts"
-    if there["gpu"] == here["gpu"]:
+    if there["gpu"] == here:
         return None
     uuids = [_gpu(device) for device in range(torch.cuda.device_count())]
     if there["gpu"] not in uuids:
         return "the reader does not see the other's GPU (CUDA_VISIBLE_DEVICES)"
-    if not torch.cuda.can_device_access_peer(uuids.index(here["gpu"]), uuids.index(there["gpu"])):
+    if not torch.cuda.can_device_access_peer(uuids.index(here), uuids.index(there["gpu"])):
         return "the two GPUs cannot access each other"
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -13,6 +14,7 @@ from .nccl import NcclExecutor
 from .nccl_communicator import nccl_obstacle
 from .pairs import connect_by_pair
 from .pipeline import Executor
+from .relaying import relayed, unrelayed
 from .rounds import ScratchBudget
 from .transport import Link, Transport
 
@@ -102,21 +104,28 @@ def _connect_direct(link: Link) -> Executor:
     return DirectExecutor(link.store, link.program, timeout_s=link.timeout_s, scratch_bytes=link.scratch_bytes)
 
 
+def _connect_nccl(link: Link) -> Executor:
+    budget = ScratchBudget(link.scratch_bytes)
+    return NcclExecutor(link.program, link.store, timeout_s=link.timeout_s, budget=budget)
+
+
+def _connect_gloo(link: Link) -> Executor:
+    return GlooExecutor(link.group, link.program)
+
+
 _DIRECT = Transport(
     name="direct",
     devices=frozenset({"cuda"}),
     reach="GPUs of one host that can access each other's memory",
     obstacle=_direct_obstacle,
-    connect=_connect_direct,
+    connect=partial(relayed, _connect_direct),
 )
 _NCCL = Transport(
     name="nccl",
     devices=frozenset({"cuda"}),
     reach="any hosts that NCCL can connect",
     obstacle=nccl_obstacle,
-    connect=lambda link: NcclExecutor(
-        link.program, link.store, timeout_s=link.timeout_s, budget=ScratchBudget(link.scratch_bytes)
-    ),
+    connect=partial(unrelayed, _connect_nccl),
 )
 
 
@@ -142,7 +151,7 @@ register(
         devices=frozenset({"cpu"}),
         reach="any hosts with a TCP route",
         obstacle=_no_obstacle,
-        connect=lambda link: GlooExecutor(link.group, link.program),
+        connect=partial(relayed, _connect_gloo),
     )
 )
 register(

@@ -21,11 +21,13 @@ from .pipeline import Executor, StageReport, group_rank
 from .program import bind
 from .transport import Link
 
+Connect = Callable[[Link], Executor]
+
 _PARTS = 3  # executors on a rank that relays, which share its scratch
 
 
-def connected(connect: Callable[[Link], Executor], link: Link) -> Executor:
-    """Connect a transport for all that the plan moves, by two hops where it relays."""
+def relayed(connect: Connect, link: Link) -> Executor:
+    """Connect what the plan moves, by two hops where it relays."""
     schedule = link.program.schedule
     if not schedule.relayed:
         return connect(link)
@@ -38,6 +40,18 @@ def connected(connect: Callable[[Link], Executor], link: Link) -> Executor:
     except BaseException:
         first.close()
         raise
+
+
+def unrelayed(connect: Connect, link: Link) -> Executor:
+    """Connect what the plan moves, all of it from the trainer, also where the plan relays.
+
+    For nccl: a rank that passes on takes two parts, and NCCL refuses a GPU twice in one communicator.
+    """
+    program = link.program
+    if program.schedule.unrelayed is None:
+        return connect(link)
+    straight = bind(program.schedule.unrelayed(), program.by_name, bucket_bytes=program.bucket_bytes)
+    return connect(replace(link, program=straight))
 
 
 class RelayedExecutor:
@@ -90,7 +104,7 @@ class _Role:
         self.executor.close()
 
 
-def _second_hop(connect: Callable[[Link], Executor], link: Link) -> Executor:
+def _second_hop(connect: Connect, link: Link) -> Executor:
     """Both roles connect at the same time: each waits for the other roles of other ranks."""
     assert link.program.schedule.relay is not None
     relay = link.program.schedule.relay()
@@ -109,7 +123,7 @@ def _second_hop(connect: Callable[[Link], Executor], link: Link) -> Executor:
     return JoinedExecutor(roles, device)
 
 
-def _role(connect: Callable[[Link], Executor], link: Link, schedule: Schedule) -> _Role:
+def _role(connect: Connect, link: Link, schedule: Schedule) -> _Role:
     program = bind(schedule, link.program.by_name, bucket_bytes=link.program.bucket_bytes)
     store = PrefixStore("second", link.another_store())
     group = GlooGroup(

@@ -28,7 +28,6 @@ from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.pipeline import Executor, StageReport, group_rank
 from mcore_reshard.kernels.program import Program, bind
 from mcore_reshard.kernels.registry import AUTO, resolve
-from mcore_reshard.kernels.relaying import connected as connected_by
 from mcore_reshard.kernels.rounds import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.transport import Link, Transport
 from mcore_reshard.planner.schedule import Schedule, World
@@ -238,8 +237,7 @@ class _Endpoint(ABC):
             try:
                 executor = None
                 if program is not None and transport.connect is not None:
-                    executor = connected_by(
-                        transport.connect,
+                    executor = transport.connect(
                         Link(
                             store=PrefixStore(transport.name, meeting.store),
                             another_store=lambda: PrefixStore(transport.name, meeting.another_store()),

@@ -75,9 +75,14 @@ class Schedule:
     # Training ranks: indices of tensors that the trainer does not have, the scales that casts compute. They are sent as
     # any other tensor.
     computed: tuple[int, ...] = ()
-    relayed: bool = False  # generation ranks pass on what they receive once all of it has arrived
+    unrelayed: Callable[[], Schedule] | None = None  # of a relayed plan: the same, but all bytes come from the trainer
     relay: Callable[[], Relay] | None = None  # generation ranks of a relayed plan: what they pass on, and get so
     between_replicas: bool = False  # a part of a relay: its 'train' ranks are the generation ranks that pass on
+
+    @property
+    def relayed(self) -> bool:
+        """Whether generation ranks pass on what they receive, once all of it has arrived."""
+        return self.unrelayed is not None
 
     def name_of(self, world: World, rank: int) -> str:
         """How messages call a rank: 'train:0', 'gen:3'; 'relay:3' is gen:3 where it passes on."""

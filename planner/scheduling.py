@@ -30,18 +30,21 @@ def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
     """
     _check_rank(plan, world, rank)
     expansion = _Expansion(plan, world, rank)
+    unrelayed = (
+        partial(schedule_of, replace(plan, relay=False, digest=plan.digest), world, rank) if plan.relay else None
+    )
     if world == "train":
         casts = expansion.casts()
         return replace(
             expansion.schedule(expansion.sends, sends=True),
-            relayed=plan.relay,
+            unrelayed=unrelayed,
             casts=casts,
             computed=tuple(sorted(cast.scales for cast in casts if cast.scales is not None)),
         )
     return replace(
         expansion.schedule(expansion.receives, sends=False),
         pulls=partial(pulls_of, plan, rank),
-        relayed=plan.relay,
+        unrelayed=unrelayed,
         relay=partial(relay_of, plan, rank) if plan.relay else None,
     )
 

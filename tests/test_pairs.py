@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import planned_refits
@@ -14,8 +16,9 @@ from ranks import run_ranks, values
 from mcore_reshard.kernels import registry
 from mcore_reshard.kernels.gloo import GlooExecutor, GlooGroup
 from mcore_reshard.kernels.pairs import connect_by_pair
-from mcore_reshard.kernels.pipeline import group_rank
+from mcore_reshard.kernels.pipeline import Executor, group_rank
 from mcore_reshard.kernels.reach import UNREACHABLE_VARIABLE
+from mcore_reshard.kernels.relaying import Connect, relayed, unrelayed
 from mcore_reshard.kernels.transport import Link, Transport
 
 MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
@@ -40,13 +43,13 @@ class OverGloo(GlooExecutor):
         super().close()
 
 
-def stand_in(name: str, obstacle: str | None = None) -> Transport:
-    return Transport(name, frozenset({"cpu"}), "", lambda: obstacle, lambda link: OverGloo(name, link))
+def stand_in(name: str, hops: Callable[[Connect, Link], Executor], obstacle: str | None = None) -> Transport:
+    return Transport(name, frozenset({"cpu"}), "", lambda: obstacle, partial(hops, partial(OverGloo, name)))
 
 
 def on_cpu(number: int, address: str, case: Case, unreachable: str, far_obstacle: str | None) -> Any:
     """A refit by `auto`, with transports `near` and `far` in the places of direct and nccl."""
-    near, far = stand_in("near"), stand_in("far", far_obstacle)
+    near, far = stand_in("near", relayed), stand_in("far", unrelayed, far_obstacle)
     auto = replace(registry._transports["auto"], devices=frozenset({"cpu"}), obstacle=lambda: None,
                    connect=lambda link: connect_by_pair(link, near, far))  # fmt: skip
     registry._transports["auto"] = auto  # this process ends with the test
@@ -62,10 +65,15 @@ def on_cpu(number: int, address: str, case: Case, unreachable: str, far_obstacle
         (MOE, ALL_PAIRS, [{"far"}] * 4),
         (MOE, "train:0-gen:1, train:1-gen:0", [{"near+far"}] * 4),
         (MOE, "train:9-gen:0", [{"near"}] * 4),
+        (RELAYED, "", [{"near"}] * 4),
+        (RELAYED, "relay:0-gen:1", [{"near"}] * 4),
         (RELAYED, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
         (RELAYED_CAST, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
     ],
-    ids=["all near", "all far", "two hosts", "no such pair", "relayed", "cast and relayed"],
+    ids=[
+        *("all near", "all far", "two hosts", "no such pair", "relayed", "a relay is far", "relays over two hosts"),
+        "cast over two hosts",
+    ],
 )
 def test_each_pair_goes_by_what_reaches_it(case: Case, unreachable: str, ways: list[set[str]]) -> None:
     found = values(run_ranks(4, on_cpu, case, unreachable, None, timeout_s=60.0))
@@ -78,7 +86,7 @@ def test_pairs_that_nothing_reaches_are_named() -> None:
     assert {outcome.kind for outcome in outcomes} <= {"TransportUnavailable", "SessionFailed"}
     said = next(o.error for o in outcomes if o.kind == "TransportUnavailable")
     assert said == (
-        "1 pair of ranks cannot share memory (train:1 -> gen:0: declared in MCORE_RESHARD_UNREACHABLE), "
+        "1 pair of ranks cannot share memory (train:1-gen:0: declared in MCORE_RESHARD_UNREACHABLE), "
         "and nccl cannot take their place: the far library is not installed"
     )
 
@@ -105,8 +113,8 @@ def on_gpus(number: int, address: str, case: Case, transport: str, unreachable: 
         (RELAYED_CAST, "auto", "train:0-gen:2,relay:0-gen:1", "direct+nccl"),
     ],
     ids=[
-        *("all near", "all far", "two hosts", "relayed directly", "relayed by nccl", "relayed over two hosts"),
-        *("cast directly", "cast by nccl", "cast and relayed over two hosts"),
+        *("all near", "all far", "two hosts", "relayed directly", "a relay by nccl", "relays over two hosts"),
+        *("cast directly", "cast by nccl", "cast over two hosts"),
     ],
 )
 def test_auto_on_gpus(case: Case, transport: str, unreachable: str, way: str) -> None:

@@ -13,7 +13,7 @@ from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.pipeline import Executor
 from mcore_reshard.kernels.program import bind
 from mcore_reshard.kernels.registry import AUTO, resolve
-from mcore_reshard.kernels.relaying import connected
+from mcore_reshard.kernels.relaying import relayed, unrelayed
 from mcore_reshard.kernels.transport import Link
 from mcore_reshard.planner.scheduling import schedule_of
 from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
@@ -25,13 +25,13 @@ _MIB = 1 << 20
 
 
 def direct(rank: Rank, options: Options) -> Prepared:
-    return _prepared(rank, "direct", partial(_direct_with, options) if options else None)
+    return _prepared(rank, "direct", partial(relayed, partial(_direct_with, options)) if options else None)
 
 
 def nccl(rank: Rank, options: Options) -> Prepared:
     if rank.on_cuda and rank.launch.gpus < rank.ranks:
         raise Unavailable("NCCL needs a GPU for every rank")
-    return _prepared(rank, "nccl", partial(_nccl_with, options) if options else None)
+    return _prepared(rank, "nccl", partial(unrelayed, partial(_nccl_with, options)) if options else None)
 
 
 def auto(rank: Rank, options: Options) -> Prepared:
@@ -73,8 +73,7 @@ def _prepared(rank: Rank, transport: str, connect: Callable[[Link], Executor] | 
     usual = _check(rank, transport)
     assert usual is not None, "golden is not an executor"
     group = GlooGroup(PrefixStore("group", rank.store), rank.number, rank.ranks, timeout_s=rank.timeout_s)
-    executor = connected(
-        connect or usual,
+    executor = (connect or usual)(
         Link(
             store=PrefixStore("link", rank.store),
             another_store=lambda: PrefixStore("link", rank.another_store()),
