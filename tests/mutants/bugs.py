@@ -46,8 +46,8 @@ BUGS: dict[int, str] = {
 NOTES: dict[int, str] = {
     14: "memory while planning is measured by the planner's benchmark, not refused",
     15: "CUDA's caching allocator is not involved on CPU",
-    17: "transports move bytes, so no dtype needs their support; there is no GPU transport to attack yet",
-    27: "slots of the CPU transport only; there are no streams to attack yet",
+    17: "transports move bytes, so no dtype needs their support; attacked on the CPU transport",
+    27: "slots of the CPU transport; streams and slots on GPUs have tests of their own",
     28: "writes that torch does not count (through .data) are not seen",
 }
 
