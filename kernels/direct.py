@@ -19,14 +19,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed import Store
 
-from .device_copies import DeviceCopies, KernelShape
+from .device_copies import DeviceCopies
+from .direct_options import DirectOptions
 from .errors import ChecksumError, DeadlineError, SessionError, TransferError, TransportUnavailable, Waiting
 from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from .pipeline import StageReport
@@ -35,30 +35,14 @@ from .pulling import pull_table
 from .rounds import DEFAULT_SCRATCH_BYTES
 from .slots import SlotReader, SlotSource
 from .staging import parted
-from .tiles import check_tile_bytes, cut_tiles, interleaved
+from .tiles import cut_tiles, interleaved
 from .words import Words, fetch
 
-DEFAULT_TILE_BYTES = 128 << 10
 _READY, _STARTED, _DONE = -1, -2, -3  # words; those of 0 and more number rounds of casts
 _POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
 _NAPPING = 0.95  # share of the fastest refit's time that is slept through before polling
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.001
 _LATE_S = 0.25  # a pull that takes longer, and twice as long as the fastest, may have a dead reader
-
-
-@dataclass(frozen=True, slots=True)
-class DirectOptions:
-    """How generation ranks pull. What training ranks are given does not matter."""
-
-    shape: KernelShape = KernelShape()  # noqa: RUF009  `ctas` bounds what it takes of a GPU that generates meanwhile
-    tile_bytes: int = DEFAULT_TILE_BYTES
-    turn_bytes: int | None = (
-        None  # taken from one source before it is the next one's turn; None: as `interleaved` chooses
-    )
-    checksums: bool = False  # sum every tile as it is read and as it was written, and compare
-
-    def __post_init__(self) -> None:
-        check_tile_bytes(self.tile_bytes)
 
 
 class DirectExecutor:

@@ -18,7 +18,7 @@ import torch
 from cuda.bindings import driver
 
 from .errors import SessionError, TransportUnavailable
-from .reach import host
+from .host import host
 
 _PROCESS = uuid4().hex
 _own_events: dict[str, torch.cuda.Event] = {}  # a process cannot open its own; torch's events take no weak references

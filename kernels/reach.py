@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from mcore_reshard.planner.schedule import Schedule
 
 from .board import Board
 from .errors import TransportUnavailable
+from .host import host
 from .program import Program
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
@@ -35,11 +35,6 @@ class Pair:
 
     def __str__(self) -> str:
         return f"{'relay' if self.relays else 'train'}:{self.src}-gen:{self.dst}"
-
-
-def host() -> str:
-    """What processes of one running host have in common, whatever containers they are in."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def obstacles_by_pair(

@@ -28,7 +28,7 @@ from .tiles import cut_tiles, interleaved
 from .words import Words, fetch
 
 if TYPE_CHECKING:
-    from .direct import DirectOptions
+    from .direct_options import DirectOptions
 
 _SLOTS = "slots/"  # what a rank publishes of its slots, and of its events
 _TILE_BYTES = 128 << 10

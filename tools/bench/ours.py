@@ -106,7 +106,8 @@ def _check(rank: Rank, transport: str) -> Callable[[Link], Executor] | None:
 
 def _direct_with(options: Options, link: Link) -> Executor:
     from mcore_reshard.kernels.device_copies import KernelShape
-    from mcore_reshard.kernels.direct import DirectExecutor, DirectOptions
+    from mcore_reshard.kernels.direct import DirectExecutor
+    from mcore_reshard.kernels.direct_options import DirectOptions
 
     shape = KernelShape(**{name: int(options[name]) for name in ("ctas", "threads", "batch") if name in options})
     usual = DirectOptions()
