@@ -61,7 +61,7 @@ class DirectExecutor:
         *,
         timeout_s: float,
         scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
-        options: DirectOptions = DirectOptions(),
+        options: DirectOptions = DirectOptions(),  # noqa: B008
     ) -> None:
         self._program = program
         self._runs = 0
