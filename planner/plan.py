@@ -107,8 +107,9 @@ class Bundle:
     """Parameters (layers x experts of one group) that share template, stage, source and destination ranks.
 
     Member `k` is layer `k // experts`, expert `k % experts`. Pull number `p` of member `k` on a source shard is served
-    by replica `(rotation + k * pulls + p) % replicas`: round robin, so that replicas share the load. Where the plan
-    relays, `landing` turns a round robin over the destination's replicas in the same way.
+    by replica `(rotation + k * step + p) % replicas`: round robin, so that replicas share the load. The step is the number
+    of pulls, or a little more, so that pulls of one number, which go to one rank, take all replicas in turn as well. Where
+    the plan relays, `landing` turns a round robin over the destination's replicas in the same way.
     """
 
     group: int
@@ -303,9 +304,9 @@ def replica_of(template: Template, bundle: Bundle, replicas: int, pulls_each: in
     replica, or once where these relay.
     """
     sources = np.array([m.src for m in template.moves], dtype=np.int64)
-    pulls = template.moves_of_source[sources[move]] * pulls_each
+    step = _coprime(template.moves_of_source * pulls_each, replicas)[sources[move]]
     number = template.order_in_source[move] * pulls_each + dst_replica
-    return (bundle.rotation + member * pulls + number) % replicas
+    return (bundle.rotation + member * step + number) % replicas
 
 
 def replica_bytes(template: Template, bundle: Bundle, replicas: int, pulls_each: int) -> NDArray[np.int64]:
@@ -320,8 +321,16 @@ def replica_bytes(template: Template, bundle: Bundle, replicas: int, pulls_each:
 def landing_of(template: Template, bundle: Bundle, replicas: int, member: Numbers, move: Numbers) -> NDArray[np.int64]:
     """Which destination replica a move lands on where the plan relays; arguments broadcast against each other."""
     shards = np.array([m.dst for m in template.moves], dtype=np.int64)
-    moves = template.moves_of_destination[shards[move]]
-    found: NDArray[np.int64] = (bundle.landing + member * moves + template.order_in_destination[move]) % replicas
+    step = _coprime(template.moves_of_destination, replicas)[shards[move]]
+    found: NDArray[np.int64] = (bundle.landing + member * step + template.order_in_destination[move]) % replicas
+    return found
+
+
+def _coprime(counts: NDArray[np.int64], replicas: int) -> NDArray[np.int64]:
+    """The first numbers, from each count on, that share no factor with `replicas`: [2, 3], 4 -> [3, 3]."""
+    found = counts.copy()
+    while (shared := np.gcd(found, replicas) > 1).any():
+        found[shared] += 1
     return found
 
 

@@ -256,7 +256,7 @@ def _balanced(bundles: Sequence[Bundle], templates: Sequence[Template], holdings
         pulls = 1 if relay else holdings[bundle.dst].ranks.shape[1]
         return replica_bytes(templates[bundle.template], bundle, replicas, pulls)
 
-    turns = _turns([(holdings[bundle.src].ranks, served(bundle)) for bundle in bundles], world)
+    turns = _turns([(holdings[bundle.src].ranks, served(bundle), bundle.members) for bundle in bundles], world)
     return tuple(replace(bundle, rotation=turn) for bundle, turn in zip(bundles, turns, strict=True))
 
 
@@ -267,7 +267,7 @@ def _landed(
     held = [holdings[bundle.dst].ranks for bundle in bundles]
     turns = _turns(
         [
-            (ranks, landing_bytes(templates[bundle.template], bundle, ranks.shape[1]))
+            (ranks, landing_bytes(templates[bundle.template], bundle, ranks.shape[1]), bundle.members)
             for bundle, ranks in zip(bundles, held, strict=True)
         ],
         world,
@@ -275,16 +275,23 @@ def _landed(
     return tuple(replace(bundle, landing=turn) for bundle, turn in zip(bundles, turns, strict=True))
 
 
-def _turns(shared: Sequence[tuple[NDArray[np.int32], NDArray[np.int64]]], world: int) -> list[int]:
-    """How far to turn each round robin, given as (ranks, bytes), both [shards, replicas].
+def _turns(shared: Sequence[tuple[NDArray[np.int32], NDArray[np.int64], int]], world: int) -> list[int]:
+    """How far to turn each round robin, given as (ranks, bytes, members), both arrays [shards, replicas].
 
-    Uneven remainders land on the least loaded ranks, the largest first.
+    Uneven remainders land on the least loaded ranks, the largest first. Where all replicas give the same, one bundle goes
+    on where the one before it stopped, so that pairs of ranks exchange alike: the embedding's halves come from two
+    replicas, and those of the output layer from the same two the other way round.
     """
     load = np.zeros(world, dtype=np.int64)
     turns = [0] * len(shared)
+    even: dict[int, int] = {}  # members so far, by the array of ranks, which bundles share
     for index in sorted(range(len(shared)), key=lambda i: (-int(shared[i][1].sum()), i)):
-        ranks, shares = shared[index]
-        turns[index] = _best_turn(load[ranks], shares) if (shares != shares[:, :1]).any() else 0
+        ranks, shares, members = shared[index]
+        if (shares != shares[:, :1]).any():
+            turns[index] = _best_turn(load[ranks], shares)
+        else:
+            turns[index] = even.get(id(ranks), 0) % ranks.shape[1]
+            even[id(ranks)] = turns[index] + members
         np.add.at(load, ranks, np.roll(shares, turns[index], axis=1))
     return turns
 
