@@ -336,6 +336,8 @@ def _register_transformer_engine() -> None:
         DotProductAttention=DotProductAttention,
         TransformerLayer=inert("TransformerLayer", torch.nn.Module),
         fp8_model_init=te_standin_fp8.fp8_model_init,
+        Fp8Padding=inert("Fp8Padding"),
+        Fp8Unpadding=inert("Fp8Unpadding"),
     )
     _register(
         "transformer_engine.pytorch.fp8",
