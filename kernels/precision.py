@@ -38,14 +38,18 @@ def block_scales(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def scaled_to_e4m3(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """bfloat16 [rows, columns] and the scale of each column or element, float32 -> float8_e4m3fn [rows, columns]."""
+    """bfloat16 [rows, columns] and the scale of each column, float32 [columns] -> float8_e4m3fn [rows, columns]."""
     return (values.float() * (1.0 / scales)).to(torch.float8_e4m3fn)
 
 
 def quantised(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """A whole bfloat16 weight [M, K] -> (float8_e4m3fn [M, K], float32 scales of its blocks)."""
     scales = block_scales(weight, block)
-    return scaled_to_e4m3(weight, over_elements(scales, block, weight.shape)), scales
+    data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    for number, held in enumerate(scales):
+        band = slice(number * block[0], (number + 1) * block[0])
+        data[band] = scaled_to_e4m3(weight[band], held.repeat_interleave(block[1])[: weight.shape[1]])
+    return data, scales
 
 
 def over_elements(scales: torch.Tensor, block: tuple[int, int], shape: Sequence[int]) -> torch.Tensor:

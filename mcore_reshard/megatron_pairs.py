@@ -13,41 +13,19 @@ must be equal:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from .kernels.precision import over_elements, quantised
+from .kernels.precision import over_elements
 from .megatron import conversion_tasks, export_tasks, hf_names
-from .planner.plan import Plan
 from .planner.precision import Block, grid_of
+from .quantised_export import Pairs, Scales, quantised_pair
 
-
-@dataclass(frozen=True, slots=True)
-class PairName:
-    """The scales of one weight in a checkpoint."""
-
-    scales: str
-    block: Block
-
-
-Pairs = Mapping[str, PairName]  # by the weight's name
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
-
-
-def pairs_by_name(plan: Plan) -> dict[str, PairName]:
-    """Every pair of a plan by Hugging Face name. Raises ValueError for pairs that are not of block FP8."""
-    found = {}
-    for pair in plan.pairs:
-        weight, scales = plan.groups[pair.weight], plan.groups[pair.scales]
-        if scales.dtype != "float32" or len(scales.shape) != 2:
-            raise ValueError(f"{weight.pattern}: only pairs of block FP8 can be exported, not {scales.dtype} scales")
-        names = zip(weight.names(), scales.names(), strict=True)
-        found |= {name: PairName(of_it, pair.block) for name, of_it in names}
-    return found
 
 
 def export_with_pairs(
@@ -68,7 +46,7 @@ def export_with_pairs(
     by_bytes = _quantised_tasks(tasks, pairs)
     others = [task for index, task in enumerate(tasks) if index not in by_bytes]
     for name, tensor in export_tasks(bridge, model_chunks, others, wanted):
-        yield from _quantised(name, tensor, pairs[name]) if name in pairs else ((name, tensor),)
+        yield from quantised_pair(name, tensor, pairs[name]) if name in pairs else ((name, tensor),)
     # a mapping remembers the dtype that it exchanged between pipeline stages, so either half has tasks of its own
     again = conversion_tasks(bridge, model_chunks, wanted)
     data = [_carrying(tasks[index], _data) for index in sorted(by_bytes)]
@@ -82,7 +60,7 @@ def export_with_pairs(
 
 def _weights_of(names: Collection[str], pairs: Pairs) -> set[str]:
     """Names without those of scales, which come with their weights."""
-    weights = {pair.scales: name for name, pair in pairs.items()}
+    weights = {pair.name: name for name, pair in pairs.items()}
     return {weights.get(name, name) for name in names}
 
 
@@ -91,11 +69,17 @@ def _quantised_tasks(tasks: Sequence[Any], pairs: Pairs) -> set[int]:
     mine = {
         index
         for index, task in enumerate(tasks)
-        if getattr(task.param_weight, "_rowwise_data", None) is not None and not pairs.keys().isdisjoint(hf_names(task))
+        if _has_blocks(task.param_weight) and not pairs.keys().isdisjoint(hf_names(task))
     }
     told: list[set[int]] = [set()] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(told, mine)
     return set().union(*told)
+
+
+def _has_blocks(weight: Any) -> bool:
+    """Whether this is Transformer Engine's block FP8. MXFP8, whose scales are bytes, Bridge dequantises well enough."""
+    scales = getattr(weight, "_rowwise_scale_inv", None)
+    return isinstance(scales, torch.Tensor) and scales.dtype is torch.float32
 
 
 def _block_of(task: Any, pairs: Pairs) -> Block:
@@ -130,19 +114,13 @@ def _scale_of_elements(weight: Any, block: Block) -> torch.Tensor:
     return over_elements(scales, block, shape)
 
 
-def _arrived(name: str, data: torch.Tensor, scale: torch.Tensor, pair: PairName | None) -> NamedTensors:
+def _arrived(name: str, data: torch.Tensor, scale: torch.Tensor, pair: Scales | None) -> NamedTensors:
     """From E4M3 data and the scale of every element; without a pair what they stand for."""
     if pair is None:
         yield name, (data.float() * scale).bfloat16()
         return
     scales = scale[:: pair.block[0], :: pair.block[1]].contiguous()
     if torch.equal(over_elements(scales, pair.block, scale.shape), scale):
-        yield from ((name, data), (pair.scales, scales))
+        yield from ((name, data), (pair.name, scales))
     else:
-        yield from _quantised(name, (data.float() * scale).bfloat16(), pair)
-
-
-def _quantised(name: str, weight: torch.Tensor, pair: PairName) -> NamedTensors:
-    if weight.dtype is not torch.bfloat16:
-        raise ValueError(f"{name} is {weight.dtype}: only bfloat16 weights can be quantised")
-    yield from zip((name, pair.scales), quantised(weight, pair.block), strict=True)
+        yield from quantised_pair(name, (data.float() * scale).bfloat16(), pair)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from mcore_reshard.kernels.precision import quantised
-from mcore_reshard.megatron_pairs import Pairs
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.parameters import Role
 from mcore_reshard.planner.precision import BLOCK_FP8, Block
+from mcore_reshard.quantised_export import Pairs
 
 from .errors import ValidationError
 
@@ -97,4 +97,4 @@ def quantised_by_engine(
             data, scales = per_block_cast_to_fp8(tensor, list(pair.block), use_ue8m0=False)
         else:
             data, scales = quantised(tensor, pair.block)
-        yield from ((name, data), (pair.scales, scales))
+        yield from ((name, data), (pair.name, scales))

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from mcore_reshard.engines import vllm_refined_scales
 from mcore_reshard.live import fetch_plan, plan_refit, publish_plan
-from mcore_reshard.megatron_pairs import Pairs
 from mcore_reshard.planner.megatron import ExpertsModule
 from mcore_reshard.planner.mesh import GenMesh
 from mcore_reshard.planner.parameters import Role
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.scheduling import schedule_of
+from mcore_reshard.quantised_export import Pairs
 from mcore_reshard.refit import GenerationEndpoint, RefitReport, TrainEndpoint
 
 from . import trainer, vllm_engine

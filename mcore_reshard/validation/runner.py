@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from mcore_reshard.kernels.registry import device_of, resolve
-from mcore_reshard.megatron_pairs import pairs_by_name
 from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.megatron import ExpertsModule, MegatronBuild
 from mcore_reshard.planner.mesh import GenMesh, TrainMesh, format_mesh
@@ -30,6 +29,7 @@ from mcore_reshard.planner.parameters import Catalogue, Role
 from mcore_reshard.planner.plan import Plan, Policy
 from mcore_reshard.planner.planning import make_plan
 from mcore_reshard.planner.proof import ProofError, prove
+from mcore_reshard.quantised_export import pairs_by_name
 
 from . import te_standin, tiny, trainer, vllm_engine
 from .bridge_limits import bridge_limits

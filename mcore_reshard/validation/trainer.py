@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from mcore_reshard.megatron import export_hf, local_tensors, require, train_mesh_of
-from mcore_reshard.megatron_pairs import Pairs, export_with_pairs
+from mcore_reshard.megatron_pairs import export_with_pairs
 from mcore_reshard.planner.mesh import TrainMesh
 from mcore_reshard.planner.precision import Block
+from mcore_reshard.quantised_export import Pairs
 from mcore_reshard.validation import bridge_backports, te_standin, te_standin_fp8
 
 LEARNING_RATE = 0.5
