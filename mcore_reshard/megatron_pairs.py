@@ -55,7 +55,7 @@ def export_with_pairs(
     halves = (export_tasks(bridge, model_chunks, half, wanted) for half in (data, scales))
     for (name, values), (of_scales, scale) in zip(*halves, strict=True):
         assert name == of_scales, f"Bridge yields {name} beside {of_scales}"
-        yield from _arrived(name, values.view(torch.float8_e4m3fn), scale, pairs.get(name))
+        yield from pair_of_elements(name, values.view(torch.float8_e4m3fn), scale, pairs.get(name))
 
 
 def _weights_of(names: Collection[str], pairs: Pairs) -> set[str]:
@@ -114,13 +114,13 @@ def _scale_of_elements(weight: Any, block: Block) -> torch.Tensor:
     return over_elements(scales, block, shape)
 
 
-def _arrived(name: str, data: torch.Tensor, scale: torch.Tensor, pair: Scales | None) -> NamedTensors:
-    """From E4M3 data and the scale of every element; without a pair what they stand for."""
+def pair_of_elements(name: str, data: torch.Tensor, scale: torch.Tensor, pair: Scales | None) -> NamedTensors:
+    """From E4M3 data [M, K] and the scale of every element, float32 [M, K]: the pair, or without one what they stand for."""
     if pair is None:
         yield name, (data.float() * scale).bfloat16()
         return
     scales = scale[:: pair.block[0], :: pair.block[1]].contiguous()
     if torch.equal(over_elements(scales, pair.block, scale.shape), scale):
-        yield from ((name, data), (pair.name, scales))
+        yield from ((name, data), (pair.name, scales.reshape(pair.shape)))
     else:
         yield from quantised_pair(name, (data.float() * scale).bfloat16(), pair)

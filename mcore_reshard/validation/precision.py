@@ -15,7 +15,7 @@ import torch
 
 from mcore_reshard.kernels.precision import quantised
 from mcore_reshard.planner.families import catalogue_from_config
-from mcore_reshard.planner.parameters import Role
+from mcore_reshard.planner.parameters import Catalogue, Role
 from mcore_reshard.planner.precision import BLOCK_FP8, Block
 from mcore_reshard.quantised_export import Pairs
 
@@ -51,25 +51,27 @@ def precision_of(config: Mapping[str, Any], train_dtype: str | None, gen_dtype: 
     Raises ValidationError for dtypes that cannot be compared and for FP8 that is not in blocks.
     """
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
-    asked = tuple(dtype or "bf16" for dtype in (train_dtype, gen_dtype))
-    if train_dtype == gen_dtype and gen_dtype != "fp8" and gen_dtype != "mxfp8":
+    if train_dtype == gen_dtype and gen_dtype not in {"fp8", "mxfp8"}:
         return Precision(None, None, plain, plain, None)
+    asked = (train_dtype or "bf16", gen_dtype or "bf16")
     if asked not in _COMPARED:
         pairs = ", ".join(f"{train} -> {gen}" for train, gen in sorted(_COMPARED))
         raise ValidationError(
             f"{asked[0]} -> {asked[1]} is not validated here: what can be compared is {pairs}, and the same unquantised"
             " dtype on both sides"
         )
-    stated = config.get("quantization_config") or _published_as(plain)
+    catalogue = catalogue_from_config(plain)
+    if catalogue.dtype != "bfloat16":
+        raise ValidationError(f"FP8 is validated beside bfloat16, and the config says {catalogue.dtype}")
+    stated = config.get("quantization_config") or _published_as(catalogue)
     if stated.get("quant_method") != "fp8" or not stated.get("weight_block_size"):
         raise ValidationError(f"only FP8 in blocks is validated here, and the config's quantization_config is {stated}")
     rows, columns = stated["weight_block_size"]
     return Precision(*asked, plain, {**plain, "quantization_config": stated}, (int(rows), int(columns)))
 
 
-def _published_as(config: Mapping[str, Any]) -> dict[str, Any]:
+def _published_as(catalogue: Catalogue) -> dict[str, Any]:
     """The quantization_config that a checkpoint in FP8 would come with: it names the routers, which stay as they are."""
-    catalogue = catalogue_from_config(config)
     routers = [name for group in catalogue.groups if group.role is Role.ROUTER for name in group.names()]
     return {
         "quant_method": "fp8",
@@ -80,12 +82,12 @@ def _published_as(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantised_by_engine(
-    tensors: Iterable[tuple[str, torch.Tensor]], pairs: Pairs, *, by_vllm: bool
+    tensors: Iterable[tuple[str, torch.Tensor]], pairs: Pairs, device: torch.device, *, by_vllm: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of `pairs`, in bfloat16, as the engine would quantise them; the rest as it is.
 
     With vLLM that is what it does to a bfloat16 checkpoint itself (layers/quantization/online/fp8.py), else the reference
-    (`kernels.precision`), which is tested against it.
+    (`kernels.precision`), which is tested against it. It is done on `device`, the engine's: a GPU divides otherwise.
     """
     for name, tensor in tensors:
         if (pair := pairs.get(name)) is None:
@@ -94,7 +96,7 @@ def quantised_by_engine(
         if by_vllm:
             from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-            data, scales = per_block_cast_to_fp8(tensor, list(pair.block), use_ue8m0=False)
+            data, scales = per_block_cast_to_fp8(tensor.to(device), list(pair.block), use_ue8m0=False)
         else:
-            data, scales = quantised(tensor, pair.block)
+            data, scales = quantised(tensor.to(device), pair.block)
         yield from ((name, data), (pair.name, scales))

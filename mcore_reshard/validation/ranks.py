@@ -217,7 +217,7 @@ class _VllmEngine:
         from mcore_reshard.engines import vllm
 
         self._vllm = vllm
-        self._model = vllm_engine.build_engine(job.engine_folder, _sizes(job.plan.gen), gen_rank)
+        self._model = vllm_engine.build_engine(job.engine_folder, gen_sizes(job.plan.gen), gen_rank)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -244,7 +244,8 @@ class _Slices(StandInEngine):
     def after_direct_writes(self) -> None: ...
 
 
-def _sizes(mesh: GenMesh) -> GenSizes:
+def gen_sizes(mesh: GenMesh) -> GenSizes:
+    """The mesh as the engine's tables take it."""
     return GenSizes(mesh.tp, mesh.pp, mesh.dp, mesh.ep)
 
 
@@ -252,7 +253,9 @@ def _generate(rank: int, job: Job, store: str) -> Results:
     engine: _Engine = (
         _VllmEngine(job, rank)
         if job.engine == "vllm"
-        else _Slices(job.precision.engine_config, _sizes(job.plan.gen), rank, _device(job, job.plan.train.world + rank))
+        else _Slices(
+            job.precision.engine_config, gen_sizes(job.plan.gen), rank, _device(job, job.plan.train.world + rank)
+        )
     )
     schedule = schedule_of(fetch_plan(store, timeout_s=job.timeout_s), "gen", rank)
     endpoint = GenerationEndpoint(
@@ -289,7 +292,8 @@ def _compare_with_golden(
         poison(tensor)
     golden: Iterable[tuple[str, torch.Tensor]] = load_file(job.golden_file(version)).items()
     if job.precision.quantised_on_the_way:
-        golden = quantised_by_engine(golden, job.pairs, by_vllm=job.engine == "vllm")
+        device = next(iter(engine.tensors.values())).device
+        golden = quantised_by_engine(golden, job.pairs, device, by_vllm=job.engine == "vllm")
     engine.load_weights(golden)
     held = engine.compared
     return [compare(name, rank, route(name), got.get(name), held.get(name)) for name in sorted({*got, *held})]

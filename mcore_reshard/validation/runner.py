@@ -33,10 +33,11 @@ from mcore_reshard.quantised_export import pairs_by_name
 
 from . import te_standin, tiny, trainer, vllm_engine
 from .bridge_limits import bridge_limits
+from .engine_slices import StandInEngine
 from .errors import ValidationError
 from .precision import Precision, precision_of
 from .processes import run_processes
-from .ranks import Job, run_process
+from .ranks import Job, gen_sizes, run_process
 from .report import RefitResult, ValidationReport
 
 __all__ = ["ValidationError", "validate"]
@@ -103,6 +104,8 @@ def validate(
     device = device_of(transport)
     _check_gpus(resolve(transport, device).name, device, train.world + gen.world)
     kind = _engine_kind(engine, device)
+    if kind == "slices":
+        _check_slices(precision.engine_config, gen)
     trainer.prepare(on_cuda=device == "cuda")
     if kind == "vllm":
         vllm_engine.prepare()
@@ -152,6 +155,17 @@ def _check_gpus(transport: str, device: str, ranks: int) -> None:
         )
 
 
+def _check_slices(config: Mapping[str, Any], gen: GenMesh) -> None:
+    try:
+        for rank in range(gen.world):
+            StandInEngine(config, gen_sizes(gen), rank, "meta")
+    except ValueError as error:
+        raise ValidationError(
+            f"the engine would not hold this model in this way: {error}; tiny models with matrices of several blocks are"
+            " tiny-qwen3-fp8, tiny-qwen3-moe-fp8 and tiny-deepseek-v3-fp8"
+        ) from error
+
+
 def _engine_kind(engine: str, device: str) -> str:
     """What holds the destination tensors: "vllm", whose model is built on the CPU, or "slices"."""
     obstacle = None
@@ -173,7 +187,7 @@ def _source_versions() -> str:
 
 def _words(precision: Precision) -> str:
     if precision.block is None:
-        return "the same on both sides"
+        return ""
     block = "x".join(map(str, precision.block))
     made = "quantised on the way" if precision.quantised_on_the_way else "kept by the trainer"
     return f"{precision.train_dtype} -> {precision.gen_dtype} in blocks of {block}, {made}"
