@@ -164,7 +164,7 @@ FP8_DEFAULT = [
     ("llama", "tp=2,pp=2", "tp=2", "fp8", (16, 16)),
     ("qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2", "fp8", (8, 8)),
     ("deepseek-v3", "tp=2,ep=2", "tp=2,ep=2", "fp8", (8, 8)),
-    ("qwen3", "tp=2", "tp=4", "bf16", (8, 16)),
+    ("qwen3", "tp=2", "tp=4", "bf16", (8, 8)),
     ("qwen3-moe", "ep=2,dp=2", "tp=2", "bf16", (16, 16)),
     ("deepseek-v3", "tp=2,ep=2,pp=2", "tp=2", "bf16", (8, 16)),
 ]
