@@ -113,10 +113,10 @@ def test_oracle_equals_vllm_in_block_fp8(name, block, sizes, config_folder):
 
 
 def test_linear_layers_cut_inside_of_blocks_are_refused_by_both(config_folder):
-    config = in_blocks("llama", (8, 32))  # down_proj has 24 columns on each rank
+    config = in_blocks("llama", (8, 32))  # o_proj has 16 columns on each rank
     with pytest.raises(ValueError, match="not divisible"):
         build_engine(config_folder(config), GenSizes(tp=4), 0)
-    with pytest.raises(ValueError, match="24 of 96 rows or columns: not whole blocks of 32"):
+    with pytest.raises(ValueError, match=r"o_proj\.weight holds 16 of 64 rows or columns: not whole blocks of 32"):
         expected_tensors(config, {}, GenSizes(tp=4), 0)
 
 
