@@ -31,7 +31,7 @@ Pairs = Mapping[str, Scales]  # by the weight's name
 
 def pairs_by_name(plan: Plan) -> dict[str, Scales]:
     """Every quantised weight of a plan. Raises ValueError for scales that are not float32 (MXFP8), which nothing computes."""
-    found = {}
+    found: dict[str, Scales] = {}
     for pair in plan.pairs:
         group = plan.groups[pair.scales]
         if group.dtype != "float32":

@@ -97,7 +97,8 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
         raise InputError([f"the plan is of {plan.model!r}, which is not built in: give its config with --config"])
     meshes = {"train": format_mesh(plan.train), "gen": format_mesh(plan.gen)}
     ends = args.train or meshes["train"], args.gen or meshes["gen"]
-    dtypes = (args.train_dtype, args.gen_dtype) if args.train_dtype or args.gen_dtype else _dtypes_of(plan)
+    asked, planned_dtypes = (args.train_dtype, args.gen_dtype), _dtypes_of(plan)
+    dtypes = asked if any(asked) else planned_dtypes
     request = read_request(source, *ends, plan.policy, *dtypes)
     problems = [
         f"--{side} is {format_mesh(asked)}, the plan is for {meshes[side]}"
@@ -107,6 +108,9 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
         )
         if asked != planned
     ]
+    if dtypes != planned_dtypes and "fp8" in (*dtypes, *planned_dtypes) and not _all_pairs_are_misc(plan):
+        said, wanted = (" -> ".join(dtype or "bf16" for dtype in both) for both in (dtypes, planned_dtypes))
+        problems.append(f"--train-dtype and --gen-dtype say {said}, the plan is of {wanted}")
     if args.policy not in {None, plan.policy}:
         problems.append(f"--policy is {args.policy}, the plan follows {plan.policy}")
     if _groups_of(request) != plan.groups:
@@ -123,12 +127,19 @@ def _dtypes_of(plan: Plan) -> tuple[str | None, str | None]:
     return "bf16" if any(cast.dst == FP8 for cast in plan.casts) else "fp8", "fp8"
 
 
+def _all_pairs_are_misc(plan: Plan) -> bool:
+    """Then the plan does not tell what the trainer holds."""
+    return bool(plan.pairs) and {pair.weight for pair in plan.pairs} <= {entry.group for entry in plan.misc}
+
+
 def _groups_of(request: Request) -> tuple[ParameterGroup, ...]:
     if request.gen_dtype is None:
         return request.catalogue.groups
     train = request.train.canonical(request.catalogue.architecture.layers)
-    dtypes = {"train_dtype": request.train_dtype, "gen_dtype": request.gen_dtype}
-    return make_plan(request.catalogue, train, request.gen, policy=request.policy, **dtypes).groups
+    return make_plan(
+        request.catalogue, train, request.gen, policy=request.policy,
+        train_dtype=request.train_dtype, gen_dtype=request.gen_dtype,
+    ).groups  # fmt: skip
 
 
 # --- text

@@ -81,7 +81,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         return f"Float8BlockwiseQTensor({tuple(self.shape)}, blocks of {self.block})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
