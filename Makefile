@@ -54,7 +54,7 @@ validate-gpu: ## golden vs real on the GPUs, every family and mesh that fits; wr
 	$(PYTHON) tools/validate_gpus.py --out tools/results/validate-x$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())').json
 
 validate-all: $(VENV)/.ready ## golden vs real over every family and mesh
-	$(BIN)/python -m pytest -m "slow or not slow" tests/test_validate.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_validate.py tests/test_validate_fp8.py
 
 lint: $(VENV)/.ready ## ruff, and that the README's figures are those of the data files
 	$(BIN)/ruff check .

@@ -18,6 +18,8 @@ and by default the factor is rounded down to a power of two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -38,6 +40,23 @@ def block_scales(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 def scaled_to_e4m3(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """bfloat16 [rows, columns] and the scale of each column, float32 [columns] -> float8_e4m3fn [rows, columns]."""
     return (values.float() * (1.0 / scales)).to(torch.float8_e4m3fn)
+
+
+def quantised(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A whole bfloat16 weight [M, K] -> (float8_e4m3fn [M, K], float32 scales of its blocks)."""
+    scales = block_scales(weight, block)
+    data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    for number, held in enumerate(scales):
+        band = slice(number * block[0], (number + 1) * block[0])
+        data[band] = scaled_to_e4m3(weight[band], held.repeat_interleave(block[1])[: weight.shape[1]])
+    return data, scales
+
+
+def over_elements(scales: torch.Tensor, block: tuple[int, int], shape: Sequence[int]) -> torch.Tensor:
+    """Scales of blocks -> the scale of every element of a matrix of `shape`; what the grid has beyond it is left out."""
+    rows = torch.arange(shape[0], device=scales.device) // block[0]
+    columns = torch.arange(shape[1], device=scales.device) // block[1]
+    return scales[rows[:, None], columns]
 
 
 def narrowed(bits: NDArray[np.uint32]) -> NDArray[np.uint16]:

@@ -45,16 +45,33 @@ def export_hf(
     Collective: all ranks of the training world must call it with the same names and consume the iterator to its end.
     Raises KeyError, on all ranks alike and before any tensor moves, for a name that no task yields.
     """
+    yield from export_tasks(bridge, model_chunks, conversion_tasks(bridge, model_chunks, names), names)
+
+
+def conversion_tasks(bridge: Any, model_chunks: Sequence[torch.nn.Module], names: Collection[str] | None) -> list[Any]:
+    """Bridge's conversion tasks that yield `names`, or all: the same number, in the same order, on every rank."""
     require("megatron.bridge")
-    chunks = list(model_chunks)
-    tasks = [task for task in bridge.get_conversion_tasks(chunks) if task is not None]
-    if names is not None:
-        tasks = [tasks[index] for index in _task_indices(tasks, set(names))]
-    vocabulary = {name for task in tasks if _holds_vocabulary(task) for name in _hf_names(task)}
+    tasks = [task for task in bridge.get_conversion_tasks(list(model_chunks)) if task is not None]
+    return tasks if names is None else [tasks[index] for index in _task_indices(tasks, set(names))]
+
+
+def export_tasks(
+    bridge: Any, model_chunks: Sequence[torch.nn.Module], tasks: Sequence[Any], names: Collection[str] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `export_hf` yields, from these tasks."""
+    vocabulary = {name for task in tasks if _holds_vocabulary(task) for name in hf_names(task)}
     vocab_size = _vocab_size(bridge)
-    for name, tensor in bridge.export_hf_weights(chunks, cpu=False, show_progress=False, conversion_tasks=tasks):
+    for name, tensor in bridge.export_hf_weights(
+        list(model_chunks), cpu=False, show_progress=False, conversion_tasks=list(tasks)
+    ):
         if names is None or name in names:
             yield name, tensor[:vocab_size] if name in vocabulary else tensor
+
+
+def hf_names(task: Any) -> list[str]:
+    """The tensors that a conversion task yields; of experts those of this rank."""
+    hf_param = task.mapping.hf_param
+    return [hf_param] if isinstance(hf_param, str) else list(hf_param.values())
 
 
 def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
@@ -149,18 +166,13 @@ def _task_indices(tasks: Sequence[Any], names: set[str]) -> list[int]:
     """
     parallel_state = require("megatron.core.parallel_state")
     group = parallel_state.get_expert_model_parallel_group()
-    local = {index: sorted(names.intersection(_hf_names(task))) for index, task in enumerate(tasks)}
+    local = {index: sorted(names.intersection(hf_names(task))) for index, task in enumerate(tasks)}
     gathered: list[dict[int, list[str]]] = [{} for _ in range(_size(group))]
     torch.distributed.all_gather_object(gathered, {k: v for k, v in local.items() if v}, group=group)
     missing = names.difference(*(found for rank in gathered for found in rank.values()))
     if missing:
         raise KeyError(f"Megatron-Bridge has no conversion task for {', '.join(sorted(missing))}")
     return sorted(set().union(*gathered))
-
-
-def _hf_names(task: Any) -> list[str]:
-    hf_param = task.mapping.hf_param
-    return [hf_param] if isinstance(hf_param, str) else list(hf_param.values())
 
 
 def _holds_vocabulary(task: Any) -> bool:

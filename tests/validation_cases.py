@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcore_reshard.planner.configs import load_config
 from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
 
 FAMILIES = (
@@ -155,3 +156,38 @@ def covering(cases: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def _ranks(family: str, mesh: str) -> int:
     train, gen, _ = arguments(family, mesh)
     return parse_train_mesh(train).world + parse_gen_mesh(gen).world
+
+
+# Block FP8: (family, training mesh, generation mesh, what the trainer holds, blocks). Heads of 8 rows split blocks of 16
+# in the trainer's fused QKV tensor, and go to misc.
+FP8_DEFAULT = [
+    ("llama", "tp=2,pp=2", "tp=2", "fp8", (16, 16)),
+    ("qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2", "fp8", (8, 8)),
+    ("deepseek-v3", "tp=2,ep=2", "tp=2,ep=2", "fp8", (8, 8)),
+    ("qwen3", "tp=2", "tp=4", "bf16", (8, 8)),
+    ("qwen3-moe", "ep=2,dp=2", "tp=2", "bf16", (16, 16)),
+    ("deepseek-v3", "tp=2,ep=2,pp=2", "tp=2", "bf16", (8, 16)),
+]
+_FP8_MESHES = [
+    ("tp=2", "tp=1"), ("tp=1", "tp=2"), ("tp=2,pp=2,layers=3+1", "tp=2"), ("cp=2", "tp=1,dp=2"), ("tp=1", "dp=3"), ("tp=2", "pp=2"),
+]  # fmt: skip
+_FP8_EXPERTS = [("ep=4,dp=4", "tp=2"), ("tp=2,ep=4,etp=1,dp=2", "tp=2"), ("tp=2", "tp=2,dp=2,ep=4")]
+FP8_FULL = [
+    (family, train, gen, dtype, block)
+    for dtype, block in (("fp8", (8, 8)), ("bf16", (8, 16)))
+    for family in ("llama", "qwen2", "qwen3", "qwen3-moe", "deepseek-v3", "kimi-k2")
+    for train, gen in _FP8_MESHES + (_FP8_EXPERTS if family in MOE else [])
+] + [
+    (f"{family}-fp8", train, gen, dtype, (128, 128))
+    for dtype in ("fp8", "bf16")
+    for family in ("qwen3", "qwen3-moe", "deepseek-v3")
+    for train, gen in (("tp=2,pp=2,layers=1+1", "tp=2"), ("tp=1", "tp=2"))
+]
+
+
+def in_blocks(family: str, block: tuple[int, int]) -> dict[str, Any]:
+    """The tiny config of a family as an FP8 checkpoint in these blocks, which names routers as published ones do."""
+    config = load_config(f"tiny-{family}")
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])]
+    stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    return {**config, "quantization_config": {**stated, "modules_to_not_convert": routers}}

@@ -15,8 +15,11 @@ from rich.text import Text
 
 from mcore_reshard.planner.configs import builtin_names, load_config
 from mcore_reshard.planner.mesh import format_mesh
+from mcore_reshard.planner.parameters import ParameterGroup
 from mcore_reshard.planner.plan import Plan, Policy
 from mcore_reshard.planner.plan_file import load_plan
+from mcore_reshard.planner.planning import make_plan
+from mcore_reshard.planner.precision import FP8
 from mcore_reshard.planner.proof import ProofError, prove
 
 from .inputs import InputError, Request, is_plan_file, read_request
@@ -53,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
         engine=args.engine,
         plan=plan,
+        train_dtype=request.train_dtype,
+        gen_dtype=request.gen_dtype,
     )
     if args.json:
         write_json(report.as_dict())
@@ -79,16 +84,7 @@ def _read(args: argparse.Namespace) -> tuple[Request, Plan | None]:
     if args.config is not None:
         raise InputError(["--config goes with a plan file; here CONFIG itself is the config"])
     policy: Policy = args.policy or "exact"
-    return _of_one_dtype(
-        read_request(args.source, args.train, args.gen, policy, args.train_dtype, args.gen_dtype)
-    ), None
-
-
-def _of_one_dtype(request: Request) -> Request:
-    """Golden is compared byte for byte, so both sides must hold the same."""
-    if request.train_dtype != request.gen_dtype or request.train_dtype is not None:
-        raise InputError(["validate compares weights of one dtype that is not quantised: give both sides bf16 or fp32"])
-    return request
+    return read_request(args.source, args.train, args.gen, policy, args.train_dtype, args.gen_dtype), None
 
 
 def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
@@ -101,7 +97,9 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
         raise InputError([f"the plan is of {plan.model!r}, which is not built in: give its config with --config"])
     meshes = {"train": format_mesh(plan.train), "gen": format_mesh(plan.gen)}
     ends = args.train or meshes["train"], args.gen or meshes["gen"]
-    request = _of_one_dtype(read_request(source, *ends, plan.policy, args.train_dtype, args.gen_dtype))
+    asked, planned_dtypes = (args.train_dtype, args.gen_dtype), _dtypes_of(plan)
+    dtypes = asked if any(asked) else planned_dtypes
+    request = read_request(source, *ends, plan.policy, *dtypes)
     problems = [
         f"--{side} is {format_mesh(asked)}, the plan is for {meshes[side]}"
         for side, asked, planned in (
@@ -110,13 +108,38 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
         )
         if asked != planned
     ]
+    if dtypes != planned_dtypes and "fp8" in (*dtypes, *planned_dtypes) and not _all_pairs_are_misc(plan):
+        said, wanted = (" -> ".join(dtype or "bf16" for dtype in both) for both in (dtypes, planned_dtypes))
+        problems.append(f"--train-dtype and --gen-dtype say {said}, the plan is of {wanted}")
     if args.policy not in {None, plan.policy}:
         problems.append(f"--policy is {args.policy}, the plan follows {plan.policy}")
-    if request.catalogue.groups != plan.groups:
+    if _groups_of(request) != plan.groups:
         problems.append(f"the plan is of another model than {source}: their parameters differ")
     if problems:
         raise InputError(problems)
     return request, plan
+
+
+def _dtypes_of(plan: Plan) -> tuple[str | None, str | None]:
+    """What the sides of a plan with pairs hold: where nothing is cast to FP8, the trainer has it already."""
+    if not plan.pairs:
+        return None, None
+    return "bf16" if any(cast.dst == FP8 for cast in plan.casts) else "fp8", "fp8"
+
+
+def _all_pairs_are_misc(plan: Plan) -> bool:
+    """Then the plan does not tell what the trainer holds."""
+    return bool(plan.pairs) and {pair.weight for pair in plan.pairs} <= {entry.group for entry in plan.misc}
+
+
+def _groups_of(request: Request) -> tuple[ParameterGroup, ...]:
+    if request.gen_dtype is None:
+        return request.catalogue.groups
+    train = request.train.canonical(request.catalogue.architecture.layers)
+    return make_plan(
+        request.catalogue, train, request.gen, policy=request.policy,
+        train_dtype=request.train_dtype, gen_dtype=request.gen_dtype,
+    ).groups  # fmt: skip
 
 
 # --- text
@@ -128,6 +151,7 @@ def _tables(report: ValidationReport) -> Iterator[RenderableType]:
             ("model", Text(report.model, style="bold")),
             ("training", f"{report.train}  {report.source}"),
             ("generation", f"{report.gen}  {report.engine}"),
+            *([("precision", report.precision)] if report.precision else []),
             ("policy", report.policy),
             ("transport", report.transport),
             ("digest", report.digest),

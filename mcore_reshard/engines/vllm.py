@@ -63,6 +63,13 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return held | vllm_refined_scales.blocks_of(model)
 
 
+def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor that the model's own loader writes, by vLLM name: as `local_tensors`, refined scales themselves."""
+    refined = vllm_refined_scales.refined_names(model)
+    held = {name: tensor for name, tensor in local_tensors(model).items() if not name.endswith(".blocks")}
+    return held | {name: model.get_parameter(name).detach() for name in refined}
+
+
 def load_weights(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Feed HF tensors to the model's own loader, as the misc route and golden do; any subset, whole tensors.
 

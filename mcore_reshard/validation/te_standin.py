@@ -24,6 +24,8 @@ from unittest import mock
 
 import torch
 
+from mcore_reshard.validation import te_standin_fp8
+
 VERSION = "2.11.0"
 
 
@@ -92,6 +94,7 @@ class _ParameterOwner(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fp8_initialized = False
+        self.save_original_input = False  # Megatron sets it where it builds for FP8
         self.tp_group: Any = None
 
     def set_tensor_parallel_group(self, group: Any) -> None:
@@ -135,10 +138,9 @@ class Linear(_ParameterOwner):
         self._add_weight("weight", "bias")
 
     def _add_weight(self, weight_name: str, bias_name: str) -> None:
-        weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, **self._placement))
+        shape = (self.out_features, self.in_features)
+        weight = te_standin_fp8.parameter(shape, self._init_method, **self._placement)
         self.register_parameter(weight_name, weight)
-        if self._init_method is not None:
-            self._init_method(weight)
         _mark_tensor_parallel(weight, 1 if self.parallel_mode == "row" else 0)
         if not self.use_bias:
             setattr(self, bias_name, torch.Tensor())  # the real one leaves an empty tensor that is no parameter
@@ -322,6 +324,7 @@ def _register_transformer_engine() -> None:
         Format=_Format,
         Recipe=inert("Recipe"),
         DelayedScaling=inert("DelayedScaling"),
+        Float8BlockScaling=te_standin_fp8.Float8BlockScaling,
     )
     _register(
         "transformer_engine.pytorch",
@@ -332,12 +335,15 @@ def _register_transformer_engine() -> None:
         RMSNorm=RMSNorm,
         DotProductAttention=DotProductAttention,
         TransformerLayer=inert("TransformerLayer", torch.nn.Module),
+        fp8_model_init=te_standin_fp8.fp8_model_init,
+        Fp8Padding=inert("Fp8Padding"),
+        Fp8Unpadding=inert("Fp8Unpadding"),
     )
     _register(
         "transformer_engine.pytorch.fp8",
         FP8GlobalStateManager=inert("FP8GlobalStateManager"),
         fp8_autocast=_null_context,
-        fp8_model_init=_null_context,
+        fp8_model_init=te_standin_fp8.fp8_model_init,
     )
     _register(
         "transformer_engine.pytorch.distributed",
@@ -355,7 +361,7 @@ def _register_transformer_engine() -> None:
         fused_moe_aux_loss=None,
         fused_topk_with_score_function=None,
     )
-    _register("transformer_engine.pytorch.tensor", QuantizedTensor=inert("QuantizedTensor", torch.Tensor))
+    _register("transformer_engine.pytorch.tensor", QuantizedTensor=te_standin_fp8.QuantizedTensor)
     _register("transformer_engine.pytorch.tensor.utils", replace_raw_data=None)
 
 

@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
+from mcore_reshard.kernels.precision import over_elements
 from mcore_reshard.planner.configs import load_config
+from mcore_reshard.planner.precision import Block
 
 Shapes = dict[str, tuple[int, ...]]
+Blocks = Mapping[str, Block]  # by the names of weights that will be quantised
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": load_config("tiny-llama"),
@@ -63,13 +66,15 @@ def checkpoint_dtype(name: str) -> torch.dtype:
     return torch.float32 if name.endswith(_FLOAT32_NAMES) else torch.bfloat16
 
 
-def payload(shapes: Shapes, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+def payload(shapes: Shapes, version: int, blocks: Blocks | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that identify their elements: (name, tensor) for each of `shapes`, in its order.
 
     Elements are numbered through the whole model. A bfloat16 element of version 1 is the low digit of its number in
     base 32,640 taken as a bit pattern (the finite non-negative ones), of version 2 the next digit: the two versions
     together identify it. From version 3 on the digit is a hash of number and version. A float32 element has that
     pattern in its upper half and a nonzero lower half, so a cast to bfloat16 keeps the identity and destroys the rest.
+    Matrices that will be quantised in `blocks` are E4M3 numbers times a factor for each block, both hashes of where they
+    are: one of 254 numbers does not identify an element, but no two regions have the same.
     """
     if version < 1:
         raise ValueError(f"payload versions start at 1, not {version}")
@@ -77,6 +82,9 @@ def payload(shapes: Shapes, version: int) -> Iterator[tuple[str, torch.Tensor]]:
     for name, shape in shapes.items():
         numbers = torch.arange(first, first + math.prod(shape), dtype=torch.int64)
         first += numbers.numel()
+        if blocks and name in blocks:
+            yield name, _for_blocks(numbers.reshape(shape), version, blocks[name])
+            continue
         digits = _digits(numbers, version)
         if name.endswith("A_log"):  # engines keep -exp(A_log): stay where exp neither saturates nor flattens
             digits = _EXPONENT_DIGITS[0] + digits % _EXPONENT_DIGITS[1]
@@ -88,20 +96,32 @@ def payload(shapes: Shapes, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor.reshape(shape)
 
 
-def write_checkpoint(config: Mapping[str, Any], folder: Path | str, version: int) -> dict[str, torch.Tensor]:
+def write_checkpoint(
+    config: Mapping[str, Any], folder: Path | str, version: int, blocks: Blocks | None = None
+) -> dict[str, torch.Tensor]:
     """Write `config.json` and `model.safetensors` with payload `version` into `folder`; return the tensors."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(payload(checkpoint_shapes(config), version))
+    tensors = dict(payload(checkpoint_shapes(config), version, blocks))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return tensors
 
 
 _EXPONENT_DIGITS = 0x3D80, 0x280  # 640 bfloat16 patterns from 1/16 up, each with an exponential of its own
+_E4M3_CODES = 0x7F  # finite non-negative ones
+_FACTORS = 1024  # from 1 down to 2**-8
 _BASE = 0x7F80  # the number of finite non-negative bfloat16 patterns: 0 .. 0x7F7F
+
+
+def _for_blocks(numbers: torch.Tensor, version: int, block: Block) -> torch.Tensor:
+    """bfloat16 [rows, columns] of which each block uses the range of E4M3, from int64 element numbers."""
+    codes = _digits(numbers, version + 2) % (2 * _E4M3_CODES)
+    e4m3 = (codes + codes // _E4M3_CODES).to(torch.uint8).view(torch.float8_e4m3fn)  # 0x7F is NaN
+    factors = _digits(numbers[:: block[0], :: block[1]], version + 3) % _FACTORS
+    return (e4m3.float() * over_elements(torch.exp2(-factors / 128), block, numbers.shape)).bfloat16()
 
 
 def _digits(numbers: torch.Tensor, version: int) -> torch.Tensor:

@@ -13,17 +13,23 @@ import math
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_reshard.megatron import export_hf, local_tensors, require, train_mesh_of
+from mcore_reshard.megatron_pairs import export_with_pairs
 from mcore_reshard.planner.mesh import TrainMesh
-from mcore_reshard.validation import bridge_backports, te_standin
+from mcore_reshard.planner.precision import Block
+from mcore_reshard.quantised_export import Pairs
+from mcore_reshard.validation import bridge_backports, te_standin, te_standin_fp8
 
 LEARNING_RATE = 0.5
+
+# Megatron's own names: E4M3 with a scale for each block of 128 x 128 of a weight, and weights kept so.
+_FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True}
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Trainer:
 
     bridge: Any
     model_chunks: list[torch.nn.Module]
+    pairs: Pairs = field(default_factory=dict)  # what to export as FP8 data and scales
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -51,11 +58,11 @@ class Trainer:
     def step(self) -> None:
         """One SGD step in place on the loss |w|^2 / 2, whose gradient is w: every weight is halved, exactly.
 
-        Replicas stay equal and elements stay recognisable. No data passes through the model, since forward needs
-        kernels that a CPU does not have. The router's bias, which Megatron updates outside the optimizer, is halved
-        too.
+        Replicas stay equal and elements stay recognisable. Quantised weights are halved and quantised again. No data
+        passes through the model, since forward needs kernels that a CPU does not have. The router's bias, which
+        Megatron updates outside the optimizer, is halved too.
         """
-        parameters = [parameter for chunk in self.model_chunks for parameter in chunk.parameters()]
+        parameters = [p for chunk in self.model_chunks for p in chunk.parameters() if not _is_quantised(p)]
         for parameter in parameters:
             parameter.grad = parameter.detach().clone()
         optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, foreach=False)
@@ -64,10 +71,21 @@ class Trainer:
         for name, tensor in self.tensors.items():
             if name.endswith("router.expert_bias"):
                 tensor.mul_(1 - LEARNING_RATE)
+        with torch.no_grad():
+            for parameter in (p for chunk in self.model_chunks for p in chunk.parameters() if _is_quantised(p)):
+                parameter.copy_(parameter.dequantize() * (1 - LEARNING_RATE))
 
     def export(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole HF tensors from Megatron-Bridge: see `mcore_reshard.megatron.export_hf`."""
-        return export_hf(self.bridge, self.model_chunks, names)
+        """Whole HF tensors as the engine holds them: see `mcore_reshard.megatron_pairs.export_with_pairs`."""
+        return export_with_pairs(self.bridge, self.model_chunks, self.pairs, names)
+
+    def export_held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them as Megatron-Bridge gives them, nothing quantised: see `mcore_reshard.megatron.export_hf`."""
+        return export_hf(self.bridge, self.model_chunks)
+
+
+def _is_quantised(parameter: torch.nn.Parameter) -> bool:
+    return hasattr(parameter, "_rowwise_data")
 
 
 class Source:
@@ -106,7 +124,13 @@ def prepare(*, on_cuda: bool = False) -> None:
 
 
 def build_trainer(
-    checkpoint: Path | str, mesh: TrainMesh, *, grouped_experts: bool = True, vocab_multiple: int | None = None
+    checkpoint: Path | str,
+    mesh: TrainMesh,
+    *,
+    grouped_experts: bool = True,
+    vocab_multiple: int | None = None,
+    fp8_block: Block | None = None,
+    pairs: Pairs | None = None,
 ) -> Trainer:
     """Build the checkpoint's model over `mesh` and load it. The default process group must be the training world.
 
@@ -114,8 +138,12 @@ def build_trainer(
     `grouped_experts=False` gives one module an expert (SequentialMLP) instead of grouped tensors (TEGroupedMLP).
     The vocabulary is padded with zero rows to a multiple of `vocab_multiple * tp`; None keeps the checkpoint's size
     where TP divides it, and elsewhere pads with Megatron-Bridge's divisor (a power of two up to 128 that divides it).
-    Raises ValueError when the world has not the mesh's size.
+    `fp8_block` keeps the weights of linear layers quantised (`fp8_param`, the blockwise recipe), in blocks of this size,
+    which the real Transformer Engine has at 128 x 128 alone. `pairs` are what `export` yields as FP8 data and scales.
+    Raises ValueError when the world has not the mesh's size, or Transformer Engine not these blocks.
     """
+    if fp8_block not in {None, (128, 128)} and te_standin.is_real():
+        raise ValueError(f"Transformer Engine quantises in blocks of 128x128, not of {fp8_block[0]}x{fp8_block[1]}")
     if torch.distributed.get_world_size() != mesh.world:
         raise ValueError(f"the mesh has {mesh.world} ranks and the world {torch.distributed.get_world_size()}")
     prepare()
@@ -146,11 +174,14 @@ def build_trainer(
             provider.moe_shared_expert_intermediate_size = None
         for name, value in _provider_fields(provider, mesh, grouped_experts, vocab_multiple).items():
             setattr(provider, name, value)
+        for name, value in (_FP8 if fp8_block else {}).items():
+            setattr(provider, name, value)
         provider.finalize()
-        chunks = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=not te_standin.is_real(), bf16=True
-        )
-    trainer = Trainer(bridge, chunks)
+        with te_standin_fp8.use_block(fp8_block or (128, 128)):
+            chunks = provider.provide_distributed_model(
+                wrap_with_ddp=False, use_cpu_initialization=not te_standin.is_real(), bf16=True
+            )
+    trainer = Trainer(bridge, chunks, pairs or {})
     trainer.load(checkpoint)
     return trainer
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import checkpoint, tiny
+from checkpoints import checkpoint, fp8_checkpoint, tiny
+from validation_cases import in_blocks
 
 from mcore_reshard.engines.vllm import load_weights, local_tensors
 from mcore_reshard.validation.engine_slices import GenSizes, expected_tensors
@@ -64,7 +65,7 @@ def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tenso
         if (want.shape, want.dtype) != (have.shape, have.dtype):
             found.append(f"{name}: {tuple(want.shape)} {want.dtype} and {tuple(have.shape)} {have.dtype}")
             continue
-        bits = torch.int32 if want.dtype == torch.float32 else torch.int16
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.dtype.itemsize]
         unequal = (want.contiguous().view(bits) != have.contiguous().view(bits)).nonzero()
         if len(unequal):
             at = tuple(unequal[0].tolist())
@@ -82,6 +83,41 @@ def test_oracle_equals_vllm(name, changes, sizes, config_folder):
         for tensors in versions:
             load_weights(model, ((tensor_name, tensor.clone()) for tensor_name, tensor in tensors.items()))
             assert not differences(expected_tensors(config, tensors, sizes, gen_rank), local_tensors(model))
+
+
+IN_BLOCKS = [
+    *(("llama", (8, 8), GenSizes(tp=tp)) for tp in (1, 2, 4)),
+    ("llama", (16, 8), GenSizes(tp=2, pp=2)),
+    ("qwen2", (8, 16), GenSizes(tp=2, dp=2)),
+    ("qwen3-fp8", (128, 128), GenSizes(tp=2)),
+    ("qwen3-moe", (8, 8), GenSizes(tp=4)),
+    ("qwen3-moe", (8, 8), GenSizes(tp=2, dp=2, ep=4)),
+    ("qwen3-moe-fp8", (128, 128), GenSizes(tp=2, pp=2)),
+    ("deepseek-v3", (8, 8), GenSizes(tp=2)),
+    ("deepseek-v3", (8, 8), GenSizes(tp=2, ep=2)),
+    ("deepseek-v3-fp8", (128, 128), GenSizes(tp=2)),
+    ("kimi-k2", (8, 8), GenSizes(tp=4)),
+]
+
+
+@pytest.mark.parametrize(("name", "block", "sizes"), IN_BLOCKS, ids=case_id)
+def test_oracle_equals_vllm_in_block_fp8(name, block, sizes, config_folder):
+    config = in_blocks(name, block)
+    folder = config_folder(config)
+    versions = [fp8_checkpoint(config, block, version) for version in (1, 2)]
+    for gen_rank in range(sizes.world):
+        model = build_engine(folder, sizes, gen_rank)
+        for tensors in versions:
+            load_weights(model, ((tensor_name, tensor.clone()) for tensor_name, tensor in tensors.items()))
+            assert not differences(expected_tensors(config, tensors, sizes, gen_rank), local_tensors(model))
+
+
+def test_linear_layers_cut_inside_of_blocks_are_refused_by_both(config_folder):
+    config = in_blocks("llama", (8, 32))  # o_proj has 16 columns on each rank
+    with pytest.raises(ValueError, match="not divisible"):
+        build_engine(config_folder(config), GenSizes(tp=4), 0)
+    with pytest.raises(ValueError, match=r"o_proj\.weight holds 16 of 64 rows or columns: not whole blocks of 32"):
+        expected_tensors(config, {}, GenSizes(tp=4), 0)
 
 
 def test_mtp_layers_and_rotary_tables_are_dropped(config_folder):

@@ -1,0 +1,102 @@
+"""What both sides of a validation hold, in which blocks, and how golden becomes what the engine loads.
+
+The trainer's checkpoint is always in bfloat16: it quantises what it loads, if it is to hold FP8. Golden of weights that
+the trainer holds in FP8 are its own bytes, gathered by Megatron-Bridge's mappings. Golden of weights that are quantised
+on the way are Bridge's bfloat16 export, quantised by the engine's own arithmetic where the engine is a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_reshard.kernels.precision import quantised
+from mcore_reshard.planner.families import catalogue_from_config
+from mcore_reshard.planner.parameters import Catalogue, Role
+from mcore_reshard.planner.precision import BLOCK_FP8, Block
+from mcore_reshard.quantised_export import Pairs
+
+from .errors import ValidationError
+
+# (--train-dtype, --gen-dtype) whose results can be compared byte for byte, beside the same unquantised dtype on both
+_COMPARED = {("bf16", "fp8"), ("fp8", "fp8")}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What both sides of a validation hold. `block` is None where neither quantises."""
+
+    train_dtype: str | None
+    gen_dtype: str | None
+    trainer_config: dict[str, Any]
+    engine_config: dict[str, Any]
+    block: Block | None
+
+    @property
+    def trainer_block(self) -> Block | None:
+        """Blocks that the trainer keeps its weights in."""
+        return self.block if self.train_dtype == "fp8" else None
+
+    @property
+    def quantised_on_the_way(self) -> bool:
+        return self.block is not None and self.trainer_block is None
+
+
+def precision_of(config: Mapping[str, Any], train_dtype: str | None, gen_dtype: str | None) -> Precision:
+    """What the sides hold of a model; a config in FP8 is in the blocks that it says, another one in 128 by 128.
+
+    Raises ValidationError for dtypes that cannot be compared and for FP8 that is not in blocks.
+    """
+    plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    if train_dtype == gen_dtype and gen_dtype not in {"fp8", "mxfp8"}:
+        return Precision(None, None, plain, plain, None)
+    asked = (train_dtype or "bf16", gen_dtype or "bf16")
+    if asked not in _COMPARED:
+        pairs = ", ".join(f"{train} -> {gen}" for train, gen in sorted(_COMPARED))
+        raise ValidationError(
+            f"{asked[0]} -> {asked[1]} is not validated here: what can be compared is {pairs}, and the same unquantised"
+            " dtype on both sides"
+        )
+    catalogue = catalogue_from_config(plain)
+    if catalogue.dtype != "bfloat16":
+        raise ValidationError(f"FP8 is validated beside bfloat16, and the config says {catalogue.dtype}")
+    stated = config.get("quantization_config") or _published_as(catalogue)
+    if stated.get("quant_method") != "fp8" or not stated.get("weight_block_size"):
+        raise ValidationError(f"only FP8 in blocks is validated here, and the config's quantization_config is {stated}")
+    rows, columns = stated["weight_block_size"]
+    return Precision(*asked, plain, {**plain, "quantization_config": stated}, (int(rows), int(columns)))
+
+
+def _published_as(catalogue: Catalogue) -> dict[str, Any]:
+    """The quantization_config that a checkpoint in FP8 would come with: it names the routers, which stay as they are."""
+    routers = [name for group in catalogue.groups if group.role is Role.ROUTER for name in group.names()]
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(BLOCK_FP8.block or ()),
+        "modules_to_not_convert": [name.removesuffix(".weight") for name in routers],
+    }
+
+
+def quantised_by_engine(
+    tensors: Iterable[tuple[str, torch.Tensor]], pairs: Pairs, device: torch.device, *, by_vllm: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of `pairs`, in bfloat16, as the engine would quantise them; the rest as it is.
+
+    With vLLM that is what it does to a bfloat16 checkpoint itself (layers/quantization/online/fp8.py), else the reference
+    (`kernels.precision`), which is tested against it. It is done on `device`, the engine's: a GPU divides otherwise.
+    """
+    for name, tensor in tensors:
+        if (pair := pairs.get(name)) is None:
+            yield name, tensor
+            continue
+        if by_vllm:
+            from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+            data, scales = per_block_cast_to_fp8(tensor.to(device), list(pair.block), use_ue8m0=False)
+        else:
+            data, scales = quantised(tensor.to(device), pair.block)
+        yield from ((name, data), (pair.name, scales))

@@ -1,0 +1,299 @@
+"""What the processes of a validation do: training ranks, generation ranks, and the one that hosts their store."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from mcore_reshard.engines import vllm_refined_scales
+from mcore_reshard.live import fetch_plan, plan_refit, publish_plan
+from mcore_reshard.planner.megatron import ExpertsModule
+from mcore_reshard.planner.mesh import GenMesh
+from mcore_reshard.planner.parameters import Role
+from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.scheduling import schedule_of
+from mcore_reshard.quantised_export import Pairs
+from mcore_reshard.refit import GenerationEndpoint, RefitReport, TrainEndpoint
+
+from . import trainer, vllm_engine
+from .engine_slices import GenSizes, StandInEngine, poison
+from .errors import ValidationError
+from .precision import Precision, quantised_by_engine
+from .report import ParameterResult, compare
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    precision: Precision
+    plan: Plan
+    pairs: Pairs
+    folder: Path
+    transport: str
+    device: str  # torch device type of the tensors that the transport moves
+    engine: str
+    experts: ExpertsModule
+    refits: int
+    timeout_s: float
+    live: bool  # the plan must be the one that the live model gives
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.train.world + self.plan.gen.world
+
+    @property
+    def store_file(self) -> Path:
+        return self.folder / "store-address"
+
+    @property
+    def engine_folder(self) -> Path:
+        """Where the engine's config.json is."""
+        return self.folder / "engine"
+
+    def golden_file(self, version: int) -> Path:
+        return self.folder / f"golden{version}.safetensors"
+
+
+Results = tuple[list[RefitReport], list[list[ParameterResult]]]
+
+
+def run_process(index: int, job: Job) -> Results:
+    """The ranks, training first, and after them the process that hosts the store where they meet.
+
+    The store has a thread, and forking beside threads is not safe: nothing of it may exist before the fork.
+    """
+    if index == job.ranks:
+        _host_store(job)
+        return [], []
+    address = _store_address(job)
+    train_world = job.plan.train.world
+    results = _train(index, job, address) if index < train_world else _generate(index - train_world, job, address)
+    (job.folder / f"done{index}").touch()
+    return results
+
+
+def _host_store(job: Job) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    partial = job.store_file.with_suffix(".partial")
+    partial.write_text(f"127.0.0.1:{store.port}")
+    partial.replace(job.store_file)
+    while len(list(job.folder.glob("done*"))) < job.ranks:  # ended with all others when one of them fails
+        time.sleep(0.02)
+
+
+def _store_address(job: Job) -> str:
+    deadline = time.monotonic() + job.timeout_s
+    while not job.store_file.exists():
+        if time.monotonic() > deadline:
+            raise ValidationError(f"the store did not start within {job.timeout_s:g} s")
+        time.sleep(0.01)
+    return job.store_file.read_text()
+
+
+def _join_world(job: Job, world: str, rank: int, size: int) -> None:
+    """The world's own default process group, as a trainer or an engine would have it."""
+    store = dist.FileStore(str(job.folder / f"{world}.store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=job.timeout_s))
+
+
+def _train(rank: int, job: Job, store: str) -> Results:
+    mesh, device = job.plan.train, _device(job, rank)
+    os.environ["MEGATRON_CONFIG_LOCK_DIR"] = str(job.folder / f"locks{rank}")  # else ranks queue for the config
+    _join_world(job, "train", rank, mesh.world)
+    model = trainer.build_trainer(
+        job.folder / "payload1",
+        mesh,
+        grouped_experts=job.experts == "grouped",
+        vocab_multiple=_vocab_multiple(job),
+        fp8_block=job.precision.trainer_block,
+        pairs=job.pairs,
+    )
+    if job.live:
+        _check_live_plan(job, model)
+    if rank == 0:
+        publish_plan(job.plan, store)
+    schedule = schedule_of(job.plan, "train", rank)
+    source = trainer.Source(model, device)
+    endpoint = TrainEndpoint(
+        schedule,
+        lambda: source.tensors,
+        store=store,
+        export=model.export,
+        transport=job.transport,
+        timeout_s=job.timeout_s,
+    )
+    endpoint.prepare()
+    reports = []
+    for version in range(1, job.refits + 1):
+        if version == 2:
+            model.load(job.folder / "payload2")
+        elif version > 2:
+            model.step()
+        source.refresh()
+        golden = model.export_held() if job.precision.quantised_on_the_way else model.export()
+        _write_golden(job.golden_file(version), golden, keep=rank == 0)
+        reports.append(endpoint.refit(version))
+    endpoint.close()
+    return reports, []
+
+
+def _device(job: Job, index: int) -> torch.device:
+    """Ranks take the machine's GPUs in turn; several may share one."""
+    if job.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", index % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check_live_plan(job: Job, model: trainer.Trainer) -> None:
+    """What the model itself says of its mesh and its build must lead to the plan that was made from the config."""
+    live = plan_refit(
+        job.precision.engine_config,
+        model.model_chunks,
+        job.plan.gen,
+        model=job.plan.model,
+        policy=job.plan.policy,
+        gen_dtype=job.precision.gen_dtype,
+    )
+    if live.digest != job.plan.digest:
+        raise ValidationError(f"the live model gives plan {live.digest}, its config and mesh {job.plan.digest}")
+
+
+def _vocab_multiple(job: Job) -> int | None:
+    """The divisor that makes Megatron pad to what the plan's embedding says; None where it does not pad."""
+    plan = job.plan
+    embedding = next(i for i, group in enumerate(plan.groups) if group.role in {Role.EMBEDDING, Role.UNKNOWN})
+    for bundle in plan.bundles:
+        if bundle.group == embedding:
+            padded = len(plan.templates[bundle.template].src.pieces) * _rows(plan, bundle.template)
+            return padded // plan.train.tp if padded != plan.groups[embedding].shape[0] else None
+    return None
+
+
+def _rows(plan: Plan, template: int) -> int:
+    return next(p.tensor.shape[0] for pieces in plan.templates[template].src.pieces for p in pieces)
+
+
+def _write_golden(file: Path, exported: Iterable[tuple[str, torch.Tensor]], keep: bool) -> None:
+    """Every training rank takes part in the export; one writes it down, whole or not at all."""
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, tensor in exported:
+        if keep:
+            tensors[name] = tensor.detach().cpu().contiguous().clone()
+    if keep:
+        save_file(tensors, file.with_suffix(".partial"))
+        file.with_suffix(".partial").replace(file)
+
+
+class _Engine(Protocol):
+    """What holds a generation rank's tensors: a vLLM model, or the stand-in.
+
+    A refit writes `tensors`; `compared` with golden is what the engine's own loader writes.
+    """
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def compared(self) -> Mapping[str, torch.Tensor]: ...
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Any: ...
+
+    def after_direct_writes(self) -> None: ...
+
+
+class _VllmEngine:
+    def __init__(self, job: Job, gen_rank: int) -> None:
+        from mcore_reshard.engines import vllm
+
+        self._vllm = vllm
+        self._model = vllm_engine.build_engine(job.engine_folder, gen_sizes(job.plan.gen), gen_rank)
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._vllm.local_tensors(self._model)
+
+    @property
+    def compared(self) -> Mapping[str, torch.Tensor]:
+        return self._vllm.loaded_tensors(self._model)
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._vllm.load_weights(self._model, named_tensors)
+
+    def after_direct_writes(self) -> None:
+        vllm_refined_scales.refine(
+            self._model
+        )  # attention derives its own where kernels are, and nothing here reads that
+
+
+class _Slices(StandInEngine):
+    @property
+    def compared(self) -> Mapping[str, torch.Tensor]:
+        return self.tensors
+
+    def after_direct_writes(self) -> None: ...
+
+
+def gen_sizes(mesh: GenMesh) -> GenSizes:
+    """The mesh as the engine's tables take it."""
+    return GenSizes(mesh.tp, mesh.pp, mesh.dp, mesh.ep)
+
+
+def _generate(rank: int, job: Job, store: str) -> Results:
+    engine: _Engine = (
+        _VllmEngine(job, rank)
+        if job.engine == "vllm"
+        else _Slices(
+            job.precision.engine_config, gen_sizes(job.plan.gen), rank, _device(job, job.plan.train.world + rank)
+        )
+    )
+    schedule = schedule_of(fetch_plan(store, timeout_s=job.timeout_s), "gen", rank)
+    endpoint = GenerationEndpoint(
+        schedule,
+        engine.tensors,
+        store=store,
+        load_weights=engine.load_weights,
+        after_direct_writes=engine.after_direct_writes,
+        transport=job.transport,
+        timeout_s=job.timeout_s,
+    )
+    endpoint.prepare()
+    bulk = {tensor.name.removesuffix(".blocks") for tensor in schedule.tensors}
+    reports, results = [], []
+    for version in range(1, job.refits + 1):
+        for tensor in engine.tensors.values():
+            poison(tensor)
+        reports.append(endpoint.refit(version))
+        results.append(
+            _compare_with_golden(job, rank, version, engine, lambda name: "bulk" if name in bulk else "misc")
+        )
+    endpoint.close()
+    return reports, results
+
+
+def _compare_with_golden(
+    job: Job, rank: int, version: int, engine: _Engine, route: Callable[[str], str]
+) -> list[ParameterResult]:
+    """Load golden into the same engine, compare, and leave golden in place: the next refit must overwrite all of it."""
+    from safetensors.torch import load_file
+
+    got = {name: tensor.detach().clone() for name, tensor in engine.compared.items()}
+    for tensor in engine.compared.values():
+        poison(tensor)
+    golden: Iterable[tuple[str, torch.Tensor]] = load_file(job.golden_file(version)).items()
+    if job.precision.quantised_on_the_way:
+        device = next(iter(engine.tensors.values())).device
+        golden = quantised_by_engine(golden, job.pairs, device, by_vllm=job.engine == "vllm")
+    engine.load_weights(golden)
+    held = engine.compared
+    return [compare(name, rank, route(name), got.get(name), held.get(name)) for name in sorted({*got, *held})]
