@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
+from mcore_reshard.validation import vllm_engine
+
 Config = dict[str, Any]
+INSTALLED = importlib.util.find_spec("vllm") is not None
+if INSTALLED:
+    vllm_engine.prepare()  # before any test imports vLLM, which looks at its surroundings once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    installed = importlib.util.find_spec("vllm") is not None
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            if not installed:
+            if not INSTALLED:
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: run `make test-vllm`, which builds it for a CPU"))
 
 
