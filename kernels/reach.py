@@ -3,12 +3,13 @@
 A generation rank reaches a training rank if both run on one host, it sees the other's GPU (CUDA_VISIBLE_DEVICES may
 hide it), the two GPUs can access each other and the training rank's memory can be exported. Pairs named in the
 environment variable MCORE_RESHARD_UNREACHABLE of the generation rank, as in `train:0-gen:1,relay:1-gen:0`, are out of
-reach whatever the hardware says: that is how several hosts are simulated on one.
+reach whatever the hardware says, also where no such ranks exchange bytes: that is how several hosts are simulated on one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from .host import host
 from .program import Program
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
+_NUMBER = "(0|[1-9][0-9]*)"
+_PAIR = re.compile(f"(train|relay):{_NUMBER}-gen:{_NUMBER}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,16 @@ def obstacles_by_pair(
     """Why pairs cannot share memory; None where they can. All ranks call it, and get the pairs of all.
 
     A generation rank asks for the training ranks `sources` and the replicas `relays`; others ask for nobody.
-    `direct_obstacle` is what keeps this rank from sharing memory with anyone.
+    `direct_obstacle` is what keeps this rank from sharing memory with anyone. Raises `TransportUnavailable` on all ranks
+    where any rank's MCORE_RESHARD_UNREACHABLE has what is no pair.
     """
     schedule = program.schedule
     seats = board.gather("seat", _seat(program, direct_obstacle))
+    if wrong := sorted({word for seat in seats for word in seat["malformed"]}):
+        raise TransportUnavailable(
+            f"{UNREACHABLE_VARIABLE} has {', '.join(map(repr, wrong))}: pairs are written train:0-gen:1 or relay:1-gen:0,"
+            " with commas between them"
+        )
     asked = [Pair(src, schedule.rank, False) for src in sorted(sources)]
     asked += [Pair(src, schedule.rank, True) for src in sorted(relays)]
     mine = [
@@ -70,7 +79,8 @@ def _seat(program: Program, direct_obstacle: str | None) -> dict[str, Any]:
     schedule, obstacle = program.schedule, direct_obstacle
     if obstacle is None and (schedule.world == "train" or schedule.relayed):
         obstacle = _export_obstacle(program)
-    return {"obstacle": obstacle, "host": host(), "gpu": _gpu(program.device)}
+    malformed = [word for word in _declared() if not _PAIR.fullmatch(word)]
+    return {"obstacle": obstacle, "host": host(), "gpu": _gpu(program.device), "malformed": malformed}
 
 
 def _gpu(device: torch.device | int | None) -> str:

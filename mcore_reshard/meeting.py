@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, TransferError
 
 _AGREED = json.dumps({"agreed": True})
-_CAUSE_GRACE_S = 3.0  # how long a rank that lost a peer waits for the cause to be published by someone who knows it
+_CAUSE_GRACE_S = 3.0  # how long a rank that lost peers waits for the cause to be published by someone who knows it
 _LEAVE_GRACE_S = 5.0  # how long a rank that is done lets others learn that the last refit was committed
 _STUCK_GRACE_S = 1.0  # how long a rank that waited in vain lets others say for whom they wait
 
@@ -43,7 +43,8 @@ class Failure:
         if not isinstance(error, TransferError):
             return cls(rank, type(error).__name__, str(error))
         waiting = error.waiting
-        return cls(rank, type(error).__name__, str(error), waiting.stage, waiting.parameter, waiting.peer)
+        peer = waiting.peer.replace("relay:", "gen:")  # the session knows a replica that passes on by its own name
+        return cls(rank, type(error).__name__, str(error), waiting.stage, waiting.parameter, peer)
 
     def __str__(self) -> str:
         return f"{self.rank}: {self.error}: {self.message}"
@@ -113,7 +114,9 @@ class Meeting:
         try:
             self.store.wait([f"{phase}/outcome"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
-            missing = [name for name in self._members if not self.store.check([f"{phase}/{name}"])]
+            if len(self._missing(phase)) > 1:  # they may be waiting for one of them, and about to say for which
+                self._await_cause(phase)
+            missing = self._missing(phase)
             message = f"{', '.join(missing) or 'nobody'} did not arrive at {phase!r} within {timeout_s:g} s"
             self._declare(phase, Failure(self.rank, "DeadlineError", message, peer=missing[0] if missing else None))
         if failure := self._outcome(phase):
@@ -125,6 +128,9 @@ class Meeting:
         self._last = phase
         self._forget_past(phase)
         return {name: json.loads(word) for name, word in zip(self._members, words, strict=True)}
+
+    def _missing(self, phase: str) -> list[str]:
+        return [name for name in self._members if not self.store.check([f"{phase}/{name}"])]
 
     @contextmanager
     def _store_is_up(self) -> Iterator[None]:
@@ -151,7 +157,7 @@ class Meeting:
         return None if outcome.get("agreed") else Failure(**outcome)
 
     def _await_cause(self, phase: str) -> None:
-        """A connection closes a moment before or after its owner says why."""
+        """Whoever knows more says so in a moment: a connection closes a little before or after its owner says why."""
         deadline = time.monotonic() + min(_CAUSE_GRACE_S, self.timeout_s)
         while time.monotonic() < deadline and not self.store.check([f"{phase}/outcome"]):
             time.sleep(0.02)

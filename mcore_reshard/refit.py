@@ -129,8 +129,9 @@ class _Endpoint(ABC):
     def refit(self, version: int, *, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
         """Move the weights of `version` from the trainer to the engine; return once every rank has acknowledged it.
 
-        `kv_scales`, given on training rank 0, are calibrated scales of the engine's KV cache that belong to this version,
-        by checkpoint name (`model.layers.0.self_attn.attn.k_scale`); generation ranks hand them to `set_kv_scales`.
+        `kv_scales`, given on training rank 0 and maybe on others too, are calibrated scales of the engine's KV cache that
+        belong to this version, by checkpoint name (`model.layers.0.self_attn.attn.k_scale`); generation ranks hand them
+        to `set_kv_scales`.
 
         All ranks of both worlds must call it with the same version, larger than the last: else all of them raise
         `VersionError`, nothing has moved and the session goes on. Each wait ends with an error
@@ -203,13 +204,12 @@ class _Endpoint(ABC):
         return stages, misc_bytes
 
     def _kv_word(self, scales: Mapping[str, float] | None) -> dict[str, Any]:
-        """What a rank says of scales of the KV cache when a refit starts: those it sends, or whether it takes any."""
-        if self.world == "gen":
-            return {"takes_kv_scales": self._set_kv_scales is not None}
+        """What a rank says of scales of the KV cache when a refit starts: those it was given, and whether it takes any."""
         found = {name: float(scale) for name, scale in (scales or {}).items()}
         if wrong := [name for name, scale in found.items() if not 0 < scale < float("inf")]:
             raise ValueError(f"scales of the KV cache are positive numbers, {wrong[0]} is {found[wrong[0]]}")
-        return {"kv_scales": found} if found else {}
+        word: dict[str, Any] = {"kv_scales": found} if found else {}
+        return word | ({"takes_kv_scales": self._set_kv_scales is not None} if self.world == "gen" else {})
 
     def _live(self) -> Mapping[str, torch.Tensor]:
         return self._tensors() if callable(self._tensors) else self._tensors
@@ -456,8 +456,16 @@ def _compare(words: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _kv_scales(words: Mapping[str, Mapping[str, Any]], sender: str) -> dict[str, float]:
-    """The scales of the KV cache that training rank 0, `sender`, sends; raise `SessionError` where a rank takes none."""
+    """The scales of the KV cache that training rank 0, `sender`, sends.
+
+    Raises `SessionError` where a rank was given others, which would be lost, or takes none.
+    """
     found: dict[str, float] = words[sender].get("kv_scales", {})
+    if others := [rank for rank, word in words.items() if word.get("kv_scales", found) != found]:
+        raise SessionError(
+            f"scales of the KV cache travel from {sender}, which was given {len(found)}: others were given on"
+            f" {', '.join(others)}; give all of them on {sender}"
+        )
     deaf = [rank for rank, word in words.items() if word.get("takes_kv_scales") is False]
     if found and deaf:
         raise SessionError(

@@ -22,6 +22,13 @@ QUANTISED = frozenset({
     Role.MAMBA_IN, Role.MAMBA_OUT, Role.MTP_PROJ,
 })  # fmt: skip
 
+# What vLLM fuses, by the name that a list of modules may give instead of each part's (packed_modules_mapping of models/).
+_FUSED = {
+    **dict.fromkeys((Role.Q, Role.K, Role.V), "qkv_proj"),
+    **dict.fromkeys((Role.GATE, Role.UP, Role.SHARED_GATE, Role.SHARED_UP), "gate_up_proj"),
+    **dict.fromkeys((Role.MLA_Q_A, Role.MLA_KV_A), "fused_qkv_a_proj"),
+}
+
 # What may change on the way: the source casts, and the wire carries the dtype of the destination.
 CASTS = frozenset({("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", FP8)})
 
@@ -111,14 +118,16 @@ def is_converted(group: ParameterGroup, stated: Quantization | None) -> bool:
 
 
 def _is_kept(group: ParameterGroup, layer: int | None, stated: Quantization) -> bool:
-    """Whether a module is listed: by its name, or for experts by that of any module inside of theirs.
+    """Whether a module is listed: by its name, by that of the module it is fused in, or for experts by any inside of theirs.
 
     Source: vllm/model_executor/layers/quantization/utils/quant_utils.py, is_layer_skipped, which matches exactly.
     """
     if group.experts:
         experts = group.pattern.partition(".{expert}")[0].format(layer=layer)
         return any(listed == experts or listed.startswith(experts + ".") for listed in stated.not_converted)
-    return group.name(layer, None).removesuffix(".weight") in stated.not_converted
+    module = group.name(layer, None).removesuffix(".weight")
+    fused = f"{module.rpartition('.')[0]}.{_FUSED[group.role]}" if group.role in _FUSED else module
+    return module in stated.not_converted or fused in stated.not_converted
 
 
 def scales_group(group: ParameterGroup, form: Format) -> ParameterGroup:

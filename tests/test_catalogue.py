@@ -228,6 +228,18 @@ def test_the_dtype_is_the_configs() -> None:
     assert built("tiny-kimi-k2").find("model.layers.1.mlp.gate.e_score_correction_bias").group.dtype == "float32"
 
 
+@pytest.mark.parametrize(
+    ("ignored", "not_to_convert", "kept"),
+    [(["a"], ["b"], ("a",)), ([], ["b"], ("b",)), (None, ["b"], ("b",)), (["a"], None, ("a",)), ([], [], ())],
+)
+def test_of_two_lists_of_modules_that_stay_the_one_counts_that_vllm_reads(
+    ignored: Any, not_to_convert: Any, kept: tuple[str, ...]
+) -> None:
+    stated = {"quant_method": "fp8", "ignored_layers": ignored, "modules_to_not_convert": not_to_convert}
+    found = built("tiny-qwen3", quantization_config=stated).quantization
+    assert found is not None and found.not_converted == kept
+
+
 def test_quantised_checkpoints_are_listed_as_before_and_say_how_they_are_stored() -> None:
     assert built("tiny-llama").quantization is None
     assert built("deepseek-v3").quantization == Quantization("fp8", (128, 128))
@@ -279,6 +291,11 @@ BAD: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "quantization_config: quant_method is missing",
             "quantization_config: weight_block_size is (128,), two sizes are needed",
         ],
+    ),
+    "blocks that no plan could hold": (
+        "tiny-qwen3",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 1 << 50]}},
+        ["quantization_config: weight_block_size is (128, 1125899906842624), no more than 16,777,216 is supported"],
     ),
     "dense layers that are not there": (
         "tiny-qwen3-moe",

@@ -17,8 +17,11 @@ WORLDS = (2, 2)
 SCALES = {"model.layers.0.self_attn.attn.k_scale": 0.1, "model.layers.0.self_attn.attn.v_scale": 2.5}
 
 
-def refit(number: int, address: str, deaf: int) -> Any:
-    """Rank `number` of four refits three times; generation rank `deaf` takes no scales. What each refit brought."""
+def refit(number: int, address: str, deaf: int, given: Mapping[int, Mapping[str, float]]) -> Any:
+    """Rank `number` of four refits three times, the second time with the scales `given` by rank. What each one brought.
+
+    Generation rank `deaf` takes no scales.
+    """
     world, rank = ("train", number) if number < WORLDS[0] else ("gen", number - WORLDS[0])
     moves = random_moves(np.random.default_rng(7), WORLDS, parameters=5, stages=1)
     schedule = schedule_of(moves, world, rank, WORLDS)  # type: ignore[arg-type]
@@ -39,24 +42,44 @@ def refit(number: int, address: str, deaf: int) -> Any:
             schedule, allocate(schedule), store=address, timeout_s=20.0, after_direct_writes=derive, set_kv_scales=takes
         )
     endpoint.prepare()
-    for version, scales in ((1, None), (2, SCALES), (3, None)):
+    for version in (1, 2, 3):
         try:
-            endpoint.refit(version, kv_scales=scales if world == "train" and rank == 0 else None)
+            endpoint.refit(version, kv_scales=given.get(number) if version == 2 else None)
         except SessionError as error:
             landed.append(str(error))
     endpoint.close()
     return landed
 
 
-def test_scales_land_last_and_only_with_the_refit_they_came_with() -> None:
-    first, second, *engines = values(run_ranks(4, refit, -1))
+@pytest.mark.parametrize("given", [{0: SCALES}, {0: SCALES, 1: SCALES}], ids=["on one rank", "on both"])
+def test_scales_land_last_and_only_with_the_refit_they_came_with(given: Any) -> None:
+    first, second, *engines = values(run_ranks(4, refit, -1, given))
     assert (first, second) == ([], [])
     assert engines == [["derived", "derived", SCALES, "derived"]] * 2
 
 
 def test_scales_that_a_rank_cannot_take_are_refused_before_anything_moves() -> None:
     refused = "2 scales of the KV cache came with the refit, and no function to set them was given on gen:1"
-    first, second, *engines = values(run_ranks(4, refit, 1))
+    first, second, *engines = values(run_ranks(4, refit, 1, {0: SCALES}))
+    assert (first, second) == ([refused], [refused])
+    assert engines == [["derived", refused, "derived"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "sent", "lost"),
+    [
+        ({1: SCALES}, 0, "train:1"),
+        ({0: SCALES, 1: {**SCALES, "model.layers.0.self_attn.attn.v_scale": 2.0}}, 2, "train:1"),
+        ({0: SCALES, 3: {"model.layers.1.self_attn.attn.k_scale": 1.0}}, 2, "gen:1"),
+    ],
+    ids=["not on rank 0", "other numbers", "on a generation rank"],
+)
+def test_scales_that_would_be_lost_are_refused_before_anything_moves(given: Any, sent: int, lost: str) -> None:
+    refused = (
+        f"scales of the KV cache travel from train:0, which was given {sent}: others were given on {lost}; give all of"
+        " them on train:0"
+    )
+    first, second, *engines = values(run_ranks(4, refit, -1, given))
     assert (first, second) == ([refused], [refused])
     assert engines == [["derived", refused, "derived"]] * 2
 

@@ -66,6 +66,27 @@ def test_a_chain_of_waits_is_followed_to_the_rank_that_waits_for_nobody(
     assert (want.stage, want.parameter, want.peer) == (2, "model.w", "train:1")
 
 
+def test_a_chain_of_waits_leads_through_replicas_that_pass_on(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_reshard.meeting._STUCK_GRACE_S", 3.0)
+    replica, relay = meeting(address, "gen:1"), meeting(address, "gen:0")
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(replica.fail, "p", DeadlineError(waiting("gen:1", "relay:0"), "nothing within 5 s"))
+        time.sleep(0.3)
+        late = pool.submit(relay.fail, "p", DeadlineError(waiting("gen:0", "train:1"), "nothing within 5 s"))
+        assert {early.result().peer, late.result().peer} == {"train:1"}
+
+
+def test_of_several_ranks_that_are_late_those_that_wait_say_for_whom(address: str) -> None:
+    done = Meeting(address, "s", "train:0", ("train:0", "gen:0", "gen:1"), timeout_s=3.0)
+    with ThreadPoolExecutor() as pool:
+        heard = pool.submit(done.gather, "p", {}, timeout_s=0.3)
+        time.sleep(0.6)  # gen:0 began to wait later
+        meeting(address, "gen:0").fail("p", DeadlineError(waiting("gen:0", "relay:1"), "nothing within 5 s"))
+        with pytest.raises(SessionFailed, match="gen:0: DeadlineError: stage 2: gen:0 waiting for relay:1") as failed:
+            heard.result()
+    assert failed.value.failure.peer == "gen:1"
+
+
 def test_a_rank_that_lost_a_peer_takes_that_peers_own_cause(address: str) -> None:
     loser, failed = meeting(address, "train:0"), meeting(address, "gen:0")
     with ThreadPoolExecutor() as pool:

@@ -91,6 +91,16 @@ def test_pairs_that_nothing_reaches_are_named() -> None:
     )
 
 
+def test_what_is_no_pair_is_an_error_of_all_ranks() -> None:
+    outcomes = run_ranks(4, on_cpu, MOE, "train:0-gen:1,gen:0-train:0;train:1-gen:1", None, timeout_s=60.0)
+    assert {outcome.kind for outcome in outcomes} <= {"TransportUnavailable", "SessionFailed"}
+    said = next(o.error for o in outcomes if o.kind == "TransportUnavailable")
+    assert said == (
+        "MCORE_RESHARD_UNREACHABLE has 'gen:0-train:0;train:1-gen:1': pairs are written train:0-gen:1 or relay:1-gen:0,"
+        " with commas between them"
+    )
+
+
 def on_gpus(number: int, address: str, case: Case, transport: str, unreachable: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNREACHABLE_VARIABLE, unreachable)

@@ -175,6 +175,22 @@ class TestModulesThatStay:
         found = reasons(Case("tiny-llama", "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8), kept=kept).plan())
         assert "which the engine keeps otherwise" in found["mlp.up_proj.weight"]
 
+    @pytest.mark.parametrize(
+        ("config", "kept", "parts"),
+        [
+            ("tiny-llama", "model.layers.1.self_attn.qkv_proj", {"q_proj", "k_proj", "v_proj"}),
+            ("tiny-llama", "model.layers.1.mlp.gate_up_proj", {"gate_proj", "up_proj"}),
+            ("tiny-deepseek-v3", "model.layers.1.self_attn.fused_qkv_a_proj", {"q_a_proj", "kv_a_proj_with_mqa"}),
+            ("tiny-deepseek-v3", "model.layers.1.mlp.shared_experts.gate_up_proj", {"gate_proj", "up_proj"}),
+        ],
+    )
+    def test_a_module_may_be_listed_by_the_name_that_the_engine_gives_it(
+        self, config: str, kept: str, parts: set[str]
+    ) -> None:
+        plan = Case(config, "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8), kept=(kept,)).plan()
+        stay = [g for g in plan.groups if g.layers == (1,) and g.dtype == "bfloat16" and g.role in QUANTISED_ROLES]
+        assert {group.pattern.split(".")[-2] for group in stay} == parts and len(stay) == len(parts)
+
     def test_experts_stay_as_one(self) -> None:
         kept = ("model.layers.1.mlp.experts.3.up_proj",)
         case = Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8), kept=kept)

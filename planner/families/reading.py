@@ -165,7 +165,10 @@ def read_attention(
 
 
 def read_quantization(reader: ConfigReader) -> Quantization | None:
-    """The config's `quantization_config`, None where it has none."""
+    """The config's `quantization_config`, None where it has none. Of two lists of modules the first that lists any counts.
+
+    Source: vllm/model_executor/layers/quantization/fp8.py, Fp8Config.from_config.
+    """
     stated = reader.mapping("quantization_config")
     if stated is None:
         return None
@@ -175,7 +178,12 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
     block = inner.items("weight_block_size", int)
     two_sizes = block is None or (len(block) == 2 and min(block) > 0)
     inner.check(two_sizes, f"weight_block_size is {block}, two sizes are needed")
-    not_converted = inner.items("modules_to_not_convert", str) or inner.items("ignored_layers", str) or ()
+    if two_sizes and block:
+        inner.check(
+            max(block) <= _LARGEST_SIZE, f"weight_block_size is {block}, no more than {_LARGEST_SIZE:,} is supported"
+        )
+    lists = [inner.items(name, str) for name in ("ignored_layers", "modules_to_not_convert")]
+    not_converted = next((found for found in lists if found), ())
     reader.problems += [f"quantization_config: {problem}" for problem in inner.problems]
     if inner.problems or method is None:
         return None
