@@ -10,6 +10,7 @@ import struct
 import time
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Literal
 
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroupGloo, Store
 
+from .board import Board
 from .casts import compute_scales
 from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
 from .interpreter import run_copies
@@ -67,14 +69,20 @@ class GlooGroup:
     GLOO_SOCKET_IFNAME names another interface.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, names: Sequence[str], *, timeout_s: float) -> None:
+        """`names` are all ranks in group order, as messages call them. Raises `SessionError` naming those that do not come."""
         self.timeout_s = timeout_s
         self._pending: set[GlooMessage] = set()
         self._group: ProcessGroupGloo | None
+        board = Board(store, rank, names, timeout_s=timeout_s)
         try:
-            self._group = ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise SessionError(f"gloo could not connect {size} ranks within {timeout_s:g} s: {error}") from error
+            board.gather("here", "")  # gloo itself would wait for each missing rank in turn, and name none
+            if gone := board.who_gave_up():
+                raise SessionError(f"{names[rank]} came when {gone} no longer waited")
+            self._group = _connected(store, rank, len(names), timeout_s)
+        except SessionError:
+            board.give_up()
+            raise
 
     def send(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
         return self._started("send", buffer, peer, waiting)
@@ -101,6 +109,13 @@ class GlooGroup:
         message = GlooMessage(self, work, waiting)
         self._pending.add(message)
         return message
+
+
+def _connected(store: Store, rank: int, size: int, timeout_s: float) -> ProcessGroupGloo:
+    try:
+        return ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise SessionError(f"gloo could not connect {size} ranks within {timeout_s:g} s: {error}") from error
 
 
 class GlooExecutor:

@@ -17,7 +17,7 @@ from mcore_reshard.planner.schedule import Schedule
 
 from .gloo import GlooGroup
 from .joined import JoinedExecutor, in_context_of, merged
-from .pipeline import Executor, StageReport, group_rank
+from .pipeline import Executor, StageReport, group_names, group_rank
 from .program import bind
 from .transport import Link
 
@@ -129,7 +129,7 @@ def _role(connect: Connect, link: Link, schedule: Schedule) -> _Role:
     group = GlooGroup(
         PrefixStore("group", store),
         group_rank(schedule, schedule.world, schedule.rank),
-        schedule.train_ranks + schedule.gen_ranks,
+        group_names(schedule),
         timeout_s=link.timeout_s,
     )
     try:

@@ -15,7 +15,7 @@ from mcore_reshard.planner.schedule import TransferTable, World
 
 from .errors import DeadlineError, SessionError, TransferError, Waiting
 from .gloo import GlooGroup
-from .pipeline import Message, group_rank, other_world
+from .pipeline import Message, group_names, group_rank, other_world
 from .program import Program
 
 _WORD = struct.Struct("<qq")  # the run it belongs to, and the word
@@ -36,7 +36,7 @@ class Words:
         self._group = GlooGroup(
             PrefixStore("words", store),
             group_rank(schedule, schedule.world, schedule.rank),
-            schedule.train_ranks + schedule.gen_ranks,
+            group_names(schedule),
             timeout_s=timeout_s,
         )
         self._posted: dict[int, tuple[torch.Tensor, Message]] = {}

@@ -231,7 +231,7 @@ class _Endpoint(ABC):
             group = GlooGroup(
                 PrefixStore("gloo", meeting.store),
                 group_rank(schedule, schedule.world, schedule.rank),
-                schedule.train_ranks + schedule.gen_ranks,
+                _members(schedule),
                 timeout_s=self._timeout_s,
             )
             try:

@@ -26,7 +26,7 @@ def connect(
     """The group of all ranks, once every one of them has it."""
     host, port = address.split(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    group = kind(store, rank, size, timeout_s=timeout_s)
+    group = kind(store, rank, [f"rank {each}" for each in range(size)], timeout_s=timeout_s)
     store.set(f"up/{rank}", "")
     store.wait([f"up/{other}" for other in range(size)])
     return group
@@ -138,12 +138,14 @@ def test_a_silent_peer_is_an_error_at_the_deadline() -> None:
     assert max(outcome.seconds for outcome in others) < 6
 
 
-def only_rank_zero(rank: int, address: str) -> None:
-    if rank == 0:
-        connect(address, 0, 2, timeout_s=1.0)
+def late_last_rank(rank: int, address: str, late_s: float) -> None:
+    if rank == 3:
+        time.sleep(late_s)
+    connect(address, rank, 4, timeout_s=1.0)
 
 
-def test_a_rank_that_never_connects_is_an_error_at_the_deadline() -> None:
-    outcome, _ = run_ranks(2, only_rank_zero)
-    assert outcome.kind == "SessionError"
-    assert "gloo could not connect 2 ranks within 1 s" in str(outcome.error)
+def test_a_rank_that_comes_too_late_is_named_and_does_not_wait_for_those_that_gave_up() -> None:
+    *early, late = run_ranks(4, late_last_rank, 3.0)
+    assert [outcome.error for outcome in early] == [f"rank {n}: rank 3 did not come within 1 s" for n in range(3)]
+    assert {outcome.kind for outcome in (*early, late)} == {"SessionError"}
+    assert str(late.error).startswith("rank 3 came when rank ")

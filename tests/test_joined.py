@@ -34,7 +34,7 @@ def joined(rank: int, address: str, timeout_s: float) -> tuple[JoinedExecutor, A
     parts = []
     for turn in range(2):
         store = PrefixStore(f"part-{turn}", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
-        group = GlooGroup(store, rank, sum(WORLDS), timeout_s=timeout_s)
+        group = GlooGroup(store, rank, list(map(str, range(sum(WORLDS)))), timeout_s=timeout_s)
         part = with_peers(schedule, {peer for peer in peers_of(schedule) if (peer + number) % 2 == turn})
         parts.append(GlooExecutor(group, bind(part, tensors, bucket_bytes=128)))
     return JoinedExecutor(parts, None), tensors, bind(schedule, tensors).nbytes

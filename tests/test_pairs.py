@@ -16,7 +16,7 @@ from ranks import run_ranks, values
 from mcore_reshard.kernels import registry
 from mcore_reshard.kernels.gloo import GlooExecutor, GlooGroup
 from mcore_reshard.kernels.pairs import connect_by_pair
-from mcore_reshard.kernels.pipeline import Executor, group_rank
+from mcore_reshard.kernels.pipeline import Executor, group_names, group_rank
 from mcore_reshard.kernels.reach import UNREACHABLE_VARIABLE
 from mcore_reshard.kernels.relaying import Connect, relayed, unrelayed
 from mcore_reshard.kernels.transport import Link, Transport
@@ -33,8 +33,8 @@ class OverGloo(GlooExecutor):
 
     def __init__(self, name: str, link: Link) -> None:
         schedule = link.program.schedule
-        me, ranks = group_rank(schedule, schedule.world, schedule.rank), schedule.train_ranks + schedule.gen_ranks
-        self._own = GlooGroup(link.store, me, ranks, timeout_s=link.timeout_s)
+        me = group_rank(schedule, schedule.world, schedule.rank)
+        self._own = GlooGroup(link.store, me, group_names(schedule), timeout_s=link.timeout_s)
         super().__init__(self._own, link.program)
         self.name = name
 

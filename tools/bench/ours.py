@@ -72,7 +72,7 @@ def session(rank: Rank, options: Options) -> Prepared:
 def _prepared(rank: Rank, transport: str, connect: Callable[[Link], Executor] | None) -> Prepared:
     usual = _check(rank, transport)
     assert usual is not None, "golden is not an executor"
-    group = GlooGroup(PrefixStore("group", rank.store), rank.number, rank.ranks, timeout_s=rank.timeout_s)
+    group = GlooGroup(PrefixStore("group", rank.store), rank.number, rank.names, timeout_s=rank.timeout_s)
     executor = (connect or usual)(
         Link(
             store=PrefixStore("link", rank.store),

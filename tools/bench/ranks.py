@@ -70,7 +70,8 @@ class Rank:
         self.address = f"{self._root.host}:{self._root.port}"
         self._shelf = "bench"
         self.store: torch.distributed.Store = PrefixStore(self._shelf, self._root)
-        self._group = GlooGroup(PrefixStore("bench/words", self._root), number, self.ranks, timeout_s=self.timeout_s)
+        self.names = [f"rank {each}" for each in range(self.ranks)]
+        self._group = GlooGroup(PrefixStore("bench/words", self._root), number, self.names, timeout_s=self.timeout_s)
         self._words = 0
         self._results = ResultFile(launch.out)
 
