@@ -25,14 +25,15 @@ PUBLISHED = [
     ("gpt-oss-120b", GenMesh(tp=8)),
     ("deepseek-v3", GenMesh(tp=32, dp=4)),
 ]
+WITH_EXPERTS = {name for name in TINY if catalogue_from_config(load_config(name)).architecture.experts}
 CASES = [
-    *((name, mesh) for name in TINY for mesh in MESHES),
     *(
         (name, mesh)
         for name in TINY
-        for mesh in EXPERT_MESHES
-        if catalogue_from_config(load_config(name)).architecture.experts
+        for mesh in MESHES
+        if not (name.endswith("-fp8") and name in WITH_EXPERTS and mesh.tp == 4)  # inside of blocks: see tests/engine
     ),
+    *((name, mesh) for name in TINY for mesh in EXPERT_MESHES if name in WITH_EXPERTS),
     *PUBLISHED,
 ]
 
@@ -40,7 +41,10 @@ CASES = [
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
 def test_planned_tensors_are_the_engines(name, mesh):
     config = load_config(name)
-    plan = make_plan(catalogue_from_config(config), TrainMesh(), mesh)
+    dtype = "fp8" if name.endswith("-fp8") else "bf16"
+    if dtype == "bf16":  # published checkpoints may be quantised; the engine then holds what an unquantised one gives
+        config.pop("quantization_config", None)
+    plan = make_plan(catalogue_from_config(config), TrainMesh(), mesh, train_dtype=dtype, gen_dtype=dtype)
     sizes = GenSizes(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, ep=mesh.ep)
     for gen_rank in range(mesh.world) if name in TINY else (0, mesh.world - 1):
         schedule = schedule_of(plan, "gen", gen_rank)
