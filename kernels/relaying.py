@@ -7,7 +7,7 @@ receives what landed on other replicas. It starts on a rank once all that the ra
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 import torch
@@ -110,17 +110,24 @@ def _second_hop(connect: Connect, link: Link) -> Executor:
     relay = link.program.schedule.relay()
     device = link.program.device
     stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
-    with ThreadPoolExecutor(2, thread_name_prefix="relay") as threads:
-        coming = [
-            threads.submit(in_context_of(stream, lambda part=part: _role(connect, link, part)))  # type: ignore[misc]
-            for part in (relay.sends, relay.receives)
-        ]
-    roles = [future.result() for future in coming if future.exception() is None]
-    if len(roles) < len(coming):
-        for role in roles:
-            role.close()
-        raise next(error for future in coming if (error := future.exception()) is not None)
-    return JoinedExecutor(roles, device)
+    threads = ThreadPoolExecutor(2, thread_name_prefix="relay")
+    coming = [
+        threads.submit(in_context_of(stream, lambda part=part: _role(connect, link, part)))  # type: ignore[misc]
+        for part in (relay.sends, relay.receives)
+    ]
+    threads.shutdown(wait=False)
+    ended, _ = wait(coming, return_when=FIRST_EXCEPTION)
+    failures = [error for role in ended if (error := role.exception()) is not None]
+    if failures:  # at once: the other role may wait for its deadline
+        for role in coming:
+            role.add_done_callback(_close)
+        raise failures[0]
+    return JoinedExecutor([role.result() for role in coming], device)
+
+
+def _close(role: Future[_Role]) -> None:
+    if role.exception() is None:
+        role.result().close()
 
 
 def _role(connect: Connect, link: Link, schedule: Schedule) -> _Role:

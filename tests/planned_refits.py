@@ -18,7 +18,9 @@ import synthetic
 REFITS = 2
 
 
-def refit(number: int, address: str, case: Case, device: str, **options: Any) -> tuple[set[str], dict[str, int]]:
+def refit(
+    number: int, address: str, case: Case, device: str, *, timeout_s: float = 30.0, **options: Any
+) -> tuple[set[str], dict[str, int]]:
     """Rank `number`, training ranks first, refits twice: (what moved the bytes, wrong elements by parameter).
 
     On "cuda" ranks take the GPUs in turn. Destinations are poisoned before each refit.
@@ -35,7 +37,7 @@ def refit(number: int, address: str, case: Case, device: str, **options: Any) ->
     if train:
         synthetic.fill(plan, "train", rank, tensors)
     endpoint = (TrainEndpoint if train else GenerationEndpoint)(
-        schedule, tensors, store=address, timeout_s=30.0, **options
+        schedule, tensors, store=address, timeout_s=timeout_s, **options
     )
     endpoint.prepare()
     ways, wrong = set(), {}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import planned_refits
 import pytest
 import simulate
 from plans import Case
+from ranks import run_ranks
 
 from mcore_reshard.cli import main
+from mcore_reshard.kernels import relaying
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.plan_file import save_plan
 from mcore_reshard.planner.proof import prove
@@ -104,3 +108,22 @@ def test_the_command_line_says_who_passes_on(capsys: pytest.CaptureFixture[str],
     origins = json.loads(capsys.readouterr().out)["origins"]
     landing = next(origin["dst"]["rank"] for origin in origins if origin["relayed_by"] is None)
     assert [origin["relayed_by"] for origin in origins if origin["dst"]["rank"] != landing] == [landing] * 2
+
+
+def failing(number: int, address: str) -> None:
+    """Generation rank 1 cannot connect as a relay."""
+    role = relaying._role
+
+    def broken(connect: Any, link: Any, schedule: Any) -> Any:
+        if schedule.name == "relay:1":
+            raise OSError("no memory left to share")
+        return role(connect, link, schedule)
+
+    relaying._role = broken  # this process ends with the test
+    planned_refits.refit(number, address, ONE_TO_THREE, "cpu", timeout_s=3.0)
+
+
+def test_a_relay_that_cannot_connect_is_everyones_error_with_its_cause() -> None:
+    outcomes = run_ranks(4, failing, timeout_s=60.0)
+    assert all("no memory left to share" in str(outcome.error) for outcome in outcomes)
+    assert outcomes[2].kind == "OSError" and {o.kind for o in outcomes} == {"OSError", "SessionFailed"}
