@@ -21,8 +21,6 @@ REFITS = 2
 def refit(
     number: int, address: str, case: Case, device: str, *, timeout_s: float = 30.0, **options: Any
 ) -> tuple[set[str], dict[str, int]]:
-    number: int, address: str, case: Case, device: str, *, timeout_s: float = 30.0, **options: Any
-) -> tuple[set[str], dict[str, int]]:
     """Rank `number`, training ranks first, refits twice: (what moved the bytes, wrong elements by parameter).
 
     On "cuda" ranks take the GPUs in turn. Destinations are poisoned before each refit.
