@@ -23,15 +23,16 @@ from torch.distributed import PrefixStore, TCPStore
 from mcore_reshard import __version__
 from mcore_reshard.kernels.broadcast import Tree, broadcast, receive
 from mcore_reshard.kernels.buckets import DEFAULT_BUCKET_BYTES
-from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, VersionError
+from mcore_reshard.kernels.errors import BindError, RefitError, SessionError
 from mcore_reshard.kernels.gloo import GlooGroup
-from mcore_reshard.kernels.pipeline import Executor, StageReport, group_rank
+from mcore_reshard.kernels.pipeline import Executor, StageReport, group_names, group_rank
 from mcore_reshard.kernels.program import Program, bind
 from mcore_reshard.kernels.registry import AUTO, resolve
 from mcore_reshard.kernels.rounds import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.transport import Link, Transport
 from mcore_reshard.planner.schedule import Schedule, World
 
+from .agreement import agreed_kv_scales, check_alike, check_versions
 from .meeting import Meeting, SessionFailed, store_address
 
 PROTOCOL = 1  # what ranks say to each other; both worlds must speak the same
@@ -116,11 +117,11 @@ class _Endpoint(ABC):
             raise SessionError(f"{self.rank}: {self._ended or 'already prepared'}")
         self._ended = "prepare() failed"
         meeting = Meeting(
-            self._store_address, self._session, self.rank, _members(self._schedule), timeout_s=self._timeout_s
+            self._store_address, self._session, self.rank, group_names(self._schedule), timeout_s=self._timeout_s
         )
         with _published(meeting, "hello"):
             transport, program = self._bound()
-        _compare(meeting.gather("hello", self._hello(transport), timeout_s=timeout_s))
+        check_alike(meeting.gather("hello", self._hello(transport), timeout_s=timeout_s))
         self._connection = self._connected(meeting, transport, program)
         with self._ends_on_error(meeting, "connected"):
             meeting.gather("connected", {})
@@ -145,8 +146,8 @@ class _Endpoint(ABC):
             if connection.program is not None:
                 connection.program.check_fresh(self._live())
             words = meeting.gather(f"{phase}/start", {"version": version, **self._kv_word(kv_scales)})
-        self._check_versions(words)
-        scales = _kv_scales(words, self._schedule.name_of("train", 0))
+        check_versions(words, self.rank, self.committed_version)
+        scales = agreed_kv_scales(words, self._schedule.name_of("train", 0))
         with ExitStack() as afterwards, self._ends_on_error(meeting, f"{phase}/commit"):
             stages, misc_bytes = self._moved(connection, afterwards)
             if scales and self._set_kv_scales is not None:
@@ -231,7 +232,7 @@ class _Endpoint(ABC):
             group = GlooGroup(
                 PrefixStore("gloo", meeting.store),
                 group_rank(schedule, schedule.world, schedule.rank),
-                _members(schedule),
+                group_names(schedule),
                 timeout_s=self._timeout_s,
             )
             try:
@@ -267,18 +268,6 @@ class _Endpoint(ABC):
         if self._connection is None:
             raise SessionError(f"{self.rank}: no refit is possible: {self._ended or 'prepare() was not called'}")
         return self._connection
-
-    def _check_versions(self, words: Mapping[str, Mapping[str, Any]]) -> None:
-        """All ranks must refit one version, which follows the last; raises `VersionError` on all of them, or on none."""
-        versions: dict[int, list[str]] = {}
-        for rank, word in words.items():
-            versions.setdefault(word["version"], []).append(rank)
-        if len(versions) > 1:
-            said = "; ".join(f"{version} on {', '.join(ranks)}" for version, ranks in versions.items())
-            raise VersionError(f"different versions are refitted at once: {said}")
-        (version,) = versions
-        if self.committed_version is not None and version <= self.committed_version:
-            raise VersionError(f"{self.rank}: version {version} does not follow {self.committed_version}")
 
     @contextmanager
     def _ends_on_error(self, meeting: Meeting, phase: str) -> Iterator[None]:
@@ -434,44 +423,6 @@ def _published(meeting: Meeting, phase: str) -> Iterator[None]:
         if failure.rank != meeting.rank and isinstance(error, RefitError):
             raise SessionFailed(failure) from error
         raise
-
-
-def _members(schedule: Schedule) -> tuple[str, ...]:
-    train = (schedule.name_of("train", rank) for rank in range(schedule.train_ranks))
-    return (*train, *(schedule.name_of("gen", rank) for rank in range(schedule.gen_ranks)))
-
-
-def _compare(words: Mapping[str, Mapping[str, Any]]) -> None:
-    """All ranks must have said the same; raise `SessionError` with who said what."""
-    problems: list[str] = []
-    for field in ("protocol", "digest", "transport", "bucket_bytes", "train_ranks", "gen_ranks"):
-        ranks: dict[Any, list[str]] = {}
-        for rank, word in words.items():
-            ranks.setdefault(word.get(field), []).append(rank)
-        if len(ranks) > 1:
-            said = "; ".join(f"{value} on {', '.join(names)}" for value, names in ranks.items())
-            problems.append(f"different {field}: {said}")
-    if problems:
-        raise SessionError("\n  ".join(("the ranks of this session do not fit together:", *problems)))
-
-
-def _kv_scales(words: Mapping[str, Mapping[str, Any]], sender: str) -> dict[str, float]:
-    """The scales of the KV cache that training rank 0, `sender`, sends.
-
-    Raises `SessionError` where a rank was given others, which would be lost, or takes none.
-    """
-    found: dict[str, float] = words[sender].get("kv_scales", {})
-    if others := [rank for rank, word in words.items() if word.get("kv_scales", found) != found]:
-        raise SessionError(
-            f"scales of the KV cache travel from {sender}, which was given {len(found)}: others were given on"
-            f" {', '.join(others)}; give all of them on {sender}"
-        )
-    deaf = [rank for rank, word in words.items() if word.get("takes_kv_scales") is False]
-    if found and deaf:
-        raise SessionError(
-            f"{len(found)} scales of the KV cache came with the refit, and no function to set them was given on {', '.join(deaf)}"
-        )
-    return found
 
 
 def _exactly(names: Sequence[str] | None, tensors: NamedTensors, verb: str) -> Iterator[tuple[str, torch.Tensor]]:
