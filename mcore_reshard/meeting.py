@@ -23,6 +23,7 @@ from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionEr
 
 _AGREED = json.dumps({"agreed": True})
 _CAUSE_GRACE_S = 3.0  # how long a rank that lost peers waits for the cause to be published by someone who knows it
+_TRIES = 3  # to connect: a store has been seen not to answer a first greeting
 _LEAVE_GRACE_S = 5.0  # how long a rank that is done lets others learn that the last refit was committed
 _STUCK_GRACE_S = 1.0  # how long a rank that waited in vain lets others say for whom they wait
 
@@ -195,13 +196,19 @@ def connected(address: str, timeout_s: float) -> TCPStore:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise SessionError(f"not the address of a store, 'host:port' is: {address!r}")
-    try:
-        return TCPStore(
-            host.strip("[]"),
-            int(port),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    except RuntimeError as error:
-        raise SessionError(f"no store answers at {address} within {timeout_s:g} s: {error}") from error
+    failure: RuntimeError | None = None
+    for _ in range(_TRIES):
+        try:
+            store = TCPStore(
+                host.strip("[]"),
+                int(port),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s / _TRIES),
+            )
+        except RuntimeError as error:
+            failure = error
+        else:
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
+    raise SessionError(f"no store answers at {address} within {timeout_s:g} s: {failure}") from failure
