@@ -8,14 +8,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .casts import E4M3, CastForm, Casts, TensorCast
+from mcore_reshard.planner.precision import FP8
+
+from .casts import CastForm, Casts, TensorCast
 from .copies import COPY
 from .tiles import INNER_LOOP, ROW, TILE, Boxes, check_tile_bytes
 
 Ints = NDArray[np.int64]
 
-CAST_KINDS = {("bfloat16", E4M3): 0, ("float32", "bfloat16"): 1, ("bfloat16", "float32"): 2}
-_WIDE = {("bfloat16", E4M3): 8, ("float32", "bfloat16"): 4, ("bfloat16", "float32"): 4}  # elements of a wide word
+CAST_KINDS = {("bfloat16", FP8): 0, ("float32", "bfloat16"): 1, ("bfloat16", "float32"): 2}
+_WIDE = {("bfloat16", FP8): 8, ("float32", "bfloat16"): 4, ("bfloat16", "float32"): 4}  # elements of a wide word
 
 CAST_TILE = np.dtype(  # the struct CastTile of device_casts.cu, 64 bytes
     [

@@ -22,15 +22,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mcore_reshard.planner.precision import CASTS, FP8, grid_of
 from mcore_reshard.planner.schedule import Cast, Geometry, Schedule
 
 from .copies import StridedCopy
 from .precision import block_scales
 
 Ints = NDArray[np.int64]
-
-E4M3 = "float8_e4m3fn"
-CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", E4M3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class CastForm:
     @property
     def blocks(self) -> tuple[int, int]:
         """Rows and columns of a matrix's scales."""
-        return -(-self.matrix[0] // self.block[0]), -(-self.matrix[1] // self.block[1])
+        return grid_of(self.matrix, self.block)
 
     def scale_of(self, elements: Ints) -> tuple[Ints, Ints]:
         """Elements of a tensor, counted row-major -> (index of their scale, column within its block)."""
@@ -164,7 +162,7 @@ def _cast_problems(schedule: Schedule, cast: Cast, computed: set[int]) -> Iterat
         known = ", ".join(f"{src} to {to}" for src, to in CASTS)
         yield f"no cast from {local.dtype} is known (there are {known})"
         return
-    if (cast.scales is not None) != (cast.to == E4M3):
+    if (cast.scales is not None) != (cast.to == FP8):
         yield "scales are for casts to float8_e4m3fn, and needed there"
     if cast.scales is None:
         return
@@ -175,7 +173,7 @@ def _cast_problems(schedule: Schedule, cast: Cast, computed: set[int]) -> Iterat
         yield "its scales are not among the tensors that are computed"
         return
     *stacked, rows, columns = local.shape
-    wanted = (*stacked, -(-rows // cast.block[0]), -(-columns // cast.block[1]))
+    wanted = (*stacked, *grid_of((rows, columns), cast.block))
     scales = schedule.tensors[cast.scales]
     if (scales.shape, scales.dtype) != (wanted, "float32"):
         yield f"scales {scales.name} are {scales.dtype} {scales.shape}, blocks need float32 {wanted}"

@@ -10,25 +10,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import Store
 
 from mcore_reshard.planner.schedule import Schedule
+from mcore_reshard.planner.subset import peers_of
 
 from .device_casts import DeviceGather, DeviceScales, device_scales
 from .device_copies import DeviceCopies, KernelShape
+from .direct_options import DirectOptions
 from .errors import ChecksumError, SessionError, Waiting
 from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from .program import Program
 from .staging import SLOTS, SlotPlan, Staged, divide_slots, in_round, joined, placed, round_count, staged
 from .tiles import cut_tiles, interleaved
 from .words import Words, fetch
-
-if TYPE_CHECKING:
-    from .direct_options import DirectOptions
 
 _SLOTS = "slots/"  # what a rank publishes of its slots, and of its events
 _TILE_BYTES = 128 << 10
@@ -157,7 +156,7 @@ class SlotReader:
         self._rounds: list[_Pulling] = []
         self._taken: list[torch.cuda.Event] = []
         self._cast: dict[int, list[torch.cuda.Event]] = {}
-        sources = sorted({peer for stage in schedule.stages for peer in np.unique(stage.recvs.peer).tolist()})
+        sources = sorted(peers_of(schedule))
         if not sources:
             return
         device = stream.device

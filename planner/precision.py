@@ -30,7 +30,7 @@ _FUSED = {
 }
 
 # What may change on the way: the source casts, and the wire carries the dtype of the destination.
-CASTS = frozenset({("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", FP8)})
+CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", FP8))
 
 
 @dataclass(frozen=True, slots=True)
