@@ -35,7 +35,7 @@ class JoinedExecutor:
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once, by all transports. Raises the first part's error, once all parts have ended."""
-        stream = torch.cuda.current_stream(self._device) if self._on_cuda else None
+        stream = torch.cuda.current_stream(self._device) if is_cuda(self._device) else None
         others: list[Future[tuple[StageReport, ...]]] = [
             self._threads.submit(in_context_of(stream, part.run)) for part in self._parts[1:]
         ]
@@ -55,10 +55,6 @@ class JoinedExecutor:
                 closing.callback(part.close)
         self._threads.shutdown(wait=False)
 
-    @property
-    def _on_cuda(self) -> bool:
-        return self._device is not None and self._device.type == "cuda"
-
 
 def merged(reports: Sequence[tuple[StageReport, ...]]) -> tuple[StageReport, ...]:
     """What several parts moved in each stage; they move at the same time, so the longest says how long it took."""
@@ -72,6 +68,10 @@ def merged(reports: Sequence[tuple[StageReport, ...]]) -> tuple[StageReport, ...
         )
         for stage in zip(*reports, strict=True)
     )
+
+
+def is_cuda(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda"
 
 
 def in_context_of(stream: torch.cuda.Stream | None, work: Callable[[], T]) -> Callable[[], T]:

@@ -77,11 +77,14 @@ class Schedule:
     computed: tuple[int, ...] = ()
     unrelayed: Callable[[], Schedule] | None = None  # of a relayed plan: the same, but all bytes come from the trainer
     relay: Callable[[], Relay] | None = None  # generation ranks of a relayed plan: what they pass on, and get so
+    # Of a relayed plan: the same, relay included, in parts that may move one after another. Then one is passed on while
+    # the next one comes from the trainer. () where it is to move as a whole.
+    waves: tuple[Callable[[], Schedule], ...] = ()
     between_replicas: bool = False  # a part of a relay: its 'train' ranks are the generation ranks that pass on
 
     @property
     def relayed(self) -> bool:
-        """Whether generation ranks pass on what they receive, once all of it has arrived."""
+        """Whether generation ranks pass on what they receive."""
         return self.unrelayed is not None
 
     def name_of(self, world: World, rank: int) -> str:

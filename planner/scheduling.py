@@ -18,6 +18,7 @@ from .geometry import LocalTensor, Piece, Region, row_major_strides
 from .plan import Bundle, Plan, Template
 from .schedule import Cast, Geometry, Pulls, Relay, Schedule, StageSchedule, TransferTable, World
 
+WAVES = 8  # of a relay; more overlap better, and every wave takes some words between all ranks
 _COLUMNS = ("peer", "tensor", "geometry", "offset", "nbytes", "bundle", "member")
 _WIDE = {"offset", "nbytes"}
 _End = Literal["src", "dst"]
@@ -29,43 +30,54 @@ def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
     Of a relayed plan this is what passes between trainer and engine; `Schedule.relay` has the rest.
     """
     _check_rank(plan, world, rank)
-    expansion = _Expansion(plan, world, rank)
-    unrelayed = (
-        partial(schedule_of, replace(plan, relay=False, digest=plan.digest), world, rank) if plan.relay else None
+    whole = _schedule(plan, world, rank)
+    if not plan.relay:
+        return whole
+    return replace(
+        whole,
+        unrelayed=partial(schedule_of, replace(plan, relay=False, digest=plan.digest), world, rank),
+        # Scales are computed, and slots divided, for a trainer's whole program.
+        waves=() if plan.casts else tuple(partial(_schedule, plan, world, rank, wave) for wave in range(WAVES)),
     )
+
+
+def _schedule(plan: Plan, world: World, rank: int, wave: int | None = None) -> Schedule:
+    expansion = _Expansion(plan, world, rank, wave)
     if world == "train":
         casts = expansion.casts()
         return replace(
             expansion.schedule(expansion.sends, sends=True),
-            unrelayed=unrelayed,
             casts=casts,
             computed=tuple(sorted(cast.scales for cast in casts if cast.scales is not None)),
         )
     return replace(
         expansion.schedule(expansion.receives, sends=False),
-        pulls=partial(pulls_of, plan, rank),
-        unrelayed=unrelayed,
-        relay=partial(relay_of, plan, rank) if plan.relay else None,
+        pulls=partial(pulls_of, plan, rank, wave),
+        relay=partial(relay_of, plan, rank, wave) if plan.relay else None,
     )
 
 
-def pulls_of(plan: Plan, gen_rank: int) -> Pulls:
+def pulls_of(plan: Plan, gen_rank: int, wave: int | None = None) -> Pulls:
     """Where in the training ranks' tensors lies what `gen_rank` receives, row by row as its schedule lists it.
+
+    All of it, or what one of the schedule's waves lists.
 
     Raises IndexError for a rank outside of the generation mesh.
     """
     _check_rank(plan, "gen", gen_rank)
-    expansion = _Expansion(plan, "gen", gen_rank)
+    expansion = _Expansion(plan, "gen", gen_rank, wave)
     return expansion.pulls(expansion.pulled)
 
 
-def relay_of(plan: Plan, gen_rank: int) -> Relay:
+def relay_of(plan: Plan, gen_rank: int, wave: int | None = None) -> Relay:
     """What a generation rank passes on to other replicas and what these pass on to it, in a plan that relays.
+
+    All of it, or that of one wave.
 
     Raises IndexError for a rank outside of the generation mesh.
     """
     _check_rank(plan, "gen", gen_rank)
-    sending, receiving = _Expansion(plan, "gen", gen_rank), _Expansion(plan, "gen", gen_rank)
+    sending, receiving = (_Expansion(plan, "gen", gen_rank, wave) for _ in range(2))
     receives = receiving.schedule(receiving.relay_receives, sends=False)
 
     def pulls() -> Pulls:  # replicas keep the same tensors: what lies here lies there too
@@ -114,6 +126,7 @@ class _Expansion:
     plan: Plan
     world: World
     rank: int
+    wave: int | None = None  # None: all of them
     tensors: dict[LocalTensor, int] = field(default_factory=dict)
     geometries: dict[Geometry, int] = field(default_factory=dict)
 
@@ -146,6 +159,9 @@ class _Expansion:
         rows: dict[int, list[_Columns]] = {stage: [] for stage in range(self.plan.train.pp)}
         for place in self._places():
             columns = rows_of(place)
+            if self.wave is not None:
+                mine = _wave_of(place.bundle)[columns["member"]] == self.wave
+                columns = {name: column[mine] for name, column in columns.items()}
             if len(columns["peer"]):
                 columns["bundle"] = np.full_like(columns["peer"], place.index)
                 rows[place.bundle.pp_stage].append(columns)
@@ -285,6 +301,15 @@ class _Expansion:
                 offset = sum(low * stride for low, stride in zip(padding.box.start, strides, strict=True))
                 for tensor in dict.fromkeys(self._tensor_ids(at.bundle, padding.tensor, source=False).tolist()):
                     yield tensor, offset, Geometry(padding.box.extents, strides)
+
+
+def _wave_of(bundle: Bundle) -> NDArray[np.int64]:
+    """The wave of every member: as many follow each other in one wave, so that in each wave all ranks get their turn.
+
+    A weight and its scales have the same members and so the same waves; single tensors, such as an embedding, are in
+    the middle, where both hops are under way.
+    """
+    return (2 * np.arange(bundle.members) + 1) * WAVES // (2 * bundle.members)
 
 
 def _numbers(values: Iterable[int]) -> NDArray[np.int64]:

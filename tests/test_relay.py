@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from mcore_reshard.kernels import relaying
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.plan_file import save_plan
 from mcore_reshard.planner.proof import prove
-from mcore_reshard.planner.scheduling import relay_of, schedule_of
+from mcore_reshard.planner.schedule import Schedule, TransferTable
+from mcore_reshard.planner.scheduling import WAVES, relay_of, schedule_of
 from mcore_reshard.planner.subset import with_peers
 
 ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
 TWO_TO_FOUR = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2")
+
+FP8_TO_FP8 = Case("tiny-qwen3-moe-fp8", "tp=1", "dp=2", dtypes=("fp8", "fp8"), block=(128, 128))
 
 
 def sent(plan: Plan, world: str) -> int:
@@ -86,6 +91,74 @@ def test_a_reader_finds_at_its_replica_what_it_wants_where_it_keeps_it_itself() 
         assert np.array_equal(stage.recvs.offset, table.offset) and np.array_equal(stage.recvs.peer, table.peer)
 
 
+def rows(tables: Iterable[TransferTable]) -> Counter[tuple[int, ...]]:
+    columns = [field.name for field in fields(TransferTable)]
+    return Counter(row for t in tables for row in zip(*(getattr(t, name).tolist() for name in columns), strict=True))
+
+
+def tables_of(schedule: Schedule) -> Iterator[list[TransferTable]]:
+    """What a rank sends, receives and pulls, and the same of both its parts in the second hop."""
+    yield [stage.sends for stage in schedule.stages]
+    yield [stage.recvs for stage in schedule.stages]
+    yield list(schedule.pulls().stages) if schedule.pulls else []
+    relay = schedule.relay() if schedule.relay else None
+    for part in (relay.sends, relay.receives) if relay else ():
+        yield from tables_of(part)
+
+
+@pytest.mark.parametrize("case", [ONE_TO_THREE, TWO_TO_FOUR, FP8_TO_FP8], ids=str)
+def test_waves_are_the_relay_in_parts(case: Case) -> None:
+    plan = case.plan()
+    for world, ranks in (("train", plan.train.world), ("gen", plan.gen.world)):
+        for rank in range(ranks):
+            whole = schedule_of(plan, world, rank)
+            waves = [wave() for wave in whole.waves]
+            assert len(waves) == WAVES and all(wave.tensors == whole.tensors for wave in waves)
+            for together, *parts in zip(tables_of(whole), *map(tables_of, waves), strict=True):
+                assert sum(map(rows, parts), Counter()) == rows(together)
+
+
+def test_a_weight_and_its_scales_are_in_the_same_wave() -> None:
+    plan = FP8_TO_FP8.plan()
+    assert plan.pairs
+    for wave in schedule_of(plan, "train", 0).waves:
+        sends = [stage.sends for stage in wave().stages]
+        names = {
+            plan.parameter_name(*at) for t in sends for at in zip(t.bundle.tolist(), t.member.tolist(), strict=True)
+        }
+        scales = {name for name in names if name.endswith("_scale_inv")}
+        assert {name.removesuffix("_scale_inv") for name in scales} <= names
+        weights = {f"{name}_scale_inv" for name in names - scales}
+        assert not weights & (all_scales(plan) - scales)
+
+
+def all_scales(plan: Plan) -> set[str]:
+    sends = [stage.sends for stage in schedule_of(plan, "train", 0).stages]
+    names = (plan.parameter_name(*at) for t in sends for at in zip(t.bundle.tolist(), t.member.tolist(), strict=True))
+    return {name for name in names if name.endswith("_scale_inv")}
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4, 8])
+def test_every_wave_brings_every_replica_its_share(replicas: int) -> None:
+    plan = Case("qwen3-30b-a3b", "tp=1", f"dp={replicas}").plan()
+    landed = np.array(
+        [
+            [
+                sum(int(stage.recvs.nbytes.sum()) for stage in wave().stages)
+                for wave in schedule_of(plan, "gen", r).waves
+            ]
+            for r in range(replicas)
+        ]
+    )
+    even = np.delete(landed, WAVES // 2, axis=1)  # the middle wave has the embedding and the head, one tensor each
+    assert (abs(even - np.median(landed)) < 0.1 * np.median(landed)).all()
+
+
+def test_what_is_cast_moves_as_a_whole() -> None:
+    plan = replace(FP8_TO_FP8, dtypes=("bf16", "fp8")).plan()
+    assert plan.relay and schedule_of(plan, "train", 0).waves == ()
+
+
 def test_the_simulation_notices_a_replica_that_passes_nothing_on(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ONE_TO_THREE.new_plan()
     silent = relay_of(plan, 1).sends
@@ -114,10 +187,10 @@ def failing(number: int, address: str) -> None:
     """Generation rank 1 cannot connect as a relay."""
     role = relaying._role
 
-    def broken(connect: Any, link: Any, schedule: Any) -> Any:
-        if schedule.name == "relay:1":
+    def broken(connect: Any, link: Any, waves: Any) -> Any:
+        if waves[0].name == "relay:1":
             raise OSError("no memory left to share")
-        return role(connect, link, schedule)
+        return role(connect, link, waves)
 
     relaying._role = broken  # this process ends with the test
     planned_refits.refit(number, address, ONE_TO_THREE, "cpu", timeout_s=3.0)
