@@ -188,6 +188,8 @@ class _Reader:
             )
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
             together = None if options.turn_bytes is None else max(1, options.turn_bytes // options.tile_bytes)
+            if schedule.relay is not None or schedule.between_replicas:
+                together = 1  # replicas in a relay do not keep pace, and those that meet at a source halve their rates
             order = interleaved(_numbered(self._table.peer[tiles["copy"]]), schedule.rank, together)
             self._copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
         except BaseException:

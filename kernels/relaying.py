@@ -37,7 +37,7 @@ def relayed(connect: Connect, link: Link) -> Executor:
     """Connect what the plan moves, by two hops where it relays."""
     if not link.program.schedule.relayed:
         return connect(link)
-    waves = [_bound_again(link.program, wave()) for wave in link.program.schedule.waves] or [link.program]
+    waves = [_part(link.program, wave()) for wave in link.program.schedule.waves] or [link.program]
     shared = replace(link, scratch_bytes=link.scratch_bytes // _PARTS // len(waves))
     with ExitStack() as undone:
         first: list[Executor] = []
@@ -59,7 +59,8 @@ def unrelayed(connect: Connect, link: Link) -> Executor:
     program = link.program
     if program.schedule.unrelayed is None:
         return connect(link)
-    return connect(replace(link, program=_bound_again(program, program.schedule.unrelayed())))
+    straight = bind(program.schedule.unrelayed(), program.by_name, bucket_bytes=program.bucket_bytes)
+    return connect(replace(link, program=straight))
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,12 @@ class RelayedExecutor:
         self._passing.shutdown(wait=False)
 
 
-def _bound_again(program: Program, schedule: Schedule) -> Program:
-    return bind(schedule, program.by_name, bucket_bytes=program.bucket_bytes)
+def _part(program: Program, schedule: Schedule) -> Program:
+    """Some of the program's transfers, with the tensors that these touch."""
+    held = program.by_name
+    return bind(
+        schedule, {local.name: held[local.name] for local in schedule.tensors}, bucket_bytes=program.bucket_bytes
+    )
 
 
 def _second_hop(connect: Connect, link: Link, relays: Sequence[Relay]) -> list[Role]:
@@ -164,7 +169,7 @@ def _role(connect: Connect, link: Link, waves: Sequence[Schedule]) -> Role:
         parts: list[Executor] = []
         for wave in waves:
             here = PrefixStore(f"wave/{len(parts)}", store)
-            program = _bound_again(link.program, wave)
+            program = _part(link.program, wave)
             parts.append(connect(replace(link, program=program, group=group, store=here)))
             undone.callback(parts[-1].close)
         undone.pop_all()

@@ -77,8 +77,8 @@ class Schedule:
     computed: tuple[int, ...] = ()
     unrelayed: Callable[[], Schedule] | None = None  # of a relayed plan: the same, but all bytes come from the trainer
     relay: Callable[[], Relay] | None = None  # generation ranks of a relayed plan: what they pass on, and get so
-    # Of a relayed plan: the same, relay included, in parts that may move one after another. Then one is passed on while
-    # the next one comes from the trainer. () where it is to move as a whole.
+    # Of a relayed plan: its transfers in parts that move one after another, with the tensors of each and its relay. One
+    # is passed on while the next one comes from the trainer. () where all is to move at once.
     waves: tuple[Callable[[], Schedule], ...] = ()
     between_replicas: bool = False  # a part of a relay: its 'train' ranks are the generation ranks that pass on
 

@@ -6,7 +6,7 @@ transfers and its schedule takes a fraction of a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -133,14 +133,17 @@ class _Expansion:
     def schedule(self, rows_of: Callable[[_Place], _Columns], *, sends: bool) -> Schedule:
         plan = self.plan
         tables, none = self._tables(rows_of), _table([])
-        padding = () if sends else tuple(dict.fromkeys(self._padding()))
+        tensors = tuple(self.tensors)
+        if self.wave is not None:
+            tensors, tables = _those_used(tensors, tables)
+        padding = () if sends or self.wave is not None else tuple(dict.fromkeys(self._padding()))
         return Schedule(
             world=self.world,
             rank=self.rank,
             digest=plan.digest,
             train_ranks=plan.train.world,
             gen_ranks=plan.gen.world,
-            tensors=tuple(self.tensors),
+            tensors=tensors,
             geometries=tuple(self.geometries),
             stages=tuple(
                 StageSchedule(stage, table if sends else none, none if sends else table)
@@ -301,6 +304,17 @@ class _Expansion:
                 offset = sum(low * stride for low, stride in zip(padding.box.start, strides, strict=True))
                 for tensor in dict.fromkeys(self._tensor_ids(at.bundle, padding.tensor, source=False).tolist()):
                     yield tensor, offset, Geometry(padding.box.extents, strides)
+
+
+def _those_used(
+    tensors: tuple[LocalTensor, ...], tables: Mapping[int, TransferTable]
+) -> tuple[tuple[LocalTensor, ...], dict[int, TransferTable]]:
+    """The tensors that rows name, and the tables with their new numbers."""
+    used = np.unique(np.concatenate([table.tensor for table in tables.values()]))
+    return tuple(tensors[tensor] for tensor in used.tolist()), {
+        stage: replace(table, tensor=np.searchsorted(used, table.tensor).astype(np.int32))
+        for stage, table in tables.items()
+    }
 
 
 def _wave_of(bundle: Bundle) -> NDArray[np.int64]:
