@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 import pytest
 import torch
 
@@ -9,3 +11,12 @@ import torch
 def needs_gpus(count: int) -> pytest.MarkDecorator:
     found = torch.cuda.device_count()
     return pytest.mark.skipif(found < count, reason=f"needs {count} CUDA devices, there are {found}")
+
+
+def has_transformer_engine() -> bool:
+    """Whether the real one is installed: in the tests' own process Megatron has the stand-in."""
+    try:
+        version("transformer-engine")
+    except PackageNotFoundError:
+        return False
+    return True

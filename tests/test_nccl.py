@@ -312,7 +312,7 @@ def test_a_killed_peer_is_an_error_at_the_deadline_and_named() -> None:
     kind, message, seconds = values([gen])[0]
     assert kind in ("DeadlineError", "NcclError"), message
     assert message.startswith("stage 0: gen:0 waiting for train:0 to send w0: ")
-    assert seconds < 2 * DEADLINE_S
+    assert seconds < 3 * DEADLINE_S
 
 
 def silence(number: int, address: str, worlds: Worlds, patience_s: list[dict[int, float]]) -> list[Any]:
@@ -356,7 +356,7 @@ def test_a_silent_peer_is_named_and_no_communicator_stays_behind() -> None:
         assert (kind, message) == (
             "DeadlineError", f"stage 0: gen:0 waiting for train:0 to send w0: nothing within {DEADLINE_S:g} s",
         )  # fmt: skip
-        assert seconds < 2 * DEADLINE_S
+        assert seconds < 3 * DEADLINE_S
     check_nothing_is_left(told)
 
 
@@ -372,7 +372,7 @@ def test_of_several_peers_the_silent_one_is_named_and_who_gives_up_takes_the_oth
     assert [told[rank][1][0] for rank in (1, 2, 3)] == ["PeerLostError", "DeadlineError", "PeerLostError"], told
     for rank in (1, 3):
         _, message, seconds, _ = told[rank][1]
-        assert message.endswith("gen:0 gave up") and seconds < 3 * DEADLINE_S, told
+        assert message.endswith("gen:0 gave up") and seconds < 4 * DEADLINE_S, told
     check_nothing_is_left(told)
 
 

@@ -5,65 +5,98 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.util import find_spec
+from math import prod
 
+import numpy as np
 import pytest
 import torch
-from gpu import needs_gpus
+from gpu import has_transformer_engine, needs_gpus
+from handmade import End, Move, schedule_of
+from ranks import run_ranks, values
 
 from mcore_reshard.kernels.precision import over_elements
 from mcore_reshard.megatron import local_tensors
+from mcore_reshard.planner.schedule import LocalTensor
+from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
 
 pytestmark = [
     pytest.mark.gpu,
     needs_gpus(1),
-    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
+    pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine"),
 ]
 
 BLOCK = (128, 128)
-ROWS, COLUMNS, TOKENS = 384, 512, 256
+ROWS, COLUMNS, TOKENS = 384, 640, 256
+GRID = (ROWS // BLOCK[0], COLUMNS // BLOCK[1])
+PADDED = (GRID[0], -(-GRID[1] // 4) * 4)  # of Transformer Engine's scales
 # Activations are rounded to E4M3, weights are exact: an element is off by at most half a step, 2**-4 of its value.
 RELATIVE_ERROR = 2.0**-4
 
 
-@pytest.fixture(scope="module")
-def recipe():
-    from transformer_engine.common.recipe import Float8BlockScaling
+def moves() -> list[Move]:
+    """A weight and its scales, as a trainer of one rank has them, to an engine of one rank."""
 
-    return Float8BlockScaling()
+    def move(name: str, dtype: str, extents: tuple[int, int], held: tuple[int, int]) -> Move:
+        src = End(0, f"vp0.{name}", held, (0, 0), (0, 1))
+        return Move(0, name, dtype, extents, src, End(0, name, extents, (0, 0), (0, 1)))
+
+    return [
+        move("weight", "float8_e4m3fn", (ROWS, COLUMNS), (ROWS, COLUMNS)),
+        move("weight._rowwise_scale_inv", "float32", GRID, PADDED),
+    ]
 
 
-@pytest.fixture(scope="module")
-def layer(recipe):
-    import transformer_engine.pytorch as te
-
+def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray, np.ndarray]:
+    """The trainer: its weight dequantised by Transformer Engine, and what its own GEMM makes of the inputs. The engine:
+    the weight dequantised from the bytes that arrived, and what a GEMM with that makes of the inputs."""
+    torch.cuda.set_device(number % torch.cuda.device_count())
     torch.manual_seed(1)
-    with te.fp8_model_init(enabled=True, recipe=recipe):
-        return te.Linear(COLUMNS, ROWS, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    inputs = torch.randn(TOKENS, COLUMNS, dtype=torch.bfloat16).cuda()
+    if number == 0:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8BlockScaling
+
+        with te.fp8_model_init(enabled=True, recipe=Float8BlockScaling()):
+            layer = te.Linear(COLUMNS, ROWS, bias=False, params_dtype=torch.bfloat16, device="cuda")
+        endpoint = TrainEndpoint(
+            schedule_of(moves(), "train", 0, (1, 1)),
+            lambda: local_tensors([layer]),
+            store=address,
+            transport=transport,
+            timeout_s=60.0,
+        )
+        with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=Float8BlockScaling()):
+            product = layer(inputs)
+        weight = layer.weight.dequantize(dtype=torch.float32)
+    else:
+        schedule = schedule_of(moves(), "gen", 0, (1, 1))
+        tensors = {local.name: poisoned(local) for local in schedule.tensors}
+        endpoint = GenerationEndpoint(schedule, tensors, store=address, transport=transport, timeout_s=60.0)
+    endpoint.prepare()
+    endpoint.refit(1)
+    endpoint.close()
+    if number == 1:
+        scales = over_elements(tensors["weight._rowwise_scale_inv"], BLOCK, (ROWS, COLUMNS))
+        weight = tensors["weight"].float() * scales
+        product = inputs.float() @ weight.T
+    return weight.cpu().numpy(), product.float().cpu().numpy()
 
 
-def dequantised(layer):
-    """The weight as an engine has it: E4M3 data and the grid of scales without its padding."""
-    tensors = local_tensors([layer])
-    data, scales = tensors["vp0.weight"], tensors["vp0.weight._rowwise_scale_inv"]
-    assert (data.dtype, tuple(data.shape)) == (torch.float8_e4m3fn, (ROWS, COLUMNS))
-    grid = scales[:, : COLUMNS // BLOCK[1]].contiguous()
-    assert (grid.dtype, tuple(grid.shape)) == (torch.float32, (ROWS // BLOCK[0], COLUMNS // BLOCK[1]))
-    return data.float() * over_elements(grid, BLOCK, data.shape)
+def poisoned(local: LocalTensor) -> torch.Tensor:
+    dtype = getattr(torch, local.dtype)
+    raw = torch.full((prod(local.shape) * dtype.itemsize,), 0xFF, dtype=torch.uint8, device="cuda")
+    return raw.view(dtype).reshape(local.shape)
 
 
-def test_data_and_scales_are_the_weight_exactly(layer):
-    assert torch.equal(dequantised(layer), layer.weight.dequantize(dtype=torch.float32))
-
-
-def test_a_gemm_with_them_is_transformer_engines_within_the_rounding_of_activations(layer, recipe):
-    import transformer_engine.pytorch as te
-
-    inputs = torch.randn(TOKENS, COLUMNS, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=recipe):
-        source = layer(inputs).float()
-    wanted = inputs.float() @ dequantised(layer).T
-    assert ((source - wanted).norm() / wanted.norm()).item() < RELATIVE_ERROR
+@pytest.mark.parametrize("transport", ["direct", pytest.param("nccl", marks=needs_gpus(2))])
+def test_a_gemm_with_what_arrived_is_the_trainers_within_the_rounding_of_activations(transport):
+    (weight, source), (arrived, product) = values(
+        run_ranks(2, refit_a_layer, transport, timeout_s=120.0, method="spawn")
+    )
+    assert np.array_equal(arrived, weight)
+    error = np.linalg.norm(source - product) / np.linalg.norm(product)
+    print(f"relative error of the GEMM over {transport}: {error:.4f}")
+    assert 0 < error < RELATIVE_ERROR
 
 
 @pytest.mark.parametrize("train_dtype", ["fp8", "bf16"])
