@@ -81,6 +81,7 @@ def in_context_of(stream: torch.cuda.Stream | None, work: Callable[[], T]) -> Ca
         if stream is None:
             return work()
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            stream.query()  # any call of the runtime: it gives a new thread its context, the driver's functions do not
             return work()
 
     return there

@@ -23,14 +23,14 @@ def refit(
 ) -> tuple[set[str], dict[str, int]]:
     """Rank `number`, training ranks first, refits twice: (what moved the bytes, wrong elements by parameter).
 
-    On "cuda" ranks take the GPUs in turn. Destinations are poisoned before each refit.
+    On "cuda" ranks take the GPUs in turn, on "cuda:0" they share one. Destinations are poisoned before each refit.
     """
     plan = case.plan()
     train = number < plan.train.world
     world, rank = ("train", number) if train else ("gen", number - plan.train.world)
     place = torch.device(device)
-    if device == "cuda":
-        place = torch.device("cuda", number % torch.cuda.device_count())
+    if place.type == "cuda":
+        place = torch.device("cuda", number % torch.cuda.device_count()) if place.index is None else place
         torch.cuda.set_device(place)
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
     tensors = synthetic.allocate(schedule, place)

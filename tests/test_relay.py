@@ -13,8 +13,9 @@ import numpy as np
 import planned_refits
 import pytest
 import simulate
+from gpu import needs_gpus
 from plans import Case
-from ranks import run_ranks
+from ranks import run_ranks, values
 
 from mcore_reshard.cli import main
 from mcore_reshard.kernels import relaying
@@ -29,6 +30,7 @@ ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
 TWO_TO_FOUR = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2")
 
 FP8_TO_FP8 = Case("tiny-qwen3-moe-fp8", "tp=1", "dp=2", dtypes=("fp8", "fp8"), block=(128, 128))
+BF16_TO_FP8 = replace(FP8_TO_FP8, dtypes=("bf16", "fp8"))
 
 
 def sent(plan: Plan, world: str) -> int:
@@ -164,7 +166,7 @@ def test_every_wave_brings_every_replica_its_share(replicas: int) -> None:
 
 
 def test_what_is_cast_moves_as_a_whole() -> None:
-    plan = replace(FP8_TO_FP8, dtypes=("bf16", "fp8")).plan()
+    plan = BF16_TO_FP8.plan()
     assert plan.relay and schedule_of(plan, "train", 0).waves == ()
 
 
@@ -190,6 +192,22 @@ def test_the_command_line_says_who_passes_on(capsys: pytest.CaptureFixture[str],
     origins = json.loads(capsys.readouterr().out)["origins"]
     landing = next(origin["dst"]["rank"] for origin in origins if origin["relayed_by"] is None)
     assert [origin["relayed_by"] for origin in origins if origin["dst"]["rank"] != landing] == [landing] * 2
+
+
+def relayed_on_gpus(number: int, address: str, case: Case, device: str) -> tuple[set[str], dict[str, int]]:
+    return planned_refits.refit(number, address, case, device, transport="direct")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", [
+    pytest.param("cuda:0", marks=needs_gpus(1), id="on one"), pytest.param("cuda", marks=needs_gpus(2), id="over nvlink"),
+])  # fmt: skip
+@pytest.mark.parametrize("case", [ONE_TO_THREE, TWO_TO_FOUR, FP8_TO_FP8, BF16_TO_FP8], ids=str)
+def test_replicas_pass_on_over_direct(case: Case, device: str) -> None:
+    plan = case.plan()
+    ranks = plan.train.world + plan.gen.world
+    told = values(run_ranks(ranks, relayed_on_gpus, case, device, timeout_s=120.0, method="spawn"))
+    assert told == [({"direct"}, {})] * ranks
 
 
 def failing(number: int, address: str) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 import pytest
 import torch
 from gpu import has_transformer_engine, needs_gpus
-from handmade import End, Move, schedule_of
+from handmade import End, Move, pulls_of, schedule_of
 from ranks import run_ranks, values
 
 from mcore_reshard.kernels.precision import over_elements
@@ -69,7 +70,7 @@ def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray
             product = layer(inputs)
         weight = layer.weight.dequantize(dtype=torch.float32)
     else:
-        schedule = schedule_of(moves(), "gen", 0, (1, 1))
+        schedule = replace(schedule_of(moves(), "gen", 0, (1, 1)), pulls=lambda: pulls_of(moves(), 0))
         tensors = {local.name: poisoned(local) for local in schedule.tensors}
         endpoint = GenerationEndpoint(schedule, tensors, store=address, transport=transport, timeout_s=60.0)
     endpoint.prepare()
