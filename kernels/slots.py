@@ -183,8 +183,7 @@ class SlotReader:
             ]
             source = np.repeat(np.array([*mine], np.int64), [len(table) for table in tables])
             tiles = cut_tiles(joined(tables), bases, options.tile_bytes)
-            turns = np.unique(source, return_inverse=True)[1].reshape(-1)[tiles["copy"]]
-            order = interleaved(turns.astype(np.int64), schedule.rank)
+            order = interleaved(source[tiles["copy"]], schedule.rank)
             copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
             self._rounds.append(_Pulling(mine, source.tolist(), copies))
 

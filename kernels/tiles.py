@@ -63,7 +63,7 @@ def cut_tiles(copies: NDArray[np.void], addresses: NDArray[np.uint64], tile_byte
 def interleaved(source: Ints, first: int, together: int | None = None) -> Ints:
     """An order of tiles that takes from all sources in proportion, `together` tiles at a time, from source `first` on.
 
-    `source` [tiles] numbers where each tile comes from. Receivers that begin at different sources and move at the same
+    `source` [tiles] is the rank that each tile comes from; `first` counts the sources there are. Receivers that begin at different sources and move at the same
     pace then never all read from the same one: sources [0, 0, 1, 1], first 1, together 1 -> [2, 0, 3, 1].
 
     By default sources that all give the same are read one after the other, so that each serves one receiver at a time:
@@ -72,6 +72,7 @@ def interleaved(source: Ints, first: int, together: int | None = None) -> Ints:
     """
     if not len(source):
         return np.zeros(0, np.int64)
+    source = np.unique(source, return_inverse=True)[1].reshape(-1)
     counts = np.bincount(source)
     if together is None:
         together = len(source) if counts.max() <= _EVEN * counts.min() else 1
