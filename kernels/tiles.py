@@ -63,8 +63,9 @@ def cut_tiles(copies: NDArray[np.void], addresses: NDArray[np.uint64], tile_byte
 def interleaved(source: Ints, first: int, together: int | None = None) -> Ints:
     """An order of tiles that takes from all sources in proportion, `together` tiles at a time, from source `first` on.
 
-    `source` [tiles] is the rank that each tile comes from; `first` counts the sources there are. Receivers that begin at different sources and move at the same
-    pace then never all read from the same one: sources [0, 0, 1, 1], first 1, together 1 -> [2, 0, 3, 1].
+    `source` [tiles] is the rank that each tile comes from, and `first` a number among those that occur. Receivers that
+    begin at different sources and move at the same pace then never all read from the same one: sources [0, 0, 1, 1],
+    first 1, together 1 -> [2, 0, 3, 1].
 
     By default sources that all give the same are read one after the other, so that each serves one receiver at a time:
     on four H200s 1.3% faster than turns tile by tile. Where they do not give the same, receivers would meet at the
