@@ -183,7 +183,9 @@ class SlotReader:
             ]
             source = np.repeat(np.array([*mine], np.int64), [len(table) for table in tables])
             tiles = cut_tiles(joined(tables), bases, options.tile_bytes)
-            order = interleaved(source[tiles["copy"]], schedule.rank)
+            # Tile by tile: readers drift apart from round to round, and two that read one source after the other would
+            # come to read from the same one at all times.
+            order = interleaved(source[tiles["copy"]], schedule.rank, together=1)
             copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
             self._rounds.append(_Pulling(mine, source.tolist(), copies))
 
