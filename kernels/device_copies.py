@@ -3,6 +3,9 @@
 The kernel is CUDA C++, compiled at run time with NVIDIA's own bindings (NVRTC through cuda.core): in a table of
 addresses every copy has its own word size and pitch, which is a pointer cast in CUDA and a kernel of its own per case
 in a language of blocks. Compiling takes a fraction of a second, once per process, device and shape.
+
+Bulk copies through shared memory (TMA) are no faster: 374.8 GB/s at best, for one aligned region from one H200 to
+another with 132 CTAs, where this kernel reaches 375.1 with 48 and the copy engine 395.6.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from .words import Words, fetch
 
 _READY, _STARTED, _DONE = -1, -2, -3  # words; those of 0 and more number rounds of casts
 _POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
-_NAPPING = 0.95  # share of the fastest refit's time that is slept through before polling
+_NAPPING = 0.98  # share of the fastest refit's time that is slept through before polling
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.001
 _LATE_S = 0.25  # a pull that takes longer, and twice as long as the fastest, may have a dead reader
 

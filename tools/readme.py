@@ -72,7 +72,7 @@ def attack_section() -> str:
 def gpu_section(folder: Path = RESULTS) -> str:
     """Every run of tools/bench_refit.py: what was measured on, all rows, and what was not measured and why."""
     parts = []
-    for file in sorted(folder.glob("refit-x*.json")):
+    for file in _runs(folder):
         data = json.loads(file.read_text())
         named = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
         driver = f", driver {data['driver']}" if "driver" in data else ""
@@ -84,15 +84,25 @@ def gpu_section(folder: Path = RESULTS) -> str:
 
 
 def goals_section(folder: Path = RESULTS) -> str:
+    """The goals of every run; one that a run did not measure is left out there if another did."""
+    runs = [json.loads(file.read_text()) for file in _runs(folder)]
+    found = [_goals(data["rows"]) for data in runs]
+    measured = {verdict.figure for verdicts in found for verdict in verdicts if verdict.reached is not None}
     parts = []
-    for file in sorted(folder.glob("refit-x*.json")):
-        data = json.loads(file.read_text())
+    for data, verdicts in zip(runs, found, strict=True):
         lines = [f"| on {data['hardware']} | goal | measured | |", "|---|---|---|---|"]
-        for verdict in _goals(data["rows"]):
+        for verdict in verdicts:
+            if verdict.reached is None and verdict.figure in measured:
+                continue
             mark = {True: "reached", False: "**not reached**", None: ""}[verdict.reached]
             lines.append(f"| {verdict.figure} | {verdict.goal} | {verdict.measured} | {mark} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _runs(folder: Path) -> list[Path]:
+    """The files of tools/bench_refit.py, of the most GPUs first."""
+    return sorted(folder.glob("refit-x*.json"), key=lambda file: -int(file.stem.removeprefix("refit-x")))
 
 
 def _goals(rows: list[dict[str, Any]]) -> list[Any]:
@@ -151,6 +161,7 @@ def gpu_validation_section() -> str:
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
             f" [data](tools/results/{file.name})): {', '.join(counts)}; {sum(case.get('tensors', 0) for case in run):,}"
             f" tensors compared, {sum(case.get('wrong', 1) for case in run)} with a wrong byte.",
+            *([f"Note: {data['note']}."] if "note" in data else []),
             *(
                 f"{refused.count(why)} of the cases are refused because of Megatron-Bridge: {why}."
                 for why in sorted(set(refused))
