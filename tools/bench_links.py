@@ -1,0 +1,165 @@
+"""Measure what GPUs of one host reach when they read each other: in GB/s into each GPU that reads.
+
+    python tools/bench_links.py                  # four GPUs; writes tools/results/links-x4.json
+
+One process drives all GPUs: the copy kernel of the direct transport, which pulls or pushes 2 GiB between each pair of a
+pattern, and the copy engines. Where a GPU reads several others, it takes from one after the other or in turns of a tile.
+For what a replica in a relay does, it also pulls with two kernels at once, one from the trainer and one from the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_reshard.kernels.copies import COPY
+from mcore_reshard.kernels.device_copies import DeviceCopies, KernelShape
+from mcore_reshard.kernels.tiles import cut_tiles, interleaved
+
+RESULTS = Path(__file__).parent / "results"
+NBYTES = 2 << 30  # between two GPUs
+TILE_BYTES = 128 << 10
+REPEATS = 4
+
+Pattern = Mapping[int, Sequence[int]]  # GPU -> those it reads; GPU 0 is the trainer
+PATTERNS: dict[str, Pattern] = {
+    "one reads another": {1: [0]},
+    "two read two": {2: [0, 1], 3: [0, 1]},
+    "two read each other": {0: [1], 1: [0]},
+    "three read each other": {1: [2, 3], 2: [3, 1], 3: [1, 2]},
+    "two read each other and a third": {1: [0, 2], 2: [0, 1]},
+    "three read each other and a fourth": {1: [0, 2, 3], 2: [0, 3, 1], 3: [0, 1, 2]},
+}
+CTAS = [(48, 48), (24, 48)]  # of two kernels: from the trainer, from the others
+
+
+class Gpus:
+    """Buffers and streams on every GPU, with access to each other."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sources = [torch.randint(0, 255, (NBYTES,), dtype=torch.uint8, device=gpu) for gpu in range(count)]
+        self.places = [torch.empty((count - 1) * NBYTES, dtype=torch.uint8, device=gpu) for gpu in range(count)]
+        self.streams = [[torch.cuda.Stream(gpu) for _ in range(count)] for gpu in range(count)]
+        for one, other in permutations(range(count), 2):  # torch enables access with the first copy
+            self.places[one][:1].copy_(self.sources[other][:1])
+
+    def copies(self, gpu: int, peers: Sequence[int], ctas: int, *, by_tile: bool, pushes: bool = False) -> DeviceCopies:
+        """The kernel with which `gpu` moves 2 GiB from, or to, each of `peers`."""
+        table = np.zeros(len(peers), COPY)
+        addresses = []
+        for number, peer in enumerate(peers):
+            src, dst = (gpu, peer) if pushes else (peer, gpu)
+            place = (gpu if pushes else number) % (self.count - 1) * NBYTES
+            addresses += [self.sources[src].data_ptr(), self.places[dst].data_ptr() + place]
+            table[number] = (2 * number, 2 * number + 1, 0, 0, (1, 1, 1), (0, 0, 0), (0, 0, 0), NBYTES)
+        tiles = cut_tiles(table, np.array(addresses, np.uint64), TILE_BYTES)
+        order = interleaved(tiles["copy"].astype(np.int64), gpu, 1 if by_tile else None)
+        with torch.cuda.device(gpu):
+            return DeviceCopies(tiles[order], torch.device("cuda", gpu), KernelShape(ctas=ctas))
+
+    def fastest_s(self, launches: Sequence[Callable[[], Any]]) -> float:
+        """Seconds from the first launch until all GPUs are done; the best of several times."""
+        found = []
+        for _ in range(REPEATS):
+            self.settle()
+            start = time.perf_counter()
+            for launch in launches:
+                launch()
+            self.settle()
+            found.append(time.perf_counter() - start)
+        return min(found)
+
+    def settle(self) -> None:
+        for gpu in range(self.count):
+            torch.cuda.synchronize(gpu)
+
+
+def kernel_rate(gpus: Gpus, pattern: Pattern, *, by_tile: bool, pushes: bool = False) -> float:
+    launches = []
+    for gpu, peers in pattern.items():
+        copies = gpus.copies(gpu, peers, KernelShape().ctas, by_tile=by_tile, pushes=pushes)
+        launches.append(lambda copies=copies, gpu=gpu: copies.launch(gpus.streams[gpu][0]))
+    return rate(pattern, gpus.fastest_s(launches))
+
+
+def engine_rate(gpus: Gpus, pattern: Pattern) -> float:
+    def copy(gpu: int, number: int, peer: int) -> None:
+        with torch.cuda.stream(gpus.streams[gpu][number]):
+            gpus.places[gpu][number * NBYTES :][:NBYTES].copy_(gpus.sources[peer], non_blocking=True)
+
+    return rate(
+        pattern,
+        gpus.fastest_s(
+            [
+                lambda gpu=gpu, number=number, peer=peer: copy(gpu, number, peer)  # type: ignore[misc]
+                for gpu, peers in pattern.items()
+                for number, peer in enumerate(peers)
+            ]
+        ),
+    )
+
+
+def two_kernels_rate(gpus: Gpus, pattern: Pattern, from_trainer: int, from_others: int) -> float:
+    launches = []
+    for gpu, peers in pattern.items():
+        parts = ([0], from_trainer), ([peer for peer in peers if peer], from_others)
+        for number, (some, ctas) in enumerate(parts):
+            copies = gpus.copies(gpu, some, ctas, by_tile=True)
+            launches.append(lambda copies=copies, stream=gpus.streams[gpu][number]: copies.launch(stream))
+    return rate(pattern, gpus.fastest_s(launches))
+
+
+def rate(pattern: Pattern, seconds: float) -> float:
+    return round(max(map(len, pattern.values())) * NBYTES / seconds / 1e9)
+
+
+def measured(gpus: Gpus, name: str, pattern: Pattern) -> dict[str, Any]:
+    row: dict[str, Any] = {"pattern": name, "copy_engine": engine_rate(gpus, pattern)}
+    several = max(map(len, pattern.values())) > 1
+    row["pull"] = kernel_rate(gpus, pattern, by_tile=False)
+    if several:
+        row["pull_by_tile"] = kernel_rate(gpus, pattern, by_tile=True)
+    reads_trainer = any(0 in peers for peers in pattern.values())
+    if not reads_trainer or not several:
+        row["push_by_tile"] = kernel_rate(gpus, pattern, by_tile=True, pushes=True)
+    if reads_trainer and any(peer in pattern for peers in pattern.values() for peer in peers) and 0 not in pattern:
+        row["two_kernels"] = {f"{a} and {b} CTAs": two_kernels_rate(gpus, pattern, a, b) for a, b in CTAS}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count = torch.cuda.device_count()
+    parser.add_argument("--out", type=Path, default=RESULTS / f"links-x{count}.json")
+    arguments = parser.parse_args()
+    if count < 4:
+        parser.error(f"the patterns are of four GPUs, there are {count}")
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
+    gpus = Gpus(4)
+    found = {
+        "what": "GB/s into each GPU that reads",
+        "date": date.today().isoformat(),
+        "hardware": f"4 x {name}",
+        "driver": driver,
+        "versions": {"torch": torch.__version__},
+        "rows": [measured(gpus, name, pattern) for name, pattern in PATTERNS.items()],
+    }
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    for row in found["rows"]:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
