@@ -16,7 +16,6 @@ What is cast on the way goes first, through slots at its source: see `staging` a
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +29,7 @@ from mcore_reshard.planner.schedule import Schedule
 
 from .device_copies import DeviceCopies, KernelShape
 from .direct_options import DirectOptions
-from .errors import ChecksumError, DeadlineError, SessionError, TransferError, TransportUnavailable, Waiting
+from .errors import ChecksumError, DeadlineError, SessionError, TransferError, Waiting
 from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from .pipeline import StageReport
 from .program import Program
@@ -51,8 +50,8 @@ _LATE_S = 0.25  # a pull that takes longer, and twice as long as the fastest, ma
 class DirectExecutor:
     """One rank's end of the direct transport. Constructed on all ranks at the same time; `store` is its own.
 
-    Raises `TransportUnavailable` where memory cannot be exported or mapped, `SessionError` if a source failed to
-    export, `DeadlineError` if one is silent. Tensors of training ranks must outlive the generation ranks' `close`.
+    Raises `TransportUnavailable` where memory cannot be exported or mapped, `DeadlineError` if a peer is silent,
+    `SessionError` if the session has failed. Tensors of training ranks must outlive the generation ranks' `close`.
     """
 
     name = "direct"
@@ -126,7 +125,7 @@ class _Source:
         self._settling = _Patience(words.timeout_s, "what was queued before the refit")
         self._reading = _Patience(words.timeout_s, "the pull")
         self._not_done: int | None = None  # the run whose `done` has not been taken yet
-        _publish_memory(store, program)
+        store.set(program.rank, export(program.by_name).to_json())
         self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
         for peer, waiting in words.peers.items():
             assert program.device is not None, "there are transfers, so there are tensors"
@@ -247,16 +246,6 @@ class _Reader:
         name = self._program.schedule.parameter_name(int(table.bundle[copy]), int(table.member[copy]))
         peer = self._program.schedule.name_of("train", int(table.peer[copy]))
         return Waiting(self._program.rank, peer, stage, name, sends=False)
-
-
-def _publish_memory(store: Store, program: Program) -> None:
-    """Tell readers where this training rank's tensors are, or why they cannot be read."""
-    try:
-        exported = export(program.by_name)
-    except TransportUnavailable as error:
-        store.set(program.rank, json.dumps({"failed": str(error)}))
-        raise
-    store.set(program.rank, exported.to_json())
 
 
 def _together(schedule: Schedule, options: DirectOptions) -> int | None:

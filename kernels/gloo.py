@@ -64,6 +64,9 @@ class GlooMessage:
 class GlooGroup:
     """All ranks of a session, fully connected. Construction blocks until every rank has connected.
 
+    On a session's shelf it ends at once when any rank has failed, up to the moment when all have come. Then gloo itself
+    connects, which nothing can interrupt: what a rank that fails or dies in there costs the others is `timeout_s`.
+
     A connection closes when its process dies or calls `close`; whoever waits on it then gets `PeerLostError` at once.
     So one failure runs through everyone who waits, directly or indirectly. gloo listens where the host's name points;
     GLOO_SOCKET_IFNAME names another interface.
@@ -75,14 +78,8 @@ class GlooGroup:
         self._pending: set[GlooMessage] = set()
         self._group: ProcessGroupGloo | None
         board = Board(store, rank, names, timeout_s=timeout_s)
-        try:
-            board.gather("here", "")  # gloo itself would wait for each missing rank in turn, and name none
-            if gone := board.who_gave_up():
-                raise SessionError(f"{names[rank]} came when {gone} no longer waited")
-            self._group = _connected(store, rank, len(names), timeout_s)
-        except SessionError:
-            board.give_up()
-            raise
+        board.gather("here", "")  # gloo itself would wait for each missing rank in turn, and name none
+        self._group = _connected(store, rank, len(names), timeout_s)
 
     def send(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
         return self._started("send", buffer, peer, waiting)

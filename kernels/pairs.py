@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch.distributed import PrefixStore
-
 from mcore_reshard.planner.subset import peers_of, with_peers
 
 from .board import Board
@@ -16,6 +14,7 @@ from .pipeline import Executor, group_names, group_rank
 from .program import bind
 from .reach import Pair, obstacles_by_pair
 from .relaying import unrelayed
+from .shelf import Shelf
 from .transport import Link, Transport
 
 _SHOWN = 3
@@ -30,7 +29,7 @@ def connect_by_pair(link: Link, direct: Transport, nccl: Transport) -> Executor:
     assert direct.connect is not None
     obstacles = _obstacles(link, direct.obstacle())
     if not any(obstacles.values()):
-        return direct.connect(replace(link, store=PrefixStore(direct.name, link.store)))
+        return direct.connect(replace(link, store=Shelf(direct.name, link.store)))
     far = {pair: why for pair, why in obstacles.items() if why is not None and not pair.relays}
     if far and (trouble := nccl.obstacle()):
         raise TransportUnavailable(f"{_some(far)}, and nccl cannot take their place: {trouble}")
@@ -42,7 +41,7 @@ def _obstacles(link: Link, direct_obstacle: str | None) -> dict[Pair, str | None
     """Of every pair that the plan has, relaying or not."""
     schedule = link.program.schedule
     board = Board(
-        PrefixStore("pairs", link.store),
+        Shelf("pairs", link.store),
         group_rank(schedule, schedule.world, schedule.rank),
         group_names(schedule),
         timeout_s=link.timeout_s,
@@ -81,7 +80,7 @@ def _part(link: Link, transport: Transport, peers: frozenset[int]) -> Executor:
     if peers != peers_of(program.schedule):
         part = with_peers(program.schedule, peers)
         program = bind(part, program.by_name, bucket_bytes=program.bucket_bytes)
-    return transport.connect(replace(link, program=program, store=PrefixStore(transport.name, link.store)))
+    return transport.connect(replace(link, program=program, store=Shelf(transport.name, link.store)))
 
 
 def _some(far: Mapping[Pair, str]) -> str:

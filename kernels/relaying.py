@@ -18,7 +18,6 @@ from functools import partial
 from itertools import zip_longest
 
 import torch
-from torch.distributed import PrefixStore
 
 from mcore_reshard.planner.schedule import Relay, Schedule
 
@@ -26,6 +25,7 @@ from .gloo import GlooGroup
 from .joined import JoinedExecutor, in_context_of, is_cuda, merged
 from .pipeline import Executor, StageReport, group_names, group_rank
 from .program import Program, bind
+from .shelf import Shelf
 from .transport import Link
 
 Connect = Callable[[Link], Executor]
@@ -42,7 +42,7 @@ def relayed(connect: Connect, link: Link) -> Executor:
     with ExitStack() as undone:
         first: list[Executor] = []
         for program in waves:
-            store = PrefixStore(f"first/{len(first)}", link.store)
+            store = Shelf(f"first/{len(first)}", link.store)
             first.append(connect(replace(shared, program=program, store=store)))
             undone.callback(first[-1].close)
         relays = [wave.schedule.relay() for wave in waves if wave.schedule.relay is not None]
@@ -157,9 +157,9 @@ def _close(role: Future[Role]) -> None:
 def _role(connect: Connect, link: Link, waves: Sequence[Schedule]) -> Role:
     """Connect one role of this rank in every wave."""
     role = waves[0]
-    store = PrefixStore("second", link.another_store())
+    store = Shelf("second", link.another_store())
     group = GlooGroup(
-        PrefixStore("group", store),
+        Shelf("group", store),
         group_rank(role, role.world, role.rank),
         group_names(role),
         timeout_s=link.timeout_s,
@@ -168,7 +168,7 @@ def _role(connect: Connect, link: Link, waves: Sequence[Schedule]) -> Role:
         undone.callback(group.close)
         parts: list[Executor] = []
         for wave in waves:
-            here = PrefixStore(f"wave/{len(parts)}", store)
+            here = Shelf(f"wave/{len(parts)}", store)
             program = _part(link.program, wave)
             parts.append(connect(replace(link, program=program, group=group, store=here)))
             undone.callback(parts[-1].close)

@@ -65,7 +65,6 @@ class SlotSource:
         try:
             plan, buckets = divide_slots(schedule, scratch_bytes)
         except ValueError as error:
-            store.set(_SLOTS + program.rank, json.dumps({"failed": str(error)}))
             raise SessionError(f"{program.rank}: {error}") from error
         if not buckets:
             return

@@ -17,7 +17,7 @@ from .rounds import DEFAULT_SCRATCH_BYTES
 class Link:
     """What a transport may build on when it connects: all ranks of the session do so at the same time."""
 
-    store: Store  # keys are the transport's own
+    store: Store  # keys are the transport's own; in a session a Shelf, and so should be what is made over it
     another_store: Callable[[], Store]  # the same over a connection of its own: one who waits blocks all who share one
     group: GlooGroup  # every rank, for CPU messages
     program: Program

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterable
 from datetime import timedelta
 
 import numpy as np
 import torch
-from torch.distributed import DistStoreError, PrefixStore, Store
+from torch.distributed import DistStoreError, Store
 
 from mcore_reshard.planner.schedule import TransferTable, World
 
-from .errors import DeadlineError, SessionError, TransferError, Waiting
+from .errors import DeadlineError, TransferError, Waiting
 from .gloo import GlooGroup
 from .pipeline import Message, group_names, group_rank, other_world
 from .program import Program
+from .shelf import Shelf
 
 _WORD = struct.Struct("<qq")  # the run it belongs to, and the word
 
@@ -34,7 +34,7 @@ class Words:
         self._other: World = other_world(schedule.world)
         self.peers = _waiting_by_peer(program)
         self._group = GlooGroup(
-            PrefixStore("words", store),
+            Shelf("words", store),
             group_rank(schedule, schedule.world, schedule.rank),
             group_names(schedule),
             timeout_s=timeout_s,
@@ -80,18 +80,12 @@ class Words:
 
 
 def fetch(store: Store, rank: str, waiting: Waiting, timeout_s: float, *, what: str = "") -> str:
-    """What `rank` published of itself, or of `what` it has.
-
-    Raises `DeadlineError` or, if it could not, `SessionError` with its reason.
-    """
+    """What `rank` published of itself, or of `what` it has. Raises `DeadlineError` if it is silent."""
     try:
         store.wait([what + rank], timedelta(seconds=timeout_s))
     except DistStoreError as error:
         raise DeadlineError(waiting, f"{rank} published nothing within {timeout_s:g} s") from error
-    text: str = store.get(what + rank).decode()
-    if reason := json.loads(text).get("failed"):
-        raise SessionError(f"{rank} cannot be read: {reason}")
-    return text
+    return str(store.get(what + rank).decode())
 
 
 def _waiting_by_peer(program: Program) -> dict[int, Waiting]:

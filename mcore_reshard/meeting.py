@@ -3,6 +3,8 @@
 A meeting has exactly one outcome for everyone. The last rank to arrive declares success; a rank that fails or waits too
 long declares failure, with the cause. Both write the same key by compare-and-set, so whichever comes first stands, and
 no rank can report success where another reports failure.
+
+On the way to a meeting ranks also wait for single words of each other, on shelves: such a wait ends with the failure too.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, TransferError
+from mcore_reshard.kernels.shelf import Shelf
 
 _AGREED = json.dumps({"agreed": True})
+_FAILED = "failed"  # the key of the session's failure, for those who wait on a shelf
 _CAUSE_GRACE_S = 3.0  # how long a rank that lost peers waits for the cause to be published by someone who knows it
 _TRIES = 3  # to connect: a store has been seen not to answer a first greeting
 _LEAVE_GRACE_S = 5.0  # how long a rank that is done lets others learn that the last refit was committed
@@ -76,11 +80,15 @@ class Meeting:
         self._past: str | None = None
         self._last: str | None = None  # the last phase that all agreed on
         self._met = False
-        self.store: dist.Store = self.another_store()
+        self.store = self._another_store()
 
-    def another_store(self) -> dist.Store:
-        """The session's shelf on the store, over a connection of its own."""
-        return PrefixStore(self._prefix, connected(self._address, self.timeout_s))
+    def shelf(self, name: str) -> Shelf:
+        """A place for what ranks tell each other besides meetings."""
+        return Shelf(name, self.store, _FAILED)
+
+    def another_shelf(self, name: str) -> Shelf:
+        """The same place, over a connection of its own."""
+        return Shelf(name, self._another_store(), _FAILED)
 
     def gather(self, phase: str, word: Mapping[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Publish this rank's `word` and return everyone's by rank name, once all have arrived at `phase`.
@@ -133,6 +141,9 @@ class Meeting:
     def _missing(self, phase: str) -> list[str]:
         return [name for name in self._members if not self.store.check([f"{phase}/{name}"])]
 
+    def _another_store(self) -> PrefixStore:
+        return PrefixStore(self._prefix, connected(self._address, self.timeout_s))
+
     @contextmanager
     def _store_is_up(self) -> Iterator[None]:
         try:
@@ -152,6 +163,8 @@ class Meeting:
 
     def _declare(self, phase: str, failure: Failure) -> None:
         self.store.compare_set(f"{phase}/outcome", "", json.dumps(asdict(failure)))
+        if stands := self._outcome(phase):
+            self.store.set(_FAILED, str(stands))
 
     def _outcome(self, phase: str) -> Failure | None:
         outcome = json.loads(self.store.get(f"{phase}/outcome"))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from mcore_reshard import __version__
 from mcore_reshard.kernels.broadcast import Tree, broadcast, receive
@@ -230,7 +230,7 @@ class _Endpoint(ABC):
         schedule = self._schedule
         with _published(meeting, "connected"):
             group = GlooGroup(
-                PrefixStore("gloo", meeting.store),
+                meeting.shelf("gloo"),
                 group_rank(schedule, schedule.world, schedule.rank),
                 group_names(schedule),
                 timeout_s=self._timeout_s,
@@ -240,8 +240,8 @@ class _Endpoint(ABC):
                 if program is not None and transport.connect is not None:
                     executor = transport.connect(
                         Link(
-                            store=PrefixStore(transport.name, meeting.store),
-                            another_store=lambda: PrefixStore(transport.name, meeting.another_store()),
+                            store=meeting.shelf(transport.name),
+                            another_store=lambda: meeting.another_shelf(transport.name),
                             group=group,
                             program=program,
                             timeout_s=self._timeout_s,

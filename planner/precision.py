@@ -125,9 +125,13 @@ def _is_kept(group: ParameterGroup, layer: int | None, stated: Quantization) -> 
     if group.experts:
         experts = group.pattern.partition(".{expert}")[0].format(layer=layer)
         return any(listed == experts or listed.startswith(experts + ".") for listed in stated.not_converted)
+    return any(name in stated.not_converted for name in module_names(group, layer))
+
+
+def module_names(group: ParameterGroup, layer: int | None) -> tuple[str, str]:
+    """The module of a weight that is no expert's, and the module that vLLM fuses it in: the same where it does not."""
     module = group.name(layer, None).removesuffix(".weight")
-    fused = f"{module.rpartition('.')[0]}.{_FUSED[group.role]}" if group.role in _FUSED else module
-    return module in stated.not_converted or fused in stated.not_converted
+    return module, f"{module.rpartition('.')[0]}.{_FUSED[group.role]}" if group.role in _FUSED else module
 
 
 def scales_group(group: ParameterGroup, form: Format) -> ParameterGroup:

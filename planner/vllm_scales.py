@@ -10,8 +10,8 @@ from math import gcd
 
 from .geometry import LocalTensor
 from .layout import Misc, Shards
-from .parameters import Catalogue, ParameterGroup, Role
-from .precision import Format
+from .parameters import Catalogue, ParameterGroup, Quantization, Role
+from .precision import QUANTISED, Format, module_names
 from .scales import scale_shards, splits_blocks, tensor_scale_shards, touched_scale_shards
 
 _EXPERTS = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
@@ -51,12 +51,44 @@ def _refines(group: ParameterGroup, shards: Shards, block: tuple[int, int]) -> b
 
 
 def misquantised(catalogue: Catalogue) -> list[str]:
+    """What no vLLM holds as the quantization_config says."""
+    stated = catalogue.quantization
+    return [] if stated is None else _parts_kept_alone(catalogue, stated) + _routers_not_kept(catalogue, stated)
+
+
+def _parts_kept_alone(catalogue: Catalogue, stated: Quantization) -> list[str]:
+    """Parts of fused modules that are listed without the others.
+
+    Source: vllm/model_executor/layers/quantization/utils/quant_utils.py, is_layer_skipped, which raises ValueError.
+    """
+    parts: dict[str, list[str]] = {}
+    for group in catalogue.groups:
+        if group.role in QUANTISED and not group.experts and not group.mtp:
+            for layer in group.layers:
+                module, fused = module_names(group, layer)
+                parts.setdefault(fused, []).append(module)
+    missing = {
+        fused: others
+        for fused, modules in parts.items()
+        if fused not in stated.not_converted
+        and 0 < len(others := [module for module in modules if module not in stated.not_converted]) < len(modules)
+    }
+    if not missing:
+        return []
+    fused, others = next(iter(missing.items()))
+    more = f", and so on for {len(missing) - 1} more" if len(missing) > 1 else ""
+    return [
+        f"generation: vLLM quantises all of {fused} or nothing, and only a part of it is in modules_to_not_convert of the"
+        f" quantization_config: list {' and '.join(others)} too{more}"
+    ]
+
+
+def _routers_not_kept(catalogue: Catalogue, stated: Quantization) -> list[str]:
     """What vLLM would quantise and no trainer does: models/qwen3_moe.py quantises routers that the config does not name.
 
     Published FP8 checkpoints name them all, and so is assumed where the config has no quantization_config.
     """
-    stated = catalogue.quantization
-    if stated is None or catalogue.architecture.family != "qwen3_moe":
+    if catalogue.architecture.family != "qwen3_moe":
         return []
     routers = [name for group in catalogue.groups if group.role is Role.ROUTER for name in group.names()]
     missing = [name for name in routers if name.removesuffix(".weight") not in stated.not_converted]

@@ -282,6 +282,16 @@ def test_configs_that_cannot_be_read_or_known_are_bad_input(run: Run, tmp_path: 
         assert outcome.code == 2 and expected in outcome.err
 
 
+def test_a_plan_where_a_config_is_wanted_is_recognised(run: Run, plan_of: Any) -> None:
+    plan = plan_of(MOE)
+    outcome = run("plan", plan, "--train", "tp=2", "--gen", "tp=2")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        f"mcore-reshard: {plan}: this is a plan, where the config of a model is wanted\n"
+        f"See what it does with `mcore-reshard show {plan}`; `explain` and `validate` take plans too.\n"
+    )
+
+
 @pytest.mark.parametrize("command", [["show"], ["explain", "model.norm.weight[0]"]], ids=lambda c: c[0])
 def test_plan_files_that_are_not_plans_are_told_apart(
     run: Run, plan_of: Any, tmp_path: Path, command: list[str]

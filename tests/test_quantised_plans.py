@@ -8,6 +8,7 @@ from simulate import damage, scale_damage
 
 from mcore_reshard.planner.geometry import LocalTensor, Region
 from mcore_reshard.planner.megatron import MegatronBuild
+from mcore_reshard.planner.mesh import MeshError
 from mcore_reshard.planner.parameters import Role
 from mcore_reshard.planner.plan import GroupCast, Pair, Plan, Template
 from mcore_reshard.planner.plan_file import dump_plan, parse_plan
@@ -170,10 +171,40 @@ class TestModulesThatStay:
         assert down == [((0, 2, 3), "float8_e4m3fn"), ((1,), "bfloat16")]
         assert not plan.misc
 
-    def test_one_of_a_fused_set_takes_the_others_along(self) -> None:
-        kept = ("model.layers.1.mlp.gate_proj",)
-        found = reasons(Case("tiny-llama", "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8), kept=kept).plan())
-        assert "which the engine keeps otherwise" in found["mlp.up_proj.weight"]
+    @pytest.mark.parametrize(
+        ("config", "kept", "problem"),
+        [
+            (
+                "tiny-llama",
+                ("model.layers.1.self_attn.q_proj",),
+                "generation: vLLM quantises all of model.layers.1.self_attn.qkv_proj or nothing, and only a part of it is"
+                " in modules_to_not_convert of the quantization_config: list model.layers.1.self_attn.k_proj and"
+                " model.layers.1.self_attn.v_proj too",
+            ),
+            (
+                "tiny-deepseek-v3",
+                ("model.layers.0.mlp.up_proj", "model.layers.2.self_attn.q_a_proj"),
+                "list model.layers.2.self_attn.kv_a_proj_with_mqa too, and so on for 1 more",
+            ),
+        ],
+    )
+    def test_a_part_of_what_the_engine_fuses_cannot_stay_alone(
+        self, config: str, kept: tuple[str, ...], problem: str
+    ) -> None:
+        case = Case(config, "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8), kept=kept)
+        with pytest.raises(MeshError) as caught:
+            case.plan()
+        (violation,) = caught.value.violations
+        assert violation.endswith(problem)
+
+    def test_parts_that_the_engine_does_not_fuse_or_does_not_load_stay_alone(self) -> None:
+        kept = ("model.layers.1.self_attn.kv_a_proj_with_mqa",)  # fused with q_a_proj, where there is one
+        assert Case("tiny-moonlight", "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8), kept=kept).plan().pairs
+        mtp = Case(
+            "tiny-deepseek-v3", "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8),
+            changes=(("num_nextn_predict_layers", 1),), kept=("model.layers.4.self_attn.q_a_proj",),
+        )  # fmt: skip
+        assert mtp.plan().pairs
 
     @pytest.mark.parametrize(
         ("config", "kept", "parts"),

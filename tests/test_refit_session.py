@@ -18,10 +18,12 @@ from ranks import Outcome, run_ranks, values
 from torch.distributed import TCPStore
 
 from mcore_reshard.kernels import registry
-from mcore_reshard.kernels.errors import BindError
-from mcore_reshard.kernels.gloo import GlooExecutor
-from mcore_reshard.kernels.pipeline import Step
+from mcore_reshard.kernels.errors import BindError, Waiting
+from mcore_reshard.kernels.gloo import GlooExecutor, GlooGroup
+from mcore_reshard.kernels.pipeline import Step, group_names, group_rank
 from mcore_reshard.kernels.registry import TRANSPORT_VARIABLE
+from mcore_reshard.kernels.transport import Link
+from mcore_reshard.kernels.words import Words, fetch
 from mcore_reshard.planner.geometry import row_major_strides
 from mcore_reshard.planner.schedule import Geometry, LocalTensor, Schedule
 from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
@@ -225,6 +227,49 @@ def test_a_rank_that_cannot_bind_stops_all_at_once() -> None:
         assert outcome.kind == "SessionFailed"
         assert "gen:1: BindError: gen:1 cannot bind its schedule, 1 problem:" in str(outcome.error)
         assert outcome.seconds < 5
+
+
+def group_of_its_own(link: Link) -> None:
+    schedule = link.program.schedule
+    GlooGroup(
+        link.store,
+        group_rank(schedule, schedule.world, schedule.rank),
+        group_names(schedule),
+        timeout_s=link.timeout_s,
+    )
+
+
+def words_between_peers(link: Link) -> None:
+    Words(link.store, link.program, link.timeout_s)
+
+
+def what_another_publishes(link: Link) -> None:
+    fetch(link.store, "gen:1", Waiting(link.program.rank, "gen:1", 0, "model.w", sends=False), link.timeout_s)
+
+
+def one_cannot_connect(rank: int, address: str, waits: Callable[[Link], None]) -> None:
+    """Generation rank 1 runs out of memory while the others wait for it in `waits`."""
+
+    def connect(link: Link) -> GlooExecutor:
+        if rank == 3:
+            time.sleep(0.5)
+            raise MemoryError("no memory left")
+        waits(link)
+        raise AssertionError("nobody came")
+
+    gloo = registry.resolve("gloo", "cpu")
+    registry.register(replace(gloo, name="gloo-test", connect=connect))
+    seat(rank, address, (2, 2), transport="gloo-test").endpoint.prepare()
+
+
+@pytest.mark.parametrize("waits", [group_of_its_own, words_between_peers, what_another_publishes])
+def test_a_rank_that_cannot_connect_stops_all_at_once(waits: Callable[[Link], None]) -> None:
+    *others, bad = run_ranks(4, one_cannot_connect, waits)
+    assert (bad.kind, bad.error) == ("MemoryError", "no memory left")
+    assert {(outcome.kind, outcome.error) for outcome in others} == {
+        ("SessionFailed", "gen:1: MemoryError: no memory left")
+    }
+    assert max(outcome.seconds for outcome in others) < 5
 
 
 def twice_the_same_rank(rank: int, address: str) -> None:

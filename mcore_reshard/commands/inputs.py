@@ -66,6 +66,9 @@ def read_request(
     catalogue = None
     try:
         config = load_config(source)
+        if config.get("format") == FORMAT:
+            remedy = f"See what it does with `mcore-reshard show {source}`; `explain` and `validate` take plans too."
+            raise ConfigError(source, ["this is a plan, where the config of a model is wanted"], remedy)
         catalogue = catalogue_from_config(config)
     except ConfigError as error:
         others += [f"{error.subject}: {problem}" for problem in error.problems]

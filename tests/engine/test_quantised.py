@@ -111,6 +111,36 @@ def test_vllm_quantises_routers_that_the_config_does_not_name(config_folder):
         make_plan(catalogue_from_config(config), TrainMesh(), GenMesh(), gen_dtype="fp8")
 
 
+PARTS = [
+    ("tiny-llama", "model.layers.1.self_attn.q_proj"),
+    ("tiny-qwen2", "model.layers.0.mlp.up_proj"),
+    ("tiny-qwen3-moe", "model.layers.3.self_attn.v_proj"),
+    ("tiny-deepseek-v3", "model.layers.1.self_attn.q_a_proj"),
+    ("tiny-deepseek-v3", "model.layers.2.mlp.shared_experts.gate_proj"),
+    ("tiny-moonlight", "model.layers.1.self_attn.kv_a_proj_with_mqa"),
+    ("tiny-nemotron-h", "backbone.layers.1.mixer.k_proj"),
+    ("tiny-gpt-oss", "model.layers.1.self_attn.q_proj"),
+]
+
+
+@pytest.mark.parametrize(("config", "kept"), PARTS)
+def test_parts_of_fused_modules_are_refused_where_vllm_refuses_them(config, kept, config_folder):
+    case = Case(config, "tp=1", "tp=1", dtypes=("bf16", "fp8"), block=(8, 8), kept=(kept,))
+    try:
+        build_engine(config_folder(case.hf_config), GenSizes(), 0, device="meta")
+    except ValueError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    assert bool(refused) is (config != "tiny-moonlight"), "it has no q_a_proj to fuse with"
+    if refused:
+        assert "some but not all shards" in refused
+        with pytest.raises(MeshError, match="only a part of it is in modules_to_not_convert"):
+            case.plan()
+    else:
+        assert case.plan().pairs
+
+
 def test_vllm_keeps_one_scale_a_tensor(config_folder):
     case = fp8("qwen3-moe", "tp=2", block=())
     model = build_engine(config_folder(case.hf_config), GenSizes(tp=2), 0)
