@@ -10,6 +10,7 @@ from torch.distributed import DistStoreError, PrefixStore, Store
 from .errors import SessionError
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.1
+_NAPPING = 0.1  # share of the time waited: a key that comes is seen that much later at most
 
 
 class Shelf(PrefixStore):
@@ -36,14 +37,14 @@ class Shelf(PrefixStore):
             super().wait(keys, timeout)
             return
         store, failure = self._failure
-        deadline, nap_s = time.monotonic() + timeout.total_seconds(), _SHORTEST_NAP_S
+        start = time.monotonic()
         while True:
             came = self.check(keys)
             if store.check([failure]):
                 raise SessionError(store.get(failure).decode())
             if came:
                 return
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - start
+            if waited_s > timeout.total_seconds():
                 raise DistStoreError(f"waited {timeout.total_seconds():g} s for {', '.join(keys)}")
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+            time.sleep(min(max(_NAPPING * waited_s, _SHORTEST_NAP_S), _LONGEST_NAP_S))
