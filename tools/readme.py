@@ -83,6 +83,27 @@ def gpu_section(folder: Path = RESULTS) -> str:
     return "\n\n".join(parts)
 
 
+def links_section() -> str:
+    data = json.loads((RESULTS / "links-x4.json").read_text())
+    lines = [
+        f"{data['what']}, {data['hardware']}, driver {data['driver']}, torch {data['versions']['torch']}, {data['date']}"
+        f" (`python tools/bench_links.py`, [data](tools/results/links-x4.json){_noted(data)}):",
+        "",
+        "| GPUs | copy engines | our kernel, one source after another | in turns of a tile | pushing | two kernels |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        two = ", ".join(f"{rate:.0f} ({ctas})" for ctas, rate in row.get("two_kernels", {}).items())
+        rates = [row["copy_engine"], row["pull"], row.get("pull_by_tile"), row.get("push_by_tile")]
+        cells = [row["pattern"], *("" if rate is None else f"{rate:.0f}" for rate in rates), two]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _noted(data: dict[str, Any]) -> str:
+    return f"; {data['note']}" if "note" in data else ""
+
+
 def goals_section(folder: Path = RESULTS) -> str:
     """The goals of every run; one that a run did not measure is left out there if another did."""
     runs = [json.loads(file.read_text()) for file in _runs(folder)]
@@ -159,9 +180,8 @@ def gpu_validation_section() -> str:
         lines += [
             f"On {data['hardware']} ({'; '.join(sorted({case['source'] for case in run}))}; torch"
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
-            f" [data](tools/results/{file.name})): {', '.join(counts)}; {sum(case.get('tensors', 0) for case in run):,}"
+            f" [data](tools/results/{file.name}){_noted(data)}): {', '.join(counts)}; {sum(case.get('tensors', 0) for case in run):,}"
             f" tensors compared, {sum(case.get('wrong', 1) for case in run)} with a wrong byte.",
-            *([f"Note: {data['note']}."] if "note" in data else []),
             *(
                 f"{refused.count(why)} of the cases are refused because of Megatron-Bridge: {why}."
                 for why in sorted(set(refused))
@@ -209,6 +229,7 @@ def main() -> None:
     wanted = replaced(wanted, "attack", attack_section())
     wanted = replaced(wanted, "gpu", gpu_section())
     wanted = replaced(wanted, "goals", goals_section())
+    wanted = replaced(wanted, "links", links_section())
     wanted = replaced(wanted, "gpu-validation", gpu_validation_section())
     if arguments.check:
         sys.exit("README.md is stale: run python tools/readme.py" if wanted != text else 0)
