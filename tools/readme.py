@@ -181,7 +181,8 @@ def gpu_validation_section() -> str:
             f"On {data['hardware']} ({'; '.join(sorted({case['source'] for case in run}))}; torch"
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
             f" [data](tools/results/{file.name}){_noted(data)}): {', '.join(counts)};"
-            f" {sum(case.get('tensors', 0) for case in run):,} tensors compared, {sum(case.get('wrong', 1) for case in run)} with a wrong byte.",
+            f" {sum(case.get('tensors', 0) for case in run):,} tensors compared,"
+            f" {sum(case.get('wrong', 1) for case in run)} with a wrong byte.",
             *(
                 f"{refused.count(why)} of the cases are refused because of Megatron-Bridge: {why}."
                 for why in sorted(set(refused))
