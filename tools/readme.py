@@ -43,8 +43,8 @@ def planner_section() -> str:
         )
     lines += [
         "",
-        "A plan stores templates and bundles, neither ranks nor parameters one by one, so its cost follows the number of",
-        "distinct layouts.",
+        "A template is how a parameter is cut on both ends, a bundle the parameters that share one and the ranks. A plan",
+        "stores these, neither ranks nor parameters one by one, so its cost follows the number of distinct layouts.",
     ]
     return "\n".join(lines)
 
@@ -170,23 +170,27 @@ def gpu_validation_section() -> str:
     for file in sorted(RESULTS.glob("validate-x*.json")):
         data = json.loads(file.read_text())
         gpus = int(data["hardware"].split(" ")[0])
-        run = [case for case in data["cases"] if "refused" not in case]
+        compared = [case for case in data["cases"] if "refused" not in case]
+        refused: dict[str, list[str]] = {}
+        for case in data["cases"]:
+            if "refused" in case:
+                refused.setdefault(case["refused"].rpartition(": ")[2], []).append(case["family"])
         counts = []
-        for transport in sorted({case["transport"] for case in run}):
-            found = [case for case in data["cases"] if case["transport"] == transport]
-            fitting = len(cases.on_gpus(gpus, shared=transport == "direct"))
-            counts.append(f"`{transport}` {len(found)} of {fitting} that fit")
-        refused = [case["refused"].rpartition(": ")[2] for case in data["cases"] if "refused" in case]
+        for transport in sorted({case["transport"] for case in compared}):
+            found = sum(case["transport"] == transport for case in compared)
+            counts.append(f"`{transport}` {found} of {len(cases.on_gpus(gpus, shared=transport == 'direct'))}")
         lines += [
-            f"On {data['hardware']} ({'; '.join(sorted({case['source'] for case in run}))}; torch"
+            f"On {data['hardware']} ({'; '.join(sorted({case['source'] for case in compared}))}; torch"
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
-            f" [data](tools/results/{file.name}){_noted(data)}): {', '.join(counts)};"
-            f" {sum(case.get('tensors', 0) for case in run):,} tensors compared,"
-            f" {sum(case.get('wrong', 1) for case in run)} with a wrong byte.",
+            f" [data](tools/results/{file.name}){_noted(data)}), cases compared of those that fit: {', '.join(counts)};"
+            f" {sum(case.get('tensors', 0) for case in compared):,} tensors,"
+            f" {sum(case.get('wrong', 1) for case in compared)} with a wrong byte.",
             *(
-                f"{refused.count(why)} of the cases are refused because of Megatron-Bridge: {why}."
-                for why in sorted(set(refused))
+                f"{len(families)} more cases ({', '.join(sorted(set(families)))}) are refused because of"
+                f" Megatron-Bridge: {why}."
+                for why, families in sorted(refused.items())
             ),
+            "The others were not run.",
         ]
     return "\n".join(lines)
 
