@@ -99,13 +99,22 @@ def _direct_obstacle() -> str | None:
 
 
 def _connect_direct(link: Link) -> Executor:
-    from .direct import DirectExecutor  # needs CUDA's Python packages
+    from .device_copies import KernelShape  # these need CUDA's Python packages
+    from .direct import DirectExecutor
+    from .direct_options import DirectOptions
 
-    return DirectExecutor(link.store, link.program, timeout_s=link.timeout_s, scratch_bytes=link.scratch_bytes)
+    shape = KernelShape() if link.ctas is None else KernelShape(ctas=link.ctas)
+    return DirectExecutor(
+        link.store,
+        link.program,
+        timeout_s=link.timeout_s,
+        scratch_bytes=link.scratch_bytes,
+        options=DirectOptions(shape, checksums=link.checksums),
+    )
 
 
 def _connect_nccl(link: Link) -> Executor:
-    budget = ScratchBudget(link.scratch_bytes)
+    budget = ScratchBudget(link.scratch_bytes, checksums=link.checksums)
     return NcclExecutor(link.program, link.store, timeout_s=link.timeout_s, budget=budget)
 
 

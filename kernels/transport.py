@@ -23,6 +23,8 @@ class Link:
     program: Program
     timeout_s: float
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory, per rank; for transports that stage on the device
+    checksums: bool = False  # compare what is written with what was read, where a transport does not in any case
+    ctas: int | None = None  # multiprocessors that pulls may take; None: as many as the transport thinks fit
 
 
 @dataclass(frozen=True, slots=True)

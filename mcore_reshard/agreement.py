@@ -12,7 +12,7 @@ from .kernels.errors import SessionError, VersionError
 
 Words = Mapping[str, Mapping[str, Any]]
 
-_ALIKE = ("protocol", "digest", "transport", "bucket_bytes", "train_ranks", "gen_ranks")
+_ALIKE = ("protocol", "digest", "transport", "bucket_bytes", "checksums", "train_ranks", "gen_ranks")
 
 
 def check_alike(words: Words) -> None:

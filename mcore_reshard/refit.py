@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed import TCPStore
+from typing_extensions import Required, TypedDict, Unpack
 
 from mcore_reshard import __version__
 from mcore_reshard.kernels.broadcast import Tree, broadcast, receive
@@ -43,6 +44,21 @@ LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tenso
 Export = Callable[[Sequence[str] | None], NamedTensors]
 LoadWeights = Callable[[NamedTensors], Any]
 SetKvScales = Callable[[Mapping[str, float]], Any]
+
+
+class SessionOptions(TypedDict, total=False):
+    """What both endpoints take besides their own. All but `ctas` and `timeout_s` are equal on all ranks of a session."""
+
+    store: Required[TCPStore | str]  # or its "host:port"
+    transport: str  # default: "auto"
+    session: str  # its name on the store, default: "refit"; each name serves once
+    timeout_s: float  # of every wait, default: 60
+    bucket_bytes: int  # the largest message of gloo; nccl sets its own
+    scratch_bytes: (
+        int  # of device memory on each rank, default: 512 MiB; a bound for what nccl, and direct where it casts, stage
+    )
+    checksums: bool  # direct, nccl: compare what is written with what was read; gloo does in any case
+    ctas: int | None  # direct: how many multiprocessors of its GPU a generation rank pulls with; None: 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +95,21 @@ class _Endpoint(ABC):
         tensors: LiveTensors,
         *,
         store: TCPStore | str,
-        transport: str,
-        bucket_bytes: int,
-        scratch_bytes: int,
-        session: str,
-        timeout_s: float,
+        transport: str = AUTO,
+        session: str = "refit",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
+        checksums: bool = False,
+        ctas: int | None = None,
         moves_by_name: bool,
         after_direct_writes: Callable[[], Any] | None = None,
         set_kv_scales: SetKvScales | None = None,
     ) -> None:
         if schedule.world != self.world:
             raise ValueError(f"a {type(self).__name__} needs the schedule of a {self.world} rank, not {schedule.world}")
+        if ctas is not None and ctas < 1:
+            raise ValueError(f"ctas must be at least 1, not {ctas}: it is what generation ranks pull with")
         self.rank = schedule.name
         self.committed_version: int | None = None
         self._schedule = schedule
@@ -101,6 +121,8 @@ class _Endpoint(ABC):
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._scratch_bytes = scratch_bytes
+        self._checksums = checksums
+        self._ctas = ctas
         self._session = session
         self._timeout_s = timeout_s
         self._connection: _Connection | None = None
@@ -246,6 +268,8 @@ class _Endpoint(ABC):
                             program=program,
                             timeout_s=self._timeout_s,
                             scratch_bytes=self._scratch_bytes,
+                            checksums=self._checksums,
+                            ctas=self._ctas,
                         ),
                     )
             except BaseException:
@@ -259,6 +283,7 @@ class _Endpoint(ABC):
             "digest": self._schedule.digest,
             "transport": transport.name,
             "bucket_bytes": self._bucket_bytes,
+            "checksums": self._checksums,
             "train_ranks": self._schedule.train_ranks,
             "gen_ranks": self._schedule.gen_ranks,
             "package": __version__,
@@ -298,8 +323,7 @@ class TrainEndpoint(_Endpoint):
     model may replace its parameters. `export(names)` yields (HF name, whole tensor) for each of `names`, or for the
     whole model if None; it is called on all training ranks at once, so it may run collectives, and it must yield
     everything on training rank 0. `store` is a TCPStore or its "host:port"; it must stay up until all ranks have
-    closed, and `session` names this session on it. `bucket_bytes`, `scratch_bytes`, `transport` and `session` are equal on
-    all ranks. `scratch_bytes` bounds what nccl stages in device memory, on each rank; it sets its own bucket size.
+    closed, and `session` names this session on it. The other options are those of `SessionOptions`.
 
     On CUDA, weights must be complete on the current stream of their device when `refit` is called; a generation rank's
     current stream must be done with the old ones, or wait for its other streams. When `refit` returns, the bytes have
@@ -313,25 +337,10 @@ class TrainEndpoint(_Endpoint):
         schedule: Schedule,
         tensors: LiveTensors,
         *,
-        store: TCPStore | str,
         export: Export | None = None,
-        transport: str = AUTO,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
-        session: str = "refit",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **options: Unpack[SessionOptions],
     ) -> None:
-        super().__init__(
-            schedule,
-            tensors,
-            store=store,
-            transport=transport,
-            bucket_bytes=bucket_bytes,
-            scratch_bytes=scratch_bytes,
-            session=session,
-            timeout_s=timeout_s,
-            moves_by_name=export is not None,
-        )
+        super().__init__(schedule, tensors, moves_by_name=export is not None, **options)
         self._export = export
 
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
@@ -364,28 +373,18 @@ class GenerationEndpoint(_Endpoint):
         schedule: Schedule,
         tensors: LiveTensors,
         *,
-        store: TCPStore | str,
         load_weights: LoadWeights | None = None,
         after_direct_writes: Callable[[], Any] | None = None,
         set_kv_scales: SetKvScales | None = None,
-        transport: str = AUTO,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
-        session: str = "refit",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **options: Unpack[SessionOptions],
     ) -> None:
         super().__init__(
             schedule,
             tensors,
-            store=store,
-            transport=transport,
-            bucket_bytes=bucket_bytes,
-            scratch_bytes=scratch_bytes,
-            session=session,
-            timeout_s=timeout_s,
             moves_by_name=load_weights is not None,
             after_direct_writes=after_direct_writes,
             set_kv_scales=set_kv_scales,
+            **options,
         )
         self._load_weights = load_weights
 

@@ -112,7 +112,9 @@ def test_random_patterns_over_nvlink(gpus: int, worlds: tuple[int, int]) -> None
     check_random_patterns(worlds, 7, gpus)
 
 
-def refit_by_endpoint(number: int, address: str, worlds: tuple[int, int], seed: int) -> dict[str, bytes]:
+def refit_by_endpoint(
+    number: int, address: str, worlds: tuple[int, int], seed: int, options: dict[str, Any]
+) -> dict[str, bytes]:
     from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
 
     schedule = of(number, worlds, moves_of(seed, worlds))
@@ -120,7 +122,7 @@ def refit_by_endpoint(number: int, address: str, worlds: tuple[int, int], seed: 
     tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
     tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
     endpoint = (TrainEndpoint if schedule.world == "train" else GenerationEndpoint)(
-        schedule, tensors, store=address, transport="direct", timeout_s=30.0
+        schedule, tensors, store=address, transport="direct", timeout_s=30.0, **options
     )
     endpoint.prepare()
     for version in (1, 2):
@@ -131,9 +133,10 @@ def refit_by_endpoint(number: int, address: str, worlds: tuple[int, int], seed: 
     return held
 
 
-def test_endpoints_refit_directly() -> None:
+@pytest.mark.parametrize("options", [{}, {"checksums": True, "ctas": 8}], ids=["", "checksums, 8 CTAs"])
+def test_endpoints_refit_directly(options: dict[str, Any]) -> None:
     worlds, seed = (2, 2), 5
-    held = values(run_ranks(4, refit_by_endpoint, worlds, seed, timeout_s=SPAWN_S, method="spawn"))
+    held = values(run_ranks(4, refit_by_endpoint, worlds, seed, options, timeout_s=SPAWN_S, method="spawn"))
     check_held(held, worlds, seed)
 
 

@@ -200,6 +200,21 @@ def test_a_digest_that_differs_is_reported_by_every_rank() -> None:
     }
 
 
+def other_checksums(rank: int, address: str) -> None:
+    seat(rank, address, (2, 1), checksums=rank == 2).endpoint.prepare()
+
+
+def test_checksums_are_asked_for_by_all_ranks_or_none() -> None:
+    outcomes = run_ranks(3, other_checksums)
+    assert {outcome.kind for outcome in outcomes} == {"SessionError"}
+    assert all("different checksums: False on train:0, train:1; True on gen:0" in str(o.error) for o in outcomes)
+
+
+def test_no_multiprocessor_is_too_few() -> None:
+    with pytest.raises(ValueError, match="ctas must be at least 1, not 0"):
+        seat(0, "127.0.0.1:1", (2, 1), ctas=0)
+
+
 def one_stays_away(rank: int, address: str) -> None:
     if rank != 1:
         seat(rank, address, (2, 1), timeout_s=1.0).endpoint.prepare()

@@ -13,7 +13,7 @@ from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.pipeline import Executor
 from mcore_reshard.kernels.program import bind
 from mcore_reshard.kernels.registry import AUTO, resolve
-from mcore_reshard.kernels.relaying import relayed, unrelayed
+from mcore_reshard.kernels.relaying import RelayedExecutor, relayed, unrelayed
 from mcore_reshard.kernels.transport import Link
 from mcore_reshard.planner.scheduling import schedule_of
 from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
@@ -88,7 +88,7 @@ def _prepared(rank: Rank, transport: str, connect: Callable[[Link], Executor] | 
         group.close()
 
     def facts() -> dict[str, Any]:
-        found = {"moved_by": executor.name, "relayed": rank.plan.relay, "misc_bytes": rank.plan.misc_bytes}
+        found = {"moved_by": executor.name, "relayed": isinstance(executor, RelayedExecutor), "misc_bytes": rank.plan.misc_bytes}
         found["scratch_mb"] = round(executor.scratch_bytes / 1e6, 1)
         if isinstance(table_bytes := getattr(executor, "table_bytes", None), int):  # not: several executors joined
             found["table_mb"] = round(table_bytes / 1e6, 1)
