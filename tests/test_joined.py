@@ -62,7 +62,7 @@ def test_two_transports_together_deliver_every_byte() -> None:
 
 
 def without_one(rank: int, address: str) -> None:
-    executor, _, _ = joined(rank, address, 2.0)
+    executor, _, _ = joined(rank, address, 5.0)
     if rank:
         executor.run()
 
