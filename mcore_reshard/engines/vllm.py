@@ -1,8 +1,9 @@
 """A live vLLM model as the destination of a refit: its tensors, its loader, and what must follow direct writes.
 
-Direct writes put bytes into the parameters as `load_weights` leaves them. That is what the kernels read for bf16 dense
-layers, for block-FP8 layers on most kernels and for experts on the Triton backend; `kernel_layouts` names every parameter
-for which it is not. File names below are vLLM 0.32's, under vllm/model_executor.
+A refit puts bytes into the parameters as `load_weights` leaves them. That is what the kernels read for bf16 dense
+layers, for block-FP8 layers on most kernels and for experts on the Triton backend. `kernel_layouts` names every parameter
+for which it is not, and a model with such parameters is refused. File names below are vLLM 0.32's, under
+vllm/model_executor.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from mcore_reshard.planner.mesh import GenMesh
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Quantisation methods whose process_weights_after_loading leaves CUDA parameters as they were loaded.
+# Quantisation methods whose process_weights_after_loading leaves parameters as they were loaded, and where it puts what
+# kernels for the CPU (layers/utils.py, dispatch_cpu_unquantized_gemm) and ROCm's router read instead of them.
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "_GateLinearMethod"}
+_COPIES = ("cpu_linear", "_cpu_unpacked_conv_weight", "_bf16x3_weight")
 _AS_LOADED_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
-# Block-FP8 kernels that read weights and scales as they were loaded; DeepGEMM lays scales out anew
+# Block-FP8 kernels that read weights and scales as they were loaded; DeepGEMM lays scales out anew, Marlin packs both
 # (kernels/linear/scaled_mm/BlockScaledMMLinearKernel.py, layers/fused_moe/oracle/fp8.py).
 _AS_LOADED_FP8_KERNELS = {
     "TritonFp8BlockScaledMMKernel",
@@ -47,7 +50,9 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     `conv1d.weight`). Tied weights appear once. What attention derives from parameters after loading is left out, and so
     are the scales of the KV cache, which no trainer has: `set_kv_scales` takes them. Where vLLM repeats the scales of
     FP8 experts, tensors with the checkpoint's scales stand for them.
+    Raises RuntimeError where kernels read another layout than `load_weights` leaves, naming every such parameter.
     """
+    _refuse_kernel_layouts(model)
     derived = vllm_refined_scales.refined_names(model) | {
         f"{prefix}.{name}"
         for prefix, layer in model.named_modules()
@@ -74,12 +79,9 @@ def load_weights(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torc
     """Feed HF tensors to the model's own loader, as the misc route and golden do; any subset, whole tensors.
 
     The tensors may be changed: gpt-oss zeroes expert biases in place (models/gpt_oss.py, _load_weights_other).
-    Raises RuntimeError where kernels have rearranged parameters, which the raw loaders would corrupt (vLLM #42821).
+    Raises RuntimeError as `local_tensors` does: the raw loaders would corrupt what kernels have rearranged (vLLM #42821).
     """
-    rearranged = kernel_layouts(model)
-    if rearranged:
-        name, reason = next(iter(rearranged.items()))
-        raise RuntimeError(f"{len(rearranged)} parameters cannot be loaded in place, such as {name}: {reason}")
+    _refuse_kernel_layouts(model)
     with torch.no_grad():
         model.load_weights(iter(named_tensors))  # type: ignore[operator]
 
@@ -149,11 +151,11 @@ def _is_elsewhere(model: torch.nn.Module, name: str) -> bool:
 
 
 def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
-    """Parameters whose bytes differ from what `load_weights` wrote, with the reason: not for direct writes.
+    """Parameters that kernels do not read as `load_weights` leaves them, with the reason: no refit can write these.
 
-    A whitelist: unquantised linear layers and embeddings, and block-FP8 layers and experts before
-    `process_weights_after_loading` or on a kernel that leaves them alone (layers/fused_moe/oracle/unquantized.py,
-    convert_to_unquantized_kernel_format, and oracle/fp8.py, convert_to_fp8_moe_kernel_format).
+    A whitelist: unquantised linear layers and embeddings, experts and block-FP8 layers on kernels that leave them alone
+    (layers/fused_moe/oracle/unquantized.py, convert_to_unquantized_kernel_format, and oracle/fp8.py,
+    convert_to_fp8_moe_kernel_format). What attention derives is not among them: `after_direct_writes` derives it again.
     """
     changed: dict[str, str] = {}
     for prefix, layer in model.named_modules():
@@ -202,22 +204,36 @@ def _layers_with_derived_weights(model: torch.nn.Module) -> Iterator[tuple[str, 
             yield name, layer
 
 
+def _refuse_kernel_layouts(model: torch.nn.Module) -> None:
+    changed = kernel_layouts(model)
+    if changed:
+        lines = [
+            f"{reason}: {', '.join(name for name in changed if changed[name] == reason)}"
+            for reason in dict.fromkeys(changed.values())
+        ]
+        raise RuntimeError(
+            "\n  ".join((f"a refit cannot write {len(changed)} parameters of this engine in place:", *lines))
+            + "\nstart vLLM with moe_backend='triton' for experts, linear_backend='triton' for block FP8, and without what"
+            " else is named here"
+        )
+
+
 def _rearranged_by(layer: torch.nn.Module, method: Any) -> str | None:
     kind = type(method).__name__
     if kind in _AS_LOADED:
-        return None
+        read = [getattr(layer, name, None) for name in _COPIES]
+        copied = any(copy is not None and copy is not torch.nn.functional.linear for copy in read)
+        return "kernels read a copy that was made after loading" if copied else None
+    if any(parameter.dtype is torch.float8_e4m3fnuz for parameter in layer.parameters(recurse=False)):
+        return "converted to float8_e4m3fnuz after loading"
     if kind == "Fp8LinearMethod" and method.block_quant:
         kernel = type(method.fp8_linear).__name__
-        processed = hasattr(layer, "input_scale")  # set when weights have been processed
-        return (
-            f"{kernel} rearranges scales after loading" if processed and kernel not in _AS_LOADED_FP8_KERNELS else None
-        )
+        as_loaded = method.fp8_linear is None or kernel in _AS_LOADED_FP8_KERNELS  # None: built without kernels
+        return None if as_loaded else f"{kernel} rearranges block FP8 after loading"
     if kind == "UnquantizedFusedMoEMethod":
         backend, kept = method.unquantized_backend, _AS_LOADED_MOE_BACKENDS
     elif kind == "Fp8MoEMethod" and method.block_quant:
         backend, kept = method.fp8_backend, _AS_LOADED_FP8_MOE_BACKENDS
     else:
-        return f"quantised by {kind}"
-    if backend.name in kept or method.moe_kernel is None:
-        return None
-    return f"the {backend.value} backend rearranges experts after loading"
+        return f"{kind} is not known to leave parameters as they were loaded"
+    return None if backend.name in kept else f"the {backend.value} backend rearranges experts after loading"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,18 +91,28 @@ def test_nothing_follows_direct_writes_into_a_dense_model(config_folder):
     assert after_direct_writes(build_engine(config_folder(tiny("qwen3")), GenSizes(), 0), torch.bfloat16) == []
 
 
-def test_experts_that_a_kernel_rearranged_are_not_for_direct_writes(config_folder):
+def test_an_engine_whose_kernels_rearranged_parameters_is_refused_with_all_of_them(config_folder):
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
     model = build_engine(config_folder(tiny("qwen3-moe")), GenSizes(), 0)
-    assert kernel_layouts(model) == {}
-    layer = "model.layers.0.mlp.experts.routed_experts"
-    method = model.get_submodule(layer).quant_method
-    method.unquantized_backend, method.moe_kernel = UnquantizedMoeBackend.FLASHINFER_CUTLASS, SimpleNamespace()
+    assert kernel_layouts(model) == {} and local_tensors(model)
+    layers = [f"model.layers.{layer}.mlp.experts.routed_experts" for layer in (0, 2)]
+    for layer in layers:
+        model.get_submodule(layer).quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
+    names = [f"{layer}.{leaf}" for layer in layers for leaf in ("w13_weight", "w2_weight")]
     reason = "the FlashInfer CUTLASS backend rearranges experts after loading"
-    assert kernel_layouts(model) == {f"{layer}.w13_weight": reason, f"{layer}.w2_weight": reason}
-    with pytest.raises(RuntimeError, match="cannot be loaded in place"):
-        load_weights(model, [])
+    assert kernel_layouts(model) == dict.fromkeys(names, reason)
+    for use in (lambda: local_tensors(model), lambda: load_weights(model, [])):
+        with pytest.raises(RuntimeError, match="cannot write 4 parameters") as error:
+            use()
+        assert f"{reason}: {', '.join(names)}\nstart vLLM with moe_backend='triton'" in str(error.value)
+
+
+def test_weights_that_cpu_kernels_read_from_copies_are_refused(config_folder):
+    model = build_engine(config_folder(tiny("llama")), GenSizes(), 0)
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    with pytest.raises(RuntimeError, match=r"read a copy that was made after loading: lm_head\.weight\n"):
+        local_tensors(model)
 
 
 @pytest.mark.parametrize("mesh", [GenMesh(), GenMesh(tp=2, pp=2), GenMesh(tp=2, dp=2, ep=4)], ids=str)
@@ -167,12 +176,21 @@ def test_wrong_kv_scales_are_refused_before_any_is_written(config_folder):
     assert model.get_submodule("model.layers.0.self_attn.attn")._k_scale.item() == 1.0
 
 
-@pytest.mark.parametrize(("kernel", "stays"), [("TritonFp8BlockScaledMMKernel", True), ("DeepGemmFp8Kernel", False)])
+@pytest.mark.parametrize(
+    ("kernel", "stays"),
+    [
+        ("TritonFp8BlockScaledMMKernel", True),
+        ("DeepGemmFp8BlockScaledMMKernel", False),
+        ("MarlinFP8ScaledMMLinearKernel", False),
+    ],
+)
 def test_block_fp8_layers_that_a_kernel_rearranged(kernel, stays, config_folder):
+    from vllm.model_executor.kernels import linear
+
     model = build_engine(config_folder(tiny("llama", quantization_config=FP8)), GenSizes(), 0)
     layer = "model.layers.0.self_attn.o_proj"
-    module = model.get_submodule(layer)
-    module.input_scale, module.quant_method.fp8_linear = None, type(kernel, (), {})()
-    reason = f"{kernel} rearranges scales after loading"
+    chosen = getattr(linear, kernel)
+    model.get_submodule(layer).quant_method.fp8_linear = chosen.__new__(chosen)
+    reason = f"{kernel} rearranges block FP8 after loading"
     changed = {f"{layer}.weight": reason, f"{layer}.weight_scale_inv": reason}
     assert kernel_layouts(model) == ({} if stays else changed)
