@@ -16,7 +16,7 @@ from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from .kernels.errors import SessionError
 from .meeting import connected, store_address
-from .megatron import local_tensors, precision_of, train_mesh_of
+from .megatron import local_tensors, precisions_of, train_mesh_of
 from .planner.families import catalogue_from_config
 from .planner.megatron import ExpertsModule, MegatronBuild
 from .planner.mesh import GenMesh, TrainMesh
@@ -26,6 +26,7 @@ from .planner.planning import make_plan
 from .planner.proof import ProofError, prove
 
 _PLAN = "plan"
+_PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}
 _FUSED_NORM = ".layer_norm_weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -43,18 +44,19 @@ def plan_refit(
 
     `config` is the model's HF config.json. `gen_dtype` is what the engine holds, as in `planner.precision.precision_of`;
     what the trainer holds is read off its parameters. Collective over the training world (torch's default group): every rank must
-    call it and all get the same plan. Raises ConfigError, MeshError or ProofError.
+    call it and all get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a model that no plan describes.
     """
+    catalogue = catalogue_from_config(config)
     train = TrainMesh(**dict(train_mesh_of(model_chunks)))
     tensors = local_tensors(model_chunks)
     plan = make_plan(
-        catalogue_from_config(config),
+        catalogue,
         train,
         gen,
         model=model,
         policy=policy,
         build=_build_of(tensors, train.tp),
-        train_dtype=_agreed_precision(precision_of(tensors)),
+        train_dtype=_agreed_precision(precisions_of(tensors), catalogue.dtype),
         gen_dtype=gen_dtype,
     )
     proof = prove(plan)
@@ -91,16 +93,25 @@ def _prefix(session: str) -> str:
     return f"mcore-reshard/{session}/plan"
 
 
-def _agreed_precision(mine: str | None) -> str | None:
-    """The precision of the ranks that hold quantised parameters; a stage may hold none of them."""
-    told: list[str | None] = [mine]
+def _agreed_precision(mine: dict[str, str], main: str) -> str | None:
+    """The `train_dtype` of a world whose ranks hold matrices in `mine`; `main` is the config's dtype.
+
+    Ranks tell each other, since a stage may hold no quantised parameters.
+    """
+    told = [mine]
     if torch.distributed.is_initialized():
-        told = [None] * torch.distributed.get_world_size()
+        told = [{} for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather_object(told, mine)
-    found = set(told) - {None}
-    if len(found) > 1:
-        raise ValueError(f"training ranks hold their parameters in different precisions: {', '.join(map(str, found))}")
-    return found.pop() if found else None
+    held = {precision: name for rank in reversed(told) for precision, name in rank.items()}
+    formats, dtypes = held.keys() & {"fp8", "mxfp8"}, held.keys() - {"fp8", "mxfp8"}
+    known = {main} if formats else {main, *_PRECISIONS}
+    if len(formats) > 1 or len(dtypes) > 1 or dtypes - known:
+        found = ", ".join(f"{held[precision]} in {precision}" for precision in sorted(held))
+        raise ValueError(
+            f"no plan can say what training ranks hold their matrices in: {found}; they may all be in bfloat16,"
+            f" in float32 or in the config's {main}, which FP8 parameters leave the others in"
+        )
+    return next(iter(formats), None) or next((_PRECISIONS[dtype] for dtype in dtypes if dtype != main), None)
 
 
 def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .kernels.tensors import dtype_name
+
 MINIMUM_VERSIONS = "megatron-core 0.16.1 and megatron-bridge 0.3.1"
 
 # megatron-core 0.19 keeps the convolution's parameters on the Mamba mixer itself.
@@ -141,12 +143,15 @@ def _parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: data.detach().view(torch.float8_e4m3fn), f"{name}.{attribute}": scales.detach()}
 
 
-def precision_of(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """`fp8` or `mxfp8` where `local_tensors` found quantised parameters, None where it found none."""
+def precisions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What `local_tensors` found matrices in, each with the first of them: `fp8`, `mxfp8`, or the name of a dtype."""
+    held: dict[str, str] = {}
     for name, tensor in tensors.items():
         if name.endswith("scale_inv"):
-            return "mxfp8" if tensor.dtype is torch.uint8 else "fp8"
-    return None
+            held.setdefault("mxfp8" if tensor.dtype is torch.uint8 else "fp8", name)
+        elif tensor.dim() > 1 and tensor.dtype is not torch.float8_e4m3fn:
+            held.setdefault(dtype_name(tensor.dtype), name)
+    return held
 
 
 def _stable_name(name: str) -> str:

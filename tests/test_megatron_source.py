@@ -14,8 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore_reshard.megatron import local_tensors, precision_of, require
-from mcore_reshard.planner.mesh import TrainMesh, format_mesh
+from mcore_reshard.kernels.program import bind
+from mcore_reshard.live import _agreed_precision, plan_refit
+from mcore_reshard.megatron import local_tensors, precisions_of, require
+from mcore_reshard.planner.mesh import GenMesh, TrainMesh, format_mesh
+from mcore_reshard.planner.scheduling import schedule_of
 from mcore_reshard.validation import te_standin, tiny
 from mcore_reshard.validation.processes import run_processes
 from mcore_reshard.validation.trainer import Trainer, build_trainer, prepare
@@ -219,7 +222,7 @@ def test_quantised_parameters_are_data_and_scales(
     assert data is not None
     assert (tensors["vp0.weight"].dtype, tensors["vp0.weight"].data_ptr()) == (torch.float8_e4m3fn, data.data_ptr())
     assert tensors["vp0.weight" + scales].data_ptr() == held[leaf].data_ptr()
-    assert precision_of(tensors) == precision
+    assert precisions_of(tensors).keys() == {precision}
 
 
 def test_a_quantised_parameter_without_rows_is_refused() -> None:
@@ -227,6 +230,52 @@ def test_a_quantised_parameter_without_rows_is_refused() -> None:
     model._parameters["weight"] = _Quantised((8, 8), _rowwise_data=None, _rowwise_scale_inv=None)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"vp0\.weight is quantised, and keeps no row-wise data"):
         local_tensors([model])
+
+
+def _planned(trainer: Trainer, folder: Path, config: dict[str, Any], gen_dtype: str | None, widened: str) -> Any:
+    """The plan of a model of which modules whose names end in `widened` were made float32, bound to it."""
+    for chunk in trainer.model_chunks:
+        for name, module in chunk.named_modules():
+            if name.endswith(widened):
+                module.float()
+    try:
+        plan = plan_refit(config, trainer.model_chunks, GenMesh(tp=2), gen_dtype=gen_dtype)
+    except ValueError as error:
+        return str(error)
+    bind(schedule_of(plan, "train", dist.get_rank()), trainer.tensors)
+    return {(cast.src, cast.dst) for cast in plan.casts}, len(plan.misc)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gen_dtype", "casts"),
+    [("bfloat16", None, {("float32", "bfloat16")}), ("bfloat16", "fp32", set()), ("float32", None, set())],
+)
+def test_a_trainer_in_float32_is_planned_as_one(in_world, dtype: str, gen_dtype: str | None, casts: set) -> None:
+    config = tiny.tiny_config("qwen3_moe") | {"torch_dtype": dtype}
+    assert in_world(config, TrainMesh(pp=2), _planned, config, gen_dtype, "") == [(casts, 0)] * 2
+
+
+def test_a_trainer_in_two_dtypes_is_refused_on_every_rank_with_both(in_world) -> None:
+    config = tiny.tiny_config("qwen3_moe")
+    told = in_world(config, TrainMesh(pp=2), _planned, config, None, "output_layer")  # the last stage's
+    assert len(set(told)) == 1
+    assert "vp0.embedding.word_embeddings.weight in bfloat16, vp0.output_layer.weight in float32; they may" in told[0]
+
+
+@pytest.mark.parametrize("found", [{"fp8": "a", "float32": "b"}, {"fp8": "a", "mxfp8": "b"}, {"float16": "a"}])
+def test_precisions_that_no_plan_can_say_are_refused(found: dict[str, str]) -> None:
+    with pytest.raises(
+        ValueError, match=", ".join(f"{found[precision]} in {precision}" for precision in sorted(found))
+    ):
+        _agreed_precision(found, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("found", "precision"),
+    [({"fp8": "a", "bfloat16": "b"}, "fp8"), ({"mxfp8": "a"}, "mxfp8"), ({"bfloat16": "a"}, None)],
+)
+def test_quantised_parameters_leave_the_others_in_the_dtype_of_the_config(found, precision: str | None) -> None:
+    assert _agreed_precision(found, "bfloat16") == precision
 
 
 def _layers_held(trainer: Trainer, folder: Path) -> tuple[dict[str, Any], list[str]]:
