@@ -191,9 +191,14 @@ def gen_sizes_of(vllm_config: VllmConfig) -> GenMesh:
 
 
 def gen_rank_of(vllm_config: VllmConfig) -> int:
-    """This worker's rank in its engine's `GenMesh`; engines that are replicas of each other all count from zero."""
+    """This worker's rank in its engine's `GenMesh`; engines that are replicas of each other all count from zero.
+
+    By `data_parallel_index`: vLLM resets `data_parallel_rank` of a model without experts, whose replicas then count on.
+    """
     parallel = vllm_config.parallel_config
-    return parallel.data_parallel_rank * parallel.tensor_parallel_size * parallel.pipeline_parallel_size + parallel.rank
+    return (
+        parallel.data_parallel_index * parallel.tensor_parallel_size * parallel.pipeline_parallel_size + parallel.rank
+    )
 
 
 def _layers_with_derived_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

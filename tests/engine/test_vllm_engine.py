@@ -124,6 +124,13 @@ def test_mesh_and_rank_of_a_configuration(mesh, config_folder):
         assert (gen_sizes_of(config), gen_rank_of(config)) == (mesh, gen_rank)
 
 
+def test_independent_replicas_of_one_engine_have_ranks_of_their_own(config_folder):
+    config = engine_config(config_folder(tiny("llama")), GenSizes(tp=2), 1)
+    config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_index = 3, 2
+    config.parallel_config.reconfigure_for_independent_dp_rank()  # as vLLM's engine core does
+    assert (gen_sizes_of(config), gen_rank_of(config)) == (GenMesh(tp=2), 5)
+
+
 def test_experts_cut_over_data_parallelism_are_refused(config_folder):
     config = engine_config(config_folder(tiny("qwen3-moe")), GenSizes(tp=2), 0)
     config.parallel_config.data_parallel_size = 2

@@ -1,0 +1,120 @@
+"""Refits as methods of vLLM's own worker, mixed in by vLLM and called as its executors call them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from checkpoints import tiny
+
+from mcore_reshard.engines.vllm_worker import RefitWorker
+from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.planner.configs import load_config
+from mcore_reshard.planner.mesh import MeshError, parse_gen_mesh, parse_train_mesh
+from mcore_reshard.refit import RefitReport
+from mcore_reshard.validation import ranks
+from mcore_reshard.validation.engine_slices import GenSizes, poison
+from mcore_reshard.validation.runner import validate
+from mcore_reshard.validation.vllm_engine import engine_config
+
+EXTENSION = "mcore_reshard.engines.vllm_worker.RefitWorker"
+
+
+def worker_of(folder: Path, sizes: GenSizes, gen_rank: int) -> Any:
+    """vLLM's wrapper of a worker that vLLM has extended. The GPU worker: the CPU worker's constructor needs kernels."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    config = engine_config(folder, sizes, gen_rank)
+    config.parallel_config.worker_cls = "vllm.v1.worker.gpu_worker.Worker"
+    config.parallel_config.worker_extension_cls = EXTENSION
+    wrapper = WorkerWrapperBase()
+    arguments = {
+        "vllm_config": config, "local_rank": 0, "rank": config.parallel_config.rank,
+        "distributed_init_method": "", "is_driver_worker": False,
+    }  # fmt: skip
+    wrapper.init_worker([arguments])
+    return wrapper
+
+
+@pytest.fixture(autouse=True)
+def vllm_worker_unextended():
+    """vLLM extends its class for good."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    bases = Worker.__bases__
+    yield
+    Worker.__bases__ = bases
+
+
+def called(worker: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    from vllm.v1.serial_utils import run_method
+
+    return run_method(worker, method, args, json.loads(json.dumps(kwargs)))
+
+
+def generate_by_worker(rank: int, job: ranks.Job, store: str) -> ranks.Results:
+    """As `ranks._generate`, through the worker's methods."""
+    engine, sizes = ranks._VllmEngine(job, rank), ranks.gen_sizes(job.plan.gen)
+    worker = worker_of(job.engine_folder, sizes, rank)
+    worker.worker.model_runner = SimpleNamespace(get_model=lambda: engine._model)
+    replica = 0 if sizes.ep > 1 else rank // (sizes.tp * sizes.pp)
+    prepared = called(worker, "prepare_refit", store=store, replica=replica, transport=job.transport)
+    assert prepared == f"gen:{rank}"
+    reports, results = [], []
+    for version in range(1, job.refits + 1):
+        for tensor in engine.tensors.values():
+            poison(tensor)
+        told = called(worker, "refit", version)
+        reports.append(RefitReport(**json.loads(json.dumps(told))))
+        results.append(ranks._compare_with_golden(job, rank, version, engine, lambda _: "bulk"))
+    called(worker, "close_refit")
+    called(worker, "close_refit")
+    return reports, results
+
+
+@pytest.mark.parametrize(
+    ("family", "train", "gen"),
+    [
+        ("qwen3-moe", "tp=2,ep=2", "tp=2,dp=2"),
+        ("deepseek-v3", "pp=2", "tp=2,dp=2,ep=4"),
+        ("nemotron-h", "tp=2", "pp=2"),  # its A_log and router go by name
+    ],
+)
+def test_refits_through_vllm_workers_equal_golden(family, train, gen, monkeypatch):
+    monkeypatch.setattr(ranks, "_generate", generate_by_worker)
+    report = validate(
+        load_config(f"tiny-{family}"), parse_train_mesh(train), parse_gen_mesh(gen), refits=2, engine="vllm"
+    )
+    assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
+    assert all(refit.bulk_bytes and bool(refit.misc_bytes) == (family == "nemotron-h") for refit in report.refits)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("gpu_worker", "Worker"), ("cpu_worker", "CPUWorker"), ("worker_base", "WorkerWrapperBase")]
+)
+def test_no_name_is_one_of_vllms(module, name):
+    source = importlib.import_module(f"vllm.v1.worker.{module}")
+    names = [name for name in dir(RefitWorker) if not name.startswith("__")]
+    assert {"prepare_refit", "refit", "close_refit"} < set(names)
+    assert not [own for own in names if hasattr(getattr(source, name), own)]
+    assert not [own for own in names if f"self.{own} " in inspect.getsource(source)], "an attribute of its instances"
+
+
+def test_a_worker_of_other_engines_than_the_plan_is_for_is_refused(config_folder, monkeypatch):
+    folder = config_folder(tiny("llama"))
+    plan = SimpleNamespace(gen=parse_gen_mesh("tp=2,dp=2"))
+    monkeypatch.setattr("mcore_reshard.engines.vllm_worker.fetch_plan", lambda *_, **__: plan)
+    for sizes, replica in ((GenSizes(tp=4), 0), (GenSizes(tp=2), 2)):
+        worker = worker_of(folder, sizes, 0)
+        with pytest.raises(MeshError, match=rf"planned tp=2,.*this engine tp={sizes.tp},.*, replica {replica}"):
+            called(worker, "prepare_refit", store="127.0.0.1:1", replica=replica)
+
+
+def test_a_refit_needs_a_session(config_folder):
+    with pytest.raises(SessionError, match=r"prepare_refit\(\) was not called"):
+        called(worker_of(config_folder(tiny("llama")), GenSizes(), 0), "refit", 1)
