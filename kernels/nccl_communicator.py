@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import TransferError, Waiting
+from .transport import gpu_obstacle
 
 if TYPE_CHECKING:
     from nccl.core import Communicator
@@ -36,17 +36,7 @@ class NcclMessage:
 
 def nccl_obstacle() -> str | None:
     """What keeps NCCL from being used on this machine."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    missing = [name for name, module in (("nccl4py", "nccl"), ("cuda-core", "cuda.core")) if not _found(module)]
-    return f"{' and '.join(missing)} not installed: pip install mcore-reshard[gpu]" if missing else None
-
-
-def _found(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    return gpu_obstacle("nccl4py", "cuda-core", "cuda-bindings")
 
 
 def new_unique_id() -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 
@@ -16,7 +15,7 @@ from .pairs import connect_by_pair
 from .pipeline import Executor
 from .relaying import relayed, unrelayed
 from .rounds import ScratchBudget
-from .transport import Link, Transport
+from .transport import Link, Transport, gpu_obstacle
 
 AUTO = "auto"
 GOLDEN = "golden"
@@ -89,13 +88,7 @@ def _no_obstacle() -> None:
 
 def _direct_obstacle() -> str | None:
     """What keeps a rank of this machine from reading other ranks' GPU memory; whether they can be reached shows later."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    try:
-        found = find_spec("cuda.core") is not None
-    except ModuleNotFoundError:
-        found = False
-    return None if found else "cuda-core not installed: pip install mcore-reshard[gpu]"
+    return gpu_obstacle("cuda-core", "cuda-bindings")
 
 
 def _connect_direct(link: Link) -> Executor:

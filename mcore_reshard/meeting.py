@@ -27,7 +27,7 @@ from mcore_reshard.kernels.shelf import Shelf
 _AGREED = json.dumps({"agreed": True})
 _FAILED = "failed"  # the key of the session's failure, for those who wait on a shelf
 _CAUSE_GRACE_S = 3.0  # how long a rank that lost peers waits for the cause to be published by someone who knows it
-_TRIES = 3  # to connect: a store has been seen not to answer a first greeting
+_TRIES = 6  # to connect, or half as many, as torch may double one: a store has been seen not to answer a first greeting
 _LEAVE_GRACE_S = 5.0  # how long a rank that is done lets others learn that the last refit was committed
 _STUCK_GRACE_S = 1.0  # how long a rank that waited in vain lets others say for whom they wait
 
@@ -66,8 +66,10 @@ class SessionFailed(SessionError):
 class Meeting:
     """One rank's place among all ranks of a session.
 
-    It has a connection of its own to the store at `address` ("host:port"), whose owner must keep it up until all ranks
-    have closed. `session` names the session on that store; each name serves once.
+    It has a connection of its own to the store at `address` ("host:port"). That must be up until `leave` has returned in
+    the process that hosts it, and after a failure until all ranks have read the cause there: a rank that comes too late
+    raises all the same, but can only say that it lost the store. `session` names the session on that store; each name
+    serves once.
     """
 
     def __init__(self, address: str, session: str, rank: str, members: Sequence[str], *, timeout_s: float) -> None:
@@ -99,7 +101,7 @@ class Meeting:
             return self._gather(phase, word, self.timeout_s if timeout_s is None else timeout_s)
 
     def leave(self) -> None:
-        """Wait, not for long, until everyone has read the last agreement: this process may host the store and end next."""
+        """Wait, 5 s at most, until everyone has read the last agreement: this process may host the store and end next."""
         deadline = time.monotonic() + min(_LEAVE_GRACE_S, self.timeout_s)
         with suppress(dist.DistError):  # a store that is gone has nobody left who could read it
             while self._last and self.store.add(f"{self._last}/read", 0) < len(self._members):
@@ -133,9 +135,9 @@ class Meeting:
         if not self.store.check([f"{phase}/{name}" for name in self._members]):
             raise SessionError(f"ranks disagree on how many they are: {self.rank} counts {len(self._members)}")
         words = self.store.multi_get([f"{phase}/{name}" for name in self._members])
-        self.store.add(f"{phase}/read", 1)
-        self._last = phase
         self._forget_past(phase)
+        self.store.add(f"{phase}/read", 1)  # last: the store may go once all have said so
+        self._last = phase
         return {name: json.loads(word) for name, word in zip(self._members, words, strict=True)}
 
     def _missing(self, phase: str) -> list[str]:
@@ -209,8 +211,8 @@ def connected(address: str, timeout_s: float) -> TCPStore:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise SessionError(f"not the address of a store, 'host:port' is: {address!r}")
-    failure: RuntimeError | None = None
-    for _ in range(_TRIES):
+    deadline = time.monotonic() + timeout_s
+    while True:
         try:
             store = TCPStore(
                 host.strip("[]"),
@@ -220,8 +222,8 @@ def connected(address: str, timeout_s: float) -> TCPStore:
                 timeout=timedelta(seconds=timeout_s / _TRIES),
             )
         except RuntimeError as error:
-            failure = error
+            if time.monotonic() > deadline:
+                raise SessionError(f"no store answers at {address} within {timeout_s:g} s") from error
         else:
             store.set_timeout(timedelta(seconds=timeout_s))
             return store
-    raise SessionError(f"no store answers at {address} within {timeout_s:g} s: {failure}") from failure

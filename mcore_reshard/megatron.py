@@ -105,8 +105,8 @@ def require(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"{module} cannot be imported ({error}); it comes with `pip install mcore-reshard[megatron]` "
-            f"({MINIMUM_VERSIONS} or newer)"
+            f"{module} cannot be imported ({error}); wanted: {MINIMUM_VERSIONS} or newer; "
+            "from a clone of mcore-reshard: pip install '.[megatron]'"
         ) from error
 
 

@@ -190,7 +190,9 @@ class _Endpoint(ABC):
     def close(self) -> None:
         """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice.
 
-        After a committed refit the process may end as soon as this returns, also the one that hosts the store.
+        After a committed refit it waits, 5 s at most, until all ranks know of the commit: the process may then end, also
+        the one that hosts the store; only a rank slower than that would lose the store, and raise. After a failure it
+        does not wait, and the store must stay up until all ranks have raised: they read the cause there.
         """
         connection, self._connection = self._connection, None
         if connection is not None and self._ended is None:
@@ -322,8 +324,8 @@ class TrainEndpoint(_Endpoint):
     `tensors` are the rank's parameters by the names of `schedule.tensors`; give a function that returns them if the
     model may replace its parameters. `export(names)` yields (HF name, whole tensor) for each of `names`, or for the
     whole model if None; it is called on all training ranks at once, so it may run collectives, and it must yield
-    everything on training rank 0. `store` is a TCPStore or its "host:port"; it must stay up until all ranks have
-    closed, and `session` names this session on it. The other options are those of `SessionOptions`.
+    everything on training rank 0. `store` is a TCPStore or its "host:port"; `close` says how long it must stay up.
+    `session` names this session on it. The other options are those of `SessionOptions`.
 
     On CUDA, weights must be complete on the current stream of their device when `refit` is called; a generation rank's
     current stream must be done with the old ones, or wait for its other streams. When `refit` returns, the bytes have

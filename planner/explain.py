@@ -105,7 +105,8 @@ def explain_parameter(
     `gen_rank` and `train_rank` keep only pulls by, or served by, that rank. A misc or excluded parameter gives one
     origin without places. Raises ExplainError for an unknown name or rank, or an index outside of the parameter.
     """
-    _check_ranks(plan, gen_rank, train_rank)
+    check_rank(plan, "gen", gen_rank)
+    check_rank(plan, "train", train_rank)
     group, layer, expert = find_parameter(plan, name)
     held = plan.groups[group]
     at = _checked_index(name, held.shape, index)
@@ -153,6 +154,13 @@ def find_parameter(plan: Plan, name: str) -> tuple[int, int | None, int | None]:
     raise ExplainError(f"the plan has no parameter {name!r}{_hint(plan, name)}")
 
 
+def check_rank(plan: Plan, world: World, rank: int | None) -> None:
+    """Raises ExplainError for a rank that the plan does not have; None stands for no rank."""
+    name, size = ("generation", plan.gen.world) if world == "gen" else ("training", plan.train.world)
+    if rank is not None and not 0 <= rank < size:
+        raise ExplainError(f"{name} rank {rank} is outside of the {size} ranks of the plan (0 to {size - 1})")
+
+
 # --- from a local tensor
 
 
@@ -161,7 +169,7 @@ def explain_engine_tensor(plan: Plan, name: str, index: Sequence[int], gen_rank:
 
     Raises ExplainError where no planned transfer writes that tensor there.
     """
-    _check_ranks(plan, gen_rank, None)
+    check_rank(plan, "gen", gen_rank)
     parameters = _parameters_at(plan, "gen", gen_rank, name, index)
     if isinstance(parameters, Place):
         return [Origin("", (), "padding", "no parameter fills it", dst=parameters)]
@@ -178,7 +186,7 @@ def explain_trainer_tensor(plan: Plan, name: str, index: Sequence[int], train_ra
 
     Empty where a replica serves them all. Raises ExplainError where no planned transfer reads that tensor there.
     """
-    _check_ranks(plan, None, train_rank)
+    check_rank(plan, "train", train_rank)
     parameters = _parameters_at(plan, "train", train_rank, name, index)
     if isinstance(parameters, Place):
         return [Origin("", (), "padding", "no parameter fills it", src=parameters)]
@@ -370,12 +378,6 @@ def _checked_index(what: str, shape: tuple[int, ...], index: Sequence[int]) -> t
             f" write [{','.join('0' * len(shape))}] to [{last}]"
         )
     return tuple(index)
-
-
-def _check_ranks(plan: Plan, gen_rank: int | None, train_rank: int | None) -> None:
-    for world, rank, size in (("generation", gen_rank, plan.gen.world), ("training", train_rank, plan.train.world)):
-        if rank is not None and not 0 <= rank < size:
-            raise ExplainError(f"{world} rank {rank} is outside of the {size} ranks of the plan (0 to {size - 1})")
 
 
 # --- names

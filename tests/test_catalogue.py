@@ -355,6 +355,31 @@ def test_an_absent_field_is_called_missing() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-nemotron-h", "tiny-gpt-oss"])
+def test_a_missing_field_is_not_taken_for_another_one_of_the_model(name: str) -> None:
+    """qk_nope_head_dim is not a misspelt qk_rope_head_dim, nor the router's n_group Mamba's n_groups."""
+    config, refused = load_config(name), set()
+    for field in config:
+        try:
+            catalogue_from_config({other: value for other, value in config.items() if other != field})
+        except ConfigError as error:
+            refused.add(field)
+            assert "did you mean" not in str(error)
+    assert len(refused) > 5
+
+
+def test_a_misspelt_field_is_asked_about_wherever_it_is_missed() -> None:
+    for name, right, wrong in (
+        ("tiny-deepseek-v3", "q_lora_rank", "q_lora_rnk"),
+        ("tiny-nemotron-h", "hybrid_override_pattern", "hybrid_overide_pattern"),
+        ("tiny-llama", "model_type", "modeltype"),
+    ):
+        config = load_config(name)
+        config[wrong] = config.pop(right)
+        with pytest.raises(ConfigError, match=rf"{right} is missing.*; did you mean it by '{wrong}'\?"):
+            catalogue_from_config(config)
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [

@@ -176,6 +176,9 @@ def test_fp8_is_reported_by_dtype_pair_cast_and_reason(run: Run, tmp_path: Path)
     text = run(*asked).out
     assert "weights with scales: 20 bulk, 8 misc; blocks 8x32" in re.sub(r"\s+", " ", text)
     assert "bfloat16 -> float8_e4m3fn in the trainer: 20 parameters" in re.sub(r"\s+", " ", text)
+    assert re.search(
+        r"^dtypes +bytes moved: float8_e4m3fn [0-9.]+ kB, bfloat16 [0-9.]+ kB, float32", text, re.MULTILINE
+    )
     both = run(*asked, "--train-dtype", "fp8", "--json").json
     assert both["casts"] == [] and both["wire_bytes"] == report["wire_bytes"]
 
@@ -290,6 +293,42 @@ def test_a_plan_where_a_config_is_wanted_is_recognised(run: Run, plan_of: Any) -
         f"mcore-reshard: {plan}: this is a plan, where the config of a model is wanted\n"
         f"See what it does with `mcore-reshard show {plan}`; `explain` and `validate` take plans too.\n"
     )
+
+
+def test_a_config_where_a_plan_is_wanted_is_recognised(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-70b").mkdir()
+    (tmp_path / "my-70b" / "config.json").write_text(json.dumps(load_config("tiny-llama")))
+    for source in ("my-70b", "my-70b/config.json", "qwen3-4b"):
+        for command in (["show", source], ["explain", source, "model.norm.weight[0]"]):
+            outcome = run(*command)
+            assert (outcome.code, outcome.out) == (2, "")
+            assert outcome.err == (
+                f"mcore-reshard: {source}: this is the config of a model, where a plan is wanted\n"
+                f"Make a plan of it with `mcore-reshard plan {source} --train ... --gen ... --out plan.json`.\n"
+            )
+    (tmp_path / "empty").mkdir()
+    assert "cannot read plan empty: Is a directory" in run("show", "empty").err
+
+
+def test_misspelt_fields_of_a_config_are_asked_about_and_its_file_is_named(run: Run, tmp_path: Path) -> None:
+    text = json.dumps({**load_config("tiny-qwen3-moe"), "quantization_config": FP8})
+    for right, wrong in (("num_experts", "num_expert"), ("hidden_size", "hiden_size"), ("quant_method", "quant_methd")):
+        text = text.replace(f'"{right}"', f'"{wrong}"')
+    config = tmp_path / "config.json"
+    config.write_text(text)
+    for source in (config, tmp_path):
+        outcome = run("plan", source, "--train", "tp=2", "--gen", "tp=2")
+        assert (outcome.code, outcome.out) == (2, "")
+        assert outcome.err.splitlines() == [
+            "mcore-reshard: 3 problems",
+            f"  - {config}: hidden_size is missing; did you mean it by 'hiden_size'?",
+            f"  - {config}: num_experts is missing; did you mean it by 'num_expert'?",
+            f"  - {config}: quantization_config: quant_method is missing; did you mean it by 'quant_methd'?",
+            "Correct these fields in config.json.",
+        ]
 
 
 @pytest.mark.parametrize("command", [["show"], ["explain", "model.norm.weight[0]"]], ids=lambda c: c[0])
@@ -431,6 +470,16 @@ def test_show_refuses_what_the_plan_does_not_have(run: Run, plan_of: Any, option
     assert (outcome.code, outcome.out) == (2, "") and expected in outcome.err
 
 
+def test_show_names_an_unknown_rank_and_an_unmatched_glob_together(run: Run, plan_of: Any) -> None:
+    outcome = run("show", plan_of(MOE), "--rank", "foo:1", "--parameter", "zzz*")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.splitlines() == [
+        "mcore-reshard: 2 problems",
+        "  - cannot read the rank 'foo:1', write train:0 or gen:3",
+        "  - no parameter of the plan matches 'zzz*'; `show PLAN` lists them",
+    ]
+
+
 # --- explain
 
 
@@ -483,14 +532,52 @@ def test_explain_says_padding_misc_and_nobody(run: Run, plan_of: Any, tmp_path: 
         (["model.nrm.weight[0]"], "did you mean model.norm.weight"),
         (["model.norm.weight[a]"], "cannot read the index [a]"),
         (["model.norm.weight[0]", "--gen-rank", "9"], "generation rank 9 is outside of the 4 ranks"),
-        (["model.layers.0.self_attn.qkv_proj.weight[0,0]"], "add --gen-rank N"),
-        (["vp0.decoder.final_layernorm.weight[0]"], "add --train-rank N"),
+        (["model.layers.0.self_attn.qkv_proj.weight[0,0]"], "name one with --gen-rank N"),
+        (["vp0.decoder.final_layernorm.weight[0]"], "name one with --train-rank N"),
         (["vp0.decoder.final_layernorm.weight[0]", "--train-rank", "0"], "no planned transfer touches"),
     ],
 )
 def test_explain_refuses_what_it_cannot_answer(run: Run, plan_of: Any, arguments: list[str], expected: str) -> None:
     outcome = run("explain", plan_of(MOE), *arguments)
     assert (outcome.code, outcome.out) == (2, "") and expected in outcome.err
+
+
+_NO_RANKS = [
+    "generation rank 77 is outside of the 4 ranks of the plan (0 to 3)",
+    "training rank 99 is outside of the 8 ranks of the plan (0 to 7)",
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["x[5000,9003]", "--gen-rank", 77, "--train-rank", 99], [*_NO_RANKS, "the plan has no parameter 'x'"]),
+        (
+            ["model.norm.weight[5000]", "--gen-rank", 77, "--train-rank", 99],
+            [*_NO_RANKS, "index [5000] is outside of model.norm.weight, which has shape [64]: write [0] to [63]"],
+        ),
+        (
+            ["model.norm.weight[a]", "--gen-rank", 77, "--train-rank", 0],
+            [
+                _NO_RANKS[0],
+                "cannot read the index [a], write whole numbers, for example model.norm.weight[5,3]",
+            ],
+        ),
+        (
+            ["gen:x[0]", "--gen-rank", 1, "--train-rank", 99],
+            [_NO_RANKS[1], "no planned transfer touches 'x' on gen:1"],
+        ),
+    ],
+)
+def test_explain_names_everything_that_is_wrong(
+    run: Run, plan_of: Any, arguments: list[object], expected: list[str]
+) -> None:
+    outcome = run("explain", plan_of(MOE), *arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.splitlines() == [
+        f"mcore-reshard: {len(expected)} problems",
+        *(f"  - {problem}" for problem in expected),
+    ]
 
 
 # --- doctor
@@ -502,14 +589,22 @@ def test_doctor_reports_versions_devices_and_transports(run: Run) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     packages = {package["name"]: package for package in report["packages"]}
     assert packages["numpy"]["version"] and packages["torch"]["version"]
-    assert set(packages) >= {"megatron-core", "megatron-bridge", "transformer-engine", "vllm", "nccl4py"}
+    assert set(packages) >= {
+        "megatron-core",
+        "megatron-bridge",
+        "transformer-engine",
+        "vllm",
+        "nccl4py",
+        "cuda-core",
+        "cuda-bindings",
+    }
     transports = {transport["name"]: transport for transport in report["transports"]}
     assert transports["gloo"]["ok"] and set(transports) >= {"direct", "nccl", "golden"}
     assert all(transport["reason"] for transport in transports.values() if not transport["ok"])
     assert report["cuda"]["available"] or report["cuda"]["reason"]
     text = run("doctor").out
     assert "gloo" in text and "validate" in text
-    assert ("mcore-reshard[fp8]" in text) == (packages["transformer-engine"]["version"] is None)
+    assert ("from a clone: pip install '.[fp8]'" in text) == (packages["transformer-engine"]["version"] is None)
 
 
 # --- the process itself
@@ -615,7 +710,7 @@ def test_validate_holds_a_plan_to_what_it_says(run: Run, plan_of: Any) -> None:
 
 def _needs_megatron() -> None:
     if find_spec("megatron") is None:
-        pytest.skip("needs mcore-reshard[megatron]")
+        pytest.skip("needs the megatron extra")
 
 
 def validate_in_a_process(*argv: object) -> Outcome:

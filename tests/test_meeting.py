@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, Store, TCPStore
 
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
-from mcore_reshard.meeting import Failure, Meeting, SessionFailed, store_address
+from mcore_reshard.meeting import Failure, Meeting, SessionFailed, connected, store_address
 
 MEMBERS = ("train:0", "train:1", "gen:0")
 
@@ -105,6 +107,44 @@ def test_worlds_that_count_differently_do_not_hang(address: str) -> None:
         small.result()
         with pytest.raises(SessionError, match="ranks disagree on how many they are: train:0 counts 3"):
             attend(MEMBERS)
+
+
+class EndingStore:
+    """A store that ends once a rank has said that it heard everyone."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._ended = False
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if self._ended:
+                raise DistNetworkError("the store is gone")
+            self._ended = method == "add" and args[0].endswith("/read")
+            return getattr(self._store, method)(*args)
+
+        return call
+
+
+def test_a_rank_that_has_said_that_it_heard_needs_the_store_no_more(address: str) -> None:
+    """Once all ranks have, the process that hosts the store may end."""
+    alone = Meeting(address, "s", "gen:0", ("gen:0",), timeout_s=5.0)
+    for phase in ("first", "second"):
+        alone.gather(phase, {})
+    alone.store = EndingStore(alone.store)  # type: ignore[assignment]
+    alone.gather("third", {})
+    alone.leave()
+
+
+def test_a_store_that_is_gone_is_told_with_one_figure_and_it_is_right() -> None:
+    with socket.socket() as taken:  # and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        nowhere = f"127.0.0.1:{taken.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(SessionError) as refused:
+            connected(nowhere, 3.0)
+    assert str(refused.value) == f"no store answers at {nowhere} within 3 s"
+    assert 2.9 < time.monotonic() - start < 4.8
 
 
 @pytest.mark.parametrize("bad", ["somewhere", "host:", ":80", "host:port"])

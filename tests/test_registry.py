@@ -47,6 +47,24 @@ def test_a_transport_with_an_obstacle_is_not_taken_and_says_what_is_missing() ->
         resolve("fast", "cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "packages"),
+    [("direct", "cuda-core and cuda-bindings"), ("nccl", "nccl4py and cuda-core and cuda-bindings")],
+)
+def test_transports_on_gpus_name_every_package_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, name: str, packages: str
+) -> None:
+    transport = {"direct": registry._DIRECT, "nccl": registry._NCCL}[name]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("mcore_reshard.kernels.transport.find_spec", lambda module: None)
+    install = "from a clone of mcore-reshard: pip install '.[gpu]'"
+    assert transport.obstacle() == f"{packages} not installed; {install}"
+    monkeypatch.setattr(
+        "mcore_reshard.kernels.transport.find_spec", lambda module: None if module == "cuda.bindings" else object()
+    )
+    assert transport.obstacle() == f"cuda-bindings not installed; {install}"
+
+
 def test_names_are_registered_once() -> None:
     with pytest.raises(ValueError, match="'gloo' is already registered"):
         register(transports()[0])

@@ -32,6 +32,7 @@ _PACKAGES = {
     "vllm": ("vllm", "the engine", "vllm"),
     "nccl4py": ("nccl", "the nccl transport", "gpu"),
     "cuda-core": ("cuda.core", "copy kernels of the direct and nccl transports", "gpu"),
+    "cuda-bindings": ("cuda.bindings", "GPU memory of the direct and nccl transports", "gpu"),
 }
 
 
@@ -155,7 +156,7 @@ def _auto(transports: list[dict[str, Any]], cuda: dict[str, Any]) -> list[str]:
 def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
     """Which commands run here, and how the others could."""
     missing = [name for name in ("torch", "megatron-core", "megatron-bridge", "transformers") if name not in has]
-    why = f"{', '.join(missing)} not installed: pip install 'mcore-reshard[megatron]'" if missing else ""
+    why = f"{', '.join(missing)} not installed; from a clone: pip install '.[megatron]'" if missing else ""
     engine = "a real vLLM model" if "vllm" in has else "plain slices of the golden tensors (vLLM is not installed)"
     trainer = "gloo: a Megatron model on the CPU, its Transformer Engine modules a parameters-only stand-in"
     if cuda and "transformer-engine" in has:
@@ -184,7 +185,9 @@ def _tables(report: dict[str, Any]) -> Iterator[RenderableType]:
     packages = table("Packages", "package", "version", "wanted", "for", "")
     for package in report["packages"]:
         missing = Text("missing", style="yellow")
-        hint = f"pip install 'mcore-reshard[{package['extra']}]'" if package["extra"] and not package["version"] else ""
+        hint = (
+            f"from a clone: pip install '.[{package['extra']}]'" if package["extra"] and not package["version"] else ""
+        )
         packages.add_row(
             package["name"], package["version"] or missing, package["wanted"] or "any", package["purpose"], hint
         )

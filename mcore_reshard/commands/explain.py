@@ -16,6 +16,7 @@ from mcore_reshard.planner.explain import (
     ExplainError,
     Origin,
     Place,
+    check_rank,
     explain_engine_tensor,
     explain_parameter,
     explain_trainer_tensor,
@@ -25,10 +26,10 @@ from mcore_reshard.planner.explain import (
     parse_element,
 )
 from mcore_reshard.planner.plan import Plan
-from mcore_reshard.planner.plan_file import load_plan
 from mcore_reshard.planner.proof import ProofError, prove
+from mcore_reshard.planner.schedule import World
 
-from .inputs import InputError
+from .inputs import InputError, read_plan
 from .render import facts, ranges, say_what_is_left, shape, table, write, write_json
 
 _ROWS_SHOWN = 64
@@ -43,7 +44,7 @@ class _Answer:
 
 
 def run(args: argparse.Namespace) -> int:
-    plan = load_plan(args.plan)
+    plan = read_plan(args.plan)
     proof = prove(plan)
     if not proof.ok:
         raise ProofError(proof)
@@ -56,6 +57,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(plan: Plan, text: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
+    """Raises InputError with all that is wrong with the ranks and the element."""
+    problems: list[str] = []
+    ranks: dict[World, int | None] = {"gen": gen_rank, "train": train_rank}
+    for world, rank in ranks.items():
+        try:
+            check_rank(plan, world, rank)
+        except ExplainError as error:
+            problems.append(str(error))
+            ranks[world] = None
+    try:
+        answer = _of_element(plan, text, ranks["gen"], ranks["train"])
+    except ExplainError as error:
+        problems.append(str(error))
+    if problems:
+        raise InputError(problems)
+    return answer
+
+
+def _of_element(plan: Plan, text: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
     world, rest = _prefix(text)
     element = parse_element(rest)
     if world is None:
@@ -108,8 +128,8 @@ def _precision(plan: Plan, name: str, index: tuple[int, ...]) -> Iterator[str]:
 def _tensor(plan: Plan, element: Element, world: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
     rank, explain = (gen_rank, explain_engine_tensor) if world == "gen" else (train_rank, explain_trainer_tensor)
     if rank is None:
-        raise InputError(
-            [f"{element.name} is a tensor of every {world} rank, with other content: add --{world}-rank N"]
+        raise ExplainError(
+            f"{element.name} is a tensor of every {world} rank, with other content: name one with --{world}-rank N"
         )
     held = local_tensors(plan, "gen" if world == "gen" else "train", rank).get(element.name)
     index = element.index if element.index is not None or held is None else _index(element, held.shape)
@@ -146,9 +166,9 @@ def _index(element: Element, sizes: tuple[int, ...]) -> tuple[int, ...]:
     if element.index is not None:
         return element.index
     zeros = ",".join("0" * len(sizes))
-    raise InputError(
-        [f"{element.name} has shape {shape(sizes)}: name one element, for example '{element.name}[{zeros}]'"],
-        f"All transfers of a parameter: mcore-reshard show PLAN --parameter '{element.name}'",
+    raise ExplainError(
+        f"{element.name} has shape {shape(sizes)}: name one element, for example '{element.name}[{zeros}]';"
+        f" `show PLAN --parameter '{element.name}'` lists the transfers of all"
     )
 
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_reshard.planner.configs import load_config
+from mcore_reshard.planner.configs import find_config, load_config
 from mcore_reshard.planner.engines import DEFAULT_ENGINE, engine_named
 from mcore_reshard.planner.families import ConfigError, catalogue_from_config
 from mcore_reshard.planner.layout import Layout
 from mcore_reshard.planner.megatron import MegatronLayout
 from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.parameters import Catalogue
-from mcore_reshard.planner.plan import Policy
-from mcore_reshard.planner.plan_file import FORMAT
+from mcore_reshard.planner.plan import Plan, Policy
+from mcore_reshard.planner.plan_file import FORMAT, PlanFileError, load_plan
 from mcore_reshard.planner.precision import CASTS, PRECISIONS, Precision, PrecisionError, precision_of
 
 
@@ -63,15 +63,16 @@ def read_request(
     train_mesh, gen_mesh = _train_mesh(train, training), _gen_mesh(gen, generation)
     precisions: tuple[Precision, Precision] | None = None
     config: dict[str, Any] = {}
-    catalogue = None
+    catalogue, subject = None, source
     try:
-        config = load_config(source)
+        subject = str(find_config(source))
+        config = load_config(subject)
         if config.get("format") == FORMAT:
             remedy = f"See what it does with `mcore-reshard show {source}`; `explain` and `validate` take plans too."
             raise ConfigError(source, ["this is a plan, where the config of a model is wanted"], remedy)
         catalogue = catalogue_from_config(config)
     except ConfigError as error:
-        others += [f"{error.subject}: {problem}" for problem in error.problems]
+        others += [f"{subject}: {problem}" for problem in error.problems]
         remedy = error.remedy
     if catalogue is not None:
         precisions = _precisions(catalogue, train_dtype, gen_dtype, others)
@@ -87,6 +88,19 @@ def read_request(
         raise InputError(problems, remedy)
     notes = _notes(catalogue, *precisions)
     return Request(model_name(source), config, catalogue, train_mesh, gen_mesh, policy, train_dtype, gen_dtype, notes)
+
+
+def read_plan(source: str) -> Plan:
+    """The plan in a file. Raises InputError where `source` is the config of a model, PlanFileError for all else."""
+    try:
+        return load_plan(source)
+    except PlanFileError:
+        if not _is_config(source):
+            raise
+        raise InputError(
+            [f"{source}: this is the config of a model, where a plan is wanted"],
+            f"Make a plan of it with `mcore-reshard plan {source} --train ... --gen ... --out plan.json`.",
+        ) from None
 
 
 def model_name(source: str) -> str:
@@ -110,6 +124,13 @@ def is_plan_file(source: str) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(document, dict) and document.get("format") == FORMAT
+
+
+def _is_config(source: str) -> bool:
+    try:
+        return "model_type" in load_config(source)
+    except ConfigError:
+        return False
 
 
 def _train_mesh(text: str, problems: list[str]) -> TrainMesh | None:

@@ -61,9 +61,10 @@ def _head(plan: Plan, summary: dict[str, Any]) -> Table:
 
 
 def _dtypes(wire_bytes: dict[str, int]) -> str:
-    """Dtypes on the wire, with their bytes where there are several."""
-    shown = [f"{dtype} {size(nbytes)}" if len(wire_bytes) > 1 else dtype for dtype, nbytes in wire_bytes.items()]
-    return ", ".join(shown) or "-"
+    """Dtypes on the wire, with their shares of the moved bytes where there are several."""
+    if len(wire_bytes) < 2:
+        return ", ".join(wire_bytes) or "-"
+    return "bytes moved: " + ", ".join(f"{dtype} {size(nbytes)}" for dtype, nbytes in wire_bytes.items())
 
 
 def _pairs(pairs: list[dict[str, Any]]) -> str:

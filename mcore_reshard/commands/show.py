@@ -13,10 +13,10 @@ from rich.text import Text
 
 from mcore_reshard.planner.geometry import Region
 from mcore_reshard.planner.plan import Plan
-from mcore_reshard.planner.plan_file import load_plan
 from mcore_reshard.planner.proof import ProofError, prove
+from mcore_reshard.planner.schedule import World
 
-from .inputs import InputError
+from .inputs import InputError, read_plan
 from .plan_tables import plan_report, routes
 from .render import count, facts, say_what_is_left, shape, size, table, write, write_json
 from .summary import summarize
@@ -26,30 +26,42 @@ _ROWS_SHOWN = 40
 
 
 def run(args: argparse.Namespace) -> int:
-    plan = load_plan(args.plan)
+    plan = read_plan(args.plan)
     if args.rank is None and args.parameter is None:
         return _whole(plan, args.json)
     proof = prove(plan)
     if not proof.ok:
         raise ProofError(proof)
-    rank = None if args.rank is None else parse_rank(plan, args.rank)
+    rank = _rank(plan, args.rank, args.parameter)
     if args.parameter is None:
         assert rank is not None
         report = rank_report(plan, *rank)
         write_json(report) if args.json else write(*_rank_tables(report))
         return 0
     rows = parameter_rows(plan, args.parameter, rank)
-    first = next(rows, None)
-    if first is None and next(parameter_rows(plan, args.parameter), None) is None:
-        raise InputError([f"no parameter of the plan matches {args.parameter!r}; `show PLAN` lists them"])
-    found = [] if first is None else [first]
     if args.json:
-        transfers = [*found, *rows]
+        transfers = list(rows)
         write_json({"digest": plan.digest, "parameter": args.parameter, "rank": args.rank, "transfers": transfers})
     else:
-        found += islice(rows, _ROWS_SHOWN - 1)
+        found = list(islice(rows, _ROWS_SHOWN))
         write(*_transfers(args.parameter, args.rank, found, sum(1 for _ in rows)))
     return 0
+
+
+def _rank(plan: Plan, text: str | None, glob: str | None) -> tuple[World, int] | None:
+    """The rank asked for, if any. Raises InputError if the plan lacks it, or parameters that match, or both."""
+    rank = None
+    problems: list[str] = []
+    if text is not None:
+        try:
+            rank = parse_rank(plan, text)
+        except InputError as error:
+            problems += error.problems
+    if glob is not None and next(parameter_rows(plan, glob), None) is None:
+        problems.append(f"no parameter of the plan matches {glob!r}; `show PLAN` lists them")
+    if problems:
+        raise InputError(problems)
+    return rank
 
 
 def _whole(plan: Plan, as_json: bool) -> int:

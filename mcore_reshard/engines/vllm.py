@@ -40,7 +40,7 @@ def require_vllm() -> None:
     try:
         import vllm  # noqa: F401
     except ImportError as error:
-        raise ImportError("vLLM is not installed: pip install 'mcore-reshard[vllm]'") from error
+        raise ImportError("vLLM is not installed; from a clone of mcore-reshard: pip install '.[vllm]'") from error
 
 
 def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -170,7 +170,7 @@ def _engine_kind(engine: str, device: str) -> str:
     """What holds the destination tensors: "vllm", whose model is built on the CPU, or "slices"."""
     obstacle = None
     if importlib.util.find_spec("vllm") is None:
-        obstacle = "vLLM is not installed: pip install 'mcore-reshard[vllm]', or validate against plain slices"
+        obstacle = "vLLM is not installed: validate against plain slices, or from a clone: pip install '.[vllm]'"
     elif device != "cpu":
         obstacle = "vLLM's model is built on the CPU here: use --transport gloo, or validate against plain slices"
     if engine == "vllm" and obstacle:

@@ -29,7 +29,7 @@ def load_config(name_or_path: str | Path) -> dict[str, Any]:
     A file or folder of that name goes before the built-in. Raises `ConfigError` where nothing is found, with the names
     that come close, and where the file is no JSON object.
     """
-    path = _locate(name_or_path)
+    path = find_config(name_or_path)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -39,7 +39,8 @@ def load_config(name_or_path: str | Path) -> dict[str, Any]:
     return config
 
 
-def _locate(name_or_path: str | Path) -> Path:
+def find_config(name_or_path: str | Path) -> Path:
+    """The file that `load_config` reads. Raises `ConfigError` where nothing is found."""
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if path.is_file():

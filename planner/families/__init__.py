@@ -12,7 +12,7 @@ from .dense import llama, mistral, qwen2, qwen3
 from .gpt_oss import gpt_oss
 from .nemotron_h import nemotron_h
 from .qwen3_moe import qwen3_moe
-from .reading import ConfigError
+from .reading import ConfigError, looks_like
 
 __all__ = ["FAMILIES", "ConfigError", "catalogue_from_config"]
 
@@ -38,7 +38,9 @@ def catalogue_from_config(config: Mapping[str, Any]) -> Catalogue:
     family = config.get("model_type")
     if isinstance(family, str) and family in FAMILIES:
         return FAMILIES[family](config)
-    problem = "model_type is missing" if family is None else f"model_type {family!r} is not known"
+    problem = f"model_type {family!r} is not known"
+    if family is None:
+        problem = f"model_type is missing{looks_like('model_type', config)}"
     if "text_config" in config:
         problem += "; if this is a multimodal model, pass its text_config"
     close = get_close_matches(str(family), FAMILIES, n=2, cutoff=0.6)

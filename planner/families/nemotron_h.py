@@ -110,7 +110,7 @@ def _read_pattern(reader: ConfigReader) -> str:
     """One letter a layer, however the config writes it; empty where it is wrong."""
     pattern, kinds = reader.text("hybrid_override_pattern"), reader.items("layers_block_type", str)
     if not pattern and not kinds:
-        reader.check(False, "hybrid_override_pattern or layers_block_type is missing")
+        reader.note_missing("hybrid_override_pattern", " (layers_block_type would do as well)")
         return ""
     strange = sorted(set(pattern or "") - set(_LETTERS)) + sorted(set(kinds or ()) - set(_KINDS))
     if strange:

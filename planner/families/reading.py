@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from ..parameters import Attention, Quantization
@@ -11,6 +12,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST_SIZE = 1 << 24  # bytes of a tensor stay countable in 64 bits
 _LARGEST_DEPTH = 1 << 12  # layers are enumerated
 _DEPTHS = {"num_hidden_layers", "num_nextn_predict_layers"}
+_FIELDS_NOT_READ = {"n_group"}  # of published configs, where they look like one that is: Mamba's n_groups
 
 
 class ConfigError(ValueError):
@@ -28,6 +30,15 @@ class ConfigError(ValueError):
         super().__init__(message)
 
 
+def looks_like(name: str, keys: Iterable[str]) -> str:
+    """Asks about the key that may be a misspelt `name`; empty where none comes close.
+
+    Real fields differ by a few letters too (`qk_nope_head_dim`, `qk_rope_head_dim`): leave those out that are read.
+    """
+    close = get_close_matches(name, keys, n=1, cutoff=0.9)
+    return f"; did you mean it by {close[0]!r}?" if close else ""
+
+
 def _count(problems: Sequence[str]) -> str:
     return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
 
@@ -41,8 +52,9 @@ class ConfigReader:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
+        self._read: set[str] = set()
         self._bad: set[str] = set()
-        self.problems: list[str] = []
+        self._problems: list[tuple[str, str]] = []  # and the field that is missing, if one is
 
     def size(self, name: str, *aliases: str, minimum: int = 1, default: int | None = None) -> int:
         """An integer field from `minimum` up to what can be planned; null or absent means `default`, an error without one."""
@@ -50,7 +62,10 @@ class ConfigReader:
         if value is None:
             if default is not None:
                 return default
-            self._note(name, f"{name} is missing" if not found else f"{name} is null, an integer is needed")
+            if found:
+                self._note(name, f"{name} is null, an integer is needed")
+            else:
+                self.note_missing(name)
             return minimum
         if isinstance(value, bool) or not isinstance(value, int):
             self._note(name, f"{name} is {value!r}, an integer is needed")
@@ -67,15 +82,15 @@ class ConfigReader:
     def optional_size(self, name: str) -> int:
         """An integer field that must be there but may be null; null and 0 read as 0."""
         if name not in self._config:
-            self._note(name, f"{name} is missing (null where the model has none)")
+            self.note_missing(name, " (null where the model has none)")
             return 0
         return self.size(name, minimum=0, default=0)
 
     def has(self, name: str) -> bool:
-        return self._config.get(name) is not None
+        return self._value(name) is not None
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self._config.get(name)
+        value = self._value(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -84,14 +99,14 @@ class ConfigReader:
         return value
 
     def text(self, name: str) -> str | None:
-        value = self._config.get(name)
+        value = self._value(name)
         if value is not None and not isinstance(value, str):
             self._note(name, f"{name} is {value!r}, a string is needed")
             return None
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
-        value = self._config.get(name)
+        value = self._value(name)
         if value is not None and not isinstance(value, Mapping):
             self._note(name, f"{name} is {value!r}, an object is needed")
             return None
@@ -99,7 +114,7 @@ class ConfigReader:
 
     def items(self, name: str, kind: type) -> tuple[Any, ...] | None:
         """A list whose entries are all of type `kind`; None where absent or null."""
-        value = self._config.get(name)
+        value = self._value(name)
         if value is None:
             return None
         if not isinstance(value, (list, tuple)) or not all(type(item) is kind for item in value):
@@ -122,23 +137,36 @@ class ConfigReader:
     def check(self, holds: bool, problem: str, *fields: str) -> None:
         """Notes `problem` unless it `holds`; silent where one of `fields` is bad itself, which is the news then."""
         if not holds and not self._bad.intersection(fields):
-            self.problems.append(problem)
+            self._problems.append((problem, ""))
+
+    def note_missing(self, name: str, remark: str = "") -> None:
+        self._bad.add(name)
+        self._problems.append((f"{name} is missing{remark}", name))
+
+    def problems(self) -> list[str]:
+        """All that was noted. Once every field has been read, one of another name may be a misspelt missing one."""
+        others = self._config.keys() - self._read - _FIELDS_NOT_READ
+        return [problem + (looks_like(missing, others) if missing else "") for problem, missing in self._problems]
 
     def finish(self) -> None:
         """Raises `ConfigError` with all that was noted, if anything was."""
-        if self.problems:
+        if problems := self.problems():
             family = self._config.get("model_type")
-            raise ConfigError(f"{family} config", self.problems, "Correct these fields in config.json.")
+            raise ConfigError(f"{family} config", problems, "Correct these fields in config.json.")
 
     def _look_up(self, name: str, aliases: tuple[str, ...]) -> tuple[bool, Any]:
         for key in (name, *aliases):
-            if self._config.get(key) is not None:
-                return True, self._config[key]
+            if (value := self._value(key)) is not None:
+                return True, value
         return any(key in self._config for key in (name, *aliases)), None
+
+    def _value(self, name: str) -> Any:
+        self._read.add(name)
+        return self._config.get(name)
 
     def _note(self, field: str, problem: str) -> None:
         self._bad.add(field)
-        self.problems.append(problem)
+        self._problems.append((problem, ""))
 
 
 def read_attention(
@@ -174,7 +202,8 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
         return None
     inner = ConfigReader(stated)
     method = inner.text("quant_method")
-    inner.check(method is not None, "quant_method is missing", "quant_method")
+    if not inner.has("quant_method"):
+        inner.note_missing("quant_method")
     block = inner.items("weight_block_size", int)
     two_sizes = block is None or (len(block) == 2 and min(block) > 0)
     inner.check(two_sizes, f"weight_block_size is {block}, two sizes are needed")
@@ -184,7 +213,9 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
         )
     lists = [inner.items(name, str) for name in ("ignored_layers", "modules_to_not_convert")]
     not_converted = next((found for found in lists if found), ())
-    reader.problems += [f"quantization_config: {problem}" for problem in inner.problems]
-    if inner.problems or method is None:
+    problems = inner.problems()
+    for problem in problems:
+        reader.check(False, f"quantization_config: {problem}")
+    if problems or method is None:
         return None
     return Quantization(method, (block[0], block[1]) if block else None, not_converted)
