@@ -88,7 +88,11 @@ def _prepared(rank: Rank, transport: str, connect: Callable[[Link], Executor] | 
         group.close()
 
     def facts() -> dict[str, Any]:
-        found = {"moved_by": executor.name, "relayed": isinstance(executor, RelayedExecutor), "misc_bytes": rank.plan.misc_bytes}
+        found = {
+            "moved_by": executor.name,
+            "relayed": isinstance(executor, RelayedExecutor),
+            "misc_bytes": rank.plan.misc_bytes,
+        }
         found["scratch_mb"] = round(executor.scratch_bytes / 1e6, 1)
         if isinstance(table_bytes := getattr(executor, "table_bytes", None), int):  # not: several executors joined
             found["table_mb"] = round(table_bytes / 1e6, 1)
