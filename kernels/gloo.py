@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroupGloo, Store
 
 from .board import Board
 from .casts import compute_scales
-from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
+from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError, Waiting
 from .interpreter import run_copies
 from .pipeline import StageClock, StageReport, Step, group_rank, other_world, steps
 from .program import Program
@@ -33,7 +33,10 @@ _HEADER = struct.Struct("<IIII")  # CRC-32 of the rest, run, stage index, bucket
 
 
 class GlooMessage:
-    """A message under way; gloo's handle lives here alone, so that closing the group really closes it."""
+    """A message under way; gloo's handle lives here alone, so that closing the group really closes it.
+
+    Nor in a local variable: an error's traceback would keep it.
+    """
 
     __slots__ = ("_group", "_waiting", "_work")
 
@@ -44,12 +47,14 @@ class GlooMessage:
 
     def wait(self) -> None:
         if self._work is None:
-            raise PeerLostError(self._waiting, "the group was closed")
+            raise _closed_here(self._waiting)
         timeout_s = self._group.timeout_s
         start = time.monotonic()
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
+            if self._work is None:
+                raise _closed_here(self._waiting) from error
             if time.monotonic() - start >= timeout_s:
                 raise DeadlineError(self._waiting, f"nothing within {timeout_s:g} s") from error
             raise PeerLostError(self._waiting, "the connection was closed") from error
@@ -98,7 +103,7 @@ class GlooGroup:
 
     def _started(self, way: Literal["send", "recv"], buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
         if self._group is None:
-            raise PeerLostError(waiting, "the group is closed")
+            raise _closed_here(waiting)
         try:
             work = getattr(self._group, way)([buffer], peer, _TAG)
         except RuntimeError as error:
@@ -106,6 +111,11 @@ class GlooGroup:
         message = GlooMessage(self, work, waiting)
         self._pending.add(message)
         return message
+
+
+def _closed_here(waiting: Waiting) -> TransferError:
+    """No peer is lost: the rank itself has left, and says so at once."""
+    return TransferError(waiting, f"{waiting.rank} has closed its connections")
 
 
 def _connected(store: Store, rank: int, size: int, timeout_s: float) -> ProcessGroupGloo:
