@@ -108,8 +108,9 @@ class RelayedExecutor:
 
     @property
     def scratch_bytes(self) -> int:
-        parts = (*self._first, *(part for role in self._roles for part in role.waves))
-        return sum(part.scratch_bytes for part in parts)
+        """One wave's at a time: gloo's waves share it, and what is cast moves in one."""
+        hops = (self._first, *(role.waves for role in self._roles))
+        return sum(max(part.scratch_bytes for part in waves) for waves in hops)
 
     def run(self) -> tuple[StageReport, ...]:
         """Both hops; bytes that are passed on count on both ranks, as bytes sent and as bytes received.

@@ -74,6 +74,14 @@ def test_random_patterns_arrive_byte_for_byte(worlds: tuple[int, int], seed: int
     assert sent == received > 0
 
 
+def test_executors_of_one_group_share_their_slots() -> None:
+    group = GlooGroup.__new__(GlooGroup)  # without its connections
+    group._slots = []
+    small, large = group.slots(4, 100), group.slots(2, 300)
+    assert [slot.numel() for slot in group.slots(4, 100)] == [300] * 4 and len(large) == 2 and len(small) == 4
+    assert len({slot.data_ptr() for n in (2, 3, 4) for slot in group.slots(n, 200)}) == 4
+
+
 class NoisyWire(GlooExecutor):
     """Damages one byte of the third bucket, after its checksum was taken."""
 
