@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroupGloo, Store
 
 from .board import Board
 from .casts import compute_scales
-from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
+from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError, Waiting
 from .interpreter import run_copies
 from .pipeline import StageClock, StageReport, Step, group_rank, other_world, steps
 from .program import Program
@@ -33,7 +33,10 @@ _HEADER = struct.Struct("<IIII")  # CRC-32 of the rest, run, stage index, bucket
 
 
 class GlooMessage:
-    """A message under way; gloo's handle lives here alone, so that closing the group really closes it."""
+    """A message under way; gloo's handle lives here alone, so that closing the group really closes it.
+
+    Nor in a local variable: an error's traceback would keep it.
+    """
 
     __slots__ = ("_group", "_waiting", "_work")
 
@@ -44,12 +47,14 @@ class GlooMessage:
 
     def wait(self) -> None:
         if self._work is None:
-            raise PeerLostError(self._waiting, "the group was closed")
+            raise _closed_here(self._waiting)
         timeout_s = self._group.timeout_s
         start = time.monotonic()
         try:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
+            if self._work is None:
+                raise _closed_here(self._waiting) from error
             if time.monotonic() - start >= timeout_s:
                 raise DeadlineError(self._waiting, f"nothing within {timeout_s:g} s") from error
             raise PeerLostError(self._waiting, "the connection was closed") from error
@@ -76,6 +81,7 @@ class GlooGroup:
         """`names` are all ranks in group order, as messages call them. Raises `SessionError` naming those that do not come."""
         self.timeout_s = timeout_s
         self._pending: set[GlooMessage] = set()
+        self._slots: list[torch.Tensor] = []
         self._group: ProcessGroupGloo | None
         board = Board(store, rank, names, timeout_s=timeout_s)
         board.gather("here", "")  # gloo itself would wait for each missing rank in turn, and name none
@@ -90,15 +96,26 @@ class GlooGroup:
     def forget(self, message: GlooMessage) -> None:
         self._pending.discard(message)
 
+    def slots(self, count: int, nbytes: int) -> list[torch.Tensor]:
+        """Buffers of at least `nbytes`, the same ones for all executors of this group: they run one after another."""
+        held = len(self._slots)
+        if held and nbytes > self._slots[0].numel():
+            self._slots.clear()
+        size = self._slots[0].numel() if self._slots else nbytes
+        missing = max(count, held) - len(self._slots)
+        self._slots += [torch.empty(size, dtype=torch.uint8) for _ in range(missing)]
+        return self._slots[:count]
+
     def close(self) -> None:
         """Close all connections, also with messages under way. May be called twice."""
         for message in tuple(self._pending):
             message.drop()
         self._group = None
+        self._slots.clear()
 
     def _started(self, way: Literal["send", "recv"], buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
         if self._group is None:
-            raise PeerLostError(waiting, "the group is closed")
+            raise _closed_here(waiting)
         try:
             work = getattr(self._group, way)([buffer], peer, _TAG)
         except RuntimeError as error:
@@ -106,6 +123,11 @@ class GlooGroup:
         message = GlooMessage(self, work, waiting)
         self._pending.add(message)
         return message
+
+
+def _closed_here(waiting: Waiting) -> TransferError:
+    """No peer is lost: the rank itself has left, and says so at once."""
+    return TransferError(waiting, f"{waiting.rank} has closed its connections")
 
 
 def _connected(store: Store, rank: int, size: int, timeout_s: float) -> ProcessGroupGloo:
@@ -130,33 +152,35 @@ class GlooExecutor:
         self._program = program
         self._steps = steps(program)
         self._tensors = [byte_array(tensor) for tensor in program.tensors]
-        largest = max((step.bucket.nbytes for step in self._steps), default=0)
-        count = min(slots, len(self._steps))
-        self._slots = [torch.empty(_HEADER.size + largest, dtype=torch.uint8) for _ in range(count)]
+        self._slot_bytes = _HEADER.size + max((step.bucket.nbytes for step in self._steps), default=0)
+        self._slots = min(slots, len(self._steps))
+        group.slots(self._slots, self._slot_bytes)  # reserved: a run allocates nothing
         self._runs = 0
 
     @property
     def scratch_bytes(self) -> int:
-        return sum(slot.numel() for slot in self._slots)
+        """What it needs of its group's slots, which executors of one group share."""
+        return self._slots * self._slot_bytes
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every bucket once. Returns when all bytes sent were taken and all bytes received are in place."""
         self._runs += 1
         compute_scales(self._program.casts, self._program.tensors)
         clock = StageClock(len(self._program.stages))
+        slots = self._group.slots(self._slots, self._slot_bytes)
         under_way: deque[tuple[Step, torch.Tensor, GlooMessage]] = deque()
         for number, step in enumerate(self._steps):
-            if len(under_way) == len(self._slots):
+            if len(under_way) == len(slots):
                 self._finish(*under_way.popleft(), clock)
             clock.started(step.stage)
-            slot = self._slots[number % len(self._slots)]
+            slot = slots[number % len(slots)]
             under_way.append((step, slot, self._start(step, slot)))
         while under_way:
             self._finish(*under_way.popleft(), clock)
         return clock.reports(self._program)
 
     def close(self) -> None:
-        self._slots.clear()
+        """Nothing: slots and connections are the group's."""
 
     def _start(self, step: Step, slot: torch.Tensor) -> GlooMessage:
         schedule = self._program.schedule

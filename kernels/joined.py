@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -34,26 +35,33 @@ class JoinedExecutor:
         return sum(part.scratch_bytes for part in self._parts)
 
     def run(self) -> tuple[StageReport, ...]:
-        """Move every byte once, by all transports. Raises the first part's error, once all parts have ended."""
+        """Move every byte once, by all transports. Raises the first failure, once all parts have ended."""
         stream = torch.cuda.current_stream(self._device) if is_cuda(self._device) else None
-        others: list[Future[tuple[StageReport, ...]]] = [
-            self._threads.submit(in_context_of(stream, part.run)) for part in self._parts[1:]
+        failures: list[BaseException] = []
+        others = [
+            self._threads.submit(in_context_of(stream, partial(_reports, part, failures))) for part in self._parts[1:]
         ]
-        try:
-            found = [part.run() for part in self._parts[:1]]
-        finally:
-            failures = [other.exception() for other in others]
-        for failure in failures:
-            if failure is not None:
-                raise failure
-        return merged([*found, *(other.result() for other in others)])
+        found = [_reports(part, failures) for part in self._parts[:1]]
+        found += [other.result() for other in others]
+        if failures:
+            raise failures[0]
+        return merged(found)
 
     def close(self) -> None:
         """Close all parts. May be called twice."""
         with ExitStack() as closing:
+            closing.callback(self._threads.shutdown, wait=False)
             for part in self._parts:
                 closing.callback(part.close)
-        self._threads.shutdown(wait=False)
+
+
+def _reports(part: Executor, failures: list[BaseException]) -> tuple[StageReport, ...]:
+    """What a part moved; its failure goes to `failures`, which so has those of all parts in their order."""
+    try:
+        return part.run()
+    except BaseException as error:
+        failures.append(error)
+        return ()
 
 
 def merged(reports: Sequence[tuple[StageReport, ...]]) -> tuple[StageReport, ...]:

@@ -15,14 +15,14 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from threading import Semaphore
 
 import torch
 
 from mcore_reshard.planner.schedule import Relay, Schedule
 
 from .gloo import GlooGroup
-from .joined import JoinedExecutor, in_context_of, is_cuda, merged
+from .joined import in_context_of, is_cuda, merged
 from .pipeline import Executor, StageReport, group_names, group_rank
 from .program import Program, bind
 from .shelf import Shelf
@@ -70,56 +70,86 @@ class Role:
     waves: tuple[Executor, ...]
     group: GlooGroup
 
+    def run(self, landed: Semaphore, failures: list[BaseException]) -> list[tuple[StageReport, ...]]:
+        """Wave after wave, each once it has `landed`, up to the first of the rank's `failures`; adds its own to them.
+
+        One that ends early leaves its group at once: those who wait for it end too, and so does whoever waits for them.
+        """
+        reports: list[tuple[StageReport, ...]] = []
+        try:
+            for part in self.waves:
+                landed.acquire()
+                if failures:
+                    break
+                reports.append(part.run())
+        except BaseException as error:
+            failures.append(error)
+        if failures:
+            self.group.close()
+        return reports
+
     def close(self) -> None:
-        self.group.close()
-        for part in self.waves:
-            part.close()
+        with ExitStack() as closing:
+            for part in self.waves:
+                closing.callback(part.close)
+            closing.callback(self.group.close)
 
 
 class RelayedExecutor:
-    """The waves of the first hop one after another and, a wave behind, those of the second.
+    """The waves of the first hop one after another and, behind them, those of the second.
 
     `roles` are both ends of the second hop on a generation rank; a training rank has none.
     """
 
     def __init__(self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None) -> None:
         self._first, self._roles, self._device = tuple(first), tuple(roles), device
-        self._second = [JoinedExecutor(parts, device) for parts in zip(*(role.waves for role in roles), strict=True)]
-        self._passing = ThreadPoolExecutor(1, thread_name_prefix="relay")
+        self._threads = ThreadPoolExecutor(max(1, len(self._roles)), thread_name_prefix="relay")
         self.name = self._first[0].name
 
     @property
     def scratch_bytes(self) -> int:
-        return sum(executor.scratch_bytes for executor in (*self._first, *self._second))
+        """One wave's at a time: gloo's waves share it, and what is cast moves in one."""
+        hops = (self._first, *(role.waves for role in self._roles))
+        return sum(max(part.scratch_bytes for part in waves) for waves in hops)
 
     def run(self) -> tuple[StageReport, ...]:
-        """Both hops; bytes that are passed on count on both ranks, as bytes sent and as bytes received."""
+        """Both hops; bytes that are passed on count on both ranks, as bytes sent and as bytes received.
+
+        Raises the rank's first failure, once everything on it has ended: what fails later may be a consequence.
+        """
         start = time.perf_counter()
         stream = torch.cuda.current_stream(self._device) if is_cuda(self._device) else None
         reports: list[tuple[StageReport, ...]] = []
-        passed: list[Future[tuple[StageReport, ...]]] = []
+        failures: list[BaseException] = []
+        landed = [Semaphore(0) for _ in self._roles]
+        passing = [
+            self._threads.submit(in_context_of(stream, partial(role.run, turn, failures)))
+            for role, turn in zip(self._roles, landed, strict=True)
+        ]
         try:
-            for first, second in zip_longest(self._first, self._second):
-                if any(future.done() and future.exception() is not None for future in passed):
-                    break
-                reports.append(first.run())
-                if second is not None:
-                    passed.append(self._passing.submit(in_context_of(stream, second.run)))
-        finally:
-            _, left = wait(passed, return_when=FIRST_EXCEPTION)
-            for future in left:  # another wave has failed: they would wait for ranks that have given up
-                future.cancel()
-            wait(left)
-        reports += [future.result() for future in passed]
+            for part in self._first:  # to the end, whatever fails in the second hop: the trainer may wait for this rank
+                reports.append(part.run())
+                for turn in landed:
+                    turn.release()
+        except BaseException as error:
+            failures.append(error)
+        for turn in landed:
+            turn.release()  # after a failure: for a wave that never lands
+        for passed in passing:
+            reports += passed.result()
+        if failures:
+            raise failures[0]
         seconds = time.perf_counter() - start
         return tuple(replace(total, seconds=seconds if total.transfers else 0.0) for total in merged(reports))
 
     def close(self) -> None:
         """Close both hops. May be called twice."""
         with ExitStack() as closing:
-            for part in (*self._first, *self._second, *self._roles):
+            closing.callback(self._threads.shutdown, wait=False)
+            for part in self._first:
                 closing.callback(part.close)
-        self._passing.shutdown(wait=False)
+            for role in self._roles:
+                closing.callback(role.close)
 
 
 def _part(program: Program, schedule: Schedule) -> Program:

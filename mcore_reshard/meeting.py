@@ -113,10 +113,8 @@ class Meeting:
         """Tell everyone that `phase` cannot succeed. Returns the cause that stands: perhaps an earlier one."""
         failure = Failure.of(self.rank, error)
         with self._store_is_up():
-            if isinstance(error, DeadlineError):
-                failure = self._culprit(phase, failure)
-            elif isinstance(error, PeerLostError):
-                self._await_cause(phase)
+            if isinstance(error, (DeadlineError, PeerLostError)):
+                failure = self._culprit(phase, failure, lost=isinstance(error, PeerLostError))
             self._declare(phase, failure)
             return self._outcome(phase) or failure
 
@@ -178,10 +176,13 @@ class Meeting:
         while time.monotonic() < deadline and not self.store.check([f"{phase}/outcome"]):
             time.sleep(0.02)
 
-    def _culprit(self, phase: str, failure: Failure) -> Failure:
-        """Follow who waits for whom: the rank at the end, which waits for nobody, is the one to name."""
+    def _culprit(self, phase: str, failure: Failure, *, lost: bool) -> Failure:
+        """Follow who waits for whom, or lost whom: the rank at the end, which says nothing of the kind, is the one to name."""
         self.store.set(f"{phase}/stuck/{self.rank}", json.dumps(asdict(failure)))
-        time.sleep(min(_STUCK_GRACE_S, self.timeout_s))
+        if lost:
+            self._await_cause(phase)
+        else:
+            time.sleep(min(_STUCK_GRACE_S, self.timeout_s))
         seen = {self.rank}
         while failure.peer and failure.peer not in seen and self.store.check([f"{phase}/stuck/{failure.peer}"]):
             seen.add(failure.peer)

