@@ -133,10 +133,10 @@ class _Expansion:
     def schedule(self, rows_of: Callable[[_Place], _Columns], *, sends: bool) -> Schedule:
         plan = self.plan
         tables, none = self._tables(rows_of), _table([])
-        tensors = tuple(self.tensors)
+        padding = () if sends or self.wave is not None else tuple(dict.fromkeys(self._padding()))
+        tensors = tuple(self.tensors)  # after the padding: nothing else may lie in some of them
         if self.wave is not None:
             tensors, tables = _those_used(tensors, tables)
-        padding = () if sends or self.wave is not None else tuple(dict.fromkeys(self._padding()))
         return Schedule(
             world=self.world,
             rank=self.rank,
