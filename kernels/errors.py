@@ -60,7 +60,12 @@ class Waiting:
 
 
 class TransferError(RefitError):
-    """Bytes that were due did not arrive, or not as they were sent. `waiting` says which, and between whom."""
+    """Bytes that were due did not arrive, or not as they were sent. `waiting` says which, and between whom.
+
+    `others` are those that came after it on the same rank: where a rank waits for several, one of them may be to blame.
+    """
+
+    others: tuple[TransferError, ...] = ()
 
     def __init__(self, waiting: Waiting, reason: str) -> None:
         self.waiting = waiting
@@ -77,3 +82,11 @@ class PeerLostError(TransferError):
 
 class ChecksumError(TransferError):
     """A bucket arrived with other bytes, or in another order, than it was sent with."""
+
+
+def first_of(failures: Sequence[BaseException]) -> BaseException:
+    """The first of a rank's failures, in the order in which they came; it knows the `others`."""
+    first, *later = failures
+    if isinstance(first, TransferError):
+        first.others = tuple(error for error in later if isinstance(error, TransferError))
+    return first

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from .errors import first_of
 from .pipeline import Executor, StageReport
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class JoinedExecutor:
         found = [_reports(part, failures) for part in self._parts[:1]]
         found += [other.result() for other in others]
         if failures:
-            raise failures[0]
+            raise first_of(failures)
         return merged(found)
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from mcore_reshard.planner.schedule import Relay, Schedule
 
+from .errors import first_of
 from .gloo import GlooGroup
 from .joined import in_context_of, is_cuda, merged
 from .pipeline import Executor, StageReport, group_names, group_rank
@@ -138,7 +139,7 @@ class RelayedExecutor:
         for passed in passing:
             reports += passed.result()
         if failures:
-            raise failures[0]
+            raise first_of(failures)
         seconds = time.perf_counter() - start
         return tuple(replace(total, seconds=seconds if total.transfers else 0.0) for total in merged(reports))
 

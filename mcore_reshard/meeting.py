@@ -114,7 +114,7 @@ class Meeting:
         failure = Failure.of(self.rank, error)
         with self._store_is_up():
             if isinstance(error, (DeadlineError, PeerLostError)):
-                failure = self._culprit(phase, failure, lost=isinstance(error, PeerLostError))
+                failure = self._culprit(phase, error)
             self._declare(phase, failure)
             return self._outcome(phase) or failure
 
@@ -176,18 +176,23 @@ class Meeting:
         while time.monotonic() < deadline and not self.store.check([f"{phase}/outcome"]):
             time.sleep(0.02)
 
-    def _culprit(self, phase: str, failure: Failure, *, lost: bool) -> Failure:
-        """Follow who waits for whom, or lost whom: the rank at the end, which says nothing of the kind, is the one to name."""
-        self.store.set(f"{phase}/stuck/{self.rank}", json.dumps(asdict(failure)))
-        if lost:
+    def _culprit(self, phase: str, error: DeadlineError | PeerLostError) -> Failure:
+        """Follow who waits for whom, or lost whom: a rank that says nothing of the kind is the one to name."""
+        mine = [Failure.of(self.rank, each) for each in (error, *error.others)]
+        self.store.set(f"{phase}/stuck/{self.rank}", json.dumps([asdict(failure) for failure in mine]))
+        if isinstance(error, PeerLostError):
             self._await_cause(phase)
         else:
             time.sleep(min(_STUCK_GRACE_S, self.timeout_s))
-        seen = {self.rank}
-        while failure.peer and failure.peer not in seen and self.store.check([f"{phase}/stuck/{failure.peer}"]):
-            seen.add(failure.peer)
-            failure = Failure(**json.loads(self.store.get(f"{phase}/stuck/{failure.peer}")))
-        return failure
+        seen, left = {self.rank}, mine[::-1]
+        while left:
+            failure = left.pop()
+            if not failure.peer or not self.store.check([stuck := f"{phase}/stuck/{failure.peer}"]):
+                return failure
+            if failure.peer not in seen:
+                seen.add(failure.peer)
+                left += [Failure(**each) for each in json.loads(self.store.get(stuck))[::-1]]
+        return mine[0]  # all wait for each other
 
     def _forget_past(self, phase: str) -> None:
         """All have arrived at `phase`, so all have left the one before: its keys have no reader left."""

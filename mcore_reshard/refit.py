@@ -34,7 +34,7 @@ from mcore_reshard.kernels.transport import Link, Transport
 from mcore_reshard.planner.schedule import Schedule, World
 
 from .agreement import agreed_kv_scales, check_alike, check_versions
-from .meeting import Meeting, SessionFailed, store_address
+from .meeting import Failure, Meeting, SessionFailed, store_address
 
 PROTOCOL = 1  # what ranks say to each other; both worlds must speak the same
 DEFAULT_TIMEOUT_S = 60.0
@@ -421,7 +421,7 @@ def _published(meeting: Meeting, phase: str) -> Iterator[None]:
         raise  # everyone has been told
     except BaseException as error:
         failure = meeting.fail(phase, error)
-        if failure.rank != meeting.rank and isinstance(error, RefitError):
+        if failure != Failure.of(meeting.rank, error) and isinstance(error, RefitError):
             raise SessionFailed(failure) from error
         raise
 

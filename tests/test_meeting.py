@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
 
-from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting
+from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting, first_of
 from mcore_reshard.meeting import Failure, Meeting, SessionFailed, connected, store_address
 
 MEMBERS = ("train:0", "train:1", "gen:0")
@@ -76,6 +76,22 @@ def test_a_chain_of_waits_leads_through_replicas_that_pass_on(address: str, monk
         time.sleep(0.3)
         late = pool.submit(relay.fail, "p", DeadlineError(waiting("gen:0", "train:1"), "nothing within 5 s"))
         assert {early.result().peer, late.result().peer} == {"train:1"}
+
+
+def test_ranks_that_wait_for_each_other_name_the_one_for_whom_both_wait_too(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_reshard.meeting._STUCK_GRACE_S", 3.0)
+    with ThreadPoolExecutor() as pool:
+
+        def stuck(rank: str, relay: str, peer: str) -> Failure:
+            errors = [
+                DeadlineError(waiting(*ends), "nothing within 5 s") for ends in ((relay, peer), (rank, "relay:2"))
+            ]
+            return meeting(address, rank).fail("p", first_of(errors))
+
+        told = list(pool.map(stuck, ("gen:0", "gen:1"), ("relay:0", "relay:1"), ("gen:1", "gen:0")))
+    assert {failure.peer for failure in told} == {"gen:2"}
 
 
 def test_of_several_ranks_that_are_late_those_that_wait_say_for_whom(address: str) -> None:

@@ -20,6 +20,7 @@ from ranks import run_ranks, values
 
 from mcore_reshard.cli import main
 from mcore_reshard.kernels import relaying
+from mcore_reshard.kernels.errors import DeadlineError, Waiting
 from mcore_reshard.kernels.pipeline import StageReport
 from mcore_reshard.kernels.relaying import RelayedExecutor
 from mcore_reshard.planner.plan import Plan
@@ -325,8 +326,18 @@ def test_the_first_hop_goes_on_when_the_second_has_failed() -> None:
 
 def test_a_rank_that_fails_in_the_first_hop_lets_those_go_that_wait_for_it() -> None:
     sends, receives = [Part(), Part()], [Part(lambda: after(left[0])), Part()]
-    first = [Part(), Part(lambda: (after(receives[0].ran), fail(OSError("on fire"))))]
+    first = [Part(), Part(lambda: (after(sends[0].ran), after(receives[0].ran), fail(OSError("on fire"))))]
     executor, left = relaying_parts(first, sends, receives)
     with pytest.raises(OSError, match="on fire"):
         executor.run()
-    assert sends[0].ran.is_set() and not sends[1].ran.is_set() and not receives[1].ran.is_set()
+    assert not sends[1].ran.is_set() and not receives[1].ran.is_set()
+
+
+def test_a_rank_that_waits_in_both_its_parts_says_for_whom_in_each() -> None:
+    to, of = (Waiting("gen:0", peer, 0, "model.w", sends=False) for peer in ("gen:1", "relay:2"))
+    sends = [Part(lambda: (after(receives[0].ran), fail(DeadlineError(to, "nothing within 5 s"))))]
+    receives = [Part(lambda: (after(left[0]), fail(DeadlineError(of, "nothing within 5 s"))))]
+    executor, left = relaying_parts([Part()], sends, receives)
+    with pytest.raises(DeadlineError) as raised:
+        executor.run()
+    assert [raised.value.waiting, *(other.waiting for other in raised.value.others)] == [to, of]
