@@ -36,7 +36,7 @@ from mcore_reshard.planner.schedule import Schedule, World
 from .agreement import agreed_kv_scales, check_alike, check_versions
 from .meeting import Failure, Meeting, SessionFailed, store_address
 
-PROTOCOL = 1  # what ranks say to each other; both worlds must speak the same
+PROTOCOL = 2  # what ranks say to each other; both worlds must speak the same
 DEFAULT_TIMEOUT_S = 60.0
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
