@@ -23,10 +23,11 @@ from .planner.mesh import GenMesh, TrainMesh
 from .planner.plan import Plan, Policy
 from .planner.plan_file import dump_plan, parse_plan
 from .planner.planning import make_plan
+from .planner.precision import UNQUANTISED
 from .planner.proof import ProofError, prove
 
 _PLAN = "plan"
-_PRECISIONS = {"bfloat16": "bf16", "float32": "fp32"}
+_PRECISIONS = {dtype: precision for precision, dtype in UNQUANTISED.items()}
 _FUSED_NORM = ".layer_norm_weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
 

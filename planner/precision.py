@@ -52,7 +52,7 @@ TENSOR_FP8 = Format("per-tensor FP8", None, "float32", "_scale")
 MXFP8 = Format("MXFP8", (1, 32), "uint8", "_scale")  # OCP microscaling: scales are E8M0, a byte each
 
 PRECISIONS = ("bf16", "fp32", "fp8", "mxfp8")
-_UNQUANTISED = {"bf16": "bfloat16", "fp32": "float32"}
+UNQUANTISED = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 class PrecisionError(ValueError):
@@ -82,8 +82,8 @@ def precision_of(name: str | None, catalogue: Catalogue) -> Precision:
     """
     if name is None:
         return Precision(catalogue.dtype)
-    if name in _UNQUANTISED:
-        return Precision(_UNQUANTISED[name])
+    if name in UNQUANTISED:
+        return Precision(UNQUANTISED[name])
     if name == "mxfp8":
         return Precision(catalogue.dtype, MXFP8)
     if name != "fp8":

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +17,10 @@ from ranks import run_ranks, values
 
 from mcore_reshard.kernels.precision import over_elements
 from mcore_reshard.megatron import local_tensors
-from mcore_reshard.planner.schedule import LocalTensor
 from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import synthetic
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,7 +73,7 @@ def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray
         weight = layer.weight.dequantize(dtype=torch.float32)
     else:
         schedule = replace(schedule_of(moves(), "gen", 0, (1, 1)), pulls=lambda: pulls_of(moves(), 0))
-        tensors = {local.name: poisoned(local) for local in schedule.tensors}
+        tensors = synthetic.allocate(schedule, torch.device("cuda"))
         endpoint = GenerationEndpoint(schedule, tensors, store=address, transport=transport, timeout_s=60.0)
     endpoint.prepare()
     endpoint.refit(1)
@@ -81,12 +83,6 @@ def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray
         weight = tensors["weight"].float() * scales
         product = inputs.float() @ weight.T
     return weight.cpu().numpy(), product.float().cpu().numpy()
-
-
-def poisoned(local: LocalTensor) -> torch.Tensor:
-    dtype = getattr(torch, local.dtype)
-    raw = torch.full((prod(local.shape) * dtype.itemsize,), 0xFF, dtype=torch.uint8, device="cuda")
-    return raw.view(dtype).reshape(local.shape)
 
 
 @pytest.mark.parametrize("transport", ["direct", pytest.param("nccl", marks=needs_gpus(2))])

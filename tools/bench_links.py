@@ -24,11 +24,11 @@ import torch
 
 from mcore_reshard.kernels.copies import COPY
 from mcore_reshard.kernels.device_copies import DeviceCopies, KernelShape
+from mcore_reshard.kernels.direct_options import DEFAULT_TILE_BYTES
 from mcore_reshard.kernels.tiles import cut_tiles, interleaved
 
 RESULTS = Path(__file__).parent / "results"
 NBYTES = 2 << 30  # between two GPUs
-TILE_BYTES = 128 << 10
 REPEATS = 4
 
 Pattern = Mapping[int, Sequence[int]]  # GPU -> those it reads; GPU 0 is the trainer
@@ -63,7 +63,7 @@ class Gpus:
             place = (gpu if pushes else number) % (self.count - 1) * NBYTES
             addresses += [self.sources[src].data_ptr(), self.places[dst].data_ptr() + place]
             table[number] = (2 * number, 2 * number + 1, 0, 0, (1, 1, 1), (0, 0, 0), (0, 0, 0), NBYTES)
-        tiles = cut_tiles(table, np.array(addresses, np.uint64), TILE_BYTES)
+        tiles = cut_tiles(table, np.array(addresses, np.uint64), DEFAULT_TILE_BYTES)
         order = interleaved(tiles["copy"].astype(np.int64), gpu, 1 if by_tile else None)
         with torch.cuda.device(gpu):
             return DeviceCopies(tiles[order], torch.device("cuda", gpu), KernelShape(ctas=ctas))

@@ -176,9 +176,12 @@ def gpu_validation_section() -> str:
             if "refused" in case:
                 refused.setdefault(case["refused"].rpartition(": ")[2], []).append(case["family"])
         counts = []
-        for transport in sorted({case["transport"] for case in compared}):
+        left = -len(data["cases"])
+        for transport in sorted({case["transport"] for case in data["cases"]}):
             found = sum(case["transport"] == transport for case in compared)
-            counts.append(f"`{transport}` {found} of {len(cases.on_gpus(gpus, shared=transport == 'direct'))}")
+            fitting = len(cases.on_gpus(gpus, shared=transport == "direct"))
+            left += fitting
+            counts.append(f"`{transport}` {found} of {fitting}")
         lines += [
             f"On {data['hardware']} ({'; '.join(sorted({case['source'] for case in compared}))}; torch"
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
@@ -190,7 +193,7 @@ def gpu_validation_section() -> str:
                 f" Megatron-Bridge: {why}."
                 for why, families in sorted(refused.items())
             ),
-            "The others were not run.",
+            *(["The others were not run."] if left else []),
         ]
     return "\n".join(lines)
 
