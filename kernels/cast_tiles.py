@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.precision import FP8
 
-from .casts import CastForm, Casts, TensorCast
+from .casts import CastForm, Casts
 from .copies import COPY
 from .tiles import INNER_LOOP, ROW, TILE, Boxes, check_tile_bytes
 
@@ -42,7 +42,8 @@ BLOCK = np.dtype(  # the struct Block of device_casts.cu, 32 bytes
 
 def split_casts(copies: NDArray[np.void], casts: Casts) -> tuple[NDArray[np.void], NDArray[np.void]]:
     """(plain copies, copies that cast)."""
-    cast = np.isin(copies["src"], [*casts])
+    sources, source_of = np.unique(copies["src"], return_inverse=True)
+    cast = np.array([source in casts for source in sources.tolist()], bool)[source_of]
     return copies[~cast], copies[cast]
 
 
@@ -56,8 +57,8 @@ def cut_cast_tiles(
     assert copies.dtype == COPY
     check_tile_bytes(tile_bytes)
     bases: dict[CastForm, list[int]] = {}
-    for base, cast in casts.items():
-        bases.setdefault(cast.form, []).append(base)
+    for base in np.unique(copies["src"]).tolist():
+        bases.setdefault(casts[base].form, []).append(base)
     tables = [
         _tiles_of(form, copies, np.flatnonzero(np.isin(copies["src"], of_form)), addresses, casts, tile_bytes)
         for form, of_form in bases.items()
@@ -86,9 +87,9 @@ def _tiles_of(
         elements = (boxes.src - addresses.astype(np.int64)[source]) // form.src_bytes
         scale, first_column = form.scale_of(elements)
         scales = np.zeros(len(addresses), np.uint64)
-        for base, cast in casts.items():
-            if cast.scales is not None:
-                scales[base] = addresses[cast.scales]
+        for base in np.unique(source).tolist():
+            if (index := casts[base].scales) is not None:
+                scales[base] = addresses[index]
         table["scales"] = scales[source] + (4 * scale).astype(np.uint64)
         table["first_column"], table["block_columns"] = first_column, form.block[1]
     table["kind"] = CAST_KINDS[form.src, form.to]
@@ -111,28 +112,28 @@ def _word_elements(form: CastForm, boxes: Boxes, first_column: Ints) -> Ints:
 
 
 def scale_blocks(casts: Casts, tensors: Sequence[torch.Tensor]) -> NDArray[np.void]:
-    """The blocks (dtype BLOCK) of all weights whose casts have scales, tensor by tensor."""
-    tables = [*_blocks(casts, tensors)]
+    """The blocks (dtype BLOCK) of all weights whose casts have scales, form by form and tensor by tensor."""
+    alike: dict[tuple[CastForm, int], list[tuple[int, int]]] = {}  # addresses of weights and scales
+    for index, cast in casts.items():
+        if cast.scales is not None:
+            weight, scales = tensors[index], tensors[cast.scales]
+            alike.setdefault((cast.form, scales.numel()), []).append((weight.data_ptr(), scales.data_ptr()))
+    tables = [_blocks_of(form, count, np.array(addresses, np.uint64)) for (form, count), addresses in alike.items()]
     return np.concatenate(tables) if tables else np.empty(0, BLOCK)
 
 
-def _blocks(casts: Casts, tensors: Sequence[torch.Tensor]) -> Iterator[NDArray[np.void]]:
-    for index, cast in casts.items():
-        if cast.scales is not None:
-            yield _blocks_of(cast, tensors[index], tensors[cast.scales])
-
-
-def _blocks_of(cast: TensorCast, weight: torch.Tensor, scales: torch.Tensor) -> NDArray[np.void]:
-    (rows, columns), (block_rows, block_columns) = cast.form.matrix, cast.form.block
-    down, across = cast.form.blocks
-    stacked, band, at = np.indices((scales.numel() // (down * across), down, across)).reshape(3, -1)
+def _blocks_of(form: CastForm, count: int, addresses: NDArray[np.uint64]) -> NDArray[np.void]:
+    """The `count` blocks of each of several weights; `addresses` [weights, 2] are of the weights and of their scales."""
+    (rows, columns), (block_rows, block_columns) = form.matrix, form.block
+    down, across = form.blocks
+    stacked, band, at = np.indices((count // (down * across), down, across)).reshape(3, -1)
     first = (stacked * rows + band * block_rows) * columns + at * block_columns
-    table = np.zeros(len(first), BLOCK)
-    table["src"] = weight.data_ptr() + first * weight.element_size()
-    table["scale"] = scales.data_ptr() + np.arange(len(first)) * scales.element_size()
-    table["stride"] = columns * weight.element_size()
+    table = np.zeros((len(addresses), count), BLOCK)
+    table["src"] = addresses[:, :1] + (first * form.src_bytes).astype(np.uint64)
+    table["scale"] = addresses[:, 1:] + 4 * np.arange(count, dtype=np.uint64)
+    table["stride"] = columns * form.src_bytes
     table["rows"] = np.minimum(block_rows, rows - band * block_rows)
     table["columns"] = np.minimum(block_columns, columns - at * block_columns)
     wide = (table["src"] % 16 == 0) & (columns % 8 == 0) & (table["columns"] % 8 == 0)
     table["word_elements"] = np.where(wide, 8, 1)
-    return table
+    return table.reshape(-1)

@@ -14,7 +14,7 @@ FP8 has copies that each stay within one row of blocks of one matrix, so that on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -122,6 +122,7 @@ def cast_problems(schedule: Schedule) -> list[str]:
     problems: list[str] = []
     computed, seen = {*schedule.computed}, set[int]()
     claimed: dict[int, str] = {}  # tensor of scales -> the weight they are of
+    in_blocks: list[Cast] = []
     for cast in schedule.casts:
         if not 0 <= cast.tensor < len(schedule.tensors):
             problems.append(f"a cast of tensor {cast.tensor}, there are {len(schedule.tensors)}")
@@ -137,7 +138,8 @@ def cast_problems(schedule: Schedule) -> list[str]:
             claimed[cast.scales] = name
         problems += [f"cast of {name} to {cast.to}: {problem}" for problem in found]
         if not found and cast.scales is not None:
-            problems += _block_problems(schedule, cast)
+            in_blocks.append(cast)
+    problems += _block_problems(schedule, in_blocks)
     problems += [
         f"{schedule.tensors[index].name}: scales of no cast" for index in sorted(computed) if index not in claimed
     ]
@@ -179,23 +181,32 @@ def _cast_problems(schedule: Schedule, cast: Cast, computed: set[int]) -> Iterat
         yield f"scales {scales.name} are {scales.dtype} {scales.shape}, blocks need float32 {wanted}"
 
 
-def _block_problems(schedule: Schedule, cast: Cast) -> list[str]:
-    """Transfers whose rows are not (parts of) rows of the matrix."""
-    local = schedule.tensors[cast.tensor]
-    columns = local.shape[-1]
+def _block_problems(schedule: Schedule, casts: Sequence[Cast]) -> list[str]:
+    """Transfers whose rows are not (parts of) rows of the matrix they are cast from: the first of every tensor."""
+    of_tensor = {cast.tensor: cast for cast in casts}
+    width = np.zeros(len(schedule.tensors), np.int64)  # 0: not cast in blocks
+    for tensor in of_tensor:
+        width[tensor] = schedule.tensors[tensor].shape[-1]
+    problems: dict[int, str] = {}
     for stage in schedule.stages:
         table = stage.sends
-        mine = np.flatnonzero(table.tensor == cast.tensor)
-        firsts = np.stack([table.geometry[mine], table.offset[mine] % columns]) if len(mine) else np.zeros((2, 0))
-        for geometry, first in np.unique(firsts.astype(np.int64), axis=1).T.tolist():
-            if not _addressable(schedule.geometries[geometry], first, columns):
-                row = int(mine[np.flatnonzero(table.geometry[mine] == geometry)[0]])
-                name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
-                return [
-                    f"stage {stage.pp_stage}: {name} leaves {local.name} {local.shape} cast in blocks of {cast.block}, "
-                    f"but {schedule.geometries[geometry]} from column {first} is not made of its rows"
-                ]
-    return []
+        rows = np.flatnonzero(width[table.tensor])
+        columns = width[table.tensor[rows]]
+        kinds, kind_of = np.unique(
+            np.stack([table.geometry[rows], table.offset[rows] % columns, columns]), axis=1, return_inverse=True
+        )
+        wrong = [not _addressable(schedule.geometries[kind[0]], *kind[1:]) for kind in kinds.T.tolist()]
+        for at in np.flatnonzero(np.array(wrong, bool)[kind_of.reshape(-1)]).tolist():
+            row, (geometry, first, _) = rows[at], kinds[:, kind_of.reshape(-1)[at]].tolist()
+            tensor = int(table.tensor[row])
+            local = schedule.tensors[tensor]
+            name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
+            problems.setdefault(
+                tensor,
+                f"stage {stage.pp_stage}: {name} leaves {local.name} {local.shape} cast in blocks of"
+                f" {of_tensor[tensor].block}, but {schedule.geometries[geometry]} from column {first} is not made of its rows",
+            )
+    return [*problems.values()]
 
 
 def _addressable(geometry: Geometry, first: int, columns: int) -> bool:

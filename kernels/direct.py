@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -29,7 +30,7 @@ from mcore_reshard.planner.schedule import Schedule
 
 from .device_copies import DeviceCopies, KernelShape
 from .direct_options import DirectOptions
-from .errors import ChecksumError, DeadlineError, SessionError, TransferError, Waiting
+from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError, Waiting
 from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from .pipeline import StageReport
 from .program import Program
@@ -42,7 +43,8 @@ from .words import Words, fetch
 
 _READY, _STARTED, _DONE = -1, -2, -3  # words; those of 0 and more number rounds of casts
 _POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
-_NAPPING = 0.98  # share of the fastest refit's time that is slept through before polling
+_POLLING = 0.0005  # the same as a share of the fastest refit's time, where that is more
+_NAPPING = 0.99  # share of the fastest refit's time that is slept through before polling
 _DRAIN_S, _DRAIN_POLL_S = 5.0, 0.001
 _LATE_S = 0.25  # a pull that takes longer, and twice as long as the fastest, may have a dead reader
 
@@ -193,6 +195,7 @@ class _Reader:
             shape = _shape(schedule, options)
             self._copies = DeviceCopies(tiles[order], device, shape, checksums=options.checksums)
         except BaseException:
+            withdraw_event(self._pulled)
             self._mappings.close()
             raise
 
@@ -209,7 +212,8 @@ class _Reader:
         self._pulled.record(self._stream)
         self._words.tell(run, _STARTED)
         self._pulling.wait(dict.fromkeys(self._words.peers, self._pulled), self._words.peers)
-        self._words.tell(run, _DONE)
+        with suppress(PeerLostError):  # a trainer that is done may be gone by now: everything is here
+            self._words.tell(run, _DONE)
         for copy in self._copies.damaged().tolist():
             raise ChecksumError(self._waiting_for(copy), "other bytes were written than were read")
         self._slots.check_sums()
@@ -294,7 +298,8 @@ class _Patience:
                 if looks and waited_s > late_s:
                     looks.pop()()
                     continue
-                time.sleep(max(_POLL_S, min(_NAPPING * self._fastest_s, self._timeout_s) - waited_s))
+                nap_s = min(_NAPPING * self._fastest_s, self._timeout_s) - waited_s
+                time.sleep(max(_POLL_S, _POLLING * self._fastest_s, nap_s))
         took_s = time.monotonic() - start
         self._fastest_s = min(self._fastest_s or took_s, took_s)
 

@@ -121,7 +121,7 @@ def export_event(event: torch.cuda.Event, device: torch.device) -> str:
 
 
 def withdraw_event(event: torch.cuda.Event) -> None:
-    for handle in [handle for handle, own in _own_events.items() if own is event]:
+    for handle in [handle for handle, own in tuple(_own_events.items()) if own is event]:  # other threads add theirs
         del _own_events[handle]
 
 

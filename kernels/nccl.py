@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 DEFAULT_COPY_CTAS = 32  # of 132: packing must outpace the wire, and NCCL's own kernels need room beside it
 _TILE_BYTES = 128 << 10
 _POLL_S = 0.0005
+_NAPPING, _POLLING = 0.98, 0.02  # up to that share of the fastest refit's time it is enough to poll that often in it
 _START_S = 0.00005  # the same for NCCL's threads, which take about as long to put a group into the graph
 _LOOK_S = 0.2  # how often to ask, while waiting, whether NCCL or another rank has failed
 _WARM_BYTES = 16
@@ -85,6 +86,7 @@ class NcclExecutor:
         self._device = program.device or torch.device("cpu")
         self._sends = schedule.world == "train"
         self._runs = 0
+        self._fastest_s = 0.0
         self._closed = False
         self._links: dict[tuple[int, int], _Link] = {}  # by stage and stream
         self._rounds: tuple[_DeviceRound, ...] = ()
@@ -200,9 +202,17 @@ class NcclExecutor:
                 del under_way[stage]
             return done
 
-        self._until(reached, lambda: self._rounds[int(over.argmin())].round)
+        start = time.monotonic()
+        self._until(reached, lambda: self._rounds[int(over.argmin())].round, lambda: self._pause_s(start))
+        took_s = time.monotonic() - start
+        self._fastest_s = min(self._fastest_s or took_s, took_s)
         if len(self._damaged):
             self._check_digests()
+
+    def _pause_s(self, start: float) -> float:
+        """How long to sleep in a run that began at `start`, so that its end is noticed at once and the rest costs little."""
+        left_s = _NAPPING * self._fastest_s - (time.monotonic() - start)
+        return max(_POLL_S, min(left_s, _POLLING * self._fastest_s))
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         """All rounds, from their packing to a note in the host's memory that they are over."""
@@ -263,7 +273,7 @@ class NcclExecutor:
         communicator = self._links[each.round.stage, each.round.stream].communicator
         waiting = each.round.passages[0].step.waiting
         communicator.start(each.messages, stream, waiting)
-        self._until(lambda: communicator.is_idle(waiting), lambda: each.round, _START_S)
+        self._until(lambda: communicator.is_idle(waiting), lambda: each.round, lambda: _START_S)
 
     def _check_digests(self) -> None:
         passages = [passage for each in self._rounds for passage in each.round.passages]
@@ -271,10 +281,10 @@ class NcclExecutor:
             step = passages[number].step
             raise ChecksumError(step.waiting, f"bucket {step.number} arrived with other bytes than it was sent with")
 
-    def _until(self, reached: Callable[[], bool], where: Callable[[], Round], poll_s: float = _POLL_S) -> None:
+    def _until(self, reached: Callable[[], bool], where: Callable[[], Round], pause_s: Callable[[], float]) -> None:
         """Poll until `reached`. Raises if one round takes too long, another rank has given up, or NCCL fails.
 
-        `where` says which round the rank waits for.
+        `where` says which round the rank waits for, `pause_s` how long to sleep before it looks again.
         """
         started, awaited = time.monotonic(), where()
         look = started + _LOOK_S
@@ -291,7 +301,7 @@ class NcclExecutor:
                     link.communicator.is_idle(waiting)
             if now > started + self._timeout_s:
                 raise self._overdue(awaited)
-            time.sleep(poll_s)
+            time.sleep(pause_s())
 
     def _overdue(self, where: Round) -> DeadlineError:
         """The error that names, of the peers in a round, one that does not wait itself."""
@@ -349,11 +359,11 @@ class NcclExecutor:
             ]
             link.communicator.start(messages, link.wire, first.passages[0].step.waiting)
             self._settle(link, first)
-            self._until(link.wire.record_event().query, lambda first=first: first)  # type: ignore[misc]
+            self._until(link.wire.record_event().query, lambda first=first: first, lambda: _POLL_S)  # type: ignore[misc]
 
     def _settle(self, link: _Link, where: Round) -> None:
         waiting = where.passages[0].step.waiting
-        self._until(lambda: link.communicator.is_idle(waiting), lambda: where)
+        self._until(lambda: link.communicator.is_idle(waiting), lambda: where, lambda: _POLL_S)
 
     def _bound(self, planned: Sequence[Round], division: Division, copy_ctas: int) -> tuple[_DeviceRound, ...]:
         from .device_casts import DeviceGather

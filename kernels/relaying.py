@@ -31,23 +31,23 @@ from .transport import Link
 
 Connect = Callable[[Link], Executor]
 
-_PARTS = 3  # executors on a rank that relays, which share its scratch
-
 
 def relayed(connect: Connect, link: Link) -> Executor:
-    """Connect what the plan moves, by two hops where it relays."""
+    """Connect what the plan moves, by two hops where it relays.
+
+    All parts of a rank are given the same scratch: only what a trainer casts takes any, and that is one wave of one hop.
+    """
     if not link.program.schedule.relayed:
         return connect(link)
     waves = [_part(link.program, wave()) for wave in link.program.schedule.waves] or [link.program]
-    shared = replace(link, scratch_bytes=link.scratch_bytes // _PARTS // len(waves))
     with ExitStack() as undone:
         first: list[Executor] = []
         for program in waves:
             store = Shelf(f"first/{len(first)}", link.store)
-            first.append(connect(replace(shared, program=program, store=store)))
+            first.append(connect(replace(link, program=program, store=store)))
             undone.callback(first[-1].close)
         relays = [wave.schedule.relay() for wave in waves if wave.schedule.relay is not None]
-        roles = _second_hop(connect, shared, relays) if relays else []
+        roles = _second_hop(connect, link, relays) if relays else []
         undone.pop_all()
     return RelayedExecutor(first, roles, link.program.device)
 
