@@ -64,7 +64,7 @@ class Program:
     schedule: Schedule
     tensors: tuple[torch.Tensor, ...]  # in the order of Schedule.tensors, those that are computed allocated here
     casts: Casts
-    fingerprints: tuple[Fingerprint, ...]
+    fingerprints: Mapping[str, Fingerprint]  # of those that the model has, by name
     bucket_bytes: int
     stages: tuple[StageProgram, ...]
 
@@ -87,11 +87,7 @@ class Program:
 
     def check_fresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise `StaleTensorError` if a tensor of the live model no longer lies where it was bound."""
-        bound, before = self.schedule.tensors, self.fingerprints
-        if computed := {*self.schedule.computed}:
-            bound = tuple(local for index, local in enumerate(bound) if index not in computed)
-            before = tuple(fingerprint for index, fingerprint in enumerate(before) if index not in computed)
-        check_fresh(self.rank, bound, before, tensors)
+        check_fresh(self.rank, self.fingerprints, tensors)
 
     def write_counts(self) -> tuple[int, ...]:
         """How often each bound tensor has been written in place, as torch counts; writes through `.data` go uncounted."""
@@ -102,7 +98,10 @@ class Program:
 
     def check_unwritten(self, counts: tuple[int, ...]) -> None:
         """Raise `TornWeightsError` naming the tensors that were written since `write_counts` gave `counts`."""
-        changed = [index for index, (a, b) in enumerate(zip(counts, self.write_counts(), strict=True)) if a != b]
+        now = self.write_counts()
+        if now == counts:
+            return
+        changed = [index for index, (a, b) in enumerate(zip(counts, now, strict=True)) if a != b]
         computed = {*self.schedule.computed}
         written = [self.schedule.tensors[index].name for index in changed if index not in computed]
         if written:
@@ -135,13 +134,17 @@ def bind(
     ]:
         raise BindError(schedule.name, problems)
     scales = _allocated(schedule, tensors)
-    bound = tuple(scales[n] if n in scales else tensors[local.name] for n, local in enumerate(schedule.tensors))
+    bound = tuple(
+        scales[n] if n in scales else tensors[local.name].detach() for n, local in enumerate(schedule.tensors)
+    )
     recipes = Recipes(schedule, bucket_bytes)
     return Program(
         schedule=schedule,
         tensors=bound,
         casts=bound_casts(schedule),
-        fingerprints=tuple(map(Fingerprint.of, bound)),
+        fingerprints={
+            local.name: Fingerprint.of(bound[n]) for n, local in enumerate(schedule.tensors) if n not in scales
+        },
         bucket_bytes=bucket_bytes,
         stages=tuple(_stage_program(stage, recipes) for stage in schedule.stages),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +16,7 @@ from .errors import StaleTensorError
 
 
 class Fingerprint(NamedTuple):
-    """Where a tensor's bytes lie. Refits write through addresses, so a changed fingerprint is a stale binding.
-
-    It is compared for thousands of tensors in every refit: a tuple of what torch says, which is quick to make.
-    """
+    """Where a tensor's bytes lie. Refits write through addresses, so a changed fingerprint is a stale binding."""
 
     address: int
     shape: torch.Size
@@ -29,11 +26,7 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Fingerprint:
-        return cls(*_facts(tensor))
-
-
-def _facts(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -74,22 +67,26 @@ def _is_row_major(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_contiguous()
 
 
-def check_fresh(
-    rank: str, bound: Sequence[LocalTensor], fingerprints: Sequence[Fingerprint], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Raise `StaleTensorError` unless every bound tensor still lies where it was bound."""
+def check_fresh(rank: str, fingerprints: Mapping[str, Fingerprint], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `StaleTensorError` unless every bound tensor still lies where it was bound.
+
+    It asks thousands of tensors in every refit, each the least that tells: on another device a tensor has another address,
+    and with other strides than when it was bound it is no longer row-major (see `misfits`).
+    """
     stale: list[str] = []
-    for local, before in zip(bound, fingerprints, strict=True):
-        tensor = tensors.get(local.name)
+    for name, (address, shape, _, dtype, _) in fingerprints.items():
+        tensor = tensors.get(name)
         if tensor is None:
-            stale.append(f"{local.name}: it is gone")
-        elif _facts(tensor) != before:
-            changed = [
-                f"{name} {_said(was)} -> {_said(now)}"
-                for name, was, now in zip(Fingerprint._fields, before, _facts(tensor), strict=True)
-                if was != now
-            ]
-            stale.append(f"{local.name}: {', '.join(changed)}")
+            stale.append(f"{name}: it is gone")
+        elif (
+            tensor.data_ptr() != address
+            or tensor.shape != shape
+            or tensor.dtype is not dtype
+            or not tensor.is_contiguous()
+        ):
+            changes = zip(Fingerprint._fields, fingerprints[name], Fingerprint.of(tensor), strict=True)
+            changed = [f"{field} {_said(was)} -> {_said(now)}" for field, was, now in changes if was != now]
+            stale.append(f"{name}: {', '.join(changed)}")
     if stale:
         raise StaleTensorError("\n  ".join((f"{rank}: {len(stale)} bound tensors changed since prepare():", *stale)))
 

@@ -18,22 +18,32 @@ from .kernels.tensors import dtype_name
 MINIMUM_VERSIONS = "megatron-core 0.16.1 and megatron-bridge 0.3.1"
 
 # megatron-core 0.19 keeps the convolution's parameters on the Mamba mixer itself.
-_EARLIER_NAMES = {".mixer.conv1d_weight": ".mixer.conv1d.weight", ".mixer.conv1d_bias": ".mixer.conv1d.bias"}
+_EARLIER_NAMES_IN_A_MIXER = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
 
 
 def local_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer that this rank holds, as `vp{chunk}.{name}` -> tensor, without copying.
+    """Every parameter and persistent buffer that this rank holds, as `vp{chunk}.{name}` -> the model's own tensor.
 
     Wrapper prefixes (DDP, Float16Module) are stripped; layers keep Megatron's numbering within the chunk, so
     `vp1.decoder.layers.0` is the first layer of the second virtual pipeline chunk. Persistent buffers are included
     because the router's `expert_bias` is one. What newer Megatron releases renamed has the name of 0.16. A parameter that
     Transformer Engine quantised (`fp8_param`) is two tensors: its E4M3 data under its own name, and its scales under that
-    name with the attribute's, as in `vp0.decoder.layers.0.mlp.linear_fc2.weight._rowwise_scale_inv`.
+    name with the attribute's, as in `vp0.decoder.layers.0.mlp.linear_fc2.weight._rowwise_scale_inv`. A tied parameter is
+    there by each of its names.
+
+    Sessions read it before every refit, with all experts of all layers. It makes names, and of tensors only views of E4M3 data.
     """
     tensors: dict[str, torch.Tensor] = {}
     for chunk_index, chunk in enumerate(model_chunks):
-        for name, tensor in _held_tensors(chunk):
-            tensors |= _parts_of(f"vp{chunk_index}.{_stable_name(name)}", tensor)
+        for path, module in chunk.named_modules():
+            if not module._parameters and not module._buffers:
+                continue
+            prefix = f"vp{chunk_index}.{_stable_prefix(path)}"
+            for leaf, tensor in _held_by(module, prefix).items():
+                if type(tensor) is torch.nn.Parameter:
+                    tensors[prefix + leaf] = tensor
+                elif tensor is not None:
+                    tensors |= _parts_of(prefix + leaf, tensor)
     return tensors
 
 
@@ -117,12 +127,15 @@ def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def _held_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from chunk.named_parameters()
-    for prefix, module in chunk.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
+def _held_by(module: torch.nn.Module, prefix: str) -> Mapping[str, torch.Tensor | None]:
+    """Its own parameters and persistent buffers, by names that are the same for every supported release."""
+    held: dict[str, torch.Tensor | None] = module._parameters  # type: ignore[assignment]
+    if module._buffers:
+        left_out = module._non_persistent_buffers_set
+        held = held | {leaf: buffer for leaf, buffer in module._buffers.items() if leaf not in left_out}
+    if prefix.endswith(".mixer."):
+        held = {_EARLIER_NAMES_IN_A_MIXER.get(leaf, leaf): tensor for leaf, tensor in held.items()}
+    return held
 
 
 def _parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -136,11 +149,11 @@ def _parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     elif hasattr(tensor, "_rowwise_scale_inv"):
         data, attribute = tensor._rowwise_data, "_rowwise_scale_inv"  # type: ignore[attr-defined]
     else:
-        return {name: tensor.detach()}
+        return {name: tensor}
     scales = getattr(tensor, attribute)
     if data is None or scales is None:
         raise ValueError(f"{name} is quantised, and keeps no row-wise data: build it with row-wise usage")
-    return {name: data.detach().view(torch.float8_e4m3fn), f"{name}.{attribute}": scales.detach()}
+    return {name: data.view(torch.float8_e4m3fn), f"{name}.{attribute}": scales}
 
 
 def precisions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -154,14 +167,12 @@ def precisions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return held
 
 
-def _stable_name(name: str) -> str:
-    """The name without wrappers, the same for every supported release."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    for suffix, earlier in _EARLIER_NAMES.items():
-        if name.endswith(suffix):
-            return name.removesuffix(suffix) + earlier
-    return name
+def _stable_prefix(path: str) -> str:
+    """What names of a module's tensors begin with, without wrappers."""
+    prefix = f"{path}." if path else ""
+    while prefix.startswith("module."):
+        prefix = prefix.removeprefix("module.")
+    return prefix
 
 
 def _task_indices(tasks: Sequence[Any], names: set[str]) -> list[int]:

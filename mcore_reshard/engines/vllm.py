@@ -53,19 +53,15 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     Raises RuntimeError where kernels read another layout than `load_weights` leaves, naming every such parameter.
     """
     _refuse_kernel_layouts(model)
-    derived = vllm_refined_scales.refined_names(model) | {
-        f"{prefix}.{name}"
-        for prefix, layer in model.named_modules()
-        if _is_attention(layer)
-        for name in (*_KV_SCALES, "prob_scale")
-    }
-    derived |= {
-        f"{prefix}.{name}"
-        for prefix, layer in _layers_with_derived_weights(model)
-        for name, _ in layer.named_parameters(recurse=False)
-    }
-    held = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in derived}
-    return held | vllm_refined_scales.blocks_of(model)
+    blocks = vllm_refined_scales.blocks_of(model)
+    left_out = {name.removesuffix(".blocks") for name in blocks}
+    for prefix, layer in _layers_with_parameters(model):
+        if _is_attention(layer):
+            left_out |= {f"{prefix}.{name}" for name in (*_KV_SCALES, "prob_scale")}
+        if _derives_weights(layer):
+            left_out |= {f"{prefix}.{name}" for name in layer._parameters}
+    held = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in left_out}
+    return held | blocks
 
 
 def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -99,9 +95,10 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
     vllm_refined_scales.refine(model)
     done = []
     with torch.no_grad():
-        for name, layer in _layers_with_derived_weights(model):
-            layer.process_weights_after_loading(dtype)
-            done.append(name)
+        for name, layer in model.named_modules():
+            if _derives_weights(layer):
+                layer.process_weights_after_loading(dtype)  # type: ignore[operator]
+                done.append(name)
     return done
 
 
@@ -158,7 +155,7 @@ def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
     convert_to_fp8_moe_kernel_format). What attention derives is not among them: `after_direct_writes` derives it again.
     """
     changed: dict[str, str] = {}
-    for prefix, layer in model.named_modules():
+    for prefix, layer in _layers_with_parameters(model):
         method = getattr(layer, "quant_method", None)
         reason = None if method is None or _is_attention(layer) else _rearranged_by(layer, method)
         if reason:
@@ -201,12 +198,16 @@ def gen_rank_of(vllm_config: VllmConfig) -> int:
     )
 
 
-def _layers_with_derived_weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, layer in model.named_modules():
-        if not callable(getattr(layer, "process_weights_after_loading", None)):
-            continue
-        if hasattr(layer, "kv_b_proj") or getattr(getattr(layer, "impl", None), "sinks", None) is not None:
-            yield name, layer
+def _layers_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Those that have some of their own. Refits ask every layer of a large model: asking a module for what it lacks is slow."""
+    return ((name, layer) for name, layer in model.named_modules() if layer._parameters)
+
+
+def _derives_weights(layer: torch.nn.Module) -> bool:
+    """Whether its `process_weights_after_loading` makes tensors that kernels read from its parameters."""
+    if not hasattr(type(layer), "process_weights_after_loading"):
+        return False
+    return hasattr(layer, "kv_b_proj") or getattr(getattr(layer, "impl", None), "sinks", None) is not None
 
 
 def _refuse_kernel_layouts(model: torch.nn.Module) -> None:

@@ -48,7 +48,7 @@ def refined_names(model: torch.nn.Module) -> set[str]:
 
 def _refined(model: torch.nn.Module) -> Iterator[_Refined]:
     for prefix, layer in model.named_modules():
-        method = getattr(layer, "quant_method", None)
+        method = getattr(layer, "quant_method", None) if layer._parameters else None
         if getattr(method, "weight_scale_refine", None) is None:
             continue
         for leaf in ("w13", "w2"):
@@ -57,6 +57,14 @@ def _refined(model: torch.nn.Module) -> Iterator[_Refined]:
 
 def _entry(name: str, leaf: str, layer: Any, method: Any) -> _Refined:
     parameter = getattr(layer, f"{leaf}{_SUFFIX}")
+    beside = layer.__dict__.setdefault(_BESIDE, {})
+    if leaf not in beside:
+        beside[leaf] = _made_beside(leaf, layer, method, parameter)
+    return _Refined(name, parameter, *beside[leaf])
+
+
+def _made_beside(leaf: str, layer: Any, method: Any, parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A tensor for the checkpoint's scales of one parameter, and which row and column of it each of the parameter's has."""
     coarse, fine = method.weight_block_size, method.moe_block_shape
     part = layer.moe_config.intermediate_size_per_partition
     start = layer.moe_config.tp_rank * part
@@ -73,8 +81,5 @@ def _entry(name: str, leaf: str, layer: Any, method: Any) -> _Refined:
         rows = torch.arange(parameter.shape[1]) * fine[0] // coarse[0]
         columns = mine
         shape = (parameter.shape[0], int(rows[-1]) + 1, touched)
-    beside = layer.__dict__.setdefault(_BESIDE, {})
-    if leaf not in beside:
-        nothing = torch.full(shape, float("nan"), dtype=parameter.dtype, device=parameter.device)
-        beside[leaf] = (nothing, rows.to(parameter.device), columns.to(parameter.device))
-    return _Refined(name, parameter, *beside[leaf])
+    nothing = torch.full(shape, float("nan"), dtype=parameter.dtype, device=parameter.device)
+    return nothing, rows.to(parameter.device), columns.to(parameter.device)

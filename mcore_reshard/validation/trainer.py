@@ -95,7 +95,7 @@ class Source:
         self._trainer = trainer
         self._copies = None
         if any(tensor.device.type != device.type for tensor in trainer.tensors.values()):
-            self._copies = {name: tensor.to(device) for name, tensor in trainer.tensors.items()}
+            self._copies = {name: tensor.detach().to(device) for name, tensor in trainer.tensors.items()}
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -105,7 +105,7 @@ class Source:
         """Bring the copies up to the model, in place."""
         if self._copies is not None:
             for name, tensor in self._trainer.tensors.items():
-                self._copies[name].copy_(tensor)
+                self._copies[name].copy_(tensor.detach())
 
 
 def prepare(*, on_cuda: bool = False) -> None:
