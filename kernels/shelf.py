@@ -24,6 +24,7 @@ class Shelf(PrefixStore):
 
     def __init__(self, name: str, store: Store, failure: str | None = None) -> None:
         super().__init__(name, store)
+        self._store = store  # torch calls one that is written in Python, but does not keep it alive
         self._failure: tuple[Store, str] | None = getattr(store, "_failure", None)
         if failure is not None:
             self._failure = store, failure

@@ -12,10 +12,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import DistStoreError, PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from .kernels.errors import SessionError
-from .meeting import connected, store_address
+from .kernels.shelf import Shelf
 from .megatron import local_tensors, precisions_of, train_mesh_of
 from .planner.families import catalogue_from_config
 from .planner.megatron import ExpertsModule, MegatronBuild
@@ -25,6 +25,7 @@ from .planner.plan_file import dump_plan, parse_plan
 from .planner.planning import make_plan
 from .planner.precision import UNQUANTISED
 from .planner.proof import ProofError, prove
+from .store import connected, store_address
 
 _PLAN = "plan"
 _PRECISIONS = {dtype: precision for precision, dtype in UNQUANTISED.items()}
@@ -68,7 +69,12 @@ def plan_refit(
 
 def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> None:
     """Put the plan where `fetch_plan` finds it: as JSON on the session's store. One rank does this."""
-    PrefixStore(_prefix(session), connected(store_address(store), timeout_s)).set(_PLAN, dump_plan(plan))
+    shelf = _shelf(store, session, timeout_s)
+    try:
+        shelf.set(_PLAN, dump_plan(plan))
+        shelf.check([_PLAN])  # answers once it has it: a frozen store takes what is set, too
+    except DistNetworkError as error:
+        raise SessionError(f"the plan was not published, lost {error}") from error
 
 
 def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> Plan:
@@ -76,22 +82,25 @@ def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: floa
 
     Raises SessionError when none appears within `timeout_s`, PlanFileError for a damaged one and ProofError.
     """
-    shelf = PrefixStore(_prefix(session), connected(store_address(store), timeout_s))
+    shelf = _shelf(store, session, timeout_s)
     try:
         shelf.wait([_PLAN], timedelta(seconds=timeout_s))
+        text = shelf.get(_PLAN).decode()
+    except DistNetworkError as error:
+        raise SessionError(f"no plan was read, lost {error}") from error
     except DistStoreError as error:
         raise SessionError(
             f"no training rank published a plan for session {session!r} within {timeout_s:g} s"
         ) from error
-    plan = parse_plan(shelf.get(_PLAN).decode(), f"the plan published for session {session!r}")
+    plan = parse_plan(text, f"the plan published for session {session!r}")
     proof = prove(plan)
     if not proof.ok:
         raise ProofError(proof)
     return plan
 
 
-def _prefix(session: str) -> str:
-    return f"mcore-reshard/{session}/plan"
+def _shelf(store: TCPStore | str, session: str, timeout_s: float) -> Shelf:
+    return Shelf(f"mcore-reshard/{session}/plan", connected(store_address(store), timeout_s))
 
 
 def _agreed_precision(mine: dict[str, str], main: str) -> str | None:

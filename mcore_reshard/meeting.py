@@ -19,15 +19,15 @@ from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, TransferError
 from mcore_reshard.kernels.shelf import Shelf
 
+from .store import connected
+
 _AGREED = json.dumps({"agreed": True})
 _FAILED = "failed"  # the key of the session's failure, for those who wait on a shelf
 _CAUSE_GRACE_S = 3.0  # how long a rank that lost peers waits for the cause to be published by someone who knows it
-_TRIES = 6  # to connect, or half as many, as torch may double one: a store has been seen not to answer a first greeting
 _LEAVE_GRACE_S = 5.0  # how long a rank that is done lets others learn that the last refit was committed
 _STUCK_GRACE_S = 1.0  # how long a rank that waited in vain lets others say for whom they wait
 
@@ -68,8 +68,9 @@ class Meeting:
 
     It has a connection of its own to the store at `address` ("host:port"). That must be up until `leave` has returned in
     the process that hosts it, and after a failure until all ranks have read the cause there: a rank that comes too late
-    raises all the same, but can only say that it lost the store. `session` names the session on that store; each name
-    serves once.
+    raises all the same, but can only say that it lost the store. So does one whom the store has not answered for
+    `timeout_s`: a frozen store ends `gather` and `fail` within twice their deadline. `session` names the session on that
+    store; each name serves once.
     """
 
     def __init__(self, address: str, session: str, rank: str, members: Sequence[str], *, timeout_s: float) -> None:
@@ -102,8 +103,10 @@ class Meeting:
 
     def leave(self) -> None:
         """Wait, 5 s at most, until everyone has read the last agreement: this process may host the store and end next."""
-        deadline = time.monotonic() + min(_LEAVE_GRACE_S, self.timeout_s)
+        grace_s = min(_LEAVE_GRACE_S, self.timeout_s)
+        deadline = time.monotonic() + grace_s
         with suppress(dist.DistError):  # a store that is gone has nobody left who could read it
+            self.store.set_timeout(timedelta(seconds=grace_s))
             while self._last and self.store.add(f"{self._last}/read", 0) < len(self._members):
                 if time.monotonic() > deadline:
                     return
@@ -141,15 +144,15 @@ class Meeting:
     def _missing(self, phase: str) -> list[str]:
         return [name for name in self._members if not self.store.check([f"{phase}/{name}"])]
 
-    def _another_store(self) -> PrefixStore:
-        return PrefixStore(self._prefix, connected(self._address, self.timeout_s))
+    def _another_store(self) -> Shelf:
+        return Shelf(self._prefix, connected(self._address, self.timeout_s))
 
     @contextmanager
     def _store_is_up(self) -> Iterator[None]:
         try:
             yield
         except dist.DistNetworkError as error:
-            raise SessionError(f"{self.rank} lost the store at {self._address}: {error}") from error
+            raise SessionError(f"{self.rank} lost {error}") from error
 
     def _arrive(self, phase: str, word: Mapping[str, Any]) -> None:
         mine = json.dumps({**word, "process": self._process})
@@ -205,31 +208,3 @@ class Meeting:
         # The first meeting's keys stay: they show that the session's name is taken.
         self._past = phase if self._met else None
         self._met = True
-
-
-def store_address(store: TCPStore | str) -> str:
-    """'host:port' of a store."""
-    return store if isinstance(store, str) else f"{store.host}:{store.port}"
-
-
-def connected(address: str, timeout_s: float) -> TCPStore:
-    """A connection of one's own to the store at `address`, which must be up."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise SessionError(f"not the address of a store, 'host:port' is: {address!r}")
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            store = TCPStore(
-                host.strip("[]"),
-                int(port),
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s / _TRIES),
-            )
-        except RuntimeError as error:
-            if time.monotonic() > deadline:
-                raise SessionError(f"no store answers at {address} within {timeout_s:g} s") from error
-        else:
-            store.set_timeout(timedelta(seconds=timeout_s))
-            return store

@@ -34,7 +34,8 @@ from mcore_reshard.kernels.transport import Link, Transport
 from mcore_reshard.planner.schedule import Schedule, World
 
 from .agreement import agreed_kv_scales, check_alike, check_versions
-from .meeting import Failure, Meeting, SessionFailed, store_address
+from .meeting import Failure, Meeting, SessionFailed
+from .store import store_address
 
 PROTOCOL = 2  # what ranks say to each other; both worlds must speak the same
 DEFAULT_TIMEOUT_S = 60.0

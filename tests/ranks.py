@@ -5,12 +5,14 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,37 @@ class Outcome:
     @property
     def died(self) -> bool:
         return self.kind == "died"
+
+
+@dataclass(frozen=True)
+class StoreProcess:
+    """A process that hosts a store at `address`."""
+
+    address: str
+    pid: int
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        while any(" T " not in stat.read_text() for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")):
+            time.sleep(0.01)
+
+
+@contextmanager
+def store_process() -> Iterator[StoreProcess]:
+    """A store in a process of its own, killed in the end, frozen or not.
+
+    Talk to it from other processes: a thread that is left behind here would log what its store died of while tests fork.
+    """
+    context: Any = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_host, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield StoreProcess(f"127.0.0.1:{ours.recv()}", process.pid)
+    finally:
+        process.kill()
+        process.join()
 
 
 def run_ranks(
@@ -74,6 +107,12 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     bad = {rank: outcome.error or outcome.kind for rank, outcome in enumerate(outcomes) if outcome.kind}
     assert not bad, bad
     return [outcome.value for outcome in outcomes]
+
+
+def _host(pipe: Any) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    time.sleep(3600)
 
 
 def _run(pipe: Any, rank: int, target: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> None:

@@ -14,11 +14,12 @@ import pytest
 import torch
 from handmade import Move, allocate, expected, random_moves, raw_bytes, schedule_of
 from numpy.typing import NDArray
-from ranks import Outcome, run_ranks, values
+from ranks import Outcome, StoreProcess, run_ranks, store_process, values
 from torch.distributed import TCPStore
 
 from mcore_reshard.kernels import registry
-from mcore_reshard.kernels.errors import BindError, Waiting
+from mcore_reshard.kernels.board import Board
+from mcore_reshard.kernels.errors import BindError, SessionError, Waiting
 from mcore_reshard.kernels.gloo import GlooExecutor, GlooGroup
 from mcore_reshard.kernels.pipeline import Step, group_names, group_rank
 from mcore_reshard.kernels.registry import TRANSPORT_VARIABLE
@@ -171,8 +172,8 @@ def test_golden_moves_everything_by_name_and_needs_no_tensor() -> None:
 def many_refits(rank: int, address: str, worlds: tuple[int, int]) -> int:
     me = seat(rank, address, worlds)
     me.endpoint.prepare()
-    assert me.endpoint._connection is not None
-    store = me.endpoint._connection.meeting.store
+    host, port = address.split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     keys = []
     for version in range(1, 13):
         me.endpoint.refit(version)
@@ -560,6 +561,69 @@ def _hosts_the_store_and_leaves_first(rank: int, address: str, folder: str) -> i
 def test_the_process_that_hosts_the_store_may_end_first(tmp_path: Path) -> None:
     outcomes = run_ranks(4, _hosts_the_store_and_leaves_first, str(tmp_path), timeout_s=30)
     assert values(outcomes) == [5, 5, 5, 5]
+
+
+def freeze_together(rank: int, address: str, host: StoreProcess) -> None:
+    """Freeze the session's store when both ranks have come; go on when it is frozen. They meet at another store."""
+    name, port = address.split(":")
+    board = Board(TCPStore(name, int(port), is_master=False, wait_for_workers=False), rank, "01", timeout_s=TIMEOUT_S)
+    board.gather("here", None)
+    if rank == 0:
+        host.freeze()
+    board.gather("frozen", None)
+
+
+def store_freezes(rank: int, address: str, host: StoreProcess, where: str) -> tuple[float, str]:
+    """How long the refit takes that fails because the store froze `where`, and why it does."""
+
+    def freeze() -> None:
+        freeze_together(rank, address, host)
+
+    def export(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+        freeze()
+        return me.export(names)  # type: ignore[union-attr]
+
+    def load_weights(tensors: Any) -> None:
+        freeze()
+        me.load_weights(tensors)  # type: ignore[union-attr]
+
+    callbacks: dict[str, Any] = {"load_weights": load_weights} if rank else {"export": export}
+    me = seat(rank, host.address, (1, 1), timeout_s=1.0, **(callbacks if where == "during a refit" else {}))
+    me.endpoint.prepare(timeout_s=TIMEOUT_S)
+    if where == "between refits":
+        me.endpoint.refit(1)
+        freeze()
+    elif where == "before the first":
+        freeze()
+    start = time.monotonic()
+    with pytest.raises(SessionError) as lost:
+        me.endpoint.refit(2)
+    me.endpoint.close()
+    return time.monotonic() - start, str(lost.value)
+
+
+@pytest.mark.parametrize("where", ["before the first", "between refits", "during a refit"])
+def test_a_store_that_freezes_ends_the_session(where: str) -> None:
+    with store_process() as host:
+        outcomes = values(run_ranks(2, store_freezes, host, where))
+        for rank, (seconds, told) in zip(("train:0", "gen:0"), outcomes, strict=True):
+            assert told.startswith(f"{rank} lost the store at {host.address}: it has not answered for 1 s")
+            assert seconds < 6
+
+
+def closes_at_a_frozen_store(rank: int, address: str, host: StoreProcess) -> float:
+    me = seat(rank, host.address, (1, 1), timeout_s=1.0)
+    me.endpoint.prepare(timeout_s=TIMEOUT_S)
+    me.endpoint.refit(1)
+    freeze_together(rank, address, host)
+    start = time.monotonic()
+    me.endpoint.close()
+    return time.monotonic() - start
+
+
+def test_a_session_at_a_frozen_store_can_be_closed() -> None:
+    with store_process() as host:
+        assert max(values(run_ranks(2, closes_at_a_frozen_store, host))) < 6
 
 
 def test_an_engine_tensor_that_nothing_fills_is_refused() -> None:

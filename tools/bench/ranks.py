@@ -23,10 +23,11 @@ from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import Waiting
 from mcore_reshard.kernels.gloo import GlooGroup
-from mcore_reshard.meeting import connected
+from mcore_reshard.kernels.shelf import Shelf
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.schedule import Schedule, World
 from mcore_reshard.planner.scheduling import schedule_of
+from mcore_reshard.store import connected
 
 from .methods import Method, Prepared, Unavailable
 from .results import ResultFile, row_of, skipped
@@ -103,7 +104,7 @@ class Rank:
 
     def another_store(self) -> torch.distributed.Store:
         """The method's shelf on the store, over a connection of its own."""
-        return PrefixStore(self._shelf, connected(self.address, self.timeout_s))
+        return Shelf(self._shelf, connected(self.address, self.timeout_s))
 
     def run(self) -> None:
         for method in self.launch.methods:

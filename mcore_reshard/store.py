@@ -1,0 +1,166 @@
+"""Connections to a TCPStore on which nothing waits forever.
+
+torch limits how long the store waits for a key, not how long a client waits for the store: connecting to whatever accepts
+and says nothing, and any call to a frozen process, never return, and nothing can interrupt them. So a thread makes them.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Overdue
+from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeVar
+from weakref import finalize
+
+from torch.distributed import DistNetworkError, Store, TCPStore
+
+from mcore_reshard.kernels.errors import SessionError
+
+_TRIES = 6  # to connect, or half as many, as torch may double one: a store has been seen not to answer a first greeting
+_LOOK_S = 2.0  # to find out what is there instead of a store
+
+T = TypeVar("T")
+
+
+def store_address(store: TCPStore | str) -> str:
+    """'host:port' of a store."""
+    return store if isinstance(store, str) else f"{store.host}:{store.port}"
+
+
+def connected(address: str, timeout_s: float) -> AnsweringStore:
+    """A connection of one's own to the store at `address`, which must be up.
+
+    Raises `SessionError` after `timeout_s`, and 2 s at most to see what is there instead.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit():
+        raise SessionError(f"not the address of a store, 'host:port' is: {address!r}")
+    one_try = timedelta(seconds=timeout_s / _TRIES)
+    connect = partial(TCPStore, host, int(port), is_master=False, wait_for_workers=False, timeout=one_try)
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        caller = _Caller()
+        try:
+            store = caller.call(connect, limit_s=min(left_s, 2 * one_try.total_seconds()))
+        except (RuntimeError, Overdue):
+            continue
+        return AnsweringStore(store, address, timeout_s, caller)
+    try:
+        found = _Caller().call(partial(_found, host, int(port)), limit_s=_LOOK_S)
+    except Overdue:
+        found = "the host does not answer"
+    raise SessionError(
+        f"no store answers at {address} within {timeout_s:g} s: {found}; "
+        "start the TCPStore that the session is to meet at, or correct the address"
+    )
+
+
+class AnsweringStore(Store):
+    """A connection to the store at `address`, lost once a call has waited for its answer for `timeout`.
+
+    That is `timeout_s`, or what `set_timeout` says. A call that may wait for a key gets the time for that besides. On
+    a lost connection every call raises `DistNetworkError` at once.
+
+    torch calls it back from C++ but does not keep it alive: hold it, or a Shelf on it, where a PrefixStore is on it.
+    """
+
+    def __init__(self, store: TCPStore, address: str, timeout_s: float, caller: _Caller) -> None:
+        super().__init__()
+        self._for_keys = timedelta(seconds=timeout_s)
+        self.set_timeout(self._for_keys)
+        store.set_timeout(self._for_keys)
+        self._store = store
+        self._address = address
+        self._caller = caller
+        self._turn = Lock()  # one call at a time, as on the connection itself: who queues has not begun to wait
+        self._lost = ""  # why, once it is
+
+    def set(self, key: str, value: str) -> None:
+        self._answer(partial(self._store.set, key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._answer(partial(self._store.get, key), waits=self._for_keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._answer(partial(self._store.multi_get, keys), waits=self._for_keys)
+
+    def add(self, key: str, value: int) -> int:
+        return self._answer(partial(self._store.add, key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._answer(partial(self._store.check, keys))
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._answer(partial(self._store.compare_set, key, expected_value, desired_value))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        waits = self._for_keys if timeout is None else timeout
+        self._answer(partial(self._store.wait, keys, waits), waits=waits)
+
+    def delete_key(self, key: str) -> bool:
+        return self._answer(partial(self._store.delete_key, key))
+
+    deleteKey = delete_key  # as torch calls it from C++
+
+    def _answer(self, call: Callable[[], T], waits: timedelta = timedelta()) -> T:
+        limit: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stubs have set_timeout only
+        with self._turn:
+            if not self._lost:
+                try:
+                    return self._caller.call(call, limit_s=(limit + waits).total_seconds())
+                except Overdue:
+                    why = "its process is frozen, or its host is gone"
+                    self._lost = f"it has not answered for {limit.total_seconds():g} s: {why}"
+                except DistNetworkError as error:
+                    self._lost = str(error)
+            raise DistNetworkError(f"the store at {self._address}: {self._lost}")
+
+
+class _Caller:
+    """A thread for calls that may never return. It is left behind with one that does not, and ends with the process.
+
+    No pool of `concurrent.futures`: the interpreter would wait for its threads before it exits.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        Thread(target=_make, args=(self._calls,), name="store", daemon=True).start()
+        finalize(self, self._calls.put, None)
+
+    def call(self, function: Callable[[], T], limit_s: float) -> T:
+        """What `function` returns or raises. Raises `Overdue` if it does neither within `limit_s`."""
+        outcome: Future[T] = Future()
+        self._calls.put((outcome, function))
+        return outcome.result(limit_s)
+
+
+def _make(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while call := calls.get():
+        outcome, function = call
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # the caller's
+            outcome.set_exception(error)
+        del call, outcome, function  # nothing lives on for a thread that has nothing to do
+
+
+def _found(host: str, port: int) -> str:
+    """What is at an address where no store answers."""
+    try:
+        socket.create_connection((host, port), timeout=_LOOK_S).close()
+    except socket.gaierror:
+        return "no host has that name"
+    except ConnectionRefusedError:
+        return "nothing listens there"
+    except TimeoutError:
+        return "the host does not answer"
+    except OSError as error:
+        return str(error)
+    return "what listens there does not talk as one; it is another service, or a frozen process"
