@@ -368,6 +368,64 @@ def test_a_missing_field_is_not_taken_for_another_one_of_the_model(name: str) ->
     assert len(refused) > 5
 
 
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("tiny-llama", "num_key_value_heads", "num_key_value_head"),
+        ("tiny-llama", "head_dim", "hed_dim"),
+        ("tiny-llama-tied", "tie_word_embeddings", "tie_word_embedding"),
+        ("tiny-qwen3", "attention_bias", "atention_bias"),
+        ("tiny-qwen3-moe", "mlp_only_layers", "mlp_only_layer"),
+        ("tiny-qwen3-moe", "decoder_sparse_step", "decoder_sparse_steps"),
+        ("tiny-qwen3-fp8", "quantization_config", "quantisation_config"),
+        ("tiny-deepseek-v3", "num_nextn_predict_layers", "num_nextn_predict_layer"),
+        ("tiny-nemotron-h", "use_conv_bias", "use_conv_bais"),
+    ],
+)
+def test_a_misspelt_field_does_not_pass_for_a_default(name: str, right: str, wrong: str) -> None:
+    config: dict[str, Any] = {right: None, **load_config(name)}
+    config[wrong] = config.pop(right)
+    with pytest.raises(ConfigError) as caught:
+        catalogue_from_config({**config, "vocab_size": "many"})
+    assert list(caught.value.problems) == [
+        "vocab_size is 'many', an integer is needed",
+        f"unknown field {wrong!r}: is {right!r} meant?",
+    ]
+
+
+def test_a_misspelt_field_of_the_quantization_is_one_of_the_problems() -> None:
+    config = load_config("tiny-qwen3-fp8")
+    stated = dict(config["quantization_config"])
+    stated["weight_block_sizes"] = stated.pop("weight_block_size")
+    with pytest.raises(ConfigError, match="unknown field 'weight_block_sizes': is 'weight_block_size' meant"):
+        catalogue_from_config({**config, "quantization_config": stated})
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_no_field_that_transformers_writes_is_taken_for_a_misspelt_one(name: str) -> None:
+    """Whichever other field is absent."""
+    mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    config = load_config(name)
+    family = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
+    written = mapping[family]().to_dict() if family in mapping else {}
+    everything = {**written, "mtp_hybrid_override_pattern": "*E", **config}
+    for absent in [None, *everything]:
+        try:
+            catalogue_from_config({field: value for field, value in everything.items() if field != absent})
+        except ConfigError as error:
+            assert "meant?" not in str(error) and "did you mean it" not in str(error)
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-qwen3", "tiny-qwen3-moe", "tiny-gpt-oss", "tiny-nemotron-h"])
+def test_key_value_heads_are_guessed_for_llama_alone(name: str) -> None:
+    config = load_config(name)
+    del config["num_key_value_heads"]
+    with pytest.raises(ConfigError) as caught:
+        catalogue_from_config(config)
+    assert list(caught.value.problems) == ["num_key_value_heads is missing"]
+    catalogue_from_config({**config, "num_key_value_heads": None})
+
+
 def test_a_misspelt_field_is_asked_about_wherever_it_is_missed() -> None:
     for name, right, wrong in (
         ("tiny-deepseek-v3", "q_lora_rank", "q_lora_rnk"),

@@ -32,8 +32,8 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Catalogue]] = {
 def catalogue_from_config(config: Mapping[str, Any]) -> Catalogue:
     """Every parameter of the model that `config` (an HF config.json) describes.
 
-    Raises `ConfigError`: for a `model_type` that no family knows, or listing every field that is missing, of the wrong
-    type, or at odds with another.
+    Raises `ConfigError`: for a `model_type` that no family knows, or listing every field that is missing, misspelt, of
+    the wrong type, or at odds with another.
     """
     family = config.get("model_type")
     if isinstance(family, str) and family in FAMILIES:

@@ -48,7 +48,7 @@ def _dense(
     hidden, vocab, width = reader.size("hidden_size"), reader.size("vocab_size"), reader.size("intermediate_size")
     count = reader.size("num_hidden_layers")
     # Qwen3's heads are 128 wide whatever hidden / heads is: its config must say so
-    numbers = read_attention(reader, hidden, derive_head_dim=family != "qwen3")
+    numbers = read_attention(reader, hidden, derive_head_dim=family != "qwen3", derive_kv_heads=family == "llama")
     tied, dtype = reader.flag("tie_word_embeddings"), reader.dtype()
     quantization = read_quantization(reader)
     reader.finish()

@@ -12,7 +12,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST_SIZE = 1 << 24  # bytes of a tensor stay countable in 64 bits
 _LARGEST_DEPTH = 1 << 12  # layers are enumerated
 _DEPTHS = {"num_hidden_layers", "num_nextn_predict_layers"}
-_FIELDS_NOT_READ = {"n_group"}  # of published configs, where they look like one that is: Mamba's n_groups
+# of published configs, where they look like one that is: Mamba's n_groups, and the pattern of the main layers
+_FIELDS_NOT_READ = {"n_group", "mtp_hybrid_override_pattern"}
 
 
 class ConfigError(ValueError):
@@ -35,8 +36,13 @@ def looks_like(name: str, keys: Iterable[str]) -> str:
 
     Real fields differ by a few letters too (`qk_nope_head_dim`, `qk_rope_head_dim`): leave those out that are read.
     """
-    close = get_close_matches(name, keys, n=1, cutoff=0.9)
-    return f"; did you mean it by {close[0]!r}?" if close else ""
+    close = _closest(name, keys)
+    return f"; did you mean it by {close!r}?" if close else ""
+
+
+def _closest(name: str, names: Iterable[str]) -> str:
+    """The one that a slip of a letter or two turns into `name`; empty where there is none."""
+    return next(iter(get_close_matches(name, names, n=1, cutoff=0.9)), "")
 
 
 def _count(problems: Sequence[str]) -> str:
@@ -85,6 +91,11 @@ class ConfigReader:
             self.note_missing(name, " (null where the model has none)")
             return 0
         return self.size(name, minimum=0, default=0)
+
+    def require(self, name: str) -> None:
+        """Notes a field that is absent, though it may be null."""
+        if name not in self._config:
+            self.note_missing(name)
 
     def has(self, name: str) -> bool:
         return self._value(name) is not None
@@ -144,9 +155,13 @@ class ConfigReader:
         self._problems.append((f"{name} is missing{remark}", name))
 
     def problems(self) -> list[str]:
-        """All that was noted. Once every field has been read, one of another name may be a misspelt missing one."""
-        others = self._config.keys() - self._read - _FIELDS_NOT_READ
-        return [problem + (looks_like(missing, others) if missing else "") for problem, missing in self._problems]
+        """All that was noted. Once every field has been read, one of another name may be a misspelt absent one: missing,
+        or with a default that nobody asked for."""
+        others = [name for name in self._config if name not in self._read | _FIELDS_NOT_READ]
+        found = [problem + (looks_like(missing, others) if missing else "") for problem, missing in self._problems]
+        defaulted = self._read - self._config.keys() - {missing for _, missing in self._problems}
+        meant = {name: _closest(name, sorted(defaulted)) for name in others}
+        return found + [f"unknown field {name!r}: is {right!r} meant?" for name, right in meant.items() if right]
 
     def finish(self) -> None:
         """Raises `ConfigError` with all that was noted, if anything was."""
@@ -170,10 +185,19 @@ class ConfigReader:
 
 
 def read_attention(
-    reader: ConfigReader, hidden: int, derive_head_dim: bool = True, alias: str = "head_dim"
+    reader: ConfigReader,
+    hidden: int,
+    derive_head_dim: bool = True,
+    derive_kv_heads: bool = False,
+    alias: str = "head_dim",
 ) -> Attention:
-    """Heads, key/value heads (as many where absent) and the head size (`hidden / heads` where absent and derivable)."""
+    """Heads, key/value heads (as many where null) and the head size (`hidden / heads` where absent and derivable).
+
+    Absent key/value heads are as many in Llama alone: transformers takes a number from some checkpoint in other families.
+    """
     heads = reader.size("num_attention_heads")
+    if not derive_kv_heads:
+        reader.require("num_key_value_heads")
     kv_heads = reader.size("num_key_value_heads", default=heads)
     reader.check(
         heads % kv_heads == 0,
