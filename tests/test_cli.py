@@ -201,12 +201,18 @@ def test_explain_answers_for_scales(run: Run, tmp_path: Path) -> None:
     assert (origin["dst"]["rank"], origin["dst"]["index"]) == (3, [5, 7])
     assert origin["src"]["tensor"] == "vp0.decoder.layers.1.mlp.linear_fc1.weight._rowwise_scale_inv"
     assert (origin["src"]["rank"], origin["src"]["index"]) == (1, [11, 7])
-    assert scale["notes"] == ["it is the scale of model.layers.1.mlp.up_proj.weight[88:96, 56:64]"]
+    assert scale["notes"] == [
+        "it is the scale of model.layers.1.mlp.up_proj.weight[88:96, 56:64]",
+        "the trainer holds no scales: it computes this one as it casts the block",
+    ]
     weight = run("explain", plan, "model.layers.1.mlp.up_proj.weight[90,60]", "--json").json
     assert weight["notes"] == [
         "the trainer holds bfloat16 and sends float8_e4m3fn",
         "its scale is model.layers.1.mlp.up_proj.weight_scale_inv[11,7], of a block of 8x8",
     ]
+    tensor = "model.layers.1.mlp.gate_up_proj.weight_scale_inv[5,7]"
+    local = run("explain", plan, tensor, "--gen-rank", 3, "--json").json
+    assert (local["origins"], local["notes"]) == (scale["origins"], scale["notes"])
 
 
 def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_and_300_mb() -> None:
