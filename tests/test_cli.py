@@ -215,6 +215,29 @@ def test_explain_answers_for_scales(run: Run, tmp_path: Path) -> None:
     assert (local["origins"], local["notes"]) == (scale["origins"], scale["notes"])
 
 
+@pytest.mark.parametrize("dtypes", ["fp32 -> bf16", "bf16 -> fp32", "fp32 -> fp8", "mxfp8 -> mxfp8"])
+def test_validate_reads_off_a_plan_file_which_dtypes_it_cannot_compare(run: Run, tmp_path: Path, dtypes: str) -> None:
+    train, gen = dtypes.split(" -> ")
+    plan = tmp_path / "plan.json"
+    run(
+        "plan",
+        "tiny-qwen3",
+        "--train",
+        "tp=2",
+        "--gen",
+        "tp=2",
+        "--train-dtype",
+        train,
+        "--gen-dtype",
+        gen,
+        "--out",
+        plan,
+    )
+    outcome = run("validate", plan)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"{dtypes} is not validated here" in outcome.err
+
+
 def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_and_300_mb() -> None:
     script = (
         "import sys; from pathlib import Path; from mcore_reshard.cli import main; code = main(); "
