@@ -238,6 +238,14 @@ def test_validate_reads_off_a_plan_file_which_dtypes_it_cannot_compare(run: Run,
     assert f"{dtypes} is not validated here" in outcome.err
 
 
+def test_validate_refuses_a_plan_whose_trainer_is_in_fp8_and_whose_engine_is_not(run: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    run("plan", "tiny-qwen3-fp8", "--train", "tp=2", "--gen", "tp=2", "--train-dtype", "fp8", "--out", plan)
+    outcome = run("validate", plan)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "sends other parameters by misc than one of bf16 -> bf16 does" in outcome.err
+
+
 def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_and_300_mb() -> None:
     script = (
         "import sys; from pathlib import Path; from mcore_reshard.cli import main; code = main(); "

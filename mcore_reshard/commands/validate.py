@@ -15,7 +15,6 @@ from rich.text import Text
 
 from mcore_reshard.planner.configs import builtin_names, load_config
 from mcore_reshard.planner.mesh import format_mesh
-from mcore_reshard.planner.parameters import ParameterGroup
 from mcore_reshard.planner.plan import Plan, Policy
 from mcore_reshard.planner.plan_file import load_plan
 from mcore_reshard.planner.planning import make_plan
@@ -113,8 +112,14 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
         problems.append(f"--train-dtype and --gen-dtype say {said}, the plan is of {wanted}")
     if args.policy not in {None, plan.policy}:
         problems.append(f"--policy is {args.policy}, the plan follows {plan.policy}")
-    if _groups_of(request) != plan.groups:
+    again = make_plan(
+        request.catalogue, request.train, request.gen, policy=plan.policy,
+        train_dtype=request.train_dtype, gen_dtype=request.gen_dtype,
+    )  # fmt: skip
+    if again.groups != plan.groups:
         problems.append(f"the plan is of another model than {source}: their parameters differ")
+    elif not problems and again.misc != plan.misc:
+        problems.append(f"the plan sends other parameters by misc than one of {said} does: it is of other dtypes")
     if problems:
         raise InputError(problems)
     return request, plan
@@ -132,16 +137,6 @@ def _dtypes_of(plan: Plan) -> tuple[str | None, str | None]:
 def _all_pairs_are_misc(plan: Plan) -> bool:
     """Then the plan does not tell what the trainer holds."""
     return bool(plan.pairs) and {pair.weight for pair in plan.pairs} <= {entry.group for entry in plan.misc}
-
-
-def _groups_of(request: Request) -> tuple[ParameterGroup, ...]:
-    if request.gen_dtype is None:
-        return request.catalogue.groups
-    train = request.train.canonical(request.catalogue.architecture.layers)
-    return make_plan(
-        request.catalogue, train, request.gen, policy=request.policy,
-        train_dtype=request.train_dtype, gen_dtype=request.gen_dtype,
-    ).groups  # fmt: skip
 
 
 # --- text
