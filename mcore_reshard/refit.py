@@ -10,6 +10,7 @@ the session is then over, and what generation ranks hold may be a mixture of two
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -232,8 +233,11 @@ class _Endpoint(ABC):
     def _kv_word(self, scales: Mapping[str, float] | None) -> dict[str, Any]:
         """What a rank says of scales of the KV cache when a refit starts: those it was given, and whether it takes any."""
         found = {name: float(scale) for name, scale in (scales or {}).items()}
-        if wrong := [name for name, scale in found.items() if not 0 < scale < float("inf")]:
-            raise ValueError(f"scales of the KV cache are positive numbers, {wrong[0]} is {found[wrong[0]]}")
+        wrong = [
+            f"{name} is {s}" for name, s in found.items() if not 0 < torch.tensor(s, dtype=torch.float32) < math.inf
+        ]
+        if wrong:
+            raise ValueError(f"scales of the KV cache are positive float32 numbers, and {', '.join(wrong)}")
         word: dict[str, Any] = {"kv_scales": found} if found else {}
         return word | ({"takes_kv_scales": self._set_kv_scales is not None} if self.world == "gen" else {})
 

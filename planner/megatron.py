@@ -327,6 +327,9 @@ class MegatronLayout(Layout):
         found += _indivisible(f"{attention.heads} attention heads", attention.heads, "tp", tp)
         if isinstance(attention, Attention) and attention.kv_heads % tp and tp % attention.kv_heads:
             found.append(f"{attention.kv_heads} KV heads are neither a multiple nor a divisor of tp = {tp}")
+        elif isinstance(attention, Attention):
+            rows = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
+            found += _indivisible(f"linear_qkv's {rows} rows", rows, "tp", tp)
         found += _indivisible(f"MLP width {architecture.intermediate}", architecture.intermediate, "tp", tp)
         found += _indivisible(
             f"shared expert width {architecture.shared_intermediate}", architecture.shared_intermediate, "tp", tp

@@ -53,7 +53,7 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
     yield from _blocks(plan, bundles.keys())
     unplanned = [Counter(u.group for u in routes) for routes in (plan.misc, plan.excluded)]
     casts = {cast.group for cast in plan.casts}
-    checked: dict[tuple[int, int, tuple[int, int], bool], str] = {}
+    checked: dict[tuple[int, int, tuple[int, int], bool, str], str] = {}
     for pair in plan.pairs:
         weight, scales = plan.groups[pair.weight], plan.groups[pair.scales]
         if message := _group_fault(weight, scales, pair):
@@ -70,10 +70,10 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
                 message = "its scales do not travel with it: no bundle of theirs has the same members, ranks and turn"
                 yield Violation("pairs", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
                 continue
-            key = (bundle.template, found.template, pair.block, pair.weight in casts)
+            key = (bundle.template, found.template, pair.block, pair.weight in casts, scales.dtype)
             if key not in checked:
                 templates = plan.templates[bundle.template], plan.templates[found.template]
-                checked[key] = _template_fault(*templates, pair, weight, pair.weight in casts)
+                checked[key] = _template_fault(*templates, pair, weight, scales, pair.weight in casts)
             if checked[key]:
                 yield Violation("pairs", bundle_name(plan, found), bundle_ranks(plan, found), checked[key])
         for bundle in beside.values():
@@ -126,7 +126,8 @@ def _place(bundle: Bundle) -> Bundle:
     return replace(bundle, group=0, template=0)
 
 
-def _template_fault(weight: Template, scales: Template, pair: Pair, group: ParameterGroup, is_cast: bool) -> str:
+def _template_fault(weight: Template, scales: Template, pair: Pair, group: ParameterGroup,
+                    scales_group: ParameterGroup, is_cast: bool) -> str:  # fmt: skip
     """Why two templates do not agree block by block ("" when they do)."""
     for data, grid, is_src in ((weight.src, scales.src, True), (weight.dst, scales.dst, False)):
         if len(data.pieces) != len(grid.pieces):
@@ -136,6 +137,8 @@ def _template_fault(weight: Template, scales: Template, pair: Pair, group: Param
                 return f"shard {shard} has {len(held)} pieces of the weight and {len(beside)} of its scales"
             for piece, scale in zip(held, beside, strict=True):
                 message = _piece_fault(piece, scale, pair, group, is_src)
+                if scale.tensor.dtype != scales_group.dtype:
+                    message = f"{scale.tensor.name} is {scale.tensor.dtype}, scales are {scales_group.dtype}"
                 if is_src and is_cast and not message:
                     message = _computed_fault(piece, scale, pair.block)
                 if message:
@@ -159,7 +162,7 @@ def _piece_fault(piece: Piece, scale: Piece, pair: Pair, group: ParameterGroup, 
     """
     block = pair.block
     named = f"{scale.tensor.name} {scale.region} for {piece.tensor.name} {piece.region}"
-    if scale.tensor.dtype not in _SCALES or not scale.tensor.name.startswith(piece.tensor.name):
+    if not scale.tensor.name.startswith(piece.tensor.name):
         return f"{scale.tensor.dtype} {named} are not its scales"
     if scale.region != blocks_touched(piece.region, block):
         return f"{named} are not the scales of its blocks"

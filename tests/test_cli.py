@@ -201,12 +201,49 @@ def test_explain_answers_for_scales(run: Run, tmp_path: Path) -> None:
     assert (origin["dst"]["rank"], origin["dst"]["index"]) == (3, [5, 7])
     assert origin["src"]["tensor"] == "vp0.decoder.layers.1.mlp.linear_fc1.weight._rowwise_scale_inv"
     assert (origin["src"]["rank"], origin["src"]["index"]) == (1, [11, 7])
-    assert scale["notes"] == ["it is the scale of model.layers.1.mlp.up_proj.weight[88:96, 56:64]"]
+    assert scale["notes"] == [
+        "it is the scale of model.layers.1.mlp.up_proj.weight[88:96, 56:64]",
+        "the trainer holds no scales: it computes this one as it casts the block",
+    ]
     weight = run("explain", plan, "model.layers.1.mlp.up_proj.weight[90,60]", "--json").json
     assert weight["notes"] == [
         "the trainer holds bfloat16 and sends float8_e4m3fn",
         "its scale is model.layers.1.mlp.up_proj.weight_scale_inv[11,7], of a block of 8x8",
     ]
+    tensor = "model.layers.1.mlp.gate_up_proj.weight_scale_inv[5,7]"
+    local = run("explain", plan, tensor, "--gen-rank", 3, "--json").json
+    assert (local["origins"], local["notes"]) == (scale["origins"], scale["notes"])
+
+
+@pytest.mark.parametrize("dtypes", ["fp32 -> bf16", "bf16 -> fp32", "fp32 -> fp8", "mxfp8 -> mxfp8"])
+def test_validate_reads_off_a_plan_file_which_dtypes_it_cannot_compare(run: Run, tmp_path: Path, dtypes: str) -> None:
+    train, gen = dtypes.split(" -> ")
+    plan = tmp_path / "plan.json"
+    run(
+        "plan",
+        "tiny-qwen3",
+        "--train",
+        "tp=2",
+        "--gen",
+        "tp=2",
+        "--train-dtype",
+        train,
+        "--gen-dtype",
+        gen,
+        "--out",
+        plan,
+    )
+    outcome = run("validate", plan)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert f"{dtypes} is not validated here" in outcome.err
+
+
+def test_validate_refuses_a_plan_whose_trainer_is_in_fp8_and_whose_engine_is_not(run: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    run("plan", "tiny-qwen3-fp8", "--train", "tp=2", "--gen", "tp=2", "--train-dtype", "fp8", "--out", plan)
+    outcome = run("validate", plan)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "sends other parameters by misc than one of bf16 -> bf16 does" in outcome.err
 
 
 def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_and_300_mb() -> None:

@@ -197,11 +197,22 @@ class TestBlockFp8:
         assert held[f"{prefix}mlp.down_proj.weight"].dtype is torch.float8_e4m3fn
         assert held["lm_head.weight"].dtype is torch.float32
 
-    def test_listed_modules_stay(self):
-        kept = {**self.config["quantization_config"], "modules_to_not_convert": ["model.layers.0.mlp.down_proj"]}
+    @pytest.mark.parametrize("field", ["modules_to_not_convert", "ignored_layers"])
+    @pytest.mark.parametrize(("listed", "tensor"), [("mlp.down_proj", "mlp.down_proj"),
+        ("mlp.gate_up_proj", "mlp.gate_up_proj"), ("self_attn.qkv_proj", "self_attn.qkv_proj")])  # fmt: skip
+    def test_listed_modules_stay(self, field, listed, tensor):
+        kept = {**self.config["quantization_config"], field: [f"model.layers.0.{listed}"]}
         tensors = engine_tensors(self.config | {"quantization_config": kept}, GenSizes(), 0)
-        assert tensors["model.layers.0.mlp.down_proj.weight"].dtype is torch.float32
-        assert "model.layers.0.mlp.down_proj.weight_scale_inv" not in tensors
+        assert tensors[f"model.layers.0.{tensor}.weight"].dtype is torch.float32
+        assert f"model.layers.0.{tensor}.weight_scale_inv" not in tensors
+
+    @pytest.mark.parametrize("listed", ["mlp.experts", "mlp.experts.3.up_proj"])
+    def test_experts_stay_if_they_or_one_of_them_are_listed(self, listed):
+        config = load_config("tiny-qwen3-moe-fp8")
+        kept = {**config["quantization_config"], "modules_to_not_convert": [f"model.layers.1.{listed}"]}
+        tensors = engine_tensors(config | {"quantization_config": kept}, GenSizes(), 0)
+        scaled = {name.split(".")[2] for name in tensors if name.endswith("w13_weight_scale_inv")}
+        assert scaled == {"0"}
 
     def test_a_cut_through_a_block_is_refused(self):
         wide = {"quant_method": "fp8", "weight_block_size": [1, 4]}

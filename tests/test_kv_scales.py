@@ -84,9 +84,17 @@ def test_scales_that_would_be_lost_are_refused_before_anything_moves(given: Any,
     assert engines == [["derived", refused, "derived"]] * 2
 
 
-@pytest.mark.parametrize("scale", [float("nan"), "a"])
-def test_what_is_no_number_is_an_error_of_the_caller(scale: Any) -> None:
+def kv_word(scales: Mapping[str, Any]) -> None:
     moves = random_moves(np.random.default_rng(7), WORLDS, parameters=5, stages=1)
-    endpoint = TrainEndpoint(schedule_of(moves, "train", 0, WORLDS), {}, store="127.0.0.1:1")
+    TrainEndpoint(schedule_of(moves, "train", 0, WORLDS), {}, store="127.0.0.1:1")._kv_word(scales)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), "a", 0, 1e-46, 1e39])  # the last two are 0 and inf as float32
+def test_what_is_no_number_is_an_error_of_the_caller(scale: Any) -> None:
     with pytest.raises(ValueError):
-        endpoint._kv_word({"model.layers.0.self_attn.attn.k_scale": scale})
+        kv_word({"model.layers.0.self_attn.attn.k_scale": scale})
+
+
+def test_all_wrong_scales_are_named() -> None:
+    with pytest.raises(ValueError, match=r"and a is -1\.0, c is 0\.0"):
+        kv_word({"a": -1, "b": 1, "c": 0})

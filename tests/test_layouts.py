@@ -208,6 +208,10 @@ def test_an_unknown_parameter_is_misc_with_a_reason_never_a_default():
         ),
         (lambda: MegatronLayout(tiny("llama"), TrainMesh(dp=2, ep=2)), ["want a model with experts"]),
         (
+            lambda: MegatronLayout(tiny("qwen3", num_attention_heads=6, num_key_value_heads=1), TrainMesh(tp=3)),
+            ["linear_qkv's 64 rows cannot be divided by tp = 3"],
+        ),
+        (
             lambda: VllmLayout(tiny("qwen3-moe", num_key_value_heads=3, num_attention_heads=6), GenMesh(tp=4)),
             [
                 "6 attention heads cannot be divided by tp = 4",

@@ -98,9 +98,11 @@ def test_one_flipped_bit_of_a_scale_is_reported_with_rank_tensor_and_coordinate(
     ("name", "changes", "dtypes", "why"),
     [
         ("tiny-qwen3-fp8", {}, ("fp8", "bf16"), "fp8 -> bf16 is not validated here"),
-        ("tiny-qwen3", {}, ("mxfp8", "mxfp8"), "what can be compared is bf16 -> fp8, fp8 -> fp8, and the same unquantised"),
+        ("tiny-qwen3", {}, ("mxfp8", "mxfp8"), "what can be compared is bf16 -> fp8, fp8 -> fp8, and bf16 on both sides"),
         ("tiny-qwen3-fp8", {"quantization_config": {"quant_method": "fp8"}}, ("fp8", "fp8"), "only FP8 in blocks"),
-        ("tiny-qwen3-fp8", {"torch_dtype": "float32"}, ("bf16", "fp8"), "beside bfloat16, and the config says float32"),
+        ("tiny-qwen3-fp8", {"torch_dtype": "float32"}, ("bf16", "fp8"), "beside bfloat16, and this one is in float32"),
+        ("tiny-llama", {"torch_dtype": "float32"}, (None, None), "validated in bfloat16, or FP8"),
+        ("tiny-llama", {"torch_dtype": "float16"}, ("fp32", "fp32"), "this one is in float16"),
         ("tiny-qwen3", {}, ("bf16", "fp8"), "parts share a block of 128 rows; tiny models with matrices of several"),
         ("tiny-gpt-oss", {}, ("bf16", "fp8"), "gpt_oss in FP8 is not written down here"),
     ],

@@ -26,6 +26,7 @@ from mcore_reshard.planner.explain import (
     parse_element,
 )
 from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.precision import FP8
 from mcore_reshard.planner.proof import ProofError, prove
 from mcore_reshard.planner.schedule import World
 
@@ -109,6 +110,7 @@ def _precision(plan: Plan, name: str, index: tuple[int, ...]) -> Iterator[str]:
     for cast in plan.casts:
         if cast.group == number:
             yield f"the trainer holds {cast.src} and sends {cast.dst}"
+    computed = {cast.group for cast in plan.casts if cast.dst == FP8}
     for pair in plan.pairs:
         rows, columns = pair.block
         if pair.weight == number:
@@ -123,6 +125,8 @@ def _precision(plan: Plan, name: str, index: tuple[int, ...]) -> Iterator[str]:
             ]
             box = f"[{at[0] * rows}:{last[0] + 1}, {at[1] * columns}:{last[1] + 1}]"
             yield f"it is the scale of {plan.groups[pair.weight].name(layer, expert)}{box}"
+            if pair.weight in computed:
+                yield "the trainer holds no scales: it computes this one as it casts the block"
 
 
 def _tensor(plan: Plan, element: Element, world: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
@@ -140,7 +144,10 @@ def _tensor(plan: Plan, element: Element, world: str, gen_rank: int | None, trai
         origins = [o for o in origins if (place := getattr(o, end)) is not None and place.rank == other]
     first = origins[0] if origins else None
     holders = holders_of(plan, first.parameter, first.index) if first is not None and first.parameter else []
-    return _Answer(f"{world} tensor", origins, holders, [])
+    notes = [
+        note for origin in origins if origin.parameter for note in _precision(plan, origin.parameter, origin.index)
+    ]
+    return _Answer(f"{world} tensor", origins, holders, list(dict.fromkeys(notes)))
 
 
 def _prefix(text: str) -> tuple[str | None, str]:

@@ -15,11 +15,10 @@ from rich.text import Text
 
 from mcore_reshard.planner.configs import builtin_names, load_config
 from mcore_reshard.planner.mesh import format_mesh
-from mcore_reshard.planner.parameters import ParameterGroup
 from mcore_reshard.planner.plan import Plan, Policy
 from mcore_reshard.planner.plan_file import load_plan
 from mcore_reshard.planner.planning import make_plan
-from mcore_reshard.planner.precision import FP8
+from mcore_reshard.planner.precision import BLOCK_FP8, UNQUANTISED
 from mcore_reshard.planner.proof import ProofError, prove
 
 from .inputs import InputError, Request, is_plan_file, read_request
@@ -108,38 +107,36 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
         )
         if asked != planned
     ]
-    if dtypes != planned_dtypes and "fp8" in (*dtypes, *planned_dtypes) and not _all_pairs_are_misc(plan):
-        said, wanted = (" -> ".join(dtype or "bf16" for dtype in both) for both in (dtypes, planned_dtypes))
+    said, wanted = (" -> ".join(dtype or "bf16" for dtype in both) for both in (dtypes, planned_dtypes))
+    if said != wanted and not _all_pairs_are_misc(plan):
         problems.append(f"--train-dtype and --gen-dtype say {said}, the plan is of {wanted}")
     if args.policy not in {None, plan.policy}:
         problems.append(f"--policy is {args.policy}, the plan follows {plan.policy}")
-    if _groups_of(request) != plan.groups:
+    again = make_plan(
+        request.catalogue, request.train, request.gen, policy=plan.policy,
+        train_dtype=request.train_dtype, gen_dtype=request.gen_dtype,
+    )  # fmt: skip
+    if again.groups != plan.groups:
         problems.append(f"the plan is of another model than {source}: their parameters differ")
+    elif not problems and again.misc != plan.misc:
+        problems.append(f"the plan sends other parameters by misc than one of {said} does: it is of other dtypes")
     if problems:
         raise InputError(problems)
     return request, plan
 
 
 def _dtypes_of(plan: Plan) -> tuple[str | None, str | None]:
-    """What the sides of a plan with pairs hold: where nothing is cast to FP8, the trainer has it already."""
-    if not plan.pairs:
-        return None, None
-    return "bf16" if any(cast.dst == FP8 for cast in plan.casts) else "fp8", "fp8"
+    """What the sides of a plan hold: where nothing is cast, the trainer has what the engine has."""
+    names = {dtype: name for name, dtype in UNQUANTISED.items()}
+    wanted = names.get(plan.groups[0].dtype)
+    if plan.pairs:
+        wanted = "fp8" if plan.groups[plan.pairs[0].scales].dtype == BLOCK_FP8.scales else "mxfp8"
+    return names[plan.casts[0].src] if plan.casts else wanted, wanted
 
 
 def _all_pairs_are_misc(plan: Plan) -> bool:
     """Then the plan does not tell what the trainer holds."""
     return bool(plan.pairs) and {pair.weight for pair in plan.pairs} <= {entry.group for entry in plan.misc}
-
-
-def _groups_of(request: Request) -> tuple[ParameterGroup, ...]:
-    if request.gen_dtype is None:
-        return request.catalogue.groups
-    train = request.train.canonical(request.catalogue.architecture.layers)
-    return make_plan(
-        request.catalogue, train, request.gen, policy=request.policy,
-        train_dtype=request.train_dtype, gen_dtype=request.gen_dtype,
-    ).groups  # fmt: skip
 
 
 # --- text

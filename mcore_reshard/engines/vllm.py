@@ -121,8 +121,8 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> list[s
         layer = layers.get(prefix) or layers.get(f"{prefix.removesuffix('.attn')}.mla_attn.mla_attn")
         if leaf not in _KV_SCALES or (layer is None and not _is_elsewhere(model, prefix)):
             problems.append(f"{name} is no scale of an attention layer")
-        elif not (0 < scale < float("inf")):
-            problems.append(f"{name} is {scale}, a positive number is needed")
+        elif not 0 < torch.tensor(scale, dtype=torch.float32) < float("inf"):
+            problems.append(f"{name} is {scale}, a positive float32 number is needed")
         elif layer is not None:
             found.append((name, layer, leaf, scale * 2 if current_platform.is_fp8_fnuz() else scale))
     if problems:

@@ -16,6 +16,12 @@ from mcore_reshard.validation.engine_tables import Config, Index, Shape, Table, 
 SUFFIX = "_scale_inv"
 _FAMILIES = {"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2"}
 
+_FUSED_IN = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj"),
+}
+
 Block = tuple[int, int]
 
 
@@ -33,7 +39,7 @@ def quantise(table: Table, config: Config) -> None:
     if config["model_type"] not in _FAMILIES:
         raise ValueError(f"{config['model_type']} in FP8 is not written down here")
     block = (int(stated["weight_block_size"][0]), int(stated["weight_block_size"][1]))
-    kept = stated.get("modules_to_not_convert") or ()
+    kept = stated.get("ignored_layers") or stated.get("modules_to_not_convert") or ()
     for name, (shape, targets) in list(table.sources.items()):
         if _is_linear(name) and not _is_kept(name, kept):
             scales = [_beside(table, target, shape, block) for target in targets]
@@ -48,11 +54,13 @@ def _is_linear(name: str) -> bool:
 
 
 def _is_kept(name: str, kept: list[str] | tuple[str, ...]) -> bool:
-    """Listed modules stay as they are; a module of one expert keeps all experts of its layer."""
+    """Listed modules stay as they are, by their name or by that of the module they are fused in; the experts of a layer
+    do if one of them, or all, are listed."""
     experts, found, _ = name.partition(".experts.")
     if found:
-        return any(listed.startswith(experts + found) for listed in kept)
-    return name.removesuffix(".weight") in kept
+        return any(f"{listed}.".startswith(experts + found) for listed in kept)
+    prefix, _, leaf = name.removesuffix(".weight").rpartition(".")
+    return any(f"{prefix}.{module}" in kept for module in {leaf, _FUSED_IN.get(leaf, leaf)})
 
 
 def _add_scales(table: Table, tensor: str, block: Block) -> None:

@@ -21,7 +21,7 @@ from mcore_reshard.quantised_export import Pairs
 
 from .errors import ValidationError
 
-# (--train-dtype, --gen-dtype) whose results can be compared byte for byte, beside the same unquantised dtype on both
+# (--train-dtype, --gen-dtype) whose results can be compared byte for byte, beside bf16 on both
 _COMPARED = {("bf16", "fp8"), ("fp8", "fp8")}
 
 
@@ -48,21 +48,23 @@ class Precision:
 def precision_of(config: Mapping[str, Any], train_dtype: str | None, gen_dtype: str | None) -> Precision:
     """What the sides hold of a model; a config in FP8 is in the blocks that it says, another one in 128 by 128.
 
-    Raises ValidationError for dtypes that cannot be compared and for FP8 that is not in blocks.
+    Raises ValidationError for dtypes that cannot be compared, models that are not in bfloat16 and FP8 not in blocks.
     """
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    catalogue = catalogue_from_config(plain)
+    if catalogue.dtype != "bfloat16":
+        raise ValidationError(
+            f"models are validated in bfloat16, or FP8 beside bfloat16, and this one is in {catalogue.dtype}: give a"
+            " config in bfloat16"
+        )
     if train_dtype == gen_dtype and gen_dtype not in {"fp8", "mxfp8"}:
         return Precision(None, None, plain, plain, None)
     asked = (train_dtype or "bf16", gen_dtype or "bf16")
     if asked not in _COMPARED:
         pairs = ", ".join(f"{train} -> {gen}" for train, gen in sorted(_COMPARED))
         raise ValidationError(
-            f"{asked[0]} -> {asked[1]} is not validated here: what can be compared is {pairs}, and the same unquantised"
-            " dtype on both sides"
+            f"{asked[0]} -> {asked[1]} is not validated here: what can be compared is {pairs}, and bf16 on both sides"
         )
-    catalogue = catalogue_from_config(plain)
-    if catalogue.dtype != "bfloat16":
-        raise ValidationError(f"FP8 is validated beside bfloat16, and the config says {catalogue.dtype}")
     stated = config.get("quantization_config") or _published_as(catalogue)
     if stated.get("quant_method") != "fp8" or not stated.get("weight_block_size"):
         raise ValidationError(f"only FP8 in blocks is validated here, and the config's quantization_config is {stated}")

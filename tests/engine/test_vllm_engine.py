@@ -176,9 +176,10 @@ def test_wrong_kv_scales_are_refused_before_any_is_written(config_folder):
     model = build_engine(config_folder(tiny("llama")), GenSizes(), 0)
     good = "model.layers.0.self_attn.attn.k_scale"
     wrong = {good: 2.0, "model.layers.1.self_attn.attn.v_scale": -1.0, "model.layers.9.self_attn.attn.k_scale": 1.0}
-    with pytest.raises(ValueError, match="2 scales of the KV cache cannot be set") as error:
-        set_kv_scales(model, wrong)
-    assert "v_scale is -1.0, a positive number is needed" in str(error.value)
+    beyond = {"model.layers.1.self_attn.attn.k_scale": 1e-46, "model.layers.1.self_attn.attn.q_scale": 1e39}  # float32
+    with pytest.raises(ValueError, match="4 scales of the KV cache cannot be set") as error:
+        set_kv_scales(model, wrong | beyond)
+    assert "v_scale is -1.0, a positive float32 number is needed" in str(error.value)
     assert "model.layers.9.self_attn.attn.k_scale is no scale of an attention layer" in str(error.value)
     assert model.get_submodule("model.layers.0.self_attn.attn")._k_scale.item() == 1.0
 

@@ -11,6 +11,7 @@ from mcore_reshard.planner.geometry import Piece, Region
 from mcore_reshard.planner.layout import Padding, Shards
 from mcore_reshard.planner.parameters import Role
 from mcore_reshard.planner.plan import GroupCast, Plan, Template
+from mcore_reshard.planner.scales import in_dtype
 
 from .edits import Recut, edit_bundles, moves_between, retensor
 from .in_plans import mutants_of
@@ -214,6 +215,16 @@ def scales_computed_in_a_padded_grid(plan: Plan) -> Plan:
         filled = src.pieces[0][0].region.stop[1]
         padding = tuple(tuple(Padding(p.tensor, Region((0, filled), p.tensor.shape)) for p in held) for held in pieces)
         templates[index] = replace(templates[index], src=Shards(pieces, padding))
+    return replace(plan, templates=tuple(templates))
+
+
+@mutant(36, LLAMA, "pairs")
+def scales_in_another_dtype(plan: Plan) -> Plan:
+    """on both ends, the scales of down_proj are said to be E8M0 bytes, while the pair has float32"""
+    templates = list(plan.templates)
+    for index in {plan.bundles[i].template for i in scales_of(plan, Role.DOWN)}:
+        ends = (in_dtype(shards, "uint8") for shards in (templates[index].src, templates[index].dst))
+        templates[index] = Template(*ends, templates[index].moves)
     return replace(plan, templates=tuple(templates))
 
 
