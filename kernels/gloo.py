@@ -86,6 +86,7 @@ class GlooGroup:
         board = Board(store, rank, names, timeout_s=timeout_s)
         board.gather("here", "")  # gloo itself would wait for each missing rank in turn, and name none
         self._group = _connected(store, rank, len(names), timeout_s)
+        self._store = store  # gloo keeps it, but not alive where it is written in Python
 
     def send(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
         return self._started("send", buffer, peer, waiting)

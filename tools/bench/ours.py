@@ -14,6 +14,7 @@ from mcore_reshard.kernels.pipeline import Executor
 from mcore_reshard.kernels.program import bind
 from mcore_reshard.kernels.registry import AUTO, resolve
 from mcore_reshard.kernels.relaying import RelayedExecutor, relayed, unrelayed
+from mcore_reshard.kernels.shelf import Shelf
 from mcore_reshard.kernels.transport import Link
 from mcore_reshard.planner.scheduling import schedule_of
 from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
@@ -76,7 +77,7 @@ def _prepared(rank: Rank, transport: str, connect: Callable[[Link], Executor] | 
     executor = (connect or usual)(
         Link(
             store=PrefixStore("link", rank.store),
-            another_store=lambda: PrefixStore("link", rank.another_store()),
+            another_store=lambda: Shelf("link", rank.another_store()),
             group=group,
             program=bind(rank.schedule, rank.tensors),
             timeout_s=rank.timeout_s,
