@@ -25,6 +25,8 @@ MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
 RELAYED = Case("tiny-qwen3-moe", "tp=1", "dp=3")
 CAST = Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
 RELAYED_CAST = Case("tiny-qwen3-moe", "tp=1", "dp=3", dtypes=("bf16", "fp8"), block=(8, 16))
+PIPELINED = Case("tiny-qwen3-moe", "pp=2", "tp=1")
+PIPELINED_CAST = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
 ALL_PAIRS = "train:0-gen:0,train:0-gen:1,train:1-gen:0,train:1-gen:1"
 
 
@@ -131,3 +133,24 @@ def test_auto_on_gpus(case: Case, transport: str, unreachable: str, way: str) ->
     found = values(run_ranks(4, on_gpus, case, transport, unreachable, timeout_s=120.0, method="spawn"))
     assert all(ways == {way} for ways, _ in found)
     assert [wrong for _, wrong in found] == [{}] * 4
+
+
+def on_two_gpus(number: int, address: str, case: Case, unreachable: str) -> Any:
+    """Both stages of the trainer on one GPU, the engine on the other: no communicator of a stage has a GPU twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNREACHABLE_VARIABLE, unreachable)
+        return planned_refits.refit(number, address, case, "cuda:0" if number < 2 else "cuda:1", transport="auto")
+
+
+@pytest.mark.gpu
+@needs_gpus(2)
+@pytest.mark.parametrize(
+    ("unreachable", "way"),
+    [("", "direct"), ("train:0-gen:0", "direct+nccl"), ("train:0-gen:0,train:1-gen:0", "nccl")],
+    ids=["all near", "one far", "all far"],
+)
+@pytest.mark.parametrize("case", [PIPELINED, PIPELINED_CAST], ids=["plain", "cast"])
+def test_auto_on_two_gpus(case: Case, unreachable: str, way: str) -> None:
+    found = values(run_ranks(3, on_two_gpus, case, unreachable, timeout_s=120.0, method="spawn"))
+    assert all(ways == {way} for ways, _ in found)
+    assert [wrong for _, wrong in found] == [{}] * 3
