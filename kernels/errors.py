@@ -43,6 +43,10 @@ class VersionError(RefitError):
     """A version that does not increase, or ranks that refit different versions at the same time."""
 
 
+class KvScalesError(RefitError):
+    """Scales of the KV cache that cannot land as they were given: nothing has moved, and the session goes on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """What a rank is about to wait for: enough to name the culprit if it never comes."""

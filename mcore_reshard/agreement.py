@@ -5,10 +5,13 @@ Every rank looks at the same words, so all of them raise, or none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from .kernels.errors import SessionError, VersionError
+import torch
+
+from .kernels.errors import KvScalesError, SessionError, VersionError
 
 Words = Mapping[str, Mapping[str, Any]]
 
@@ -35,23 +38,60 @@ def check_versions(words: Words, rank: str, committed: int | None) -> None:
         raise VersionError(f"{rank}: version {version} does not follow {committed}")
 
 
+def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a rank says of the scales of the KV cache that it was given, if any."""
+    given = dict(scales or {})
+    if wrong := [f"{name} is {scale!r:.40}" for name, scale in given.items() if not _is_positive_float32(scale)]:
+        return {"wrong_kv_scales": ", ".join(wrong)}
+    return {"kv_scales": {name: float(scale) for name, scale in given.items()}} if given else {}
+
+
 def agreed_kv_scales(words: Words, sender: str) -> dict[str, float]:
     """The scales of the KV cache that training rank 0, `sender`, sends.
 
-    Raises `SessionError` where a rank was given others, which would be lost, or takes none.
+    Raises `KvScalesError` where a rank was given others, which would be lost, or what is no positive number.
     """
+    wrong = _ranks_by(words, "wrong_kv_scales")
+    wrong.pop(None, None)
+    if wrong:
+        raise KvScalesError(f"scales of the KV cache are positive float32 numbers, and {_who_said(wrong)}")
     found: dict[str, float] = words[sender].get("kv_scales", {})
     if others := [rank for rank, word in words.items() if word.get("kv_scales", found) != found]:
-        raise SessionError(
+        raise KvScalesError(
             f"scales of the KV cache travel from {sender}, which was given {len(found)}: others were given on"
             f" {', '.join(others)}; give all of them on {sender}"
         )
-    deaf = [rank for rank, word in words.items() if word.get("takes_kv_scales") is False]
-    if found and deaf:
-        raise SessionError(
-            f"{len(found)} scales of the KV cache came with the refit, and no function to set them was given on {', '.join(deaf)}"
-        )
     return found
+
+
+def kv_names_word(scales: Iterable[str], names: Collection[str] | None) -> dict[str, Any]:
+    """What a generation rank says of the names of agreed scales: those that it lacks, by their numbers.
+
+    `names` are its own; None if it takes no scales.
+    """
+    return {"lacks": None if names is None else [number for number, name in enumerate(scales) if name not in names]}
+
+
+def check_kv_names(words: Words, scales: Collection[str]) -> None:
+    """All generation ranks must take scales, and each name must be that of one of them; else raises `KvScalesError`."""
+    lacking = {rank: word["lacks"] for rank, word in words.items() if "lacks" in word}
+    if deaf := [rank for rank, lacks in lacking.items() if lacks is None]:
+        raise KvScalesError(
+            f"{len(scales)} scales of the KV cache came with the refit, and no function to set them was given on {', '.join(deaf)}"
+        )
+    nowhere = set.intersection(*map(set, lacking.values()))
+    if wrong := [name for number, name in enumerate(scales) if number in nowhere]:
+        raise KvScalesError(
+            f"{len(wrong)} of {len(scales)} scales of the KV cache are of no attention layer of any generation rank:"
+            f" {', '.join(wrong)}; name the engine's own, as in model.layers.0.self_attn.attn.k_scale"
+        )
+
+
+def _is_positive_float32(scale: Any) -> bool:
+    try:
+        return 0 < torch.tensor(float(scale), dtype=torch.float32).item() < math.inf
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # RuntimeError: a tensor of several numbers
+        return False
 
 
 def _ranks_by(words: Words, field: str) -> dict[Any, list[str]]:

@@ -10,10 +10,9 @@ the session is then over, and what generation ranks hold may be a mixture of two
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +33,18 @@ from mcore_reshard.kernels.rounds import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.transport import Link, Transport
 from mcore_reshard.planner.schedule import Schedule, World
 
-from .agreement import agreed_kv_scales, check_alike, check_versions
+from .agreement import (
+    agreed_kv_scales,
+    check_alike,
+    check_kv_names,
+    check_versions,
+    kv_names_word,
+    kv_scales_word,
+)
 from .meeting import Failure, Meeting, SessionFailed
 from .store import store_address
 
-PROTOCOL = 2  # what ranks say to each other; both worlds must speak the same
+PROTOCOL = 3  # what ranks say to each other; both worlds must speak the same
 DEFAULT_TIMEOUT_S = 60.0
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -46,6 +52,7 @@ LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tenso
 Export = Callable[[Sequence[str] | None], NamedTensors]
 LoadWeights = Callable[[NamedTensors], Any]
 SetKvScales = Callable[[Mapping[str, float]], Any]
+KvScaleNames = Callable[[], Collection[str]]
 
 
 class SessionOptions(TypedDict, total=False):
@@ -107,17 +114,21 @@ class _Endpoint(ABC):
         moves_by_name: bool,
         after_direct_writes: Callable[[], Any] | None = None,
         set_kv_scales: SetKvScales | None = None,
+        kv_scale_names: KvScaleNames | None = None,
     ) -> None:
         if schedule.world != self.world:
             raise ValueError(f"a {type(self).__name__} needs the schedule of a {self.world} rank, not {schedule.world}")
         if ctas is not None and ctas < 1:
             raise ValueError(f"ctas must be at least 1, not {ctas}: it is what generation ranks pull with")
+        if (set_kv_scales is None) != (kv_scale_names is None):
+            raise ValueError("set_kv_scales and kv_scale_names go together: a rank is handed the scales that it names")
         self.rank = schedule.name
         self.committed_version: int | None = None
         self._schedule = schedule
         self._moves_by_name = moves_by_name
         self._after_direct_writes = after_direct_writes
         self._set_kv_scales = set_kv_scales
+        self._kv_scale_names = kv_scale_names
         self._tensors = tensors
         self._store_address = store_address(store)
         self._transport = transport
@@ -155,12 +166,12 @@ class _Endpoint(ABC):
         """Move the weights of `version` from the trainer to the engine; return once every rank has acknowledged it.
 
         `kv_scales`, given on training rank 0 and maybe on others too, are calibrated scales of the engine's KV cache that
-        belong to this version, by checkpoint name (`model.layers.0.self_attn.attn.k_scale`); generation ranks hand them
-        to `set_kv_scales`.
+        belong to this version, by checkpoint name (`model.layers.0.self_attn.attn.k_scale`); each generation rank hands
+        those of its layers to `set_kv_scales`.
 
         All ranks of both worlds must call it with the same version, larger than the last: else all of them raise
-        `VersionError`, nothing has moved and the session goes on. Each wait ends with an error
-        after `timeout_s`. Training weights may change again as soon as this returns.
+        `VersionError`, and `KvScalesError` for scales that cannot land. Then nothing has moved and the session goes on.
+        Each wait ends with an error after `timeout_s`. Training weights may change again as soon as this returns.
         """
         connection = self._ready()
         start = time.perf_counter()
@@ -169,9 +180,10 @@ class _Endpoint(ABC):
         with self._ends_on_error(meeting, f"{phase}/start"):
             if connection.program is not None:
                 connection.program.check_fresh(self._live())
-            words = meeting.gather(f"{phase}/start", {"version": version, **self._kv_word(kv_scales)})
+            words = meeting.gather(f"{phase}/start", {"version": version, **kv_scales_word(kv_scales)})
         check_versions(words, self.rank, self.committed_version)
-        scales = agreed_kv_scales(words, self._schedule.name_of("train", 0))
+        sent = agreed_kv_scales(words, self._schedule.name_of("train", 0))
+        scales = self._own_kv_scales(meeting, f"{phase}/kv_scales", sent) if sent else {}
         with ExitStack() as afterwards, self._ends_on_error(meeting, f"{phase}/commit"):
             stages, misc_bytes = self._moved(connection, afterwards)
             if scales and self._set_kv_scales is not None:
@@ -230,16 +242,13 @@ class _Endpoint(ABC):
             self._after_direct_writes()
         return stages, misc_bytes
 
-    def _kv_word(self, scales: Mapping[str, float] | None) -> dict[str, Any]:
-        """What a rank says of scales of the KV cache when a refit starts: those it was given, and whether it takes any."""
-        found = {name: float(scale) for name, scale in (scales or {}).items()}
-        wrong = [
-            f"{name} is {s}" for name, s in found.items() if not 0 < torch.tensor(s, dtype=torch.float32) < math.inf
-        ]
-        if wrong:
-            raise ValueError(f"scales of the KV cache are positive float32 numbers, and {', '.join(wrong)}")
-        word: dict[str, Any] = {"kv_scales": found} if found else {}
-        return word | ({"takes_kv_scales": self._set_kv_scales is not None} if self.world == "gen" else {})
+    def _own_kv_scales(self, meeting: Meeting, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
+        """Those of the scales that are this rank's to set, once all ranks know that each of them is some rank's."""
+        with self._ends_on_error(meeting, phase):
+            names = self._kv_scale_names() if self._kv_scale_names is not None else None
+            words = meeting.gather(phase, kv_names_word(scales, names) if self.world == "gen" else {})
+        check_kv_names(words, scales)
+        return {name: scale for name, scale in scales.items() if name in (names or ())}
 
     def _live(self) -> Mapping[str, torch.Tensor]:
         return self._tensors() if callable(self._tensors) else self._tensors
@@ -368,9 +377,9 @@ class GenerationEndpoint(_Endpoint):
     nothing fills is refused.
     `load_weights(pairs)` is the engine's own loader: it gets (HF name, whole CPU tensor) pairs and must read them all.
     `after_direct_writes()` is called after each refit that wrote tensors directly, before it is acknowledged: an engine
-    that derives tensors from its weights derives them again there. `set_kv_scales(scales)` gets, last of all, the scales of
-    the KV cache that came with the refit, and puts those of its layers where attention reads them. The rest is as for
-    `TrainEndpoint`.
+    that derives tensors from its weights derives them again there. `kv_scale_names()` are the names of this rank's scales
+    of the KV cache; `set_kv_scales(scales)` gets, last of all, those of them that came with the refit, and puts them where
+    attention reads them. The rest is as for `TrainEndpoint`.
     """
 
     world: World = "gen"
@@ -383,6 +392,7 @@ class GenerationEndpoint(_Endpoint):
         load_weights: LoadWeights | None = None,
         after_direct_writes: Callable[[], Any] | None = None,
         set_kv_scales: SetKvScales | None = None,
+        kv_scale_names: KvScaleNames | None = None,
         **options: Unpack[SessionOptions],
     ) -> None:
         super().__init__(
@@ -391,6 +401,7 @@ class GenerationEndpoint(_Endpoint):
             moves_by_name=load_weights is not None,
             after_direct_writes=after_direct_writes,
             set_kv_scales=set_kv_scales,
+            kv_scale_names=kv_scale_names,
             **options,
         )
         self._load_weights = load_weights

@@ -8,6 +8,7 @@ vllm/model_executor.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -102,49 +103,55 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
     return done
 
 
-def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> list[str]:
-    """Put calibrated scales of the KV cache where attention reads them; returns the names that live on this rank.
+def kv_scale_names(model: torch.nn.Module) -> list[str]:
+    """The names of this rank's scales of the KV cache, as checkpoints have them: `set_kv_scales` takes these."""
+    return list(_kv_scales(model))
 
-    Names are the checkpoint's: `model.layers.3.self_attn.attn.k_scale`, and `v_scale`, `q_scale`. Call it after
-    `after_direct_writes`, which may reset them to 1. What is in the cache already was quantised with the old scales.
-    Written in place: captured CUDA graphs read the tensors, while the host's floats are baked into them
+
+def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
+    """Put calibrated scales of the KV cache where attention reads them: some of `kv_scale_names`.
+
+    Call it after `after_direct_writes`, which may reset them to 1. What is in the cache already was quantised with the old
+    scales. Written in place: captured CUDA graphs read the tensors, while the host's floats are baked into them
     (layers/quantization/kv_cache.py, BaseKVCacheMethod.process_weights_after_loading, whose values these are).
-    Raises ValueError, before anything is written, for names of no attention layer and for scales that are not positive.
+    Raises ValueError, before anything is written, for names that this rank does not have and scales that are not positive.
     """
     from vllm.platforms import current_platform
 
-    layers = {name: layer for name, layer in model.named_modules() if _is_attention(layer)}
-    found: list[tuple[str, torch.nn.Module, str, float]] = []
+    known = _kv_scales(model)
     problems = []
     for name, scale in scales.items():
-        prefix, _, leaf = name.rpartition(".")
-        layer = layers.get(prefix) or layers.get(f"{prefix.removesuffix('.attn')}.mla_attn.mla_attn")
-        if leaf not in _KV_SCALES or (layer is None and not _is_elsewhere(model, prefix)):
+        if name not in known:
             problems.append(f"{name} is no scale of an attention layer")
         elif not 0 < torch.tensor(scale, dtype=torch.float32) < float("inf"):
             problems.append(f"{name} is {scale}, a positive float32 number is needed")
-        elif layer is not None:
-            found.append((name, layer, leaf, scale * 2 if current_platform.is_fp8_fnuz() else scale))
     if problems:
         raise ValueError("\n  ".join((f"{len(problems)} scales of the KV cache cannot be set:", *problems)))
     with torch.no_grad():
-        for _, layer, leaf, scale in found:
-            getattr(layer, f"_{leaf}").fill_(scale)
+        for name, scale in scales.items():
+            layer, leaf = known[name]
+            value = scale * 2 if current_platform.is_fp8_fnuz() else scale
+            getattr(layer, f"_{leaf}").fill_(value)
             setattr(layer, f"_{leaf}_float", float(getattr(layer, f"_{leaf}")))
             if hasattr(layer, f"_{leaf}_cpu"):
-                getattr(layer, f"_{leaf}_cpu").fill_(scale)
-    return [name for name, *_ in found]
+                getattr(layer, f"_{leaf}_cpu").fill_(value)
+
+
+def _kv_scales(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
+    """The attention layer of every scale of the KV cache, and which of its scales it is, by name.
+
+    Multi-head latent attention is `self_attn.attn` to a checkpoint and deeper down here; both names count.
+    """
+    found: dict[str, tuple[torch.nn.Module, str]] = {}
+    for prefix, layer in model.named_modules():
+        if _is_attention(layer):
+            for name in (prefix, re.sub(r"\.mla_attn\.mla_attn$", ".attn", prefix)):
+                found |= {f"{name}.{leaf}": (layer, leaf) for leaf in _KV_SCALES if hasattr(layer, f"_{leaf}")}
+    return found
 
 
 def _is_attention(layer: torch.nn.Module) -> bool:
     return hasattr(layer, "_k_scale") and hasattr(layer, "_v_scale")
-
-
-def _is_elsewhere(model: torch.nn.Module, name: str) -> bool:
-    """Whether a module is on another pipeline stage: one of its parents is a stand-in."""
-    modules, path = dict(model.named_modules()), name.split(".")
-    parents = (modules.get(".".join(path[:depth])) for depth in range(1, len(path) + 1))
-    return any(type(parent).__name__ == "PPMissingLayer" for parent in parents)
 
 
 def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:

@@ -58,6 +58,7 @@ class RefitWorker:
             load_weights=lambda tensors: engine.load_weights(self.get_model(), tensors),
             after_direct_writes=lambda: engine.after_direct_writes(self.get_model(), config.model_config.dtype),
             set_kv_scales=lambda scales: engine.set_kv_scales(self.get_model(), scales),
+            kv_scale_names=lambda: engine.kv_scale_names(self.get_model()),
             **options,
         )
         endpoint.prepare(timeout_s=prepare_timeout_s)

@@ -14,6 +14,7 @@ from mcore_reshard.engines.vllm import (
     gen_rank_of,
     gen_sizes_of,
     kernel_layouts,
+    kv_scale_names,
     load_weights,
     local_tensors,
     set_kv_scales,
@@ -153,16 +154,30 @@ def test_kv_scales_land_where_attention_reads_them(name, attention, named, quant
     config = tiny(name, quantization_config=FP8) if quantised else tiny(name)
     model = build_engine(config_folder(config), GenSizes(pp=2), 1)  # layers 2 and 3
     scales = {
-        f"{named.format(layer)}.{leaf}_scale": layer + n / 8 for layer in (0, 2) for n, leaf in ((1, "k"), (2, "v"))
+        f"{named.format(2)}.k_scale": 2.125,
+        f"{named.format(2)}.v_scale": 2.25,
+        f"{named.format(3)}.q_scale": 0.75,
     }
-    scales[f"{named.format(3)}.q_scale"] = 0.75
-    assert set_kv_scales(model, scales) == [n for n in scales if ".0." not in n]  # layer 0 is on the other stage
+    set_kv_scales(model, scales)
     layer = model.get_submodule(attention.format(2))
     assert (layer._k_scale.item(), layer._k_scale_float, layer._k_scale_cpu.item()) == (2.125, 2.125, 2.125)
     assert (layer._v_scale.item(), layer._v_scale_float, layer._v_scale_cpu.item()) == (2.25, 2.25, 2.25)
     assert (layer._q_scale.item(), layer._q_scale_float) == (1.0, 1.0)
     last = model.get_submodule(attention.format(3))
     assert (last._q_scale.item(), last._q_scale_float, last._k_scale.item()) == (0.75, 0.75, 1.0)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_each_pipeline_stage_names_the_kv_scales_of_its_layers(name, config_folder):
+    folder = config_folder(tiny(name))
+    for stage, layers in ((0, (0, 1)), (1, (2, 3))):
+        model = build_engine(folder, GenSizes(pp=2), stage)
+        names = kv_scale_names(model)
+        wanted = [f"model.layers.{layer}.self_attn.attn.{leaf}_scale" for layer in layers for leaf in "kvq"]
+        assert [name for name in names if ".mla_attn." not in name] == wanted
+        set_kv_scales(model, dict.fromkeys(names, 0.5))
+        with pytest.raises(ValueError, match="1 scales of the KV cache cannot be set"):  # of the other stage
+            set_kv_scales(model, {f"model.layers.{(layers[0] + 2) % 4}.self_attn.attn.k_scale": 0.5})
 
 
 def test_kv_scales_are_no_tensors_that_a_refit_fills(config_folder):

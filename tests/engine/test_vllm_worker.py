@@ -13,10 +13,10 @@ import pytest
 from checkpoints import tiny
 
 from mcore_reshard.engines.vllm_worker import RefitWorker
-from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.errors import KvScalesError, SessionError
 from mcore_reshard.planner.configs import load_config
 from mcore_reshard.planner.mesh import MeshError, parse_gen_mesh, parse_train_mesh
-from mcore_reshard.refit import RefitReport
+from mcore_reshard.refit import GenerationEndpoint, RefitReport, TrainEndpoint
 from mcore_reshard.validation import ranks
 from mcore_reshard.validation.engine_slices import GenSizes, poison
 from mcore_reshard.validation.runner import validate
@@ -92,6 +92,35 @@ def test_refits_through_vllm_workers_equal_golden(family, train, gen, monkeypatc
     )
     assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
     assert all(refit.bulk_bytes and bool(refit.misc_bytes) == (family == "nemotron-h") for refit in report.refits)
+
+
+KV_SCALES = {f"model.layers.{layer}.self_attn.attn.k_scale": 1.5 + layer for layer in range(4)}
+
+
+def test_kv_scales_land_on_the_stages_of_their_layers_and_a_wrong_name_costs_nothing(monkeypatch):
+    refit, compare = TrainEndpoint.refit, ranks._compare_with_golden
+
+    def with_scales(self, version):
+        scales = KV_SCALES if self.rank == "train:0" else {}
+        with pytest.raises(
+            KvScalesError, match=r"1 of 5 scales .* any generation rank: model\.layers\.0\.k_scale; name"
+        ):
+            refit(self, version, kv_scales=scales and {**scales, "model.layers.0.k_scale": 1.0})
+        return refit(self, version, kv_scales=scales)
+
+    def compare_scales_too(job, rank, version, engine, route):
+        held = {name: m._k_scale.item() for name, m in engine._model.named_modules() if hasattr(m, "_k_scale")}
+        assert len(held) == 2 and held.items() <= {n.removesuffix(".k_scale"): s for n, s in KV_SCALES.items()}.items()
+        return compare(job, rank, version, engine, route)
+
+    monkeypatch.setattr(ranks, "_generate", generate_by_worker)
+    monkeypatch.setattr(ranks, "_compare_with_golden", compare_scales_too)
+    for endpoint in (TrainEndpoint, GenerationEndpoint):
+        monkeypatch.setattr(endpoint, "refit", with_scales)
+    report = validate(
+        load_config("tiny-qwen3"), parse_train_mesh("tp=2"), parse_gen_mesh("pp=2"), refits=2, engine="vllm"
+    )
+    assert report.ok
 
 
 @pytest.mark.parametrize(
