@@ -109,18 +109,20 @@ def validate(
     trainer.prepare(on_cuda=device == "cuda")
     if kind == "vllm":
         vllm_engine.prepare()
-    versions = range(1, refits + 1)
+    versions, deadline_s = range(1, refits + 1), timeout_s * (refits + 2)
     with tempfile.TemporaryDirectory(prefix="mcore-reshard-validate-") as name:
         folder = Path(name)
         pairs = pairs_by_name(plan)
-        for version in {1, *versions} & {1, 2}:
-            blocks = {name: pair.block for name, pair in pairs.items()}
-            tiny.write_checkpoint(precision.trainer_config, folder / f"payload{version}", version, blocks)
         live = planned_here and not unknown
         job = Job(precision, plan, pairs, folder, transport, device, kind, experts, refits, timeout_s, live)
         job.engine_folder.mkdir()
         (job.engine_folder / "config.json").write_text(json.dumps(precision.engine_config))
-        ranks = run_processes(job.ranks + 1, run_process, (job,), timeout_s=timeout_s * (refits + 2))[:-1]
+        if kind == "vllm":
+            _check_vllm(job, deadline_s)
+        for version in {1, *versions} & {1, 2}:
+            blocks = {name: pair.block for name, pair in pairs.items()}
+            tiny.write_checkpoint(precision.trainer_config, folder / f"payload{version}", version, blocks)
+        ranks = run_processes(job.ranks + 1, run_process, (job,), timeout_s=deadline_s)[:-1]
     return ValidationReport(
         model=model or str(config["model_type"]),
         train=format_mesh(train),
@@ -164,6 +166,27 @@ def _check_slices(config: Mapping[str, Any], gen: GenMesh) -> None:
             f"the engine would not hold this model in this way: {error}; tiny models with matrices of several blocks are"
             " tiny-qwen3-fp8, tiny-qwen3-moe-fp8 and tiny-deepseek-v3-fp8"
         ) from error
+
+
+def _check_vllm(job: Job, timeout_s: float) -> None:
+    """In a process of its own: vLLM leaves its groups and its environment behind."""
+    checkpoint = {}
+    for name, shape in tiny.checkpoint_shapes(job.precision.trainer_config).items():
+        pair = job.pairs.get(name)
+        dtype = torch.float8_e4m3fn if pair else tiny.checkpoint_dtype(name)
+        checkpoint[name] = torch.empty(shape, dtype=dtype, device="meta")
+        if pair:
+            checkpoint[pair.name] = torch.empty(pair.shape, dtype=torch.float32, device="meta")
+
+    def ask(_: int) -> str | None:
+        return vllm_engine.refusal(job.engine_folder, gen_sizes(job.plan.gen), checkpoint)
+
+    (refusal,) = run_processes(1, ask, timeout_s=timeout_s)
+    if refusal:
+        raise ValidationError(
+            f"vLLM refuses this model, so nothing can be compared: {refusal.rstrip('.')}; change the config or --gen to what"
+            " vLLM holds"
+        )
 
 
 def _engine_kind(engine: str, device: str) -> str:

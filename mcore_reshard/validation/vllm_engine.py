@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -80,6 +80,35 @@ def build_engine(
     for parameter in model.parameters():
         poison(parameter.data)
     return model
+
+
+def refusal(config_folder: Path | str, sizes: GenSizes, checkpoint: Mapping[str, torch.Tensor]) -> str | None:
+    """Why vLLM cannot hold a model, in its own words; None if it can.
+
+    Builds every generation rank and loads `checkpoint` into it, all on the meta device. What fails in other ways than sizes
+    that do not fit is raised.
+    """
+    for gen_rank in range(sizes.world):
+        rank = f"gen:{gen_rank}"
+        try:
+            model = build_engine(config_folder, sizes, gen_rank, device="meta")
+        except (AssertionError, ValueError) as error:
+            return f"{rank}: {type(error).__name__}: {error}"
+        begun = ["its checkpoint"]
+        try:
+            with torch.no_grad():
+                model.load_weights(_noting(checkpoint, begun))  # type: ignore[operator]
+        except NotImplementedError:  # a RuntimeError, of the meta device
+            raise
+        except (AssertionError, ValueError, RuntimeError) as error:
+            return f"{rank}, loading {begun[-1]}: {type(error).__name__}: {error}"
+    return None
+
+
+def _noting(tensors: Mapping[str, torch.Tensor], begun: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors.items():
+        begun.append(name)
+        yield name, tensor
 
 
 def engine_config(config_folder: Path | str, sizes: GenSizes, gen_rank: int) -> VllmConfig:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 from validation_cases import in_blocks
 
+from mcore_reshard.cli import main
 from mcore_reshard.planner.configs import load_config
 from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.parameters import Role
+from mcore_reshard.validation import vllm_engine
+from mcore_reshard.validation.engine_slices import GenSizes
+from mcore_reshard.validation.processes import ProcessError
 from mcore_reshard.validation.runner import validate
 
 CASES = [
@@ -74,3 +81,59 @@ def test_refit_into_real_vllm_in_fp8_equals_golden(family, train, gen, train_dty
     assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
     scales = {p.name.rpartition(".")[2]: p.route for p in report.parameters if p.name.endswith("_scale_inv")}
     assert scales and (not changes or {scales["w13_weight_scale_inv"], scales["w2_weight_scale_inv"]} == {"bulk"})
+
+
+REFUSED = [
+    (
+        {"moe_intermediate_size": 200},
+        "tp=1",
+        "gen:0: ValueError: The output_size of gate's and up's weight = 200 is not",
+    ),
+    (
+        {"head_dim": 96},
+        "tp=1",
+        "gen:0, loading model.layers.0.self_attn.v_proj.weight_scale_inv: RuntimeError: start (5)",
+    ),
+    (
+        {"hidden_size": 384, "moe_intermediate_size": 320},
+        "tp=2",
+        "gen:0, loading model.layers.0.mlp.experts.0.down_proj.weight_scale_inv: RuntimeError: The size of tensor a (5)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "gen", "why"), REFUSED)
+def test_a_model_that_vllm_cannot_hold_is_bad_input_with_vllms_reason(changes, gen, why, tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**load_config("tiny-qwen3-moe-fp8"), **changes}))
+    dtypes = ("--train-dtype", "fp8", "--gen-dtype", "fp8")
+    assert main(["validate", str(file), "--train", "ep=2,dp=2", "--gen", gen, *dtypes]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"mcore-reshard: vLLM refuses this model, so nothing can be compared: {why}")
+    assert said.endswith("; change the config or --gen to what vLLM holds\n") and "Traceback" not in said
+
+
+@pytest.mark.parametrize("error", [TypeError, RuntimeError])
+def test_what_else_goes_wrong_in_vllm_is_no_refusal(error, monkeypatch):
+    def build(*_, **__):
+        raise error("a bug")
+
+    monkeypatch.setattr(vllm_engine, "build_engine", build)
+    with pytest.raises(ProcessError, match=f"{error.__name__}: a bug"):
+        validate(load_config("tiny-llama"), parse_train_mesh("tp=1"), parse_gen_mesh("tp=1"), engine="vllm")
+
+
+@pytest.mark.parametrize("error", [KeyError, NotImplementedError, RuntimeError])
+def test_a_loader_that_refuses_sizes_and_one_that_fails(error, monkeypatch):
+    class Model:
+        def load_weights(self, tensors):
+            assert [name for name, _ in tensors] == ["a", "b"]
+            raise error("sizes")
+
+    monkeypatch.setattr(vllm_engine, "build_engine", lambda *_, **__: Model())
+    checkpoint = dict.fromkeys(("a", "b"), torch.empty(1))
+    if error is RuntimeError:
+        assert vllm_engine.refusal("folder", GenSizes(), checkpoint) == "gen:0, loading b: RuntimeError: sizes"
+    else:
+        with pytest.raises(error):
+            vllm_engine.refusal("folder", GenSizes(), checkpoint)
