@@ -209,7 +209,12 @@ class Quantization:
 
     method: str  # quant_method: "fp8", "mxfp4", ...
     block: tuple[int, int] | None = None  # weight_block_size (rows, columns); None: the config names no block
-    not_converted: tuple[str, ...] = ()  # modules, or regular expressions of them, that stay in the main dtype
+    not_converted: tuple[str, ...] = ()  # modules, or patterns of them, that stay in the main dtype
+
+    @property
+    def list_name(self) -> str:
+        """The field that lists the modules: vLLM's MXFP8 reads no other, its FP8 reads both."""
+        return "ignored_layers" if self.method == "mxfp8" else "modules_to_not_convert"
 
 
 class UnknownParameter(LookupError):

@@ -32,7 +32,7 @@ from .plan import (
     replica_bytes,
 )
 from .plan_file import digest_of
-from .precision import precision_of, split_by_precision
+from .precision import in_format, precision_of
 from .routing import Ends, Routed, Router, Side
 from .scales import blocks_touched
 
@@ -59,7 +59,7 @@ def make_plan(
     """
     held, wanted = precision_of(train_dtype, catalogue), precision_of(gen_dtype, catalogue)
     if wanted.format is not None:
-        catalogue = split_by_precision(catalogue)
+        catalogue = in_format(catalogue, wanted.format)
     held_catalogue, wanted_catalogue = held.main(catalogue), wanted.main(catalogue)
     source = MegatronLayout(held_catalogue, train, build)
     destination = engine_named(engine).layout(wanted_catalogue, gen)

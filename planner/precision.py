@@ -6,6 +6,7 @@ A quantised weight is a pair of groups: its data, and a grid of scales, one for 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from .parameters import Catalogue, ParameterGroup, Quantization, Role
 
@@ -38,6 +39,7 @@ class Format:
     """How quantised matrices are kept: E4M3 data and a scale for every block. `block` None: one scale for the matrix."""
 
     name: str
+    method: str  # quant_method of the checkpoints that have it
     block: Block | None
     scales: str  # dtype
     suffix: str  # of the scales' HF name, after the weight's
@@ -47,9 +49,9 @@ class Format:
         return self.block or (group.view[-2], group.view[-1])
 
 
-BLOCK_FP8 = Format("block FP8", (128, 128), "float32", "_scale_inv")
-TENSOR_FP8 = Format("per-tensor FP8", None, "float32", "_scale")
-MXFP8 = Format("MXFP8", (1, 32), "uint8", "_scale")  # OCP microscaling: scales are E8M0, a byte each
+BLOCK_FP8 = Format("block FP8", "fp8", (128, 128), "float32", "_scale_inv")
+TENSOR_FP8 = Format("per-tensor FP8", "fp8", None, "float32", "_scale")
+MXFP8 = Format("MXFP8", "mxfp8", (1, 32), "uint8", "_scale")  # OCP microscaling: scales are E8M0, a byte each
 
 PRECISIONS = ("bf16", "fp32", "fp8", "mxfp8")
 UNQUANTISED = {"bf16": "bfloat16", "fp32": "float32"}
@@ -89,15 +91,21 @@ def precision_of(name: str | None, catalogue: Catalogue) -> Precision:
     if name != "fp8":
         raise PrecisionError(f"unknown precision {name!r}, known: {', '.join(PRECISIONS)}")
     stated = catalogue.quantization
-    if stated is None or stated.method != "fp8":
+    if stated is None or stated.method != BLOCK_FP8.method:
         return Precision(catalogue.dtype, BLOCK_FP8)
     return Precision(catalogue.dtype, replace(BLOCK_FP8, block=stated.block) if stated.block else TENSOR_FP8)
 
 
-def split_by_precision(catalogue: Catalogue) -> Catalogue:
-    """The catalogue with groups divided where a part of their layers is not converted (`modules_to_not_convert`)."""
+def in_format(catalogue: Catalogue, form: Format) -> Catalogue:
+    """The catalogue of an engine that quantises, its groups divided where a part of their layers is not converted.
+
+    The quantization_config of another method is left out: it says nothing about this one, and vLLM loads no checkpoint by
+    another method than its config's (vllm/config/model.py, _verify_quantization).
+    """
     stated = catalogue.quantization
-    if stated is None or not stated.not_converted:
+    if stated is None or stated.method != form.method:
+        return replace(catalogue, quantization=None)
+    if not stated.not_converted:
         return catalogue
     groups: list[ParameterGroup] = []
     for group in catalogue.groups:
@@ -110,8 +118,16 @@ def split_by_precision(catalogue: Catalogue) -> Catalogue:
     return replace(catalogue, groups=tuple(groups))
 
 
-def is_converted(group: ParameterGroup, stated: Quantization | None) -> bool:
-    """Whether the engine quantises a group, all of it or none (see `split_by_precision`)."""
+def is_converted(group: ParameterGroup, catalogue: Catalogue) -> bool:
+    """Whether the engine quantises a group, all of it or none (see `in_format`).
+
+    vLLM's MXFP8 takes the output layer too (modelopt.py, ModelOptQuantConfigBase.get_quant_method), but that of gpt-oss,
+    which models/gpt_oss.py builds without a config. Where the config states nothing of the format, one that lists what no
+    trainer quantises is assumed: the output layer, and routers.
+    """
+    stated = catalogue.quantization
+    if group.role is Role.LM_HEAD and stated is not None and stated.method == MXFP8.method:
+        return catalogue.architecture.family != "gpt_oss" and not _is_kept(group, None, stated)
     if group.role not in QUANTISED:
         return False
     return stated is None or not any(_is_kept(group, layer, stated) for layer in group.layers or (None,))
@@ -124,8 +140,21 @@ def _is_kept(group: ParameterGroup, layer: int | None, stated: Quantization) -> 
     """
     if group.experts:
         experts = group.pattern.partition(".{expert}")[0].format(layer=layer)
-        return any(listed == experts or listed.startswith(experts + ".") for listed in stated.not_converted)
-    return any(name in stated.not_converted for name in module_names(group, layer))
+        inside = any(listed.startswith(experts + ".") for listed in stated.not_converted)
+        return inside or is_listed(experts, experts, stated)
+    return is_listed(*module_names(group, layer), stated)
+
+
+def is_listed(module: str, fused: str, stated: Quantization) -> bool:
+    """Whether a module is listed by its name or that of the module it is fused in; MXFP8 takes parts of names, and patterns.
+
+    Source: vllm/model_executor/layers/quantization/modelopt.py, ModelOptQuantConfigBase.is_layer_excluded.
+    """
+    if module in stated.not_converted or fused in stated.not_converted:
+        return True
+    return stated.method == MXFP8.method and any(
+        listed in fused or fnmatchcase(fused, listed) for listed in stated.not_converted
+    )
 
 
 def module_names(group: ParameterGroup, layer: int | None) -> tuple[str, str]:

@@ -69,7 +69,7 @@ class Router:
 
     def _routed(self, held: ParameterGroup, wanted: ParameterGroup) -> Routed:
         gen = self._destination.precision
-        form = gen.format if is_converted(wanted, self._destination.catalogue.quantization) else None
+        form = gen.format if is_converted(wanted, self._destination.catalogue) else None
         destination = self._destination.layout.place(wanted)
         if form is not None and len(wanted.view) != 2:
             reason = (

@@ -11,7 +11,7 @@ from math import gcd
 from .geometry import LocalTensor
 from .layout import Misc, Shards
 from .parameters import Catalogue, ParameterGroup, Quantization, Role
-from .precision import QUANTISED, Format, module_names
+from .precision import MXFP8, QUANTISED, Format, is_listed, module_names
 from .scales import scale_shards, splits_blocks, tensor_scale_shards, touched_scale_shards
 
 _EXPERTS = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
@@ -22,6 +22,12 @@ def vllm_scales(group: ParameterGroup, shards: Shards, form: Format) -> Shards |
     """`weight_scale_inv` for blocks, `weight_scale` for MXFP8 and for one scale: the weight's name and more."""
     if group.role is Role.MAMBA_IN:
         return Misc("no layout rule for the scales of in_proj, whose sections vLLM cuts one by one")
+
+    if group.role is Role.LM_HEAD:
+        return Misc(
+            f"vLLM keeps lm_head in {form.name} as well, which no trainer does: list it in ignored_layers of the"
+            " quantization_config"
+        )
 
     def beside(weight: LocalTensor, grid: tuple[int, ...]) -> LocalTensor:
         if form.block is None:  # (experts, 1, 1) is [experts], and [experts, shards] in w13; (1, 1) is [1]
@@ -53,7 +59,9 @@ def _refines(group: ParameterGroup, shards: Shards, block: tuple[int, int]) -> b
 def misquantised(catalogue: Catalogue) -> list[str]:
     """What no vLLM holds as the quantization_config says."""
     stated = catalogue.quantization
-    return [] if stated is None else _parts_kept_alone(catalogue, stated) + _routers_not_kept(catalogue, stated)
+    if stated is None:
+        return []
+    return _parts_kept_alone(catalogue, stated) + _routers_not_kept(catalogue, stated) + _tied_head(catalogue, stated)
 
 
 def _parts_kept_alone(catalogue: Catalogue, stated: Quantization) -> list[str]:
@@ -78,7 +86,7 @@ def _parts_kept_alone(catalogue: Catalogue, stated: Quantization) -> list[str]:
     fused, others = next(iter(missing.items()))
     more = f", and so on for {len(missing) - 1} more" if len(missing) > 1 else ""
     return [
-        f"generation: vLLM quantises all of {fused} or nothing, and only a part of it is in modules_to_not_convert of the"
+        f"generation: vLLM quantises all of {fused} or nothing, and only a part of it is in {stated.list_name} of the"
         f" quantization_config: list {' and '.join(others)} too{more}"
     ]
 
@@ -91,10 +99,24 @@ def _routers_not_kept(catalogue: Catalogue, stated: Quantization) -> list[str]:
     if catalogue.architecture.family != "qwen3_moe":
         return []
     routers = [name for group in catalogue.groups if group.role is Role.ROUTER for name in group.names()]
-    missing = [name for name in routers if name.removesuffix(".weight") not in stated.not_converted]
+    modules = {name: name.removesuffix(".weight") for name in routers}
+    missing = [name for name, module in modules.items() if not is_listed(module, module, stated)]
     if not missing:
         return []
     return [
         f"generation: vLLM would quantise {len(missing)} routers, such as {missing[0]}: list them in"
-        " modules_to_not_convert of the quantization_config"
+        f" {stated.list_name} of the quantization_config"
+    ]
+
+
+def _tied_head(catalogue: Catalogue, stated: Quantization) -> list[str]:
+    """MXFP8 of an output layer that is the embedding: vLLM builds its scales, then puts the embedding beside them.
+
+    Source: vllm/model_executor/layers/quantization/base_config.py, QuantizeMethodBase.tie_weights.
+    """
+    if stated.method != MXFP8.method or not catalogue.architecture.tied or is_listed("lm_head", "lm_head", stated):
+        return []
+    return [
+        "generation: vLLM would read the embedding, which lm_head is tied to, as MXFP8, with scales that nothing fills: list"
+        f" lm_head in {stated.list_name} of the quantization_config"
     ]

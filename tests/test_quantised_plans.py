@@ -6,12 +6,15 @@ import pytest
 from plans import QUANTISED, Case
 from simulate import damage, scale_damage
 
+from mcore_reshard.planner.configs import load_config
+from mcore_reshard.planner.families import catalogue_from_config
 from mcore_reshard.planner.geometry import LocalTensor, Region
 from mcore_reshard.planner.megatron import MegatronBuild
-from mcore_reshard.planner.mesh import MeshError
+from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.parameters import Role
 from mcore_reshard.planner.plan import GroupCast, Pair, Plan, Template
 from mcore_reshard.planner.plan_file import dump_plan, parse_plan
+from mcore_reshard.planner.planning import make_plan
 from mcore_reshard.planner.precision import QUANTISED as QUANTISED_ROLES
 from mcore_reshard.planner.precision import PrecisionError
 from mcore_reshard.planner.proof import prove
@@ -234,6 +237,42 @@ class TestModulesThatStay:
         kept = {group.role for group in plan.groups if group.dtype not in {"float8_e4m3fn"}} - QUANTISED_ROLES
         assert {Role.EMBEDDING, Role.LM_HEAD, Role.ROUTER, Role.EXPERT_BIAS, Role.MLA_Q_A_NORM} <= kept
         assert {g.dtype for g in plan.groups if g.role is Role.EXPERT_BIAS} == {"float32"}
+
+
+class TestWhatMxfp8Takes:
+    """Compared with vLLM itself in tests/engine/test_mxfp8.py."""
+
+    def plan(self, *ignored: str, **changes: object) -> Plan:
+        stated = {"quant_method": "mxfp8", "ignored_layers": list(ignored)}
+        config = {**load_config("tiny-llama"), "quantization_config": stated, **changes}
+        return make_plan(catalogue_from_config(config), TrainMesh(), GenMesh(), train_dtype="mxfp8", gen_dtype="mxfp8")
+
+    def test_the_output_layer_goes_to_misc_as_a_pair(self) -> None:
+        plan = self.plan()
+        assert prove(plan).ok
+        reason = (
+            "engine: vLLM keeps lm_head in MXFP8 as well, which no trainer does: list it in ignored_layers of the"
+            " quantization_config"
+        )
+        found = {plan.groups[u.group].pattern: (plan.groups[u.group].dtype, u.reason) for u in plan.misc}
+        assert found == {"lm_head.weight": ("float8_e4m3fn", reason), "lm_head.weight_scale": ("uint8", reason)}
+
+    @pytest.mark.parametrize("listed", ["lm_head", "head", "lm_*"])
+    def test_listed_by_its_name_a_part_of_it_or_a_pattern_it_stays(self, listed: str) -> None:
+        plan = self.plan(listed)
+        assert not plan.misc
+        assert [group.dtype for group in plan.groups if group.role is Role.LM_HEAD] == ["bfloat16"]
+
+    def test_a_tied_one_has_no_scales(self) -> None:
+        with pytest.raises(MeshError, match=r"with scales that nothing fills: list lm_head in ignored_layers of the"):
+            self.plan(tie_word_embeddings=True)
+        assert not self.plan("lm_head", tie_word_embeddings=True).misc
+
+    def test_without_a_config_for_it_the_output_layer_is_assumed_to_stay(self) -> None:
+        for stated in (None, {"quant_method": "awq", "modules_to_not_convert": ["model.layers.0.mlp.down_proj"]}):
+            plan = self.plan(quantization_config=stated)
+            assert not plan.misc
+            assert [group.dtype for group in plan.groups if group.role is Role.DOWN] == ["float8_e4m3fn", "uint8"]
 
 
 class TestSchedules:

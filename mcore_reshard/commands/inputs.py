@@ -19,7 +19,7 @@ from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh, parse_gen_
 from mcore_reshard.planner.parameters import Catalogue
 from mcore_reshard.planner.plan import Plan, Policy
 from mcore_reshard.planner.plan_file import FORMAT, PlanFileError, load_plan
-from mcore_reshard.planner.precision import CASTS, PRECISIONS, Precision, PrecisionError, precision_of
+from mcore_reshard.planner.precision import CASTS, PRECISIONS, Precision, PrecisionError, in_format, precision_of
 
 
 class InputError(ValueError):
@@ -82,7 +82,8 @@ def read_request(
         training += _train_misfits(catalogue, train_mesh, train)
         generation += _gen_misfits(catalogue, gen_mesh, gen)
         if precisions is not None and precisions[1].format is not None and gen_mesh is not None:
-            generation += _engine_layout(catalogue, gen_mesh).misquantised()
+            quantised = in_format(catalogue, precisions[1].format)
+            generation += _engine_layout(quantised, gen_mesh).misquantised()
     problems = training + generation + others
     if problems or catalogue is None or train_mesh is None or gen_mesh is None or precisions is None:
         raise InputError(problems, remedy)

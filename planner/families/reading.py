@@ -217,9 +217,10 @@ def read_attention(
 
 
 def read_quantization(reader: ConfigReader) -> Quantization | None:
-    """The config's `quantization_config`, None where it has none. Of two lists of modules the first that lists any counts.
+    """The config's `quantization_config`, None where it has none. Of two lists of modules the first that lists any counts;
+    MXFP8 has the first alone.
 
-    Source: vllm/model_executor/layers/quantization/fp8.py, Fp8Config.from_config.
+    Source: vllm/model_executor/layers/quantization/fp8.py, Fp8Config.from_config; modelopt.py, ModelOptMxFp8Config.
     """
     stated = reader.mapping("quantization_config")
     if stated is None:
@@ -236,7 +237,7 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
             max(block) <= _LARGEST_SIZE, f"weight_block_size is {block}, no more than {_LARGEST_SIZE:,} is supported"
         )
     lists = [inner.items(name, str) for name in ("ignored_layers", "modules_to_not_convert")]
-    not_converted = next((found for found in lists if found), ())
+    not_converted = next((found for found in lists[: 1 if method == "mxfp8" else 2] if found), ())
     problems = inner.problems()
     for problem in problems:
         reader.check(False, f"quantization_config: {problem}")
