@@ -183,12 +183,47 @@ def test_fp8_is_reported_by_dtype_pair_cast_and_reason(run: Run, tmp_path: Path)
     assert both["casts"] == [] and both["wire_bytes"] == report["wire_bytes"]
 
 
+ASSUMED = " in every linear layer but routers and lm_head, and the engine needs a config that says so"
+
+
 def test_a_config_without_fp8_is_assumed_to_have_the_usual_blocks(run: Run) -> None:
     report = run("plan", "qwen3-30b-a3b", "--train", "ep=4,dp=4", "--gen", "tp=2", "--gen-dtype", "fp8", "--json").json
     assert report["misc"] == [] and {tuple(pair["block"]) for pair in report["pairs"]} == {(128, 128)}
     assert report["notes"] == [
-        "the config has no quantization_config for FP8: blocks of 128x128 in every linear layer are assumed"
+        "the config has no quantization_config for block FP8: blocks of 128x128 are assumed" + ASSUMED
     ]
+
+
+@pytest.mark.parametrize(
+    ("method", "gen_dtype", "note"),
+    [
+        ("awq", "fp8", "block FP8 (awq says nothing of it, and its list of modules is not read): blocks of 128x128"),
+        ("awq", "mxfp8", "MXFP8 (awq says nothing of it, and its list of modules is not read): blocks of 1x32"),
+        ("fp8", "mxfp8", "MXFP8 (fp8 says nothing of it, and its list of modules is not read): blocks of 1x32"),
+        (
+            "mxfp8",
+            "fp8",
+            "block FP8 (mxfp8 says nothing of it, and its list of modules is not read): blocks of 128x128",
+        ),
+        ("fp8", "fp8", None),
+        ("mxfp8", "mxfp8", None),
+    ],
+)
+def test_another_methods_list_of_modules_is_not_for_the_engine(
+    run: Run, tmp_path: Path, method: str, gen_dtype: str, note: str | None
+) -> None:
+    """Neither what it lists stays as it is, nor what it leaves out is an error."""
+    config, kept = tmp_path / "config.json", "model.layers.1.self_attn.o_proj"
+    listed = [kept] if note else [kept, "lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(4))]
+    stated = {"quant_method": method, "ignored_layers": listed, "weight_block_size": [8, 8]}
+    config.write_text(json.dumps({**load_config("tiny-qwen3-moe"), "quantization_config": stated}))
+    dtypes = ("--train-dtype", gen_dtype, "--gen-dtype", gen_dtype)
+    report = run("plan", config, "--train", "tp=1", "--gen", "tp=1", *dtypes, "--json").json
+    assert report["notes"] == (
+        [f"the config has no quantization_config for {note} are assumed{ASSUMED}"] if note else []
+    )
+    layers = sum(pair["count"] for pair in report["pairs"] if pair["weight"].endswith("o_proj.weight"))
+    assert layers == (4 if note else 3)
 
 
 def test_explain_answers_for_scales(run: Run, tmp_path: Path) -> None:

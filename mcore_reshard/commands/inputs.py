@@ -230,7 +230,11 @@ def _notes(catalogue: Catalogue, held: Precision, wanted: Precision) -> tuple[st
             f"the checkpoint is quantised ({stated.method}), the plan moves {wanted.dtype} weights: the engine must hold"
             " them unquantised; --gen-dtype and --train-dtype say otherwise",
         )
-    if wanted.format is not None and (stated is None or stated.method != "fp8"):
-        block = "x".join(map(str, wanted.format.block or ()))
-        return (f"the config has no quantization_config for FP8: blocks of {block} in every linear layer are assumed",)
-    return ()
+    if wanted.format is None or (stated is not None and stated.method == wanted.format.method):
+        return ()
+    found = "" if stated is None else f" ({stated.method} says nothing of it, and its list of modules is not read)"
+    block = "x".join(map(str, wanted.format.block or ()))
+    return (
+        f"the config has no quantization_config for {wanted.format.name}{found}: blocks of {block} are assumed in every"
+        " linear layer but routers and lm_head, and the engine needs a config that says so",
+    )
