@@ -240,6 +240,11 @@ def test_of_two_lists_of_modules_that_stay_the_one_counts_that_vllm_reads(
     assert found is not None and found.not_converted == kept
 
 
+def test_without_blocks_activations_may_be_static() -> None:
+    stated = {"quant_method": "fp8", "activation_scheme": "static"}
+    assert built("tiny-qwen3", quantization_config=stated).quantization == Quantization("fp8")
+
+
 def test_quantised_checkpoints_are_listed_as_before_and_say_how_they_are_stored() -> None:
     assert built("tiny-llama").quantization is None
     assert built("deepseek-v3").quantization == Quantization("fp8", (128, 128))
@@ -290,6 +295,23 @@ BAD: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "dtype and torch_dtype differ: bfloat16 and float16",
             "quantization_config: quant_method is missing",
             "quantization_config: weight_block_size is (128,), two sizes are needed",
+        ],
+    ),
+    "activations that vLLM quantises in no block": (
+        "tiny-qwen3",
+        {
+            "hidden_size": 0,
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "static",
+                "weight_block_size": [128, 128, 1],
+            },
+        },
+        [
+            "hidden_size is 0, at least 1 is needed",
+            "quantization_config: weight_block_size is (128, 128, 1), two sizes are needed",
+            "quantization_config: activation_scheme is 'static', and block-wise quantization only supports dynamic"
+            " activation: vLLM refuses it",
         ],
     ),
     "blocks that no plan could hold": (

@@ -236,6 +236,11 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
         inner.check(
             max(block) <= _LARGEST_SIZE, f"weight_block_size is {block}, no more than {_LARGEST_SIZE:,} is supported"
         )
+    scheme = inner.text("activation_scheme")
+    inner.check(
+        not (method == "fp8" and block and scheme == "static"),
+        "activation_scheme is 'static', and block-wise quantization only supports dynamic activation: vLLM refuses it",
+    )
     lists = [inner.items(name, str) for name in ("ignored_layers", "modules_to_not_convert")]
     not_converted = next((found for found in lists[: 1 if method == "mxfp8" else 2] if found), ())
     problems = inner.problems()

@@ -12,7 +12,7 @@ from simulate import held
 
 from mcore_reshard.engines.vllm import after_direct_writes, kernel_layouts, load_weights, local_tensors
 from mcore_reshard.kernels.tensors import dtype_name
-from mcore_reshard.planner.families import catalogue_from_config
+from mcore_reshard.planner.families import ConfigError, catalogue_from_config
 from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.parameters import ITEMSIZE
 from mcore_reshard.planner.plan import Plan
@@ -109,6 +109,15 @@ def test_vllm_quantises_routers_that_the_config_does_not_name(config_folder):
     assert local_tensors(model)["model.layers.0.mlp.gate.weight"].dtype is torch.float8_e4m3fn
     with pytest.raises(MeshError, match=r"would quantise 4 routers, such as model\.layers\.0\.mlp\.gate\.weight"):
         make_plan(catalogue_from_config(config), TrainMesh(), GenMesh(), gen_dtype="fp8")
+
+
+def test_static_activations_are_refused_with_blocks_by_both(config_folder):
+    config = CASES[0].hf_config
+    config["quantization_config"]["activation_scheme"] = "static"
+    with pytest.raises(ValueError, match="block-wise quantization only supports dynamic activation"):
+        build_engine(config_folder(config), GenSizes(), 0, device="meta")
+    with pytest.raises(ConfigError, match="block-wise quantization only supports dynamic activation"):
+        catalogue_from_config(config)
 
 
 PARTS = [
