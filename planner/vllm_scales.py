@@ -44,7 +44,30 @@ def vllm_scales(group: ParameterGroup, shards: Shards, form: Format) -> Shards |
             form.block,
             lambda weight, grid: LocalTensor(f"{weight.name}{form.suffix}.blocks", grid, form.scales),
         )
-    return scale_shards(group, shards, form.block, beside)
+    found = scale_shards(group, shards, form.block, beside)
+    if refusal := _refusal(group, shards, form):
+        return Misc(f"{found.reason if isinstance(found, Misc) else form.name}: vLLM refuses to build {refusal}")
+    return found
+
+
+def _refusal(group: ParameterGroup, shards: Shards, form: Format) -> str:
+    """What vLLM does not build; empty where it does.
+
+    MXFP8: columns that are no multiple of 32 (modelopt.py, KMxfp8Static and ModelOptMxFp8FusedMoE, create_weights).
+    Blocks: a linear layer of its own that is cut inside of them (utils/fp8_utils.py, validate_fp8_block_shape). Those that
+    it fuses it lets pass (layers/linear.py, _maybe_allow_fp8_block_shape_mismatch). Experts too small to refine, but where
+    a backend that the user names pads them (layers/fused_moe/oracle/fp8.py, resolve_fp8_moe_weight_block_shape).
+    """
+    pieces = [piece for held in shards.pieces for piece in held]
+    if form == MXFP8:
+        columns = {piece.region.extents[1] for piece in pieces if piece.region.extents[1] % 32}
+        return f"a layer with {min(columns)} columns on a rank, no multiple of 32" if columns else ""
+    if form.block is None or not splits_blocks(shards, form.block):
+        return ""
+    if group.role in _EXPERTS:
+        return "such experts, unless it is told a moe_backend that pads them"
+    alone = all(piece.local().extents == piece.tensor.shape for piece in pieces)
+    return "a linear layer cut so" if alone else ""
 
 
 def _refines(group: ParameterGroup, shards: Shards, block: tuple[int, int]) -> bool:

@@ -168,7 +168,7 @@ def test_fp8_is_reported_by_dtype_pair_cast_and_reason(run: Run, tmp_path: Path)
     pairs = {pair["weight"].split(".")[-2]: pair for pair in report["pairs"]}
     assert (pairs["q_proj"]["route"], pairs["q_proj"]["block"], pairs["q_proj"]["count"]) == ("bulk", [8, 32], 4)
     assert pairs["down_proj"]["route"] == "misc"
-    assert pairs["down_proj"]["reason"].endswith("which splits a block of 8x32")
+    assert pairs["down_proj"]["reason"].endswith("splits a block of 8x32: vLLM refuses to build a linear layer cut so")
     assert {entry["reason"] for entry in report["misc"] if "down_proj" in entry["parameter"]} == {
         pairs["down_proj"]["reason"]
     }

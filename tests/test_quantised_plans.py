@@ -123,8 +123,27 @@ class TestReasons:
         found = reasons(Case("tiny-llama", "tp=2", "tp=4", dtypes=("fp8", "fp8"), block=(8, 32)).plan())
         assert found["mlp.down_proj.weight"] == found["mlp.down_proj.weight_scale_inv"]
         assert found["mlp.down_proj.weight"] == (
-            "engine: model.layers.{layer}.mlp.down_proj.weight holds columns 0:24 of 96 at 0, which splits a block of 8x32"
+            "engine: model.layers.{layer}.mlp.down_proj.weight holds columns 0:24 of 96 at 0, which splits a block of 8x32:"
+            " vLLM refuses to build a linear layer cut so"
         )
+
+    def test_a_cut_through_a_block_of_what_the_engine_fuses_is_no_reason_for_it_to_refuse(self) -> None:
+        found = reasons(Case("tiny-llama", "tp=1", "tp=2", dtypes=("fp8", "fp8"), block=(32, 8)).plan())
+        assert found["mlp.gate_proj.weight"] == (
+            "engine: model.layers.{layer}.mlp.gate_up_proj.weight holds rows 0:48 of 96 at 0, which splits a block of 32x8"
+        )
+
+    def test_experts_that_no_block_of_32_divides(self) -> None:
+        found = reasons(Case("tiny-qwen3-moe", "tp=1", "tp=2", dtypes=("fp8", "fp8"), block=(8, 32)).plan())
+        assert found["mlp.experts.{expert}.down_proj.weight"].endswith(
+            "which splits a block of 8x32: vLLM refuses to build such experts, unless it is told a moe_backend that pads them"
+        )
+
+    def test_columns_that_no_mxfp8_has(self) -> None:
+        widths = (("intermediate_size", 80),)
+        plan = Case("tiny-llama", "tp=1", "tp=1", dtypes=("mxfp8", "mxfp8"), changes=widths).plan()
+        reason = "engine: MXFP8: vLLM refuses to build a layer with 80 columns on a rank, no multiple of 32"
+        assert reasons(plan) == {"mlp.down_proj.weight": reason, "mlp.down_proj.weight_scale": reason}
 
     def test_a_fused_tensor_with_one_scale(self) -> None:
         found = reasons(Case("tiny-llama", "tp=1", "tp=1", dtypes=("fp8", "fp8")).plan())

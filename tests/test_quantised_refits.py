@@ -11,7 +11,7 @@ CASES = [
     Case("tiny-llama", "tp=2,pp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-deepseek-v3", "tp=1", "tp=1,dp=3", dtypes=("fp8", "fp8"), block=(8, 8)),  # replicas relay
-    Case("tiny-deepseek-v3", "ep=2,dp=2", "tp=1", dtypes=("mxfp8", "mxfp8")),
+    Case("tiny-deepseek-v3", "ep=2,dp=2", "tp=1", changes=(("kv_lora_rank", 32),), dtypes=("mxfp8", "mxfp8")),
 ]
 
 

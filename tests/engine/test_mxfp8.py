@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -98,6 +99,22 @@ def test_a_tied_embedding_gets_scales_that_nothing_fills_and_is_refused(config_f
     assert "lm_head.weight_scale" in tensors and tensors["model.embed_tokens.weight"].dtype is torch.bfloat16
     with pytest.raises(MeshError, match=r"scales that nothing fills: list lm_head in ignored_layers"):
         planned(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "refused"),
+    [
+        ("tiny-qwen3-fp8", {"intermediate_size": 80}, True),
+        ("tiny-qwen3-fp8", {"intermediate_size": 96}, False),
+        ("tiny-qwen3-moe-fp8", {"moe_intermediate_size": 48}, True),
+    ],
+)
+def test_columns_that_vllm_refuses_are_misc_with_that_reason(name, changes, refused, config_folder):
+    config = mxfp8(name, "lm_head", *ROUTERS, **changes)
+    found = [unplanned.reason for unplanned in planned(config).misc]
+    assert any("vLLM refuses to build a layer with" in reason for reason in found) is refused
+    with pytest.raises(ValueError, match="divisible by 32") if refused else nullcontext():
+        built(config_folder(config))
 
 
 def test_routers_that_the_config_does_not_name_are_quantised_and_refused(config_folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import prod
 
 import numpy as np
@@ -160,6 +161,33 @@ def test_vllm_keeps_one_scale_a_tensor(config_folder):
     assert {local.name.split(".")[-1] for local in wanted} >= {"weight_scale", "w2_weight_scale"}
     for local in wanted:
         assert (tuple(tensors[local.name].shape), dtype_name(tensors[local.name].dtype)) == (local.shape, local.dtype)
+
+
+CUT_INSIDE_OF_BLOCKS = [
+    ("llama", "tp=4", (8, 32), True),  # o_proj and down_proj
+    ("llama", "tp=2", (16, 16), False),  # KV heads
+    ("llama", "tp=2", (32, 8), False),  # gate and up
+    ("llama", "tp=1", (64, 64), False),
+    ("deepseek-v3", "tp=2", (32, 8), True),  # experts
+    ("deepseek-v3", "tp=1", (24, 8), True),  # gate and up of an expert share a block
+    ("deepseek-v3", "tp=4", (8, 16), True),  # down_proj of both
+    ("qwen3-moe", "tp=2", (8, 32), True),  # experts
+    ("qwen3-moe", "tp=2,ep=2", (8, 24), True),  # o_proj
+    ("nemotron-h", "tp=2", (24, 8), True),  # up_proj, which nothing is fused with
+    ("nemotron-h", "tp=2", (8, 24), True),
+]
+
+
+@pytest.mark.parametrize(("name", "gen", "block", "refused"), CUT_INSIDE_OF_BLOCKS)
+def test_the_plan_says_where_vllm_refuses_a_cut_inside_of_blocks(name, gen, block, refused, config_folder):
+    case = fp8(name, gen, block)
+    plan = case.plan()
+    sizes = GenSizes(plan.gen.tp, plan.gen.pp, plan.gen.dp, plan.gen.ep)
+    assert any("splits a block" in unplanned.reason for unplanned in plan.misc)
+    assert any("vLLM refuses to build" in unplanned.reason for unplanned in plan.misc) is refused
+    folder = config_folder(case.hf_config)
+    with pytest.raises(ValueError, match="not divisible") if refused else nullcontext():
+        build_engine(folder, sizes, 0, device="meta")
 
 
 REFINEMENTS = [
