@@ -58,6 +58,25 @@ class StageProgram:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteCounts:
+    """How often live tensors have been written in place, as torch counts; writes through `.data` go uncounted.
+
+    Of the live tensors themselves, not of those that are bound, which count the same: in a refit that looks at thousands,
+    each object is a cache miss.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    counts: Sequence[int]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> WriteCounts:
+        try:
+            return cls(tensors, [tensor._version for tensor in tensors])
+        except RuntimeError:  # inference tensors count nothing
+            return cls(tensors, [0 if tensor.is_inference() else tensor._version for tensor in tensors])
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A schedule bound to live tensors. Valid as long as the tensors stay where they are: see `check_fresh`."""
 
@@ -85,29 +104,21 @@ class Program:
         """Where all bound tensors live; None if there are none."""
         return self.tensors[0].device if self.tensors else None
 
-    def check_fresh(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise `StaleTensorError` if a tensor of the live model no longer lies where it was bound."""
-        check_fresh(self.rank, self.fingerprints, tensors)
+    def check_fresh(self, tensors: Mapping[str, torch.Tensor]) -> WriteCounts:
+        """Raise `StaleTensorError` if a tensor of the live model no longer lies where it was bound.
 
-    def write_counts(self) -> tuple[int, ...]:
-        """How often each bound tensor has been written in place, as torch counts; writes through `.data` go uncounted."""
-        try:
-            return tuple([tensor._version for tensor in self.tensors])
-        except RuntimeError:  # inference tensors count nothing
-            return tuple(0 if tensor.is_inference() else tensor._version for tensor in self.tensors)
+        Returns how often each has been written by now.
+        """
+        return WriteCounts.of(check_fresh(self.rank, self.fingerprints, tensors))
 
-    def check_unwritten(self, counts: tuple[int, ...]) -> None:
-        """Raise `TornWeightsError` naming the tensors that were written since `write_counts` gave `counts`."""
-        now = self.write_counts()
-        if now == counts:
+    def check_unwritten(self, before: WriteCounts) -> None:
+        """Raise `TornWeightsError` naming what was written since `check_fresh` returned `before`."""
+        now = WriteCounts.of(before.tensors)
+        if now.counts == before.counts:
             return
-        changed = [index for index, (a, b) in enumerate(zip(counts, now, strict=True)) if a != b]
-        computed = {*self.schedule.computed}
-        written = [self.schedule.tensors[index].name for index in changed if index not in computed]
-        if written:
-            raise TornWeightsError(
-                f"{self.rank}: {len(written)} tensors were written while they were read: {written[0]}"
-            )
+        names = zip(self.fingerprints, before.counts, now.counts, strict=True)
+        written = [name for name, a, b in names if a != b]
+        raise TornWeightsError(f"{self.rank}: {len(written)} tensors were written while they were read: {written[0]}")
 
     def zero_padding(self) -> None:
         """Zero the elements of destination tensors that no parameter fills, such as a padded vocabulary's tail."""

@@ -67,18 +67,23 @@ def _is_row_major(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_contiguous()
 
 
-def check_fresh(rank: str, fingerprints: Mapping[str, Fingerprint], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `StaleTensorError` unless every bound tensor still lies where it was bound.
+def check_fresh(
+    rank: str, fingerprints: Mapping[str, Fingerprint], tensors: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors by these names. Raises `StaleTensorError` unless every one still lies where it was bound.
 
     It asks thousands of tensors in every refit, each the least that tells: on another device a tensor has another address,
     and with other strides than when it was bound it is no longer row-major (see `misfits`).
     """
     stale: list[str] = []
+    live: list[torch.Tensor] = []
     for name, (address, shape, _, dtype, _) in fingerprints.items():
         tensor = tensors.get(name)
         if tensor is None:
             stale.append(f"{name}: it is gone")
-        elif (
+            continue
+        live.append(tensor)
+        if (
             tensor.data_ptr() != address
             or tensor.shape != shape
             or tensor.dtype is not dtype
@@ -89,6 +94,7 @@ def check_fresh(rank: str, fingerprints: Mapping[str, Fingerprint], tensors: Map
             stale.append(f"{name}: {', '.join(changed)}")
     if stale:
         raise StaleTensorError("\n  ".join((f"{rank}: {len(stale)} bound tensors changed since prepare():", *stale)))
+    return live
 
 
 def _said(fact: object) -> str:

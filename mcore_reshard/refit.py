@@ -27,7 +27,7 @@ from mcore_reshard.kernels.buckets import DEFAULT_BUCKET_BYTES
 from mcore_reshard.kernels.errors import BindError, RefitError, SessionError
 from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.pipeline import Executor, StageReport, group_names, group_rank
-from mcore_reshard.kernels.program import Program, bind
+from mcore_reshard.kernels.program import Program, WriteCounts, bind
 from mcore_reshard.kernels.registry import AUTO, resolve
 from mcore_reshard.kernels.rounds import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.transport import Link, Transport
@@ -178,14 +178,13 @@ class _Endpoint(ABC):
         self._refits += 1
         meeting, phase = connection.meeting, f"refit-{self._refits}"
         with self._ends_on_error(meeting, f"{phase}/start"):
-            if connection.program is not None:
-                connection.program.check_fresh(self._live())
+            before = connection.program.check_fresh(self._live()) if connection.program is not None else None
             words = meeting.gather(f"{phase}/start", {"version": version, **kv_scales_word(kv_scales)})
         check_versions(words, self.rank, self.committed_version)
         sent = agreed_kv_scales(words, self._schedule.name_of("train", 0))
         scales = self._own_kv_scales(meeting, f"{phase}/kv_scales", sent) if sent else {}
         with ExitStack() as afterwards, self._ends_on_error(meeting, f"{phase}/commit"):
-            stages, misc_bytes = self._moved(connection, afterwards)
+            stages, misc_bytes = self._moved(connection, before, afterwards)
             if scales and self._set_kv_scales is not None:
                 self._set_kv_scales(scales)
             meeting.gather(f"{phase}/commit", {})
@@ -224,14 +223,15 @@ class _Endpoint(ABC):
         `afterwards` runs when the outcome has been shared with all ranks, good or bad.
         """
 
-    def _moved(self, connection: _Connection, afterwards: ExitStack) -> tuple[tuple[StageReport, ...], int]:
-        """Move everything: (what the plan moved, bytes that went by name)."""
-        if connection.program is None or connection.executor is None:
+    def _moved(
+        self, connection: _Connection, before: WriteCounts | None, afterwards: ExitStack
+    ) -> tuple[tuple[StageReport, ...], int]:
+        """Move everything: (what the plan moved, bytes that went by name). `before` it each tensor was written so often."""
+        if connection.program is None or connection.executor is None or before is None:
             return (), self._move_by_name(connection.group, None, afterwards)
         if self.world == "train":
-            written = connection.program.write_counts()
             stages = connection.executor.run()
-            connection.program.check_unwritten(written)
+            connection.program.check_unwritten(before)
         else:
             connection.program.zero_padding()
             stages = connection.executor.run()

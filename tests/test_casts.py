@@ -91,8 +91,7 @@ def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int) -
     group = connect(address, number, sum(worlds))
     running = GlooExecutor(group, program)
     for _ in range(2):
-        program.check_fresh(tensors)
-        written = program.write_counts()
+        written = program.check_fresh(tensors)
         reports = running.run()
         program.check_unwritten(written)
         if train and _ == 0:

@@ -196,7 +196,7 @@ WRITTEN: dict[str, Callable[[Model], torch.Tensor]] = {
 def test_weights_that_are_written_in_place_stay_bound_and_are_counted(name: str) -> None:
     model = Model()
     program = bound(model)
-    before = program.write_counts()
+    before = program.check_fresh(local_tensors([model]))
     program.check_unwritten(before)
     with torch.no_grad():
         WRITTEN[name](model).add_(1)
