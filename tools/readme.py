@@ -182,8 +182,8 @@ def gpu_validation_section() -> str:
             fitting = len(cases.on_gpus(gpus, shared=transport == "direct"))
             left += fitting
             counts.append(f"`{transport}` {found} of {fitting}")
-        lines += [
-            f"On {data['hardware']} ({'; '.join(sorted({case['source'] for case in compared}))}; torch"
+        said = [
+            f"- On {data['hardware']} ({'; '.join(sorted({case['source'] for case in compared}))}; torch"
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
             f" [data](tools/results/{file.name}){_noted(data)}), cases compared of those that fit: {', '.join(counts)};"
             f" {sum(case.get('tensors', 0) for case in compared):,} tensors,"
@@ -195,6 +195,7 @@ def gpu_validation_section() -> str:
             ),
             *(["The others were not run."] if left else []),
         ]
+        lines.append("\n  ".join(said))
     return "\n".join(lines)
 
 

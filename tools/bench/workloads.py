@@ -63,7 +63,13 @@ WORKLOADS = (
     ),
     Workload("dense-dp-tp", "DP to TP", "dense", "dp={n}", "tp={n}", ("direct", "nccl", "isend-irecv")),
     Workload(
-        "moe-replicas", "the whole model, EP to DP replicas", "moe", "ep={n},dp={n}", "tp=1,dp={n}", ("direct", "nccl")
+        "moe-replicas",
+        "the whole model, EP to DP replicas",
+        "moe",
+        "ep={n},dp={n}",
+        "tp=1,dp={n}",
+        ("direct", "nccl"),
+        least_ranks=4,
     ),
     Workload(
         "moe-fp8",
