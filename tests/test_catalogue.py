@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mcore_reshard.planner.configs import builtin_names, load_config
-from mcore_reshard.planner.families import FAMILIES, ConfigError, catalogue_from_config
+from mcore_reshard.planner.families import FAMILIES, ConfigError, as_published, catalogue_from_config
 from mcore_reshard.planner.parameters import Catalogue, Quantization, Role, UnknownParameter
 
 PUBLISHED = {
@@ -141,6 +141,14 @@ def test_nemotron_h_reads_both_ways_of_writing_its_layers() -> None:
     new = {**old, "layers_block_type": [kinds[letter] for letter in old["hybrid_override_pattern"]]}
     del new["hybrid_override_pattern"]
     assert catalogue_from_config(new) == catalogue_from_config(old)
+
+
+def test_qwen3_moe_as_transformers_5_writes_it_is_read_like_the_published_one() -> None:
+    config = load_config("tiny-qwen3-moe")
+    written = {"num_local_experts" if name == "num_experts" else name: value for name, value in config.items()}
+    assert catalogue_from_config(written) == catalogue_from_config(config)
+    assert as_published(written) == config
+    assert as_published({**config, "num_local_experts": 3})["num_experts"] == config["num_experts"]
 
 
 def test_norms_are_known_by_what_follows_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -96,6 +97,15 @@ def _no_garbage_collection() -> Iterator[None]:
 def test_every_built_in_is_the_model_that_transformers_builds(name: str) -> None:
     config = load_config(name)
     assert listing(catalogue_from_config(config)) == transformers_listing(config)
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_a_config_that_transformers_wrote_is_read_as_the_one_it_was_given(name: str) -> None:
+    config = load_config(name)
+    if config["model_type"] not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {config['model_type']}")
+    written = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_json_string(use_diff=False)
+    assert catalogue_from_config(json.loads(written)) == catalogue_from_config(config)
 
 
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {

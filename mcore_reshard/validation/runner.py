@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mcore_reshard.kernels.registry import device_of, resolve
-from mcore_reshard.planner.families import catalogue_from_config
+from mcore_reshard.planner.families import as_published, catalogue_from_config
 from mcore_reshard.planner.megatron import ExpertsModule, MegatronBuild
 from mcore_reshard.planner.mesh import GenMesh, TrainMesh, format_mesh
 from mcore_reshard.planner.parameters import Catalogue, Role
@@ -79,6 +79,7 @@ def validate(
     """
     # Counting GPUs through the driver would spoil this process for forking.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    config = as_published(config)
     precision = precision_of(config, train_dtype, gen_dtype)
     known = catalogue_from_config(precision.engine_config)
     catalogue = _forgetting(known, frozenset(unknown))

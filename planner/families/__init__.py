@@ -14,7 +14,7 @@ from .nemotron_h import nemotron_h
 from .qwen3_moe import qwen3_moe
 from .reading import ConfigError, looks_like
 
-__all__ = ["FAMILIES", "ConfigError", "catalogue_from_config"]
+__all__ = ["FAMILIES", "ConfigError", "as_published", "catalogue_from_config"]
 
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Catalogue]] = {
     "deepseek_v3": deepseek_v3,
@@ -28,6 +28,16 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Catalogue]] = {
     "qwen3_moe": qwen3_moe,
 }
 
+# What transformers 5 calls fields in the configs that it writes (`attribute_map` of its config classes).
+_WRITTEN_AS = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+
+
+def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its fields named as in published checkpoints, whichever transformers wrote it."""
+    written = _WRITTEN_AS.get(str(config.get("model_type")), {})
+    renamed = {name: config[other] for other, name in written.items() if other in config and name not in config}
+    return {name: value for name, value in config.items() if name not in written} | renamed
+
 
 def catalogue_from_config(config: Mapping[str, Any]) -> Catalogue:
     """Every parameter of the model that `config` (an HF config.json) describes.
@@ -37,7 +47,7 @@ def catalogue_from_config(config: Mapping[str, Any]) -> Catalogue:
     """
     family = config.get("model_type")
     if isinstance(family, str) and family in FAMILIES:
-        return FAMILIES[family](config)
+        return FAMILIES[family](as_published(config))
     problem = f"model_type {family!r} is not known"
     if family is None:
         problem = f"model_type is missing{looks_like('model_type', config)}"
