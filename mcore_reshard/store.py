@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as Overdue
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import RLock, Thread
 from typing import Any, TypeVar
 from weakref import finalize
 
@@ -79,48 +79,59 @@ class AnsweringStore(Store):
         self._store = store
         self._address = address
         self._caller = caller
-        self._turn = Lock()  # one call at a time, as on the connection itself: who queues has not begun to wait
+        self._turn = RLock()  # a thread at a time, as on the connection itself: who queues has not begun to wait
         self._lost = ""  # why, once it is
 
     def set(self, key: str, value: str) -> None:
-        self._answer(partial(self._store.set, key, value))
+        self._answer(lambda store: store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        return self._answer(partial(self._store.get, key), waits=self._for_keys)
+        return self._answer(lambda store: store.get(key), waits=self._for_keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._answer(partial(self._store.multi_get, keys), waits=self._for_keys)
+        return self._answer(lambda store: store.multi_get(keys), waits=self._for_keys)
 
     def add(self, key: str, value: int) -> int:
-        return self._answer(partial(self._store.add, key, value))
+        return self._answer(lambda store: store.add(key, value))
 
     def check(self, keys: list[str]) -> bool:
-        return self._answer(partial(self._store.check, keys))
+        return self._answer(lambda store: store.check(keys))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._answer(partial(self._store.compare_set, key, expected_value, desired_value))
+        return self._answer(lambda store: store.compare_set(key, expected_value, desired_value))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         waits = self._for_keys if timeout is None else timeout
-        self._answer(partial(self._store.wait, keys, waits), waits=waits)
+        self._answer(lambda store: store.wait(keys, waits), waits=waits)
 
     def delete_key(self, key: str) -> bool:
-        return self._answer(partial(self._store.delete_key, key))
+        return self._answer(lambda store: store.delete_key(key))
 
     deleteKey = delete_key  # as torch calls it from C++
 
-    def _answer(self, call: Callable[[], T], waits: timedelta = timedelta()) -> T:
+    def _answer(self, call: Callable[[TCPStore], T], waits: timedelta = timedelta()) -> T:
         limit: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stubs have set_timeout only
         with self._turn:
+            if self._caller.is_busy and not self._lost:
+                self._connect_anew(limit)
             if not self._lost:
                 try:
-                    return self._caller.call(call, limit_s=(limit + waits).total_seconds())
+                    return self._caller.call(partial(call, self._store), limit_s=(limit + waits).total_seconds())
                 except Overdue:
                     why = "its process is frozen, or its host is gone"
                     self._lost = f"it has not answered for {limit.total_seconds():g} s: {why}"
                 except DistNetworkError as error:
                     self._lost = str(error)
             raise DistNetworkError(f"the store at {self._address}: {self._lost}")
+
+    def _connect_anew(self, limit: timedelta) -> None:
+        """Leave the connection to a call that a signal has interrupted: it may be waiting for a key, for minutes."""
+        try:
+            other = connected(self._address, limit.total_seconds())
+        except SessionError as error:
+            self._lost = str(error)
+        else:
+            self._store, self._caller = other._store, other._caller
 
 
 class _Caller:
@@ -133,10 +144,15 @@ class _Caller:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         Thread(target=_make, args=(self._calls,), name="store", daemon=True).start()
         finalize(self, self._calls.put, None)
+        self._outcome: Future[Any] | None = None  # of the last call
+
+    @property
+    def is_busy(self) -> bool:
+        return self._outcome is not None and not self._outcome.done()
 
     def call(self, function: Callable[[], T], limit_s: float) -> T:
         """What `function` returns or raises. Raises `Overdue` if it does neither within `limit_s`."""
-        outcome: Future[T] = Future()
+        self._outcome = outcome = Future[T]()
         self._calls.put((outcome, function))
         return outcome.result(limit_s)
 

@@ -22,7 +22,7 @@ from mcore_reshard.kernels.board import Board
 from mcore_reshard.kernels.errors import DeadlineError, Waiting
 from mcore_reshard.kernels.gloo import GlooGroup
 from mcore_reshard.kernels.shelf import Shelf
-from mcore_reshard.meeting import Meeting
+from mcore_reshard.meeting import Meeting, SessionFailed
 from mcore_reshard.store import connected
 
 LIMIT_S = 1.0
@@ -136,6 +136,33 @@ print("left", flush=True)
         told, _ = process.communicate("\n", timeout=30)
     assert process.returncode == 0
     assert told.splitlines()[-1] == "left" and len(told.splitlines()) == 3
+
+
+def test_a_signal_handler_may_call_while_its_thread_waits(host: StoreProcess) -> None:
+    def use() -> None:
+        store = connected(host.address, LIMIT_S)
+        signal.signal(signal.SIGALRM, lambda *_: store.set("key", "value"))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        store.wait(["key"], timedelta(seconds=20.0))
+        assert store.get("key") == b"value"
+
+    values([alone(use)])
+
+
+def test_a_rank_that_is_interrupted_while_it_waits_says_so(host: StoreProcess) -> None:
+    def meet() -> tuple[str, str]:
+        meeting = Meeting(host.address, "s", "gen:0", ("gen:0", "train:0"), timeout_s=LIMIT_S)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt) as interrupted:
+            meeting.gather("prepare", {}, timeout_s=20.0)
+        said = str(meeting.fail("prepare", interrupted.value))
+        with pytest.raises(SessionFailed) as heard:
+            Meeting(host.address, "s", "train:0", ("gen:0", "train:0"), timeout_s=LIMIT_S).gather("prepare", {})
+        return said, str(heard.value)
+
+    said, heard = values([alone(meet)])[0]
+    assert said == heard and said.startswith("gen:0: KeyboardInterrupt")
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
