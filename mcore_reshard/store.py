@@ -143,7 +143,7 @@ class _Caller:
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         Thread(target=_make, args=(self._calls,), name="store", daemon=True).start()
-        finalize(self, self._calls.put, None)
+        finalize(self, self._calls.put, None).atexit = False  # handlers of the exit may call as well
         self._outcome: Future[Any] | None = None  # of the last call
 
     @property

@@ -138,6 +138,18 @@ print("left", flush=True)
     assert told.splitlines()[-1] == "left" and len(told.splitlines()) == 3
 
 
+def test_what_runs_as_a_process_exits_may_call(host: StoreProcess) -> None:
+    program = f"""
+import atexit
+stores = []
+atexit.register(lambda: print(stores[0].add("count", 1), flush=True))  # the first one, so it runs last
+from mcore_reshard.store import connected
+stores.append(connected({host.address!r}, {LIMIT_S}))
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert (told.stdout, told.stderr, told.returncode) == ("1\n", "", 0)
+
+
 def test_a_signal_handler_may_call_while_its_thread_waits(host: StoreProcess) -> None:
     def use() -> None:
         store = connected(host.address, LIMIT_S)
