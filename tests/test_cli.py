@@ -279,6 +279,9 @@ def test_validate_refuses_a_plan_whose_trainer_is_in_fp8_and_whose_engine_is_not
     outcome = run("validate", plan)
     assert (outcome.code, outcome.out) == (2, "")
     assert "sends other parameters by misc than one of bf16 -> bf16 does" in outcome.err
+    outcome = run("validate", plan, "--train-dtype", "fp8", "--gen-dtype", "bf16")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "fp8 -> bf16 is not validated here" in outcome.err and "the plan is of" not in outcome.err
 
 
 def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_and_300_mb() -> None:

@@ -108,35 +108,33 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
         if asked != planned
     ]
     said, wanted = (" -> ".join(dtype or "bf16" for dtype in both) for both in (dtypes, planned_dtypes))
-    if said != wanted and not _all_pairs_are_misc(plan):
-        problems.append(f"--train-dtype and --gen-dtype say {said}, the plan is of {wanted}")
-    if args.policy not in {None, plan.policy}:
-        problems.append(f"--policy is {args.policy}, the plan follows {plan.policy}")
     again = make_plan(
         request.catalogue, request.train, request.gen, policy=plan.policy,
         train_dtype=request.train_dtype, gen_dtype=request.gen_dtype,
     )  # fmt: skip
+    if said != wanted and any(getattr(again, of) != getattr(plan, of) for of in ("groups", "pairs", "casts", "misc")):
+        problems.append(f"--train-dtype and --gen-dtype say {said}, the plan is of {wanted}")
+    if args.policy not in {None, plan.policy}:
+        problems.append(f"--policy is {args.policy}, the plan follows {plan.policy}")
     if again.groups != plan.groups:
         problems.append(f"the plan is of another model than {source}: their parameters differ")
     elif not problems and again.misc != plan.misc:
-        problems.append(f"the plan sends other parameters by misc than one of {said} does: it is of other dtypes")
+        problems.append(
+            f"the plan sends other parameters by misc than one of {said} does: it is of other dtypes, give them as"
+            " --train-dtype and --gen-dtype"
+        )
     if problems:
         raise InputError(problems)
     return request, plan
 
 
 def _dtypes_of(plan: Plan) -> tuple[str | None, str | None]:
-    """What the sides of a plan hold: where nothing is cast, the trainer has what the engine has."""
+    """What the sides of a plan seem to hold: where nothing is cast, the trainer has what the engine has, or all is misc."""
     names = {dtype: name for name, dtype in UNQUANTISED.items()}
     wanted = names.get(plan.groups[0].dtype)
     if plan.pairs:
         wanted = "fp8" if plan.groups[plan.pairs[0].scales].dtype == BLOCK_FP8.scales else "mxfp8"
     return names[plan.casts[0].src] if plan.casts else wanted, wanted
-
-
-def _all_pairs_are_misc(plan: Plan) -> bool:
-    """Then the plan does not tell what the trainer holds."""
-    return bool(plan.pairs) and {pair.weight for pair in plan.pairs} <= {entry.group for entry in plan.misc}
 
 
 # --- text
