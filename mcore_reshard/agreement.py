@@ -88,6 +88,8 @@ def check_kv_names(words: Words, scales: Collection[str]) -> None:
 
 
 def _is_positive_float32(scale: Any) -> bool:
+    if isinstance(scale, (bool, str)):
+        return False
     try:
         return 0 < torch.tensor(float(scale), dtype=torch.float32).item() < math.inf
     except (TypeError, ValueError, ArithmeticError, RuntimeError):  # RuntimeError: a tensor of several numbers

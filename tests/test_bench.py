@@ -65,9 +65,12 @@ def test_the_experts_alone_are_planned() -> None:
 
 
 def test_one_run_holds_every_workload_that_its_ranks_allow() -> None:
-    names = [case.name for case, _ in bench_refit.parsed(["--device", "cpu", "--ranks", "2"]).work]
-    dense = ["dense-tp-tp", "dense-dp-tp"]
-    assert names == ["moe-ep-tp", "moe-experts", *dense, "moe-replicas", "moe-fp8", "moe-bf16-fp8"]
+    of_two, of_four = (
+        [case.name for case, _ in bench_refit.parsed(["--device", "cpu", "--ranks", ranks]).work] for ranks in "24"
+    )
+    first, quantised = ["moe-ep-tp", "moe-experts", "dense-tp-tp", "dense-dp-tp"], ["moe-fp8", "moe-bf16-fp8"]
+    assert of_two == [*first, *quantised]
+    assert of_four == [*first, "moe-replicas", *quantised, "moe-one-to-many"]
     run = bench_refit.parsed([*ON_CPU, "--workloads", "dense-tp-tp", "--methods", "gloo", "golden", "isend-irecv"])
     assert [(case.name, [m.text for m in methods]) for case, methods in run.launches()] == [
         ("dense-tp-tp", ["gloo"]),

@@ -119,13 +119,14 @@ def test_scales_that_would_be_lost_are_refused_before_anything_moves(given: Any,
 
 WRONG = {
     "a": float("nan"), "b": "x", "c": 0, "d": 1e-46, "e": 1e39, "f": -1, "g": None, "h": torch.ones(2), "i": 10**400,
+    "j": True, "k": "0.5",
 }  # fmt: skip
 
 
 def test_what_is_no_positive_float32_is_refused_with_all_names_before_anything_moves() -> None:
     refused = (
         "scales of the KV cache are positive float32 numbers, and a is nan, b is 'x', c is 0, d is 1e-46, e is 1e+39,"
-        f" f is -1, g is None, h is tensor([1., 1.]), i is 1{'0' * 39} on train:0; c is 0 on train:1"
+        f" f is -1, g is None, h is tensor([1., 1.]), i is 1{'0' * 39}, j is True, k is '0.5' on train:0; c is 0 on train:1"
     )
     check_refused(refused, BOTH_HAVE_ALL, {0: {**SCALES, **WRONG}, 1: {**SCALES, "c": 0}})
 
