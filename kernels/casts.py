@@ -195,9 +195,10 @@ def _block_problems(schedule: Schedule, casts: Sequence[Cast]) -> list[str]:
         kinds, kind_of = np.unique(
             np.stack([table.geometry[rows], table.offset[rows] % columns, columns]), axis=1, return_inverse=True
         )
+        kind_of = kind_of.reshape(-1)
         wrong = [not _addressable(schedule.geometries[kind[0]], *kind[1:]) for kind in kinds.T.tolist()]
-        for at in np.flatnonzero(np.array(wrong, bool)[kind_of.reshape(-1)]).tolist():
-            row, (geometry, first, _) = rows[at], kinds[:, kind_of.reshape(-1)[at]].tolist()
+        for at in np.flatnonzero(np.array(wrong, bool)[kind_of]).tolist():
+            row, (geometry, first, _) = rows[at], kinds[:, kind_of[at]].tolist()
             tensor = int(table.tensor[row])
             local = schedule.tensors[tensor]
             name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))

@@ -1,8 +1,16 @@
-"""Which machine a process runs on."""
+"""Which machine a process runs on, and what is installed there. Imports nothing that may be missing."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 
 def host() -> str:
     """What processes of one running host have in common, whatever containers they are in."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def is_importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False

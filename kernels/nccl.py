@@ -203,16 +203,11 @@ class NcclExecutor:
             return done
 
         start = time.monotonic()
-        self._until(reached, lambda: self._rounds[int(over.argmin())].round, lambda: self._pause_s(start))
+        self._until(reached, lambda: self._rounds[int(over.argmin())].round, expected_s=self._fastest_s)
         took_s = time.monotonic() - start
         self._fastest_s = min(self._fastest_s or took_s, took_s)
         if len(self._damaged):
             self._check_digests()
-
-    def _pause_s(self, start: float) -> float:
-        """How long to sleep in a run that began at `start`, so that its end is noticed at once and the rest costs little."""
-        left_s = _NAPPING * self._fastest_s - (time.monotonic() - start)
-        return max(_POLL_S, min(left_s, _POLLING * self._fastest_s))
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         """All rounds, from their packing to a note in the host's memory that they are over."""
@@ -273,7 +268,7 @@ class NcclExecutor:
         communicator = self._links[each.round.stage, each.round.stream].communicator
         waiting = each.round.passages[0].step.waiting
         communicator.start(each.messages, stream, waiting)
-        self._until(lambda: communicator.is_idle(waiting), lambda: each.round, lambda: _START_S)
+        self._until(lambda: communicator.is_idle(waiting), lambda: each.round, _START_S)
 
     def _check_digests(self) -> None:
         passages = [passage for each in self._rounds for passage in each.round.passages]
@@ -281,12 +276,19 @@ class NcclExecutor:
             step = passages[number].step
             raise ChecksumError(step.waiting, f"bucket {step.number} arrived with other bytes than it was sent with")
 
-    def _until(self, reached: Callable[[], bool], where: Callable[[], Round], pause_s: Callable[[], float]) -> None:
+    def _until(
+        self,
+        reached: Callable[[], bool],
+        where: Callable[[], Round],
+        poll_s: float = _POLL_S,
+        expected_s: float = 0.0,
+    ) -> None:
         """Poll until `reached`. Raises if one round takes too long, another rank has given up, or NCCL fails.
 
-        `where` says which round the rank waits for, `pause_s` how long to sleep before it looks again.
+        `where` says which round the rank waits for. Where it is `expected_s` until then, polls are few up to its end.
         """
-        started, awaited = time.monotonic(), where()
+        began = started = time.monotonic()
+        awaited = where()
         look = started + _LOOK_S
         while not _on_device(reached, awaited):
             now = time.monotonic()
@@ -301,7 +303,7 @@ class NcclExecutor:
                     link.communicator.is_idle(waiting)
             if now > started + self._timeout_s:
                 raise self._overdue(awaited)
-            time.sleep(pause_s())
+            time.sleep(max(poll_s, min(_NAPPING * expected_s - (now - began), _POLLING * expected_s)))
 
     def _overdue(self, where: Round) -> DeadlineError:
         """The error that names, of the peers in a round, one that does not wait itself."""
@@ -359,11 +361,11 @@ class NcclExecutor:
             ]
             link.communicator.start(messages, link.wire, first.passages[0].step.waiting)
             self._settle(link, first)
-            self._until(link.wire.record_event().query, lambda first=first: first, lambda: _POLL_S)  # type: ignore[misc]
+            self._until(link.wire.record_event().query, lambda first=first: first)  # type: ignore[misc]
 
     def _settle(self, link: _Link, where: Round) -> None:
         waiting = where.passages[0].step.waiting
-        self._until(lambda: link.communicator.is_idle(waiting), lambda: where, lambda: _POLL_S)
+        self._until(lambda: link.communicator.is_idle(waiting), lambda: where)
 
     def _bound(self, planned: Sequence[Round], division: Division, copy_ctas: int) -> tuple[_DeviceRound, ...]:
         from .device_casts import DeviceGather

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch.distributed import Store
 
 from .gloo import GlooGroup
+from .host import is_importable
 from .pipeline import Executor
 from .program import Program
 from .rounds import DEFAULT_SCRATCH_BYTES
@@ -21,17 +21,10 @@ def gpu_obstacle(*packages: str) -> str | None:
     """What keeps a transport that needs these packages from moving tensors on this machine's GPUs; None: nothing."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
-    missing = [package for package in packages if not _found(_MODULES[package])]
+    missing = [package for package in packages if not is_importable(_MODULES[package])]
     if not missing:
         return None
     return f"{' and '.join(missing)} not installed; from a clone of mcore-reshard: pip install '.[gpu]'"
-
-
-def _found(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def check_versions(words: Words, rank: str, committed: int | None) -> None:
 def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:
     """What a rank says of the scales of the KV cache that it was given, if any."""
     given = dict(scales or {})
-    if wrong := [f"{name} is {scale!r:.40}" for name, scale in given.items() if not _is_positive_float32(scale)]:
+    if wrong := [f"{name} is {scale!r:.40}" for name, scale in given.items() if not is_positive_float32(scale)]:
         return {"wrong_kv_scales": ", ".join(wrong)}
     return {"kv_scales": {name: float(scale) for name, scale in given.items()}} if given else {}
 
@@ -87,7 +87,8 @@ def check_kv_names(words: Words, scales: Collection[str]) -> None:
         )
 
 
-def _is_positive_float32(scale: Any) -> bool:
+def is_positive_float32(scale: Any) -> bool:
+    """Whether a scale of the KV cache can be kept as engines keep it: neither 0 nor inf as float32."""
     if isinstance(scale, (bool, str)):
         return False
     try:

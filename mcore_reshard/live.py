@@ -23,12 +23,11 @@ from .planner.mesh import GenMesh, TrainMesh
 from .planner.plan import Plan, Policy
 from .planner.plan_file import dump_plan, parse_plan
 from .planner.planning import make_plan
-from .planner.precision import UNQUANTISED
+from .planner.precision import PRECISION_OF
 from .planner.proof import ProofError, prove
 from .store import connected, store_address
 
 _PLAN = "plan"
-_PRECISIONS = {dtype: precision for precision, dtype in UNQUANTISED.items()}
 _FUSED_NORM = ".layer_norm_weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -114,14 +113,14 @@ def _agreed_precision(mine: dict[str, str], main: str) -> str | None:
         torch.distributed.all_gather_object(told, mine)
     held = {precision: name for rank in reversed(told) for precision, name in rank.items()}
     formats, dtypes = held.keys() & {"fp8", "mxfp8"}, held.keys() - {"fp8", "mxfp8"}
-    known = {main} if formats else {main, *_PRECISIONS}
+    known = {main} if formats else {main, *PRECISION_OF}
     if len(formats) > 1 or len(dtypes) > 1 or dtypes - known:
         found = ", ".join(f"{held[precision]} in {precision}" for precision in sorted(held))
         raise ValueError(
             f"no plan can say what training ranks hold their matrices in: {found}; they may all be in bfloat16,"
             f" in float32 or in the config's {main}, which FP8 parameters leave the others in"
         )
-    return next(iter(formats), None) or next((_PRECISIONS[dtype] for dtype in dtypes if dtype != main), None)
+    return next(iter(formats), None) or next((PRECISION_OF[dtype] for dtype in dtypes if dtype != main), None)
 
 
 def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:

@@ -55,6 +55,7 @@ MXFP8 = Format("MXFP8", "mxfp8", (1, 32), "uint8", "_scale")  # OCP microscaling
 
 PRECISIONS = ("bf16", "fp32", "fp8", "mxfp8")
 UNQUANTISED = {"bf16": "bfloat16", "fp32": "float32"}
+PRECISION_OF = {dtype: name for name, dtype in UNQUANTISED.items()}
 
 
 class PrecisionError(ValueError):

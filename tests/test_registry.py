@@ -56,11 +56,11 @@ def test_transports_on_gpus_name_every_package_that_is_missing(
 ) -> None:
     transport = {"direct": registry._DIRECT, "nccl": registry._NCCL}[name]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("mcore_reshard.kernels.transport.find_spec", lambda module: None)
+    monkeypatch.setattr("mcore_reshard.kernels.host.find_spec", lambda module: None)
     install = "from a clone of mcore-reshard: pip install '.[gpu]'"
     assert transport.obstacle() == f"{packages} not installed; {install}"
     monkeypatch.setattr(
-        "mcore_reshard.kernels.transport.find_spec", lambda module: None if module == "cuda.bindings" else object()
+        "mcore_reshard.kernels.host.find_spec", lambda module: None if module == "cuda.bindings" else object()
     )
     assert transport.obstacle() == f"cuda-bindings not installed; {install}"
 

@@ -6,7 +6,6 @@ Versions are read from package metadata; of the packages looked for, only torch 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import platform
 import re
 import sys
@@ -18,6 +17,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mcore_reshard import __version__
+from mcore_reshard.kernels.host import is_importable
 
 from .render import facts, size, table, verdict, write, write_json
 
@@ -65,19 +65,12 @@ def examine() -> dict[str, Any]:
 
 def _package(name: str, module: str, purpose: str, extra: str) -> dict[str, Any]:
     version = None
-    if _importable(module):
+    if is_importable(module):
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             version = "unknown version"
     return {"name": name, "version": version, "wanted": _wanted(name), "purpose": purpose, "extra": extra or None}
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        return False
 
 
 def _wanted(name: str) -> str | None:

@@ -18,7 +18,7 @@ from mcore_reshard.planner.mesh import format_mesh
 from mcore_reshard.planner.plan import Plan, Policy
 from mcore_reshard.planner.plan_file import load_plan
 from mcore_reshard.planner.planning import make_plan
-from mcore_reshard.planner.precision import BLOCK_FP8, UNQUANTISED
+from mcore_reshard.planner.precision import BLOCK_FP8, PRECISION_OF
 from mcore_reshard.planner.proof import ProofError, prove
 
 from .inputs import InputError, Request, is_plan_file, read_request
@@ -130,11 +130,10 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
 
 def _dtypes_of(plan: Plan) -> tuple[str | None, str | None]:
     """What the sides of a plan seem to hold: where nothing is cast, the trainer has what the engine has, or all is misc."""
-    names = {dtype: name for name, dtype in UNQUANTISED.items()}
-    wanted = names.get(plan.groups[0].dtype)
+    wanted = PRECISION_OF.get(plan.groups[0].dtype)
     if plan.pairs:
         wanted = "fp8" if plan.groups[plan.pairs[0].scales].dtype == BLOCK_FP8.scales else "mxfp8"
-    return names[plan.casts[0].src] if plan.casts else wanted, wanted
+    return PRECISION_OF[plan.casts[0].src] if plan.casts else wanted, wanted
 
 
 # --- text

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_reshard.agreement import is_positive_float32
 from mcore_reshard.engines import vllm_refined_scales
 from mcore_reshard.planner.mesh import GenMesh
 
@@ -123,7 +124,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     for name, scale in scales.items():
         if name not in known:
             problems.append(f"{name} is no scale of an attention layer")
-        elif not 0 < torch.tensor(scale, dtype=torch.float32) < float("inf"):
+        elif not is_positive_float32(scale):
             problems.append(f"{name} is {scale}, a positive float32 number is needed")
     if problems:
         raise ValueError("\n  ".join((f"{len(problems)} scales of the KV cache cannot be set:", *problems)))
