@@ -84,13 +84,15 @@ def is_cuda(device: torch.device | None) -> bool:
 
 
 def in_context_of(stream: torch.cuda.Stream | None, work: Callable[[], T]) -> Callable[[], T]:
-    """`work` for another thread, with this stream and its device as current ones: these belong to threads."""
+    """`work` for another thread, with this stream, its device and the caller's inference mode: these belong to threads."""
+    inference = torch.is_inference_mode_enabled()
 
     def there() -> T:
-        if stream is None:
-            return work()
-        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-            stream.query()  # any call of the runtime: it gives a new thread its context, the driver's functions do not
-            return work()
+        with torch.inference_mode(inference):
+            if stream is None:
+                return work()
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                stream.query()  # any call of the runtime: it gives a new thread its context, the driver's functions do not
+                return work()
 
     return there

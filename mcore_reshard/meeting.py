@@ -121,6 +121,11 @@ class Meeting:
             self._declare(phase, failure)
             return self._outcome(phase) or failure
 
+    def failure(self, phase: str) -> Failure | None:
+        """Why `phase` cannot succeed, if a rank has said so. For those who have not arrived there yet."""
+        with self._store_is_up():
+            return self._outcome(phase) if self.store.check([f"{phase}/outcome"]) else None
+
     def _gather(self, phase: str, word: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         self._arrive(phase, word)
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from mcore_reshard.kernels.broadcast import Tree, broadcast, receive
 from mcore_reshard.kernels.buckets import DEFAULT_BUCKET_BYTES
 from mcore_reshard.kernels.errors import BindError, RefitError, SessionError
 from mcore_reshard.kernels.gloo import GlooGroup
+from mcore_reshard.kernels.joined import in_context_of, is_cuda
 from mcore_reshard.kernels.pipeline import Executor, StageReport, group_names, group_rank
 from mcore_reshard.kernels.program import Program, WriteCounts, bind
 from mcore_reshard.kernels.registry import AUTO, resolve
@@ -41,11 +43,14 @@ from .agreement import (
     kv_names_word,
     kv_scales_word,
 )
+from .caller import Caller
 from .meeting import Failure, Meeting, SessionFailed
 from .store import store_address
 
 PROTOCOL = 3  # what ranks say to each other; both worlds must speak the same
 DEFAULT_TIMEOUT_S = 60.0
+_LOOK_S = 0.5  # between looks, while bytes move, at whether another rank has failed
+_GRACE_S = 2.0  # for this rank's transport to notice that by itself
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
@@ -139,6 +144,8 @@ class _Endpoint(ABC):
         self._session = session
         self._timeout_s = timeout_s
         self._connection: _Connection | None = None
+        self._caller: Caller | None = None
+        self._run: Future[tuple[StageReport, ...]] | None = None  # the executor's last one
         self._ended: str | None = None  # why no refit is possible any more
         self._refits = 0
 
@@ -184,7 +191,7 @@ class _Endpoint(ABC):
         sent = agreed_kv_scales(words, self._schedule.name_of("train", 0))
         scales = self._own_kv_scales(meeting, f"{phase}/kv_scales", sent) if sent else {}
         with ExitStack() as afterwards, self._ends_on_error(meeting, f"{phase}/commit"):
-            stages, misc_bytes = self._moved(connection, before, afterwards)
+            stages, misc_bytes = self._moved(connection, f"{phase}/commit", before, afterwards)
             if scales and self._set_kv_scales is not None:
                 self._set_kv_scales(scales)
             meeting.gather(f"{phase}/commit", {})
@@ -213,8 +220,11 @@ class _Endpoint(ABC):
         self._ended = self._ended or "closed"
         if connection is not None:
             connection.group.close()
-            if connection.executor is not None:
-                connection.executor.close()
+            run, self._run, executor = self._run, None, connection.executor
+            if executor is not None and run is not None and not run.done():
+                run.add_done_callback(lambda _: executor.close())  # what it still uses stays until then
+            elif executor is not None:
+                executor.close()
 
     @abstractmethod
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
@@ -224,23 +234,40 @@ class _Endpoint(ABC):
         """
 
     def _moved(
-        self, connection: _Connection, before: WriteCounts | None, afterwards: ExitStack
+        self, connection: _Connection, phase: str, before: WriteCounts | None, afterwards: ExitStack
     ) -> tuple[tuple[StageReport, ...], int]:
         """Move everything: (what the plan moved, bytes that went by name). `before` it each tensor was written so often."""
-        if connection.program is None or connection.executor is None or before is None:
+        program, executor = connection.program, connection.executor
+        if program is None or executor is None or before is None:
             return (), self._move_by_name(connection.group, None, afterwards)
         if self.world == "train":
-            stages = connection.executor.run()
-            connection.program.check_unwritten(before)
+            stages = self._attended(executor, program, connection.meeting, phase)
+            program.check_unwritten(before)
         else:
-            connection.program.zero_padding()
-            stages = connection.executor.run()
+            program.zero_padding()
+            stages = self._attended(executor, program, connection.meeting, phase)
         misc, misc_bytes = self._schedule.misc, 0
         if misc:
             misc_bytes = self._move_by_name(connection.group, misc, afterwards)
         if self._after_direct_writes is not None:
             self._after_direct_writes()
         return stages, misc_bytes
+
+    def _attended(self, executor: Executor, program: Program, meeting: Meeting, phase: str) -> tuple[StageReport, ...]:
+        """Run the executor on a thread of its own, up to the first failure of any rank, which the store tells.
+
+        The connections tell it as well, and as a rule before, but not always: gloo leaves a sender waiting whose peer
+        closes while the message is being written.
+        """
+        if self._caller is None:
+            self._caller = Caller("refit")
+        stream = torch.cuda.current_stream(program.device) if is_cuda(program.device) else None
+        self._run = run = self._caller.start(in_context_of(stream, executor.run))
+        while not wait([run], _LOOK_S).done:
+            failure = meeting.failure(phase)
+            if failure and not wait([run], _GRACE_S).done:
+                raise SessionFailed(failure)
+        return run.result()
 
     def _own_kv_scales(self, meeting: Meeting, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
         """Those of the scales that are this rank's to set, once all ranks know that each of them is some rank's."""

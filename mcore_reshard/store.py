@@ -9,20 +9,20 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Overdue
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
-from threading import RLock, Thread
-from typing import Any, TypeVar
-from weakref import finalize
+from threading import RLock
+from typing import TypeVar
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from mcore_reshard.kernels.errors import SessionError
 
-_TRIES = 6  # to connect, or half as many, as torch may double one: a store has been seen not to answer a first greeting
+from .caller import Caller, Overdue
+
+# To connect, or half as many, as torch may double one. At each end torch asks the DNS for the name of the other's address:
+# an answer that is lost holds the client up, or the store and all its clients, for the resolver's 5 s.
+_TRIES = 6
 _LOOK_S = 2.0  # to find out what is there instead of a store
 
 T = TypeVar("T")
@@ -46,14 +46,14 @@ def connected(address: str, timeout_s: float) -> AnsweringStore:
     connect = partial(TCPStore, host, int(port), is_master=False, wait_for_workers=False, timeout=one_try)
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        caller = _Caller()
+        caller = Caller("store")
         try:
             store = caller.call(connect, limit_s=min(left_s, 2 * one_try.total_seconds()))
         except (RuntimeError, Overdue):
             continue
         return AnsweringStore(store, address, timeout_s, caller)
     try:
-        found = _Caller().call(partial(_found, host, int(port)), limit_s=_LOOK_S)
+        found = Caller("store").call(partial(_found, host, int(port)), limit_s=_LOOK_S)
     except Overdue:
         found = "the host does not answer"
     raise SessionError(
@@ -71,7 +71,7 @@ class AnsweringStore(Store):
     torch calls it back from C++ but does not keep it alive: hold it, or a Shelf on it, where a PrefixStore is on it.
     """
 
-    def __init__(self, store: TCPStore, address: str, timeout_s: float, caller: _Caller) -> None:
+    def __init__(self, store: TCPStore, address: str, timeout_s: float, caller: Caller) -> None:
         super().__init__()
         self._for_keys = timedelta(seconds=timeout_s)
         self.set_timeout(self._for_keys)
@@ -132,39 +132,6 @@ class AnsweringStore(Store):
             self._lost = str(error)
         else:
             self._store, self._caller = other._store, other._caller
-
-
-class _Caller:
-    """A thread for calls that may never return. It is left behind with one that does not, and ends with the process.
-
-    No pool of `concurrent.futures`: the interpreter would wait for its threads before it exits.
-    """
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        Thread(target=_make, args=(self._calls,), name="store", daemon=True).start()
-        finalize(self, self._calls.put, None).atexit = False  # handlers of the exit may call as well
-        self._outcome: Future[Any] | None = None  # of the last call
-
-    @property
-    def is_busy(self) -> bool:
-        return self._outcome is not None and not self._outcome.done()
-
-    def call(self, function: Callable[[], T], limit_s: float) -> T:
-        """What `function` returns or raises. Raises `Overdue` if it does neither within `limit_s`."""
-        self._outcome = outcome = Future[T]()
-        self._calls.put((outcome, function))
-        return outcome.result(limit_s)
-
-
-def _make(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while call := calls.get():
-        outcome, function = call
-        try:
-            outcome.set_result(function())
-        except BaseException as error:  # the caller's
-            outcome.set_exception(error)
-        del call, outcome, function  # nothing lives on for a thread that has nothing to do
 
 
 def _found(host: str, port: int) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from mcore_reshard.kernels import registry
 from mcore_reshard.kernels.board import Board
 from mcore_reshard.kernels.errors import BindError, SessionError, Waiting
 from mcore_reshard.kernels.gloo import GlooExecutor, GlooGroup
-from mcore_reshard.kernels.pipeline import Step, group_names, group_rank
+from mcore_reshard.kernels.pipeline import StageReport, Step, group_names, group_rank
 from mcore_reshard.kernels.registry import TRANSPORT_VARIABLE
 from mcore_reshard.kernels.transport import Link
 from mcore_reshard.kernels.words import Words, fetch
@@ -439,6 +440,54 @@ def test_a_frozen_rank_is_named_even_by_those_who_wait_for_somebody_else() -> No
         assert "nothing within 3 s" in str(outcomes[rank].error)
         assert outcomes[rank].seconds < SHORT_S + 5
     assert outcomes[1].kind in ("SessionFailed", "PeerLostError")
+
+
+class Untold(GlooExecutor):
+    """Waits without being told that there is nothing to wait for any more, as gloo sometimes makes a sender do."""
+
+    told, closed = Event(), Event()
+
+    def run(self) -> tuple[StageReport, ...]:
+        assert self.told.wait(TIMEOUT_S)
+        return ()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def untold(rank: int, address: str) -> None:
+    """The executor is closed, but not while it runs."""
+    if rank < 3:
+        return with_bad_executor(rank, address, (2, 2), 0, NoisyWire)
+    with pytest.raises(SessionError) as caught:
+        with_bad_executor(rank, address, (2, 2), 3, Untold)
+    assert not Untold.closed.is_set()
+    Untold.told.set()
+    assert Untold.closed.wait(TIMEOUT_S)
+    raise caught.value
+
+
+def test_a_rank_whose_transport_is_not_told_hears_of_a_failure_from_the_store() -> None:
+    outcomes = run_ranks(4, untold)
+    assert outcomes[3].kind == "SessionFailed" and "arrived damaged" in str(outcomes[3].error)
+    assert outcomes[3].seconds < 6
+
+
+class Modes(GlooExecutor):
+    """Says whether it runs in inference mode."""
+
+    def run(self) -> tuple[StageReport, ...]:
+        assert torch.is_inference_mode_enabled()
+        return super().run()
+
+
+def in_inference_mode(rank: int, address: str) -> None:
+    with torch.inference_mode():
+        with_bad_executor(rank, address, (1, 1), rank, Modes)
+
+
+def test_a_refit_in_inference_mode_moves_its_bytes_in_it() -> None:
+    values(run_ranks(2, in_inference_mode))
 
 
 def dead_before(rank: int, address: str) -> None:

@@ -1,0 +1,52 @@
+"""A thread for calls that may never return, so that whoever makes them can turn to something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Overdue
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+from weakref import finalize
+
+__all__ = ["Caller", "Overdue"]
+
+T = TypeVar("T")
+
+
+class Caller:
+    """Makes one call after another. It is left behind with one that does not return, and ends with the process.
+
+    No pool of `concurrent.futures`: the interpreter would wait for its threads before it exits.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        Thread(target=_make, args=(self._calls,), name=name, daemon=True).start()
+        finalize(self, self._calls.put, None).atexit = False  # handlers of the exit may call as well
+        self._outcome: Future[Any] | None = None  # of the last call
+
+    @property
+    def is_busy(self) -> bool:
+        return self._outcome is not None and not self._outcome.done()
+
+    def start(self, function: Callable[[], T]) -> Future[T]:
+        """Call `function` once the calls before it have returned."""
+        self._outcome = outcome = Future[T]()
+        self._calls.put((outcome, function))
+        return outcome
+
+    def call(self, function: Callable[[], T], limit_s: float) -> T:
+        """What `function` returns or raises. Raises `Overdue` if it does neither within `limit_s`."""
+        return self.start(function).result(limit_s)
+
+
+def _make(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while call := calls.get():
+        outcome, function = call
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # the caller's
+            outcome.set_exception(error)
+        del call, outcome, function  # nothing lives on for a thread that has nothing to do
