@@ -100,6 +100,60 @@ def links_section() -> str:
     return "\n".join(lines)
 
 
+def kernels_section(folder: Path = RESULTS) -> str:
+    """What tools/bench_kernels.py measured; nothing where it was not run."""
+    file = folder / "kernels-x2.json"
+    if not file.exists():
+        return ""
+    data = json.loads(file.read_text())
+    found = {(row["method"], row["case"]): row for row in data["rows"]}
+    methods, cases = list(dict.fromkeys(row["method"] for row in data["rows"])), list(data["cases"])
+    rates = {at: row["gb_per_s"] for at, row in found.items() if "gb_per_s" in row}
+    limit = rates.get(("copy engine", "one region"))
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    described = "; ".join(f"{name}: {case['what']}" for name, case in data["cases"].items())
+    lines = [
+        f"The copy kernel against Triton and bulk copies (TMA): {data['what']}, {data['hardware']}, driver {data['driver']},"
+        f" {versions}, {data['date']}"
+        f" (`python tools/bench_kernels.py`, [data](tools/results/{file.name}){_noted(data)}), each method's best"
+        f" configuration; in brackets the share of what the copy engine reaches with one region. {described}.",
+        "",
+        f"| method | {' | '.join(cases)} | launches | first launch | best configurations |",
+        f"|{'---|' * (len(cases) + 4)}",
+    ]
+    for method in methods:
+        rows = {case: found[method, case] for case in cases if (method, case) in rates}
+        cells = [
+            f"{row['gb_per_s']:.0f}" + (f" ({row['gb_per_s'] / limit:.3f})" if limit else "") if row else ""
+            for row in map(rows.get, cases)
+        ]
+        first = data["first_launch_s"].get(method, "")
+        configs = {
+            case: ", ".join(f"{name} {value}" for name, value in row["config"].items()) for case, row in rows.items()
+        }
+        best = "; ".join(f"{case}: {config}" for case, config in configs.items())
+        if len(set(configs.values())) == 1:
+            best = next(iter(configs.values()))
+        launches = ", ".join(str(row["launches"]) for row in rows.values())
+        first = first if isinstance(first, str) else f"{first:.2f} s"
+        lines.append(f"| {method} | {' | '.join(cells)} | {launches} | {first} | {best} |")
+    against = []
+    for name in ("Triton", "bulk copies"):
+        shares = [
+            f"{max(reached) / rates['ours', case]:.3f} ({case})"
+            for case in cases
+            if (reached := [rates[at] for at in rates if at[0].startswith(name) and at[1] == case])
+            and ("ours", case) in rates
+        ]
+        against += [f"{name} {', '.join(shares)}"] if shares else []
+    if against:
+        lines += ["", f"As shares of our kernel's rate: {'; '.join(against)}."]
+    if failed := [row for row in data["rows"] if "error" in row]:
+        lines += ["", "Not measured:", ""]
+        lines += [f"- {row['method']}, {row['case']}: {row['error']}." for row in failed]
+    return "\n".join(lines)
+
+
 def _noted(data: dict[str, Any]) -> str:
     return f"; {data['note']}" if "note" in data else ""
 
@@ -239,6 +293,7 @@ def main() -> None:
     wanted = replaced(wanted, "gpu", gpu_section())
     wanted = replaced(wanted, "goals", goals_section())
     wanted = replaced(wanted, "links", links_section())
+    wanted = replaced(wanted, "kernels", kernels_section())
     wanted = replaced(wanted, "gpu-validation", gpu_validation_section())
     if arguments.check:
         sys.exit("README.md is stale: run python tools/readme.py" if wanted != text else 0)
