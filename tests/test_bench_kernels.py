@@ -44,11 +44,16 @@ def row(memory: Memory, case: Case, prepare: Any, *configs: dict[str, Any], modu
 
 def test_cases_have_the_words_they_say(memory: Memory) -> None:
     words = {case.name: np.unique(memory.tiles(case, TILE_BYTES)["word_bytes"]).tolist() for case in cases(NBYTES)}
-    assert words == {"one region": [16], "rows": [16], "odd rows": [2, 4, 8, 16]}
-    assert [case.nbytes for case in cases(4 << 30)] == [4 << 30, (4 << 30) - 1024, 2_147_480_656]
+    assert words == {
+        "one region": [16],
+        "rows, 2 KiB apart": [16],
+        "rows, 3 KiB apart": [16],
+        "odd rows": [2, 4, 8, 16],
+    }
+    assert [case.nbytes for case in cases(4 << 30)] == [4 << 30, 4 << 30, (4 << 30) - 1024, 2_147_480_656]
 
 
-@pytest.mark.parametrize("name", ["one region", "rows", "odd rows"])
+@pytest.mark.parametrize("name", ["one region", "rows, 3 KiB apart", "odd rows"])
 def test_tables_copy_what_torch_says(memory: Memory, name: str) -> None:
     found = row(memory, case_of(name), interpreted)
     assert found["gb_per_s"] > 0 and found["launches"] == 1
@@ -78,22 +83,22 @@ def test_the_fastest_counts_and_what_failed_is_kept(memory: Memory, monkeypatch:
     times = iter([2.0, 0.5, 1.0])
     monkeypatch.setattr(bench_kernels, "timed_ms", lambda memory, copies: next(times))
     configs = [{"ctas": ctas} for ctas in (1, 2, 3, 4)]
-    found = row(memory, case_of("rows"), failing_at_2, *configs)
+    found = row(memory, case_of("rows, 3 KiB apart"), failing_at_2, *configs)
     assert (found["config"], found["ms"]) == ({"ctas": 3}, 0.5)
     assert [attempt["config"] for attempt in found["tried"]] == configs
     assert found["tried"][1] == {"config": {"ctas": 2}, "error": "ValueError: no such launch"}
 
 
 def test_a_module_that_is_missing_and_a_late_start_are_reasons(memory: Memory) -> None:
-    found = row(memory, case_of("rows"), interpreted, modules=("no_such_module",))
+    found = row(memory, case_of("rows, 3 KiB apart"), interpreted, modules=("no_such_module",))
     assert found["error"] == "no_such_module cannot be imported: No module named 'no_such_module'"
     method = Method("m", (), ({},), interpreted)
-    (late,) = attempted(memory, case_of("rows"), memory.wanted(case_of("rows")), method, 0.0)
+    (late,) = attempted(memory, case_of("rows, 3 KiB apart"), memory.wanted(case_of("rows, 3 KiB apart")), method, 0.0)
     assert late["error"].startswith("not started within")
 
 
 @pytest.mark.parametrize("walk", ["flat", "rows"])
-@pytest.mark.parametrize("name", ["one region", "rows", "odd rows"])
+@pytest.mark.parametrize("name", ["one region", "rows, 3 KiB apart", "odd rows"])
 def test_triton_kernels_copy_what_torch_says(
     memory: Memory, name: str, walk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,28 +122,35 @@ def test_triton_kernels_copy_what_torch_says(
 def test_the_readme_shows_what_was_measured_and_nothing_without_data(tmp_path: Path) -> None:
     assert readme.kernels_section(tmp_path) == ""
 
-    def measured(method: str, case: str, gb_per_s: float, launches: int = 1, **config: int) -> dict[str, Any]:
-        return {"method": method, "case": case, "gb_per_s": gb_per_s, "launches": launches, "config": config}
+    def attempt(gb_per_s: float, launches: int = 1, **config: int) -> dict[str, Any]:
+        return {"ms": 1e3 / gb_per_s, "gb_per_s": gb_per_s, "launches": launches, "config": config}
+
+    def row(method: str, case: str, *tried: dict[str, Any]) -> dict[str, Any]:
+        return {"method": method, "case": case, "tried": tried}
 
     data = {
         "what": "GB/s", "hardware": "2 x GPU", "driver": "1.2", "date": "2026-01-02", "versions": {"torch": "2.11"},
         "cases": {"one region": {"what": "aligned"}, "odd rows": {"what": "odd"}},
-        "first_launch_s": {"ours": 0.512, "Triton, flat": "RuntimeError: no"},
+        "first_launch_s": {"ours": 0.512, "Triton, flat": "RuntimeError: no", "Triton, rows": 1.0},
         "rows": [
-            measured("copy engine", "one region", 400.0), measured("ours", "one region", 380.0, ctas=48),
-            measured("ours", "odd rows", 100.0, ctas=64), measured("Triton, flat", "one region", 190.0, ctas=132),
-            measured("Triton, rows", "odd rows", 50.0, 4, ctas=48),
-            {"method": "bulk copies", "case": "one region", "error": "3 bytes are wrong", "tried": []},
+            row("copy engine", "one region", attempt(400.0)),
+            row("ours", "one region", attempt(380.0)),
+            row("ours", "odd rows", attempt(100.0)),
+            row("Triton, flat", "one region", attempt(190.0, ctas=48), attempt(370.0, ctas=132), {"error": "x"}),
+            row("Triton, rows", "one region", attempt(210.0, ctas=48)),
+            row("Triton, rows", "odd rows", attempt(50.0, 4, ctas=48), attempt(90.0, 4, ctas=264)),
+            {**row("bulk copies", "one region"), "error": "3 bytes are wrong"},
         ],
     }  # fmt: skip
     (tmp_path / "kernels-x2.json").write_text(json.dumps(data))
     section = readme.kernels_section(tmp_path)
     assert "2 x GPU, driver 1.2, torch 2.11, 2026-01-02" in section
-    assert (
-        "| method | one region | odd rows | launches | first launch | best configurations |\n|---|---|---|---|---|---|"
-        in section
-    )
-    assert "| ours | 380 (0.950) | 100 (0.250) | 1, 1 | 0.51 s | one region: ctas 48; odd rows: ctas 64 |" in section
-    assert "| Triton, rows |  | 50 (0.125) | 4 |  | ctas 48 |" in section
-    assert "As shares of our kernel's rate: Triton 0.500 (one region), 0.500 (odd rows)." in section
-    assert "- bulk copies, one region: 3 bytes are wrong." in section
+    for line in (
+        "| method | one region | odd rows | launches | first launch |",
+        "| copy engine | 400 |  | 1 |  |",
+        "| ours, 48 CTAs | 380 | 100 | 1 | 0.51 s |",
+        "| Triton, 48 CTAs | 210 | 50 | 1 to 4 | 1.00 s |",
+        "| Triton, up to 264 CTAs | 370 | 90 | 1 to 4 | 1.00 s |",
+        "- bulk copies, one region: 3 bytes are wrong.",
+    ):
+        assert line in section.splitlines()

@@ -31,11 +31,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from bench.results import ResultFile
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies import COPY
 from mcore_reshard.kernels.tiles import cut_tiles
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench.results import ResultFile
 
 RESULTS = Path(__file__).parent / "results"
 NBYTES = 4 << 30
@@ -85,7 +87,8 @@ def cases(nbytes: int) -> list[Case]:
     """Cases of about `nbytes`, of which the source has twice as many."""
     return [
         _case("one region", "contiguous, aligned", nbytes, [(nbytes, nbytes)]),
-        _case("rows", "rows of 1,536 of 3,072 bytes: 768 of 1,536 columns in bf16", nbytes, [(1536, 3072)]),
+        _case("rows, 2 KiB apart", "rows of 1,024 of 2,048 bytes", nbytes, [(1024, 2048)]),
+        _case("rows, 3 KiB apart", "rows of 1,536 of 3,072 bytes", nbytes, [(1536, 3072)]),
         _case(
             "odd rows",
             "rows of 1,538, 1,540, 1,544 and 1,536 bytes, every second one: words of 2, 4, 8 and 16 bytes",
