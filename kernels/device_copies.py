@@ -2,8 +2,8 @@
 
 The kernel is CUDA C++, compiled at run time with NVIDIA's own bindings (NVRTC through cuda.core). Measured beside it on
 two H200s (tools/bench_kernels.py, tools/results/kernels-x2.json): kernels in Triton that walk the same tiles reach the
-same rate, 375 GB/s of the copy engine's 396 against 374 here, but take a launch for each size of words and a C compiler
-on the machine; bulk copies through shared memory (TMA) 375, of aligned regions only.
+same rate, 375 GB/s where the copy engine has 394, but take a launch for each size of words, longer to start and a C
+compiler on the machine; bulk copies through shared memory (TMA) 375 as well, of one aligned region.
 """
 
 from __future__ import annotations

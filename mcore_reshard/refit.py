@@ -286,7 +286,8 @@ class _Endpoint(ABC):
         transport = resolve(self._transport, held[0] if held else "cpu")
         if (transport.connect is None or self._schedule.misc) and not self._moves_by_name:
             why = f"{len(self._schedule.misc)} parameters on the misc route" if transport.connect else transport.name
-            raise BindError(self.rank, [f"{why}, and no function to move whole tensors by name was given"])
+            option = "export" if self.world == "train" else "load_weights"
+            raise BindError(self.rank, [f"{why}, and no function to move whole tensors by name was given: {option}="])
         if transport.connect is None:
             return transport, None
         return transport, bind(self._schedule, tensors, bucket_bytes=self._bucket_bytes)

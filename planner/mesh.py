@@ -118,13 +118,10 @@ class TrainMesh:
         else:
             chunks = self.pp * self.vpp
             if num_layers % chunks:
-                raise MeshError(
-                    "impossible training mesh",
-                    [
-                        f"{num_layers} layers do not divide over pp*vpp = {chunks}; give them, e.g. layers="
-                        + "+".join(str(n) for n in _even_counts(num_layers, self.pp))
-                    ],
-                )
+                problem = f"{num_layers} layers do not divide over pp*vpp = {chunks}"
+                if num_layers > chunks:
+                    problem += "; give them, e.g. layers=" + "+".join(map(str, _even_counts(num_layers, chunks)))
+                raise MeshError("impossible training mesh", [problem])
             counts = (num_layers // chunks,) * chunks
         if sum(counts) != num_layers:
             raise MeshError(

@@ -14,6 +14,7 @@ from .parameters import Catalogue, ParameterGroup, Quantization, Role
 from .precision import MXFP8, QUANTISED, Format, is_listed, module_names
 from .scales import scale_shards, splits_blocks, tensor_scale_shards, touched_scale_shards
 
+REFUSES = "vLLM refuses to build"
 _EXPERTS = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
 _FINEST = 32  # layers/fused_moe/oracle/fp8.py refine_fp8_moe_block_shape
 
@@ -46,7 +47,7 @@ def vllm_scales(group: ParameterGroup, shards: Shards, form: Format) -> Shards |
         )
     found = scale_shards(group, shards, form.block, beside)
     if refusal := _refusal(group, shards, form):
-        return Misc(f"{found.reason if isinstance(found, Misc) else form.name}: vLLM refuses to build {refusal}")
+        return Misc(f"{found.reason if isinstance(found, Misc) else form.name}: {REFUSES} {refusal}")
     return found
 
 

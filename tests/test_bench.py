@@ -166,6 +166,7 @@ def test_goals_are_judged_by_the_rows() -> None:
 def test_the_readme_shows_rows_goals_and_what_was_not_measured(tmp_path: Path) -> None:
     data = {
         "hardware": "4 x GPU", "driver": "1.2", "date": "2026-01-02", "versions": {"torch": "2.11"},
+        "environment": {"NCCL_NVLS_ENABLE": "0", "NCCL_VERSION": "2"},
         "workloads": {"w": {"what": "all", "model": "m", "train": "tp=2", "gen": "tp=2", "ranks": "2 -> 2"}},
         "rows": [
             measured("w", "copy-engine", 400), measured("w", "direct", 376, share=0.94, share_of="copy-engine"),
@@ -174,9 +175,9 @@ def test_the_readme_shows_rows_goals_and_what_was_not_measured(tmp_path: Path) -
     }  # fmt: skip
     (tmp_path / "refit-x4.json").write_text(json.dumps(data))
     section = readme.gpu_section(tmp_path)
-    assert "4 x GPU, driver 1.2, torch 2.11, 2026-01-02 ([data](tools/results/refit-x4.json)):" in section
+    assert "4 x GPU, driver 1.2, torch 2.11, NCCL_NVLS_ENABLE=0, 2026-01-02 ([data](tools/results/refit-x4.json)):" in section
     assert "|  |  | `direct` | 100.0 | 376 | 0.940 of copy-engine | 110 ms | 1.0 s | 12 MB | 1.5 ms |" in section
-    assert "- `nemo-rl` on w: not given." in section
+    assert "- `nemo-rl`, m: all: not given." in section
     assert "| direct, whole MoE | >= 0.94 of the copy engine, no scratch | not measured in this run |  |" in (
         readme.goals_section(tmp_path)
     )

@@ -194,6 +194,19 @@ def test_a_config_without_fp8_is_assumed_to_have_the_usual_blocks(run: Run) -> N
     ]
 
 
+def test_a_plan_that_is_proven_but_bad_says_so(run: Run) -> None:
+    def notes(*arguments: str) -> list[str]:
+        notes: list[str] = run("plan", *arguments, "--json").json["notes"]
+        return [note for note in notes if "the config has no quantization_config" not in note]
+
+    usual = ("qwen3-30b-a3b", "--train", "ep=8,dp=8", "--gen")
+    assert notes(*usual, "tp=4") == notes(*usual, "tp=4", "--gen-dtype", "fp8") == []
+    (much,) = notes(*usual, "tp=4", "--train-dtype", "fp8")
+    assert re.fullmatch(r"9\d\.\d% of the bytes go by misc, .*", much)
+    _, refused = notes(*usual, "tp=16", "--gen-dtype", "fp8")
+    assert refused.startswith("vLLM refuses to build this model on these ranks: model.layers.*.mlp.experts.*.gate_proj")
+
+
 @pytest.mark.parametrize(
     ("method", "gen_dtype", "note"),
     [
@@ -219,7 +232,7 @@ def test_another_methods_list_of_modules_is_not_for_the_engine(
     config.write_text(json.dumps({**load_config("tiny-qwen3-moe"), "quantization_config": stated}))
     dtypes = ("--train-dtype", gen_dtype, "--gen-dtype", gen_dtype)
     report = run("plan", config, "--train", "tp=1", "--gen", "tp=1", *dtypes, "--json").json
-    assert report["notes"] == (
+    assert [said for said in report["notes"] if "go by misc" not in said] == (
         [f"the config has no quantization_config for {note} are assumed{ASSUMED}"] if note else []
     )
     layers = sum(pair["count"] for pair in report["pairs"] if pair["weight"].endswith("o_proj.weight"))

@@ -66,6 +66,7 @@ def test_mesh_text_round_trips_with_every_axis():
         (lambda: GenMesh(tp=2, dp=2, ep=2), ["ep = 2 must be 1", "tp*dp = 2*2 = 4"]),
         (lambda: parse_train_mesh("tp=two,xp=1,pp=1,pp=2"), ["'tp=two' is not a number", "unknown axis 'xp'", "pp is given twice"]),
         (lambda: TrainMesh(pp=8).place_layers(61), ["61 layers do not divide over pp*vpp = 8", "layers=8+8+8+8+8+7+7+7"]),
+        (lambda: TrainMesh(pp=2, vpp=2).place_layers(9), ["9 layers do not divide over pp*vpp = 4", "layers=3+2+2+2"]),
         (lambda: TrainMesh(pp=2, layers=(3, 1)).place_layers(5), ["adds up to 4, the model has 5"]),
     ],
 )  # fmt: skip
@@ -109,3 +110,16 @@ def test_numbering_equals_megatron_rank_generator():
                         (stage, ep, etp)
                     }
     assert len(MESHES) > 80
+
+
+def test_no_split_is_suggested_for_more_chunks_than_layers():
+    with pytest.raises(MeshError) as error:
+        TrainMesh(pp=4).place_layers(3)
+    assert error.value.violations == ("3 layers do not divide over pp*vpp = 4",)
+
+
+def test_the_split_that_is_suggested_is_possible():
+    with pytest.raises(MeshError) as error:
+        TrainMesh(pp=4, vpp=2).place_layers(94)
+    layers = str(error.value).rpartition("layers=")[2].rstrip(".")
+    assert len(parse_train_mesh(f"pp=4,vpp=2,layers={layers}").place_layers(94)) == 94

@@ -76,6 +76,7 @@ def gpu_section(folder: Path = RESULTS) -> str:
         data = json.loads(file.read_text())
         named = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
         driver = f", driver {data['driver']}" if "driver" in data else ""
+        named += "".join(f", {name}={value}" for name, value in data["environment"].items() if name != "NCCL_VERSION")
         parts.append(f"{data['hardware']}{driver}, {named}, {data['date']} ([data](tools/results/{file.name})):")
         parts.append(_measured_table(data))
         if lines := _not_measured(data):
@@ -120,14 +121,15 @@ def kernels_section(folder: Path = RESULTS) -> str:
     lines = [
         f"{data['what']}, {data['hardware']}, driver {data['driver']}, {versions}, {data['date']}"
         f" (`python tools/bench_kernels.py`, [data](tools/results/{file.name}){_noted(data)}); the best of several"
-        f" configurations, but ours as users get it. {described}.",
+        f" configurations. First launch: of a small table in a process of its own, compiling included. {described}.",
         "",
         f"| method | {' | '.join(cases)} | launches | first launch |",
         f"|{'---|' * (len(cases) + 3)}",
     ]
     for label, method, most_ctas in (
         ("copy engine", "copy engine", 0),
-        ("ours, 48 CTAs", "ours", 0),
+        ("ours, 48 CTAs", "ours", 48),
+        ("ours, 132 CTAs", "ours", 132),
         ("Triton, 48 CTAs", "Triton", 48),
         ("Triton, up to 264 CTAs", "Triton", 264),
         ("bulk copies (TMA), up to 132 CTAs", "bulk", 132),
@@ -204,8 +206,10 @@ def _not_measured(data: dict[str, Any]) -> list[str]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in data["rows"]:
         if "skipped" in row:
-            reasons.setdefault((row["method"], row["skipped"]), []).append(row["workload"])
-    return [f"- `{method}` on {', '.join(names)}: {reason}." for (method, reason), names in reasons.items()]
+            workload = data["workloads"][row["workload"]]
+            what = f"{workload['model']}: {workload['what']}"
+            reasons.setdefault((row["method"], row["skipped"]), []).append(what)
+    return [f"- `{method}`, {'; '.join(names)}: {reason}." for (method, reason), names in reasons.items()]
 
 
 def gpu_validation_section() -> str:
@@ -233,7 +237,7 @@ def gpu_validation_section() -> str:
             f" {sum(case.get('tensors', 0) for case in compared):,} tensors,"
             f" {sum(case.get('wrong', 1) for case in compared)} with a wrong byte.",
             *(
-                f"{len(families)} more cases ({', '.join(sorted(set(families)))}) are refused because of"
+                f"Besides, {len(families)} cases ({', '.join(sorted(set(families)))}) are refused because of"
                 f" Megatron-Bridge: {why}."
                 for why, families in sorted(refused.items())
             ),

@@ -188,6 +188,8 @@ def _tables(report: dict[str, Any]) -> Iterator[RenderableType]:
     yield _devices(report["cuda"])
     transports = table("Transports", "transport", "", "tensors on", "reach")
     for row in report["transports"]:
+        if row["name"] == "auto":  # what it comes to is said below
+            continue
         transports.add_row(
             row["name"], verdict(row["ok"], row["reason"] or "", bad="no"), ", ".join(row["devices"]), row["reach"]
         )

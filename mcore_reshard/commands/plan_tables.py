@@ -86,7 +86,7 @@ def _number(found: list[dict[str, Any]]) -> int:
 
 
 def _proof(proof: Proof) -> RenderableType:
-    covered = f"{proof.covered_bytes:,} of {proof.destination_bytes:,} destination bytes covered"
+    covered = f"{proof.covered_bytes:,} of {proof.destination_bytes:,} destination bytes of the bulk route covered"
     if proof.ok:
         return facts([("proof", verdict(True, f"{covered}, each exactly once"))])
     shown = table(f"Proof violations ({len(proof.violations)})", "rule", "parameter", "ranks", "what is wrong")

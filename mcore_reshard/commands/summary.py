@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from math import prod
@@ -13,6 +14,9 @@ from mcore_reshard.planner.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.parameters import ITEMSIZE
 from mcore_reshard.planner.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof import Proof
+from mcore_reshard.planner.vllm_scales import REFUSES
+
+_MUCH = 0.1  # share of the bytes by misc that a plan makes a note of
 
 
 def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes: Iterable[str] = ()) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
         },
         "relay": plan.relay,
         "plan_seconds": plan_seconds,
-        "notes": list(notes),
+        "notes": [*notes, *_notes(plan)],
     }
 
 
@@ -114,6 +118,22 @@ def busiest(loads: np.ndarray) -> dict[str, Any]:
     """Least, mean and most bytes over ranks, and the first rank with the most."""
     most = int(loads.argmax())
     return {"min": int(loads.min()), "mean": float(loads.mean()), "max": int(loads[most]), "rank": most}
+
+
+def _notes(plan: Plan) -> list[str]:
+    """What makes a proven plan a bad one."""
+    total = plan.bulk_bytes + plan.misc_bytes
+    notes = []
+    if plan.misc_bytes > _MUCH * total:
+        notes.append(
+            f"{plan.misc_bytes / total:.1%} of the bytes go by misc, in every refit: whole tensors, over CPU memory, to every"
+            " rank; the reasons are above"
+        )
+    if refused := [plan.groups[entry.group].pattern for entry in plan.misc if REFUSES in entry.reason]:
+        first, *others = [re.sub(r"\{\w+\}", "*", pattern) for pattern in refused]
+        more = f" and {len(others)} more" if others else ""
+        notes.append(f"{REFUSES} this model on these ranks: {first}{more}; the reasons are above")
+    return notes
 
 
 def _parameter_counts(plan: Plan) -> dict[str, int]:

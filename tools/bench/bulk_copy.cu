@@ -6,7 +6,7 @@
 //     load(k)   the bulk copy into the stage; completes the phase k / STAGES of the stage's barrier
 //     store(k)  waits for that phase, then a bulk copy out of the stage; once it has been read the stage is free again
 //
-// Bulk copies take multiples of 16 bytes at addresses that are multiples of 16: nothing narrower, and no rows.
+// Bulk copies take multiples of 16 bytes at addresses that are multiples of 16: nothing narrower.
 
 // BULK_BYTES (a multiple of 16 that divides the region) and STAGES are set by tools/bench_kernels.py.
 
