@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Literal
 
@@ -29,6 +30,7 @@ from .tensors import byte_array
 
 DEFAULT_SLOTS = 4
 _TAG = 0  # one tag: gloo keeps messages of a pair and tag in order
+_UNUSED_TAG = 5040  # of the same connections as _TAG: gloo goes by the remainder where it has several networks
 _HEADER = struct.Struct("<IIII")  # CRC-32 of the rest, run, stage index, bucket number; 16 bytes keep parts aligned
 
 
@@ -58,6 +60,9 @@ class GlooMessage:
             if time.monotonic() - start >= timeout_s:
                 raise DeadlineError(self._waiting, f"nothing within {timeout_s:g} s") from error
             raise PeerLostError(self._waiting, "the connection was closed") from error
+        else:
+            if self._work is None:  # it came, but who has left wants no bytes any more
+                raise _closed_here(self._waiting)
         finally:
             self.drop()
 
@@ -108,10 +113,12 @@ class GlooGroup:
         return self._slots[:count]
 
     def close(self) -> None:
-        """Close all connections, also with messages under way. May be called twice."""
+        """Close all connections, also with messages under way: other threads' waits for them end. May be called twice."""
         for message in tuple(self._pending):
             message.drop()
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            _hang_up(group)
         self._slots.clear()
 
     def _started(self, way: Literal["send", "recv"], buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
@@ -136,6 +143,14 @@ def _connected(store: Store, rank: int, size: int, timeout_s: float) -> ProcessG
         return ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise SessionError(f"gloo could not connect {size} ranks within {timeout_s:g} s: {error}") from error
+
+
+def _hang_up(group: ProcessGroupGloo) -> None:
+    """Close the connections under those who wait on them. gloo has no call for it, but does it where a wait is overdue."""
+    for peer in range(group.size()):
+        with suppress(RuntimeError):  # overdue; or this one was closed before, which closes no other
+            work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED_TAG)  # type: ignore[attr-defined]
+            work.wait(timedelta(milliseconds=1))
 
 
 class GlooExecutor:

@@ -93,7 +93,7 @@ class Executor(Protocol):
     def scratch_bytes(self) -> int: ...
 
     def run(self) -> tuple[StageReport, ...]:
-        """Move every byte once; return when they are where they belong."""
+        """Move every byte once; return when they are where they belong. A session calls it on a thread of its own."""
 
     def close(self) -> None:
         """Free scratch and connections of its own; the session's group is not its own."""

@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as Overdue
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
-from weakref import finalize
+from weakref import finalize, ref
 
 __all__ = ["Caller", "Overdue"]
 
@@ -25,15 +25,17 @@ class Caller:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         Thread(target=_make, args=(self._calls,), name=name, daemon=True).start()
         finalize(self, self._calls.put, None).atexit = False  # handlers of the exit may call as well
-        self._outcome: Future[Any] | None = None  # of the last call
+        self._outcome: ref[Future[Any]] | None = None  # of the last call; an error's traceback may keep this in turn
 
     @property
     def is_busy(self) -> bool:
-        return self._outcome is not None and not self._outcome.done()
+        outcome = self._outcome() if self._outcome is not None else None
+        return outcome is not None and not outcome.done()
 
     def start(self, function: Callable[[], T]) -> Future[T]:
         """Call `function` once the calls before it have returned."""
-        self._outcome = outcome = Future[T]()
+        outcome = Future[T]()
+        self._outcome = ref(outcome)
         self._calls.put((outcome, function))
         return outcome
 

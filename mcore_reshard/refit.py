@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +96,7 @@ class _Connection:
     group: GlooGroup
     program: Program | None  # None under golden
     executor: Executor | None
+    caller: Caller  # of the executor
 
 
 class _Endpoint(ABC):
@@ -144,8 +145,6 @@ class _Endpoint(ABC):
         self._session = session
         self._timeout_s = timeout_s
         self._connection: _Connection | None = None
-        self._caller: Caller | None = None
-        self._run: Future[tuple[StageReport, ...]] | None = None  # the executor's last one
         self._ended: str | None = None  # why no refit is possible any more
         self._refits = 0
 
@@ -212,7 +211,8 @@ class _Endpoint(ABC):
 
         After a committed refit it waits, 5 s at most, until all ranks know of the commit: the process may then end, also
         the one that hosts the store; only a rank slower than that would lose the store, and raise. After a failure it
-        does not wait, and the store must stay up until all ranks have raised: they read the cause there.
+        waits, 2 s at most, for the transport to end; what one uses that does not is freed when it does. The store must
+        then stay up until all ranks have raised: they read the cause there.
         """
         connection, self._connection = self._connection, None
         if connection is not None and self._ended is None:
@@ -220,9 +220,11 @@ class _Endpoint(ABC):
         self._ended = self._ended or "closed"
         if connection is not None:
             connection.group.close()
-            run, self._run, executor = self._run, None, connection.executor
-            if executor is not None and run is not None and not run.done():
-                run.add_done_callback(lambda _: executor.close())  # what it still uses stays until then
+            executor, caller = connection.executor, connection.caller
+            if (
+                executor is not None and caller.is_busy
+            ):  # a run that goes on keeps what it uses; gloo's ends with the group
+                wait([caller.start(executor.close)], _GRACE_S)
             elif executor is not None:
                 executor.close()
 
@@ -241,33 +243,17 @@ class _Endpoint(ABC):
         if program is None or executor is None or before is None:
             return (), self._move_by_name(connection.group, None, afterwards)
         if self.world == "train":
-            stages = self._attended(executor, program, connection.meeting, phase)
+            stages = _attended(connection, executor, program, phase)
             program.check_unwritten(before)
         else:
             program.zero_padding()
-            stages = self._attended(executor, program, connection.meeting, phase)
+            stages = _attended(connection, executor, program, phase)
         misc, misc_bytes = self._schedule.misc, 0
         if misc:
             misc_bytes = self._move_by_name(connection.group, misc, afterwards)
         if self._after_direct_writes is not None:
             self._after_direct_writes()
         return stages, misc_bytes
-
-    def _attended(self, executor: Executor, program: Program, meeting: Meeting, phase: str) -> tuple[StageReport, ...]:
-        """Run the executor on a thread of its own, up to the first failure of any rank, which the store tells.
-
-        The connections tell it as well, and as a rule before, but not always: gloo leaves a sender waiting whose peer
-        closes while the message is being written.
-        """
-        if self._caller is None:
-            self._caller = Caller("refit")
-        stream = torch.cuda.current_stream(program.device) if is_cuda(program.device) else None
-        self._run = run = self._caller.start(in_context_of(stream, executor.run))
-        while not wait([run], _LOOK_S).done:
-            failure = meeting.failure(phase)
-            if failure and not wait([run], _GRACE_S).done:
-                raise SessionFailed(failure)
-        return run.result()
 
     def _own_kv_scales(self, meeting: Meeting, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
         """Those of the scales that are this rank's to set, once all ranks know that each of them is some rank's."""
@@ -319,7 +305,7 @@ class _Endpoint(ABC):
             except BaseException:
                 group.close()
                 raise
-        return _Connection(meeting, transport, group, program, executor)
+        return _Connection(meeting, transport, group, program, executor, Caller("refit"))
 
     def _hello(self, transport: Transport) -> dict[str, Any]:
         return {
@@ -449,6 +435,24 @@ class GenerationEndpoint(_Endpoint):
         if unread := [name for name, _ in tensors]:
             raise SessionError(f"load_weights left {len(unread)} tensors unread, first {unread[0]}")
         return received
+
+
+def _attended(connection: _Connection, executor: Executor, program: Program, phase: str) -> tuple[StageReport, ...]:
+    """Run the executor on a thread of its own, up to the first failure of any rank, which the store tells.
+
+    The connections tell it as well, and as a rule before, but not always: gloo leaves a sender waiting whose peer
+    closes while the message is being written.
+    """
+    stream = torch.cuda.current_stream(program.device) if is_cuda(program.device) else None
+    run = connection.caller.start(in_context_of(stream, executor.run))
+    try:
+        while not wait([run], _LOOK_S).done:
+            failure = connection.meeting.failure(phase)
+            if failure and not wait([run], _GRACE_S).done:
+                raise SessionFailed(failure)
+        return run.result()
+    finally:
+        del run  # it keeps its error, whose traceback would keep it in turn
 
 
 def _exhaust(tensors: NamedTensors) -> None:

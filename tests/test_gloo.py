@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,27 @@ def test_a_killed_peer_is_noticed_at_once_and_named() -> None:
     assert {outcome.kind for outcome in others} == {"PeerLostError"}
     assert any("waiting for train:1 to send model.p" in str(outcome.error) for outcome in others)
     assert max(outcome.seconds for outcome in others) < 5
+
+
+def closed_by_another_thread(rank: int, address: str) -> str:
+    """Rank 1 is dead, rank 0 closes its group while a thread of its waits for rank 2, which waits for it."""
+    group = connect(address, rank, 3)
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    peer = 2 - rank
+    waiting = Waiting(f"rank {rank}", f"rank {peer}", 0, "model.w", sends=False)
+    message = group.recv(torch.empty(8, dtype=torch.uint8), peer, waiting)
+    if rank == 0:
+        Timer(0.5, group.close).start()
+    message.wait()
+    return "came"
+
+
+def test_a_group_closes_under_a_thread_that_waits() -> None:
+    outcomes = run_ranks(3, closed_by_another_thread)
+    assert outcomes[0].kind == "TransferError" and "rank 0 has closed its connections" in str(outcomes[0].error)
+    assert outcomes[2].kind == "PeerLostError"
+    assert max(outcome.seconds for outcome in outcomes) < 5
 
 
 def test_a_silent_peer_is_an_error_at_the_deadline() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from torch.distributed import TCPStore
 
 from mcore_reshard.kernels import registry
 from mcore_reshard.kernels.board import Board
-from mcore_reshard.kernels.errors import BindError, SessionError, Waiting
+from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, Waiting
 from mcore_reshard.kernels.gloo import GlooExecutor, GlooGroup
 from mcore_reshard.kernels.pipeline import StageReport, Step, group_names, group_rank
 from mcore_reshard.kernels.registry import TRANSPORT_VARIABLE
@@ -445,7 +448,7 @@ def test_a_frozen_rank_is_named_even_by_those_who_wait_for_somebody_else() -> No
 class Untold(GlooExecutor):
     """Waits without being told that there is nothing to wait for any more, as gloo sometimes makes a sender do."""
 
-    told, closed = Event(), Event()
+    told, closed = threading.Event(), threading.Event()
 
     def run(self) -> tuple[StageReport, ...]:
         assert self.told.wait(TIMEOUT_S)
@@ -471,6 +474,70 @@ def test_a_rank_whose_transport_is_not_told_hears_of_a_failure_from_the_store() 
     outcomes = run_ranks(4, untold)
     assert outcomes[3].kind == "SessionFailed" and "arrived damaged" in str(outcomes[3].error)
     assert outcomes[3].seconds < 6
+
+
+class Slow(GlooExecutor):
+    """Takes its time for the second bucket."""
+
+    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+        if self._steps.index(step) == 1:
+            time.sleep(1.0)
+        super()._pack(step, message)
+
+
+def interrupted(rank: int, address: str) -> tuple[str, float]:
+    """The generation rank is interrupted while it waits for the second bucket."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    gloo = registry.resolve("gloo", "cpu")
+    chosen = GlooExecutor if rank else Slow
+    registry.register(replace(gloo, name="gloo-test", connect=lambda link: chosen(link.group, link.program)))
+    me = seat(rank, address, (1, 1), transport="gloo-test")
+    me.endpoint.prepare()
+    if isinstance(me, Trainer):
+        me.step(1)
+    else:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    start = time.monotonic()
+    with pytest.raises((KeyboardInterrupt, SessionError)) as caught:
+        me.endpoint.refit(1)
+    seconds, held = time.monotonic() - start, bytes_of(me.tensors)
+    time.sleep(1.0)
+    assert bytes_of(me.tensors) == held, "bytes landed after refit() had raised"
+    return str(caught.value), seconds
+
+
+def test_an_interrupt_while_bytes_move_ends_the_transfer_everywhere() -> None:
+    (cause, train_s), (_, gen_s) = values(run_ranks(2, interrupted))
+    assert cause == "gen:0: KeyboardInterrupt: "
+    assert gen_s < 1 and train_s < 3
+
+
+def left_behind(rank: int, address: str, kind: type[GlooExecutor]) -> list[tuple[int, int]]:
+    """Threads and open files after each of several sessions, without the help of the garbage collector."""
+    gc.disable()
+    gloo = registry.resolve("gloo", "cpu")
+    chosen = GlooExecutor if rank else kind
+    registry.register(replace(gloo, name="gloo-test", connect=lambda link: chosen(link.group, link.program)))
+    found = []
+    for number in range(6):
+        me = seat(rank, address, (1, 1), transport="gloo-test", session=f"session {number}")
+        me.endpoint.prepare()
+        with suppress(RefitError):
+            me.endpoint.refit(1)
+        me.endpoint.close()
+        time.sleep(0.2)
+        found.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+@pytest.mark.parametrize("kind", [GlooExecutor, NoisyWire])
+def test_sessions_leave_no_threads_and_no_connections_behind(kind: type[GlooExecutor]) -> None:
+    for found in values(run_ranks(2, left_behind, kind)):
+        assert len(set(found)) == 1, found
 
 
 class Modes(GlooExecutor):
