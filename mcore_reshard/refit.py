@@ -47,7 +47,7 @@ from .caller import Caller
 from .meeting import Failure, Meeting, SessionFailed
 from .store import store_address
 
-PROTOCOL = 3  # what ranks say to each other; both worlds must speak the same
+PROTOCOL = 4  # what ranks say to each other; both worlds must speak the same
 DEFAULT_TIMEOUT_S = 60.0
 _LOOK_S = 0.5  # between looks, while bytes move, at whether another rank has failed
 _GRACE_S = 2.0  # for this rank's transport to notice that by itself
@@ -189,8 +189,16 @@ class _Endpoint(ABC):
         check_versions(words, self.rank, self.committed_version)
         sent = agreed_kv_scales(words, self._schedule.name_of("train", 0))
         scales = self._own_kv_scales(meeting, f"{phase}/kv_scales", sent) if sent else {}
+        stages: tuple[StageReport, ...] = ()
+        exports = bool(self._schedule.misc)
+        if exports:  # in collectives: no rank enters one while another's transfer has failed
+            with self._ends_on_error(meeting, f"{phase}/bulk"):
+                stages = self._move_bulk(connection, f"{phase}/bulk", before)
+                meeting.gather(f"{phase}/bulk", {})
         with ExitStack() as afterwards, self._ends_on_error(meeting, f"{phase}/commit"):
-            stages, misc_bytes = self._moved(connection, f"{phase}/commit", before, afterwards)
+            if not exports:
+                stages = self._move_bulk(connection, f"{phase}/commit", before)
+            misc_bytes = self._move_misc(connection, afterwards)
             if scales and self._set_kv_scales is not None:
                 self._set_kv_scales(scales)
             meeting.gather(f"{phase}/commit", {})
@@ -223,7 +231,7 @@ class _Endpoint(ABC):
             executor, caller = connection.executor, connection.caller
             if (
                 executor is not None and caller.is_busy
-            ):  # a run that goes on keeps what it uses; gloo's ends with the group
+            ):  # with a run that keeps what it uses; gloo's ends with the group
                 wait([caller.start(executor.close)], _GRACE_S)
             elif executor is not None:
                 executor.close()
@@ -235,25 +243,28 @@ class _Endpoint(ABC):
         `afterwards` runs when the outcome has been shared with all ranks, good or bad.
         """
 
-    def _moved(
-        self, connection: _Connection, phase: str, before: WriteCounts | None, afterwards: ExitStack
-    ) -> tuple[tuple[StageReport, ...], int]:
-        """Move everything: (what the plan moved, bytes that went by name). `before` it each tensor was written so often."""
+    def _move_bulk(self, connection: _Connection, phase: str, before: WriteCounts | None) -> tuple[StageReport, ...]:
+        """Move what the plan moves, nothing under golden. `before` it each tensor was written so often."""
         program, executor = connection.program, connection.executor
         if program is None or executor is None or before is None:
-            return (), self._move_by_name(connection.group, None, afterwards)
-        if self.world == "train":
-            stages = _attended(connection, executor, program, phase)
-            program.check_unwritten(before)
-        else:
+            return ()
+        if self.world == "gen":
             program.zero_padding()
-            stages = _attended(connection, executor, program, phase)
-        misc, misc_bytes = self._schedule.misc, 0
+        stages = _attended(connection, executor, program, phase)
+        if self.world == "train":
+            program.check_unwritten(before)
+        return stages
+
+    def _move_misc(self, connection: _Connection, afterwards: ExitStack) -> int:
+        """Move what goes by name, under golden everything; then the engine derives what it derives. Returns the bytes."""
+        if connection.executor is None:
+            return self._move_by_name(connection.group, None, afterwards)
+        misc, nbytes = self._schedule.misc, 0
         if misc:
-            misc_bytes = self._move_by_name(connection.group, misc, afterwards)
+            nbytes = self._move_by_name(connection.group, misc, afterwards)
         if self._after_direct_writes is not None:
             self._after_direct_writes()
-        return stages, misc_bytes
+        return nbytes
 
     def _own_kv_scales(self, meeting: Meeting, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
         """Those of the scales that are this rank's to set, once all ranks know that each of them is some rank's."""

@@ -175,7 +175,10 @@ def test_the_readme_shows_rows_goals_and_what_was_not_measured(tmp_path: Path) -
     }  # fmt: skip
     (tmp_path / "refit-x4.json").write_text(json.dumps(data))
     section = readme.gpu_section(tmp_path)
-    assert "4 x GPU, driver 1.2, torch 2.11, NCCL_NVLS_ENABLE=0, 2026-01-02 ([data](tools/results/refit-x4.json)):" in section
+    assert (
+        "4 x GPU, driver 1.2, torch 2.11, NCCL_NVLS_ENABLE=0, 2026-01-02 ([data](tools/results/refit-x4.json)):"
+        in section
+    )
     assert "|  |  | `direct` | 100.0 | 376 | 0.940 of copy-engine | 110 ms | 1.0 s | 12 MB | 1.5 ms |" in section
     assert "- `nemo-rl`, m: all: not given." in section
     assert "| direct, whole MoE | >= 0.94 of the copy engine, no scratch | not measured in this run |  |" in (

@@ -633,6 +633,35 @@ def test_an_error_of_trainer_or_engine_reaches_every_rank(
     assert cause.startswith(f"{named((2, 2), bad)}: ") and complaint in cause
 
 
+class Broken(GlooExecutor):
+    """Fails once its peers have gone on without it, as far as they can."""
+
+    def run(self) -> tuple[StageReport, ...]:
+        super().run()
+        time.sleep(0.5)
+        raise OSError("on fire")
+
+
+def one_transfer_fails(rank: int, address: str) -> None:
+    """Training rank 0's, and its alone: the others could enter the export."""
+
+    def export(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError("an export that training rank 0 never joins")
+        yield
+
+    gloo = registry.resolve("gloo", "cpu")
+    chosen = GlooExecutor if rank else Broken
+    registry.register(replace(gloo, name="gloo-test", connect=lambda link: chosen(link.group, link.program)))
+    refit_and_check(seat(rank, address, (2, 2), transport="gloo-test", **({"export": export} if rank < 2 else {})))
+
+
+def test_no_training_rank_enters_an_export_while_anothers_transfer_has_failed() -> None:
+    outcomes = run_ranks(4, one_transfer_fails)
+    assert outcomes[0].kind == "OSError" and {o.kind for o in outcomes[1:]} == {"SessionFailed"}
+    assert causes(outcomes[1:]) == {"train:0: OSError: on fire"}
+    assert max(outcome.seconds for outcome in outcomes) < 5
+
+
 def lockstep(rank: int, address: str) -> None:
     """Exports whose every tensor needs all training ranks, like a real one's gathers; the engine gives up early."""
     host, port = address.split(":")
