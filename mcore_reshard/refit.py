@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +160,7 @@ class _Endpoint(ABC):
         meeting = Meeting(
             self._store_address, self._session, self.rank, group_names(self._schedule), timeout_s=self._timeout_s
         )
-        with _published(meeting, "hello"):
+        with _Published(meeting, "hello"):
             transport, program = self._bound()
         check_alike(meeting.gather("hello", self._hello(transport), timeout_s=timeout_s))
         self._connection = self._connected(meeting, transport, program)
@@ -291,7 +291,7 @@ class _Endpoint(ABC):
 
     def _connected(self, meeting: Meeting, transport: Transport, program: Program | None) -> _Connection:
         schedule = self._schedule
-        with _published(meeting, "connected"):
+        with _Published(meeting, "connected"):
             group = GlooGroup(
                 meeting.shelf("gloo"),
                 group_rank(schedule, schedule.world, schedule.rank),
@@ -335,16 +335,13 @@ class _Endpoint(ABC):
             raise SessionError(f"{self.rank}: no refit is possible: {self._ended or 'prepare() was not called'}")
         return self._connection
 
-    @contextmanager
-    def _ends_on_error(self, meeting: Meeting, phase: str) -> Iterator[None]:
+    def _ends_on_error(self, meeting: Meeting, phase: str) -> _Published:
         """An error in here is every rank's: it is published, and the session is over."""
-        try:
-            with _published(meeting, phase):
-                yield
-        except BaseException as error:
-            self._ended = f"the session ended with: {error}"
-            self.close()
-            raise
+        return _Published(meeting, phase, self._end)
+
+    def _end(self, error: BaseException) -> None:
+        self._ended = f"the session ended with: {error}"
+        self.close()
 
     def _tree(self) -> Tree:
         """Training rank 0 is the root; generation ranks follow."""
@@ -471,18 +468,35 @@ def _exhaust(tensors: NamedTensors) -> None:
         pass
 
 
-@contextmanager
-def _published(meeting: Meeting, phase: str) -> Iterator[None]:
-    """Tell the other ranks of an error in here, and raise its cause: this error, or another rank's that led to it."""
-    try:
-        yield
-    except SessionFailed:
-        raise  # everyone has been told
-    except BaseException as error:
-        failure = meeting.fail(phase, error)
-        if failure != Failure.of(meeting.rank, error) and isinstance(error, RefitError):
+class _Published:
+    """Tells the other ranks of an error in here, and raises its cause: this error, or another rank's that led to it.
+
+    `end` is called with that. No generator: an error that another one replaces would keep itself alive, through the frames
+    of contextlib.
+    """
+
+    def __init__(self, meeting: Meeting, phase: str, end: Callable[[BaseException], None] = lambda error: None) -> None:
+        self._meeting, self._phase, self._end = meeting, phase, end
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            return
+        try:
+            self._tell(error)
+        except BaseException as cause:
+            self._end(cause)
+            raise
+        self._end(error)
+
+    def _tell(self, error: BaseException) -> None:
+        if isinstance(error, SessionFailed):
+            return  # everyone has been told
+        failure = self._meeting.fail(self._phase, error)
+        if failure != Failure.of(self._meeting.rank, error) and isinstance(error, RefitError):
             raise SessionFailed(failure) from error
-        raise
 
 
 def _exactly(names: Sequence[str] | None, tensors: NamedTensors, verb: str) -> Iterator[tuple[str, torch.Tensor]]:
