@@ -373,6 +373,12 @@ class Frozen(GlooExecutor):
         super()._pack(step, message)
 
 
+def register(kind: type[GlooExecutor]) -> None:
+    """Of this process: what the transport "gloo-test" runs."""
+    gloo = registry.resolve("gloo", "cpu")
+    registry.register(replace(gloo, name="gloo-test", connect=lambda link: kind(link.group, link.program)))
+
+
 def with_bad_executor(
     rank: int,
     address: str,
@@ -381,9 +387,7 @@ def with_bad_executor(
     kind: type[GlooExecutor],
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    gloo = registry.resolve("gloo", "cpu")
-    chosen = kind if rank == bad else GlooExecutor
-    registry.register(replace(gloo, name="gloo-test", connect=lambda link: chosen(link.group, link.program)))
+    register(kind if rank == bad else GlooExecutor)
     refit_and_check(seat(rank, address, worlds, transport="gloo-test", timeout_s=timeout_s))
 
 
@@ -491,9 +495,7 @@ def interrupted(rank: int, address: str) -> tuple[str, float]:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    gloo = registry.resolve("gloo", "cpu")
-    chosen = GlooExecutor if rank else Slow
-    registry.register(replace(gloo, name="gloo-test", connect=lambda link: chosen(link.group, link.program)))
+    register(GlooExecutor if rank else Slow)
     me = seat(rank, address, (1, 1), transport="gloo-test")
     me.endpoint.prepare()
     if isinstance(me, Trainer):
@@ -519,9 +521,7 @@ def test_an_interrupt_while_bytes_move_ends_the_transfer_everywhere() -> None:
 def left_behind(rank: int, address: str, kind: type[GlooExecutor]) -> list[tuple[int, int]]:
     """Threads and open files after each of several sessions, without the help of the garbage collector."""
     gc.disable()
-    gloo = registry.resolve("gloo", "cpu")
-    chosen = GlooExecutor if rank else kind
-    registry.register(replace(gloo, name="gloo-test", connect=lambda link: chosen(link.group, link.program)))
+    register(GlooExecutor if rank else kind)
     found = []
     for number in range(6):
         me = seat(rank, address, (1, 1), transport="gloo-test", session=f"session {number}")
@@ -656,9 +656,7 @@ def one_transfer_fails(rank: int, address: str) -> None:
         raise AssertionError("an export that training rank 0 never joins")
         yield
 
-    gloo = registry.resolve("gloo", "cpu")
-    chosen = GlooExecutor if rank else Broken
-    registry.register(replace(gloo, name="gloo-test", connect=lambda link: chosen(link.group, link.program)))
+    register(GlooExecutor if rank else Broken)
     refit_and_check(seat(rank, address, (2, 2), transport="gloo-test", **({"export": export} if rank < 2 else {})))
 
 

@@ -17,7 +17,6 @@ import argparse
 import itertools
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +37,7 @@ from mcore_reshard.kernels.copies import COPY
 from mcore_reshard.kernels.tiles import cut_tiles
 
 sys.path.insert(0, str(Path(__file__).parent))
+from bench import machine
 from bench.results import ResultFile
 
 RESULTS = Path(__file__).parent / "results"
@@ -46,7 +45,6 @@ NBYTES = 4 << 30
 FIRST_NBYTES = 8 << 20  # of the first launch
 REPEATS = 7
 LIMIT_S = 120.0  # configurations that are not started by then are not measured
-PACKAGES = ("triton", "cuda-core", "cuda-bindings")
 POISON = 255  # no byte of the source
 ALIGNMENT = 256  # of regions: that of separate tensors
 
@@ -369,16 +367,6 @@ def first_launch(number: int) -> float | str:
     return seconds if torch.equal(memory.dst, wanted) else "wrong bytes"
 
 
-def versions() -> dict[str, str]:
-    found = {"python": sys.version.split()[0], "torch": torch.__version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> None:
     deadline = time.monotonic() + LIMIT_S
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -386,8 +374,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if (count := torch.cuda.device_count()) < 2:
         parser.error(f"one GPU reads another, there are {count}")
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
+    name, driver = machine.gpus()[0]
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         torch.cuda.set_device(0)
@@ -398,7 +385,7 @@ def main() -> None:
             "date": date.today().isoformat(),
             "hardware": f"2 x {name}",
             "driver": driver,
-            "versions": versions(),
+            "versions": machine.versions("triton", "cuda-core", "cuda-bindings"),
             "cases": {case.name: {"what": case.what, "nbytes": case.nbytes} for case in cases(NBYTES)},
             "first_launch_s": first_launches(),
         }

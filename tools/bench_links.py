@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
@@ -26,6 +26,9 @@ from mcore_reshard.kernels.copies import COPY
 from mcore_reshard.kernels.device_copies import DeviceCopies, KernelShape
 from mcore_reshard.kernels.direct_options import DEFAULT_TILE_BYTES
 from mcore_reshard.kernels.tiles import cut_tiles, interleaved
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench import machine
 
 RESULTS = Path(__file__).parent / "results"
 NBYTES = 2 << 30  # between two GPUs
@@ -145,8 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if count < 4:
         parser.error(f"the patterns are of four GPUs, there are {count}")
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
+    name, driver = machine.gpus()[0]
     gpus = Gpus(4)
     found = {
         "what": "GB/s into each GPU that reads",

@@ -12,10 +12,8 @@ ours; what cannot run is in the results with the reason. Results go to tools/res
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +32,7 @@ from mcore_reshard.planner.mesh import MeshError
 from mcore_reshard.validation.processes import ProcessError, run_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
+from bench import machine
 from bench.methods import KINDS, Method, parse_method
 from bench.ranks import Launch, run_rank
 from bench.results import ResultFile, skipped
@@ -132,25 +131,14 @@ def header(run: Run) -> dict[str, Any]:
 def _hardware(run: Run) -> dict[str, Any]:
     if run.device == "cpu":
         return {"hardware": f"{run.ranks} processes on a {platform.machine()} CPU"}
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-    names = {name for name, _ in (line.split(", ") for line in lines)}
-    return {
-        "hardware": f"{min(run.ranks, run.gpus)} x {' and '.join(sorted(names))}",
-        "driver": lines[0].split(", ")[1],
-    }
+    gpus = machine.gpus()
+    names = " and ".join(sorted({name for name, _ in gpus}))
+    return {"hardware": f"{min(run.ranks, run.gpus)} x {names}", "driver": gpus[0][1]}
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    if torch.version.cuda:
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    for package in ("nccl4py", "megatron-core"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if torch.version.cuda else {}
+    return machine.versions("nccl4py", "megatron-core", **nccl)
 
 
 def parsed(arguments: Sequence[str]) -> Run:

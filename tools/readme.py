@@ -74,7 +74,7 @@ def gpu_section(folder: Path = RESULTS) -> str:
     parts = []
     for file in _runs(folder):
         data = json.loads(file.read_text())
-        named = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+        named = _versions(data)
         driver = f", driver {data['driver']}" if "driver" in data else ""
         named += "".join(f", {name}={value}" for name, value in data["environment"].items() if name != "NCCL_VERSION")
         parts.append(f"{data['hardware']}{driver}, {named}, {data['date']} ([data](tools/results/{file.name})):")
@@ -116,10 +116,9 @@ def kernels_section(folder: Path = RESULTS) -> str:
         of = [a for m, c, a in tried if m.startswith(method) and c == case and a["config"].get("ctas", 0) <= most_ctas]
         return min(of, key=lambda attempt: attempt["ms"], default=None)
 
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     described = "; ".join(f"{name}: {case['what']}" for name, case in data["cases"].items())
     lines = [
-        f"{data['what']}, {data['hardware']}, driver {data['driver']}, {versions}, {data['date']}"
+        f"{data['what']}, {data['hardware']}, driver {data['driver']}, {_versions(data)}, {data['date']}"
         f" (`python tools/bench_kernels.py`, [data](tools/results/{file.name}){_noted(data)}); the best of several"
         f" configurations. First launch: of a small table in a process of its own, compiling included. {described}.",
         "",
@@ -144,6 +143,10 @@ def kernels_section(folder: Path = RESULTS) -> str:
         lines += ["", "Not measured:", ""]
         lines += [f"- {row['method']}, {row['case']}: {row['error']}." for row in failed]
     return "\n".join(lines)
+
+
+def _versions(data: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in data["versions"].items())
 
 
 def _noted(data: dict[str, Any]) -> str:

@@ -16,14 +16,12 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import platform
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +35,9 @@ from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.validation import trainer
 from mcore_reshard.validation.processes import run_processes
 from mcore_reshard.validation.runner import ValidationError, validate
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench import machine
 
 TRANSPORTS = ("direct", "nccl", "auto")
 SHARING = {"direct"}  # transports whose ranks may share a GPU
@@ -143,14 +144,10 @@ def _outcome(case: dict[str, Any]) -> str:
 
 
 def _machine(gpus: int) -> dict[str, Any]:
-    names = run_processes(1, lambda _: (torch.cuda.get_device_name(0), torch.cuda.nccl.version()))[0]
-    found = {"python": platform.python_version(), "torch": torch.__version__, "nccl": ".".join(map(str, names[1]))}
-    for package in ("megatron-core", "megatron-bridge", "transformer-engine", "transformers", "nccl4py", "cuda-core"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {"date": date.today().isoformat(), "hardware": f"{gpus} x {names[0]}", "versions": found}
+    name, nccl = run_processes(1, lambda _: (torch.cuda.get_device_name(0), torch.cuda.nccl.version()))[0]
+    packages = ("megatron-core", "megatron-bridge", "transformer-engine", "transformers", "nccl4py", "cuda-core")
+    found = machine.versions(*packages, nccl=".".join(map(str, nccl)))
+    return {"date": date.today().isoformat(), "hardware": f"{gpus} x {name}", "versions": found}
 
 
 def _cases() -> ModuleType:

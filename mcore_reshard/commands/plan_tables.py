@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from mcore_reshard.planner.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof import Proof
 
 from .render import axes, count, facts, ranges, say_what_is_left, shape, size, table, verdict
-from .summary import busiest
+from .summary import busiest, starred
 
 _STAGES_SHOWN, _VIOLATIONS_SHOWN, _ALIKE_SHOWN = 64, 20, 8
 
@@ -161,11 +160,11 @@ def routes(plan: Plan) -> Table:
 
 def _tensors(shards: Shards) -> Iterator[str]:
     """Names of the local tensors of a cut, stars for what varies."""
-    names = dict.fromkeys(re.sub(r"\{\w+\}", "*", piece.tensor.name) for held in shards.pieces for piece in held)
+    names = dict.fromkeys(starred(piece.tensor.name) for held in shards.pieces for piece in held)
     yield from list(names)[:2]
     if len(names) > 2:
         yield f"... {len(names)} in all"
 
 
 def pattern(group: ParameterGroup) -> str:
-    return re.sub(r"\{\w+\}", "*", group.pattern)
+    return starred(group.pattern)

@@ -130,10 +130,15 @@ def _notes(plan: Plan) -> list[str]:
             " rank; the reasons are above"
         )
     if refused := [plan.groups[entry.group].pattern for entry in plan.misc if REFUSES in entry.reason]:
-        first, *others = [re.sub(r"\{\w+\}", "*", pattern) for pattern in refused]
+        first, *others = map(starred, refused)
         more = f" and {len(others)} more" if others else ""
         notes.append(f"{REFUSES} this model on these ranks: {first}{more}; the reasons are above")
     return notes
+
+
+def starred(pattern: str) -> str:
+    """A name of parameters or tensors with stars for what varies."""
+    return re.sub(r"\{\w+\}", "*", pattern)
 
 
 def _parameter_counts(plan: Plan) -> dict[str, int]:

@@ -1,0 +1,27 @@
+"""What a benchmark ran on: GPUs, their driver, and versions."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+
+def gpus() -> list[tuple[str, str]]:
+    """(name, driver version) of each GPU, without using CUDA."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [(name, driver) for name, driver in (line.split(", ") for line in lines)]
+
+
+def versions(*packages: str, **more: str) -> dict[str, str]:
+    """Of Python, torch, `more` and those of `packages` that are installed."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, **more}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
