@@ -31,7 +31,7 @@ from mcore_reshard.planner.schedule import Schedule
 from .device_copies import DeviceCopies, KernelShape
 from .direct_options import DirectOptions
 from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError, Waiting
-from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
+from .ipc import Export, Mappings, device_of, export, export_event, open_event, withdraw_event
 from .pipeline import StageReport
 from .program import Program
 from .pulling import pull_table
@@ -191,7 +191,8 @@ class _Reader:
                 }
             )
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
-            order = interleaved(self._table.peer[tiles["copy"]], schedule.rank, _together(schedule, options))
+            together = _together(schedule, options, shared=self._shares_gpu(addresses))
+            order = interleaved(self._table.peer[tiles["copy"]], schedule.rank, together)
             shape = _shape(schedule, options)
             self._copies = DeviceCopies(tiles[order], device, shape, checksums=options.checksums)
         except BaseException:
@@ -244,6 +245,14 @@ class _Reader:
             theirs[rows] = self._mappings.addresses(exported, names, self._program.schedule.name_of("train", rank))
         return np.concatenate([np.array(own, np.uint64), theirs])
 
+    def _shares_gpu(self, addresses: NDArray[np.uint64]) -> bool:
+        """Whether a source is on the reader's own GPU."""
+        theirs = addresses[len(self._program.tensors) :]
+        ranks = np.array([source.rank for source in self._table.sources])
+        read = np.flatnonzero(theirs)
+        firsts = read[np.unique(ranks[read], return_index=True)[1]]  # a tensor of each source
+        return self._device.index in map(device_of, theirs[firsts].tolist())
+
     def _waiting_for(self, copy: int) -> Waiting:
         table = self._table
         stage = self._program.stages[int(table.stage[copy])].pp_stage
@@ -252,11 +261,16 @@ class _Reader:
         return Waiting(self._program.rank, peer, stage, name, sends=False)
 
 
-def _together(schedule: Schedule, options: DirectOptions) -> int | None:
-    """Tiles in a turn. Replicas in a relay do not keep pace: where two meet at a source for long, both are slow."""
+def _together(schedule: Schedule, options: DirectOptions, *, shared: bool) -> int | None:
+    """Tiles in a turn. Replicas in a relay do not keep pace: where two meet at a source for long, both are slow.
+
+    With a source on the reader's own GPU (`shared`), what comes from there is copied while the links are busy.
+    """
     if schedule.relay is not None or schedule.between_replicas:
         return 1
-    return None if options.turn_bytes is None else max(1, options.turn_bytes // options.tile_bytes)
+    if options.turn_bytes is not None:
+        return max(1, options.turn_bytes // options.tile_bytes)
+    return 1 if shared else None
 
 
 def _shape(schedule: Schedule, options: DirectOptions) -> KernelShape:

@@ -109,6 +109,12 @@ def _allocation_of(name: str, tensor: torch.Tensor) -> tuple[int, int]:
     return int(base), int(nbytes)
 
 
+def device_of(address: int) -> int:
+    """The number of the GPU, as this process counts them, whose memory is at `address`, own or mapped."""
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(_checked(driver.cuPointerGetAttribute(attribute, address), "look up whose memory it is"))
+
+
 def export_event(event: torch.cuda.Event, device: torch.device) -> str:
     """What another process needs to query an event that was made with `interprocess=True`, as JSON.
 

@@ -17,6 +17,7 @@ import readme
 from bench import ours
 from bench.goals import verdicts
 from bench.methods import Method, Prepared, parse_method
+from bench.ranks import gpu_of
 from bench.results import ResultFile, row_of, skipped, with_share
 from bench.workloads import WORKLOADS, case_of
 
@@ -81,6 +82,7 @@ def test_one_run_holds_every_workload_that_its_ranks_allow() -> None:
 
 def test_a_wrong_command_line_is_refused_with_all_its_faults(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["--device", "cpu", "--workloads", "moe", "--methods", "foo", "--train-gpus", "2", "--nemo-rl", "/nowhere"]
+    wrong += ["--colocated"]
     with pytest.raises(SystemExit) as exit_:
         bench_refit.parsed([*wrong, "--ranks", "2"])
     assert exit_.value.code == 2
@@ -90,6 +92,7 @@ def test_a_wrong_command_line_is_refused_with_all_its_faults(capsys: pytest.Capt
         "unknown method 'foo'",
         "--train-gpus 2 leaves no rank",
         "no folder nemo_rl",
+        "--colocated is of GPUs",
     ):
         assert fault in said
 
@@ -184,6 +187,35 @@ def test_the_readme_shows_rows_goals_and_what_was_not_measured(tmp_path: Path) -
     assert "| direct, whole MoE | >= 0.94 of the copy engine, no scratch | not measured in this run |  |" in (
         readme.goals_section(tmp_path)
     )
+
+
+def test_the_readme_shows_what_ranks_that_share_gpus_reach(tmp_path: Path) -> None:
+    assert readme.shared_section(tmp_path) == ""
+    workload = {"what": "all", "model": "m", "train": "ep=2", "gen": "tp=2", "ranks": "2 -> 2"}
+    data = {
+        "hardware": "2 x GPU", "driver": "1.2", "date": "2026-01-02", "versions": {"torch": "2.11"},
+        "environment": {}, "shared": "every GPU has a rank of both sides",
+        "workloads": {"w": {**workload, "dtypes": "bf16 -> bf16"}, "v": {**workload, "dtypes": "bf16 -> fp8"}},
+        "rows": [measured("w", "direct", 376), measured("v", "direct", 376, ms=52.25), skipped("v", "nccl", "why")],
+    }  # fmt: skip
+    (tmp_path / "refit-colocated-x2.json").write_text(json.dumps(data))
+    data["environment"] = {"CUDA_MPS_PIPE_DIRECTORY": "/mps"}
+    (tmp_path / "refit-colocated-mps-x2.json").write_text(json.dumps(data))
+    section = readme.shared_section(tmp_path)
+    assert "| ranks | processes on a GPU | method | BF16 -> BF16 | BF16 -> FP8 | data |" in section
+    assert "| every GPU has a rank of both sides | in turns | `direct` | 100.0 ms | 52.2 ms | [data](" in section
+    assert "| at the same time (MPS) | `nccl` |  |  | [data](" in section
+
+
+def test_ranks_share_gpus_side_by_side_or_colocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    apart = bench_refit.parsed(["--ranks", "4", "--device", "cuda"])
+    assert [gpu_of(number, 4, 2, apart.gpus, colocated=apart.colocated) for number in range(4)] == [0, 0, 1, 1]
+    together = bench_refit.parsed(["--colocated"])
+    assert (together.ranks, together.out.name) == (4, "refit-colocated-x2.json")
+    assert [gpu_of(number, 4, 2, together.gpus, colocated=together.colocated) for number in range(4)] == [0, 1, 0, 1]
+    assert [gpu_of(number, 4, 1, 4, colocated=False) for number in range(4)] == [0, 1, 2, 3]
+    assert [gpu_of(number, 4, 1, 2, colocated=True) for number in range(4)] == [0, 0, 1, 0]
 
 
 def test_the_line_of_a_failure_that_says_most() -> None:

@@ -298,6 +298,27 @@ def test_tensors_of_the_own_process_are_not_mapped() -> None:
         mappings.addresses(exported, ["v"], "train:0")
 
 
+def where_memory_is(number: int, address: str, gpus: int) -> list[int]:
+    """GPUs, as this process counts them: of a tensor of its own, and of the other process's once it is mapped."""
+    host, port = address.split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    tensor = torch.zeros(1000, device=torch.device("cuda", number % gpus))
+    store.set(f"export/{number}", ipc.export({"w": tensor}).to_json())
+    mappings = ipc.Mappings(tensor.device)
+    theirs = mappings.addresses(ipc.Export.from_json(store.get(f"export/{1 - number}")), ["w"], "the other")
+    found = [ipc.device_of(tensor.data_ptr()), *map(ipc.device_of, theirs)]
+    mappings.close()
+    store.set(f"done/{number}", "")
+    store.wait([f"done/{1 - number}"])
+    return found
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=needs_gpus(2))])
+def test_mapped_memory_is_on_the_gpu_of_its_owner(gpus: int) -> None:
+    found = values(run_ranks(2, where_memory_is, gpus, timeout_s=SPAWN_S, method="spawn"))
+    assert found == ([[0, 0], [0, 0]] if gpus == 1 else [[0, 1], [1, 0]])
+
+
 def damaged(change: Callable[[dict[str, Any]], None]) -> str:
     read = json.loads(ipc.export({"w": torch.zeros(8, device="cuda")}).to_json())
     change(read)

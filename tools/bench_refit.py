@@ -1,12 +1,14 @@
 """Measure refits side by side: the links' limits, our transports, golden and other stacks, on the same weights.
 
     python tools/bench_refit.py --nemo-rl ~/RL                              # every workload and method, all GPUs
+    python tools/bench_refit.py --colocated --methods direct                # trainer and engine share every GPU
     python tools/bench_refit.py --workloads moe-ep-tp --methods direct:ctas=16 direct:ctas=64 direct:tile_kib=64
     python tools/bench_refit.py --device cpu --ranks 4 --moe tiny-qwen3-moe --dense tiny-qwen3 --methods gloo golden
 
 Weights are synthetic: the tensors of the plan, with content that receivers can compute. Every method starts from
 poisoned destinations and is compared bit for bit before it is timed. Other stacks run in processes of their own, after
-ours; what cannot run is in the results with the reason. Results go to tools/results/refit-x<ranks>.json, row by row.
+ours; what cannot run is in the results with the reason. Results go to tools/results/refit-x<ranks>.json, or
+refit-colocated-x<GPUs>.json, row by row.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from bench.results import ResultFile, skipped
 from bench.workloads import MODELS, WORKLOADS, Case, case_of
 
 RESULTS = Path(__file__).parent / "results"
+_SETTINGS = ("NCCL_", "CUDA_MPS_")  # of the environment, written down with the results
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Run:
     ranks: int
     device: str
     gpus: int
+    colocated: bool
     repeats: int
     timeout_s: float
     limit_s: float
@@ -86,7 +90,16 @@ def _launched(run: Run, case: Case, methods: tuple[Method, ...]) -> str | None:
     """Start the ranks for these methods and wait for them; why they failed, if they did."""
     with tempfile.TemporaryDirectory(prefix="bench-refit-") as folder:
         launch = Launch(
-            case, methods, run.device, run.gpus, run.repeats, run.timeout_s, run.out, Path(folder), run.nemo_rl
+            case,
+            methods,
+            run.device,
+            run.gpus,
+            run.colocated,
+            run.repeats,
+            run.timeout_s,
+            run.out,
+            Path(folder),
+            run.nemo_rl,
         )
         try:
             run_processes(run.ranks, run_rank, (launch,), timeout_s=run.timeout_s * (len(methods) + 1))
@@ -111,7 +124,7 @@ def header(run: Run) -> dict[str, Any]:
         "date": date.today().isoformat(),
         **_hardware(run),
         "versions": _versions(),
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)},
         "repeats": run.repeats,
         "workloads": {
             case.name: {
@@ -133,7 +146,14 @@ def _hardware(run: Run) -> dict[str, Any]:
         return {"hardware": f"{run.ranks} processes on a {platform.machine()} CPU"}
     gpus = machine.gpus()
     names = " and ".join(sorted({name for name, _ in gpus}))
-    return {"hardware": f"{min(run.ranks, run.gpus)} x {names}", "driver": gpus[0][1]}
+    shared = {"shared": _sharing(run)} if run.ranks > run.gpus else {}
+    return {"hardware": f"{min(run.ranks, run.gpus)} x {names}", "driver": gpus[0][1], **shared}
+
+
+def _sharing(run: Run) -> str:
+    if run.colocated:
+        return "every GPU has a rank of both sides"
+    return f"{run.ranks} ranks on {run.gpus} GPUs, those of a side together"
 
 
 def _versions() -> dict[str, str]:
@@ -148,7 +168,8 @@ def parsed(arguments: Sequence[str]) -> Run:
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", metavar="NAME", help=f"of {', '.join(names)}; by default all")
     parser.add_argument("--methods", nargs="+", metavar="NAME[:OPTION=N,...]", help=_methods_help())
-    parser.add_argument("--ranks", type=int, default=max(2, gpus), help="of both sides; by default one a GPU")
+    parser.add_argument("--ranks", type=int, help="of both sides; by default one a GPU, or two if colocated")
+    parser.add_argument("--colocated", action="store_true", help="every GPU has a rank of both sides")
     parser.add_argument("--train-gpus", type=int, default=0, help="ranks that train; by default half of them")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpus else "cpu")
     parser.add_argument("--moe", default=MODELS["moe"], metavar="MODEL", help="model of the moe workloads")
@@ -160,9 +181,13 @@ def parsed(arguments: Sequence[str]) -> Run:
     parser.add_argument("--nemo-rl", type=Path, metavar="PATH", help="a checkout of github.com/NVIDIA-NeMo/RL")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
+    if args.ranks is None:
+        args.ranks = max(2, 2 * gpus if args.colocated else gpus)
     problems: list[str] = []
     if args.device == "cuda" and not gpus:
         problems.append("there is no CUDA device: --device cpu")
+    if args.device == "cpu" and args.colocated:
+        problems.append("--colocated is of GPUs, and --device cpu has none")
     if args.ranks < 2:
         problems.append(f"--ranks {args.ranks}: a refit takes two at least")
     if args.train_gpus and not 0 < args.train_gpus < args.ranks:
@@ -185,10 +210,11 @@ def parsed(arguments: Sequence[str]) -> Run:
         args.ranks,
         args.device,
         gpus,
+        args.colocated,
         args.repeats,
         args.timeout_s,
         args.limit_s,
-        args.out or RESULTS / f"refit-x{args.ranks}.json",
+        args.out or RESULTS / (f"refit-colocated-x{gpus}.json" if args.colocated else f"refit-x{args.ranks}.json"),
         args.nemo_rl.resolve() if args.nemo_rl else None,
     )
 

@@ -84,6 +84,31 @@ def gpu_section(folder: Path = RESULTS) -> str:
     return "\n\n".join(parts)
 
 
+def shared_section(folder: Path = RESULTS) -> str:
+    """Runs of tools/bench_refit.py in which ranks share GPUs; nothing where there are none."""
+    runs = [(file, json.loads(file.read_text())) for file in sorted(folder.glob("refit-[a-z]*-x*.json"))]
+    if not runs:
+        return ""
+    first = runs[0][1]
+    dtypes = {name: workload["dtypes"] for name, workload in first["workloads"].items()}
+    lines = [
+        f"{first['hardware']}, driver {first['driver']}, {_versions(first)}, {first['date']}"
+        " (`python tools/bench_refit.py --colocated`):",
+        "",
+        f"| ranks | processes on a GPU | method | {' | '.join(name.upper() for name in dtypes.values())} | data |",
+        f"|{'---|' * (len(dtypes) + 4)}",
+    ]
+    for file, data in runs:
+        by_mps = any(name.startswith("CUDA_MPS_") for name in data["environment"])
+        runs_on = "at the same time (MPS)" if by_mps else "in turns"
+        for method in dict.fromkeys(row["method"] for row in data["rows"]):
+            found = {row["workload"]: row for row in data["rows"] if row["method"] == method and "skipped" not in row}
+            cells = [f"{found[name]['ms']:.1f} ms" if name in found else "" for name in dtypes]
+            link = f"[data](tools/results/{file.name})"
+            lines.append(f"| {data['shared']} | {runs_on} | `{method}` | {' | '.join(cells)} | {link} |")
+    return "\n".join(lines)
+
+
 def links_section() -> str:
     data = json.loads((RESULTS / "links-x4.json").read_text())
     lines = [
@@ -289,6 +314,7 @@ def main() -> None:
     wanted = replaced(wanted, "attack", attack_section())
     wanted = replaced(wanted, "gpu", gpu_section())
     wanted = replaced(wanted, "goals", goals_section())
+    wanted = replaced(wanted, "shared", shared_section())
     wanted = replaced(wanted, "links", links_section())
     wanted = replaced(wanted, "kernels", kernels_section())
     wanted = replaced(wanted, "gpu-validation", gpu_validation_section())

@@ -120,6 +120,7 @@ def _direct_with(options: Options, link: Link) -> Executor:
         link.store,
         link.program,
         timeout_s=link.timeout_s,
+        scratch_bytes=_scratch_bytes(options, link.scratch_bytes),
         options=DirectOptions(
             shape,
             int(options["tile_kib"]) << 10 if "tile_kib" in options else usual.tile_bytes,
@@ -135,7 +136,7 @@ def _nccl_with(options: Options, link: Link) -> Executor:
 
     usual = ScratchBudget()
     budget = ScratchBudget(
-        int(options["scratch_mib"]) * _MIB if "scratch_mib" in options else usual.scratch_bytes,
+        _scratch_bytes(options, usual.scratch_bytes),
         int(options.get("streams", usual.streams)),
         int(options.get("slots", usual.slots)),
         bool(int(options.get("checksums", 0))),
@@ -147,3 +148,7 @@ def _nccl_with(options: Options, link: Link) -> Executor:
         budget=budget,
         copy_ctas=int(options.get("ctas", DEFAULT_COPY_CTAS)),
     )
+
+
+def _scratch_bytes(options: Options, usual: int) -> int:
+    return int(options["scratch_mib"]) * _MIB if "scratch_mib" in options else usual

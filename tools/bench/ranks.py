@@ -43,7 +43,8 @@ class Launch:
     case: Case
     methods: tuple[Method, ...]
     device: str  # "cuda" or "cpu"
-    gpus: int  # ranks take them in turn
+    gpus: int
+    colocated: bool  # each side has all GPUs, else its own where there are enough
     repeats: int
     timeout_s: float  # of each method
     out: Path
@@ -64,7 +65,7 @@ class Rank:
         self.world: World = "train" if number < self.case.train_ranks else "gen"
         self.rank = number if self.world == "train" else number - self.case.train_ranks
         self.on_cuda = launch.device == "cuda"
-        self.device = torch.device("cuda", number % launch.gpus) if self.on_cuda else torch.device("cpu")
+        self.device = self._gpu() if self.on_cuda else torch.device("cpu")
         if self.on_cuda:
             torch.cuda.set_device(self.device)
         self._root = self._met(launch.folder / "port")
@@ -117,6 +118,11 @@ class Rank:
             self._root.set(f"left/{self.number}", "")
         else:
             self._root.wait([f"left/{number}" for number in range(1, self.ranks)])
+
+    def _gpu(self) -> torch.device:
+        launch = self.launch
+        number = gpu_of(self.number, self.ranks, self.case.train_ranks, launch.gpus, colocated=launch.colocated)
+        return torch.device("cuda", number)
 
     def _met(self, port: Path) -> TCPStore:
         """The store of all ranks, on rank 0, which writes down where it listens."""
@@ -251,6 +257,13 @@ class Rank:
         if self.number == 0:
             print(json.dumps(row), file=sys.stderr, flush=True)
             self._results.add(row)
+
+
+def gpu_of(number: int, ranks: int, train_ranks: int, gpus: int, *, colocated: bool) -> int:
+    """The GPU of a rank. Where there are fewer GPUs than ranks, neighbours share one; colocated, each side has all."""
+    if colocated:
+        return (number if number < train_ranks else number - train_ranks) % gpus
+    return number * min(gpus, ranks) // ranks
 
 
 def differing(one: torch.Tensor, other: torch.Tensor) -> int:
