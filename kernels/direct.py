@@ -31,7 +31,8 @@ from mcore_reshard.planner.schedule import Schedule
 from .device_copies import DeviceCopies, KernelShape
 from .direct_options import DirectOptions
 from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError, Waiting
-from .ipc import Export, Mappings, device_of, export, export_event, open_event, withdraw_event
+from .host import gpu_of
+from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from .pipeline import StageReport
 from .program import Program
 from .pulling import pull_table
@@ -184,14 +185,14 @@ class _Reader:
         self._mappings = Mappings(device)
         try:
             self._slots = SlotReader(store, program, cast, words, self._mappings, self._stream, options)
-            addresses = self._addresses(
-                {
-                    peer: Export.from_json(fetch(store, schedule.name_of("train", peer), waiting, words.timeout_s))
-                    for peer, waiting in words.peers.items()
-                }
-            )
+            exports = {
+                peer: Export.from_json(fetch(store, schedule.name_of("train", peer), waiting, words.timeout_s))
+                for peer, waiting in words.peers.items()
+            }
+            addresses = self._addresses(exports)
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
-            together = _together(schedule, options, shared=self._shares_gpu(addresses))
+            sources = {block.gpu for exported in exports.values() for block in exported.allocations}
+            together = _together(schedule, options, shared=gpu_of(device) in sources)
             order = interleaved(self._table.peer[tiles["copy"]], schedule.rank, together)
             shape = _shape(schedule, options)
             self._copies = DeviceCopies(tiles[order], device, shape, checksums=options.checksums)
@@ -244,14 +245,6 @@ class _Reader:
             names = (self._table.sources[row].tensor for row in rows.tolist())
             theirs[rows] = self._mappings.addresses(exported, names, self._program.schedule.name_of("train", rank))
         return np.concatenate([np.array(own, np.uint64), theirs])
-
-    def _shares_gpu(self, addresses: NDArray[np.uint64]) -> bool:
-        """Whether a source is on the reader's own GPU."""
-        theirs = addresses[len(self._program.tensors) :]
-        ranks = np.array([source.rank for source in self._table.sources])
-        read = np.flatnonzero(theirs)
-        firsts = read[np.unique(ranks[read], return_index=True)[1]]  # a tensor of each source
-        return self._device.index in map(device_of, theirs[firsts].tolist())
 
     def _waiting_for(self, copy: int) -> Waiting:
         table = self._table

@@ -18,7 +18,7 @@ import torch
 from cuda.bindings import driver
 
 from .errors import SessionError, TransportUnavailable
-from .host import host
+from .host import gpu_of, host
 
 _PROCESS = uuid4().hex
 _own_events: dict[str, torch.cuda.Event] = {}  # a process cannot open its own; torch's events take no weak references
@@ -31,6 +31,7 @@ class Allocation:
     handle: str  # the CUipcMemHandle's 64 bytes, in hex
     address: int  # in the process that owns it
     nbytes: int
+    gpu: str  # its UUID
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Export:
             {
                 "host": self.host,
                 "process": self.process,
-                "allocations": [(a.handle, a.address, a.nbytes) for a in self.allocations],
+                "allocations": [(a.handle, a.address, a.nbytes, a.gpu) for a in self.allocations],
                 "tensors": self.tensors,
             }
         )
@@ -57,7 +58,7 @@ class Export:
         """Raises `SessionError` if `text` is not what `to_json` wrote."""
         try:
             read: Any = json.loads(text)
-            allocations = tuple(Allocation(str(h), int(a), int(n)) for h, a, n in read["allocations"])
+            allocations = tuple(Allocation(str(h), int(a), int(n), str(g)) for h, a, n, g in read["allocations"])
             tensors = {str(name): (int(index), int(offset)) for name, (index, offset) in read["tensors"].items()}
             export = cls(str(read["host"]), str(read["process"]), allocations, tensors)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -88,7 +89,7 @@ def export(tensors: Mapping[str, torch.Tensor]) -> Export:
             base, nbytes = _allocation_of(name, tensor)
             if base not in allocations:
                 handle = _checked(driver.cuIpcGetMemHandle(base), f"export the memory of {name}")
-                allocations[base] = Allocation(bytes(handle.reserved).hex(), base, nbytes)
+                allocations[base] = Allocation(bytes(handle.reserved).hex(), base, nbytes, gpu_of(tensor.device))
                 numbers[base] = len(numbers)
         places[name] = (numbers[base], tensor.data_ptr() - base)
     return Export(host(), process(), tuple(allocations.values()), places)
@@ -107,12 +108,6 @@ def _allocation_of(name: str, tensor: torch.Tensor) -> tuple[int, int]:
         )
     base, nbytes = _checked(driver.cuMemGetAddressRange(tensor.data_ptr()), f"look up the allocation of {name}")
     return int(base), int(nbytes)
-
-
-def device_of(address: int) -> int:
-    """The number of the GPU, as this process counts them, whose memory is at `address`, own or mapped."""
-    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    return int(_checked(driver.cuPointerGetAttribute(attribute, address), "look up whose memory it is"))
 
 
 def export_event(event: torch.cuda.Event, device: torch.device) -> str:

@@ -20,7 +20,7 @@ from mcore_reshard.planner.schedule import Schedule
 
 from .board import Board
 from .errors import TransportUnavailable
-from .host import host
+from .host import gpu_of, host
 from .program import Program
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
@@ -80,18 +80,11 @@ def _seat(program: Program, direct_obstacle: str | None) -> dict[str, Any]:
     if obstacle is None and (schedule.world == "train" or schedule.relayed):
         obstacle = _export_obstacle(program)
     malformed = [word for word in _declared() if not _PAIR.fullmatch(word)]
-    return {"obstacle": obstacle, "host": host(), "gpu": _gpu(program.device), "malformed": malformed}
-
-
-def _gpu(device: torch.device | int | None) -> str:
-    """What all processes of a host call a GPU; "" for what is in no GPU's memory."""
-    if device is None or (isinstance(device, torch.device) and device.type != "cuda"):
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return {"obstacle": obstacle, "host": host(), "gpu": gpu_of(program.device), "malformed": malformed}
 
 
 def _export_obstacle(program: Program) -> str | None:
-    if not _gpu(program.device):
+    if not gpu_of(program.device):
         return None
     from .ipc import export  # needs CUDA's Python packages
 
@@ -103,7 +96,7 @@ def _export_obstacle(program: Program) -> str | None:
 
 
 def _obstacle(there: Mapping[str, Any], direct_obstacle: str | None, program: Program, pair: Pair) -> str | None:
-    here = _gpu(program.device)
+    here = gpu_of(program.device)
     if str(pair) in _declared():
         return f"declared in {UNREACHABLE_VARIABLE}"
     if why := there["obstacle"] or direct_obstacle:
@@ -112,7 +105,7 @@ def _obstacle(there: Mapping[str, Any], direct_obstacle: str | None, program: Pr
         return "on different hosts"
     if there["gpu"] == here:
         return None
-    uuids = [_gpu(device) for device in range(torch.cuda.device_count())]
+    uuids = [gpu_of(device) for device in range(torch.cuda.device_count())]
     if there["gpu"] not in uuids:
         return "the reader does not see the other's GPU (CUDA_VISIBLE_DEVICES)"
     if not torch.cuda.can_device_access_peer(uuids.index(here), uuids.index(there["gpu"])):

@@ -47,7 +47,7 @@ from .caller import Caller
 from .meeting import Failure, Meeting, SessionFailed
 from .store import store_address
 
-PROTOCOL = 4  # what ranks say to each other; both worlds must speak the same
+PROTOCOL = 5  # what ranks say to each other; both worlds must speak the same
 DEFAULT_TIMEOUT_S = 60.0
 _LOOK_S = 0.5  # between looks, while bytes move, at whether another rank has failed
 _GRACE_S = 2.0  # for this rank's transport to notice that by itself

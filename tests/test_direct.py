@@ -23,6 +23,7 @@ from ranks import run_ranks, values
 from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
+from mcore_reshard.kernels.host import gpu_of
 from mcore_reshard.kernels.program import bind
 from mcore_reshard.kernels.shelf import Shelf
 from mcore_reshard.planner.schedule import Schedule
@@ -223,6 +224,8 @@ def misbehave(number: int, address: str, worlds: tuple[int, int], trouble: str) 
         return
     if trouble == "dead reader" and number == 2:
         os._exit(1)
+    if trouble == "dead reader" and number == 0:
+        time.sleep(2)  # gloo tells of a peer that is gone, but not always of one that goes while a message is written
     try:
         rank.executor.run()
     finally:
@@ -298,25 +301,11 @@ def test_tensors_of_the_own_process_are_not_mapped() -> None:
         mappings.addresses(exported, ["v"], "train:0")
 
 
-def where_memory_is(number: int, address: str, gpus: int) -> list[int]:
-    """GPUs, as this process counts them: of a tensor of its own, and of the other process's once it is mapped."""
-    host, port = address.split(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    tensor = torch.zeros(1000, device=torch.device("cuda", number % gpus))
-    store.set(f"export/{number}", ipc.export({"w": tensor}).to_json())
-    mappings = ipc.Mappings(tensor.device)
-    theirs = mappings.addresses(ipc.Export.from_json(store.get(f"export/{1 - number}")), ["w"], "the other")
-    found = [ipc.device_of(tensor.data_ptr()), *map(ipc.device_of, theirs)]
-    mappings.close()
-    store.set(f"done/{number}", "")
-    store.wait([f"done/{1 - number}"])
-    return found
-
-
-@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=needs_gpus(2))])
-def test_mapped_memory_is_on_the_gpu_of_its_owner(gpus: int) -> None:
-    found = values(run_ranks(2, where_memory_is, gpus, timeout_s=SPAWN_S, method="spawn"))
-    assert found == ([[0, 0], [0, 0]] if gpus == 1 else [[0, 1], [1, 0]])
+def test_an_export_says_which_gpus_it_is_of() -> None:
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    exported = ipc.export({str(device): torch.zeros(8 << 20, device=device) for device in devices})
+    assert [block.gpu for block in exported.allocations] == [gpu_of(device) for device in devices]
+    assert len({block.gpu for block in exported.allocations}) == len(devices)
 
 
 def damaged(change: Callable[[dict[str, Any]], None]) -> str:

@@ -93,7 +93,7 @@ def shared_section(folder: Path = RESULTS) -> str:
     dtypes = {name: workload["dtypes"] for name, workload in first["workloads"].items()}
     lines = [
         f"{first['hardware']}, driver {first['driver']}, {_versions(first)}, {first['date']}"
-        " (`python tools/bench_refit.py --colocated`):",
+        " (`python tools/bench_refit.py --colocated`, or `--ranks 4` on two GPUs):",
         "",
         f"| ranks | processes on a GPU | method | {' | '.join(name.upper() for name in dtypes.values())} | data |",
         f"|{'---|' * (len(dtypes) + 4)}",
