@@ -257,11 +257,9 @@ class _Endpoint(ABC):
 
     def _move_misc(self, connection: _Connection, afterwards: ExitStack) -> int:
         """Move what goes by name, under golden everything; then the engine derives what it derives. Returns the bytes."""
-        if connection.executor is None:
-            return self._move_by_name(connection.group, None, afterwards)
-        misc, nbytes = self._schedule.misc, 0
-        if misc:
-            nbytes = self._move_by_name(connection.group, misc, afterwards)
+        names, nbytes = self._schedule.misc if connection.executor is not None else None, 0
+        if names is None or names:
+            nbytes = self._move_by_name(connection.group, names, afterwards)
         if self._after_direct_writes is not None:
             self._after_direct_writes()
         return nbytes
@@ -398,8 +396,8 @@ class GenerationEndpoint(_Endpoint):
     `tensors` are the parameters of the live engine by the names of `schedule.tensors`; they are written in place. One that
     nothing fills is refused.
     `load_weights(pairs)` is the engine's own loader: it gets (HF name, whole CPU tensor) pairs and must read them all.
-    `after_direct_writes()` is called after each refit that wrote tensors directly, before it is acknowledged: an engine
-    that derives tensors from its weights derives them again there. `kv_scale_names()` are the names of this rank's scales
+    `after_direct_writes()` is called in each refit once all weights are there, under golden too, before it is acknowledged:
+    an engine that derives tensors from its weights derives them again there. `kv_scale_names()` are the names of this rank's scales
     of the KV cache; `set_kv_scales(scales)` gets, last of all, those of them that came with the refit, and puts them where
     attention reads them. The rest is as for `TrainEndpoint`.
     """

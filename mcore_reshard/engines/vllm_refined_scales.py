@@ -34,11 +34,12 @@ def blocks_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def refine(model: torch.nn.Module) -> None:
-    """Repeat what a plan has put beside refined scales into these; scales that no plan fills stay as they are."""
+    """Repeat what a plan has put beside refined scales into these, once; what no refit has put there since stays as it is."""
     with torch.no_grad():
         for entry in _refined(model):
             if not entry.blocks.isnan().any():
                 entry.parameter.copy_(entry.blocks.index_select(1, entry.rows).index_select(2, entry.columns))
+                entry.blocks.fill_(float("nan"))  # the loader may write the parameter next, as it does under golden
 
 
 def refined_names(model: torch.nn.Module) -> set[str]:
