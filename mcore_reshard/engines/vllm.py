@@ -35,6 +35,8 @@ _AS_LOADED_FP8_KERNELS = {
 }
 _AS_LOADED_FP8_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS"}
 _KV_SCALES = ("k_scale", "v_scale", "q_scale")
+# What a backend keeps of them from its first forward on (v1/attention/backends/flashinfer.py, mla/flashinfer_mla.py).
+_OF_KV_SCALES = ("bmm1_scale", "bmm2_scale")
 
 
 def require_vllm() -> None:
@@ -90,7 +92,8 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
     MLA absorbs `kv_b_proj` into W_UV and W_UK_T, views of the parameter in plain bf16 and copies otherwise
     (layers/attention/mla_attention.py, process_weights_after_loading), and some backends keep attention sinks as fp32
     copies (v1/attention/backends/flashinfer.py). `dtype` is the activation dtype, `vllm_config.model_config.dtype`.
-    Scales of FP8 experts are repeated where vLLM refined their blocks.
+    Scales of FP8 experts are repeated where vLLM refined their blocks. The call sets scales of the KV cache to 1 where the
+    checkpoint has none (layers/attention/attention.py, set_default_quant_scales); what they were is put back.
     vLLM ends its own weight updates with the same call (model_loader/reload/layerwise.py, _finalize_attention_layer),
     which writes in place, so captured CUDA graphs stay valid.
     """
@@ -99,7 +102,10 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
     with torch.no_grad():
         for name, layer in model.named_modules():
             if _derives_weights(layer):
+                scales = {leaf: getattr(layer, f"_{leaf}_float") for leaf in _KV_SCALES if _is_attention(layer)}
                 layer.process_weights_after_loading(dtype)  # type: ignore[operator]
+                for leaf, value in scales.items():
+                    _write_kv_scale(layer, leaf, value)
                 done.append(name)
     return done
 
@@ -112,8 +118,8 @@ def kv_scale_names(model: torch.nn.Module) -> list[str]:
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     """Put calibrated scales of the KV cache where attention reads them: some of `kv_scale_names`.
 
-    Call it after `after_direct_writes`, which may reset them to 1. What is in the cache already was quantised with the old
-    scales. Written in place: captured CUDA graphs read the tensors, while the host's floats are baked into them
+    They stay until others are set. What is in the cache already was quantised with the old scales. Written in place:
+    captured CUDA graphs read the tensors, while the host's floats are baked into them
     (layers/quantization/kv_cache.py, BaseKVCacheMethod.process_weights_after_loading, whose values these are).
     Raises ValueError, before anything is written, for names that this rank does not have and scales that are not positive.
     """
@@ -131,11 +137,19 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     with torch.no_grad():
         for name, scale in scales.items():
             layer, leaf = known[name]
-            value = scale * 2 if current_platform.is_fp8_fnuz() else scale
-            getattr(layer, f"_{leaf}").fill_(value)
-            setattr(layer, f"_{leaf}_float", float(getattr(layer, f"_{leaf}")))
-            if hasattr(layer, f"_{leaf}_cpu"):
-                getattr(layer, f"_{leaf}_cpu").fill_(value)
+            _write_kv_scale(layer, leaf, scale * 2 if current_platform.is_fp8_fnuz() else scale)
+
+
+def _write_kv_scale(layer: Any, leaf: str, value: float) -> None:
+    """Everywhere that attention may read it: on the device, twice on the host, and in what FlashInfer derives of those."""
+    getattr(layer, f"_{leaf}").fill_(value)
+    setattr(layer, f"_{leaf}_float", torch.tensor(value, dtype=torch.float32).item())
+    if hasattr(layer, f"_{leaf}_cpu"):
+        getattr(layer, f"_{leaf}_cpu").fill_(value)
+    impl = getattr(layer, "impl", None)
+    for derived in _OF_KV_SCALES:
+        if hasattr(impl, derived):
+            setattr(impl, derived, None)  # derived again by the next forward
 
 
 def _kv_scales(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:

@@ -167,6 +167,30 @@ def test_kv_scales_land_where_attention_reads_them(name, attention, named, quant
     assert (last._q_scale.item(), last._q_scale_float, last._k_scale.item()) == (0.75, 0.75, 1.0)
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3", "gpt-oss"])
+def test_kv_scales_stay_over_refits_that_bring_none(name, config_folder):
+    model = build_engine(config_folder(tiny(name)), GenSizes(), 0)
+    load_weights(model, checkpoint(tiny(name), 1).items())
+    scales = {leaf: 0.1 + number for number, leaf in enumerate(("k_scale", "v_scale", "q_scale"))}
+    set_kv_scales(model, {name: scales[name.rpartition(".")[2]] for name in kv_scale_names(model)})
+    after_direct_writes(model, torch.bfloat16)
+    layers = [layer for layer in model.modules() if hasattr(layer, "_k_scale")]
+    assert len(layers) == 4
+    for layer in layers:
+        for leaf, scale in scales.items():
+            kept = torch.tensor(scale).item()
+            assert (getattr(layer, f"_{leaf}").item(), getattr(layer, f"_{leaf}_float")) == (kept, kept)
+        assert (layer._k_scale_cpu, layer._v_scale_cpu) == (layer._k_scale, layer._v_scale)
+
+
+def test_what_flashinfer_has_derived_of_kv_scales_it_derives_again(config_folder):
+    model = build_engine(config_folder(tiny("llama")), GenSizes(), 0)
+    attention = model.get_submodule("model.layers.0.self_attn.attn")
+    attention.impl.bmm1_scale, attention.impl.bmm2_scale = 0.5, 0.25
+    set_kv_scales(model, {"model.layers.0.self_attn.attn.v_scale": 2.0})
+    assert (attention.impl.bmm1_scale, attention.impl.bmm2_scale) == (None, None)
+
+
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
 def test_each_pipeline_stage_names_the_kv_scales_of_its_layers(name, config_folder):
     folder = config_folder(tiny(name))
