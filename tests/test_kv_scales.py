@@ -89,8 +89,9 @@ def test_each_pipeline_stage_of_an_engine_gets_the_scales_of_its_layers(given: A
 def test_names_that_no_rank_has_are_all_listed_before_anything_moves() -> None:
     wrong = {"model.layers.0.self_attn.k_scale": 1.0, f"{ATTENTION.format(2)}.k_scale": 1.0}
     refused = (
-        "2 of 6 scales of the KV cache are of no attention layer of any generation rank: model.layers.0.self_attn.k_scale,"
-        f" {ATTENTION.format(2)}.k_scale; name the engine's own, as in model.layers.0.self_attn.attn.k_scale"
+        "2 of 6 scales of the KV cache are of no attention layer of any generation rank whose cache has scales:"
+        f" model.layers.0.self_attn.k_scale, {ATTENTION.format(2)}.k_scale; name the engine's own, as in"
+        " model.layers.0.self_attn.attn.k_scale, and start it with a quantised cache (kv_cache_dtype)"
     )
     check_refused(refused, (tuple(SCALES), tuple(LATER)), {0: {**SCALES, **wrong, **LATER}})
 

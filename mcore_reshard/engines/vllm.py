@@ -111,7 +111,11 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
 
 
 def kv_scale_names(model: torch.nn.Module) -> list[str]:
-    """The names of this rank's scales of the KV cache, as checkpoints have them: `set_kv_scales` takes these."""
+    """The names of this rank's scales of the KV cache, as checkpoints have them: `set_kv_scales` takes these.
+
+    Layers whose cache is not quantised, or has a scale for every token, have none: vLLM keeps theirs at 1, also where a
+    checkpoint has others (layers/quantization/kv_cache.py), and some backends multiply by them whatever the cache.
+    """
     return list(_kv_scales(model))
 
 
@@ -129,7 +133,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     problems = []
     for name, scale in scales.items():
         if name not in known:
-            problems.append(f"{name} is no scale of an attention layer")
+            problems.append(f"{name} is no scale of an attention layer whose KV cache is quantised")
         elif not is_positive_float32(scale):
             problems.append(f"{name} is {scale}, a positive float32 number is needed")
     if problems:
@@ -159,10 +163,16 @@ def _kv_scales(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]
     """
     found: dict[str, tuple[torch.nn.Module, str]] = {}
     for prefix, layer in model.named_modules():
-        if _is_attention(layer):
+        if _is_attention(layer) and _has_scaled_cache(layer):
             for name in (prefix, re.sub(r"\.mla_attn\.mla_attn$", ".attn", prefix)):
                 found |= {f"{name}.{leaf}": (layer, leaf) for leaf in _KV_SCALES if hasattr(layer, f"_{leaf}")}
     return found
+
+
+def _has_scaled_cache(layer: Any) -> bool:
+    from vllm.utils.torch_utils import is_quantized_kv_cache
+
+    return is_quantized_kv_cache(layer.kv_cache_dtype) and not layer.kv_cache_dtype.endswith("per_token_head")
 
 
 def _is_attention(layer: torch.nn.Module) -> bool:

@@ -35,3 +35,19 @@ def config_folder(tmp_path: Path) -> Callable[[Config], Path]:
         return tmp_path
 
     return write
+
+
+@pytest.fixture
+def kv_cache_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the KV cache of engines that are built later one of this dtype; layers named by number are left out."""
+    engine_config = vllm_engine.engine_config
+
+    def of(dtype: str, *skipped: str) -> None:
+        def build(*args: Any) -> Any:
+            config = engine_config(*args)
+            config.cache_config.cache_dtype, config.cache_config.kv_cache_dtype_skip_layers = dtype, list(skipped)
+            return config
+
+        monkeypatch.setattr(vllm_engine, "engine_config", build)
+
+    return of

@@ -150,7 +150,8 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
     ],
 )
 @pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "fp8"])
-def test_kv_scales_land_where_attention_reads_them(name, attention, named, quantised, config_folder):
+def test_kv_scales_land_where_attention_reads_them(name, attention, named, quantised, config_folder, kv_cache_in):
+    kv_cache_in("fp8")
     config = tiny(name, quantization_config=FP8) if quantised else tiny(name)
     model = build_engine(config_folder(config), GenSizes(pp=2), 1)  # layers 2 and 3
     scales = {
@@ -168,7 +169,8 @@ def test_kv_scales_land_where_attention_reads_them(name, attention, named, quant
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "gpt-oss"])
-def test_kv_scales_stay_over_refits_that_bring_none(name, config_folder):
+def test_kv_scales_stay_over_refits_that_bring_none(name, config_folder, kv_cache_in):
+    kv_cache_in("fp8")
     model = build_engine(config_folder(tiny(name)), GenSizes(), 0)
     load_weights(model, checkpoint(tiny(name), 1).items())
     scales = {leaf: 0.1 + number for number, leaf in enumerate(("k_scale", "v_scale", "q_scale"))}
@@ -183,7 +185,8 @@ def test_kv_scales_stay_over_refits_that_bring_none(name, config_folder):
         assert (layer._k_scale_cpu, layer._v_scale_cpu) == (layer._k_scale, layer._v_scale)
 
 
-def test_what_flashinfer_has_derived_of_kv_scales_it_derives_again(config_folder):
+def test_what_flashinfer_has_derived_of_kv_scales_it_derives_again(config_folder, kv_cache_in):
+    kv_cache_in("fp8")
     model = build_engine(config_folder(tiny("llama")), GenSizes(), 0)
     attention = model.get_submodule("model.layers.0.self_attn.attn")
     attention.impl.bmm1_scale, attention.impl.bmm2_scale = 0.5, 0.25
@@ -192,7 +195,8 @@ def test_what_flashinfer_has_derived_of_kv_scales_it_derives_again(config_folder
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
-def test_each_pipeline_stage_names_the_kv_scales_of_its_layers(name, config_folder):
+def test_each_pipeline_stage_names_the_kv_scales_of_its_layers(name, config_folder, kv_cache_in):
+    kv_cache_in("fp8")
     folder = config_folder(tiny(name))
     for stage, layers in ((0, (0, 1)), (1, (2, 3))):
         model = build_engine(folder, GenSizes(pp=2), stage)
@@ -204,6 +208,19 @@ def test_each_pipeline_stage_names_the_kv_scales_of_its_layers(name, config_fold
             set_kv_scales(model, {f"model.layers.{(layers[0] + 2) % 4}.self_attn.attn.k_scale": 0.5})
 
 
+@pytest.mark.parametrize(
+    ("dtype", "skipped", "scaled"),
+    [("auto", (), ()), ("fp8", ("1", "3"), (0, 2)), ("fp8_per_token_head", (), ()), ("fp8_e5m2", (), (0, 1, 2, 3))],
+)
+def test_layers_whose_cache_has_no_scale_take_none(dtype, skipped, scaled, config_folder, kv_cache_in):
+    kv_cache_in(dtype, *skipped)
+    model = build_engine(config_folder(tiny("llama")), GenSizes(), 0)
+    wanted = [f"model.layers.{layer}.self_attn.attn.{leaf}_scale" for layer in scaled for leaf in "kvq"]
+    assert kv_scale_names(model) == wanted
+    with pytest.raises(ValueError, match="is no scale of an attention layer whose KV cache is quantised"):
+        set_kv_scales(model, {**dict.fromkeys(wanted, 0.5), "model.layers.4.self_attn.attn.k_scale": 0.5})
+
+
 def test_kv_scales_are_no_tensors_that_a_refit_fills(config_folder):
     model = build_engine(config_folder(tiny("llama", quantization_config=FP8)), GenSizes(), 0)
     attention = model.get_submodule("model.layers.0.self_attn.attn")
@@ -211,7 +228,8 @@ def test_kv_scales_are_no_tensors_that_a_refit_fills(config_folder):
     assert not [name for name in local_tensors(model) if ".attn." in name]
 
 
-def test_wrong_kv_scales_are_refused_before_any_is_written(config_folder):
+def test_wrong_kv_scales_are_refused_before_any_is_written(config_folder, kv_cache_in):
+    kv_cache_in("fp8")
     model = build_engine(config_folder(tiny("llama")), GenSizes(), 0)
     good = "model.layers.0.self_attn.attn.k_scale"
     wrong = {good: 2.0, "model.layers.1.self_attn.attn.v_scale": -1.0, "model.layers.9.self_attn.attn.k_scale": 1.0}
@@ -219,7 +237,9 @@ def test_wrong_kv_scales_are_refused_before_any_is_written(config_folder):
     with pytest.raises(ValueError, match="4 scales of the KV cache cannot be set") as error:
         set_kv_scales(model, wrong | beyond)
     assert "v_scale is -1.0, a positive float32 number is needed" in str(error.value)
-    assert "model.layers.9.self_attn.attn.k_scale is no scale of an attention layer" in str(error.value)
+    assert "model.layers.9.self_attn.attn.k_scale is no scale of an attention layer whose KV cache is" in str(
+        error.value
+    )
     assert model.get_submodule("model.layers.0.self_attn.attn")._k_scale.item() == 1.0
 
 
