@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 _SUFFIX = "_weight_scale_inv"
+_NOTHING = -1.0  # no scale is negative
 _BESIDE = "_checkpoint_blocks"  # attribute of a layer: its tensors by the names of its parameters
 
 
@@ -29,17 +30,20 @@ class _Refined:
 
 
 def blocks_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """`...w13_weight_scale_inv.blocks` -> the tensor that a plan fills; made on the first call, NaN until it is filled."""
+    """`...w13_weight_scale_inv.blocks` -> the tensor that a plan fills; made on the first call, negative until it is filled."""
     return {f"{entry.name}.blocks": entry.blocks for entry in _refined(model)}
 
 
 def refine(model: torch.nn.Module) -> None:
-    """Repeat what a plan has put beside refined scales into these, once; what no refit has put there since stays as it is."""
+    """Repeat what a plan has put beside refined scales into these, once; what no refit has put there since stays as it is.
+
+    A NaN is a scale as any other: weights that are NaN have such.
+    """
     with torch.no_grad():
         for entry in _refined(model):
-            if not entry.blocks.isnan().any():
+            if not (entry.blocks < 0).any():
                 entry.parameter.copy_(entry.blocks.index_select(1, entry.rows).index_select(2, entry.columns))
-                entry.blocks.fill_(float("nan"))  # the loader may write the parameter next, as it does under golden
+                entry.blocks.fill_(_NOTHING)  # the loader may write the parameter next, as it does under golden
 
 
 def refined_names(model: torch.nn.Module) -> set[str]:
@@ -82,5 +86,5 @@ def _made_beside(leaf: str, layer: Any, method: Any, parameter: torch.Tensor) ->
         rows = torch.arange(parameter.shape[1]) * fine[0] // coarse[0]
         columns = mine
         shape = (parameter.shape[0], int(rows[-1]) + 1, touched)
-    nothing = torch.full(shape, float("nan"), dtype=parameter.dtype, device=parameter.device)
+    nothing = torch.full(shape, _NOTHING, dtype=parameter.dtype, device=parameter.device)
     return nothing, rows.to(parameter.device), columns.to(parameter.device)

@@ -231,6 +231,19 @@ def test_scales_of_experts_cut_inside_of_blocks_are_repeated_as_vllm_does(gen, b
         assert all((parameter == 0.5).all() for _, parameter in refined)
 
 
+def test_scales_of_weights_that_are_nan_are_repeated_too(config_folder):
+    case = fp8("qwen3-moe", *REFINEMENTS[0])
+    model = build_engine(config_folder(case.hf_config), GenSizes(case.plan().gen.tp), 0)
+    beside = {name: tensor for name, tensor in local_tensors(model).items() if name.endswith(".blocks")}
+    for tensor in beside.values():
+        tensor.fill_(2.0)
+        tensor[1, 0, 0] = float("nan")
+    after_direct_writes(model, torch.bfloat16)
+    for name in beside:
+        parameter = model.get_parameter(name.removesuffix(".blocks"))
+        assert (parameter[0] == 2.0).all() and parameter[1].isnan().any() and not parameter[2:].isnan().any()
+
+
 def test_absorbed_attention_weights_are_derived_from_pairs(config_folder):
     model = build_engine(config_folder(CASES[8].hf_config), GenSizes(tp=4), 0)
     for name, tensor in local_tensors(model).items():
