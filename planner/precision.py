@@ -70,10 +70,13 @@ class Precision:
     format: Format | None = None
 
     def main(self, catalogue: Catalogue) -> Catalogue:
-        """The model before quantisation, in this side's dtype; what the config keeps in another dtype stays in it."""
+        """The model before quantisation, in this side's dtype; what has a dtype of its own stays in it."""
         if self.dtype == catalogue.dtype:
             return catalogue
-        groups = (replace(g, dtype=self.dtype) if g.dtype == catalogue.dtype else g for g in catalogue.groups)
+        groups = (
+            replace(g, dtype=self.dtype) if g.dtype == catalogue.dtype and g.role is not Role.EXPERT_BIAS else g
+            for g in catalogue.groups
+        )
         return replace(catalogue, dtype=self.dtype, groups=tuple(groups))
 
 

@@ -325,6 +325,11 @@ class TestSchedules:
         assert {(cast.to, cast.scales) for cast in schedule.casts} == {("bfloat16", None)}
         assert len(schedule.casts) == len(schedule.tensors)
 
+    def test_a_routers_bias_of_a_checkpoint_in_float32_keeps_its_dtype(self) -> None:
+        changes = (("torch_dtype", "float32"),)
+        plan = Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=2", changes=changes, dtypes=("fp32", "bf16")).plan()
+        assert {g.dtype for g in plan.groups if g.role is Role.EXPERT_BIAS} == {"float32"}
+
     def test_a_file_gives_back_pairs_and_casts(self) -> None:
         plan = CAST.plan()
         again = parse_plan(dump_plan(plan))
