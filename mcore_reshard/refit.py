@@ -32,7 +32,9 @@ from mcore_reshard.kernels.pipeline import Executor, StageReport, group_names, g
 from mcore_reshard.kernels.program import Program, WriteCounts, bind
 from mcore_reshard.kernels.registry import AUTO, resolve
 from mcore_reshard.kernels.rounds import DEFAULT_SCRATCH_BYTES
+from mcore_reshard.kernels.tensors import dtype_name
 from mcore_reshard.kernels.transport import Link, Transport
+from mcore_reshard.planner.precision import FP8
 from mcore_reshard.planner.schedule import Schedule, World
 
 from .agreement import (
@@ -49,6 +51,7 @@ from .store import store_address
 
 PROTOCOL = 5  # what ranks say to each other; both worlds must speak the same
 DEFAULT_TIMEOUT_S = 60.0
+_EXPORT_PAIRS = "export must yield quantised pairs, see megatron_pairs.export_with_pairs"
 _LOOK_S = 0.5  # between looks, while bytes move, at whether another rank has failed
 _GRACE_S = 2.0  # for this rank's transport to notice that by itself
 
@@ -264,6 +267,35 @@ class _Endpoint(ABC):
             self._after_direct_writes()
         return nbytes
 
+    def _exactly(
+        self, names: Sequence[str] | None, tensors: NamedTensors, verb: str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass `tensors` through; raise `SessionError` unless they are `names`, each once. None: any, each once.
+
+        Of what the engine keeps quantised, data and scales come together and in its dtypes: its loader would narrow
+        unquantised weights without a word, and leave their scales as they were.
+        """
+        wanted = None if names is None else set(names)
+        pairs = self._schedule.pair_names()
+        dtypes = dict.fromkeys(pairs, FP8) | dict(pairs.values())
+        seen: set[str] = set()
+        for name, tensor in tensors:
+            if name in seen or (wanted is not None and name not in wanted):
+                raise SessionError(f"{verb} {name} {'twice' if name in seen else 'unasked'}")
+            if (dtype := dtype_name(tensor.dtype)) != dtypes.get(name, dtype):
+                raise SessionError(f"{verb} {name} in {dtype}, the engine keeps it in {dtypes[name]}: {_EXPORT_PAIRS}")
+            seen.add(name)
+            yield name, tensor
+        if missing := (wanted or set()) - seen:
+            raise SessionError(
+                f"{verb} {len(seen)} of {len(wanted or ())} tensors, without {', '.join(sorted(missing))}"
+            )
+        alone = [weight for weight, (scales, _) in pairs.items() if (weight in seen) != (scales in seen)]
+        if alone:
+            raise SessionError(
+                f"{verb} {alone[0]} or its scales, not both, and so on {len(alone)} times: {_EXPORT_PAIRS}"
+            )
+
     def _own_kv_scales(self, meeting: Meeting, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
         """Those of the scales that are this rank's to set, once all ranks know that each of them is some rank's."""
         with self._ends_on_error(meeting, phase):
@@ -385,7 +417,7 @@ class TrainEndpoint(_Endpoint):
         # Training ranks are inside collectives of the same export: one that left it half-way would hang the others.
         afterwards.callback(_exhaust, exported)
         if self._schedule.rank == 0:
-            return broadcast(group, self._tree(), _exactly(names, exported, "export yielded"))
+            return broadcast(group, self._tree(), self._exactly(names, exported, "export yielded"))
         _exhaust(exported)
         return 0
 
@@ -432,7 +464,7 @@ class GenerationEndpoint(_Endpoint):
 
         def counted() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal received
-            for name, tensor in _exactly(names, receive(group, self._tree()), "there arrived"):
+            for name, tensor in self._exactly(names, receive(group, self._tree()), "there arrived"):
                 received += tensor.nbytes
                 yield name, tensor
 
@@ -495,16 +527,3 @@ class _Published:
         failure = self._meeting.fail(self._phase, error)
         if failure != Failure.of(self._meeting.rank, error) and isinstance(error, RefitError):
             raise SessionFailed(failure) from error
-
-
-def _exactly(names: Sequence[str] | None, tensors: NamedTensors, verb: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass `tensors` through; raise `SessionError` unless they are `names`, each once. None: any, each once."""
-    wanted = None if names is None else set(names)
-    seen: set[str] = set()
-    for name, tensor in tensors:
-        if name in seen or (wanted is not None and name not in wanted):
-            raise SessionError(f"{verb} {name} {'twice' if name in seen else 'unasked'}")
-        seen.add(name)
-        yield name, tensor
-    if missing := (wanted or set()) - seen:
-        raise SessionError(f"{verb} {len(seen)} of {len(wanted or ())} tensors, without {', '.join(sorted(missing))}")

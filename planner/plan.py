@@ -214,6 +214,15 @@ class Plan:
         for unplanned in self.misc:
             yield from self.groups[unplanned.group].names()
 
+    def pair_names(self) -> dict[str, tuple[str, str]]:
+        """Every quantised weight -> the name of its scales, and their dtype."""
+        found: dict[str, tuple[str, str]] = {}
+        for pair in self.pairs:
+            scales = self.groups[pair.scales]
+            names = zip(self.groups[pair.weight].names(), scales.names(), strict=True)
+            found |= {weight: (beside, scales.dtype) for weight, beside in names}
+        return found
+
     @property
     def misc_bytes(self) -> int:
         """Bytes of the full tensors that travel by the misc route."""

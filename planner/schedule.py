@@ -6,7 +6,7 @@ ranks agree without a word being exchanged. Extents are in wire order and equal 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,6 +70,8 @@ class Schedule:
     ]  # (tensor, offset, geometry): to be zeroed once, no parameter fills it
     misc: tuple[str, ...]  # HF names that travel by the misc route
     parameter_name: Callable[[int, int], str]  # (bundle, member) -> HF name, for messages
+    # HF names of all weights that the engine keeps quantised -> those of their scales, and the scales' dtype
+    pair_names: Callable[[], Mapping[str, tuple[str, str]]] = dict
     pulls: Callable[[], Pulls] | None = None  # generation ranks: the other end of `recvs`, for executors that read it
     casts: tuple[Cast, ...] = ()  # training ranks: what changes its dtype before it is sent
     # Training ranks: indices of tensors that the trainer does not have, the scales that casts compute. They are sent as

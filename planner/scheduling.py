@@ -152,6 +152,7 @@ class _Expansion:
             padding=padding,
             misc=tuple(plan.misc_names()),
             parameter_name=plan.parameter_name,
+            pair_names=plan.pair_names,
         )
 
     def pulls(self, rows_of: Callable[[_Place], _Columns]) -> Pulls:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from handmade import allocate
 from plans import Case
+from ranks import run_ranks, values
 
+from mcore_reshard.planner.scheduling import schedule_of
 from mcore_reshard.quantised_export import quantised_export
+from mcore_reshard.refit import Export, GenerationEndpoint, TrainEndpoint
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -50,3 +56,70 @@ def test_mxfp8_is_refused() -> None:
     plan = Case("tiny-llama", "tp=2", "tp=2", dtypes=("mxfp8", "mxfp8")).plan()
     with pytest.raises(ValueError, match=r"weight_scale is uint8: nothing computes the scales of MXFP8"):
         quantised_export(weights, plan)
+
+
+# --- in a session, whose engine would take whatever it is given
+
+SMALL_HEADS = Case("tiny-llama", "tp=1", "tp=1", dtypes=("bf16", "fp8"), block=(16, 16))  # QKV goes to misc
+
+
+def without_scales(export: Export) -> Export:
+    def run(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, tensor) for name, tensor in export(names) if not name.endswith("_scale_inv"))
+
+    return run
+
+
+def unquantised(export: Export) -> Export:
+    def run(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in export(names):
+            yield name, tensor.bfloat16() if tensor.dtype is torch.float8_e4m3fn else tensor
+
+    return run
+
+
+def refit(number: int, address: str, case: Case, transport: str, broken: Callable[[Export], Export]) -> list[str]:
+    """One refit; on the engine's side, what its loader got."""
+    plan, loaded = case.plan(), list[str]()
+    schedule = schedule_of(plan, "train" if number == 0 else "gen", 0)
+    tensors = allocate(schedule)
+    if number == 0:
+        export = broken(quantised_export(lambda names: all_weights(case, names), plan))
+        endpoint = TrainEndpoint(schedule, tensors, store=address, export=export, transport=transport)
+    else:
+        load = lambda pairs: loaded.extend(name for name, _ in pairs)  # noqa: E731
+        endpoint = GenerationEndpoint(schedule, tensors, store=address, load_weights=load, transport=transport)
+    endpoint.prepare()
+    endpoint.refit(1)
+    endpoint.close()
+    return loaded
+
+
+def all_weights(case: Case, names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+    plan = case.plan()
+    scales = {pair.scales for pair in plan.pairs}
+    for index, group in enumerate(plan.groups):
+        for name in group.names():
+            if index not in scales and (names is None or name in names):
+                yield name, torch.ones(group.shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "golden"])
+def test_what_the_engine_keeps_quantised_is_loaded_in_pairs(transport: str) -> None:
+    plan = SMALL_HEADS.plan()
+    _, loaded = values(run_ranks(2, refit, SMALL_HEADS, transport, lambda export: export))
+    named = plan.misc_names() if transport == "gloo" else (name for group in plan.groups for name in group.names())
+    assert sorted(loaded) == sorted(named)
+
+
+@pytest.mark.parametrize(
+    ("transport", "broken", "message"),
+    [
+        ("golden", unquantised, r"q_proj.weight in bfloat16, the engine keeps it in float8_e4m3fn"),
+        ("gloo", unquantised, r"q_proj.weight in bfloat16, the engine keeps it in float8_e4m3fn"),
+        ("golden", without_scales, r"q_proj.weight or its scales, not both"),
+    ],
+)
+def test_half_a_pair_and_unquantised_weights_are_refused(transport: str, broken: Any, message: str) -> None:
+    for outcome in run_ranks(2, refit, SMALL_HEADS, transport, broken):
+        assert re.search(message, outcome.error or "")
