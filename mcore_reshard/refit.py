@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -276,7 +277,7 @@ class _Endpoint(ABC):
         unquantised weights without a word, and leave their scales as they were.
         """
         wanted = None if names is None else set(names)
-        pairs = self._schedule.pair_names()
+        pairs = self._pairs if wanted is None else {name: self._pairs[name] for name in wanted & self._pairs.keys()}
         dtypes = dict.fromkeys(pairs, FP8) | dict(pairs.values())
         seen: set[str] = set()
         for name, tensor in tensors:
@@ -290,11 +291,14 @@ class _Endpoint(ABC):
             raise SessionError(
                 f"{verb} {len(seen)} of {len(wanted or ())} tensors, without {', '.join(sorted(missing))}"
             )
-        alone = [weight for weight, (scales, _) in pairs.items() if (weight in seen) != (scales in seen)]
-        if alone:
+        if alone := [weight for weight, (scales, _) in pairs.items() if (weight in seen) != (scales in seen)]:
             raise SessionError(
-                f"{verb} {alone[0]} or its scales, not both, and so on {len(alone)} times: {_EXPORT_PAIRS}"
+                f"{verb} {len(alone)} weights without scales or the other way round, first {alone[0]}: {_EXPORT_PAIRS}"
             )
+
+    @cached_property
+    def _pairs(self) -> Mapping[str, tuple[str, str]]:
+        return self._schedule.pair_names()
 
     def _own_kv_scales(self, meeting: Meeting, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
         """Those of the scales that are this rank's to set, once all ranks know that each of them is some rank's."""
