@@ -40,8 +40,14 @@ def check_versions(words: Words, rank: str, committed: int | None) -> None:
 
 def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:
     """What a rank says of the scales of the KV cache that it was given, if any."""
+    if not isinstance(scales, Mapping | None):
+        return {"wrong_kv_scales": f"a {type(scales).__name__} in place of a mapping of names to scales"}
     given = dict(scales or {})
-    if wrong := [f"{name} is {scale!r:.40}" for name, scale in given.items() if not is_positive_float32(scale)]:
+    if wrong := [
+        f"{name} is {scale!r:.40}"
+        for name, scale in given.items()
+        if not (isinstance(name, str) and is_positive_float32(scale))
+    ]:
         return {"wrong_kv_scales": ", ".join(wrong)}
     return {"kv_scales": {name: float(scale) for name, scale in given.items()}} if given else {}
 
@@ -54,7 +60,7 @@ def agreed_kv_scales(words: Words, sender: str) -> dict[str, float]:
     wrong = _ranks_by(words, "wrong_kv_scales")
     wrong.pop(None, None)
     if wrong:
-        raise KvScalesError(f"scales of the KV cache are positive float32 numbers, and {_who_said(wrong)}")
+        raise KvScalesError(f"scales of the KV cache are positive float32 numbers by name, and {_who_said(wrong)}")
     found: dict[str, float] = words[sender].get("kv_scales", {})
     if others := [rank for rank, word in words.items() if word.get("kv_scales", found) != found]:
         raise KvScalesError(

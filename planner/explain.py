@@ -19,6 +19,7 @@ from .geometry import LocalTensor, Piece, Region, row_major_strides
 from .layout import Padding, Shards
 from .parameters import ITEMSIZE, ParameterGroup
 from .plan import Bundle, BundleLayer, Move, Plan, Template
+from .scales import REPEATED
 from .schedule import World
 
 Route = Literal["bulk", "misc", "excluded", "padding"]
@@ -408,7 +409,10 @@ def _example(group: ParameterGroup) -> str:
 
 
 def _tensor_hint(plan: Plan, world: World, rank: int, name: str) -> str:
-    close = get_close_matches(name, local_tensors(plan, world, rank), n=3, cutoff=0.6)
+    known = local_tensors(plan, world, rank)
+    if (blocks := name + REPEATED) in known:
+        return f": the engine repeats it from {blocks}, which the plan fills"
+    close = get_close_matches(name, known, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     if plan.misc:
         count = sum(1 for _ in plan.misc_names())

@@ -15,6 +15,8 @@ from .layout import Misc, Padding, Shards
 from .parameters import ParameterGroup
 from .precision import Block, grid_of
 
+REPEATED = ".blocks"  # after the name of an engine's scales: a tensor beside them that it repeats them from
+
 # (weight, block grid of it, with the dim of stacked experts in front) -> the tensor of its scales
 ScalesTensor = Callable[[LocalTensor, tuple[int, ...]], LocalTensor]
 

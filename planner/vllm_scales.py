@@ -12,7 +12,7 @@ from .geometry import LocalTensor
 from .layout import Misc, Shards
 from .parameters import Catalogue, ParameterGroup, Quantization, Role
 from .precision import MXFP8, QUANTISED, Format, is_listed, module_names
-from .scales import scale_shards, splits_blocks, tensor_scale_shards, touched_scale_shards
+from .scales import REPEATED, scale_shards, splits_blocks, tensor_scale_shards, touched_scale_shards
 
 REFUSES = "vLLM refuses to build"
 _EXPERTS = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
@@ -43,7 +43,7 @@ def vllm_scales(group: ParameterGroup, shards: Shards, form: Format) -> Shards |
         return touched_scale_shards(
             shards,
             form.block,
-            lambda weight, grid: LocalTensor(f"{weight.name}{form.suffix}.blocks", grid, form.scales),
+            lambda weight, grid: LocalTensor(f"{weight.name}{form.suffix}{REPEATED}", grid, form.scales),
         )
     found = scale_shards(group, shards, form.block, beside)
     if refusal := _refusal(group, shards, form):

@@ -263,6 +263,20 @@ def test_explain_answers_for_scales(run: Run, tmp_path: Path) -> None:
     assert (local["origins"], local["notes"]) == (scale["origins"], scale["notes"])
 
 
+def test_explain_says_what_the_engine_repeats_and_what_no_plan_has(run: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    dtypes = ("--train-dtype", "bf16", "--gen-dtype", "fp8")
+    run("plan", "tiny-qwen3-moe-fp8", "--train", "tp=2,ep=2", "--gen", "tp=4", *dtypes, "--out", plan)
+    engines = "model.layers.0.mlp.experts.routed_experts.w13_weight_scale_inv"
+    beside = run("explain", plan, f"{engines}.blocks[0,0,0]", "--gen-rank", 1).out
+    assert f"note: a tensor beside the engine's own, which repeats {engines} from it" in beside
+    own = run("explain", plan, f"{engines}[0,0,0]", "--gen-rank", 1)
+    assert (own.code, own.out) == (2, "")
+    assert f"on gen:1: the engine repeats it from {engines}.blocks, which the plan fills" in own.err
+    cache = run("explain", plan, "model.layers.0.self_attn.attn.k_scale[0]")
+    assert cache.code == 2 and "no plan has scales of the KV cache, refit(kv_scales=...) brings them" in cache.err
+
+
 @pytest.mark.parametrize("dtypes", ["fp32 -> bf16", "bf16 -> fp32", "fp32 -> fp8", "mxfp8 -> mxfp8"])
 def test_validate_reads_off_a_plan_file_which_dtypes_it_cannot_compare(run: Run, tmp_path: Path, dtypes: str) -> None:
     train, gen = dtypes.split(" -> ")
@@ -816,6 +830,14 @@ def test_validate_compares_every_byte_of_a_plan_file(plan_of: Any) -> None:
     report = outcome.json
     assert report["ok"] is True and report["digest"] == load_plan(path).digest
     assert all(row["mismatches"] == 0 for refit in report["refits"] for row in refit["parameters"])
+
+
+def test_validate_says_that_it_leaves_a_quantised_checkpoint_unquantised() -> None:
+    _needs_megatron()
+    arguments = ("tiny-qwen3-fp8", "--train", "tp=1", "--gen", "tp=1", "--refits", 1, "--engine", "slices")
+    outcome = validate_in_a_process(*arguments)
+    assert outcome.code == 0, outcome.err
+    assert "note: the checkpoint is quantised (fp8), the plan moves bfloat16 weights" in outcome.out
 
 
 def test_validate_finds_a_plan_that_is_sound_and_wrong(plan_of: Any) -> None:

@@ -126,10 +126,20 @@ WRONG = {
 
 def test_what_is_no_positive_float32_is_refused_with_all_names_before_anything_moves() -> None:
     refused = (
-        "scales of the KV cache are positive float32 numbers, and a is nan, b is 'x', c is 0, d is 1e-46, e is 1e+39,"
+        "scales of the KV cache are positive float32 numbers by name, and a is nan, b is 'x', c is 0, d is 1e-46, e is 1e+39,"
         f" f is -1, g is None, h is tensor([1., 1.]), i is 1{'0' * 39}, j is True, k is '0.5' on train:0; c is 0 on train:1"
     )
     check_refused(refused, BOTH_HAVE_ALL, {0: {**SCALES, **WRONG}, 1: {**SCALES, "c": 0}})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [([*SCALES], "a list in place of a mapping of names to scales"), ({("a", 0): 0.5}, "('a', 0) is 0.5")],
+    ids=["names alone", "names in parts"],
+)
+def test_what_is_no_mapping_of_names_is_refused_before_anything_moves(given: Any, said: str) -> None:
+    refused = f"scales of the KV cache are positive float32 numbers by name, and {said} on train:0"
+    check_refused(refused, BOTH_HAVE_ALL, {0: given})
 
 
 def words_said(number: int, address: str) -> list[tuple[str, list[str]]]:

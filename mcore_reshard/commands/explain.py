@@ -28,12 +28,14 @@ from mcore_reshard.planner.explain import (
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.precision import FP8
 from mcore_reshard.planner.proof import ProofError, prove
+from mcore_reshard.planner.scales import REPEATED
 from mcore_reshard.planner.schedule import World
 
 from .inputs import InputError, read_plan
-from .render import facts, ranges, say_what_is_left, shape, table, write, write_json
+from .render import facts, noted, ranges, say_what_is_left, shape, table, write, write_json
 
 _ROWS_SHOWN = 64
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,10 @@ def _of_element(plan: Plan, text: str, gen_rank: int | None, train_rank: int | N
         try:
             find_parameter(plan, element.name)
         except ExplainError as unknown:
+            if element.name.endswith(_KV_SCALES):
+                raise ExplainError(
+                    f"{element.name}: no plan has scales of the KV cache, refit(kv_scales=...) brings them"
+                ) from unknown
             world = _world_of(plan, element.name, gen_rank, train_rank, unknown)
     if world is None:
         return _parameter(plan, element, gen_rank, train_rank)
@@ -147,6 +153,8 @@ def _tensor(plan: Plan, element: Element, world: str, gen_rank: int | None, trai
     notes = [
         note for origin in origins if origin.parameter for note in _precision(plan, origin.parameter, origin.index)
     ]
+    if element.name.endswith(REPEATED):
+        notes.append(f"a tensor beside the engine's own, which repeats {element.name.removesuffix(REPEATED)} from it")
     return _Answer(f"{world} tensor", origins, holders, list(dict.fromkeys(notes)))
 
 
@@ -210,7 +218,7 @@ def _place_as_dict(place: Place) -> dict[str, Any]:
 
 
 def _text(plan: Plan, args: argparse.Namespace, answer: _Answer) -> Iterator[RenderableType]:
-    yield from (Text(f"note: {note}", style="yellow") for note in answer.notes)
+    yield from noted(answer.notes)
     if not answer.origins:
         yield _nothing(args, answer)
     for group in _alike(answer.origins):

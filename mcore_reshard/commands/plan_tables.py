@@ -15,7 +15,7 @@ from mcore_reshard.planner.parameters import ParameterGroup
 from mcore_reshard.planner.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof import Proof
 
-from .render import axes, count, facts, ranges, say_what_is_left, shape, size, table, verdict
+from .render import axes, count, facts, noted, ranges, say_what_is_left, shape, size, table, verdict
 from .summary import busiest, starred
 
 _STAGES_SHOWN, _VIOLATIONS_SHOWN, _ALIKE_SHOWN = 64, 20, 8
@@ -27,7 +27,7 @@ def plan_report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> list[Rende
     for title, found in (("Misc route", plan.misc), ("Excluded", plan.excluded)):
         if found:
             parts.append(_unplanned(plan, title, found))
-    return parts + [Text(f"note: {note}", style="yellow") for note in summary["notes"]]
+    return parts + noted(summary["notes"])
 
 
 def _head(plan: Plan, summary: dict[str, Any]) -> Table:

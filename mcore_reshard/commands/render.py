@@ -41,6 +41,11 @@ def write_json(report: Mapping[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
+def noted(notes: Iterable[str]) -> list[Text]:
+    """What a reader should know besides, a line each."""
+    return [Text(f"note: {note}", style="yellow") for note in notes]
+
+
 @contextmanager
 def progress(what: str) -> Iterator[None]:
     """A spinner on stderr while something runs, and nothing at all where stderr is no terminal."""

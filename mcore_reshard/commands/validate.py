@@ -22,7 +22,7 @@ from mcore_reshard.planner.precision import BLOCK_FP8, PRECISION_OF
 from mcore_reshard.planner.proof import ProofError, prove
 
 from .inputs import InputError, Request, is_plan_file, read_request
-from .render import count, facts, say_what_is_left, size, table, verdict, write, write_json
+from .render import count, facts, noted, say_what_is_left, size, table, verdict, write, write_json
 
 if TYPE_CHECKING:
     from mcore_reshard.validation.report import Mismatch, ParameterResult, ValidationReport
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
         gen_dtype=request.gen_dtype,
     )
     if args.json:
-        write_json(report.as_dict())
+        write_json({**report.as_dict(), "notes": list(request.notes)})
     else:
-        write(*_tables(report))
+        write(*_tables(report), *noted(request.notes))
     if report.ok:
         return 0
     wrong = [(refit.version, result) for refit in report.refits for result in refit.wrong]

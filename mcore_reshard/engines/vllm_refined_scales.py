@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mcore_reshard.planner.scales import REPEATED
+
 _SUFFIX = "_weight_scale_inv"
 _NOTHING = -1.0  # no scale is negative
 _BESIDE = "_checkpoint_blocks"  # attribute of a layer: its tensors by the names of its parameters
@@ -31,7 +33,7 @@ class _Refined:
 
 def blocks_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """`...w13_weight_scale_inv.blocks` -> the tensor that a plan fills; made on the first call, negative until it is filled."""
-    return {f"{entry.name}.blocks": entry.blocks for entry in _refined(model)}
+    return {entry.name + REPEATED: entry.blocks for entry in _refined(model)}
 
 
 def refine(model: torch.nn.Module) -> None:
