@@ -7,9 +7,10 @@ plan = fetch_plan(store="10.0.0.1:29600")                                       
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
@@ -18,18 +19,24 @@ from .kernels.errors import SessionError
 from .kernels.shelf import Shelf
 from .megatron import local_tensors, precisions_of, train_mesh_of
 from .planner.families import catalogue_from_config
-from .planner.megatron import ExpertsModule, MegatronBuild
+from .planner.layout import Excluded, Misc
+from .planner.megatron import ExpertsModule, MegatronBuild, MegatronLayout
 from .planner.mesh import GenMesh, TrainMesh
+from .planner.parameters import Catalogue
 from .planner.plan import Plan, Policy
 from .planner.plan_file import dump_plan, parse_plan
 from .planner.planning import make_plan
-from .planner.precision import PRECISION_OF
+from .planner.precision import PRECISION_OF, QUANTISED
 from .planner.proof import ProofError, prove
 from .store import connected, store_address
+
+_T = TypeVar("_T")
 
 _PLAN = "plan"
 _FUSED_NORM = ".layer_norm_weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
+_FORMATS = {"fp8", "mxfp8"}
+_GROUPED_MLP = (".mlp.experts.weight1", ".mlp.experts.weight2")
 
 
 def plan_refit(
@@ -44,21 +51,29 @@ def plan_refit(
     """Plan the refit of a live Megatron-Core model into a vLLM mesh, and prove it.
 
     `config` is the model's HF config.json. `gen_dtype` is what the engine holds, as in `planner.precision.precision_of`;
-    what the trainer holds is read off its parameters. Collective over the training world (torch's default group): every rank must
-    call it and all get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a model that no plan describes.
+    what the trainer holds is read off its parameters, layer by layer. Collective over the training world (torch's default
+    group): every rank must call it and all get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a
+    model that no plan describes.
     """
     catalogue = catalogue_from_config(config)
     train = TrainMesh(**dict(train_mesh_of(model_chunks)))
     tensors = local_tensors(model_chunks)
+    build = _build_of(tensors, train.tp)
+    train_dtype = _agreed_precision(precisions_of(tensors), catalogue.dtype)
+    unquantised: list[int] = []
+    if train_dtype in _FORMATS:
+        pp_stage = train.coordinate(torch.distributed.get_rank())["pp"] if torch.distributed.is_initialized() else 0
+        unquantised = _unquantised_layers(tensors, MegatronLayout(catalogue, train, build), catalogue, pp_stage)
     plan = make_plan(
         catalogue,
         train,
         gen,
         model=model,
         policy=policy,
-        build=_build_of(tensors, train.tp),
-        train_dtype=_agreed_precision(precisions_of(tensors), catalogue.dtype),
+        build=build,
+        train_dtype=train_dtype,
         gen_dtype=gen_dtype,
+        train_unquantised_layers=unquantised,
     )
     proof = prove(plan)
     if not proof.ok:
@@ -107,12 +122,8 @@ def _agreed_precision(mine: dict[str, str], main: str) -> str | None:
 
     Ranks tell each other, since a stage may hold no quantised parameters.
     """
-    told = [mine]
-    if torch.distributed.is_initialized():
-        told = [{} for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather_object(told, mine)
-    held = {precision: name for rank in reversed(told) for precision, name in rank.items()}
-    formats, dtypes = held.keys() & {"fp8", "mxfp8"}, held.keys() - {"fp8", "mxfp8"}
+    held = {precision: name for rank in reversed(_told(mine)) for precision, name in rank.items()}
+    formats, dtypes = held.keys() & _FORMATS, held.keys() - _FORMATS
     known = {main} if formats else {main, *PRECISION_OF}
     if len(formats) > 1 or len(dtypes) > 1 or dtypes - known:
         found = ", ".join(f"{held[precision]} in {precision}" for precision in sorted(held))
@@ -123,17 +134,65 @@ def _agreed_precision(mine: dict[str, str], main: str) -> str | None:
     return next(iter(formats), None) or next((PRECISION_OF[dtype] for dtype in dtypes if dtype != main), None)
 
 
+def _unquantised_layers(tensors: Mapping[str, torch.Tensor], layout: MegatronLayout, catalogue: Catalogue, pp_stage: int
+) -> list[int]:  # fmt: skip
+    """The layers of an FP8 trainer of which no rank holds a quantised linear weight, though some hold others.
+
+    Ranks tell each other, since a layer may be on several. Raises ValueError for layers of which only a part is quantised.
+    """
+    mine: dict[int, dict[bool, str]] = {}  # by layer, the first weight that is quantised and the first that is not
+    for layer, name in _linear_weights(layout, catalogue, pp_stage):
+        if name in tensors:
+            mine.setdefault(layer, {}).setdefault(tensors[name].dtype is torch.float8_e4m3fn, name)
+    held: dict[int, dict[bool, str]] = {}
+    for rank in _told(mine):
+        for layer, names in rank.items():
+            held[layer] = names | held.get(layer, {})
+    parts = [
+        f"of layer {layer} {names[True]} is, {names[False]} is not"
+        for layer, names in sorted(held.items())
+        if len(names) == 2
+    ]
+    if parts:
+        raise ValueError(
+            f"no plan can say what training ranks keep quantised: {'; '.join(parts)}; it must be all linear weights of a"
+            " layer or none, as fp8_param and first_last_layers_bf16 leave them"
+        )
+    return sorted(layer for layer, names in held.items() if True not in names)
+
+
+def _linear_weights(layout: MegatronLayout, catalogue: Catalogue, pp_stage: int) -> Iterator[tuple[int, str]]:
+    """(layer, tensor) of what fp8_param quantises on a pipeline stage.
+
+    Multi-token-prediction layers are in no plan, and GroupedMLP is not Transformer Engine's: nothing quantises it.
+    """
+    for group in catalogue.groups:
+        placed = layout.place(group) if group.role in QUANTISED and not group.mtp else ()
+        for placement in () if isinstance(placed, (Misc, Excluded)) else placed:
+            patterns = {piece.tensor.name for held in placement.shards.pieces for piece in held}
+            slots = range(max(1, placement.experts[1] - placement.experts[0]))
+            for pattern, place, slot in product(sorted(patterns), placement.layers, slots):
+                if place.pp_stage == pp_stage and not pattern.endswith(_GROUPED_MLP):
+                    yield place.layer, pattern.format(vp=place.vp_stage, layer=place.local, expert=slot)
+
+
+def _told(mine: _T) -> list[_T]:
+    """What every training rank says, in their order."""
+    if not torch.distributed.is_initialized():
+        return [mine]
+    told: list[_T] = [mine] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(told, mine)
+    return told
+
+
 def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
     """How the model was built, put together from what every training rank holds.
 
     A rank may hold none of what tells (a stage without experts, or without the embedding), so ranks tell each other.
     """
     rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)}
-    mine = {"experts": _experts_of(tensors), "fused": _fused_norms_of(tensors), "rows": sorted(rows)}
-    told: list[dict[str, Any]] = [mine]
-    if torch.distributed.is_initialized():
-        told = [{} for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather_object(told, mine)
+    mine: dict[str, Any] = {"experts": _experts_of(tensors), "fused": _fused_norms_of(tensors), "rows": sorted(rows)}
+    told = _told(mine)
     experts: set[ExpertsModule] = {kind for rank in told for kind in rank["experts"]}
     fused = {answer for rank in told for answer in rank["fused"]}
     rows = {count for rank in told for count in rank["rows"]}

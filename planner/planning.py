@@ -6,7 +6,7 @@ Pure and deterministic: the same catalogue, meshes and policy give the same plan
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +32,7 @@ from .plan import (
     replica_bytes,
 )
 from .plan_file import digest_of
-from .precision import in_format, precision_of
+from .precision import divided, in_format, precision_of, with_unquantised_layers
 from .routing import Ends, Routed, Router, Side
 from .scales import blocks_touched
 
@@ -50,16 +50,20 @@ def make_plan(
     build: MegatronBuild = MegatronBuild(),  # noqa: B008
     train_dtype: str | None = None,
     gen_dtype: str | None = None,
+    train_unquantised_layers: Collection[int] = (),
 ) -> Plan:
     """Plan the refit of a model from a training mesh to the mesh of an engine.
 
     `train_dtype` and `gen_dtype` say what either side holds, as in `precision_of`; None: the catalogue's dtype.
+    `train_unquantised_layers` are the layers, as in ParameterGroup, whose matrices an FP8 trainer keeps in its main dtype.
     Raises UnknownEngineError, PrecisionError, and MeshError, listing every violation of both meshes, when the model cannot
     be cut this way.
     """
     held, wanted = precision_of(train_dtype, catalogue), precision_of(gen_dtype, catalogue)
     if wanted.format is not None:
         catalogue = in_format(catalogue, wanted.format)
+    held = with_unquantised_layers(held, train_unquantised_layers, catalogue)
+    catalogue = divided(catalogue, held.unquantised_layers)
     held_catalogue, wanted_catalogue = held.main(catalogue), wanted.main(catalogue)
     source = MegatronLayout(held_catalogue, train, build)
     destination = engine_named(engine).layout(wanted_catalogue, gen)

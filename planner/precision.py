@@ -5,6 +5,7 @@ A quantised weight is a pair of groups: its data, and a grid of scales, one for 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -64,10 +65,14 @@ class PrecisionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What one side holds: the dtype of everything that is not quantised, and the format of what is."""
+    """What one side holds: the dtype of everything that is not quantised, and the format of what is.
+
+    `unquantised_layers` are those whose matrices a trainer that quantises keeps in `dtype`.
+    """
 
     dtype: str
     format: Format | None = None
+    unquantised_layers: frozenset[int] = frozenset()
 
     def main(self, catalogue: Catalogue) -> Catalogue:
         """The model before quantisation, in this side's dtype; what has a dtype of its own stays in it."""
@@ -100,6 +105,25 @@ def precision_of(name: str | None, catalogue: Catalogue) -> Precision:
     return Precision(catalogue.dtype, replace(BLOCK_FP8, block=stated.block) if stated.block else TENSOR_FP8)
 
 
+def with_unquantised_layers(precision: Precision, layers: Collection[int], catalogue: Catalogue) -> Precision:
+    """The precision of a trainer that keeps the matrices of whole layers in its main dtype (`first_last_layers_bf16`).
+
+    Raises PrecisionError for layers that the model has not.
+    """
+    count = catalogue.architecture.layers
+    if unknown := sorted(set(layers).difference(range(count))):
+        raise PrecisionError(
+            f"the trainer cannot keep layers {', '.join(map(str, unknown))} unquantised: the model has 0 to {count - 1}"
+        )
+    return replace(precision, unquantised_layers=frozenset(layers)) if precision.format is not None else precision
+
+
+def divided(catalogue: Catalogue, layers: Collection[int]) -> Catalogue:
+    """The catalogue with groups of matrices divided where a trainer quantises only a part of their layers."""
+    parts = (_divided(group, tuple(layer for layer in group.layers if layer in layers)) for group in catalogue.groups)
+    return replace(catalogue, groups=tuple(part for found in parts for part in found))
+
+
 def in_format(catalogue: Catalogue, form: Format) -> Catalogue:
     """The catalogue of an engine that quantises, its groups divided where a part of their layers is not converted.
 
@@ -111,15 +135,19 @@ def in_format(catalogue: Catalogue, form: Format) -> Catalogue:
         return replace(catalogue, quantization=None)
     if not stated.not_converted:
         return catalogue
-    groups: list[ParameterGroup] = []
-    for group in catalogue.groups:
-        kept = tuple(layer for layer in group.layers if _is_kept(group, layer, stated))
-        if group.role not in QUANTISED or len(kept) in {0, len(group.layers)}:
-            groups.append(group)
-        else:
-            converted = tuple(layer for layer in group.layers if layer not in kept)
-            groups += [replace(group, layers=converted), replace(group, layers=kept)]
-    return replace(catalogue, groups=tuple(groups))
+    parts = (
+        _divided(group, tuple(layer for layer in group.layers if _is_kept(group, layer, stated)))
+        for group in catalogue.groups
+    )
+    return replace(catalogue, groups=tuple(part for found in parts for part in found))
+
+
+def _divided(group: ParameterGroup, kept: tuple[int, ...]) -> Iterable[ParameterGroup]:
+    """A group, or where only a part of its layers is kept unquantised, the others and that part."""
+    if group.role not in QUANTISED or len(kept) in {0, len(group.layers)}:
+        return (group,)
+    converted = tuple(layer for layer in group.layers if layer not in kept)
+    return replace(group, layers=converted), replace(group, layers=kept)
 
 
 def is_converted(group: ParameterGroup, catalogue: Catalogue) -> bool:

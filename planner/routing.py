@@ -133,8 +133,10 @@ class Router:
         return Ends(src[0], dst[0], src[1], dst[1]), cast
 
     def _held_format(self, group: ParameterGroup) -> Format | None:
-        """The trainer's fp8_param quantises every linear layer; what stands in its way is not known here."""
-        return self._source.precision.format if group.role in QUANTISED else None
+        """The trainer's fp8_param quantises every linear weight but those of whole layers, which groups are divided by."""
+        held = self._source.precision
+        kept = group.role not in QUANTISED or any(layer in held.unquantised_layers for layer in group.layers)
+        return None if kept else held.format
 
     def _ends(
         self, held: ParameterGroup, destination: tuple[Placement, ...] | Misc | Excluded

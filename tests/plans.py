@@ -27,6 +27,7 @@ class Case:
     dtypes: tuple[str | None, str | None] = (None, None)  # --train-dtype, --gen-dtype
     block: tuple[int, ...] = ()  # weight_block_size of an FP8 checkpoint; () where dtypes say FP8: one scale a tensor
     kept: tuple[str, ...] = ()  # modules_to_not_convert
+    unquantised: tuple[int, ...] = ()  # layers that an FP8 trainer keeps in its main dtype
 
     def __str__(self) -> str:
         extra = [self.build.experts] if self.build.experts != "grouped" else []
@@ -35,6 +36,7 @@ class Case:
         extra += ["/".join(map(str, self.dtypes))] if any(self.dtypes) else []
         extra += ["x".join(map(str, self.block))] if self.block else []
         extra += [f"but {', '.join(self.kept)}"] if self.kept else []
+        extra += [f"but layers {self.unquantised} of the trainer"] if self.unquantised else []
         return " ".join([self.config, self.train, "->", self.gen, *extra])
 
     @cache  # noqa: B019  cases are few and live as long as the tests
@@ -61,6 +63,7 @@ class Case:
             build=self.build,
             train_dtype=self.dtypes[0],
             gen_dtype=self.dtypes[1],
+            train_unquantised_layers=self.unquantised,
         )
 
 
@@ -101,6 +104,9 @@ _KEPT = ("model.layers.1.mlp.down_proj", "model.layers.2.self_attn.o_proj", "lm_
 REFINED = (("hidden_size", 128), ("head_dim", 64), ("num_attention_heads", 4), ("num_key_value_heads", 2),
            ("moe_intermediate_size", 384))  # fmt: skip
 
+_LINEARS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+LAST_LAYER = tuple(f"model.layers.3.{linear}" for linear in _LINEARS)
+
 QUANTISED = (
     Case("tiny-llama", "tp=2,pp=2,dp=2", "tp=4", dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-llama", "tp=2,cp=2", "tp=2,dp=2", dtypes=("bf16", "fp8"), block=(16, 8), kept=_KEPT),
@@ -117,4 +123,22 @@ QUANTISED = (
     Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp32")),
     Case("tiny-nemotron-h", "tp=2,ep=2,pp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-gpt-oss", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8)),
+    Case(
+        "tiny-llama",
+        "tp=2,pp=2,layers=3+1",
+        "tp=2",
+        dtypes=("fp8", "fp8"),
+        block=(8, 8),
+        kept=LAST_LAYER,
+        unquantised=(0, 3),
+    ),
+    Case(
+        "tiny-deepseek-v3",
+        "pp=2,vpp=2,ep=2,dp=2,layers=1+2+0+1",
+        "tp=2",
+        changes=_MTP,
+        dtypes=("fp8", "fp8"),
+        block=(8, 8),
+        unquantised=(1, 3),
+    ),
 )

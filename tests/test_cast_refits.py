@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plans import REFINED, Case
+from plans import LAST_LAYER, REFINED, Case
 from ranks import run_ranks, values
 from simulate import held
 
@@ -26,6 +26,23 @@ CASES = [
     Case("tiny-llama", "tp=2,pp=2", "tp=1,dp=3", dtypes=("bf16", "fp8"), block=(8, 8)),  # replicas relay
     Case("tiny-qwen3-moe", "ep=2,etp=2,dp=4", "tp=4", changes=REFINED, dtypes=("bf16", "fp8"), block=(64, 64)),
     Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8)),
+    Case(
+        "tiny-llama",
+        "tp=2,pp=2,layers=3+1",
+        "tp=2",
+        dtypes=("fp8", "fp8"),
+        block=(8, 8),
+        kept=LAST_LAYER,
+        unquantised=(0, 3),
+    ),
+    Case(
+        "tiny-qwen3-moe",
+        "pp=2,vpp=2,ep=2,dp=2,layers=1+2+1+0",
+        "tp=1,dp=3",
+        dtypes=("fp8", "fp8"),
+        block=(8, 16),
+        unquantised=(1, 3),
+    ),
     Case("tiny-qwen3-moe", "tp=2,dp=2", "tp=2", dtypes=("fp32", "bf16")),
     Case("tiny-deepseek-v3", "tp=2", "tp=1", dtypes=("bf16", "fp32")),
 ]
@@ -73,8 +90,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain(plan: Plan) -> set[int]:
-    """The groups that nothing casts, and that are no scales."""
-    return {*range(len(plan.groups))} - {entry.group for entry in plan.casts} - {pair.scales for pair in plan.pairs}
+    """The groups that nothing casts, and that are no scales of one that is cast."""
+    cast = {entry.group for entry in plan.casts}
+    return {*range(len(plan.groups))} - cast - {pair.scales for pair in plan.pairs if pair.weight in cast}
 
 
 def refit(number: int, address: str, case: Case) -> dict[str, int]:
@@ -120,5 +138,7 @@ def refit(number: int, address: str, case: Case) -> dict[str, int]:
 def test_what_arrives_is_cast_as_the_whole_parameter(case: Case) -> None:
     plan = case.plan()
     assert plan.casts and not plan.misc
+    if "fp8" in case.dtypes[:1]:
+        assert {layer for cast in plan.casts for layer in plan.groups[cast.group].layers} <= {*case.unquantised}
     ranks: Any = plan.train.world + plan.gen.world
     assert values(run_ranks(ranks, refit, case)) == [{}] * ranks

@@ -17,10 +17,11 @@ from quantised_standin import QuantisedStandIn
 
 from mcore_reshard.kernels.program import bind
 from mcore_reshard.live import _agreed_precision, plan_refit
-from mcore_reshard.megatron import local_tensors, precisions_of, require
+from mcore_reshard.megatron import local_tensors, precisions_of, require, unwrapped
 from mcore_reshard.planner.mesh import GenMesh, TrainMesh, format_mesh
 from mcore_reshard.planner.scheduling import schedule_of
-from mcore_reshard.validation import te_standin, tiny
+from mcore_reshard.validation import te_standin, te_standin_fp8, tiny
+from mcore_reshard.validation import trainer as trainer_module
 from mcore_reshard.validation.processes import run_processes
 from mcore_reshard.validation.trainer import Trainer, build_trainer, prepare
 
@@ -263,6 +264,89 @@ def test_precisions_that_no_plan_can_say_are_refused(found: dict[str, str]) -> N
 )
 def test_quantised_parameters_leave_the_others_in_the_dtype_of_the_config(found, precision: str | None) -> None:
     assert _agreed_precision(found, "bfloat16") == precision
+
+
+def _planned_in_fp8(trainer: Trainer, folder: Path, config: dict[str, Any], unlike: tuple[int, ...]) -> Any:
+    """(layers quantised on the way, layers in FP8 on both sides) of the plan's bulk route, bound to the model.
+
+    `unlike` are layers of which one linear weight is made what the others are not.
+    """
+    for layer in (layer for chunk in trainer.model_chunks for layer in unwrapped(chunk).decoder.layers):
+        if layer.layer_number - 1 in unlike:
+            linear = layer.self_attention.linear_proj
+            weight, quantised = linear.weight.data, hasattr(linear.weight, "_rowwise_data")
+            other = weight.dequantize() if quantised else te_standin_fp8.Float8BlockwiseQTensor.of(weight, (8, 8))
+            linear.weight = torch.nn.Parameter(other)
+    try:
+        plan = plan_refit(config, trainer.model_chunks, GenMesh(), gen_dtype="fp8")
+    except ValueError as error:
+        return str(error)
+    bind(schedule_of(plan, "train", dist.get_rank()), trainer.tensors)
+    cast, moved = {entry.group for entry in plan.casts}, {bundle.group for bundle in plan.bundles}
+    bulk = [pair.weight for pair in plan.pairs if pair.weight in moved]
+    layers = [
+        {layer for group in bulk if (group in cast) is on for layer in plan.groups[group].layers}
+        for on in (True, False)
+    ]
+    return sorted(layers[0]), sorted(layers[1])
+
+
+def _in_fp8(family: str) -> dict[str, Any]:
+    changes = (
+        {"mamba_num_heads": 16} if family == "nemotron_h" else {}
+    )  # Megatron wants rows of in_proj by the 16 in FP8
+    config = tiny.tiny_config(family, **changes)
+    routers = [f"{gate.format(n)}.gate" for n in range(config["num_hidden_layers"])
+               for gate in ("model.layers.{}.mlp", "backbone.layers.{}.mixer")]  # fmt: skip
+    stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+    return config | {"quantization_config": stated | {"modules_to_not_convert": routers}}
+
+
+@pytest.fixture
+def ends_in_bf16(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Build FP8 trainers that keep so many first and last layers in bf16."""
+
+    def keep(first: int, last: int) -> None:
+        fields = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": first}
+        for name, value in (fields | {"num_layers_at_end_in_bf16": last}).items():
+            monkeypatch.setitem(trainer_module._FP8, name, value)
+
+    return keep
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "kept", "cast"),
+    [
+        ("llama", TrainMesh(), (1, 1), [0, 3]),
+        ("llama", TrainMesh(pp=2, layers=(3, 1)), (2, 1), [0, 1, 3]),
+        ("qwen3", TrainMesh(pp=2, vpp=2, layers=(1, 2, 1, 0)), (1, 2), [0, 2, 3]),
+        ("qwen3_moe", TrainMesh(tp=2, pp=2, ep=2), (0, 1), [3]),
+        ("qwen3_moe", TrainMesh(dp=2, ep=2), (3, 0), [0, 1, 2]),
+        ("deepseek_v3", TrainMesh(pp=2), (2, 1), [0, 1, 3]),
+        ("nemotron_h", TrainMesh(pp=2, layers=(5, 3)), (2, 3), [0, 1, 5, 6, 7]),
+    ],
+    ids=_label,
+)
+def test_layers_that_an_fp8_trainer_keeps_in_bf16_are_planned_so(
+    in_world, ends_in_bf16, family: str, mesh: TrainMesh, kept: tuple[int, int], cast: list[int]
+) -> None:
+    ends_in_bf16(*kept)
+    config = _in_fp8(family)
+    # a plan leaves multi-token-prediction layers out, whatever holds them; Megatron-Bridge builds none
+    planned = config | ({"num_nextn_predict_layers": 1} if family == "deepseek_v3" else {})
+    found = in_world(config, mesh, _planned_in_fp8, planned, (), fp8_block=(8, 8))
+    layers = range(config["num_hidden_layers"])
+    assert found == [(cast, [layer for layer in layers if layer not in cast])] * mesh.world
+
+
+def test_layers_of_which_a_part_is_quantised_are_refused_on_every_rank(in_world, ends_in_bf16) -> None:
+    ends_in_bf16(1, 1)
+    config = _in_fp8("llama")
+    mesh = TrainMesh(pp=2)
+    told = in_world(config, mesh, _planned_in_fp8, config, (0, 2), fp8_block=(8, 8))
+    qkv, proj = (f"vp0.decoder.layers.0.self_attention.linear_{part}.weight" for part in ("qkv", "proj"))
+    assert len(set(told)) == 1
+    assert f"quantised: of layer 0 {proj} is, {qkv} is not; of layer 2 {qkv} is, {proj} is not; it must be" in told[0]
 
 
 def _layers_held(trainer: Trainer, folder: Path) -> tuple[dict[str, Any], list[str]]:

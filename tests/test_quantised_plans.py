@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from plans import QUANTISED, Case
+from plans import LAST_LAYER, QUANTISED, Case
 from simulate import damage, scale_damage
 
 from mcore_reshard.planner.configs import load_config
@@ -256,6 +258,70 @@ class TestModulesThatStay:
         kept = {group.role for group in plan.groups if group.dtype not in {"float8_e4m3fn"}} - QUANTISED_ROLES
         assert {Role.EMBEDDING, Role.LM_HEAD, Role.ROUTER, Role.EXPERT_BIAS, Role.MLA_Q_A_NORM} <= kept
         assert {g.dtype for g in plan.groups if g.role is Role.EXPERT_BIAS} == {"float32"}
+
+
+class TestLayersThatTheTrainerKeeps:
+    """first_last_layers_bf16: linear weights of whole layers stay in bf16 in a trainer that is otherwise in FP8."""
+
+    CASE = Case(
+        "tiny-llama", "tp=2,pp=2,layers=3+1", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8), unquantised=(0, 3),
+        kept=(*LAST_LAYER, *(module.replace("layers.3", "layers.2") for module in LAST_LAYER)),
+    )  # fmt: skip
+
+    def test_each_layer_goes_its_own_way(self) -> None:
+        plan = self.CASE.plan()
+        assert prove(plan).ok
+        pairs, casts = {pair.weight for pair in plan.pairs}, {c.group: (c.src, c.dst) for c in plan.casts}
+        reason = {entry.group: entry.reason for entry in plan.misc}
+        for role in (Role.Q, Role.K, Role.V, Role.O, Role.GATE, Role.UP, Role.DOWN):
+            groups = [g for g, group in enumerate(plan.groups) if group.role is role and group.dtype != "float32"]
+            found = {plan.groups[g].layers: (g in pairs, casts.get(g), reason.get(g)) for g in groups}
+            assert found == {
+                (0,): (True, ("bfloat16", "float8_e4m3fn"), None),
+                (1,): (True, None, None),
+                (2,): (False, None, "trainer holds block FP8, engine bfloat16: nothing dequantises on the way"),
+                (3,): (False, None, None),
+            }
+
+    def test_what_a_rank_holds_is_said_layer_by_layer(self) -> None:
+        first, last = (schedule_of(self.CASE.plan(), "train", rank) for rank in (0, 2))
+        held = {tensor.name: tensor for tensor in (*first.tensors, *last.tensors)}
+        fc2 = "vp0.decoder.layers.{}.mlp.linear_fc2.weight"
+        assert [held[fc2.format(layer)].dtype for layer in (0, 1)] == ["bfloat16", "float8_e4m3fn"]
+        scales = [held[fc2.format(layer) + "._rowwise_scale_inv"].shape for layer in (0, 1)]
+        assert scales == [(8, 6), (8, 8)]  # computed, and Transformer Engine's with its padding
+        assert fc2.format(2) not in {tensor.name for tensor in first.tensors}  # misc
+        assert {t.dtype for t in last.tensors} == {"bfloat16"} and not last.casts  # the last stage has layer 3 alone
+
+    def test_chunks_of_a_pipeline_count_layers_of_the_whole_model(self) -> None:
+        train = "pp=2,vpp=2,layers=1+2+0+1"  # stage 0 has layer 0, stage 1 has 1 and 2, and 3 in its second chunk
+        plan = Case("tiny-llama", train, "tp=1", dtypes=("fp8", "fp8"), block=(8, 8), unquantised=(1, 3)).plan()
+        names = [schedule_of(plan, "train", rank) for rank in (0, 1)]
+        cast = [sorted({s.tensors[cast.tensor].name.partition(".mlp.")[0] for cast in s.casts
+                        if ".mlp." in s.tensors[cast.tensor].name}) for s in names]  # fmt: skip
+        assert cast == [[], ["vp0.decoder.layers.0", "vp1.decoder.layers.0"]]
+
+    def test_all_layers_kept_are_a_trainer_that_quantises_nothing(self) -> None:
+        kept = Case("tiny-deepseek-v3", "pp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8), unquantised=(3, 0, 2, 1))
+        assert kept.plan().digest == replace(kept, dtypes=("bf16", "fp8"), unquantised=()).plan().digest
+
+    @pytest.mark.parametrize("train_dtype", [None, "bf16", "fp32"])
+    def test_a_trainer_that_quantises_nothing_keeps_all_layers_anyway(self, train_dtype: str | None) -> None:
+        case = Case("tiny-llama", "tp=2", "tp=2", dtypes=(train_dtype, "fp8"), block=(8, 8), unquantised=(0, 3))
+        assert case.plan().digest == replace(case, unquantised=()).plan().digest
+
+    def test_groups_stay_whole_where_no_layer_is_kept(self) -> None:
+        layers = {group.layers for group in FP8.plan().groups}
+        assert layers == {(), (0, 1, 2, 3)}
+
+    def test_order_and_repetition_do_not_matter(self) -> None:
+        again = replace(self.CASE, unquantised=(3, 0, 3))
+        assert again.plan().digest == self.CASE.plan().digest != replace(self.CASE, unquantised=()).plan().digest
+
+    def test_layers_that_the_model_has_not_are_refused(self) -> None:
+        problem = "the trainer cannot keep layers -1, 4 unquantised: the model has 0 to 3"
+        with pytest.raises(PrecisionError, match=problem):
+            replace(self.CASE, unquantised=(0, 4, -1)).plan()
 
 
 class TestWhatMxfp8Takes:

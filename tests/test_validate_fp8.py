@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ pytest.importorskip("megatron", reason="needs the megatron extra")
 
 from validation_cases import FP8_DEFAULT, FP8_FULL, in_blocks
 
+from mcore_reshard.validation import runner, trainer
 from mcore_reshard.validation.runner import ValidationError, validate
 
 
@@ -54,6 +56,33 @@ def test_refit_equals_golden(family, train, gen, train_dtype, block):
     assert {name for name in scales if found[name] == {"misc"}} == (
         {"self_attn.qkv_proj.weight_scale_inv"} if small_heads else set()
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "train", "gen", "at_ends", "kept"),
+    [
+        ("llama", "tp=2,pp=2,layers=3+1", "tp=2", (1, 1), ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        ("qwen3-moe", "pp=2,vpp=2,dp=2,ep=2", "tp=2,ep=2", (2, 1), ()),
+    ],
+)
+def test_a_trainer_that_keeps_first_and_last_layers_in_bf16(monkeypatch, family, train, gen, at_ends, kept):
+    first, last = at_ends
+    fields = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
+    for name, value in fields.items():
+        monkeypatch.setitem(trainer._FP8, name, value)
+    layers = [*range(first), *range(4 - last, 4)]
+    # what plan_refit reads off the model must be this plan, or each training process refuses
+    monkeypatch.setattr(runner, "make_plan", partial(runner.make_plan, train_unquantised_layers=layers))
+    config = in_blocks(family, (8, 8))
+    modules = {"qkv_proj": "self_attn", "o_proj": "self_attn", "gate_up_proj": "mlp", "down_proj": "mlp"}
+    names = [f"model.layers.{layer}.{modules[name]}.{name}" for name in kept for layer in (2, 3)]
+    config["quantization_config"]["modules_to_not_convert"] += names
+    report = validate(config, parse_train_mesh(train), parse_gen_mesh(gen), train_dtype="fp8", gen_dtype="fp8")
+    assert report.ok, show(report)
+    routes = {p.name: p.route for p in report.parameters if p.name.endswith("proj.weight")}
+    assert {name for name, route in routes.items() if route == "misc"} == {
+        f"{name}.weight" for name in names if ".2." in name
+    }
 
 
 @pytest.mark.parametrize("train_dtype", ["bf16", "fp8"])
