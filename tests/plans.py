@@ -107,6 +107,17 @@ REFINED = (("hidden_size", 128), ("head_dim", 64), ("num_attention_heads", 4), (
 _LINEARS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 LAST_LAYER = tuple(f"model.layers.3.{linear}" for linear in _LINEARS)
 
+# The trainer keeps the first and the last layer in bf16, the engine the last one.
+UNQUANTISED_LAYERS = Case(
+    "tiny-llama",
+    "tp=2,pp=2,layers=3+1",
+    "tp=2",
+    dtypes=("fp8", "fp8"),
+    block=(8, 8),
+    kept=LAST_LAYER,
+    unquantised=(0, 3),
+)
+
 QUANTISED = (
     Case("tiny-llama", "tp=2,pp=2,dp=2", "tp=4", dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-llama", "tp=2,cp=2", "tp=2,dp=2", dtypes=("bf16", "fp8"), block=(16, 8), kept=_KEPT),
@@ -123,15 +134,7 @@ QUANTISED = (
     Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp32")),
     Case("tiny-nemotron-h", "tp=2,ep=2,pp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-gpt-oss", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8)),
-    Case(
-        "tiny-llama",
-        "tp=2,pp=2,layers=3+1",
-        "tp=2",
-        dtypes=("fp8", "fp8"),
-        block=(8, 8),
-        kept=LAST_LAYER,
-        unquantised=(0, 3),
-    ),
+    UNQUANTISED_LAYERS,
     Case(
         "tiny-deepseek-v3",
         "pp=2,vpp=2,ep=2,dp=2,layers=1+2+0+1",

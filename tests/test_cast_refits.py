@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from plans import LAST_LAYER, REFINED, Case
+from plans import REFINED, UNQUANTISED_LAYERS, Case
 from ranks import run_ranks, values
 from simulate import held
 
@@ -26,15 +26,7 @@ CASES = [
     Case("tiny-llama", "tp=2,pp=2", "tp=1,dp=3", dtypes=("bf16", "fp8"), block=(8, 8)),  # replicas relay
     Case("tiny-qwen3-moe", "ep=2,etp=2,dp=4", "tp=4", changes=REFINED, dtypes=("bf16", "fp8"), block=(64, 64)),
     Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8)),
-    Case(
-        "tiny-llama",
-        "tp=2,pp=2,layers=3+1",
-        "tp=2",
-        dtypes=("fp8", "fp8"),
-        block=(8, 8),
-        kept=LAST_LAYER,
-        unquantised=(0, 3),
-    ),
+    UNQUANTISED_LAYERS,
     Case(
         "tiny-qwen3-moe",
         "pp=2,vpp=2,ep=2,dp=2,layers=1+2+1+0",
