@@ -62,10 +62,10 @@ class Router:
         self._tensor_names: dict[int, list[tuple[str, int]]] = {}
 
     def routes(self) -> list[Routed]:
-        groups = zip(self._source.catalogue.groups, self._destination.catalogue.groups, strict=True)
+        groups = [*zip(self._source.catalogue.groups, self._destination.catalogue.groups, strict=True)]
         routed = [self._routed(held, wanted) for held, wanted in groups]
         self._keep_fused_together(routed)
-        return routed
+        return [_saying_what_is_cast(held, entry) for (held, _), entry in zip(groups, routed, strict=True)]
 
     def _routed(self, held: ParameterGroup, wanted: ParameterGroup) -> Routed:
         gen = self._destination.precision
@@ -228,3 +228,11 @@ def _names(placements: tuple[Placement, ...]) -> set[str]:
 
 def _dtypes(placements: tuple[Placement, ...]) -> set[str]:
     return {piece.tensor.dtype for placement in placements for held in placement.shards.pieces for piece in held}
+
+
+def _saying_what_is_cast(held: ParameterGroup, entry: Routed) -> Routed:
+    """What goes by misc is cast by the engine's loader, of which the reason must tell: the plan has no cast for it."""
+    if not isinstance(entry.route, Misc) or entry.scales is not None or held.dtype == entry.group.dtype:
+        return entry
+    reason = f"{entry.route.reason}; the trainer holds {held.dtype}, the engine's loader casts to what the engine keeps"
+    return replace(entry, route=Misc(reason))

@@ -332,6 +332,14 @@ class TestWhatMxfp8Takes:
         config = {**load_config("tiny-llama"), "quantization_config": stated, **changes}
         return make_plan(catalogue_from_config(config), TrainMesh(), GenMesh(), train_dtype="mxfp8", gen_dtype="mxfp8")
 
+    def test_misc_says_that_the_loader_casts(self) -> None:
+        narrowed = Case("tiny-llama", "tp=2", "tp=8", policy="conservative", dtypes=("fp32", "bf16")).plan()
+        said = "; the trainer holds float32, the engine's loader casts to what the engine keeps"
+        assert {narrowed.groups[entry.group].role for entry in narrowed.misc} == {Role.Q, Role.K, Role.V}
+        assert all(entry.reason.endswith(said) for entry in narrowed.misc)
+        alike = Case("tiny-llama", "tp=2", "tp=8", policy="conservative").plan()
+        assert alike.misc and not any("casts" in entry.reason for entry in alike.misc)
+
     def test_the_output_layer_goes_to_misc_as_a_pair(self) -> None:
         plan = self.plan()
         assert prove(plan).ok
