@@ -31,7 +31,6 @@ from mcore_reshard.planner.schedule import Schedule
 from .device_copies import DeviceCopies, KernelShape
 from .direct_options import DirectOptions
 from .errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError, Waiting
-from .host import gpu_of
 from .ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from .pipeline import StageReport
 from .program import Program
@@ -39,6 +38,7 @@ from .pulling import pull_table
 from .rounds import DEFAULT_SCRATCH_BYTES
 from .slots import SlotReader, SlotSource
 from .staging import parted
+from .tensors import gpu_of
 from .tiles import cut_tiles, interleaved
 from .words import Words, fetch
 

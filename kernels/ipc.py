@@ -18,7 +18,8 @@ import torch
 from cuda.bindings import driver
 
 from .errors import SessionError, TransportUnavailable
-from .host import gpu_of, host
+from .host import host
+from .tensors import gpu_of
 
 _PROCESS = uuid4().hex
 _own_events: dict[str, torch.cuda.Event] = {}  # a process cannot open its own; torch's events take no weak references

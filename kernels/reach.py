@@ -20,8 +20,9 @@ from mcore_reshard.planner.schedule import Schedule
 
 from .board import Board
 from .errors import TransportUnavailable
-from .host import gpu_of, host
+from .host import host
 from .program import Program
+from .tensors import gpu_of
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
 _NUMBER = "(0|[1-9][0-9]*)"

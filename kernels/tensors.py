@@ -34,6 +34,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def gpu_of(device: torch.device | int | None) -> str:
+    """What all processes of a host call a GPU, its UUID; "" for what is in no GPU's memory."""
+    if device is None or (isinstance(device, torch.device) and device.type != "cuda"):
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's own bytes, uint8 [nbytes]."""
     return tensor.detach().reshape(-1).view(torch.uint8)

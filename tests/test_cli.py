@@ -732,6 +732,23 @@ def test_commands_do_not_import_what_they_do_not_need(argv: list[str], forbidden
     assert done.returncode == 0, done.stderr
 
 
+def test_doctor_reports_that_torch_is_missing() -> None:
+    code = """
+import sys
+class Hidden:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden)
+from mcore_reshard.cli import main
+sys.exit(main(["doctor"]))
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert "torch is not installed" in done.stdout
+
+
 def test_the_three_ways_to_start_it_agree() -> None:
     script = Path(sys.executable).with_name("mcore-reshard")
     ways = [[sys.executable, "-m", "mcore_reshard"], [sys.executable, "-m", "mcore_reshard.cli"]]

@@ -23,9 +23,9 @@ from ranks import run_ranks, values
 from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
-from mcore_reshard.kernels.host import gpu_of
 from mcore_reshard.kernels.program import bind
 from mcore_reshard.kernels.shelf import Shelf
+from mcore_reshard.kernels.tensors import gpu_of
 from mcore_reshard.planner.schedule import Schedule
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
