@@ -26,7 +26,7 @@ from .planner.parameters import Catalogue
 from .planner.plan import Plan, Policy
 from .planner.plan_file import dump_plan, parse_plan
 from .planner.planning import make_plan
-from .planner.precision import PRECISION_OF, QUANTISED
+from .planner.precision import PRECISION_OF, PRECISIONS, QUANTISED, UNQUANTISED
 from .planner.proof import ProofError, prove
 from .store import connected, store_address
 
@@ -35,8 +35,7 @@ _T = TypeVar("_T")
 _PLAN = "plan"
 _FUSED_NORM = ".layer_norm_weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
-_FORMATS = {"fp8", "mxfp8"}
-_GROUPED_MLP = (".mlp.experts.weight1", ".mlp.experts.weight2")
+_FORMATS = {*PRECISIONS} - {*UNQUANTISED}
 
 
 def plan_refit(
@@ -63,7 +62,8 @@ def plan_refit(
     unquantised: list[int] = []
     if train_dtype in _FORMATS:
         pp_stage = train.coordinate(torch.distributed.get_rank())["pp"] if torch.distributed.is_initialized() else 0
-        unquantised = _unquantised_layers(tensors, MegatronLayout(catalogue, train, build), catalogue, pp_stage)
+        weights = _linear_weights(catalogue, train, build, pp_stage)
+        unquantised = _unquantised_layers(tensors, weights)
     plan = make_plan(
         catalogue,
         train,
@@ -134,14 +134,14 @@ def _agreed_precision(mine: dict[str, str], main: str) -> str | None:
     return next(iter(formats), None) or next((PRECISION_OF[dtype] for dtype in dtypes if dtype != main), None)
 
 
-def _unquantised_layers(tensors: Mapping[str, torch.Tensor], layout: MegatronLayout, catalogue: Catalogue, pp_stage: int
-) -> list[int]:  # fmt: skip
+def _unquantised_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[tuple[int, str]]) -> list[int]:
     """The layers of an FP8 trainer of which no rank holds a quantised linear weight, though some hold others.
 
-    Ranks tell each other, since a layer may be on several. Raises ValueError for layers of which only a part is quantised.
+    `weights` are (layer, name) of what this rank may hold. Ranks tell each other, since a layer may be on several. Raises
+    ValueError for layers of which only a part is quantised.
     """
     mine: dict[int, dict[bool, str]] = {}  # by layer, the first weight that is quantised and the first that is not
-    for layer, name in _linear_weights(layout, catalogue, pp_stage):
+    for layer, name in weights:
         if name in tensors:
             mine.setdefault(layer, {}).setdefault(tensors[name].dtype is torch.float8_e4m3fn, name)
     held: dict[int, dict[bool, str]] = {}
@@ -161,18 +161,23 @@ def _unquantised_layers(tensors: Mapping[str, torch.Tensor], layout: MegatronLay
     return sorted(layer for layer, names in held.items() if True not in names)
 
 
-def _linear_weights(layout: MegatronLayout, catalogue: Catalogue, pp_stage: int) -> Iterator[tuple[int, str]]:
+def _linear_weights(
+    catalogue: Catalogue, train: TrainMesh, build: MegatronBuild, pp_stage: int
+) -> Iterator[tuple[int, str]]:
     """(layer, tensor) of what fp8_param quantises on a pipeline stage.
 
     Multi-token-prediction layers are in no plan, and GroupedMLP is not Transformer Engine's: nothing quantises it.
     """
+    layout = MegatronLayout(catalogue, train, build)
     for group in catalogue.groups:
-        placed = layout.place(group) if group.role in QUANTISED and not group.mtp else ()
+        if group.role not in QUANTISED or group.mtp or (group.experts and build.experts == "stacked"):
+            continue
+        placed = layout.place(group)
         for placement in () if isinstance(placed, (Misc, Excluded)) else placed:
             patterns = {piece.tensor.name for held in placement.shards.pieces for piece in held}
             slots = range(max(1, placement.experts[1] - placement.experts[0]))
             for pattern, place, slot in product(sorted(patterns), placement.layers, slots):
-                if place.pp_stage == pp_stage and not pattern.endswith(_GROUPED_MLP):
+                if place.pp_stage == pp_stage:
                     yield place.layer, pattern.format(vp=place.vp_stage, layer=place.local, expert=slot)
 
 

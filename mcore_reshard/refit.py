@@ -233,9 +233,8 @@ class _Endpoint(ABC):
         if connection is not None:
             connection.group.close()
             executor, caller = connection.executor, connection.caller
-            if (
-                executor is not None and caller.is_busy
-            ):  # with a run that keeps what it uses; gloo's ends with the group
+            if executor is not None and caller.is_busy:
+                # With a run that keeps what it uses until it ends; gloo's ends with the group.
                 wait([caller.start(executor.close)], _GRACE_S)
             elif executor is not None:
                 executor.close()
@@ -261,7 +260,8 @@ class _Endpoint(ABC):
 
     def _move_misc(self, connection: _Connection, afterwards: ExitStack) -> int:
         """Move what goes by name, under golden everything; then the engine derives what it derives. Returns the bytes."""
-        names, nbytes = self._schedule.misc if connection.executor is not None else None, 0
+        names = None if connection.executor is None else self._schedule.misc  # None: all
+        nbytes = 0
         if names is None or names:
             nbytes = self._move_by_name(connection.group, names, afterwards)
         if self._after_direct_writes is not None:

@@ -63,7 +63,7 @@ def make_plan(
     if wanted.format is not None:
         catalogue = in_format(catalogue, wanted.format)
     held = with_unquantised_layers(held, train_unquantised_layers, catalogue)
-    catalogue = divided(catalogue, held.unquantised_layers)
+    catalogue = divided(catalogue, lambda _, layer: layer in held.unquantised_layers)
     held_catalogue, wanted_catalogue = held.main(catalogue), wanted.main(catalogue)
     source = MegatronLayout(held_catalogue, train, build)
     destination = engine_named(engine).layout(wanted_catalogue, gen)

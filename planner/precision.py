@@ -5,7 +5,7 @@ A quantised weight is a pair of groups: its data, and a grid of scales, one for 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -118,10 +118,17 @@ def with_unquantised_layers(precision: Precision, layers: Collection[int], catal
     return replace(precision, unquantised_layers=frozenset(layers)) if precision.format is not None else precision
 
 
-def divided(catalogue: Catalogue, layers: Collection[int]) -> Catalogue:
-    """The catalogue with groups of matrices divided where a trainer quantises only a part of their layers."""
-    parts = (_divided(group, tuple(layer for layer in group.layers if layer in layers)) for group in catalogue.groups)
-    return replace(catalogue, groups=tuple(part for found in parts for part in found))
+def divided(catalogue: Catalogue, is_kept: Callable[[ParameterGroup, int], bool]) -> Catalogue:
+    """The catalogue with groups of matrices divided where `is_kept` (group, layer) leaves a part of their layers unquantised."""
+    groups: list[ParameterGroup] = []
+    for group in catalogue.groups:
+        kept = tuple(layer for layer in group.layers if group.role in QUANTISED and is_kept(group, layer))
+        if len(kept) in {0, len(group.layers)}:
+            groups.append(group)
+        else:
+            converted = tuple(layer for layer in group.layers if layer not in kept)
+            groups += [replace(group, layers=converted), replace(group, layers=kept)]
+    return replace(catalogue, groups=tuple(groups))
 
 
 def in_format(catalogue: Catalogue, form: Format) -> Catalogue:
@@ -135,19 +142,7 @@ def in_format(catalogue: Catalogue, form: Format) -> Catalogue:
         return replace(catalogue, quantization=None)
     if not stated.not_converted:
         return catalogue
-    parts = (
-        _divided(group, tuple(layer for layer in group.layers if _is_kept(group, layer, stated)))
-        for group in catalogue.groups
-    )
-    return replace(catalogue, groups=tuple(part for found in parts for part in found))
-
-
-def _divided(group: ParameterGroup, kept: tuple[int, ...]) -> Iterable[ParameterGroup]:
-    """A group, or where only a part of its layers is kept unquantised, the others and that part."""
-    if group.role not in QUANTISED or len(kept) in {0, len(group.layers)}:
-        return (group,)
-    converted = tuple(layer for layer in group.layers if layer not in kept)
-    return replace(group, layers=converted), replace(group, layers=kept)
+    return divided(catalogue, lambda group, layer: _is_kept(group, layer, stated))
 
 
 def is_converted(group: ParameterGroup, catalogue: Catalogue) -> bool:

@@ -15,6 +15,7 @@ from .layout import Misc, Padding, Shards
 from .parameters import ParameterGroup
 from .precision import Block, grid_of
 
+KV_SCALES = ("k_scale", "v_scale", "q_scale")  # how names of a KV cache's scales end; no plan has them
 REPEATED = ".blocks"  # after the name of an engine's scales: a tensor beside them that it repeats them from
 
 # (weight, block grid of it, with the dim of stacked experts in front) -> the tensor of its scales

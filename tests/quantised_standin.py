@@ -18,3 +18,9 @@ class QuantisedStandIn(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{function} would dequantise")
+
+
+def ends_in_bf16(first: int, last: int) -> dict[str, Any]:
+    """Megatron's fields for FP8 trainers that keep so many first and last layers in bf16."""
+    counts = {"num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
+    return {"first_last_layers_bf16": True, **counts}

@@ -17,9 +17,9 @@ import readme
 from bench import ours
 from bench.goals import verdicts
 from bench.methods import Method, Prepared, parse_method
-from bench.ranks import gpu_of
+from bench.ranks import Launch
 from bench.results import ResultFile, row_of, skipped, with_share
-from bench.workloads import WORKLOADS, case_of
+from bench.workloads import WORKLOADS, Case, case_of
 
 ON_CPU = ["--device", "cpu", "--ranks", "4", "--moe", "tiny-qwen3-moe", "--dense", "tiny-qwen3", "--repeats", "2"]
 
@@ -207,15 +207,21 @@ def test_the_readme_shows_what_ranks_that_share_gpus_reach(tmp_path: Path) -> No
     assert "| at the same time (MPS) | `nccl` |  |  | [data](" in section
 
 
+def gpus_of(case: Case, gpus: int, *, colocated: bool) -> list[int]:
+    launch = Launch(case, (), "cuda", gpus, colocated, 1, 1.0, Path(), Path(), None)
+    return [launch.gpu_of(number) for number in range(launch.ranks)]
+
+
 def test_ranks_share_gpus_side_by_side_or_colocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    apart = bench_refit.parsed(["--ranks", "4", "--device", "cuda"])
-    assert [gpu_of(number, 4, 2, apart.gpus, colocated=apart.colocated) for number in range(4)] == [0, 0, 1, 1]
-    together = bench_refit.parsed(["--colocated"])
+    apart, together = bench_refit.parsed(["--ranks", "4", "--device", "cuda"]), bench_refit.parsed(["--colocated"])
     assert (together.ranks, together.out.name) == (4, "refit-colocated-x2.json")
-    assert [gpu_of(number, 4, 2, together.gpus, colocated=together.colocated) for number in range(4)] == [0, 1, 0, 1]
-    assert [gpu_of(number, 4, 1, 4, colocated=False) for number in range(4)] == [0, 1, 2, 3]
-    assert [gpu_of(number, 4, 1, 2, colocated=True) for number in range(4)] == [0, 0, 1, 0]
+    case = case_of(workload("moe-ep-tp"), 4)
+    assert gpus_of(case, apart.gpus, colocated=apart.colocated) == [0, 0, 1, 1]
+    assert gpus_of(case, together.gpus, colocated=together.colocated) == [0, 1, 0, 1]
+    one_trains = case_of(workload("moe-one-to-many"), 4)
+    assert gpus_of(one_trains, 4, colocated=False) == [0, 1, 2, 3]
+    assert gpus_of(one_trains, 2, colocated=True) == [0, 0, 1, 0]
 
 
 def test_the_line_of_a_failure_that_says_most() -> None:

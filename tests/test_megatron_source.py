@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from quantised_standin import QuantisedStandIn
+from quantised_standin import QuantisedStandIn, ends_in_bf16
 
 from mcore_reshard.kernels.program import bind
 from mcore_reshard.live import _agreed_precision, plan_refit
@@ -292,26 +292,13 @@ def _planned_in_fp8(trainer: Trainer, folder: Path, config: dict[str, Any], unli
 
 
 def _in_fp8(family: str) -> dict[str, Any]:
-    changes = (
-        {"mamba_num_heads": 16} if family == "nemotron_h" else {}
-    )  # Megatron wants rows of in_proj by the 16 in FP8
+    # Megatron wants rows of in_proj by the 16 in FP8.
+    changes = {"mamba_num_heads": 16} if family == "nemotron_h" else {}
     config = tiny.tiny_config(family, **changes)
     routers = [f"{gate.format(n)}.gate" for n in range(config["num_hidden_layers"])
                for gate in ("model.layers.{}.mlp", "backbone.layers.{}.mixer")]  # fmt: skip
     stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
     return config | {"quantization_config": stated | {"modules_to_not_convert": routers}}
-
-
-@pytest.fixture
-def ends_in_bf16(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Build FP8 trainers that keep so many first and last layers in bf16."""
-
-    def keep(first: int, last: int) -> None:
-        fields = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": first}
-        for name, value in (fields | {"num_layers_at_end_in_bf16": last}).items():
-            monkeypatch.setitem(trainer_module._FP8, name, value)
-
-    return keep
 
 
 @pytest.mark.parametrize(
@@ -328,9 +315,9 @@ def ends_in_bf16(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     ids=_label,
 )
 def test_layers_that_an_fp8_trainer_keeps_in_bf16_are_planned_so(
-    in_world, ends_in_bf16, family: str, mesh: TrainMesh, kept: tuple[int, int], cast: list[int]
+    in_world, monkeypatch, family: str, mesh: TrainMesh, kept: tuple[int, int], cast: list[int]
 ) -> None:
-    ends_in_bf16(*kept)
+    monkeypatch.setattr(trainer_module, "_FP8", trainer_module._FP8 | ends_in_bf16(*kept))
     config = _in_fp8(family)
     # a plan leaves multi-token-prediction layers out, whatever holds them; Megatron-Bridge builds none
     planned = config | ({"num_nextn_predict_layers": 1} if family == "deepseek_v3" else {})
@@ -339,8 +326,8 @@ def test_layers_that_an_fp8_trainer_keeps_in_bf16_are_planned_so(
     assert found == [(cast, [layer for layer in layers if layer not in cast])] * mesh.world
 
 
-def test_layers_of_which_a_part_is_quantised_are_refused_on_every_rank(in_world, ends_in_bf16) -> None:
-    ends_in_bf16(1, 1)
+def test_layers_of_which_a_part_is_quantised_are_refused_on_every_rank(in_world, monkeypatch) -> None:
+    monkeypatch.setattr(trainer_module, "_FP8", trainer_module._FP8 | ends_in_bf16(1, 1))
     config = _in_fp8("llama")
     mesh = TrainMesh(pp=2)
     told = in_world(config, mesh, _planned_in_fp8, config, (0, 2), fp8_block=(8, 8))

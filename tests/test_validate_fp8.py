@@ -19,6 +19,7 @@ from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
 
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
+from quantised_standin import ends_in_bf16
 from validation_cases import FP8_DEFAULT, FP8_FULL, in_blocks
 
 from mcore_reshard.validation import runner, trainer
@@ -67,9 +68,7 @@ def test_refit_equals_golden(family, train, gen, train_dtype, block):
 )
 def test_a_trainer_that_keeps_first_and_last_layers_in_bf16(monkeypatch, family, train, gen, at_ends, kept):
     first, last = at_ends
-    fields = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
-    for name, value in fields.items():
-        monkeypatch.setitem(trainer._FP8, name, value)
+    monkeypatch.setattr(trainer, "_FP8", trainer._FP8 | ends_in_bf16(first, last))
     layers = [*range(first), *range(4 - last, 4)]
     # what plan_refit reads off the model must be this plan, or each training process refuses
     monkeypatch.setattr(runner, "make_plan", partial(runner.make_plan, train_unquantised_layers=layers))

@@ -28,14 +28,13 @@ from mcore_reshard.planner.explain import (
 from mcore_reshard.planner.plan import Plan
 from mcore_reshard.planner.precision import FP8
 from mcore_reshard.planner.proof import ProofError, prove
-from mcore_reshard.planner.scales import REPEATED
+from mcore_reshard.planner.scales import KV_SCALES, REPEATED
 from mcore_reshard.planner.schedule import World
 
 from .inputs import InputError, read_plan
 from .render import facts, noted, ranges, say_what_is_left, shape, table, write, write_json
 
 _ROWS_SHOWN = 64
-_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def _of_element(plan: Plan, text: str, gen_rank: int | None, train_rank: int | N
         try:
             find_parameter(plan, element.name)
         except ExplainError as unknown:
-            if element.name.endswith(_KV_SCALES):
+            if element.name.rpartition(".")[2] in KV_SCALES:
                 raise ExplainError(
                     f"{element.name}: no plan has scales of the KV cache, refit(kv_scales=...) brings them"
                 ) from unknown

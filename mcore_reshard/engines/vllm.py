@@ -17,6 +17,7 @@ import torch
 from mcore_reshard.agreement import is_positive_float32
 from mcore_reshard.engines import vllm_refined_scales
 from mcore_reshard.planner.mesh import GenMesh
+from mcore_reshard.planner.scales import KV_SCALES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +35,6 @@ _AS_LOADED_FP8_KERNELS = {
     "BlockWiseTorchFP8ScaledMMLinearKernel",
 }
 _AS_LOADED_FP8_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS"}
-_KV_SCALES = ("k_scale", "v_scale", "q_scale")
 # What a backend keeps of them from its first forward on (v1/attention/backends/flashinfer.py, mla/flashinfer_mla.py).
 _OF_KV_SCALES = ("bmm1_scale", "bmm2_scale")
 
@@ -61,7 +61,7 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     left_out = {name.removesuffix(".blocks") for name in blocks}
     for prefix, layer in _layers_with_parameters(model):
         if _is_attention(layer):
-            left_out |= {f"{prefix}.{name}" for name in (*_KV_SCALES, "prob_scale")}
+            left_out |= {f"{prefix}.{name}" for name in (*KV_SCALES, "prob_scale")}
         if _derives_weights(layer):
             left_out |= {f"{prefix}.{name}" for name in layer._parameters}
     held = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in left_out}
@@ -102,7 +102,7 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
     with torch.no_grad():
         for name, layer in model.named_modules():
             if _derives_weights(layer):
-                scales = {leaf: getattr(layer, f"_{leaf}_float") for leaf in _KV_SCALES if _is_attention(layer)}
+                scales = {leaf: getattr(layer, f"_{leaf}_float") for leaf in KV_SCALES if _is_attention(layer)}
                 layer.process_weights_after_loading(dtype)  # type: ignore[operator]
                 for leaf, value in scales.items():
                     _write_kv_scale(layer, leaf, value)
@@ -165,7 +165,7 @@ def _kv_scales(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]
     for prefix, layer in model.named_modules():
         if _is_attention(layer) and _has_scaled_cache(layer):
             for name in (prefix, re.sub(r"\.mla_attn\.mla_attn$", ".attn", prefix)):
-                found |= {f"{name}.{leaf}": (layer, leaf) for leaf in _KV_SCALES if hasattr(layer, f"_{leaf}")}
+                found |= {f"{name}.{leaf}": (layer, leaf) for leaf in KV_SCALES if hasattr(layer, f"_{leaf}")}
     return found
 
 

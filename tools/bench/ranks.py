@@ -55,6 +55,17 @@ class Launch:
     def ranks(self) -> int:
         return self.case.train_ranks + self.case.gen_ranks
 
+    def world_rank(self, number: int) -> tuple[World, int]:
+        """Which side a process is on, and its rank there: training ranks come first."""
+        first = self.case.train_ranks
+        return ("train", number) if number < first else ("gen", number - first)
+
+    def gpu_of(self, number: int) -> int:
+        """The GPU of a process. Where there are too few, neighbours share one; colocated, each side has all."""
+        if self.colocated:
+            return self.world_rank(number)[1] % self.gpus
+        return number * min(self.gpus, self.ranks) // self.ranks
+
 
 class Rank:
     """What methods see of a process."""
@@ -62,10 +73,9 @@ class Rank:
     def __init__(self, number: int, launch: Launch) -> None:
         self.number, self.launch, self.case = number, launch, launch.case
         self.ranks, self.timeout_s = launch.ranks, launch.timeout_s
-        self.world: World = "train" if number < self.case.train_ranks else "gen"
-        self.rank = number if self.world == "train" else number - self.case.train_ranks
+        self.world, self.rank = launch.world_rank(number)
         self.on_cuda = launch.device == "cuda"
-        self.device = self._gpu() if self.on_cuda else torch.device("cpu")
+        self.device = torch.device("cuda", launch.gpu_of(number)) if self.on_cuda else torch.device("cpu")
         if self.on_cuda:
             torch.cuda.set_device(self.device)
         self._root = self._met(launch.folder / "port")
@@ -118,11 +128,6 @@ class Rank:
             self._root.set(f"left/{self.number}", "")
         else:
             self._root.wait([f"left/{number}" for number in range(1, self.ranks)])
-
-    def _gpu(self) -> torch.device:
-        launch = self.launch
-        number = gpu_of(self.number, self.ranks, self.case.train_ranks, launch.gpus, colocated=launch.colocated)
-        return torch.device("cuda", number)
 
     def _met(self, port: Path) -> TCPStore:
         """The store of all ranks, on rank 0, which writes down where it listens."""
@@ -257,13 +262,6 @@ class Rank:
         if self.number == 0:
             print(json.dumps(row), file=sys.stderr, flush=True)
             self._results.add(row)
-
-
-def gpu_of(number: int, ranks: int, train_ranks: int, gpus: int, *, colocated: bool) -> int:
-    """The GPU of a rank. Where there are fewer GPUs than ranks, neighbours share one; colocated, each side has all."""
-    if colocated:
-        return (number if number < train_ranks else number - train_ranks) % gpus
-    return number * min(gpus, ranks) // ranks
 
 
 def differing(one: torch.Tensor, other: torch.Tensor) -> int:
