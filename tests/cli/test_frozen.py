@@ -1,0 +1,99 @@
+"""What scripts rely on does not change unseen: the text of every `--help`, and the keys of every `--json`.
+
+`python tests/cli/test_frozen.py` writes frozen.json anew; a change of it is a change for users and goes into CHANGELOG.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FROZEN = Path(__file__).with_name("frozen.json")
+MOE = ["tiny-qwen3-moe", "--train", "tp=2,pp=2,ep=2,dp=2", "--gen", "tp=2,dp=2"]
+HYBRID = ["tiny-nemotron-h", "--train", "tp=2,pp=2,ep=2", "--gen", "tp=2"]
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+HELP = ([], ["plan"], ["show"], ["explain"], ["validate"], ["doctor"])
+JSON: dict[str, list[str]] = {
+    "plan": ["plan", *MOE],
+    "plan fp8": ["plan", "tiny-qwen3-moe-fp8", *MOE[1:], "--train-dtype", "bf16", "--gen-dtype", "fp8"],
+    "plan misc": ["plan", *HYBRID],
+    "show": ["show", "PLAN"],
+    "show rank": ["show", "PLAN", "--rank", "gen:1"],
+    "show parameter": ["show", "PLAN", "--parameter", "model.layers.0.*"],
+    "explain": ["explain", "PLAN", f"{Q_PROJ}[0,0]"],
+    "doctor": ["doctor"],
+}
+VALIDATE = ["validate", "tiny-llama", "--train", "tp=2", "--gen", "tp=1", "--refits", "1"]
+
+
+def output_of(arguments: list[str]) -> str:
+    environment = {**os.environ, "COLUMNS": "100"}
+    command = [sys.executable, "-m", "mcore_reshard", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+
+
+def keys_of(value: Any, path: str = "") -> Iterator[str]:
+    """Where each key stands in an object: `misc[].reason`."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield f"{path}.{key}".lstrip(".")
+            yield from keys_of(inner, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys_of(inner, f"{path}[]")
+
+
+def json_keys(arguments: list[str], plan: str) -> list[str]:
+    arguments = [plan if argument == "PLAN" else argument for argument in arguments]
+    return sorted({*keys_of(json.loads(output_of([*arguments, "--json"])))})
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("plans") / "plan.json")
+    output_of(["plan", *MOE, "--out", path])
+    return path
+
+
+@pytest.fixture(scope="module")
+def frozen() -> dict[str, dict[str, Any]]:
+    kept: dict[str, dict[str, Any]] = json.loads(FROZEN.read_text())
+    return kept
+
+
+@pytest.mark.parametrize("command", HELP, ids=lambda command: " ".join(["mcore-reshard", *command]))
+def test_the_help_is_what_it_was(command: list[str], frozen: dict[str, dict[str, Any]]) -> None:
+    assert output_of([*command, "--help"]).splitlines() == frozen["help"][" ".join(command)]
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_the_keys_of_json_are_what_they_were(name: str, plan: str, frozen: dict[str, dict[str, Any]]) -> None:
+    assert json_keys(JSON[name], plan) == frozen["json"][name]
+
+
+def test_the_keys_of_a_validation_are_what_they_were(frozen: dict[str, dict[str, Any]]) -> None:
+    pytest.importorskip("megatron.bridge")
+    assert json_keys(VALIDATE, "") == frozen["json"]["validate"]
+
+
+def test_a_key_more_or_less_is_seen() -> None:
+    assert {*keys_of({"misc": [{"reason": ""}, {"bytes": 1}]})} == {"misc", "misc[].reason", "misc[].bytes"}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/plan.json"
+        output_of(["plan", *MOE, "--out", path])
+        kept: dict[str, Any] = {
+            "help": {" ".join(command): output_of([*command, "--help"]).splitlines() for command in HELP},
+            "json": {name: json_keys(arguments, path) for name, arguments in {**JSON, "validate": VALIDATE}.items()},
+        }
+    FROZEN.write_text(json.dumps(kept, indent=1) + "\n")
