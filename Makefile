@@ -48,24 +48,21 @@ test-gpu: ## the tests that need CUDA devices, with the torch that is on the mac
 	$(PYTHON) -m pytest -m gpu -rs
 
 test-memcheck: ## the copy kernel under compute-sanitizer (cuda.bindings asks the driver for symbols that it may lack)
-	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 $(PYTHON) -m pytest -m gpu tests/test_device_copies.py
+	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 $(PYTHON) -m pytest -m gpu tests/copies/test_device_copies.py
 
 validate-gpu: ## golden vs real on the GPUs, every family and mesh that fits; writes tools/results/validate-xN.json
 	$(PYTHON) tools/validate_gpus.py --out tools/results/validate-x$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())').json
 
 validate-all: $(VENV)/.ready ## golden vs real over every family and mesh
-	$(BIN)/python -m pytest -m "slow or not slow" tests/test_validate.py tests/test_validate_fp8.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/validation/test_validate.py tests/validation/test_validate_fp8.py
 
 lint: $(VENV)/.ready ## ruff, and that the README's figures are those of the data files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/readme.py --check
 
-types: $(VENV)/.ready ## mypy over the installed wheel (checkers do not follow package-dir)
-	rm -rf build
-	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel . || $(BIN)/python -m pip wheel -q --no-deps -w build/wheel .
-	$(BIN)/python -m pip install -q --no-deps --target build/types build/wheel/*.whl
-	cd build && MYPYPATH=types $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p mcore_reshard
+types: $(VENV)/.ready ## mypy
+	$(BIN)/mypy -p mcore_reshard
 
 bench: $(VENV)/.ready ## planning time and memory; writes tools/results/planner.json
 	$(BIN)/python tools/bench_planner.py

@@ -2,6 +2,6 @@
 
 import sys
 
-from mcore_reshard.cli import main
+from mcore_reshard.cli.main import main
 
 sys.exit(main())

@@ -1,1 +1,4 @@
-"""Plan a reshard as exact byte movement: meshes, parameters, layouts, plan, proof. Needs numpy and the standard library."""
+"""Plan a refit as exact byte movement, and prove it. Imports numpy and the standard library alone.
+
+Folders, each importing those before it: `model` <- `layout` <- `plan` <- `proof`.
+"""

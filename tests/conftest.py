@@ -3,7 +3,7 @@
 import os
 from importlib.util import find_spec
 
-from mcore_reshard.validation import te_standin
+from mcore_reshard.validation.trainer import te_standin
 
 # torch's store asks the DNS for the name of every address that connects: a lost answer would stall all ranks for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies import COPY
-from mcore_reshard.kernels.tiles import cut_tiles
+from mcore_reshard.kernels.copies.copy_table import COPY
+from mcore_reshard.kernels.cuda.tiles import cut_tiles
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench import machine
@@ -199,7 +199,7 @@ def copy_engine(memory: Memory, case: Case, config: Config) -> Copies:
 
 
 def ours(memory: Memory, case: Case, config: Config) -> Copies:
-    from mcore_reshard.kernels.device_copies import DeviceCopies, KernelShape
+    from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 
     copies = DeviceCopies(memory.tiles(case, _tile_bytes()), memory.device, KernelShape(**config))
     return Launches(lambda: copies.launch(torch.cuda.current_stream(memory.device)), 1)
@@ -241,7 +241,7 @@ def bulk(memory: Memory, case: Case, config: Config) -> Copies:
 
 
 def _tile_bytes() -> int:
-    from mcore_reshard.kernels.direct_options import DEFAULT_TILE_BYTES  # imports cuda.core
+    from mcore_reshard.kernels.transports.direct.options import DEFAULT_TILE_BYTES  # imports cuda.core
 
     return DEFAULT_TILE_BYTES
 

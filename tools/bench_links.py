@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mcore_reshard.kernels.copies import COPY
-from mcore_reshard.kernels.device_copies import DeviceCopies, KernelShape
-from mcore_reshard.kernels.direct_options import DEFAULT_TILE_BYTES
-from mcore_reshard.kernels.tiles import cut_tiles, interleaved
+from mcore_reshard.kernels.copies.copy_table import COPY
+from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
+from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
+from mcore_reshard.kernels.transports.direct.options import DEFAULT_TILE_BYTES
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench import machine

@@ -34,13 +34,13 @@ CASES = [
 
 def measure(train_text: str, gen_text: str) -> dict[str, object]:
     """Plan, prove and expand one rank of each world, timed apart; seconds are medians."""
-    from mcore_reshard.planner.configs import load_config
-    from mcore_reshard.planner.families import catalogue_from_config
-    from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
-    from mcore_reshard.planner.plan_file import dump_plan
-    from mcore_reshard.planner.planning import make_plan
-    from mcore_reshard.planner.proof import prove
-    from mcore_reshard.planner.scheduling import schedule_of
+    from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
+    from mcore_reshard.planner.model.configs import load_config
+    from mcore_reshard.planner.model.families import catalogue_from_config
+    from mcore_reshard.planner.plan.make_plan import make_plan
+    from mcore_reshard.planner.plan.make_schedule import schedule_of
+    from mcore_reshard.planner.plan.plan_file import dump_plan
+    from mcore_reshard.planner.proof.prove import prove
 
     train, gen = parse_train_mesh(train_text), parse_gen_mesh(gen_text)
     config = load_config(MODEL)

@@ -30,7 +30,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 
-from mcore_reshard.planner.mesh import MeshError
+from mcore_reshard.planner.layout.mesh import MeshError
 from mcore_reshard.validation.processes import ProcessError, run_processes
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -26,11 +26,11 @@ RESULTS = Path(__file__).parent / "results" / "mutation_score.json"
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-import single_field  # noqa: E402
-from attack import EQUIVALENT, Verdict, attack  # noqa: E402
-from mutants import BUGS, LAYERS, MUTANTS, NOTES  # noqa: E402
-from plans import QUANTISED, TINY  # noqa: E402
-from wrong_layouts import wrong_layouts  # noqa: E402
+from attack import single_field  # noqa: E402
+from attack.mutants import BUGS, LAYERS, MUTANTS, NOTES  # noqa: E402
+from attack.verdicts import EQUIVALENT, Verdict, attack  # noqa: E402
+from attack.wrong_layouts import wrong_layouts  # noqa: E402
+from helpers.plans import QUANTISED, TINY  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def planner_section() -> str:
 
 
 def support_section() -> str:
-    cases = _module(ROOT / "tests" / "validation_cases.py")
+    cases = _module(ROOT / "tests" / "helpers" / "validation_cases.py")
     families = list(cases.FAMILIES)
     lines = ["| mesh | " + " | ".join(families) + " |", "|---|" + "---|" * len(families)]
     for mesh in cases.MESHES:
@@ -241,7 +241,7 @@ def _not_measured(data: dict[str, Any]) -> list[str]:
 
 
 def gpu_validation_section() -> str:
-    cases = _module(ROOT / "tests" / "validation_cases.py")
+    cases = _module(ROOT / "tests" / "helpers" / "validation_cases.py")
     lines = []
     for file in sorted(RESULTS.glob("validate-x*.json")):
         data = json.loads(file.read_text())
@@ -276,7 +276,7 @@ def gpu_validation_section() -> str:
 
 
 def demo_section() -> str:
-    from mcore_reshard.cli import main
+    from mcore_reshard.cli.main import main
 
     shown = []
     for command in (["plan", *DEMO], ["validate", *DEMO, "--refits", "2"]):

@@ -14,10 +14,10 @@ from math import prod
 
 import torch
 
-from mcore_reshard.kernels.precision import block_scales, scaled_to_e4m3
-from mcore_reshard.planner.geometry import Piece, Region, row_major_strides
-from mcore_reshard.planner.plan import Bundle, BundleLayer, Plan
-from mcore_reshard.planner.schedule import Schedule, World
+from mcore_reshard.kernels.copies.cast_arithmetic import block_scales, scaled_to_e4m3
+from mcore_reshard.planner.layout.geometry import Piece, Region, row_major_strides
+from mcore_reshard.planner.plan.plan import Bundle, BundleLayer, Plan
+from mcore_reshard.planner.plan.schedule import Schedule, World
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (-7046029254386353131, -4658895280553007687)  # odd, as in splitmix64

@@ -2,7 +2,7 @@
 
     python tools/validate_gpus.py --out tools/results/validate-x4.json
 
-What `mcore-reshard validate` does for one case, for all of tests/validation_cases.py: over `nccl` and `auto` those with
+What `mcore-reshard validate` does for one case, for all of tests/helpers/validation_cases.py: over `nccl` and `auto` those with
 no more ranks than there are GPUs, over `direct` all, since ranks may share a GPU. For `auto` one pair of ranks is
 declared unreachable, so that both transports take part wherever there are more pairs. `--few` takes as many cases as it
 takes to have each family and each mesh once. Results are written as they come, and a file that this machine and these
@@ -29,19 +29,19 @@ from typing import Any
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not keep ranks from being forked
 import torch
 
-from mcore_reshard.kernels.reach import UNREACHABLE_VARIABLE
-from mcore_reshard.planner.configs import load_config
-from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
-from mcore_reshard.validation import trainer
+from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
+from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.validation.processes import run_processes
 from mcore_reshard.validation.runner import ValidationError, validate
+from mcore_reshard.validation.trainer import build as trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench import machine
 
 TRANSPORTS = ("direct", "nccl", "auto")
 SHARING = {"direct"}  # transports whose ranks may share a GPU
-CASES = Path(__file__).parents[1] / "tests" / "validation_cases.py"
+CASES = Path(__file__).parents[1] / "tests" / "helpers" / "validation_cases.py"
 TIMEOUT_S = 60.0
 WHAT = "golden vs real with real Megatron-Core models on GPUs: every tensor of every generation rank, byte by byte"
 ONE_PAIR = "train:0-gen:0"
@@ -151,7 +151,7 @@ def _machine(gpus: int) -> dict[str, Any]:
 
 
 def _cases() -> ModuleType:
-    """tests/validation_cases.py, which the tests and the README's support table use too."""
+    """tests/helpers/validation_cases.py, which the tests and the README's support table use too."""
     spec: Any = importlib.util.spec_from_file_location(CASES.stem, CASES)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.precision import quantised
-from mcore_reshard.planner.families import catalogue_from_config
-from mcore_reshard.planner.parameters import Catalogue, Role
-from mcore_reshard.planner.precision import BLOCK_FP8, Block
-from mcore_reshard.quantised_export import Pairs
+from mcore_reshard.kernels.copies.cast_arithmetic import quantised
+from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.parameters import Catalogue, Role
+from mcore_reshard.planner.model.precision import BLOCK_FP8, Block
+from mcore_reshard.trainers.quantized_export import Pairs
 
 from .errors import ValidationError
 

@@ -13,18 +13,20 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from mcore_reshard.engines import vllm_refined_scales
-from mcore_reshard.live import fetch_plan, plan_refit, publish_plan
-from mcore_reshard.planner.megatron import ExpertsModule
-from mcore_reshard.planner.mesh import GenMesh
-from mcore_reshard.planner.parameters import Role
-from mcore_reshard.planner.plan import Plan
-from mcore_reshard.planner.scheduling import schedule_of
-from mcore_reshard.quantised_export import Pairs
-from mcore_reshard.refit import GenerationEndpoint, RefitReport, TrainEndpoint
+from mcore_reshard.engines.vllm import refined_scales as vllm_refined_scales
+from mcore_reshard.planner.layout.megatron import ExpertsModule
+from mcore_reshard.planner.layout.mesh import GenMesh
+from mcore_reshard.planner.model.parameters import Role
+from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
+from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
+from mcore_reshard.trainers.megatron.plan_refit import plan_refit
+from mcore_reshard.trainers.quantized_export import Pairs
+from mcore_reshard.validation.engine import vllm_engine
+from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine, poison
+from mcore_reshard.validation.trainer import build as trainer
 
-from . import trainer, vllm_engine
-from .engine_slices import GenSizes, StandInEngine, poison
 from .errors import ValidationError
 from .precision import Precision, quantised_by_engine
 from .report import ParameterResult, compare
@@ -214,7 +216,7 @@ class _Engine(Protocol):
 
 class _VllmEngine:
     def __init__(self, job: Job, gen_rank: int) -> None:
-        from mcore_reshard.engines import vllm
+        from mcore_reshard.engines.vllm import model as vllm
 
         self._vllm = vllm
         self._model = vllm_engine.build_engine(job.engine_folder, gen_sizes(job.plan.gen), gen_rank)

@@ -21,19 +21,22 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.registry import device_of, resolve
-from mcore_reshard.planner.families import as_published, catalogue_from_config
-from mcore_reshard.planner.megatron import ExpertsModule, MegatronBuild
-from mcore_reshard.planner.mesh import GenMesh, TrainMesh, format_mesh
-from mcore_reshard.planner.parameters import Catalogue, Role
-from mcore_reshard.planner.plan import Plan, Policy
-from mcore_reshard.planner.planning import make_plan
-from mcore_reshard.planner.proof import ProofError, prove
-from mcore_reshard.quantised_export import pairs_by_name
+from mcore_reshard.kernels.transports.registry import device_of, resolve
+from mcore_reshard.planner.layout.megatron import ExpertsModule, MegatronBuild
+from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
+from mcore_reshard.planner.model.families import as_published, catalogue_from_config
+from mcore_reshard.planner.model.parameters import Catalogue, Role
+from mcore_reshard.planner.plan.make_plan import make_plan
+from mcore_reshard.planner.plan.plan import Plan, Policy
+from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.trainers.quantized_export import pairs_by_name
+from mcore_reshard.validation import tiny
+from mcore_reshard.validation.engine import vllm_engine
+from mcore_reshard.validation.engine.slices import StandInEngine
+from mcore_reshard.validation.trainer import build as trainer
+from mcore_reshard.validation.trainer import te_standin
+from mcore_reshard.validation.trainer.bridge_limits import bridge_limits
 
-from . import te_standin, tiny, trainer, vllm_engine
-from .bridge_limits import bridge_limits
-from .engine_slices import StandInEngine
 from .errors import ValidationError
 from .precision import Precision, precision_of
 from .processes import run_processes

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.precision import over_elements
-from mcore_reshard.planner.configs import load_config
-from mcore_reshard.planner.precision import Block
+from mcore_reshard.kernels.copies.cast_arithmetic import over_elements
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planner.model.precision import Block
 
 Shapes = dict[str, tuple[int, ...]]
 Blocks = Mapping[str, Block]  # by the names of weights that will be quantised

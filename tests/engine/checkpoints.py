@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.precision import quantised
-from mcore_reshard.planner.configs import load_config
-from mcore_reshard.validation.engine_slices import GenSizes, StandInEngine
+from mcore_reshard.kernels.copies.cast_arithmetic import quantised
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine
 from mcore_reshard.validation.tiny import checkpoint_shapes, payload
 
 Config = dict[str, Any]

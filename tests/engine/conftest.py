@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mcore_reshard.validation import vllm_engine
+from mcore_reshard.validation.engine import vllm_engine
 
 Config = dict[str, Any]
 INSTALLED = importlib.util.find_spec("vllm") is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_reshard.kernels.precision import block_scales, scaled_to_e4m3
+from mcore_reshard.kernels.copies.cast_arithmetic import block_scales, scaled_to_e4m3
 
 deep_gemm = pytest.importorskip("vllm.utils.deep_gemm")
 

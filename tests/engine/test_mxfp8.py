@@ -8,17 +8,17 @@ from unittest import mock
 
 import pytest
 import torch
-from simulate import held
+from helpers.simulate import held
 
-from mcore_reshard.kernels.tensors import dtype_name
-from mcore_reshard.planner.configs import load_config
-from mcore_reshard.planner.families import catalogue_from_config
-from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh
-from mcore_reshard.planner.parameters import Role
-from mcore_reshard.planner.plan import Plan
-from mcore_reshard.planner.planning import make_plan
-from mcore_reshard.validation.engine_slices import GenSizes
-from mcore_reshard.validation.vllm_engine import build_engine
+from mcore_reshard.kernels.copies.tensors import dtype_name
+from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.parameters import Role
+from mcore_reshard.planner.plan.make_plan import make_plan
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.validation.engine.slices import GenSizes
+from mcore_reshard.validation.engine.vllm_engine import build_engine
 
 ROUTERS = ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
 WIDER = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 256}

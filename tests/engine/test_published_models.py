@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_reshard.engines.vllm import local_tensors
-from mcore_reshard.planner.configs import load_config
-from mcore_reshard.validation.engine_slices import GenSizes, StandInEngine
-from mcore_reshard.validation.vllm_engine import build_engine
+from mcore_reshard.engines.vllm.model import local_tensors
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine
+from mcore_reshard.validation.engine.vllm_engine import build_engine
 
 CASES = [
     ("llama-3.1-8b", GenSizes(tp=8)),

@@ -8,18 +8,18 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from plans import REFINED, Case
-from simulate import held
+from helpers.plans import REFINED, Case
+from helpers.simulate import held
 
-from mcore_reshard.engines.vllm import after_direct_writes, kernel_layouts, load_weights, local_tensors
-from mcore_reshard.kernels.tensors import dtype_name
-from mcore_reshard.planner.families import ConfigError, catalogue_from_config
-from mcore_reshard.planner.mesh import GenMesh, MeshError, TrainMesh
-from mcore_reshard.planner.parameters import ITEMSIZE
-from mcore_reshard.planner.plan import Plan
-from mcore_reshard.planner.planning import make_plan
-from mcore_reshard.validation.engine_slices import GenSizes
-from mcore_reshard.validation.vllm_engine import build_engine
+from mcore_reshard.engines.vllm.model import after_direct_writes, kernel_layouts, load_weights, local_tensors
+from mcore_reshard.kernels.copies.tensors import dtype_name
+from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
+from mcore_reshard.planner.model.families import ConfigError, catalogue_from_config
+from mcore_reshard.planner.model.parameters import ITEMSIZE
+from mcore_reshard.planner.plan.make_plan import make_plan
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.validation.engine.slices import GenSizes
+from mcore_reshard.validation.engine.vllm_engine import build_engine
 
 LARGE = (("hidden_size", 256), ("head_dim", 128), ("num_attention_heads", 4), ("num_key_value_heads", 2))
 LARGE_MLA = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints import checkpoint, fp8_checkpoint, tiny
-from validation_cases import in_blocks
+from helpers.validation_cases import in_blocks
 
-from mcore_reshard.engines.vllm import load_weights, local_tensors
-from mcore_reshard.validation.engine_slices import GenSizes, expected_tensors
-from mcore_reshard.validation.vllm_engine import build_engine
+from mcore_reshard.engines.vllm.model import load_weights, local_tensors
+from mcore_reshard.validation.engine.slices import GenSizes, expected_tensors
+from mcore_reshard.validation.engine.vllm_engine import build_engine
 
 DENSE = ("llama", "llama-tied", "qwen2", "qwen3")
 EXPERTS = ("qwen3-moe", "deepseek-v3", "moonlight", "kimi-k2", "nemotron-h", "gpt-oss")

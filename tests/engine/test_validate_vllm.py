@@ -6,14 +6,14 @@ import json
 
 import pytest
 import torch
-from validation_cases import in_blocks
+from helpers.validation_cases import in_blocks
 
-from mcore_reshard.cli import main
-from mcore_reshard.planner.configs import load_config
-from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
-from mcore_reshard.planner.parameters import Role
-from mcore_reshard.validation import vllm_engine
-from mcore_reshard.validation.engine_slices import GenSizes
+from mcore_reshard.cli.main import main
+from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planner.model.parameters import Role
+from mcore_reshard.validation.engine import vllm_engine
+from mcore_reshard.validation.engine.slices import GenSizes
 from mcore_reshard.validation.processes import ProcessError
 from mcore_reshard.validation.runner import validate
 

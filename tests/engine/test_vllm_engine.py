@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import checkpoint, tiny
 
-from mcore_reshard.engines.vllm import (
+from mcore_reshard.engines.vllm.model import (
     after_direct_writes,
     gen_rank_of,
     gen_sizes_of,
@@ -19,10 +19,10 @@ from mcore_reshard.engines.vllm import (
     local_tensors,
     set_kv_scales,
 )
-from mcore_reshard.planner.mesh import GenMesh
-from mcore_reshard.validation.engine_slices import POISON, GenSizes, StandInEngine, expected_tensors
+from mcore_reshard.planner.layout.mesh import GenMesh
+from mcore_reshard.validation.engine.slices import POISON, GenSizes, StandInEngine, expected_tensors
+from mcore_reshard.validation.engine.vllm_engine import build_engine, engine_config, prepare
 from mcore_reshard.validation.processes import run_processes
-from mcore_reshard.validation.vllm_engine import build_engine, engine_config, prepare
 
 
 def load_in_a_process(gen_rank, config, folder, sizes, store):

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from checkpoints import tiny
 
-from mcore_reshard.engines.vllm_worker import RefitWorker
+from mcore_reshard.engines.vllm.worker import RefitWorker
 from mcore_reshard.kernels.errors import KvScalesError, SessionError
-from mcore_reshard.planner.configs import load_config
-from mcore_reshard.planner.mesh import MeshError, parse_gen_mesh, parse_train_mesh
-from mcore_reshard.refit import GenerationEndpoint, RefitReport, TrainEndpoint
+from mcore_reshard.planner.layout.mesh import MeshError, parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
 from mcore_reshard.validation import ranks
-from mcore_reshard.validation.engine_slices import GenSizes, poison
+from mcore_reshard.validation.engine.slices import GenSizes, poison
+from mcore_reshard.validation.engine.vllm_engine import engine_config
 from mcore_reshard.validation.runner import validate
-from mcore_reshard.validation.vllm_engine import engine_config
 
-EXTENSION = "mcore_reshard.engines.vllm_worker.RefitWorker"
+EXTENSION = "mcore_reshard.engines.vllm.worker.RefitWorker"
 
 
 def worker_of(folder: Path, sizes: GenSizes, gen_rank: int) -> Any:
@@ -136,7 +136,7 @@ def test_no_name_is_one_of_vllms(module, name):
 def test_a_worker_of_other_engines_than_the_plan_is_for_is_refused(config_folder, monkeypatch):
     folder = config_folder(tiny("llama"))
     plan = SimpleNamespace(gen=parse_gen_mesh("tp=2,dp=2"))
-    monkeypatch.setattr("mcore_reshard.engines.vllm_worker.fetch_plan", lambda *_, **__: plan)
+    monkeypatch.setattr("mcore_reshard.engines.vllm.worker.fetch_plan", lambda *_, **__: plan)
     for sizes, replica in ((GenSizes(tp=4), 0), (GenSizes(tp=2), 2)):
         worker = worker_of(folder, sizes, 0)
         with pytest.raises(MeshError, match=rf"planned tp=2,.*this engine tp={sizes.tp},.*, replica {replica}"):

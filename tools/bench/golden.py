@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from mcore_reshard.planner.plan import Plan
-from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 from .methods import Options, Prepared, Unavailable
 from .ranks import Rank

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from mcore_reshard.planner.schedule import TransferTable
+from mcore_reshard.planner.plan.schedule import TransferTable
 
 from .methods import Options, Prepared, Unavailable
 from .ranks import Rank

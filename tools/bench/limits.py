@@ -18,7 +18,7 @@ def copy_engine(rank: Rank, options: Options) -> Prepared:
         raise Unavailable("there is no copy engine without a GPU")
     from cuda.bindings import driver
 
-    from mcore_reshard.kernels.ipc import Export, Mappings, export
+    from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export
 
     paired = rank.rank < min(rank.case.train_ranks, rank.case.gen_ranks)
     nbytes = int(options.get("gib", 8)) * _GIB if paired else 0
@@ -48,7 +48,12 @@ def nccl_alone(rank: Rank, options: Options) -> Prepared:
     if rank.launch.gpus < rank.ranks:
         raise Unavailable("NCCL needs a GPU for every rank")
     from mcore_reshard.kernels.errors import Waiting
-    from mcore_reshard.kernels.nccl_communicator import NcclCommunicator, NcclMessage, nccl_obstacle, new_unique_id
+    from mcore_reshard.kernels.transports.nccl.communicator import (
+        NcclCommunicator,
+        NcclMessage,
+        nccl_obstacle,
+        new_unique_id,
+    )
 
     if reason := nccl_obstacle():
         raise Unavailable(reason)

@@ -14,10 +14,10 @@ import synthetic
 import torch
 import torch.distributed as dist
 
-from mcore_reshard.megatron import local_tensors
-from mcore_reshard.planner.configs import load_config
-from mcore_reshard.planner.megatron import MegatronBuild
-from mcore_reshard.planner.plan import Plan
+from mcore_reshard.planner.layout.megatron import MegatronBuild
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.trainers.megatron.model import local_tensors
 
 from .isend_irecv import join_world
 from .methods import Options, Prepared, Unavailable

@@ -8,16 +8,16 @@ from typing import Any
 
 from torch.distributed import PrefixStore
 
+from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import TransportUnavailable
-from mcore_reshard.kernels.gloo import GlooGroup
-from mcore_reshard.kernels.pipeline import Executor
-from mcore_reshard.kernels.program import bind
-from mcore_reshard.kernels.registry import AUTO, resolve
-from mcore_reshard.kernels.relaying import RelayedExecutor, relayed, unrelayed
-from mcore_reshard.kernels.shelf import Shelf
-from mcore_reshard.kernels.transport import Link
-from mcore_reshard.planner.scheduling import schedule_of
-from mcore_reshard.refit import GenerationEndpoint, TrainEndpoint
+from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.rendezvous.shelf import Shelf
+from mcore_reshard.kernels.transports.base import Link
+from mcore_reshard.kernels.transports.pipeline import Executor
+from mcore_reshard.kernels.transports.registry import AUTO, resolve
+from mcore_reshard.kernels.transports.relay import RelayedExecutor, relayed, unrelayed
+from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 from .methods import Options, Prepared, Unavailable
 from .ranks import Rank
@@ -110,9 +110,9 @@ def _check(rank: Rank, transport: str) -> Callable[[Link], Executor] | None:
 
 
 def _direct_with(options: Options, link: Link) -> Executor:
-    from mcore_reshard.kernels.device_copies import KernelShape
-    from mcore_reshard.kernels.direct import DirectExecutor
-    from mcore_reshard.kernels.direct_options import DirectOptions
+    from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
+    from mcore_reshard.kernels.transports.direct.executor import DirectExecutor
+    from mcore_reshard.kernels.transports.direct.options import DirectOptions
 
     shape = KernelShape(**{name: int(options[name]) for name in ("ctas", "threads", "batch") if name in options})
     usual = DirectOptions()
@@ -131,8 +131,8 @@ def _direct_with(options: Options, link: Link) -> Executor:
 
 
 def _nccl_with(options: Options, link: Link) -> Executor:
-    from mcore_reshard.kernels.nccl import DEFAULT_COPY_CTAS, NcclExecutor
-    from mcore_reshard.kernels.rounds import ScratchBudget
+    from mcore_reshard.kernels.transports.nccl.executor import DEFAULT_COPY_CTAS, NcclExecutor
+    from mcore_reshard.kernels.transports.rounds import ScratchBudget
 
     usual = ScratchBudget()
     budget = ScratchBudget(

@@ -22,12 +22,12 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import Waiting
-from mcore_reshard.kernels.gloo import GlooGroup
-from mcore_reshard.kernels.shelf import Shelf
-from mcore_reshard.planner.plan import Plan
-from mcore_reshard.planner.schedule import Schedule, World
-from mcore_reshard.planner.scheduling import schedule_of
-from mcore_reshard.store import connected
+from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.rendezvous.shelf import Shelf
+from mcore_reshard.kernels.rendezvous.store import connected
+from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.schedule import Schedule, World
 
 from .methods import Method, Prepared, Unavailable
 from .results import ResultFile, row_of, skipped

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mcore_reshard.planner.configs import load_config
-from mcore_reshard.planner.families import catalogue_from_config
-from mcore_reshard.planner.megatron import MegatronBuild
-from mcore_reshard.planner.mesh import parse_gen_mesh, parse_train_mesh
-from mcore_reshard.planner.parameters import Role
-from mcore_reshard.planner.plan import Plan
-from mcore_reshard.planner.planning import make_plan
+from mcore_reshard.planner.layout.megatron import MegatronBuild
+from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.parameters import Role
+from mcore_reshard.planner.plan.make_plan import make_plan
+from mcore_reshard.planner.plan.plan import Plan
 
 _EXPERTS = {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN}
 MODELS = {"moe": "qwen3-30b-a3b", "dense": "qwen3-4b"}

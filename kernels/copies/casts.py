@@ -1,0 +1,218 @@
+"""Casts of a schedule, bound: which tensors change their dtype when they are sent, and where the scales of blocks lie.
+
+A cast belongs to a tensor, so a table of copies need not mention it: a copy whose source is a tensor with a cast *is* a
+cast. Its source strides are bytes of the tensor, its row and its destination strides bytes on the wire. A cast to block
+FP8 has copies that each stay within one row of blocks of one matrix, so that one row of scales serves all of it:
+
+    weight [5, 4], blocks of 2 x 2      scales [3, 2]      copies of rows 1 to 4, all columns
+    row 0  . . . .                       s0 s1
+    row 1  a a a a                                          row 1       with s0 s1
+    row 2  b b b b                       s2 s3
+    row 3  b b b b                                          rows 2, 3   with s2 s3
+    row 4  c c c c                       s4 s5              row 4       with s4 s5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
+from mcore_reshard.planner.plan.schedule import Cast, Geometry, Schedule
+
+from .cast_arithmetic import block_scales
+from .copy_table import StridedCopy
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CastForm:
+    """What casts of one kind have in common."""
+
+    src: str
+    to: str
+    matrix: tuple[int, int] = (0, 0)  # rows, columns of the tensor's last two dims; with scales only
+    block: tuple[int, int] = (0, 0)
+
+    @property
+    def src_bytes(self) -> int:
+        itemsize: int = getattr(torch, self.src).itemsize
+        return itemsize
+
+    @property
+    def to_bytes(self) -> int:
+        itemsize: int = getattr(torch, self.to).itemsize
+        return itemsize
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Rows and columns of a matrix's scales."""
+        return grid_of(self.matrix, self.block)
+
+    def scale_of(self, elements: Ints) -> tuple[Ints, Ints]:
+        """Elements of a tensor, counted row-major -> (index of their scale, column within its block)."""
+        rows, columns = self.matrix
+        row, column = np.divmod(elements, columns)
+        stacked, row = np.divmod(row, rows)
+        down, across = self.blocks
+        return (stacked * down + row // self.block[0]) * across + column // self.block[1], column % self.block[1]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCast:
+    form: CastForm
+    scales: int | None  # index of the tensor of scales
+
+
+Casts = Mapping[int, TensorCast]  # by index of the source tensor
+
+
+def bound_casts(schedule: Schedule) -> Casts:
+    """The casts of tensors of which something is sent. The schedule has no `cast_problems`."""
+    sent = np.unique(np.concatenate([np.zeros(0, np.int32), *(stage.sends.tensor for stage in schedule.stages)]))
+    sent_tensors = {*sent.tolist()}
+    return {cast.tensor: _bound(schedule, cast) for cast in schedule.casts if cast.tensor in sent_tensors}
+
+
+def wire_itemsizes(schedule: Schedule) -> Ints:
+    """Bytes on the wire of an element of each of the schedule's tensors."""
+    sizes = np.array([getattr(torch, local.dtype).itemsize for local in schedule.tensors], np.int64)
+    for cast in schedule.casts:
+        sizes[cast.tensor] = getattr(torch, cast.to).itemsize
+    return sizes
+
+
+def compute_scales(casts: Casts, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Compute the scales of all casts from the weights as they are now, in torch."""
+    for index, cast in casts.items():
+        if cast.scales is not None:
+            tensors[cast.scales].copy_(block_scales(tensors[index].detach(), cast.form.block))
+
+
+def band_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> list[StridedCopy]:
+    """The copies of a box that starts `place` elements into a matrix, in wire order; offsets are relative to its start.
+
+    `extents` and element `strides` are those of `Geometry`, without the problems that `cast_problems` would find.
+    """
+    dims = [(extent, stride) for extent, stride in zip(extents, strides, strict=True) if extent > 1]
+    height, width = form.matrix
+    columns = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
+    first = place // width
+    rows = np.array([first], np.int64)
+    for extent, stride in dims:
+        rows = (rows[:, None] + np.arange(extent) * (stride // width)).reshape(-1)
+    bands = rows // height * form.blocks[0] + rows % height // form.block[0]
+    starts = np.flatnonzero(np.append(True, (np.diff(rows) != 1) | (np.diff(bands) != 0)))
+    counts = np.diff(np.append(starts, len(rows)))
+    src_row, dst_row = width * form.src_bytes, columns * form.to_bytes
+    return [
+        StridedCopy((row - first) * src_row, at * dst_row, (1, 1, count), (0, 0, src_row), (0, 0, dst_row), dst_row)
+        for row, at, count in zip(rows[starts].tolist(), starts.tolist(), counts.tolist(), strict=True)
+    ]
+
+
+def cast_problems(schedule: Schedule) -> list[str]:
+    """Casts that nothing here can do, scales that do not fit them, and transfers that a block cast cannot address."""
+    problems: list[str] = []
+    computed, seen = {*schedule.computed}, set[int]()
+    claimed: dict[int, str] = {}  # tensor of scales -> the weight they are of
+    in_blocks: list[Cast] = []
+    for cast in schedule.casts:
+        if not 0 <= cast.tensor < len(schedule.tensors):
+            problems.append(f"a cast of tensor {cast.tensor}, there are {len(schedule.tensors)}")
+            continue
+        name = schedule.tensors[cast.tensor].name
+        found = [*_cast_problems(schedule, cast, computed)]
+        if cast.tensor in seen:
+            found.append("two casts")
+        seen.add(cast.tensor)
+        if cast.scales is not None:
+            if cast.scales in claimed:
+                found.append(f"its scales are those of {claimed[cast.scales]} too")
+            claimed[cast.scales] = name
+        problems += [f"cast of {name} to {cast.to}: {problem}" for problem in found]
+        if not found and cast.scales is not None:
+            in_blocks.append(cast)
+    problems += _block_problems(schedule, in_blocks)
+    problems += [
+        f"{schedule.tensors[index].name}: scales of no cast" for index in sorted(computed) if index not in claimed
+    ]
+    return problems
+
+
+def _bound(schedule: Schedule, cast: Cast) -> TensorCast:
+    local = schedule.tensors[cast.tensor]
+    if cast.scales is None:
+        return TensorCast(CastForm(local.dtype, cast.to), None)
+    rows, columns = local.shape[-2:]
+    return TensorCast(CastForm(local.dtype, cast.to, (rows, columns), cast.block), cast.scales)
+
+
+def _cast_problems(schedule: Schedule, cast: Cast, computed: set[int]) -> Iterator[str]:
+    local = schedule.tensors[cast.tensor]
+    if schedule.world != "train":
+        yield "only training ranks cast"
+    if cast.tensor in computed:
+        yield "a cast of computed scales"
+    if (local.dtype, cast.to) not in CASTS:
+        known = ", ".join(f"{src} to {to}" for src, to in CASTS)
+        yield f"no cast from {local.dtype} is known (there are {known})"
+        return
+    if (cast.scales is not None) != (cast.to == FP8):
+        yield "scales are for casts to float8_e4m3fn, and needed there"
+    if cast.scales is None:
+        return
+    if len(local.shape) < 2 or min(cast.block) < 1:
+        yield f"shape {local.shape} in blocks of {cast.block}: there are no such blocks"
+        return
+    if cast.scales not in computed:
+        yield "its scales are not among the tensors that are computed"
+        return
+    *stacked, rows, columns = local.shape
+    wanted = (*stacked, *grid_of((rows, columns), cast.block))
+    scales = schedule.tensors[cast.scales]
+    if (scales.shape, scales.dtype) != (wanted, "float32"):
+        yield f"scales {scales.name} are {scales.dtype} {scales.shape}, blocks need float32 {wanted}"
+
+
+def _block_problems(schedule: Schedule, casts: Sequence[Cast]) -> list[str]:
+    """Transfers whose rows are not (parts of) rows of the matrix they are cast from: the first of every tensor."""
+    of_tensor = {cast.tensor: cast for cast in casts}
+    width = np.zeros(len(schedule.tensors), np.int64)  # 0: not cast in blocks
+    for tensor in of_tensor:
+        width[tensor] = schedule.tensors[tensor].shape[-1]
+    problems: dict[int, str] = {}
+    for stage in schedule.stages:
+        table = stage.sends
+        rows = np.flatnonzero(width[table.tensor])
+        columns = width[table.tensor[rows]]
+        kinds, kind_of = np.unique(
+            np.stack([table.geometry[rows], table.offset[rows] % columns, columns]), axis=1, return_inverse=True
+        )
+        kind_of = kind_of.reshape(-1)
+        wrong = [not _addressable(schedule.geometries[kind[0]], *kind[1:]) for kind in kinds.T.tolist()]
+        for at in np.flatnonzero(np.array(wrong, bool)[kind_of]).tolist():
+            row, (geometry, first, _) = rows[at], kinds[:, kind_of[at]].tolist()
+            tensor = int(table.tensor[row])
+            local = schedule.tensors[tensor]
+            name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
+            problems.setdefault(
+                tensor,
+                f"stage {stage.pp_stage}: {name} leaves {local.name} {local.shape} cast in blocks of"
+                f" {of_tensor[tensor].block}, but {schedule.geometries[geometry]} from column {first} is not made of its rows",
+            )
+    return [*problems.values()]
+
+
+def _addressable(geometry: Geometry, first: int, columns: int) -> bool:
+    if prod(geometry.extents) == 0:
+        return True
+    dims = [pair for pair in zip(geometry.extents, geometry.strides, strict=True) if pair[0] > 1]
+    width = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
+    return first + width <= columns and all(stride % columns == 0 for _, stride in dims)

@@ -1,0 +1,131 @@
+"""What is wrong with a schedule and the tensors it should be bound to, found before anything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcore_reshard.planner.plan.schedule import Geometry, Schedule
+
+from .casts import wire_itemsizes
+from .tensors import misfits
+
+
+def itemsizes(schedule: Schedule) -> NDArray[np.int64]:
+    """Bytes of an element of each of the schedule's tensors."""
+    return np.array([getattr(torch, local.dtype).itemsize for local in schedule.tensors], np.int64)
+
+
+def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What is missing, and what is of the wrong shape, strides, dtype or device; first by stage, then by tensor."""
+    computed = {*schedule.computed}
+    reasons = {
+        index: found
+        for index, local in enumerate(schedule.tensors)
+        if index not in computed and (found := tuple(misfits(local, tensors)))
+    }
+    affected = _first_parameters(schedule)
+    problems: list[str] = []
+    unbound = np.zeros(len(schedule.tensors), bool)
+    unbound[list(reasons)] = True
+    for stage in schedule.stages:
+        tensor = np.concatenate([stage.sends.tensor, stage.recvs.tensor])
+        if count := int(unbound[tensor].sum()):
+            names = dict.fromkeys(schedule.tensors[index].name for index in tensor[unbound[tensor]].tolist())
+            listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            problems.append(f"stage {stage.pp_stage}: {count} of {len(tensor)} transfers unbound: {listed}")
+    for index, found in reasons.items():
+        holds = f" (holds {affected[index]})" if index in affected else ""
+        problems.append(f"{schedule.tensors[index].name}{holds}: {'; '.join(found)}")
+    devices = {str(tensors[local.name].device) for local in schedule.tensors if local.name in tensors}
+    if len(devices) > 1:
+        examples = {str(tensors[local.name].device): local.name for local in schedule.tensors if local.name in tensors}
+        where = ", ".join(f"{examples[device]} on {device}" for device in sorted(devices))
+        problems.append(f"tensors on {len(devices)} devices: {where}")
+    if schedule.world == "gen" and not schedule.misc:  # a plan does not say which tensors the misc route fills
+        filled = {local.name for local in schedule.tensors}
+        problems += [f"{name}: nothing in the plan fills it" for name in tensors if name not in filled]
+    if schedule.world == "gen":
+        fitting = [n for n in range(len(schedule.tensors)) if n not in reasons and n not in computed]
+        for index, other in _overlapping(schedule, tensors, fitting):
+            holds = f" (holds {affected[index]})" if index in affected else ""
+            problems.append(f"{schedule.tensors[index].name}{holds}: shares its storage with {other}")
+    return problems
+
+
+def _overlapping(
+    schedule: Schedule, tensors: Mapping[str, torch.Tensor], fitting: Sequence[int]
+) -> Iterator[tuple[int, str]]:
+    """Destination tensors whose bytes overlap: what one transfer writes, another would overwrite."""
+    spans = []
+    for index in fitting:
+        tensor = tensors[schedule.tensors[index].name]
+        if tensor.numel():
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), index))
+    spans.sort()
+    for (_, stop, other), (start, _, index) in pairwise(spans):
+        if start < stop:
+            yield index, schedule.tensors[other].name
+
+
+def _first_parameters(schedule: Schedule) -> dict[int, str]:
+    """One parameter that each tensor holds a part of."""
+    first: dict[int, str] = {}
+    for stage in schedule.stages:
+        for table in (stage.sends, stage.recvs):
+            tensors, rows = np.unique(table.tensor, return_index=True)
+            for tensor, row in zip(tensors.tolist(), rows.tolist(), strict=True):
+                if tensor not in first:
+                    first[tensor] = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
+    return first
+
+
+def transfer_problems(schedule: Schedule) -> list[str]:
+    """Geometries that no tensor has, transfers that leave their tensor or the mesh: a damaged or foreign schedule."""
+    geometries = (*schedule.geometries, *(geometry for *_, geometry in schedule.padding))
+    if damaged := [geometry for geometry in geometries if not _is_possible(geometry)]:
+        return [f"{len(damaged)} of {len(geometries)} geometries damaged, first {damaged[0]}"]
+    itemsize = wire_itemsizes(schedule)
+    elements = np.array([prod(local.shape) for local in schedule.tensors], np.int64)
+    box = np.array([prod(geometry.extents) for geometry in schedule.geometries], np.int64)
+    reach = np.array([_reach(geometry) for geometry in schedule.geometries], np.int64)
+    peers = schedule.gen_ranks if schedule.world == "train" else schedule.train_ranks
+    problems = [
+        f"padding outside its tensor: offset {offset} and {geometry} in {schedule.tensors[tensor].name}"
+        for tensor, offset, geometry in schedule.padding
+        if offset < 0 or offset + _reach(geometry) > elements[tensor]
+    ]
+    for stage in schedule.stages:
+        for table in (stage.sends, stage.recvs):
+            past_end = (table.offset < 0) | (table.offset + reach[table.geometry] > elements[table.tensor])
+            wrong_bytes = table.nbytes != box[table.geometry] * itemsize[table.tensor]
+            stranger = (table.peer < 0) | (table.peer >= peers)
+            for wrong, what in (
+                (past_end, "outside their tensor"),
+                (wrong_bytes, "of other bytes than their extents"),
+                (stranger, "with a peer that does not exist"),
+            ):
+                if wrong.any():
+                    row = int(np.flatnonzero(wrong)[0])
+                    name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
+                    problems.append(
+                        f"stage {stage.pp_stage}: {int(wrong.sum())} of {len(table)} transfers {what}, "
+                        f"first {name} in {schedule.tensors[int(table.tensor[row])].name}"
+                    )
+    return problems
+
+
+def _is_possible(geometry: Geometry) -> bool:
+    return len(geometry.extents) == len(geometry.strides) and min((*geometry.extents, *geometry.strides, 0)) >= 0
+
+
+def _reach(geometry: Geometry) -> int:
+    """Elements from a transfer's first to past its last."""
+    if prod(geometry.extents) == 0:
+        return 0
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(geometry.extents, geometry.strides, strict=True))

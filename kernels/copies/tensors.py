@@ -1,0 +1,110 @@
+"""The tensors behind a schedule: what they must be when bound, and that they still are when the bytes move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcore_reshard.kernels.errors import StaleTensorError
+from mcore_reshard.planner.layout.geometry import row_major_strides
+from mcore_reshard.planner.plan.schedule import LocalTensor
+
+
+class Fingerprint(NamedTuple):
+    """Where a tensor's bytes lie. Refits write through addresses, so a changed fingerprint is a stale binding."""
+
+    address: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Fingerprint:
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> 'bfloat16', the spelling of the planner."""
+    return str(dtype).removeprefix("torch.")
+
+
+def gpu_of(device: torch.device | int | None) -> str:
+    """What all processes of a host call a GPU, its UUID; "" for what is in no GPU's memory."""
+    if device is None or (isinstance(device, torch.device) and device.type != "cuda"):
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's own bytes, uint8 [nbytes]."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def byte_array(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The same for a CPU tensor, as numpy; it shares the tensor's memory."""
+    array: NDArray[np.uint8] = byte_view(tensor).numpy()
+    return array
+
+
+def misfits(wanted: LocalTensor, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Why `tensors` cannot serve `wanted`: nothing if it can."""
+    tensor = tensors.get(wanted.name)
+    if tensor is None:
+        yield "there is no such tensor"
+        return
+    if tuple(tensor.shape) != wanted.shape:
+        yield f"shape {tuple(tensor.shape)}, the plan says {wanted.shape}"
+    elif not _is_row_major(tensor):
+        yield f"strides {tuple(tensor.stride())}, the plan needs the row-major {row_major_strides(wanted.shape)}"
+    if dtype_name(tensor.dtype) != wanted.dtype:
+        yield f"dtype {dtype_name(tensor.dtype)}, the plan says {wanted.dtype}"
+    if tensor.layout is not torch.strided:
+        yield f"layout {tensor.layout}, only strided tensors can be bound"
+    elif tensor.is_meta:
+        yield "it is on the meta device and has no bytes"
+
+
+def _is_row_major(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+def check_fresh(
+    rank: str, fingerprints: Mapping[str, Fingerprint], tensors: Mapping[str, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors by these names. Raises `StaleTensorError` unless every one still lies where it was bound.
+
+    It asks thousands of tensors in every refit, each the least that tells: on another device a tensor has another address,
+    and with other strides than when it was bound it is no longer row-major (see `misfits`).
+    """
+    stale: list[str] = []
+    live: list[torch.Tensor] = []
+    for name, (address, shape, _, dtype, _) in fingerprints.items():
+        tensor = tensors.get(name)
+        if tensor is None:
+            stale.append(f"{name}: it is gone")
+            continue
+        live.append(tensor)
+        if (
+            tensor.data_ptr() != address
+            or tensor.shape != shape
+            or tensor.dtype is not dtype
+            or not tensor.is_contiguous()
+        ):
+            changes = zip(Fingerprint._fields, fingerprints[name], Fingerprint.of(tensor), strict=True)
+            changed = [f"{field} {_said(was)} -> {_said(now)}" for field, was, now in changes if was != now]
+            stale.append(f"{name}: {', '.join(changed)}")
+    if stale:
+        raise StaleTensorError("\n  ".join((f"{rank}: {len(stale)} bound tensors changed since prepare():", *stale)))
+    return live
+
+
+def _said(fact: object) -> str:
+    """As messages write it: sizes as plain tuples, dtypes as the planner spells them."""
+    if isinstance(fact, torch.dtype):
+        return dtype_name(fact)
+    return str(tuple(fact) if isinstance(fact, torch.Size) else fact)

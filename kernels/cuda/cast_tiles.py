@@ -1,0 +1,139 @@
+"""The work lists of the kernels that cast: tiles of casts, and blocks whose scales are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcore_reshard.kernels.copies.casts import CastForm, Casts
+from mcore_reshard.kernels.copies.copy_table import COPY
+from mcore_reshard.planner.model.precision import FP8
+
+from .tiles import INNER_LOOP, ROW, TILE, Boxes, check_tile_bytes
+
+Ints = NDArray[np.int64]
+
+CAST_KINDS = {("bfloat16", FP8): 0, ("float32", "bfloat16"): 1, ("bfloat16", "float32"): 2}
+_WIDE = {("bfloat16", FP8): 8, ("float32", "bfloat16"): 4, ("bfloat16", "float32"): 4}  # elements of a wide word
+
+CAST_TILE = np.dtype(  # the struct CastTile of cast_kernel.cu, 64 bytes
+    [
+        ("box", TILE),  # word_bytes: elements of a word
+        ("scales", np.uint64),  # address of the scale of the first column
+        ("first_column", np.uint32),  # within its block
+        ("block_columns", np.uint16),
+        ("kind", np.uint16),
+    ]
+)
+BLOCK = np.dtype(  # the struct Block of cast_kernel.cu, 32 bytes
+    [
+        ("src", np.uint64),
+        ("scale", np.uint64),
+        ("stride", np.uint32),  # bytes from row to row
+        ("rows", np.uint32),
+        ("columns", np.uint32),
+        ("word_elements", np.uint32),
+    ]
+)
+
+
+def split_casts(copies: NDArray[np.void], casts: Casts) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """(plain copies, copies that cast)."""
+    sources, source_of = np.unique(copies["src"], return_inverse=True)
+    cast = np.array([source in casts for source in sources.tolist()], bool)[source_of]
+    return copies[~cast], copies[cast]
+
+
+def cut_cast_tiles(
+    copies: NDArray[np.void], addresses: NDArray[np.uint64], casts: Casts, tile_bytes: int
+) -> NDArray[np.void]:
+    """The tiles (dtype CAST_TILE) of `copies` (dtype COPY) that all cast, each at most `tile_bytes` at the source.
+
+    `addresses` [bases] is where each base begins.
+    """
+    assert copies.dtype == COPY
+    check_tile_bytes(tile_bytes)
+    bases: dict[CastForm, list[int]] = {}
+    for base in np.unique(copies["src"]).tolist():
+        bases.setdefault(casts[base].form, []).append(base)
+    tables = [
+        _tiles_of(form, copies, np.flatnonzero(np.isin(copies["src"], of_form)), addresses, casts, tile_bytes)
+        for form, of_form in bases.items()
+    ]
+    return np.concatenate(tables) if tables else np.empty(0, CAST_TILE)
+
+
+def _tiles_of(
+    form: CastForm,
+    all_copies: NDArray[np.void],
+    chosen: Ints,
+    addresses: NDArray[np.uint64],
+    casts: Casts,
+    tile_bytes: int,
+) -> NDArray[np.void]:
+    """The tiles of the chosen copies, all of one form."""
+    copies = all_copies[chosen]
+    boxes = Boxes.of(copies, addresses)
+    boxes.extents[:, ROW] //= form.to_bytes
+    boxes.src_strides[:, ROW], boxes.dst_strides[:, ROW] = form.src_bytes, form.to_bytes
+    boxes = boxes.cut(tile_bytes // max(form.src_bytes, form.to_bytes))
+    source = copies["src"][boxes.copy]
+    table = np.zeros(len(boxes.copy), CAST_TILE)
+    first_column = np.zeros(len(table), np.int64)
+    if form.block != (0, 0):
+        elements = (boxes.src - addresses.astype(np.int64)[source]) // form.src_bytes
+        scale, first_column = form.scale_of(elements)
+        scales = np.zeros(len(addresses), np.uint64)
+        for base in np.unique(source).tolist():
+            if (index := casts[base].scales) is not None:
+                scales[base] = addresses[index]
+        table["scales"] = scales[source] + (4 * scale).astype(np.uint64)
+        table["first_column"], table["block_columns"] = first_column, form.block[1]
+    table["kind"] = CAST_KINDS[form.src, form.to]
+    word = _word_elements(form, boxes, first_column)
+    row_words = boxes.extents[:, ROW] // word
+    box = table["box"]
+    box["src"], box["dst"], box["copy"] = boxes.src, boxes.dst, chosen[boxes.copy]
+    box["src_stride"], box["dst_stride"] = boxes.src_strides[:, INNER_LOOP], boxes.dst_strides[:, INNER_LOOP]
+    box["words"], box["row_words"], box["word_bytes"] = row_words * boxes.extents[:, INNER_LOOP], row_words, word
+    return table
+
+
+def _word_elements(form: CastForm, boxes: Boxes, first_column: Ints) -> Ints:
+    """The wide word of the cast where both sides, rows and blocks are aligned for it, else 1."""
+    wide = _WIDE[form.src, form.to]
+    off = (boxes.src | boxes.src_strides[:, INNER_LOOP]) % (wide * form.src_bytes)
+    off |= (boxes.dst | boxes.dst_strides[:, INNER_LOOP]) % (wide * form.to_bytes)
+    off |= (boxes.extents[:, ROW] | first_column | form.block[1]) % wide
+    return np.where(off == 0, wide, 1)
+
+
+def scale_blocks(casts: Casts, tensors: Sequence[torch.Tensor]) -> NDArray[np.void]:
+    """The blocks (dtype BLOCK) of all weights whose casts have scales, form by form and tensor by tensor."""
+    alike: dict[tuple[CastForm, int], list[tuple[int, int]]] = {}  # addresses of weights and scales
+    for index, cast in casts.items():
+        if cast.scales is not None:
+            weight, scales = tensors[index], tensors[cast.scales]
+            alike.setdefault((cast.form, scales.numel()), []).append((weight.data_ptr(), scales.data_ptr()))
+    tables = [_blocks_of(form, count, np.array(addresses, np.uint64)) for (form, count), addresses in alike.items()]
+    return np.concatenate(tables) if tables else np.empty(0, BLOCK)
+
+
+def _blocks_of(form: CastForm, count: int, addresses: NDArray[np.uint64]) -> NDArray[np.void]:
+    """The `count` blocks of each of several weights; `addresses` [weights, 2] are of the weights and of their scales."""
+    (rows, columns), (block_rows, block_columns) = form.matrix, form.block
+    down, across = form.blocks
+    stacked, band, at = np.indices((count // (down * across), down, across)).reshape(3, -1)
+    first = (stacked * rows + band * block_rows) * columns + at * block_columns
+    table = np.zeros((len(addresses), count), BLOCK)
+    table["src"] = addresses[:, :1] + (first * form.src_bytes).astype(np.uint64)
+    table["scale"] = addresses[:, 1:] + 4 * np.arange(count, dtype=np.uint64)
+    table["stride"] = columns * form.src_bytes
+    table["rows"] = np.minimum(block_rows, rows - band * block_rows)
+    table["columns"] = np.minimum(block_columns, columns - at * block_columns)
+    wide = (table["src"] % 16 == 0) & (columns % 8 == 0) & (table["columns"] % 8 == 0)
+    table["word_elements"] = np.where(wide, 8, 1)
+    return table.reshape(-1)

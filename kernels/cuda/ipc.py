@@ -1,0 +1,216 @@
+"""Let other processes of this host read a process's GPU memory: CUDA IPC, one handle for each allocation.
+
+A tensor is a part of an allocation that the framework's allocator got from the driver. A rank exports each allocation
+that its tensors lie in once, with where in it each tensor begins; what is exported is plain JSON. A reader maps each
+allocation once and computes addresses. Tensors of the reader's own process are found at their own addresses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import torch
+from cuda.bindings import driver
+
+from mcore_reshard.kernels.copies.tensors import gpu_of
+from mcore_reshard.kernels.errors import SessionError, TransportUnavailable
+from mcore_reshard.kernels.host import host
+
+_PROCESS = uuid4().hex
+_own_events: dict[str, torch.cuda.Event] = {}  # a process cannot open its own; torch's events take no weak references
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A block of GPU memory as the driver handed it out."""
+
+    handle: str  # the CUipcMemHandle's 64 bytes, in hex
+    address: int  # in the process that owns it
+    nbytes: int
+    gpu: str  # its UUID
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What a process lets others read: allocations, and (allocation, byte offset) of every tensor."""
+
+    host: str  # differs between hosts, and between boots of one
+    process: str
+    allocations: tuple[Allocation, ...]
+    tensors: Mapping[str, tuple[int, int]]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "host": self.host,
+                "process": self.process,
+                "allocations": [(a.handle, a.address, a.nbytes, a.gpu) for a in self.allocations],
+                "tensors": self.tensors,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Export:
+        """Raises `SessionError` if `text` is not what `to_json` wrote."""
+        try:
+            read: Any = json.loads(text)
+            allocations = tuple(Allocation(str(h), int(a), int(n), str(g)) for h, a, n, g in read["allocations"])
+            tensors = {str(name): (int(index), int(offset)) for name, (index, offset) in read["tensors"].items()}
+            export = cls(str(read["host"]), str(read["process"]), allocations, tensors)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SessionError(f"not an export of GPU memory: {error!r}") from error
+        for name, (index, offset) in tensors.items():
+            if not (0 <= index < len(allocations) and 0 <= offset < allocations[index].nbytes):
+                raise SessionError(f"not an export of GPU memory: {name} lies in no allocation")
+        return export
+
+
+def process() -> str:
+    return f"{_PROCESS}-{os.getpid()}"  # a forked child has its parent's uuid
+
+
+def export(tensors: Mapping[str, torch.Tensor]) -> Export:
+    """Export the allocations that contiguous CUDA `tensors` lie in.
+
+    They must stay allocated until every reader has closed its mappings. Raises `TransportUnavailable` for memory that
+    CUDA IPC cannot share: that of expandable segments, of cudaMallocAsync and of other virtual memory.
+    """
+    allocations: dict[int, Allocation] = {}
+    places: dict[str, tuple[int, int]] = {}
+    numbers: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        if not tensor.nbytes:
+            continue
+        with torch.cuda.device(tensor.device):
+            base, nbytes = _allocation_of(name, tensor)
+            if base not in allocations:
+                handle = _checked(driver.cuIpcGetMemHandle(base), f"export the memory of {name}")
+                allocations[base] = Allocation(bytes(handle.reserved).hex(), base, nbytes, gpu_of(tensor.device))
+                numbers[base] = len(numbers)
+        places[name] = (numbers[base], tensor.data_ptr() - base)
+    return Export(host(), process(), tuple(allocations.values()), places)
+
+
+def _allocation_of(name: str, tensor: torch.Tensor) -> tuple[int, int]:
+    """(address, bytes) of the allocation that a tensor lies in."""
+    if not tensor.is_cuda:
+        raise TransportUnavailable(f"{name} is on {tensor.device}: only CUDA memory can be mapped by other processes")
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+    if not _checked(driver.cuPointerGetAttribute(attribute, tensor.data_ptr()), f"look up the memory of {name}"):
+        raise TransportUnavailable(
+            f"the memory of {name} cannot be shared through CUDA IPC: it is virtual memory, as PyTorch's allocator "
+            "uses with expandable_segments:True or backend:cudaMallocAsync. Allocate the weights without these "
+            "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False in the training processes), or use another transport"
+        )
+    base, nbytes = _checked(driver.cuMemGetAddressRange(tensor.data_ptr()), f"look up the allocation of {name}")
+    return int(base), int(nbytes)
+
+
+def export_event(event: torch.cuda.Event, device: torch.device) -> str:
+    """What another process needs to query an event that was made with `interprocess=True`, as JSON.
+
+    The event lives until `withdraw_event`.
+    """
+    with torch.cuda.device(device):
+        handle: str = event.ipc_handle().hex()
+    _own_events[handle] = event
+    return json.dumps({"process": process(), "event": handle})
+
+
+def withdraw_event(event: torch.cuda.Event) -> None:
+    for handle in [handle for handle, own in tuple(_own_events.items()) if own is event]:  # other threads add theirs
+        del _own_events[handle]
+
+
+def open_event(text: str, device: torch.device) -> torch.cuda.Event:
+    """The event of `export_event`: it has happened when what its owner last recorded it behind is done."""
+    try:
+        read: Any = json.loads(text)
+        owner, handle = str(read["process"]), str(read["event"])
+        raw = bytes.fromhex(handle)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SessionError(f"not an export of an event: {error!r}") from error
+    if owner == process():
+        return _own_events[handle]
+    return torch.cuda.Event.from_ipc_handle(device, raw)
+
+
+class Mappings:
+    """Other processes' allocations, mapped for reading by kernels of one device. Each is mapped once, until `close`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mapped: dict[str, int] = {}  # address here by handle
+
+    def addresses(self, exported: Export, names: Iterable[str], owner: str) -> list[int]:
+        """Where the first byte of each named tensor of `owner` ("train:0") is for kernels of this device.
+
+        Maps the allocations they lie in. Raises `TransportUnavailable` if that is impossible, `SessionError` for a
+        name that is not exported.
+        """
+        if exported.host != host():
+            raise TransportUnavailable(f"{owner} runs on another host: its memory cannot be mapped here")
+        bases: dict[int, int] = {}
+        found = []
+        for name in names:
+            if name not in exported.tensors:
+                raise SessionError(f"{owner} does not export {name}")
+            index, offset = exported.tensors[name]
+            if index not in bases:
+                bases[index] = self._base(exported, index, owner)
+            found.append(bases[index] + offset)
+        return found
+
+    def close(self) -> None:
+        """Unmap everything. Kernels that read the mappings must have ended."""
+        with torch.cuda.device(self._device):
+            while self._mapped:
+                _, address = self._mapped.popitem()
+                _checked(driver.cuIpcCloseMemHandle(address), "unmap a peer's memory")
+
+    def __len__(self) -> int:
+        return len(self._mapped)
+
+    def _base(self, exported: Export, index: int, owner: str) -> int:
+        allocation = exported.allocations[index]
+        if exported.process == process():
+            return allocation.address
+        if allocation.handle not in self._mapped:
+            handle = driver.CUipcMemHandle()
+            handle.reserved = bytes.fromhex(allocation.handle)
+            flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
+            with torch.cuda.device(self._device):
+                torch.cuda.current_stream(self._device)  # makes the device's context current
+                address = _checked(driver.cuIpcOpenMemHandle(handle, flags), f"map the memory of {owner}")
+            self._mapped[allocation.handle] = int(address)
+        return self._mapped[allocation.handle]
+
+
+def _checked(result: tuple[Any, ...], what: str) -> Any:
+    """The values of a driver call; raise `TransportUnavailable` with the driver's reason if it failed."""
+    error, *values = result
+    if error != driver.CUresult.CUDA_SUCCESS:
+        _, name = driver.cuGetErrorName(error)
+        _, reason = driver.cuGetErrorString(error)
+        raise TransportUnavailable(f"cannot {what}: {_text(name)}: {_text(reason)}{_hint(error)}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _text(words: bytes | str | None) -> str:
+    return words.decode() if isinstance(words, bytes) else str(words)
+
+
+def _hint(error: Any) -> str:
+    unreachable = (
+        driver.CUresult.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED,
+        driver.CUresult.CUDA_ERROR_INVALID_DEVICE,
+        driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,
+    )
+    if error not in unreachable:
+        return ""
+    return " (the two GPUs must be able to access each other, and CUDA_VISIBLE_DEVICES must show both to the reader)"

@@ -1,0 +1,4 @@
+"""How ranks of separate worlds meet: one store client, one exchange, and a CPU group for messages.
+
+Imports `kernels.errors` alone, so that nothing here knows of plans or tensors.
+"""

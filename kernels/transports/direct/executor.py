@@ -1,0 +1,325 @@
+"""Generation ranks read the weights straight out of the training ranks' memory: one NVLink domain, or one GPU.
+
+Training ranks export their allocations once. Each generation rank maps what it needs and, in each refit, pulls
+everything with one kernel launch: nothing is staged, and the host does nothing per parameter. One launch takes from all
+stages and sources, in an order that differs from receiver to receiver, so that no source has to serve all of them.
+
+Ordering takes three words of 16 bytes between each pair of ranks, over CPU connections of their own, and an IPC event
+for each reader. A training rank says `ready` when all that it has queued on its current stream is done; its readers
+launch, record their events and say `started`; it returns when all these events have happened. So a source is not read
+before it is ready, and may be overwritten as soon as `run` returns. On the path are one word, for which the reader has
+posted its buffer beforehand, and a look at the events every 50 microseconds or so. Readers end with `done`, which is
+waited for only when a pull takes long: the connection of a reader that died is closed, while its event never happens.
+
+What is cast on the way goes first, through slots at its source: see `staging` and `slots`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed import Store
+
+from mcore_reshard.kernels.copies.bind import Program
+from mcore_reshard.kernels.copies.pull_table import pull_table
+from mcore_reshard.kernels.copies.tensors import gpu_of
+from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
+from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
+from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
+from mcore_reshard.kernels.errors import (
+    ChecksumError,
+    DeadlineError,
+    PeerLostError,
+    SessionError,
+    TransferError,
+    Waiting,
+)
+from mcore_reshard.kernels.transports.pipeline import StageReport
+from mcore_reshard.kernels.transports.rounds import DEFAULT_SCRATCH_BYTES
+from mcore_reshard.planner.plan.schedule import Schedule
+
+from .options import DirectOptions
+from .slots import SlotReader, SlotSource
+from .staging import parted
+from .words import Words, fetch
+
+_READY, _STARTED, _DONE = -1, -2, -3  # words; those of 0 and more number rounds of casts
+_POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
+_POLLING = 0.0005  # the same as a share of the fastest refit's time, where that is more
+_NAPPING = 0.99  # share of the fastest refit's time that is slept through before polling
+_DRAIN_S, _DRAIN_POLL_S = 5.0, 0.001
+_LATE_S = 0.25  # a pull that takes longer, and twice as long as the fastest, may have a dead reader
+
+
+class DirectExecutor:
+    """One rank's end of the direct transport. Constructed on all ranks at the same time; `store` is its own.
+
+    Raises `TransportUnavailable` where memory cannot be exported or mapped, `DeadlineError` if a peer is silent,
+    `SessionError` if the session has failed. Tensors of training ranks must outlive the generation ranks' `close`.
+    """
+
+    name = "direct"
+
+    def __init__(
+        self,
+        store: Store,
+        program: Program,
+        *,
+        timeout_s: float,
+        scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
+        options: DirectOptions = DirectOptions(),  # noqa: B008
+    ) -> None:
+        self._program = program
+        self._runs = 0
+        self._closed = False
+        self._words = Words(store, program, timeout_s)
+        self._end: _Source | _Reader
+        try:
+            if program.schedule.world == "train":
+                self._end = _Source(store, program, self._words, scratch_bytes)
+            else:
+                self._end = _Reader(store, program, self._words, options)
+        except BaseException:
+            self._words.close()
+            raise
+
+    @property
+    def scratch_bytes(self) -> int:
+        """On a training rank that casts: its slots. Otherwise 0: bytes go from tensor to tensor."""
+        return self._end.scratch_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """GPU memory of what the kernels walk, and of checksums."""
+        return self._end.table_bytes
+
+    def run(self) -> tuple[StageReport, ...]:
+        """Move every byte once. On a training rank: until all readers are done. Stages move together, in one launch.
+
+        Raises `DeadlineError`, `PeerLostError` or `ChecksumError`. What a training rank's readers hold after an error
+        is not known, and nor is when they stop reading: they may do so until the session is closed everywhere.
+        """
+        if self._closed:
+            raise SessionError(f"{self._program.rank}: this executor is closed")
+        self._runs += 1
+        start = time.perf_counter()
+        self._end.run(self._runs)
+        seconds = time.perf_counter() - start
+        return tuple(
+            StageReport(stage.pp_stage, stage.transfers, 0, stage.nbytes, seconds if stage.transfers else 0.0)
+            for stage in self._program.stages
+        )
+
+    def close(self) -> None:
+        """Unmap the sources and end the connections: peers that still wait for this rank get `PeerLostError`.
+
+        May be called twice.
+        """
+        self._closed = True
+        self._words.close()
+        self._end.close()
+
+
+class _Source:
+    """A training rank: its memory is read, and it waits for that to end."""
+
+    def __init__(self, store: Store, program: Program, words: Words, scratch_bytes: int) -> None:
+        self._program = program
+        self._words = words
+        self._settling = _Patience(words.timeout_s, "what was queued before the refit")
+        self._reading = _Patience(words.timeout_s, "the pull")
+        self._not_done: int | None = None  # the run whose `done` has not been taken yet
+        store.set(program.rank, export(program.by_name).to_json())
+        self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
+        for peer, waiting in words.peers.items():
+            assert program.device is not None, "there are transfers, so there are tensors"
+            text = fetch(store, program.schedule.name_of("gen", peer), waiting, words.timeout_s)
+            self._read[peer] = open_event(text, program.device)
+        self._slots = SlotSource(store, program, parted(program.schedule)[1], words, scratch_bytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._slots.scratch_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        return self._slots.table_bytes
+
+    def run(self, run: int) -> None:
+        self._hear_done()  # of the run before: it came long ago
+        self._slots.rounds(run)
+        stream = self._slots.stream or torch.cuda.current_stream(self._program.device)
+        settled = stream.record_event()
+        self._settling.wait(dict.fromkeys(self._words.peers, settled), self._words.peers)
+        self._words.tell(run, _READY)
+        self._words.hear(run, _STARTED)
+        self._not_done = run
+        self._reading.wait(self._read, self._words.peers, self._hear_done)
+
+    def _hear_done(self) -> None:
+        run, self._not_done = self._not_done, None
+        if run is not None:
+            self._words.hear(run, _DONE)
+
+    def close(self) -> None:
+        self._read.clear()
+        self._slots.close()
+
+
+class _Reader:
+    """A generation rank: its kernel, and the mappings that this reads."""
+
+    scratch_bytes = 0
+
+    def __init__(self, store: Store, program: Program, words: Words, options: DirectOptions) -> None:
+        schedule = program.schedule
+        plain, cast = parted(schedule)
+        assert plain.pulls is not None
+        self._program = program
+        self._words = words
+        self._pulling = _Patience(words.timeout_s, "the pull")
+        self._table = pull_table(plain, plain.pulls())
+        device = self._device = program.device or torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(device)
+        self._pulled = torch.cuda.Event(interprocess=True)
+        store.set(schedule.name, export_event(self._pulled, device))
+        self._mappings = Mappings(device)
+        try:
+            self._slots = SlotReader(store, program, cast, words, self._mappings, self._stream, options)
+            exports = {
+                peer: Export.from_json(fetch(store, schedule.name_of("train", peer), waiting, words.timeout_s))
+                for peer, waiting in words.peers.items()
+            }
+            addresses = self._addresses(exports)
+            tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
+            sources = {block.gpu for exported in exports.values() for block in exported.allocations}
+            together = _together(schedule, options, shared=gpu_of(device) in sources)
+            order = interleaved(self._table.peer[tiles["copy"]], schedule.rank, together)
+            shape = _shape(schedule, options)
+            self._copies = DeviceCopies(tiles[order], device, shape, checksums=options.checksums)
+        except BaseException:
+            withdraw_event(self._pulled)
+            self._mappings.close()
+            raise
+
+    @property
+    def table_bytes(self) -> int:
+        return self._copies.nbytes + self._slots.table_bytes
+
+    def run(self, run: int) -> None:
+        """Copy everything, after all that is queued on the current stream; return when it is in place."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._slots.rounds(run)
+        self._words.hear(run, _READY)
+        self._copies.launch(self._stream)
+        self._pulled.record(self._stream)
+        self._words.tell(run, _STARTED)
+        self._pulling.wait(dict.fromkeys(self._words.peers, self._pulled), self._words.peers)
+        with suppress(PeerLostError):  # a trainer that is done may be gone by now: everything is here
+            self._words.tell(run, _DONE)
+        for copy in self._copies.damaged().tolist():
+            raise ChecksumError(self._waiting_for(copy), "other bytes were written than were read")
+        self._slots.check_sums()
+
+    def close(self) -> None:
+        """Unmap the sources, once nothing here reads them any more.
+
+        A source that died while it cast leaves a wait on the GPU that never ends: its memory then stays mapped.
+        """
+        withdraw_event(self._pulled)
+        self._slots.close()
+        deadline = time.monotonic() + _DRAIN_S
+        while not self._stream.query():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_DRAIN_POLL_S)
+        self._mappings.close()
+
+    def _addresses(self, exports: dict[int, Export]) -> NDArray[np.uint64]:
+        """Where each base of the table's copies begins: own tensors, then sources."""
+        own = [tensor.data_ptr() for tensor in self._program.tensors]
+        theirs = np.zeros(len(self._table.sources), np.uint64)
+        ranks = np.array([source.rank for source in self._table.sources])
+        read = np.isin(np.arange(len(theirs)) + len(own), self._table.copies["src"])  # not: empty tensors
+        for rank, exported in exports.items():
+            rows = np.flatnonzero((ranks == rank) & read)
+            names = (self._table.sources[row].tensor for row in rows.tolist())
+            theirs[rows] = self._mappings.addresses(exported, names, self._program.schedule.name_of("train", rank))
+        return np.concatenate([np.array(own, np.uint64), theirs])
+
+    def _waiting_for(self, copy: int) -> Waiting:
+        table = self._table
+        stage = self._program.stages[int(table.stage[copy])].pp_stage
+        name = self._program.schedule.parameter_name(int(table.bundle[copy]), int(table.member[copy]))
+        peer = self._program.schedule.name_of("train", int(table.peer[copy]))
+        return Waiting(self._program.rank, peer, stage, name, sends=False)
+
+
+def _together(schedule: Schedule, options: DirectOptions, *, shared: bool) -> int | None:
+    """Tiles in a turn. Replicas in a relay do not keep pace: where two meet at a source for long, both are slow.
+
+    With a source on the reader's own GPU (`shared`), what comes from there is copied while the links are busy.
+    """
+    if schedule.relay is not None or schedule.between_replicas:
+        return 1
+    if options.turn_bytes is not None:
+        return max(1, options.turn_bytes // options.tile_bytes)
+    return 1 if shared else None
+
+
+def _shape(schedule: Schedule, options: DirectOptions) -> KernelShape:
+    """Half the CTAs for the first hop of a relay: loads that queue up at the trainer keep those of the second waiting.
+
+    Into each of three H200s, from the trainer and the other two at once: 332 GB/s with 24 and 48 CTAs, 302 with 48 each.
+    """
+    if schedule.relay is None:
+        return options.shape
+    return replace(options.shape, ctas=-(-options.shape.ctas // 2))
+
+
+class _Patience:
+    """Waits for events without keeping the CPU busy: sleeps nearly as long as it took before, then looks often."""
+
+    def __init__(self, timeout_s: float, what: str) -> None:
+        self._timeout_s = timeout_s
+        self._what = what
+        self._fastest_s = 0.0
+
+    def wait(
+        self,
+        events: Mapping[int, torch.cuda.Event],
+        waiting: Mapping[int, Waiting],
+        when_late: Callable[[], None] | None = None,
+    ) -> None:
+        """Until every peer's event has happened. Raises `DeadlineError`, or `TransferError` if the GPU reports one.
+
+        `when_late` is called once if it takes long, to look into it.
+        """
+        start = time.monotonic()
+        late_s = max(_LATE_S, 2 * self._fastest_s)
+        looks = [when_late] if when_late is not None else []
+        for peer, event in events.items():
+            while not _happened(event, waiting[peer]):
+                waited_s = time.monotonic() - start
+                if waited_s > self._timeout_s:
+                    raise DeadlineError(waiting[peer], f"{self._what} did not end within {self._timeout_s:g} s")
+                if looks and waited_s > late_s:
+                    looks.pop()()
+                    continue
+                nap_s = min(_NAPPING * self._fastest_s, self._timeout_s) - waited_s
+                time.sleep(max(_POLL_S, _POLLING * self._fastest_s, nap_s))
+        took_s = time.monotonic() - start
+        self._fastest_s = min(self._fastest_s or took_s, took_s)
+
+
+def _happened(event: torch.cuda.Event, waiting: Waiting) -> bool:
+    try:
+        return bool(event.query())
+    except RuntimeError as error:
+        raise TransferError(waiting, f"the GPU reports: {error}") from error

@@ -1,0 +1,228 @@
+"""Both ends of what the direct transport casts: a source that casts into slots, a reader that pulls out of them.
+
+What orders them is on the GPUs, events that the other process waits for; a word over the CPU only says that an event has
+been recorded, and it travels while earlier rounds are still under way. `rounds(run)` therefore returns before the last
+bytes have landed: what is queued afterwards on `stream` comes after them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import Store
+
+from mcore_reshard.kernels.copies.bind import Program
+from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather, DeviceScales, device_scales
+from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
+from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
+from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
+from mcore_reshard.kernels.errors import ChecksumError, SessionError, Waiting
+from mcore_reshard.planner.plan.schedule import Schedule
+from mcore_reshard.planner.plan.subset import peers_of
+
+from .options import DirectOptions
+from .staging import SLOTS, SlotPlan, Staged, divide_slots, in_round, joined, placed, round_count, staged
+from .words import Words, fetch
+
+_SLOTS = "slots/"  # what a rank publishes of its slots, and of its events
+_TILE_BYTES = 128 << 10
+_CASTING_SHAPE = KernelShape(ctas=132)  # a trainer that refits does nothing else, and readers must not wait for casts
+
+
+@dataclass(frozen=True, slots=True)
+class _Casting:
+    """A round of a source."""
+
+    peers: tuple[int, ...]
+    scales: DeviceScales | None  # of the weights that this round is the first one to cast
+    gather: DeviceGather
+
+
+@dataclass(frozen=True, slots=True)
+class _Pulling:
+    """A round of a reader."""
+
+    buckets: Mapping[int, Staged]  # by source
+    source: Sequence[int]  # of each copy
+    copies: DeviceCopies
+
+
+class SlotSource:
+    """A training rank that casts. `schedule` is the part of the program's that does."""
+
+    def __init__(self, store: Store, program: Program, schedule: Schedule, words: Words, scratch_bytes: int) -> None:
+        self._words = words
+        self._rounds: list[_Casting] = []
+        self._cast: list[torch.cuda.Event] = []  # by slot: has happened when the last cast into it is done
+        self._taken: dict[int, list[torch.cuda.Event]] = {}  # by reader and slot: when the reader has last read it
+        self.scratch_bytes = 0
+        self.stream: torch.cuda.Stream | None = None
+        try:
+            plan, buckets = divide_slots(schedule, scratch_bytes)
+        except ValueError as error:
+            raise SessionError(f"{program.rank}: {error}") from error
+        if not buckets:
+            return
+        device = program.device
+        assert device is not None, "there are transfers, so there are tensors"
+        self.stream = torch.cuda.Stream(device)
+        self._slots = [torch.empty(plan.slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        self.scratch_bytes = sum(slot.nbytes for slot in self._slots)
+        self._cast = [torch.cuda.Event(interprocess=True) for _ in range(SLOTS)]
+        word = {
+            "plan": plan.to_json(),
+            "slots": export({str(number): slot for number, slot in enumerate(self._slots)}).to_json(),
+            "cast": [export_event(event, device) for event in self._cast],
+        }
+        store.set(_SLOTS + program.rank, json.dumps(word))
+        self._rounds = self._bound(program, plan, buckets)
+        for peer in buckets:
+            texts = _fetched(store, program.schedule.name_of("gen", peer), peer, words)
+            self._taken[peer] = [open_event(text, device) for text in texts["taken"]]
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(each.gather.nbytes + (each.scales.nbytes if each.scales else 0) for each in self._rounds)
+
+    def rounds(self, run: int) -> None:
+        """Queue all casts, after what is queued on the current stream. Returns once all pulls are queued too."""
+        if self.stream is None:
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        for number, each in enumerate(self._rounds):
+            slot = number % SLOTS
+            if number >= SLOTS:
+                for peer in self._heard(run, number - SLOTS):
+                    self.stream.wait_event(self._taken[peer][slot])
+            if each.scales is not None:
+                each.scales.launch(self.stream)
+            each.gather.launch(self.stream)
+            self._cast[slot].record(self.stream)
+            self._words.tell(run, number, each.peers)
+        for number in range(max(0, len(self._rounds) - SLOTS), len(self._rounds)):
+            self._heard(run, number)
+
+    def close(self) -> None:
+        for event in self._cast:
+            withdraw_event(event)
+        self._taken.clear()
+
+    def _heard(self, run: int, number: int) -> tuple[int, ...]:
+        """The readers of a round, all of which have queued their pull."""
+        peers = self._rounds[number].peers
+        self._words.hear(run, number, peers)
+        return peers
+
+    def _bound(self, program: Program, plan: SlotPlan, buckets: Mapping[int, Sequence[Staged]]) -> list[_Casting]:
+        device = self._slots[0].device
+        own = [tensor.data_ptr() for tensor in program.tensors]
+        addresses = np.array(own + [slot.data_ptr() for slot in self._slots], np.uint64)
+        computed: set[int] = set()
+        bound = []
+        for number in range(round_count(buckets)):
+            mine = in_round(buckets, number)
+            base = len(own) + number % SLOTS
+            table = joined([placed(each, plan.places[peer], base, sends=True) for peer, each in mine.items()])
+            new = {*np.unique(table["src"]).tolist()} - computed
+            computed |= new
+            scales = device_scales({index: program.casts[index] for index in sorted(new)}, program.tensors, device)
+            gather = DeviceGather(table, addresses, program.casts, device, _CASTING_SHAPE, _TILE_BYTES)
+            bound.append(_Casting(tuple(mine), scales, gather))
+        return bound
+
+
+class SlotReader:
+    """A generation rank that pulls out of its sources' slots, on `stream`. `schedule` is the part that does."""
+
+    def __init__(
+        self,
+        store: Store,
+        program: Program,
+        schedule: Schedule,
+        words: Words,
+        mappings: Mappings,
+        stream: torch.cuda.Stream,
+        options: DirectOptions,
+    ) -> None:
+        self._words = words
+        self._program = program
+        self._stream = stream
+        self._rounds: list[_Pulling] = []
+        self._taken: list[torch.cuda.Event] = []
+        self._cast: dict[int, list[torch.cuda.Event]] = {}
+        sources = sorted(peers_of(schedule))
+        if not sources:
+            return
+        device = stream.device
+        self._taken = [torch.cuda.Event(interprocess=True) for _ in range(SLOTS)]
+        word = {"taken": [export_event(event, device) for event in self._taken]}
+        store.set(_SLOTS + program.rank, json.dumps(word))
+        addresses = [tensor.data_ptr() for tensor in program.tensors]
+        own = len(addresses)
+        buckets: dict[int, tuple[Staged, ...]] = {}
+        places: dict[int, int] = {}
+        for peer in sources:
+            owner = program.schedule.name_of("train", peer)
+            said = _fetched(store, owner, peer, words)
+            plan = SlotPlan.from_json(said["plan"])
+            self._cast[peer] = [open_event(text, device) for text in said["cast"]]
+            addresses += mappings.addresses(Export.from_json(said["slots"]), map(str, range(SLOTS)), owner)
+            buckets[peer], places[peer] = staged(schedule, peer, plan.bucket_bytes), plan.places[schedule.rank]
+        bases = np.array(addresses, np.uint64)
+        for number in range(round_count(buckets)):
+            mine = in_round(buckets, number)
+            tables = [
+                placed(each, places[peer], own + sources.index(peer) * SLOTS + number % SLOTS, sends=False)
+                for peer, each in mine.items()
+            ]
+            source = np.repeat(np.array([*mine], np.int64), [len(table) for table in tables])
+            tiles = cut_tiles(joined(tables), bases, options.tile_bytes)
+            # Tile by tile: readers drift apart from round to round, and two that read one source after the other would
+            # come to read from the same one at all times.
+            order = interleaved(source[tiles["copy"]], schedule.rank, together=1)
+            copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
+            self._rounds.append(_Pulling(mine, source.tolist(), copies))
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(each.copies.nbytes for each in self._rounds)
+
+    def rounds(self, run: int) -> None:
+        """Queue all pulls. Returns when they are queued."""
+        for number, each in enumerate(self._rounds):
+            slot, peers = number % SLOTS, tuple(each.buckets)
+            self._words.hear(run, number, peers)
+            for peer in peers:
+                self._stream.wait_event(self._cast[peer][slot])
+            each.copies.launch(self._stream)
+            self._taken[slot].record(self._stream)
+            self._words.tell(run, number, peers)
+
+    def check_sums(self) -> None:
+        """Raise `ChecksumError` for bytes that were written otherwise than read. Everything queued must be done."""
+        for each in self._rounds:
+            for copy in each.copies.damaged().tolist():
+                peer = each.source[copy]
+                bucket, schedule = each.buckets[peer], self._program.schedule
+                waiting = Waiting(
+                    self._program.rank,
+                    schedule.name_of("train", peer),
+                    schedule.stages[bucket.stage].pp_stage,
+                    schedule.parameter_name(*bucket.parameter),
+                    sends=False,
+                )
+                raise ChecksumError(waiting, "other bytes were written than were read")
+
+    def close(self) -> None:
+        for event in self._taken:
+            withdraw_event(event)
+        self._cast.clear()
+
+
+def _fetched(store: Store, rank: str, peer: int, words: Words) -> Any:
+    return json.loads(fetch(store, rank, words.peers[peer], words.timeout_s, what=_SLOTS))

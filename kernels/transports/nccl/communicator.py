@@ -1,0 +1,104 @@
+"""One NCCL communicator that never blocks: what it starts is polled, against a deadline, and can be given up.
+
+NVIDIA's own binding (nccl4py) is used rather than torch's process group, whose watchdog answers a timeout by ending the
+process: a trainer must outlive its generator. The binding also needs no process group, and names the library that
+torch itself has loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore_reshard.kernels.errors import TransferError, Waiting
+from mcore_reshard.kernels.transports.base import gpu_obstacle
+
+if TYPE_CHECKING:
+    from nccl.core import Communicator
+
+
+class NcclError(TransferError):
+    """NCCL reported an error of its own; the communicator is of no further use."""
+
+
+@dataclass(frozen=True, slots=True)
+class NcclMessage:
+    """A contiguous uint8 tensor to or from another member of a communicator."""
+
+    payload: torch.Tensor
+    member: int
+    sends: bool
+
+
+def nccl_obstacle() -> str | None:
+    """What keeps NCCL from being used on this machine."""
+    return gpu_obstacle("nccl4py", "cuda-core", "cuda-bindings")
+
+
+def new_unique_id() -> bytes:
+    """What the members of a new communicator must share."""
+    from nccl.core import get_unique_id
+
+    return bytes(get_unique_id())
+
+
+class NcclCommunicator:
+    """A member of a communicator, on the current device. Connecting goes on in the background: poll `is_idle`."""
+
+    def __init__(self, unique_id: bytes, member: int, members: int, waiting: Waiting) -> None:
+        from nccl.bindings import nccl as bindings
+        from nccl.core import Communicator, NCCLConfig, UniqueId
+
+        self._bindings = bindings
+        self._communicator: Communicator | None
+        try:
+            config = NCCLConfig(blocking=False)
+            self._communicator = Communicator.init(members, member, UniqueId.from_bytes(unique_id), config)
+        except bindings.NCCLError as error:
+            raise NcclError(waiting, f"NCCL could not connect {members} ranks: {error}") from error
+
+    def is_idle(self, waiting: Waiting) -> bool:
+        """Whether what was started last has been handed to the device. Raises `NcclError` if it failed."""
+        results = self._bindings.Result
+        result = self._open(waiting).get_async_error()
+        if result in (results.Success, results.InProgress):
+            return bool(result == results.Success)
+        said = self._open(waiting).get_last_error()
+        raise NcclError(waiting, f"NCCL: {self._bindings.get_error_string(result)}" + (f" ({said})" if said else ""))
+
+    def start(self, messages: Sequence[NcclMessage], stream: torch.cuda.Stream, waiting: Waiting) -> None:
+        """Queue all messages on `stream` as one group; they are under way at the same time.
+
+        Goes by the binding's lower layer: its upper one examines every tensor anew, in each refit.
+        """
+        nccl, communicator, handle = self._bindings, self._bindings.Comm(self._open(waiting).ptr), stream.cuda_stream
+        try:
+            nccl.group_start()
+            try:
+                for message in messages:
+                    move = nccl.send if message.sends else nccl.recv
+                    payload = message.payload
+                    move(payload.data_ptr(), payload.numel(), nccl.DataType.Uint8, message.member, communicator, handle)
+            finally:
+                nccl.group_end()
+        except nccl.NCCLError as error:
+            raise NcclError(waiting, f"NCCL: {error}") from error
+
+    def abort(self) -> None:
+        """End everything under way, then free the communicator. May be called twice.
+
+        Waits for the device to be at rest, and for the end of every CUDA graph that holds messages of it.
+        """
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            with suppress(self._bindings.NCCLError):
+                communicator.abort()
+
+    def _open(self, waiting: Waiting) -> Communicator:
+        if self._communicator is None:
+            raise NcclError(waiting, "the communicator has been closed")
+        return self._communicator

@@ -1,0 +1,117 @@
+"""Which pairs of ranks can read each other's GPU memory, found out together: both ends of a pair must choose alike.
+
+A generation rank reaches a training rank if both run on one host, it sees the other's GPU (CUDA_VISIBLE_DEVICES may
+hide it), the two GPUs can access each other and the training rank's memory can be exported. Pairs named in the
+environment variable MCORE_RESHARD_UNREACHABLE of the generation rank, as in `train:0-gen:1,relay:1-gen:0`, are out of
+reach whatever the hardware says, also where no such ranks exchange bytes: that is how several hosts are simulated on one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_reshard.kernels.copies.bind import Program
+from mcore_reshard.kernels.copies.tensors import gpu_of
+from mcore_reshard.kernels.errors import TransportUnavailable
+from mcore_reshard.kernels.host import host
+from mcore_reshard.kernels.rendezvous.board import Board
+from mcore_reshard.planner.plan.schedule import Schedule
+
+UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
+_NUMBER = "(0|[1-9][0-9]*)"
+_PAIR = re.compile(f"(train|relay):{_NUMBER}-gen:{_NUMBER}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two ranks that exchange bytes, or would. `src` is a training rank, or a generation rank that relays."""
+
+    src: int
+    dst: int
+    relays: bool
+
+    def __str__(self) -> str:
+        return f"{'relay' if self.relays else 'train'}:{self.src}-gen:{self.dst}"
+
+
+def obstacles_by_pair(
+    board: Board, program: Program, direct_obstacle: str | None, *, sources: Collection[int], relays: Collection[int]
+) -> dict[Pair, str | None]:
+    """Why pairs cannot share memory; None where they can. All ranks call it, and get the pairs of all.
+
+    A generation rank asks for the training ranks `sources` and the replicas `relays`; others ask for nobody.
+    `direct_obstacle` is what keeps this rank from sharing memory with anyone. Raises `TransportUnavailable` on all ranks
+    where any rank's MCORE_RESHARD_UNREACHABLE has what is no pair.
+    """
+    schedule = program.schedule
+    seats = board.gather("seat", _seat(program, direct_obstacle))
+    if wrong := sorted({word for seat in seats for word in seat["malformed"]}):
+        raise TransportUnavailable(
+            f"{UNREACHABLE_VARIABLE} has {', '.join(map(repr, wrong))}: pairs are written train:0-gen:1 or relay:1-gen:0,"
+            " with commas between them"
+        )
+    asked = [Pair(src, schedule.rank, False) for src in sorted(sources)]
+    asked += [Pair(src, schedule.rank, True) for src in sorted(relays)]
+    mine = [
+        (
+            pair.src,
+            pair.dst,
+            pair.relays,
+            _obstacle(seats[_seat_number(schedule, pair)], direct_obstacle, program, pair),
+        )
+        for pair in asked
+    ]
+    return {Pair(src, dst, relayed): why for said in board.gather("reach", mine) for src, dst, relayed, why in said}
+
+
+def _seat_number(schedule: Schedule, pair: Pair) -> int:
+    return schedule.train_ranks + pair.src if pair.relays else pair.src
+
+
+def _seat(program: Program, direct_obstacle: str | None) -> dict[str, Any]:
+    """Where this rank is, and what keeps others from reading it."""
+    schedule, obstacle = program.schedule, direct_obstacle
+    if obstacle is None and (schedule.world == "train" or schedule.relayed):
+        obstacle = _export_obstacle(program)
+    malformed = [word for word in _declared() if not _PAIR.fullmatch(word)]
+    return {"obstacle": obstacle, "host": host(), "gpu": gpu_of(program.device), "malformed": malformed}
+
+
+def _export_obstacle(program: Program) -> str | None:
+    if not gpu_of(program.device):
+        return None
+    from mcore_reshard.kernels.cuda.ipc import export  # needs CUDA's Python packages
+
+    try:
+        export(program.by_name)
+    except TransportUnavailable as error:
+        return str(error)
+    return None
+
+
+def _obstacle(there: Mapping[str, Any], direct_obstacle: str | None, program: Program, pair: Pair) -> str | None:
+    here = gpu_of(program.device)
+    if str(pair) in _declared():
+        return f"declared in {UNREACHABLE_VARIABLE}"
+    if why := there["obstacle"] or direct_obstacle:
+        return str(why)
+    if there["host"] != host():
+        return "on different hosts"
+    if there["gpu"] == here:
+        return None
+    uuids = [gpu_of(device) for device in range(torch.cuda.device_count())]
+    if there["gpu"] not in uuids:
+        return "the reader does not see the other's GPU (CUDA_VISIBLE_DEVICES)"
+    if not torch.cuda.can_device_access_peer(uuids.index(here), uuids.index(there["gpu"])):
+        return "the two GPUs cannot access each other"
+    return None
+
+
+def _declared() -> set[str]:
+    return {pair.strip() for pair in os.environ.get(UNREACHABLE_VARIABLE, "").split(",") if pair.strip()}

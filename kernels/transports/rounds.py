@@ -1,0 +1,208 @@
+"""How the nccl transport fits a refit into bounded scratch: plain numbers, no device.
+
+Round k of a stage carries the k-th bucket of every pair of its ranks, as one group of NCCL messages:
+
+    train:0 -> gen:0  buckets a0 a1 a2        round 0: a0 b0 c0
+    train:0 -> gen:1  buckets b0 b1           round 1: a1 b1
+    train:1 -> gen:0  bucket  c0              round 2: a2
+
+Rounds are ordered by (number, stage) on every rank, and these two also decide a round's stream. The first round in that
+order that is not over is therefore next on its stream at all its ranks, and waits for nothing but bytes: no pattern of
+pairs deadlocks. A stream has at least two slots, so that one bucket is packed or unpacked while another is on the wire.
+Where there are fewer stages than streams, the rounds of a stage take several in turn: with one, NCCL uses half of its
+channels for messages of this size, and the wire idles between two rounds (four H200s: 297 GB/s; with two, 321).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_reshard.kernels.copies.bind import Program
+from mcore_reshard.kernels.copies.buckets import ALIGNMENT, MAX_BUCKET_BYTES
+from mcore_reshard.kernels.copies.copy_table import COPY
+
+from .pipeline import Step, group_rank, other_world, steps
+
+DEFAULT_SCRATCH_BYTES = 512 << 20
+DIGEST_BYTES = 16  # after each bucket, where buckets are checked
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchBudget:
+    """What every rank may use; equal on all ranks."""
+
+    scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory, per rank
+    streams: int = 2  # rounds that are on the wire at the same time
+    slots: int = 2  # rounds of one stream that are under way at the same time
+    checksums: bool = False
+
+    def __post_init__(self) -> None:
+        if self.streams < 1 or self.slots < 2:
+            raise ValueError(f"at least one stream of two slots is needed to overlap packing with the wire: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How scratch is divided among stages and peers; a function of what all ranks said, so equal on all of them."""
+
+    bucket_bytes: int
+    slots: int  # per stream
+    checksums: bool
+    streams: Mapping[int, tuple[int, ...]]  # stage index -> its streams, which its rounds take in turn
+    members: Mapping[int, tuple[int, ...]]  # stage index -> group ranks in its communicators, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Where a whole bucket lies in one piece: bytes of a bound tensor."""
+
+    tensor: int  # index into Program.tensors
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One bucket in its round, from or into either a place in the slot or, without a copy, a tensor."""
+
+    step: Step
+    member: int  # the peer's rank in the stage's communicators
+    message_bytes: int
+    run: Run | None
+    slot_offset: int  # unused with a run
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a rank sends and receives in one group of messages."""
+
+    stage: int  # index into Program.stages
+    number: int
+    stream: int
+    slot: int  # of the stream
+    after: int | None  # index of the round that leaves the slot to this one
+    passages: tuple[Passage, ...]
+
+    @property
+    def staged(self) -> tuple[Passage, ...]:
+        return tuple(passage for passage in self.passages if passage.run is None)
+
+    @property
+    def slot_bytes(self) -> int:
+        return max((p.slot_offset + aligned(p.message_bytes) for p in self.staged), default=0)
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def peers_by_stage(program: Program) -> dict[int, int]:
+    """Stage index -> number of peers; stages without any are left out. What a rank tells the others."""
+    return {index: len(stage.lanes) for index, stage in enumerate(program.stages) if stage.lanes}
+
+
+def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Division:
+    """Divide scratch so that the rank with the most peers fits. `peers[r]` is what group rank `r` said of itself.
+
+    2 streams of 2 slots, at most 4 peers, 512 MiB: buckets of 32 MiB. A slot then has a place for a bucket of every
+    peer of any stage, so no rank needs more than the budget, whatever its rounds are. Raises ValueError if less than
+    one element fits.
+    """
+    members = {
+        stage: tuple(rank for rank, mine in enumerate(peers) if mine.get(stage))
+        for stage in sorted({stage for mine in peers for stage, count in mine.items() if count})
+    }
+    streams = {
+        stage: tuple(range(turn, budget.streams, len(members))) or (turn % budget.streams,)
+        for turn, stage in enumerate(members)
+    }
+    most_peers = max((count for mine in peers for count in mine.values()), default=1)
+    places = budget.streams * budget.slots * most_peers
+    place_bytes = budget.scratch_bytes // places // ALIGNMENT * ALIGNMENT
+    digest_bytes = DIGEST_BYTES if budget.checksums else 0
+    bucket_bytes = min(place_bytes - digest_bytes, MAX_BUCKET_BYTES)
+    if bucket_bytes < ALIGNMENT:
+        raise ValueError(
+            f"{budget.scratch_bytes} bytes of scratch are too few for {places} buckets "
+            f"({most_peers} peers, {places // most_peers} slots): give at least {places * (ALIGNMENT + digest_bytes)}"
+        )
+    return Division(bucket_bytes, budget.slots, budget.checksums, streams, members)
+
+
+def rounds(program: Program, division: Division, *, in_place: Sequence[bool] | None = None) -> tuple[Round, ...]:
+    """The rank's rounds in the order of the session. `program` is bound with the division's bucket size.
+
+    `in_place` [tensors] says which tensors messages may leave or enter without a copy; by default all.
+    """
+    assert program.bucket_bytes == division.bucket_bytes
+    ordered = sorted(steps(program), key=lambda step: (step.number, step.stage))
+    found: list[Round] = []
+    on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
+    for (number, stage), together in groupby(ordered, key=lambda step: (step.number, step.stage)):
+        stream = division.streams[stage][number % len(division.streams[stage])]
+        earlier = on_stream.setdefault(stream, [])
+        after = earlier[-division.slots] if len(earlier) >= division.slots else None
+        passages = _passages(program, division, tuple(together), in_place)
+        found.append(Round(stage, number, stream, len(earlier) % division.slots, after, passages))
+        earlier.append(len(found) - 1)
+    return tuple(found)
+
+
+def slot_bytes(found: Sequence[Round]) -> dict[tuple[int, int], int]:
+    """(stream, slot) -> bytes: the largest round that goes through it."""
+    needed: dict[tuple[int, int], int] = {}
+    for each in found:
+        place = each.stream, each.slot
+        needed[place] = max(needed.get(place, 0), each.slot_bytes)
+    return needed
+
+
+def round_copies(each: Round) -> NDArray[np.void]:
+    """The copies (dtype COPY) between tensors and the round's slot, which is their SCRATCH."""
+    tables = []
+    for passage in each.staged:
+        bucket, lane = passage.step.bucket, passage.step.lane
+        table = lane.copies[bucket.first_copy : bucket.stop_copy].copy()
+        table["dst_offset" if lane.sends else "src_offset"] += passage.slot_offset
+        tables.append(table)
+    return np.concatenate(tables) if tables else np.empty(0, COPY)
+
+
+def contiguous_run(copies: NDArray[np.void], *, sends: bool) -> Run | None:
+    """The bytes of a tensor that a bucket holds, if they lie in one piece, with nothing between the parts."""
+    local, scratch = ("src", "dst") if sends else ("dst", "src")
+    rows = copies["row_bytes"]
+    offsets, places = copies[local + "_offset"], copies[scratch + "_offset"]
+    whole = (
+        bool((copies["extents"] == 1).all())
+        and bool((copies[local] == copies[local][0]).all())
+        and bool((offsets - places == offsets[0]).all())
+        and np.array_equal(places, np.cumsum(rows) - rows)
+    )
+    return Run(int(copies[local][0]), int(offsets[0])) if whole else None
+
+
+def _passages(
+    program: Program, division: Division, together: tuple[Step, ...], in_place: Sequence[bool] | None
+) -> tuple[Passage, ...]:
+    schedule = program.schedule
+    members, checksums = division.members[together[0].stage], division.checksums
+    found: list[Passage] = []
+    slot_offset = 0
+    for step in together:
+        bucket, lane = step.bucket, step.lane
+        copies = lane.copies[bucket.first_copy : bucket.stop_copy]
+        cast = lane.sends and bool(program.casts) and bool(np.isin(copies["src"], [*program.casts]).any())
+        run = None if checksums or cast else contiguous_run(copies, sends=lane.sends)
+        if run is not None and in_place is not None and not in_place[run.tensor]:
+            run = None
+        message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if checksums else bucket.nbytes
+        member = members.index(group_rank(schedule, other_world(schedule.world), lane.peer))
+        found.append(Passage(step, member, message_bytes, run, slot_offset))
+        if run is None:
+            slot_offset += aligned(message_bytes)
+    return tuple(found)

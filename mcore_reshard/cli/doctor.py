@@ -1,0 +1,214 @@
+"""`mcore-reshard doctor`: what this machine can run, and why not the rest.
+
+Versions are read from package metadata; of the packages looked for, only torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from mcore_reshard import __version__
+from mcore_reshard.kernels.host import is_importable
+
+from .render import facts, size, table, verdict, write, write_json
+
+# distribution -> (module that shows it is really there, what it is for, extra that installs it)
+_PACKAGES = {
+    "numpy": ("numpy", "planning", ""),
+    "torch": ("torch", "moving bytes", ""),
+    "megatron-core": ("megatron.core", "the trainer", "megatron"),
+    "megatron-bridge": ("megatron.bridge", "misc route, golden, validation", "megatron"),
+    "transformers": ("transformers", "Megatron-Bridge", "megatron"),
+    "transformer-engine": ("transformer_engine", "trainers on CUDA, fp8", "fp8"),
+    "vllm": ("vllm", "the engine", "vllm"),
+    "nccl4py": ("nccl", "the nccl transport", "gpu"),
+    "cuda-core": ("cuda.core", "copy kernels of the direct and nccl transports", "gpu"),
+    "cuda-bindings": ("cuda.bindings", "GPU memory of the direct and nccl transports", "gpu"),
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    report = examine()
+    if args.json:
+        write_json(report)
+    else:
+        write(*_tables(report))
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """Everything doctor reports, as plain data."""
+    packages = [_package(name, *about) for name, about in _PACKAGES.items()]
+    has = {package["name"] for package in packages if package["version"]}
+    cuda = _cuda() if "torch" in has else {"available": False, "reason": "torch is not installed"}
+    transports = _transports() if "torch" in has else []
+    return {
+        "mcore_reshard": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "cuda": cuda,
+        "transports": transports,
+        "auto": _auto(transports, cuda),
+        "commands": _commands(has, bool(cuda["available"])),
+    }
+
+
+def _package(name: str, module: str, purpose: str, extra: str) -> dict[str, Any]:
+    version = None
+    if is_importable(module):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            version = "unknown version"
+    return {"name": name, "version": version, "wanted": _wanted(name), "purpose": purpose, "extra": extra or None}
+
+
+def _wanted(name: str) -> str | None:
+    """The versions that this package asks for, from its own metadata."""
+    for requirement in metadata.requires("mcore-reshard") or ():
+        match = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)", requirement)
+        if match and match[1].lower().replace("_", "-") == name and match[2].strip():
+            return match[2].strip()
+    return None
+
+
+def _cuda() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = f"torch is built for CUDA {built} and finds no device" if built else "this torch is built without CUDA"
+        return {"available": False, "reason": reason, "devices": []}
+    devices = range(torch.cuda.device_count())
+    properties = [torch.cuda.get_device_properties(device) for device in devices]
+    return {
+        "available": True,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "devices": [
+            {
+                "device": device,
+                "name": found.name,
+                "memory_bytes": found.total_memory,
+                "capability": f"{found.major}.{found.minor}",
+                "peer_access": [p for p in devices if p != device and torch.cuda.can_device_access_peer(device, p)],
+            }
+            for device, found in zip(devices, properties, strict=True)
+        ],
+    }
+
+
+def _transports() -> list[dict[str, Any]]:
+    from mcore_reshard.kernels.transports.registry import transports
+
+    return [
+        {
+            "name": transport.name,
+            "ok": (obstacle := transport.obstacle()) is None,
+            "reason": obstacle,
+            "devices": sorted(transport.devices),
+            "reach": transport.reach,
+        }
+        for transport in transports()
+    ]
+
+
+def _auto(transports: list[dict[str, Any]], cuda: dict[str, Any]) -> list[str]:
+    """What a session that asks for no transport gets here, and why."""
+    usable = {row["name"] for row in transports if row["ok"]}
+    said = ["CPU tensors: gloo, the only transport that moves them point to point"] if "gloo" in usable else []
+    if not cuda["available"]:
+        return [*said, "CUDA tensors: none, there is no CUDA device"]
+    missing = {row["name"]: row["reason"] for row in transports}
+    if "direct" not in usable and "nccl" not in usable:
+        return [*said, f"CUDA tensors: none ({missing['auto']})"]
+    if "direct" not in usable:
+        return [*said, f"CUDA tensors: nccl for every pair of ranks (direct: {missing['direct']})"]
+    apart = [
+        f"{device['device']}-{other['device']}"
+        for device in cuda["devices"]
+        for other in cuda["devices"]
+        if device["device"] < other["device"] and other["device"] not in device["peer_access"]
+    ]
+    elsewhere = "nccl" if "nccl" in usable else f"nothing (nccl: {missing['nccl']})"
+    within = f"direct, except between GPUs {', '.join(apart)}, which cannot access each other" if apart else "direct"
+    rest = "to and from other hosts, or GPUs that the reader does not see"
+    return [*said, f"CUDA tensors: {within}, for pairs of ranks on this host; {elsewhere} {rest}"]
+
+
+def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
+    """Which commands run here, and how the others could."""
+    missing = [name for name in ("torch", "megatron-core", "megatron-bridge", "transformers") if name not in has]
+    why = f"{', '.join(missing)} not installed; from a clone: pip install '.[megatron]'" if missing else ""
+    engine = "a real vLLM model" if "vllm" in has else "plain slices of the golden tensors (vLLM is not installed)"
+    trainer = "gloo: a Megatron model on the CPU, its Transformer Engine modules a parameters-only stand-in"
+    if cuda and "transformer-engine" in has:
+        trainer += "; direct, nccl, auto: one on the GPUs, with the real Transformer Engine, into plain slices"
+    elif cuda:
+        trainer += "; direct, nccl, auto: the same, copied to the GPUs (transformer-engine is not installed)"
+    if not missing and not sys.platform.startswith("linux"):
+        why = "ranks are forked processes, which only Linux is known to carry"
+    return [
+        {"command": "plan, show, explain", "ok": True, "detail": "need numpy only"},
+        {"command": "validate", "ok": not why, "detail": why or f"destination: {engine}; source with {trainer}"},
+    ]
+
+
+# --- text
+
+
+def _tables(report: dict[str, Any]) -> Iterator[RenderableType]:
+    yield facts(
+        [
+            ("mcore-reshard", report["mcore_reshard"]),
+            ("Python", report["python"]),
+            ("platform", report["platform"]),
+        ]
+    )
+    packages = table("Packages", "package", "version", "wanted", "for", "")
+    for package in report["packages"]:
+        missing = Text("missing", style="yellow")
+        hint = (
+            f"from a clone: pip install '.[{package['extra']}]'" if package["extra"] and not package["version"] else ""
+        )
+        packages.add_row(
+            package["name"], package["version"] or missing, package["wanted"] or "any", package["purpose"], hint
+        )
+    yield packages
+    yield _devices(report["cuda"])
+    transports = table("Transports", "transport", "", "tensors on", "reach")
+    for row in report["transports"]:
+        if row["name"] == "auto":  # what it comes to is said below
+            continue
+        transports.add_row(
+            row["name"], verdict(row["ok"], row["reason"] or "", bad="no"), ", ".join(row["devices"]), row["reach"]
+        )
+    yield transports
+    if report["auto"]:
+        yield facts([("auto" if number == 0 else "", said) for number, said in enumerate(report["auto"])])
+    commands = table("Commands", "command", "")
+    for row in report["commands"]:
+        commands.add_row(row["command"], verdict(row["ok"], row["detail"], bad="no"))
+    yield commands
+
+
+def _devices(cuda: dict[str, Any]) -> RenderableType:
+    if not cuda["available"]:
+        return facts([("CUDA", f"none: {cuda['reason']}")])
+    title = f"CUDA {cuda['cuda']}, NCCL {cuda['nccl']}"
+    shown = table(title, "device", "name", "memory", "capability", "peer access to", numbers=("device", "memory"))
+    for device in cuda["devices"]:
+        peers = ", ".join(map(str, device["peer_access"])) or "none"
+        memory = size(device["memory_bytes"])
+        shown.add_row(str(device["device"]), device["name"], memory, device["capability"], peers)
+    return shown

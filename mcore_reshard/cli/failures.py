@@ -1,0 +1,37 @@
+"""Which errors are whose fault, as exit codes. See cli.py for what the codes mean."""
+
+from __future__ import annotations
+
+import sys
+
+from mcore_reshard.planner.layout.mesh import MeshError
+from mcore_reshard.planner.model.families import ConfigError
+from mcore_reshard.planner.plan.explain import ExplainError
+from mcore_reshard.planner.plan.plan_file import PlanFileError
+from mcore_reshard.planner.proof.prove import ProofError
+
+from .inputs import InputError
+
+_INPUT = (InputError, ConfigError, MeshError, PlanFileError, ExplainError)
+
+
+def exit_code_of(error: Exception) -> int | None:
+    """The documented code of an error that says all a user needs; None for one that should not have happened."""
+    if isinstance(error, ProofError):
+        return 3
+    if isinstance(error, _INPUT):
+        return 2
+    if isinstance(error, _loaded("kernels.errors", "TransportUnavailable", "validation.runner", "ValidationError")):
+        return 2
+    if isinstance(error, _loaded("kernels.errors", "RefitError", "validation.processes", "ProcessError")):
+        return 1
+    if isinstance(error, ImportError) and "pip install" in str(error):  # an extra is missing, and the message names it
+        return 1
+    return None
+
+
+def _loaded(*names: str) -> tuple[type[Exception], ...]:
+    """Those of the errors (module, name, ...) whose modules are loaded: no others can have been raised."""
+    pairs = zip(names[::2], names[1::2], strict=True)
+    modules = [(sys.modules.get(f"mcore_reshard.{module}"), name) for module, name in pairs]
+    return tuple(getattr(module, name) for module, name in modules if module is not None)

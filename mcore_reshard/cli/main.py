@@ -1,0 +1,209 @@
+"""The command line. Arguments are parsed here, before anything is imported that takes time; one module a command does the work.
+
+Exit codes: 0 done; 1 unexpected; 2 bad input or an impossible mesh; 3 the proof of a plan failed; 4 a validation found
+bytes that differ. Errors are text on stderr, also with --json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from mcore_reshard import __version__
+
+EXIT_UNEXPECTED, EXIT_INPUT, EXIT_PROOF, EXIT_MISMATCH, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+
+_MESHES = """\
+meshes:
+  --train  tp=2,pp=2,ep=4,etp=1,cp=1,dp=2[,vpp=2][,layers=3+1]   axes left out are 1
+           dp counts dense replicas; ranks = tp*pp*cp*dp; the experts' mesh (ep, etp) lies over the same ranks
+           layers gives uneven pipelines: decoder layers per stage, or per model chunk where vpp > 1
+  --gen    tp=4,pp=1,dp=1[,ep=4]   ep is 1 (experts cut by tp) or tp*dp (the engine's expert parallelism)
+"""
+
+_ELEMENTS = """\
+elements:
+  PARAM[i,j]         an HF parameter, in the coordinates of the whole parameter
+  NAME[i,j]          with --gen-rank the engine's tensor on that rank, with --train-rank the trainer's
+  gen:NAME[i,j], train:NAME[i,j]   the same, where NAME is also an HF parameter, which otherwise is what is meant
+"""
+
+_EXIT_CODES = "exit codes: 0 done, 1 unexpected, 2 bad input or impossible mesh, 3 proof failed, 4 validation mismatch"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        args = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed what there is to say
+        return stop.code if isinstance(stop.code, int) else EXIT_INPUT
+    try:
+        command = importlib.import_module(f"mcore_reshard.cli.{args.command}")
+        code: int = command.run(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # whoever read stdout has gone, as `head` does; keep the interpreter from saying so at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNEXPECTED
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        return _fail(*_outcome(error, args.debug))
+
+
+def _outcome(error: Exception, debug: bool) -> tuple[str, int]:
+    """The message and the exit code of an error."""
+    from .failures import exit_code_of
+
+    code = exit_code_of(error)
+    if code is not None:
+        return str(error), code
+    hint = "" if debug else "\nThis is a bug or an environment at fault; --debug shows the traceback."
+    return f"unexpected {type(error).__name__}: {error}{hint}", EXIT_UNEXPECTED
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"mcore-reshard: {message}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mcore-reshard",
+        description="Plan, prove and validate the refit of a Megatron-Core trainer's weights into a generation engine.",
+        epilog=f"example:\n  mcore-reshard plan tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2\n\n{_EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"mcore-reshard {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _plan_arguments(commands)
+    _show_arguments(commands)
+    _explain_arguments(commands)
+    _validate_arguments(commands)
+    _command(commands, "doctor", "Say what this machine can run, and why not the rest.", "mcore-reshard doctor")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str, *examples: str, more: str = ""
+) -> argparse.ArgumentParser:
+    heading = "example" if len(examples) == 1 else "examples"
+    epilog = "\n".join([f"{heading}:", *(f"  {example}" for example in examples)])
+    command = commands.add_parser(
+        name,
+        help=what,
+        description=what,
+        epilog=f"{epilog}\n\n{more}{_EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return command
+
+
+def _plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "plan",
+        "Plan a refit and prove the plan, without a GPU and without a checkpoint.",
+        "mcore-reshard plan tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2 --out plan.json",
+        "mcore-reshard plan deepseek-v3 --train tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7 --gen tp=32,dp=4 --json",
+        more=f"{_MESHES}\n",
+    )
+    command.add_argument(
+        "config", metavar="CONFIG", help="a Hugging Face config.json, a folder with one, or a built-in name"
+    )
+    _mesh_arguments(command, required=True)
+    command.add_argument("--out", metavar="FILE", help="write the plan here, if its proof holds")
+
+
+def _mesh_arguments(command: argparse.ArgumentParser, required: bool) -> None:
+    command.add_argument("--train", metavar="MESH", required=required, help="training mesh, e.g. tp=2,pp=2,ep=4,dp=2")
+    command.add_argument("--gen", metavar="MESH", required=required, help="generation mesh, e.g. tp=4,dp=2")
+    for side, what in (("train", "the trainer"), ("gen", "the engine")):
+        command.add_argument(
+            f"--{side}-dtype",
+            metavar="bf16|fp32|fp8|mxfp8",
+            help=f"what {what} holds: fp8 in the blocks of the config's quantization_config (default: the config's dtype)",
+        )
+    command.add_argument(
+        "--policy",
+        choices=("exact", "conservative"),
+        default="exact" if required else None,
+        help="exact: cut or replicate KV heads wherever both ends allow it; conservative: with fewer KV heads than"
+        " either tp, attention inputs take the misc route (default: exact)",
+    )
+
+
+def _show_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "show",
+        "Show what a plan does: as a whole, for one rank, or for some parameters.",
+        "mcore-reshard show plan.json",
+        "mcore-reshard show plan.json --rank gen:1",
+        "mcore-reshard show plan.json --parameter 'model.layers.0.*' --rank train:1",
+    )
+    command.add_argument("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
+    command.add_argument("--rank", metavar="WORLD:RANK", help="only what this rank sends or receives: train:0, gen:3")
+    command.add_argument("--parameter", metavar="GLOB", help="only parameters whose HF name matches (* ? [...])")
+
+
+def _explain_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "explain",
+        "Say where one element comes from and where it goes: ranks, tensors, offsets, route and stage.",
+        "mcore-reshard explain plan.json 'model.layers.0.self_attn.q_proj.weight[5,3]' --gen-rank 1",
+        "mcore-reshard explain plan.json 'model.layers.0.self_attn.qkv_proj.weight[5,3]' --gen-rank 1",
+        "mcore-reshard explain plan.json 'vp0.decoder.layers.0.self_attention.linear_qkv.weight[5,3]' --train-rank 0",
+        more=f"{_ELEMENTS}\n",
+    )
+    command.add_argument("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
+    command.add_argument("element", metavar="'PARAM[i,j]'", help="the element, quoted against the shell")
+    command.add_argument("--gen-rank", metavar="N", type=int, help="only what this generation rank receives")
+    command.add_argument("--train-rank", metavar="N", type=int, help="only what this training rank sends")
+
+
+def _validate_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "validate",
+        "Refit a real model between real processes and compare every byte with the golden path.",
+        "mcore-reshard validate tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2",
+        "mcore-reshard validate plan.json --transport gloo --json",
+        more=f"{_MESHES}\n",
+    )
+    command.add_argument(
+        "source",
+        metavar="CONFIG|PLAN",
+        help="a config as for `plan`, or a plan file with its meshes and policy",
+    )
+    _mesh_arguments(command, required=False)
+    command.add_argument("--config", metavar="CONFIG", help="with a PLAN of a model that is not built in: its config")
+    command.add_argument(
+        "--transport",
+        choices=("gloo", "nccl", "direct", "auto"),
+        default="gloo",
+        help="gloo moves a model on the CPU (default), the others one on this machine's GPUs",
+    )
+    command.add_argument(
+        "--engine",
+        choices=("auto", "vllm", "slices"),
+        default="auto",
+        help="a real vLLM model, or plain slices of the golden tensors; auto: vLLM where it is installed",
+    )
+    command.add_argument("--refits", type=int, default=3, metavar="N", help="each with new weights (default: 3)")
+    command.add_argument(
+        "--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of every wait (default: 60)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

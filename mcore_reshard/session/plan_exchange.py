@@ -1,0 +1,52 @@
+"""How the plan reaches every rank: one training rank publishes it on the session's store, generation ranks fetch it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+
+from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.rendezvous.shelf import Shelf
+from mcore_reshard.kernels.rendezvous.store import connected, store_address
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
+from mcore_reshard.planner.proof.prove import ProofError, prove
+
+_PLAN = "plan"
+
+
+def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> None:
+    """Put the plan where `fetch_plan` finds it: as JSON on the session's store. One rank does this."""
+    shelf = _shelf(store, session, timeout_s)
+    try:
+        shelf.set(_PLAN, dump_plan(plan))
+        shelf.check([_PLAN])  # answers once it has it: a frozen store takes what is set, too
+    except DistNetworkError as error:
+        raise SessionError(f"the plan was not published, lost {error}") from error
+
+
+def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> Plan:
+    """The plan that a training rank published, checked against its digest and proven again.
+
+    Raises SessionError when none appears within `timeout_s`, PlanFileError for a damaged one and ProofError.
+    """
+    shelf = _shelf(store, session, timeout_s)
+    try:
+        shelf.wait([_PLAN], timedelta(seconds=timeout_s))
+        text = shelf.get(_PLAN).decode()
+    except DistNetworkError as error:
+        raise SessionError(f"no plan was read, lost {error}") from error
+    except DistStoreError as error:
+        raise SessionError(
+            f"no training rank published a plan for session {session!r} within {timeout_s:g} s"
+        ) from error
+    plan = parse_plan(text, f"the plan published for session {session!r}")
+    proof = prove(plan)
+    if not proof.ok:
+        raise ProofError(proof)
+    return plan
+
+
+def _shelf(store: TCPStore | str, session: str, timeout_s: float) -> Shelf:
+    return Shelf(f"mcore-reshard/{session}/plan", connected(store_address(store), timeout_s))

@@ -1,0 +1,131 @@
+"""What a vLLM rank holds after `load_weights`, from plain slicing: the oracle for destination tensors.
+
+It shares no code with the planner and is itself compared with vLLM's own loaders, byte for byte (tests/engine). Where
+vLLM is not installed, `StandInEngine` takes the engine's place: the tensors of a rank and their loader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from .families import FAMILIES
+from .fp8 import quantise
+from .tables import Config, GenSizes, Table, empty_table
+
+__all__ = ["GenSizes", "StandInEngine", "engine_tensors", "expected_tensors", "poison"]
+
+POISON = 0xFF  # NaN in every floating-point dtype
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class StandInEngine:
+    """The tensors of one generation rank, without vLLM: same names, shapes and dtypes, poisoned, and a loader.
+
+    Raises ValueError for an unknown family or sizes that vLLM cannot serve the model with.
+    """
+
+    def __init__(self, config: Config, sizes: GenSizes, gen_rank: int, device: torch.device | str = "cpu") -> None:
+        self._config = config
+        self._table = _table(config, sizes, gen_rank)
+        self.tensors = {name: poisoned(shape, dtype, device) for name, (shape, dtype) in self._table.tensors.items()}
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+        """Write what these HF tensors determine; elements written per engine tensor.
+
+        Like vLLM's loaders it takes any subset in any order, skips what lies on other ranks and what vLLM drops
+        (multi-token-prediction layers, rotary tables, a tied lm_head), and casts to the dtype of the parameter.
+        Raises ValueError for a name or a shape that the model does not have.
+        """
+        written: dict[str, int] = {}
+        for name, tensor in named_tensors:
+            if name not in self._table.sources:
+                if is_dropped(name, self._config):
+                    continue
+                raise ValueError(f"the model has no parameter {name!r}")
+            shape, targets = self._table.sources[name]
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, wants {shape}")
+            for target in targets:
+                box = self.tensors[target.tensor][target.index]
+                box.copy_(target.take(tensor))
+                written[target.tensor] = written.get(target.tensor, 0) + box.numel()
+        return written
+
+    def destinations(self, name: str) -> set[str]:
+        """The engine tensors of this rank that an HF tensor is loaded into."""
+        return {target.tensor for target in self._table.sources[name][1]}
+
+    @property
+    def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every HF tensor of the model, also those that other ranks hold, and its shape."""
+        return {name: shape for name, (shape, _) in self._table.sources.items()}
+
+
+def expected_tensors(
+    config: Config, hf: Mapping[str, torch.Tensor], mesh: GenSizes, gen_rank: int
+) -> dict[str, torch.Tensor]:
+    """Every parameter tensor of a vLLM rank after `load_weights`, by vLLM name, from a whole checkpoint in HF names.
+
+    Vocabulary padding is zero. Raises ValueError for tensors that are missing, unknown or of a wrong shape, and for
+    sizes that cannot serve the model.
+    """
+    engine = StandInEngine(config, mesh, gen_rank)
+    missing = sorted(set(engine.checkpoint_shapes) - set(hf))
+    if missing:
+        raise ValueError(f"{len(missing)} HF tensors are missing: {', '.join(missing[:5])}")
+    written = engine.load_weights(hf.items())
+    for name, tensor in engine.tensors.items():
+        if written.get(name, 0) != tensor.numel():
+            raise AssertionError(f"{name}: {written.get(name, 0)} of {tensor.numel()} elements written")
+    return engine.tensors
+
+
+def engine_tensors(
+    config: Config, mesh: GenSizes, gen_rank: int, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """The poisoned parameter tensors of a vLLM rank, by vLLM name."""
+    return StandInEngine(config, mesh, gen_rank, device).tensors
+
+
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A tensor of which every byte is POISON, so that what nobody writes shows."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    poison(tensor)
+    return tensor
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Overwrite every byte with POISON, in place. `tensor` must be contiguous."""
+    if tensor.device.type != "meta":
+        tensor.detach().view(-1).view(torch.uint8).fill_(POISON)
+
+
+def is_dropped(name: str, config: Config) -> bool:
+    """Whether vLLM's loader ignores this HF tensor (models/utils.py, AutoWeightsLoader; deepseek_v2.py)."""
+    if "rotary_emb.inv_freq" in name or name.startswith("mtp."):
+        return True
+    if name == "lm_head.weight":
+        return bool(config["tie_word_embeddings"])
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    extra = config.get("num_nextn_predict_layers") or 0
+    return layer is not None and 0 <= int(layer[1]) - config["num_hidden_layers"] < extra
+
+
+def _table(config: Config, sizes: GenSizes, gen_rank: int) -> Table:
+    family = config["model_type"]
+    if family not in FAMILIES:
+        raise ValueError(f"unknown model family {family!r}, known: {', '.join(sorted(FAMILIES))}")
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"  # absent in gpt-oss
+    if name not in _DTYPES:
+        raise ValueError(f"config dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    layers = len(config["hybrid_override_pattern"]) if family == "nemotron_h" else config["num_hidden_layers"]
+    table = empty_table(sizes, gen_rank, layers, _DTYPES[name])
+    FAMILIES[family](table, config)
+    quantise(table, config)
+    if sizes.ep > 1 and not any(".experts." in source for source in table.sources):
+        raise ValueError(f"{family} has no experts: ep must be 1, not {sizes.ep}")
+    return table

@@ -1,0 +1,265 @@
+"""A real Megatron-Core trainer of a tiny model, built through Megatron-Bridge inside one training process.
+
+It stands for a policy worker in validation and in the demo: it holds weights over a real mesh, takes optimizer steps
+in place, and exports through Megatron-Bridge. On a GPU the real Transformer Engine holds the parameters where it is
+installed; elsewhere, and on the CPU, its stand-in does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_reshard.planner.layout.mesh import TrainMesh
+from mcore_reshard.planner.model.precision import Block
+from mcore_reshard.trainers.megatron.model import export_hf, local_tensors, require, train_mesh_of
+from mcore_reshard.trainers.megatron.quantized_pairs import export_with_pairs
+from mcore_reshard.trainers.quantized_export import Pairs
+from mcore_reshard.validation.trainer import bridge_backports, te_standin, te_standin_fp8
+
+LEARNING_RATE = 0.5
+
+# Megatron's own names: E4M3 with a scale for each block of 128 x 128 of a weight, and weights kept so.
+_FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True}
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One rank's share of a trainer. Every method is collective over the training world."""
+
+    bridge: Any
+    model_chunks: list[torch.nn.Module]
+    pairs: Pairs = field(default_factory=dict)  # what to export as FP8 data and scales
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's tensors as the refit binds them: see `mcore_reshard.trainers.megatron.model.local_tensors`."""
+        return local_tensors(self.model_chunks)
+
+    @property
+    def mesh(self) -> dict[str, Any]:
+        """The live mesh: see `mcore_reshard.trainers.megatron.model.train_mesh_of`."""
+        return train_mesh_of(self.model_chunks)
+
+    def load(self, checkpoint: Path | str) -> None:
+        """Replace all weights, in place, by those of a checkpoint of the same config."""
+        with te_standin.cpu_as_device(), _quiet():
+            self.bridge.load_hf_weights(self.model_chunks, hf_path=str(checkpoint))
+
+    def step(self) -> None:
+        """One SGD step in place on the loss |w|^2 / 2, whose gradient is w: every weight is halved, exactly.
+
+        Replicas stay equal and elements stay recognisable. Quantised weights are halved and quantised again. No data
+        passes through the model, since forward needs kernels that a CPU does not have. The router's bias, which
+        Megatron updates outside the optimizer, is halved too.
+        """
+        parameters = [p for chunk in self.model_chunks for p in chunk.parameters() if not _is_quantised(p)]
+        for parameter in parameters:
+            parameter.grad = parameter.detach().clone()
+        optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, foreach=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, tensor in self.tensors.items():
+            if name.endswith("router.expert_bias"):
+                tensor.mul_(1 - LEARNING_RATE)
+        with torch.no_grad():
+            for parameter in (p for chunk in self.model_chunks for p in chunk.parameters() if _is_quantised(p)):
+                parameter.copy_(parameter.dequantize() * (1 - LEARNING_RATE))
+
+    def export(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole HF tensors as the engine holds them: see `mcore_reshard.trainers.megatron.quantized_pairs.export_with_pairs`."""
+        return export_with_pairs(self.bridge, self.model_chunks, self.pairs, names)
+
+    def export_held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All of them as Megatron-Bridge gives them, nothing quantised: see `mcore_reshard.trainers.megatron.model.export_hf`."""
+        return export_hf(self.bridge, self.model_chunks)
+
+
+def _is_quantised(parameter: torch.nn.Parameter) -> bool:
+    return hasattr(parameter, "_rowwise_data")
+
+
+class Source:
+    """A trainer's tensors where a transport wants them: its own, or copies on a GPU of a model on the CPU."""
+
+    def __init__(self, trainer: Trainer, device: torch.device) -> None:
+        self._trainer = trainer
+        self._copies = None
+        if any(tensor.device.type != device.type for tensor in trainer.tensors.values()):
+            self._copies = {name: tensor.detach().to(device) for name, tensor in trainer.tensors.items()}
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._trainer.tensors if self._copies is None else self._copies
+
+    def refresh(self) -> None:
+        """Bring the copies up to the model, in place."""
+        if self._copies is not None:
+            for name, tensor in self._trainer.tensors.items():
+                self._copies[name].copy_(tensor.detach())
+
+
+def prepare(*, on_cuda: bool = False) -> None:
+    """Import everything a trainer needs; called before a fork, it is paid once for all processes.
+
+    `on_cuda` says where models are wanted; they are on the CPU all the same where Transformer Engine is missing.
+    Raises ImportError naming the extra when Megatron is not installed.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with _quiet():
+        te_standin.install(on_cuda=on_cuda)
+        require("megatron.core")
+        require("megatron.bridge")
+    bridge_backports.apply()
+    _register_configs()
+
+
+def build_trainer(
+    checkpoint: Path | str,
+    mesh: TrainMesh,
+    *,
+    grouped_experts: bool = True,
+    vocab_multiple: int | None = None,
+    fp8_block: Block | None = None,
+    pairs: Pairs | None = None,
+) -> Trainer:
+    """Build the checkpoint's model over `mesh` and load it. The default process group must be the training world.
+
+    With the real Transformer Engine the model is on the current CUDA device, with its stand-in on the CPU.
+    `grouped_experts=False` gives one module an expert (SequentialMLP) instead of grouped tensors (TEGroupedMLP).
+    The vocabulary is padded with zero rows to a multiple of `vocab_multiple * tp`; None keeps the checkpoint's size
+    where TP divides it, and elsewhere pads with Megatron-Bridge's divisor (a power of two up to 128 that divides it).
+    `fp8_block` keeps the weights of linear layers quantised (`fp8_param`, the blockwise recipe), in blocks of this size,
+    which the real Transformer Engine has at 128 x 128 alone. `pairs` are what `export` yields as FP8 data and scales.
+    Raises ValueError when the world has not the mesh's size, or Transformer Engine not these blocks.
+    """
+    if fp8_block not in {None, (128, 128)} and te_standin.is_real():
+        raise ValueError(f"Transformer Engine quantises in blocks of 128x128, not of {fp8_block[0]}x{fp8_block[1]}")
+    if torch.distributed.get_world_size() != mesh.world:
+        raise ValueError(f"the mesh has {mesh.world} ranks and the world {torch.distributed.get_world_size()}")
+    prepare()
+    from megatron.bridge import AutoBridge
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    with te_standin.cpu_as_device(), _quiet():
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=mesh.tp,
+            pipeline_model_parallel_size=mesh.pp,
+            virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
+            context_parallel_size=mesh.cp,
+            expert_model_parallel_size=mesh.ep,
+            expert_tensor_parallel_size=mesh.etp,
+            create_gloo_process_groups=False,
+        )
+        if te_standin.is_real():
+            model_parallel_cuda_manual_seed(1)  # else nothing can be initialised on a GPU
+        bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
+        provider = bridge.to_megatron_provider(load_weights=False)
+        if hasattr(provider, "q_lora_rank"):  # Bridge takes an absent low rank for its provider's default
+            provider.q_lora_rank = bridge.hf_pretrained.config.q_lora_rank
+        if (
+            getattr(provider, "moe_shared_expert_intermediate_size", None) == 0
+        ):  # without shared experts: None to Megatron
+            provider.moe_shared_expert_intermediate_size = None
+        for name, value in _provider_fields(provider, mesh, grouped_experts, vocab_multiple).items():
+            setattr(provider, name, value)
+        for name, value in (_FP8 if fp8_block else {}).items():
+            setattr(provider, name, value)
+        provider.finalize()
+        with te_standin_fp8.use_block(fp8_block or (128, 128)):
+            chunks = provider.provide_distributed_model(
+                wrap_with_ddp=False, use_cpu_initialization=not te_standin.is_real(), bf16=True
+            )
+    trainer = Trainer(bridge, chunks, pairs or {})
+    trainer.load(checkpoint)
+    return trainer
+
+
+def _provider_fields(
+    provider: Any, mesh: TrainMesh, grouped_experts: bool, vocab_multiple: int | None
+) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "tensor_model_parallel_size": mesh.tp,
+        "pipeline_model_parallel_size": mesh.pp,
+        "virtual_pipeline_model_parallel_size": mesh.vpp if mesh.vpp > 1 else None,
+        "context_parallel_size": mesh.cp,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+        "sequence_parallel": mesh.tp > 1,
+        "pipeline_dtype": torch.bfloat16,
+        "should_pad_vocab": vocab_multiple is not None or provider.vocab_size % mesh.tp != 0,
+        "make_vocab_size_divisible_by": vocab_multiple or math.gcd(provider.vocab_size, 128),
+        # These need CUDA kernels or streams already when the model is built.
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "moe_permute_fusion": False,
+        "moe_shared_expert_overlap": False,
+        "moe_token_dispatcher_type": "allgather",
+    }
+    if getattr(provider, "num_moe_experts", None):
+        fields["moe_grouped_gemm"] = grouped_experts
+    return fields | _pipeline_fields(provider, mesh)
+
+
+def _pipeline_fields(provider: Any, mesh: TrainMesh) -> dict[str, Any]:
+    """An uneven pipeline, in the two ways that Megatron takes it."""
+    if not mesh.layers:
+        return {}
+    counts = mesh.chunk_layers(provider.num_layers)
+    if not hasattr(provider, "hybrid_override_pattern"):
+        chunks = [["decoder"] * count for count in counts]
+        chunks[0].insert(0, "embedding")
+        chunks[-1].append("loss")
+        return {"pipeline_model_parallel_layout": chunks}
+    if len(set(counts[1:-1])) > 1:
+        raise ValueError("a pipeline of a hybrid model can differ only in its first and last stage")
+    return {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron's chatter about absent kernels and progress would drown a validation report."""
+    loggers = [logging.getLogger(), logging.getLogger("transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(_Discard()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _register_configs() -> None:
+    """Let transformers read configs of families that it lacks; Bridge asks it for nothing but the config."""
+    import transformers
+
+    if "kimi_k2" not in transformers.CONFIG_MAPPING:
+        kimi_k2 = type("KimiK2Config", (transformers.DeepseekV3Config,), {"model_type": "kimi_k2"})
+        transformers.AutoConfig.register("kimi_k2", kimi_k2)
+    if "nemotron_h" not in transformers.CONFIG_MAPPING:
+        code = {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}  # Bridge reads the class name
+        nemotron_h = type(
+            "NemotronHConfig", (transformers.PretrainedConfig,), {"model_type": "nemotron_h", "auto_map": code}
+        )
+        transformers.AutoConfig.register("nemotron_h", nemotron_h)
+
+
+class _Discard:
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None: ...

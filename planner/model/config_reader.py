@@ -1,0 +1,251 @@
+"""Reads a Hugging Face config field by field and reports everything wrong with it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from .parameters import Attention, Quantization
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_LARGEST_SIZE = 1 << 24  # bytes of a tensor stay countable in 64 bits
+_LARGEST_DEPTH = 1 << 12  # layers are enumerated
+_DEPTHS = {"num_hidden_layers", "num_nextn_predict_layers"}
+# of published configs, where they look like one that is: Mamba's n_groups, and the pattern of the main layers
+_FIELDS_NOT_READ = {"n_group", "mtp_hybrid_override_pattern"}
+
+
+class ConfigError(ValueError):
+    """A config that no catalogue can be made from. `problems` lists all that is wrong; the message says what to do."""
+
+    def __init__(self, subject: str, problems: Sequence[str], remedy: str = "") -> None:
+        self.subject = subject
+        self.problems = tuple(problems)
+        self.remedy = remedy
+        if len(self.problems) == 1 and not remedy:
+            message = f"{subject}: {self.problems[0]}"
+        else:
+            lines = [f"{subject}: {_count(self.problems)}", *(f"  - {problem}" for problem in self.problems), remedy]
+            message = "\n".join(line for line in lines if line)
+        super().__init__(message)
+
+
+def looks_like(name: str, keys: Iterable[str]) -> str:
+    """Asks about the key that may be a misspelt `name`; empty where none comes close.
+
+    Real fields differ by a few letters too (`qk_nope_head_dim`, `qk_rope_head_dim`): leave those out that are read.
+    """
+    close = _closest(name, keys)
+    return f"; did you mean it by {close!r}?" if close else ""
+
+
+def _closest(name: str, names: Iterable[str]) -> str:
+    """The one that a slip of a letter or two turns into `name`; empty where there is none."""
+    return next(iter(get_close_matches(name, names, n=1, cutoff=0.9)), "")
+
+
+def _count(problems: Sequence[str]) -> str:
+    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+
+
+class ConfigReader:
+    """Typed access to one config. Bad fields are noted, not raised, so that `finish` can report all of them.
+
+    A size has no default unless the family's modeling code derives one: a config that leaves out a width is incomplete,
+    and a width guessed from another model would be wrong without a sound.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._read: set[str] = set()
+        self._bad: set[str] = set()
+        self._problems: list[tuple[str, str]] = []  # and the field that is missing, if one is
+
+    def size(self, name: str, *aliases: str, minimum: int = 1, default: int | None = None) -> int:
+        """An integer field from `minimum` up to what can be planned; null or absent means `default`, an error without one."""
+        found, value = self._look_up(name, aliases)
+        if value is None:
+            if default is not None:
+                return default
+            if found:
+                self._note(name, f"{name} is null, an integer is needed")
+            else:
+                self.note_missing(name)
+            return minimum
+        if isinstance(value, bool) or not isinstance(value, int):
+            self._note(name, f"{name} is {value!r}, an integer is needed")
+            return minimum
+        if value < minimum:
+            self._note(name, f"{name} is {value}, at least {minimum} is needed")
+            return minimum
+        largest = _LARGEST_DEPTH if name in _DEPTHS else _LARGEST_SIZE
+        if value > largest:
+            self._note(name, f"{name} is {value}, no more than {largest:,} is supported")
+            return minimum
+        return value
+
+    def optional_size(self, name: str) -> int:
+        """An integer field that must be there but may be null; null and 0 read as 0."""
+        if name not in self._config:
+            self.note_missing(name, " (null where the model has none)")
+            return 0
+        return self.size(name, minimum=0, default=0)
+
+    def require(self, name: str) -> None:
+        """Notes a field that is absent, though it may be null."""
+        if name not in self._config:
+            self.note_missing(name)
+
+    def has(self, name: str) -> bool:
+        return self._value(name) is not None
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._value(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self._note(name, f"{name} is {value!r}, true or false is needed")
+            return default
+        return value
+
+    def text(self, name: str) -> str | None:
+        value = self._value(name)
+        if value is not None and not isinstance(value, str):
+            self._note(name, f"{name} is {value!r}, a string is needed")
+            return None
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any] | None:
+        value = self._value(name)
+        if value is not None and not isinstance(value, Mapping):
+            self._note(name, f"{name} is {value!r}, an object is needed")
+            return None
+        return value
+
+    def items(self, name: str, kind: type) -> tuple[Any, ...] | None:
+        """A list whose entries are all of type `kind`; None where absent or null."""
+        value = self._value(name)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or not all(type(item) is kind for item in value):
+            self._note(name, f"{name} is {value!r}, a list of {kind.__name__} is needed")
+            return None
+        return tuple(value)
+
+    def dtype(self) -> str:
+        """`dtype`, or `torch_dtype` as it was called before transformers 4.56; bfloat16 where neither is set."""
+        found = {self.text(name) for name in ("dtype", "torch_dtype")} - {None}
+        names = {str(value).removeprefix("torch.") for value in found}
+        if len(names) > 1:
+            self._note("dtype", f"dtype and torch_dtype differ: {' and '.join(sorted(names))}")
+        name = min(names, default="bfloat16")
+        if name not in _DTYPES:
+            self._note("dtype", f"dtype is {name!r}, one of {', '.join(_DTYPES)} is needed")
+            return "bfloat16"
+        return name
+
+    def check(self, holds: bool, problem: str, *fields: str) -> None:
+        """Notes `problem` unless it `holds`; silent where one of `fields` is bad itself, which is the news then."""
+        if not holds and not self._bad.intersection(fields):
+            self._problems.append((problem, ""))
+
+    def note_missing(self, name: str, remark: str = "") -> None:
+        self._bad.add(name)
+        self._problems.append((f"{name} is missing{remark}", name))
+
+    def problems(self) -> list[str]:
+        """All that was noted. Once every field has been read, one of another name may be a misspelt absent one: missing,
+        or with a default that nobody asked for."""
+        others = [name for name in self._config if name not in self._read | _FIELDS_NOT_READ]
+        found = [problem + (looks_like(missing, others) if missing else "") for problem, missing in self._problems]
+        defaulted = self._read - self._config.keys() - {missing for _, missing in self._problems}
+        meant = {name: _closest(name, sorted(defaulted)) for name in others}
+        return found + [f"unknown field {name!r}: is {right!r} meant?" for name, right in meant.items() if right]
+
+    def finish(self) -> None:
+        """Raises `ConfigError` with all that was noted, if anything was."""
+        if problems := self.problems():
+            family = self._config.get("model_type")
+            raise ConfigError(f"{family} config", problems, "Correct these fields in config.json.")
+
+    def _look_up(self, name: str, aliases: tuple[str, ...]) -> tuple[bool, Any]:
+        for key in (name, *aliases):
+            if (value := self._value(key)) is not None:
+                return True, value
+        return any(key in self._config for key in (name, *aliases)), None
+
+    def _value(self, name: str) -> Any:
+        self._read.add(name)
+        return self._config.get(name)
+
+    def _note(self, field: str, problem: str) -> None:
+        self._bad.add(field)
+        self._problems.append((problem, ""))
+
+
+def read_attention(
+    reader: ConfigReader,
+    hidden: int,
+    derive_head_dim: bool = True,
+    derive_kv_heads: bool = False,
+    alias: str = "head_dim",
+) -> Attention:
+    """Heads, key/value heads (as many where null) and the head size (`hidden / heads` where absent and derivable).
+
+    Absent key/value heads are as many in Llama alone: transformers takes a number from some checkpoint in other families.
+    """
+    heads = reader.size("num_attention_heads")
+    if not derive_kv_heads:
+        reader.require("num_key_value_heads")
+    kv_heads = reader.size("num_key_value_heads", default=heads)
+    reader.check(
+        heads % kv_heads == 0,
+        f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    if not derive_head_dim or reader.has("head_dim") or reader.has(alias):
+        return Attention(heads, kv_heads, reader.size("head_dim", alias))
+    reader.check(
+        hidden % heads == 0,
+        f"hidden_size {hidden} is not divisible by num_attention_heads {heads}, and there is no head_dim",
+        "hidden_size",
+        "num_attention_heads",
+    )
+    return Attention(heads, kv_heads, max(1, hidden // heads))
+
+
+def read_quantization(reader: ConfigReader) -> Quantization | None:
+    """The config's `quantization_config`, None where it has none. Of two lists of modules the first that lists any counts;
+    MXFP8 has the first alone.
+
+    Source: vllm/model_executor/layers/quantization/fp8.py, Fp8Config.from_config; modelopt.py, ModelOptMxFp8Config.
+    """
+    stated = reader.mapping("quantization_config")
+    if stated is None:
+        return None
+    inner = ConfigReader(stated)
+    method = inner.text("quant_method")
+    if not inner.has("quant_method"):
+        inner.note_missing("quant_method")
+    block = inner.items("weight_block_size", int)
+    two_sizes = block is None or (len(block) == 2 and min(block) > 0)
+    inner.check(two_sizes, f"weight_block_size is {block}, two sizes are needed")
+    if two_sizes and block:
+        inner.check(
+            max(block) <= _LARGEST_SIZE, f"weight_block_size is {block}, no more than {_LARGEST_SIZE:,} is supported"
+        )
+    scheme = inner.text("activation_scheme")
+    inner.check(
+        not (method == "fp8" and block and scheme == "static"),
+        "activation_scheme is 'static', and block-wise quantization only supports dynamic activation: vLLM refuses it",
+    )
+    lists = [inner.items(name, str) for name in ("ignored_layers", "modules_to_not_convert")]
+    not_converted = next((found for found in lists[: 1 if method == "mxfp8" else 2] if found), ())
+    problems = inner.problems()
+    for problem in problems:
+        reader.check(False, f"quantization_config: {problem}")
+    if problems or method is None:
+        return None
+    return Quantization(method, (block[0], block[1]) if block else None, not_converted)

@@ -1,0 +1,60 @@
+"""Model configs: Hugging Face `config.json` files, and built-in ones that need no download.
+
+Published models carry the fields of the `config.json` of meta-llama/Llama-3.1-8B, Qwen/Qwen3-4B, Qwen/Qwen3-30B-A3B,
+Qwen/Qwen3-235B-A22B, deepseek-ai/DeepSeek-V3, moonshotai/Kimi-K2-Instruct, nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16,
+openai/gpt-oss-20b and openai/gpt-oss-120b. The `tiny-` ones have a family's every part in sizes for tests
+(tiny-moonlight: DeepSeek-V3 without a low rank of queries; `-fp8`: quantised in blocks of 128 by 128, a few a matrix).
+"""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from mcore_reshard.planner.model.config_reader import ConfigError
+
+_FOLDER = Path(__file__).parent
+
+
+def builtin_names() -> tuple[str, ...]:
+    """Names that `load_config` knows without a file, sorted."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+def load_config(name_or_path: str | Path) -> dict[str, Any]:
+    """The config called `name_or_path`: a `config.json`, a folder with one, or a built-in name.
+
+    A file or folder of that name goes before the built-in. Raises `ConfigError` where nothing is found, with the names
+    that come close, and where the file is no JSON object.
+    """
+    path = find_config(name_or_path)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(str(path), [f"not readable as JSON: {error}"]) from error
+    if not isinstance(config, dict):
+        raise ConfigError(str(path), [f"holds a JSON {type(config).__name__}, not an object"])
+    return config
+
+
+def find_config(name_or_path: str | Path) -> Path:
+    """The file that `load_config` reads. Raises `ConfigError` where nothing is found."""
+    name = str(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    builtin = _FOLDER / f"{name}.json"
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return path / "config.json"
+        if name not in builtin_names():
+            raise ConfigError(name, ["the folder holds no config.json"])
+    if name in builtin_names():
+        return builtin
+    close = get_close_matches(name.lower(), builtin_names(), n=3, cutoff=0.5)
+    problem = "is no file, no folder, and no built-in config"
+    if close:
+        problem += f"; did you mean {' or '.join(close)}?"
+    raise ConfigError(name, [problem], remedy=f"built-in configs: {', '.join(builtin_names())}")

@@ -1,0 +1,60 @@
+"""From a Hugging Face config to a catalogue: one function per `model_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from mcore_reshard.planner.model.config_reader import ConfigError, looks_like
+from mcore_reshard.planner.model.parameters import Catalogue
+
+from .deepseek_v3 import deepseek_v3, kimi_k2
+from .dense import llama, mistral, qwen2, qwen3
+from .gpt_oss import gpt_oss
+from .nemotron_h import nemotron_h
+from .qwen3_moe import qwen3_moe
+
+__all__ = ["FAMILIES", "ConfigError", "as_published", "catalogue_from_config"]
+
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Catalogue]] = {
+    "deepseek_v3": deepseek_v3,
+    "gpt_oss": gpt_oss,
+    "kimi_k2": kimi_k2,
+    "llama": llama,
+    "mistral": mistral,
+    "nemotron_h": nemotron_h,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
+
+# What transformers 5 calls fields in the configs that it writes (`attribute_map` of its config classes).
+_WRITTEN_AS = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+
+
+def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its fields named as in published checkpoints, whichever transformers wrote it."""
+    written = _WRITTEN_AS.get(str(config.get("model_type")), {})
+    renamed = {name: config[other] for other, name in written.items() if other in config and name not in config}
+    return {name: value for name, value in config.items() if name not in written} | renamed
+
+
+def catalogue_from_config(config: Mapping[str, Any]) -> Catalogue:
+    """Every parameter of the model that `config` (an HF config.json) describes.
+
+    Raises `ConfigError`: for a `model_type` that no family knows, or listing every field that is missing, misspelt, of
+    the wrong type, or at odds with another.
+    """
+    family = config.get("model_type")
+    if isinstance(family, str) and family in FAMILIES:
+        return FAMILIES[family](as_published(config))
+    problem = f"model_type {family!r} is not known"
+    if family is None:
+        problem = f"model_type is missing{looks_like('model_type', config)}"
+    if "text_config" in config:
+        problem += "; if this is a multimodal model, pass its text_config"
+    close = get_close_matches(str(family), FAMILIES, n=2, cutoff=0.6)
+    if close:
+        problem += f"; did you mean {' or '.join(close)}?"
+    raise ConfigError("config", [problem], f"Known families: {', '.join(FAMILIES)}.")

@@ -1,0 +1,188 @@
+"""Nemotron-H and Nemotron-3-Nano: one mixer a layer, Mamba2, attention, MLP or experts, none of them gated.
+
+Names are the published checkpoints' (`backbone.`). Shapes mirror `modeling_nemotron_h.py`, that of the checkpoints and
+that of transformers 5, which calls the backbone `model` and stacks the experts in memory.
+
+The published Nemotron-3-Nano stores `gate.weight` in fp32, Nemotron-3-Super in bf16, and no field of the config says
+which. Listed is the config's dtype, in which transformers 5 and Megatron-Core hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention, read_quantization
+from mcore_reshard.planner.model.parameters import Architecture, Catalogue, Mamba, ParameterGroup, Role
+
+from .blocks import (
+    Layers,
+    attention,
+    embedding,
+    experts,
+    final_norm,
+    lm_head,
+    mlp,
+    shared_experts,
+)
+
+# layers_block_type of transformers 5, and its older names, by letter of hybrid_override_pattern
+_KINDS = {
+    "mamba": "M",
+    "linear_attention": "M",
+    "attention": "*",
+    "full_attention": "*",
+    "mlp": "-",
+    "moe": "E",
+}
+_LETTERS = "M*-E"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixture:
+    """The sizes of a layer of experts. `latent` 0: experts work on the hidden size itself."""
+
+    count: int = 0
+    width: int = 0
+    shared_width: int = 0
+    latent: int = 0
+
+
+def nemotron_h(config: Mapping[str, Any]) -> Catalogue:
+    """Which layer is what comes from `hybrid_override_pattern` (M, *, -, E) or `layers_block_type`.
+
+    Sizes of a kind of layer that the model does not have need not be in the config.
+    """
+    reader = ConfigReader(config)
+    hidden, vocab = reader.size("hidden_size"), reader.size("vocab_size")
+    pattern = _read_pattern(reader)
+    numbers = read_attention(reader, hidden, alias="attention_head_dim")
+    mamba = _read_mamba(reader) if "M" in pattern else None
+    width = reader.size("intermediate_size") if "-" in pattern else 0
+    mamba_bias, mlp_bias = reader.flag("use_bias"), reader.flag("mlp_bias")
+    mixture = _read_mixture(reader, mlp_bias) if "E" in pattern else _Mixture()
+    conv_bias, attention_bias = reader.flag("use_conv_bias", default=True), reader.flag("attention_bias")
+    reader.check(
+        reader.size("num_nextn_predict_layers", minimum=0, default=0) == 0,
+        "multi-token prediction is not known here; num_nextn_predict_layers 0 plans the model without it",
+    )
+    tied, dtype = reader.flag("tie_word_embeddings"), reader.dtype()
+    quantization = read_quantization(reader)
+    reader.finish()
+    layers = {
+        letter: Layers(_places(pattern, letter), hidden, dtype, prefix="backbone.layers.{layer}") for letter in _LETTERS
+    }
+    groups = (
+        *embedding("backbone.embeddings.weight", vocab, hidden, dtype),
+        *layers["M"].norm("norm", Role.MAMBA_NORM),
+        *(_mamba(layers["M"], mamba, mamba_bias, conv_bias) if mamba else ()),
+        *layers["*"].norm("norm", Role.ATTENTION_NORM),
+        *attention(layers["*"], numbers, "mixer", qkv_bias=attention_bias, o_bias=attention_bias),
+        *layers["-"].norm("norm", Role.MLP_NORM),
+        *mlp(layers["-"], width, "mixer", gated=False, bias=mlp_bias),
+        *layers["E"].norm("norm", Role.MOE_NORM),
+        *_mixture(layers["E"], mixture),
+        *final_norm("backbone.norm_f.weight", hidden, dtype),
+        *lm_head(vocab, hidden, dtype, tied),
+    )
+    architecture = Architecture(
+        "nemotron_h",
+        hidden,
+        len(pattern),
+        vocab,
+        tied,
+        numbers,
+        intermediate=width,
+        experts=mixture.count,
+        expert_intermediate=mixture.width,
+        shared_intermediate=mixture.shared_width,
+        gated=False,
+        mamba=mamba,
+    )
+    return Catalogue(architecture, groups, dtype, quantization)
+
+
+def _places(pattern: str, letter: str) -> tuple[int, ...]:
+    return tuple(place for place, found in enumerate(pattern) if found == letter)
+
+
+def _read_pattern(reader: ConfigReader) -> str:
+    """One letter a layer, however the config writes it; empty where it is wrong."""
+    pattern, kinds = reader.text("hybrid_override_pattern"), reader.items("layers_block_type", str)
+    if not pattern and not kinds:
+        reader.note_missing("hybrid_override_pattern", " (layers_block_type would do as well)")
+        return ""
+    strange = sorted(set(pattern or "") - set(_LETTERS)) + sorted(set(kinds or ()) - set(_KINDS))
+    if strange:
+        known = [*_LETTERS] if pattern else list(_KINDS)
+        reader.check(False, f"layer kinds {strange} are not known, these are: {known}")
+        return ""
+    listed = "".join(_KINDS[kind] for kind in kinds or ())
+    reader.check(not (pattern and listed) or pattern == listed, "hybrid_override_pattern and layers_block_type differ")
+    letters = pattern or listed
+    count = reader.size("num_hidden_layers", default=len(letters))
+    reader.check(
+        count == len(letters), f"num_hidden_layers is {count}, the pattern has {len(letters)}", "num_hidden_layers"
+    )
+    return letters
+
+
+def _read_mamba(reader: ConfigReader) -> Mamba:
+    mamba = Mamba(
+        heads=reader.size("mamba_num_heads"),
+        head_dim=reader.size("mamba_head_dim"),
+        groups=reader.size("n_groups", "mamba_n_groups"),
+        state=reader.size("ssm_state_size"),
+        kernel=reader.size("conv_kernel", "mamba_d_conv"),
+    )
+    reader.check(
+        mamba.heads % mamba.groups == 0,
+        f"mamba_num_heads {mamba.heads} is not divisible by n_groups {mamba.groups}",
+        "mamba_num_heads",
+        "n_groups",
+    )
+    return mamba
+
+
+def _read_mixture(reader: ConfigReader, bias: bool) -> _Mixture:
+    reader.check(not bias, "mlp_bias is true: the checkpoints' code gives experts biases, transformers 5 does not")
+    shared = reader.optional_size("n_shared_experts")
+    reader.check(shared <= 1, f"n_shared_experts is {shared}: transformers and vLLM give them different widths")
+    return _Mixture(
+        count=reader.size("n_routed_experts"),
+        width=reader.size("moe_intermediate_size"),
+        shared_width=reader.size("moe_shared_expert_intermediate_size") if shared else 0,
+        latent=reader.size("moe_latent_size", minimum=0, default=0),
+    )
+
+
+def _mamba(layers: Layers, mamba: Mamba, bias: bool, conv_bias: bool) -> Iterator[ParameterGroup]:
+    """`in_proj` rows are z, x, B, C, dt; the convolution runs over x, B, C."""
+    unknown = Role.UNKNOWN if bias else None
+    convolved = mamba.d_inner + 2 * mamba.groups * mamba.state
+    rows = mamba.d_inner + convolved + mamba.heads
+    yield from layers.linear("mixer.in_proj", Role.MAMBA_IN, rows, layers.hidden, unknown)
+    yield from layers.group("mixer.conv1d.weight", Role.MAMBA_CONV, convolved, 1, mamba.kernel)
+    if conv_bias:
+        yield from layers.group("mixer.conv1d.bias", Role.MAMBA_CONV_BIAS, convolved)
+    yield from layers.group("mixer.A_log", Role.MAMBA_A_LOG, mamba.heads)
+    yield from layers.group("mixer.D", Role.MAMBA_D, mamba.heads)
+    yield from layers.group("mixer.dt_bias", Role.MAMBA_DT_BIAS, mamba.heads)
+    yield from layers.norm("mixer.norm", Role.MAMBA_GATE_NORM, mamba.d_inner)
+    yield from layers.linear("mixer.out_proj", Role.MAMBA_OUT, layers.hidden, mamba.d_inner, unknown)
+
+
+def _mixture(layers: Layers, mixture: _Mixture) -> Iterator[ParameterGroup]:
+    """Router with an fp32 bias, experts, a shared expert. Nemotron-3-Super's experts work on a smaller size; no layout
+    rule knows the projections there and back."""
+    yield from layers.linear("mixer.gate", Role.ROUTER, mixture.count, layers.hidden)
+    yield from layers.group("mixer.gate.e_score_correction_bias", Role.EXPERT_BIAS, mixture.count, dtype="float32")
+    if mixture.latent:
+        yield from layers.linear("mixer.fc1_latent_proj", Role.UNKNOWN, mixture.latent, layers.hidden)
+    inner = replace(layers, hidden=mixture.latent) if mixture.latent else layers
+    yield from experts(inner, mixture.count, mixture.width, "mixer", gated=False)
+    if mixture.latent:
+        yield from layers.linear("mixer.fc2_latent_proj", Role.UNKNOWN, layers.hidden, mixture.latent)
+    if mixture.shared_width:
+        yield from shared_experts(layers, mixture.shared_width, "mixer.shared_experts", gated=False)

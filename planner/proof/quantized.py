@@ -1,0 +1,241 @@
+"""The proof of precision: quantised weights travel with their own scales, and dtypes change only where declared."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from mcore_reshard.planner.layout.block_scales import blocks_touched
+from mcore_reshard.planner.layout.geometry import Piece
+from mcore_reshard.planner.layout.partitions import Shards
+from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup, Role
+from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
+from mcore_reshard.planner.plan.plan import Bundle, Pair, Plan, Template
+
+from .report import Violation, all_ranks, bundle_name, bundle_ranks
+
+_SCALES = {"float32", "uint8"}
+
+
+# --- references
+
+
+def check_pair_references(plan: Plan) -> Iterator[Violation]:
+    """Pairs and casts name groups that exist, with blocks that a matrix can have."""
+    for pair in plan.pairs:
+        if message := _pair_dangles(plan, pair):
+            yield Violation("references", f"pair {pair.weight}, {pair.scales}", all_ranks(plan), message)
+    for cast in plan.casts:
+        if not 0 <= cast.group < len(plan.groups) or not {cast.src, cast.dst} <= ITEMSIZE.keys():
+            message = f"group {cast.group} of {len(plan.groups)} is cast from {cast.src} to {cast.dst}"
+            yield Violation("references", f"cast of group {cast.group}", all_ranks(plan), message)
+
+
+def _pair_dangles(plan: Plan, pair: Pair) -> str:
+    if not all(0 <= group < len(plan.groups) for group in (pair.weight, pair.scales)):
+        return f"groups {pair.weight} and {pair.scales} are not both among the plan's {len(plan.groups)}"
+    if pair.weight == pair.scales or min(pair.block) < 1:
+        return f"blocks of {pair.block} of group {pair.weight} with scales in {pair.scales}"
+    if len(plan.groups[pair.weight].view) != 2 or len(plan.groups[pair.scales].view) != 2:
+        return "weight and scales are not both matrices"
+    return ""
+
+
+# --- pairs
+
+
+def check_pairs(plan: Plan) -> Iterator[Violation]:
+    """Weight and scales have one route, the same bundles, and cuts and moves that agree block by block."""
+    bundles: dict[int, list[int]] = defaultdict(list)
+    for index, bundle in enumerate(plan.bundles):
+        bundles[bundle.group].append(index)
+    yield from _membership(plan)
+    yield from _blocks(plan, bundles.keys())
+    unplanned = [Counter(u.group for u in routes) for routes in (plan.misc, plan.excluded)]
+    casts = {cast.group for cast in plan.casts}
+    checked: dict[tuple[int, int, tuple[int, int], bool, str], str] = {}
+    for pair in plan.pairs:
+        weight, scales = plan.groups[pair.weight], plan.groups[pair.scales]
+        if message := _group_fault(weight, scales, pair):
+            yield Violation("pairs", scales.pattern, all_ranks(plan), message)
+            continue
+        if any(routes[pair.weight] != routes[pair.scales] for routes in unplanned):
+            yield Violation("pairs", scales.pattern, all_ranks(plan), f"{weight.pattern} travels by another route")
+            continue
+        beside = {_place(plan.bundles[index]): plan.bundles[index] for index in bundles[pair.scales]}
+        for index in bundles[pair.weight]:
+            bundle = plan.bundles[index]
+            found = beside.pop(_place(bundle), None)
+            if found is None:
+                message = "its scales do not travel with it: no bundle of theirs has the same members, ranks and turn"
+                yield Violation("pairs", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+                continue
+            key = (bundle.template, found.template, pair.block, pair.weight in casts, scales.dtype)
+            if key not in checked:
+                templates = plan.templates[bundle.template], plan.templates[found.template]
+                checked[key] = _template_fault(*templates, pair, weight, scales, pair.weight in casts)
+            if checked[key]:
+                yield Violation("pairs", bundle_name(plan, found), bundle_ranks(plan, found), checked[key])
+        for bundle in beside.values():
+            message = "scales travel without their weight: no bundle of its has the same members, ranks and turn"
+            yield Violation("pairs", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+
+
+def _membership(plan: Plan) -> Iterator[Violation]:
+    """A group is in one pair at most, and whatever arrives in FP8 is the weight of one."""
+    members = Counter(group for pair in plan.pairs for group in (pair.weight, pair.scales))
+    for group, count in members.items():
+        if count > 1:
+            yield Violation("pairs", plan.groups[group].pattern, all_ranks(plan), f"it is in {count} pairs")
+    weights = {pair.weight for pair in plan.pairs}
+    lone: set[tuple[int, int]] = set()
+    for bundle in plan.bundles:
+        use = (bundle.group, bundle.template)
+        if bundle.group not in weights and use not in lone:
+            lone.add(use)
+            if FP8 in _dtypes(plan.templates[bundle.template].dst):
+                message = f"{FP8} arrives, and no scales are paired with it"
+                yield Violation("pairs", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+
+
+def _blocks(plan: Plan, bulk: Collection[int]) -> Iterator[Violation]:
+    """Blocks have one size, unless every matrix is a block of its own."""
+    first: Pair | None = None
+    for pair in plan.pairs:
+        if pair.weight in bulk and pair.block != plan.groups[pair.weight].view:
+            first = first or pair
+            if pair.block != first.block:
+                message = f"blocks of {pair.block}, while {plan.groups[first.weight].pattern} has {first.block}"
+                yield Violation("pairs", plan.groups[pair.scales].pattern, all_ranks(plan), message)
+
+
+def _group_fault(weight: ParameterGroup, scales: ParameterGroup, pair: Pair) -> str:
+    grid = grid_of((weight.view[0], weight.view[1]), pair.block)
+    if scales.view != grid:
+        return f"{scales.view} scales for {weight.pattern} {weight.view} in blocks of {pair.block}, which are {grid}"
+    for what in ("role", "layers", "experts", "mtp"):
+        if getattr(weight, what) != getattr(scales, what):
+            return f"paired with {weight.pattern}, of which it does not have the {what}"
+    if weight.dtype != FP8 or scales.dtype not in _SCALES:
+        return f"{scales.dtype} scales for {weight.pattern} in {weight.dtype}"
+    return ""
+
+
+def _place(bundle: Bundle) -> Bundle:
+    """What a weight's bundle and that of its scales have in common: all but group and template."""
+    return replace(bundle, group=0, template=0)
+
+
+def _template_fault(weight: Template, scales: Template, pair: Pair, group: ParameterGroup,
+                    scales_group: ParameterGroup, is_cast: bool) -> str:  # fmt: skip
+    """Why two templates do not agree block by block ("" when they do)."""
+    for data, grid, is_src in ((weight.src, scales.src, True), (weight.dst, scales.dst, False)):
+        if len(data.pieces) != len(grid.pieces):
+            return f"{len(data.pieces)} shards of the weight, {len(grid.pieces)} of its scales"
+        for shard, (held, beside) in enumerate(zip(data.pieces, grid.pieces, strict=True)):
+            if len(held) != len(beside):
+                return f"shard {shard} has {len(held)} pieces of the weight and {len(beside)} of its scales"
+            for piece, scale in zip(held, beside, strict=True):
+                message = _piece_fault(piece, scale, pair, group, is_src)
+                if scale.tensor.dtype != scales_group.dtype:
+                    message = f"{scale.tensor.name} is {scale.tensor.dtype}, scales are {scales_group.dtype}"
+                if is_src and is_cast and not message:
+                    message = _computed_fault(piece, scale, pair.block)
+                if message:
+                    return f"shard {shard}: {message}"
+    if len(weight.moves) != len(scales.moves):
+        return f"{len(weight.moves)} moves of the weight, {len(scales.moves)} of its scales"
+    for move, scaled in zip(weight.moves, scales.moves, strict=True):
+        if scaled != replace(move, region=blocks_touched(move.region, pair.block)):
+            return (
+                f"weights {move.region} go from shard {move.src} to {move.dst} with scales {scaled.region} from"
+                f" {scaled.src} to {scaled.dst}"
+            )
+    return ""
+
+
+def _piece_fault(piece: Piece, scale: Piece, pair: Pair, group: ParameterGroup, is_src: bool) -> str:
+    """Every local block of the weight is a block of the parameter, or a part of one, whose scale lies in its place.
+
+    Where scales come from, blocks are whole: a scale of a part of a block is not the parameter's. Where the pair says
+    that they go to every rank that has a part of their block, they lie one after another as the parts do.
+    """
+    block = pair.block
+    named = f"{scale.tensor.name} {scale.region} for {piece.tensor.name} {piece.region}"
+    if not scale.tensor.name.startswith(piece.tensor.name):
+        return f"{scale.tensor.dtype} {named} are not its scales"
+    if scale.region != blocks_touched(piece.region, block):
+        return f"{named} are not the scales of its blocks"
+    if (scale.dims, scale.slot_dim) != (piece.dims, piece.slot_dim) or len(scale.view) != len(piece.view):
+        return f"{named} do not lie as the weight does"
+    one_each = scale.view[-2:] == (1, 1) and scale.tensor.shape in {scale.view[:-2] or (1,), scale.view[:-1]}
+    if scale.view != scale.tensor.shape and not one_each:
+        return f"{scale.tensor.name} {scale.tensor.shape} is viewed as {scale.view}"
+    if any(at for dim, at in enumerate(scale.origin) if dim not in scale.dims and at != piece.origin[dim]):
+        return f"{named} are those of another expert"
+    for dim, size in enumerate(block):
+        local, low, high = piece.dims[dim], piece.region.start[dim], piece.region.stop[dim]
+        if pair.touched and not is_src:
+            if piece.origin[local] * scale.region.extents[dim] != scale.origin[local] * piece.region.extents[dim]:
+                return f"{named} lie at {scale.origin}, the weight at {piece.origin}"
+            continue
+        if piece.origin[local] != scale.origin[local] * size:
+            return f"{named} lie at {scale.origin}, the weight at {piece.origin}"
+        inside = not is_src and high - 1 - low // size * size < size  # all of one block
+        if low % size and not inside:
+            return f"{piece.tensor.name} {piece.region} starts inside of a block of {block}"
+        if is_src and high % size and high != group.view[dim]:
+            return f"{piece.tensor.name} {piece.region} ends inside of a block of {block}"
+    return ""
+
+
+def _computed_fault(piece: Piece, scale: Piece, block: tuple[int, int]) -> str:
+    """The scales that a cast computes are the bare block grid of the tensor it reads."""
+    rows, columns = piece.tensor.shape[-2:]
+    grid = (*piece.tensor.shape[:-2], *grid_of((rows, columns), block))
+    if (scale.tensor.shape, scale.tensor.dtype) == (grid, "float32"):
+        return ""
+    return f"{scale.tensor} is to be computed from {piece.tensor.name}, whose blocks are {grid} of float32"
+
+
+# --- casts
+
+
+def check_casts(plan: Plan) -> Iterator[Violation]:
+    """Declared casts are known ones, of bulk groups, and one tensor is sent in one dtype."""
+    weights = {pair.weight: pair for pair in plan.pairs}
+    counts = Counter(cast.group for cast in plan.casts)
+    sent_as: dict[tuple[object, ...], tuple[str, str]] = {}  # trainer's tensor -> dtype on the wire, parameter
+    casts = {cast.group: cast for cast in plan.casts}
+    bulk = {bundle.group for bundle in plan.bundles}
+    for cast in plan.casts:
+        name = plan.groups[cast.group].pattern
+        if counts[cast.group] > 1 or cast.group not in bulk:
+            yield Violation("casts", name, all_ranks(plan), "cast once, and on the bulk route only")
+        if (cast.src, cast.dst) not in CASTS:
+            yield Violation("casts", name, all_ranks(plan), f"nothing casts {cast.src} to {cast.dst}")
+        if plan.groups[cast.group].role is Role.EXPERT_BIAS:
+            yield Violation(
+                "casts", name, all_ranks(plan), "the router's bias is kept bit for bit, it decides who serves"
+            )
+        if (cast.dst == FP8) != (cast.group in weights):
+            yield Violation("casts", name, all_ranks(plan), "a cast to FP8 fills the scales of a pair, no other does")
+    seen: set[tuple[object, ...]] = set()
+    for bundle in plan.bundles:
+        use = (bundle.group, bundle.template, bundle.pp_stage, bundle.layers)
+        if use in seen:
+            continue
+        seen.add(use)
+        wire = casts[bundle.group].dst if bundle.group in casts else "it is"
+        for name in {piece.tensor.name for held in plan.templates[bundle.template].src.pieces for piece in held}:
+            for at in bundle.layers:
+                place = (name, bundle.pp_stage, at.vp_stage, at.src_local)
+                known, parameter = sent_as.setdefault(place, (wire, bundle_name(plan, bundle)))
+                if known != wire:
+                    message = f"{name} is sent as {wire}, and as {known} for {parameter}"
+                    yield Violation("casts", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+
+
+def _dtypes(shards: Shards) -> set[str]:
+    return {piece.tensor.dtype for held in shards.pieces for piece in held}

@@ -1,0 +1,244 @@
+"""The proof of where parameters are and go: holders on both meshes, layers in the pipelines, arrivals, stages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, MeshError, TrainMesh
+from mcore_reshard.planner.model.parameters import ParameterGroup, Role
+from mcore_reshard.planner.plan.plan import Bundle, BundleLayer, Plan
+
+from .report import Violation, all_ranks, bundle_name, bundle_ranks, listed
+
+# All experts of a layer are one parameter, cut over the expert mesh.
+_STACKED = {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN, Role.STACKED_DOWN_BIAS}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pipelines:
+    """Where both meshes keep each decoder layer."""
+
+    train: tuple[LayerPlace, ...]
+    gen: tuple[int, ...]
+
+
+def check_ranks(plan: Plan) -> Iterator[Violation]:
+    """Holders, layer places, arrivals and stage order."""
+    layers = 1 + max((layer for group in plan.groups if not group.mtp for layer in group.layers), default=-1)
+    try:
+        pipelines = _Pipelines(plan.train.place_layers(layers), plan.gen.stage_of_layers(layers))
+    except MeshError as error:
+        last = next((group.name(layers - 1, 0) for group in plan.groups if layers - 1 in group.layers), "no layer")
+        yield Violation("places", last, all_ranks(plan), str(error))
+        return
+    misplaced = list(_check_places(plan, pipelines))
+    yield from misplaced
+    yield from _check_holders(plan, pipelines)
+    if not misplaced:  # arrivals are counted per stage
+        yield from _check_arrivals(plan, pipelines)
+    yield from _check_stages(plan)
+
+
+# --- places
+
+
+def _check_places(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
+    """Layers are read and written where the pipelines keep them; what is in no layer, at the pipeline's ends."""
+    checked: set[tuple[object, ...]] = set()
+    has_mtp = any(group.mtp for group in plan.groups)
+    for bundle in plan.bundles:
+        group = plan.groups[bundle.group]
+        key = (bundle.pp_stage, bundle.layers, bool(group.layers) or group.role)
+        if key in checked:
+            continue
+        checked.add(key)
+        for at in bundle.layers:
+            if message := _place_fault(plan.train, pipelines, bundle.pp_stage, at, group.role, has_mtp):
+                yield Violation("places", group.name(at.layer, bundle.experts[0]), bundle_ranks(plan, bundle), message)
+        if len({pipelines.gen[at.layer] for at in bundle.layers if at.layer >= 0}) > 1:
+            message = f"layers {listed(at.layer for at in bundle.layers)} are on different stages of the engine"
+            yield Violation("places", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+
+
+def _place_fault(
+    mesh: TrainMesh, pipelines: _Pipelines, pp_stage: int, at: BundleLayer, role: Role, has_mtp: bool
+) -> str:
+    if at.layer >= len(pipelines.train):
+        return f"layer {at.layer} is not among the {len(pipelines.train)} of the pipeline"
+    if at.layer >= 0:
+        place = pipelines.train[at.layer]
+        if at.dst_local != at.layer:
+            return f"layer {at.layer} is written to the engine's layer {at.dst_local}"
+        if (pp_stage, at.vp_stage, at.src_local) == (place.pp_stage, place.vp_stage, place.local):
+            return ""
+        return (
+            f"layer {at.layer} is read from stage {pp_stage} chunk {at.vp_stage} index {at.src_local}, the pipeline"
+            f" keeps it on stage {place.pp_stage} chunk {place.vp_stage} index {place.local}"
+        )
+    expected = (mesh.pp - 1, mesh.vpp - 1)
+    if role is Role.EMBEDDING:
+        expected = (0, 0)
+    elif role is Role.FINAL_NORM and has_mtp:  # follows the last decoder layer, prediction layers come after it
+        expected = (pipelines.train[-1].pp_stage, pipelines.train[-1].vp_stage)
+    if (pp_stage, at.vp_stage) == expected:
+        return ""
+    return (
+        f"it is read from stage {pp_stage} chunk {at.vp_stage}, the pipeline keeps it on stage {expected[0]} chunk"
+        f" {expected[1]}"
+    )
+
+
+# --- holders
+
+
+def _check_holders(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
+    """The ranks named are those that hold the shards on the mesh, for the right stage and experts."""
+    checked: set[tuple[object, ...]] = set()
+    for bundle in plan.bundles:
+        group = plan.groups[bundle.group]
+        stacked, experts = group.role in _STACKED, group.experts
+        source = ("src", bundle.src, bundle.pp_stage, bundle.experts, bundle.src_slot, experts, stacked)
+        layer = bundle.layers[0].layer
+        target = ("dst", bundle.dst, layer, bundle.experts, bundle.dst_slot, experts, stacked)
+        for key, message_of in ((source, _source_fault), (target, _destination_fault)):
+            if key in checked:
+                continue
+            checked.add(key)
+            if message := message_of(plan, pipelines, bundle, group):
+                yield Violation("holders", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+
+
+def _source_fault(plan: Plan, pipelines: _Pipelines, bundle: Bundle, group: ParameterGroup) -> str:
+    mesh, ranks, stage = plan.train, plan.holdings[bundle.src].ranks, bundle.pp_stage
+    if not 0 <= stage < mesh.pp:
+        return f"stage {stage} is not among the {mesh.pp} of the mesh"
+    if group.role in _STACKED:
+        return _same_holders("train", mesh.expert_ranks(stage).reshape(mesh.ep, -1), ranks)
+    if not group.experts:
+        dense = mesh.dense_ranks(stage)
+        return _same_holders("train", dense.reshape(1, -1) if len(ranks) == 1 else dense, ranks)
+    if group.experts % mesh.ep:
+        return f"{group.experts} experts do not divide over ep = {mesh.ep}"
+    local = group.experts // mesh.ep
+    ep = bundle.experts[0] // local
+    if bundle.experts[1] > (ep + 1) * local or bundle.src_slot != bundle.experts[0] - ep * local:
+        return _slot_fault("training", bundle, bundle.src_slot)
+    return _same_holders("train", mesh.expert_ranks(stage)[ep], ranks)
+
+
+def _destination_fault(plan: Plan, pipelines: _Pipelines, bundle: Bundle, group: ParameterGroup) -> str:
+    mesh, ranks, layer = plan.gen, plan.holdings[bundle.dst].ranks, bundle.layers[0].layer
+    stage = _gen_stage(mesh, ranks) if layer < 0 else pipelines.gen[min(layer, len(pipelines.gen) - 1)]
+    dense, along_experts = mesh.dense_ranks(stage), mesh.expert_ranks(stage)
+    if group.role in _STACKED and mesh.ep > 1:
+        return _same_holders("gen", along_experts.reshape(mesh.ep, 1), ranks)
+    if not group.experts or mesh.ep == 1:
+        if group.experts and bundle.dst_slot != bundle.experts[0]:
+            return _slot_fault("generation", bundle, bundle.dst_slot)
+        return _same_holders("gen", dense.reshape(1, -1) if len(ranks) == 1 else dense, ranks)
+    base, left = divmod(group.experts, mesh.ep)
+    firsts = [ep * base + min(ep, left) for ep in range(mesh.ep + 1)]
+    ep = next(e for e in range(mesh.ep) if bundle.experts[0] < firsts[e + 1])
+    if bundle.experts[1] > firsts[ep + 1] or bundle.dst_slot != bundle.experts[0] - firsts[ep]:
+        return _slot_fault("generation", bundle, bundle.dst_slot)
+    return _same_holders("gen", along_experts[ep].reshape(1, 1), ranks)
+
+
+def _gen_stage(mesh: GenMesh, ranks: NDArray[np.int32]) -> int:
+    """The pipeline stage of the first rank; the last stage for ranks outside of the mesh."""
+    return min(mesh.coordinate(max(0, int(ranks[0, 0])))["pp"], mesh.pp - 1)
+
+
+def _slot_fault(side: str, bundle: Bundle, slot: int) -> str:
+    first, stop = bundle.experts
+    return f"experts {first} to {stop - 1} do not start at slot {slot} of one {side} rank"
+
+
+def _same_holders(world: str, expected: NDArray[np.int32], ranks: NDArray[np.int32]) -> str:
+    """Replicas may be named in any order."""
+    if ranks.shape == expected.shape and (np.sort(ranks, axis=1) == np.sort(expected, axis=1)).all():
+        return ""
+    return f"{world} ranks {_by_shard(ranks)} hold the shards on paper, {_by_shard(expected)} on the mesh"
+
+
+def _by_shard(ranks: NDArray[np.int32]) -> str:
+    shown = [listed(row) for row in ranks[:8].tolist()]
+    return "[" + " | ".join(shown) + (f" | ... {len(ranks)} shards" if len(ranks) > 8 else "") + "]"
+
+
+# --- arrivals
+
+
+def _check_arrivals(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
+    """Every bulk parameter arrives once on each stage that it is meant for."""
+    rows = [
+        {layer: row for row, layer in enumerate(group.layers or (-1,))}  # layer -> row of the counts
+        for group in plan.groups
+    ]
+    counts: dict[tuple[int, int], NDArray[np.int8]] = {}
+    for bundle in plan.bundles:
+        group, stage = plan.groups[bundle.group], _gen_stage(plan.gen, plan.holdings[bundle.dst].ranks)
+        key = (bundle.group, stage)
+        if key not in counts:
+            counts[key] = np.zeros((len(rows[bundle.group]), max(1, group.experts)), dtype=np.int8)
+        first = bundle.experts[0]
+        counts[key][[rows[bundle.group][at.layer] for at in bundle.layers], first : first + bundle.expert_count] += 1
+    wanted_of = _stages_of_ends(plan, {key for key in counts if not plan.groups[key[0]].layers})
+    for number in sorted({group for group, _ in counts}):
+        group = plan.groups[number]
+        for stage in range(plan.gen.pp):
+            lives_here = [pipelines.gen[layer] == stage for layer in group.layers] or [stage in wanted_of[number]]
+            shape = (len(lives_here), max(1, group.experts))
+            wanted = np.broadcast_to(np.array(lives_here)[:, None], shape)
+            yield from _arrival_faults(
+                plan, group, stage, counts.get((number, stage), np.zeros(shape, np.int8)), wanted
+            )
+
+
+def _arrival_faults(
+    plan: Plan, group: ParameterGroup, stage: int, found: NDArray[np.int8], wanted: NDArray[np.bool_]
+) -> Iterator[Violation]:
+    wrong = np.argwhere(found != wanted)
+    if not len(wrong):
+        return
+    row, expert = wrong[0].tolist()
+    name = group.name(group.layers[row] if group.layers else None, expert)
+    times = int(found[row, expert])
+    how = {0: "never arrives", 1: "arrives, though it lives on another stage"}.get(times, f"arrives {times} times")
+    more = f" (and {len(wrong) - 1} more of {group.pattern})" if len(wrong) > 1 else ""
+    ranks = f"train {listed(range(plan.train.world))} -> gen {listed(plan.gen.dense_ranks(stage).ravel())}"
+    yield Violation("arrivals", name, ranks, f"{how} on stage {stage} of the engine{more}")
+
+
+def _stages_of_ends(plan: Plan, arrivals: set[tuple[int, int]]) -> dict[int, set[int]]:
+    """On which engine stages each parameter outside of the layers is wanted.
+
+    Engines keep the embedding on the first stage (and on the last, if it is the head too) and the rest on the last, or
+    all of them everywhere: if any is somewhere else, all must be everywhere.
+    """
+    last = plan.gen.pp - 1
+    tied = all(group.role is not Role.LM_HEAD for group in plan.groups)
+    ends: dict[int, set[int]] = defaultdict(set)
+    for number, _ in arrivals:
+        ends[number] = ({0, last} if tied else {0}) if plan.groups[number].role is Role.EMBEDDING else {last}
+    if any(stage not in ends[number] for number, stage in arrivals):
+        return {number: set(range(plan.gen.pp)) for number in ends}
+    return ends
+
+
+# --- stages
+
+
+def _check_stages(plan: Plan) -> Iterator[Violation]:
+    """Bundles leave in stage order, from training ranks to generation ranks only: no stage waits for a later one."""
+    last = 0
+    for bundle in plan.bundles:
+        if bundle.pp_stage < last:
+            message = f"stage {bundle.pp_stage} follows stage {last}; stages run in order"
+            yield Violation("stages", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+        last = max(last, bundle.pp_stage)

@@ -1,0 +1,127 @@
+"""What may be unusual about storage, declared apart from the layout rules so that the proof can hold them to it.
+
+Tilings cannot tell a square matrix from its transpose, nor gate from up. What they cannot tell is listed here: every
+transposition, and the order of parameters that share a tensor. Whatever is not listed lies as Hugging Face has it: dims
+in order, rows in order, a tensor to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from itertools import accumulate
+from math import prod
+from operator import mul
+
+from mcore_reshard.planner.layout.engines import Transposed
+from mcore_reshard.planner.layout.geometry import Piece
+from mcore_reshard.planner.model.parameters import Role
+
+# Parameters that share a tensor, in the order in which they follow each other there (once, or once per KV group).
+FUSED: tuple[tuple[Role, ...], ...] = (
+    (Role.Q, Role.K, Role.V),
+    (Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS),
+    (Role.GATE, Role.UP),
+    (Role.SHARED_GATE, Role.SHARED_UP),
+    (Role.EXPERT_GATE, Role.EXPERT_UP),
+    (Role.MLA_Q_A, Role.MLA_KV_A),
+)
+
+# Where a trainer's cut may fall inside of a round: linear_qkv with more ranks than KV heads.
+_CUT_INSIDE = {Role.Q, Role.Q_BIAS}
+
+# Parameters made of several sections (z, x, B, C, dt and x, B, C) that are cut one by one; all others have one.
+SECTIONS: Mapping[Role, int] = {Role.MAMBA_IN: 5, Role.MAMBA_CONV: 3, Role.MAMBA_CONV_BIAS: 3}
+
+# What a training rank holds in several pieces: one for every KV group or expert of its own.
+_MANY_AT_SOURCE = {role for fused in FUSED[:2] for role in fused} | {
+    Role.STACKED_GATE_UP,
+    Role.STACKED_GATE_UP_BIAS,
+    Role.STACKED_DOWN,
+    Role.STACKED_DOWN_BIAS,
+}
+
+# Roles that one name may serve in different layers: Nemotron-H has a norm in front of every mixer, whatever it is.
+INTERCHANGEABLE = frozenset({Role.ATTENTION_NORM, Role.MLP_NORM, Role.MOE_NORM, Role.MAMBA_NORM})
+
+# Views that are not listed lie as Hugging Face has them; an engine's own list is in its module.
+# Megatron-Core: gpt-oss linears are [out, in] where HF has [expert, in, out]; GroupedMLP keeps weights as [in, out].
+MEGATRON: Transposed = {
+    (Role.STACKED_GATE_UP, 4): (0, 3, 2, 1),
+    (Role.STACKED_GATE_UP_BIAS, 3): (0, 2, 1),
+    (Role.STACKED_DOWN, 3): (0, 2, 1),
+    (Role.STACKED_DOWN_BIAS, 2): (0, 1),
+    (Role.EXPERT_GATE, 4): (3, 1),
+    (Role.EXPERT_UP, 4): (3, 1),
+    (Role.EXPERT_DOWN, 3): (2, 1),
+}
+# GroupedMLP.weight1 is declared [H, experts * rows] and used as (experts, H, rows): a view that splits no dims.
+_RECAST = {Role.EXPERT_GATE, Role.EXPERT_UP}
+
+
+def storage_fault(piece: Piece, role: Role, transposed: Transposed) -> str:
+    """Why a piece does not lie in its tensor as declared ("" when it does)."""
+    tensor, view = piece.tensor, piece.view
+    declared = transposed.get((role, len(view)))
+    if declared is None:
+        if view != tensor.shape:
+            return f"{tensor.name} {tensor.shape} is viewed as {view}, which is not declared for {role.value!r}"
+        declared = tuple(dim for dim in range(len(view)) if dim != piece.slot_dim)
+    elif role not in _RECAST and not _refines(view, tensor.shape):
+        return f"{tensor.name} {tensor.shape} is viewed as {view}, which does not split its dims"
+    if piece.dims != declared:
+        return f"{tensor.name} keeps dims in order {piece.dims}, declared for {role.value!r} is {declared}"
+    return ""
+
+
+def _refines(view: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether each dim of `shape` is a run of dims of `view`: (1, 2, 8, 4) refines (16, 4)."""
+    ends = set(accumulate(view, mul))
+    return prod(view) == prod(shape) and all(end in ends for end in accumulate(shape, mul))
+
+
+def shared_name_fault(roles: Set[Role]) -> str:
+    """Why tensors of one name may not hold parameters of these roles ("" when they may)."""
+    if len(roles) < 2 or roles <= INTERCHANGEABLE or any(roles <= set(fused) for fused in FUSED):
+        return ""
+    return f"serves {' and '.join(sorted(role.value for role in roles))}, which do not share tensors"
+
+
+def order_fault(roles: Sequence[Role], served: Set[Role], is_src: bool) -> str:
+    """Why parameters may not follow each other like this in a tensor whose name serves `served` ("" when they may).
+
+    A fused tensor holds whole rounds of its set: [gate, up] once, [q, k, v] once or for every KV group. Only the
+    trainer's cut of q, k, v may fall inside of a round, when there are fewer KV heads than ranks.
+    """
+    order = next((fused for fused in FUSED if served <= set(fused)), None)
+    if not roles or len(served) < 2 or order is None:
+        distinct = sorted({role.value for role in roles})
+        return f"{', '.join(distinct)} share a tensor, and no order is declared" if len(distinct) > 1 else ""
+    order = tuple(role for role in order if role in served)
+    places = [order.index(role) for role in roles]
+    if places == list(range(len(order))) * max(1, len(places) // len(order)):
+        return ""
+    if is_src and order[0] in _CUT_INSIDE and places == list(range(places[0], places[0] + len(places))):
+        return ""
+    shown, declared = (", ".join(role.value for role in listed) for listed in (roles[:8], order))
+    return f"it holds {shown} in this order; declared is {declared}"
+
+
+def sections_fault(shards: Sequence[Sequence[Piece]], role: Role, is_src: bool) -> tuple[int, str] | None:
+    """The first shard that is not made of the declared sections, and why.
+
+    Sections are cut one by one: what a shard holds of one section lies in front of what any shard holds of the next.
+    """
+    count = SECTIONS.get(role, 1)
+    if is_src and role in _MANY_AT_SOURCE:
+        return None
+    stop = 0
+    for shard, pieces in enumerate(shards):
+        if pieces and len(pieces) != count:
+            return shard, f"a shard has {len(pieces)} pieces, {role.value!r} is made of {count} sections"
+    for section in range(count if count > 1 else 0):
+        held = [pieces[section].region for pieces in shards if pieces]
+        for shard, region in enumerate(held):
+            if region.start[0] < stop:
+                return shard, f"section {section} of {role.value!r} begins at {region}, inside of the one before"
+        stop = max((region.stop[0] for region in held), default=0)
+    return None

@@ -1,0 +1,203 @@
+"""The proof of what local tensors hold: every element has one owner, in the declared order.
+
+Tensors are checked once per class of ranks that hold the same shards, and once for all layers that are filled alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence, Set
+from itertools import pairwise
+from typing import NamedTuple
+
+from mcore_reshard.planner.layout.geometry import LocalTensor, Region
+from mcore_reshard.planner.layout.partitions import Shards
+from mcore_reshard.planner.model.parameters import Role
+from mcore_reshard.planner.plan.plan import Bundle, Plan
+
+from .report import Violation, bundle_name
+from .storage import order_fault
+from .tiling import tiling_fault
+
+
+class _Filling(NamedTuple):
+    """What one bundle puts into a tensor: the parts of one shard, in slots `[first, stop)` if experts are stacked."""
+
+    group: int
+    template: int
+    shard: int
+    first: int
+    stop: int
+
+
+class _Part(NamedTuple):
+    """A box of a tensor (in view coordinates) and what fills it."""
+
+    box: Region
+    group: int  # -1: padding
+    region: Region
+    role: Role
+
+
+# Layer places of a bundle, as its tensors' names see them: (chunk, layer index) pairs.
+_Places = tuple[tuple[int, int], ...]
+_Entry = tuple[_Places, _Filling, Bundle]
+_Contents = dict[tuple[int, int], dict[str, list[_Entry]]]
+
+
+def check_tensors(plan: Plan) -> Iterator[Violation]:
+    """Pieces and declared padding tile each tensor of either world, in the declared order."""
+    scales = {pair.scales for pair in plan.pairs}
+    for is_src in (True, False):
+        contents, served = _contents(plan, is_src), _served(plan, is_src)
+        checked: set[tuple[str, tuple[_Filling, ...]]] = set()
+        for rank, held in _rank_classes(plan, is_src):
+            by_name: dict[str, list[_Entry]] = defaultdict(list)
+            for pair in held:
+                for name, entries in contents.get(pair, {}).items():
+                    by_name[name] += entries
+            for name, entries in by_name.items():
+                for place, fillings, bundle in _tensors_of(entries):
+                    signature = (name, fillings)
+                    if signature in checked:
+                        continue
+                    checked.add(signature)
+                    if fault := _tensor_fault(plan, name, fillings, served[name], is_src, scales):
+                        rule, message = fault
+                        where = f"{'train' if is_src else 'gen'} {rank}"
+                        local = name.replace("{vp}", str(place[0])).replace("{layer}", str(place[1]))
+                        yield Violation(rule, bundle_name(plan, bundle), where, f"{local}: {message}")
+
+
+def _rank_classes(plan: Plan, is_src: bool) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    """One rank of each class, with the (holding, shard) pairs that its class holds."""
+    held: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for holding in sorted({bundle.src if is_src else bundle.dst for bundle in plan.bundles}):
+        for shard, ranks in enumerate(plan.holdings[holding].ranks.tolist()):
+            for rank in ranks:
+                held[rank].append((holding, shard))
+    classes: dict[tuple[tuple[int, int], ...], int] = {}
+    for rank in sorted(held):
+        classes.setdefault(tuple(held[rank]), rank)
+    for pairs, rank in classes.items():
+        yield rank, pairs
+
+
+def _contents(plan: Plan, is_src: bool) -> _Contents:
+    """For each (holding, shard): what is put into each tensor (by the pattern of its name)."""
+    found: _Contents = defaultdict(lambda: defaultdict(list))
+    names_of: dict[int, list[list[str]]] = {}  # by template: the tensors of each shard
+    interned: dict[_Places, _Places] = {}
+    for bundle in plan.bundles:
+        template = plan.templates[bundle.template]
+        shards = template.src if is_src else template.dst
+        if bundle.template not in names_of:
+            names_of[bundle.template] = [_names(shards, shard) for shard in range(len(shards.pieces))]
+        places: _Places = tuple((at.vp_stage, at.src_local) if is_src else (0, at.dst_local) for at in bundle.layers)
+        places = interned.setdefault(places, places)
+        holding, first = (bundle.src, bundle.src_slot) if is_src else (bundle.dst, bundle.dst_slot)
+        stop = first + bundle.expert_count
+        for shard, names in enumerate(names_of[bundle.template]):
+            entry = (places, _Filling(bundle.group, bundle.template, shard, first, stop), bundle)
+            for name in names:
+                found[holding, shard][name].append(entry)
+    return found
+
+
+def _served(plan: Plan, is_src: bool) -> dict[str, set[Role]]:
+    """The roles that tensors of each name hold."""
+    served: dict[str, set[Role]] = defaultdict(set)
+    for template_index, role in {(bundle.template, plan.groups[bundle.group].role) for bundle in plan.bundles}:
+        template = plan.templates[template_index]
+        shards = template.src if is_src else template.dst
+        for shard in range(len(shards.pieces)):
+            for name in _names(shards, shard):
+                served[name].add(role)
+    return served
+
+
+def _names(shards: Shards, shard: int) -> list[str]:
+    padding = shards.padding[shard] if shards.padding else ()
+    return list(dict.fromkeys([*(p.tensor.name for p in shards.pieces[shard]), *(p.tensor.name for p in padding)]))
+
+
+def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tuple[_Filling, ...], Bundle]]:
+    """The tensors behind one pattern, those of different layers as one where they are filled alike."""
+    if all(places is entries[0][0] for places, _, _ in entries):
+        yield entries[0][0][0], tuple(sorted(filling for _, filling, _ in entries)), entries[0][2]
+        return
+    by_place: dict[tuple[int, int], list[tuple[_Filling, Bundle]]] = defaultdict(list)
+    for places, filling, bundle in entries:
+        for place in places:
+            by_place[place].append((filling, bundle))
+    for place, filled in by_place.items():
+        yield place, tuple(sorted(filling for filling, _ in filled)), filled[0][1]
+
+
+def _tensor_fault(
+    plan: Plan, name: str, fillings: tuple[_Filling, ...], served: Set[Role], is_src: bool, scales: Set[int]
+) -> tuple[str, str] | None:
+    """(rule, message) of what is wrong with one tensor, or with one slot of a stack of experts."""
+    parts_of = {key: _parts(plan, name, *key, is_src) for key in {filling[:3] for filling in fillings}}
+    forms = {form for _, found in parts_of.values() for form in found}
+    if len(forms) > 1:
+        return "tensors", "its pieces disagree on it: " + " and ".join(map(str, sorted(forms)))
+    ((tensor, view, slot_dim),) = forms
+    if slot_dim < 0 and "{expert}" not in name:
+        fillings = tuple(filling._replace(first=0, stop=1) for filling in fillings)
+    checked: set[tuple[tuple[int, int, int], ...]] = set()
+    whole = Region.whole(view)
+    cuts = sorted({end for filling in fillings for end in (filling.first, filling.stop)})
+    if slot_dim >= 0:
+        whole = whole.within(slot_dim, 0, 1)
+        if cuts[0] != 0 or cuts[-1] != view[slot_dim]:
+            return "tensors", f"slots {cuts[0]} to {cuts[-1] - 1} are filled, it has {view[slot_dim]}"
+    for low, high in pairwise(cuts):
+        filled = tuple(filling[:3] for filling in fillings if filling.first <= low < filling.stop)
+        if filled in checked:
+            continue
+        checked.add(filled)
+        parts = [part for key in filled for part in parts_of[key][0]]
+        if is_src:
+            parts = list(dict.fromkeys(parts))  # several bundles may read one group's bytes
+        if message := tiling_fault(whole, [part.box for part in parts]):
+            which = f"slots {low} to {high - 1} of " if slot_dim >= 0 else ""
+            return "tensors", f"{which}{tensor.shape} are not held by exactly one parameter each: {message}"
+        padded_each = any(part.group in scales for part in parts)
+        if message := _order_fault(parts, served, is_src, padded_each):
+            return "order", message
+    return None
+
+
+def _parts(
+    plan: Plan, name: str, group: int, template: int, shard: int, is_src: bool
+) -> tuple[list[_Part], set[tuple[LocalTensor, tuple[int, ...], int]]]:
+    """The boxes that a shard fills in a tensor, within its slot, and the forms (tensor, view, slot dim) it gives it."""
+    shards = plan.templates[template].src if is_src else plan.templates[template].dst
+    parts, forms = [], set()
+    for piece in shards.pieces[shard]:
+        if piece.tensor.name == name:
+            parts.append(_Part(piece.local(), group, piece.region, plan.groups[group].role))
+            forms.add((piece.tensor, piece.view, piece.slot_dim))
+    for padding in shards.padding[shard] if shards.padding else ():
+        if padding.tensor.name == name:
+            parts.append(_Part(padding.box, -1, padding.box, plan.groups[group].role))
+            forms.add((padding.tensor, padding.tensor.shape, -1))
+    return parts, forms
+
+
+def _order_fault(parts: Sequence[_Part], served: Set[Role], is_src: bool, padded_each: bool) -> str:
+    """Parameters follow each other as declared, padding comes last, and each parameter's rows ascend.
+
+    `padded_each`: padding may follow every row, as in tensors of scales.
+    """
+    in_memory = sorted(parts, key=lambda part: part.box.start)
+    last: dict[int, Region] = {}
+    for part in in_memory:
+        before = last.get(part.group)
+        if before is not None and before.start >= part.region.start:
+            return f"{part.role.value} {part.region} lies behind {before}"
+        if part.group >= 0 and -1 in last and not padded_each:
+            return f"{part.role.value} {part.region} lies behind padding"
+        last[part.group] = part.region
+    return order_fault([part.role for part in in_memory if part.group >= 0], served, is_src)

@@ -1,0 +1,75 @@
+"""Both ends cut alike, nothing is lost between buckets, and no bucket is too large."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_reshard.kernels.copies.buckets import ALIGNMENT, MAX_BUCKET_BYTES, Part, check_bucket_bytes, cut, pack
+
+shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+@given(extents=shapes, itemsize=st.sampled_from([1, 2, 4, 8]), bucket_bytes=st.integers(1, 20).map(lambda n: n * 16))
+def test_parts_cover_a_transfer_once_and_in_wire_order(
+    extents: tuple[int, ...], itemsize: int, bucket_bytes: int
+) -> None:
+    wire = np.arange(prod(extents)).reshape(extents)
+    parts = cut(extents, itemsize, bucket_bytes)
+    boxes = [
+        wire[tuple(slice(low, low + n) for low, n in zip(part.start, part.extents, strict=True))] for part in parts
+    ]
+    assert all(0 < box.size * itemsize <= bucket_bytes for box in boxes)
+    assert [int(n) for box in boxes for n in box.reshape(-1)] == list(range(prod(extents)))
+
+
+def test_a_large_transfer_is_cut_along_its_outermost_dim() -> None:
+    assert cut((5, 8), 2, 32) == (Part((0, 0), (2, 8)), Part((2, 0), (2, 8)), Part((4, 0), (1, 8)))
+
+
+def test_rows_larger_than_a_bucket_are_cut_again() -> None:
+    assert cut((2, 12), 2, 16) == (
+        Part((0, 0), (1, 8)),
+        Part((0, 8), (1, 4)),
+        Part((1, 0), (1, 8)),
+        Part((1, 8), (1, 4)),
+    )
+
+
+def test_what_fits_is_not_cut_and_what_is_empty_does_not_travel() -> None:
+    assert cut((4, 4), 2, 32) == (Part((0, 0), (4, 4)),)
+    assert cut((), 4, 16) == (Part((), ()),)
+    assert cut((3, 0, 2), 4, 16) == ()
+
+
+@given(nbytes=st.lists(st.integers(1, 64), max_size=50), bucket_bytes=st.sampled_from([64, 80, 256]))
+def test_packed_parts_are_aligned_and_never_overlap_or_overflow(nbytes: list[int], bucket_bytes: int) -> None:
+    firsts, offsets = pack(np.array(nbytes, np.int64), bucket_bytes)
+    assert len(offsets) == len(nbytes) and not np.any(offsets % ALIGNMENT)
+    bounds = [*firsts.tolist(), len(nbytes)]
+    assert bounds[0] == 0 and all(low < high for low, high in itertools.pairwise(bounds))
+    for low, high in itertools.pairwise(bounds):
+        end = 0
+        for part in range(low, high):
+            assert offsets[part] >= end
+            end = int(offsets[part]) + nbytes[part]
+        assert end <= bucket_bytes
+        if high < len(nbytes):
+            padded_end = -(-end // ALIGNMENT) * ALIGNMENT
+            assert padded_end + nbytes[high] > bucket_bytes, "the next part would have fitted"
+
+
+def test_small_parts_share_a_bucket() -> None:
+    firsts, offsets = pack(np.array([4, 16, 20, 40]), 64)
+    assert (firsts.tolist(), offsets.tolist()) == ([0, 3], [0, 16, 32, 0])
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 8, 100, MAX_BUCKET_BYTES + 16, -16])
+def test_bucket_sizes_that_no_transport_carries_are_refused(bucket_bytes: int) -> None:
+    with pytest.raises(ValueError, match="bucket_bytes must be a multiple of 16"):
+        check_bucket_bytes(bucket_bytes)

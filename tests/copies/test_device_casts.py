@@ -1,0 +1,145 @@
+"""The kernels that cast do what the CPU interpreter says of the same table, and compute torch's scales, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.casting import held, moves_with_casts, train_schedule
+from helpers.gpu import needs_gpus
+
+from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.cast_arithmetic import AMAX_FLOOR, block_scales
+from mcore_reshard.kernels.copies.copy_table import SCRATCH
+from mcore_reshard.kernels.copies.cpu import run_copies
+from mcore_reshard.kernels.copies.tensors import byte_array
+from mcore_reshard.kernels.cuda.cast_tiles import scale_blocks
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
+device_casts = pytest.importorskip(
+    "mcore_reshard.kernels.cuda.cast_kernel", reason="needs cuda-core", exc_type=ImportError
+)
+device_copies = pytest.importorskip(
+    "mcore_reshard.kernels.cuda.copy_kernel", reason="needs cuda-core", exc_type=ImportError
+)
+
+CUDA = torch.device("cuda", 0)
+POISON = 0xEE
+
+
+def program_of(seed: int, bucket_bytes: int) -> Program:
+    schedule = train_schedule(moves_with_casts(np.random.default_rng(seed), (1, 2)), 0, (1, 2))
+    return bind(schedule, {k: t.to(CUDA) for k, t in held(schedule, seed).items()}, bucket_bytes=bucket_bytes)
+
+
+def compute(program: Program) -> None:
+    """The scales of all casts, by the kernel."""
+    scales = device_casts.DeviceScales(scale_blocks(program.casts, program.tensors), CUDA)
+    scales.launch(torch.cuda.current_stream())
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 1), (7, 256, 2), (132, 512, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("bucket_bytes", "tile_bytes", "shift"), [(4096, 256, 0), (1 << 20, 1 << 14, 4), (1 << 20, 1 << 17, 0)]
+)
+def test_a_gather_agrees_with_the_interpreter(
+    shape: tuple[int, int, int], bucket_bytes: int, tile_bytes: int, shift: int
+) -> None:
+    for seed in range(3):
+        program = program_of(seed, bucket_bytes)
+        compute(program)
+        tensors = [byte_array(tensor.cpu()) for tensor in program.tensors]
+        for stage in program.stages:
+            for lane in stage.lanes:
+                for bucket in lane.buckets[:8]:
+                    copies = lane.copies[bucket.first_copy : bucket.stop_copy].copy()
+                    wanted = np.full(bucket.nbytes, POISON, np.uint8)
+                    run_copies(copies, [*tensors, wanted], program.casts)
+                    scratch = torch.full((bucket.nbytes + 2 * shift,), POISON, dtype=torch.uint8, device=CUDA)
+                    bases = [tensor.data_ptr() for tensor in program.tensors] + [scratch.data_ptr() + shift]
+                    copies["dst"][copies["dst"] == SCRATCH] = len(bases) - 1
+                    gather = device_casts.DeviceGather(
+                        copies, np.array(bases, np.uint64), program.casts, CUDA,
+                        device_copies.KernelShape(*shape), tile_bytes,
+                    )  # fmt: skip
+                    gather.launch(torch.cuda.current_stream())
+                    found = scratch.cpu().numpy()
+                    np.testing.assert_array_equal(found[shift : shift + bucket.nbytes], wanted)
+                    assert (found[:shift] == POISON).all() and (found[shift + bucket.nbytes :] == POISON).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scales_are_those_of_torch_on_the_gpu(seed: int) -> None:
+    program = program_of(seed, 4096)
+    compute(program)
+    for index, cast in program.casts.items():
+        if cast.scales is not None:
+            wanted = block_scales(program.tensors[index], cast.form.block)
+            assert torch.equal(program.tensors[cast.scales].view(torch.int32), wanted.view(torch.int32))
+
+
+def special(name: str) -> torch.Tensor:
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    finite = bits[bits & 0x7FFF < 0x7F80].to(torch.int16).view(torch.bfloat16)
+    return {
+        "every finite value": finite.reshape(510, 128),
+        "one magnitude a block": finite.sort().values.reshape(-1, 1).expand(-1, 32).reshape(-1, 128),
+        "zeros": torch.zeros(130, 260, dtype=torch.bfloat16),
+        "around the floor": torch.linspace(0.9, 1.1, 256 * 128).mul(AMAX_FLOOR).reshape(256, 128).bfloat16(),
+    }[name].contiguous()
+
+
+@pytest.mark.parametrize("name", ["every finite value", "one magnitude a block", "zeros", "around the floor"])
+def test_special_values(name: str) -> None:
+    from mcore_reshard.kernels.copies.casts import CastForm, TensorCast, band_copies
+    from mcore_reshard.kernels.copies.copy_table import COPY
+
+    weight, block = special(name).to(CUDA), (32, 32)
+    form = CastForm("bfloat16", "float8_e4m3fn", tuple(weight.shape), block)  # type: ignore[arg-type]
+    scales = torch.zeros(form.blocks, device=CUDA)
+    casts = {0: TensorCast(form, 1)}
+    kernel = device_casts.DeviceScales(scale_blocks(casts, [weight, scales]), CUDA)
+    kernel.launch(torch.cuda.current_stream())
+    assert torch.equal(scales.view(torch.int32), block_scales(weight, block).view(torch.int32))
+    copies = np.array(
+        [(0, 2, c.src_offset, c.dst_offset, c.extents, c.src_strides, c.dst_strides, c.row_bytes)
+         for c in band_copies(form, 0, tuple(weight.shape), (weight.shape[1], 1))], COPY,
+    )  # fmt: skip
+    target = torch.zeros(weight.numel(), dtype=torch.uint8, device=CUDA)
+    bases = np.array([tensor.data_ptr() for tensor in (weight, scales, target)], np.uint64)
+    device_casts.DeviceGather(copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14).launch(
+        torch.cuda.current_stream()
+    )
+    wanted = np.zeros(weight.numel(), np.uint8)
+    run_copies(copies, [byte_array(weight.cpu()), byte_array(scales.cpu()), wanted], casts)
+    np.testing.assert_array_equal(target.cpu().numpy(), wanted)
+
+
+@pytest.mark.parametrize(("src", "to"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_every_rounding_of_float32_and_every_bfloat16(src: str, to: str) -> None:
+    """NaNs too: the kernel and the interpreter give them the same bits."""
+    from mcore_reshard.kernels.copies.casts import CastForm, TensorCast
+    from mcore_reshard.kernels.copies.copy_table import COPY
+
+    upper = np.arange(1 << 16, dtype=np.uint32)
+    if src == "float32":
+        lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+        values = (upper[:, None] << 16 | lower).reshape(-1).view(np.uint8)
+    else:
+        values = upper.astype(np.uint16).view(np.uint8)
+    casts = {0: TensorCast(CastForm(src, to), None)}
+    nbytes = len(values) // 2 if to == "bfloat16" else len(values) * 2
+    ones = ((1, 1, 1), (0, 0, 0), (0, 0, 0))
+    copies = np.array([(0, 1, 0, 0, *ones, nbytes)], COPY)
+    wanted = np.zeros(nbytes, np.uint8)
+    run_copies(copies, [values, wanted], casts)
+    for skipped in (0, 2):  # 2 elements: off the alignment of wide words
+        source = torch.from_numpy(values.copy()).to(CUDA)
+        target = torch.zeros(nbytes, dtype=torch.uint8, device=CUDA)
+        at, to_at = (skipped * torch.empty((), dtype=getattr(torch, name)).element_size() for name in (src, to))
+        copies = np.array([(0, 1, at, to_at, *ones, nbytes - to_at)], COPY)
+        bases = np.array([source.data_ptr(), target.data_ptr()], np.uint64)
+        device_casts.DeviceGather(copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14).launch(
+            torch.cuda.current_stream()
+        )
+        np.testing.assert_array_equal(target.cpu().numpy()[to_at:], wanted[to_at:])

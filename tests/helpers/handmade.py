@@ -1,0 +1,203 @@
+"""Schedules written by hand, for tests of what executes them: no planner, no layout rules, just moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import numpy as np
+import torch
+
+from mcore_reshard.planner.layout.geometry import row_major_strides
+from mcore_reshard.planner.plan.schedule import (
+    Geometry,
+    LocalTensor,
+    Pulls,
+    Schedule,
+    StageSchedule,
+    TransferTable,
+    World,
+)
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a move: a box in a local tensor, whose dims are those of the wire in another order."""
+
+    rank: int
+    tensor: str
+    shape: tuple[int, ...]
+    origin: tuple[int, ...]
+    dims: tuple[int, ...]  # wire dim d runs along local dim dims[d]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        local = row_major_strides(self.shape)
+        return tuple(local[dim] for dim in self.dims)
+
+    @property
+    def offset(self) -> int:
+        return sum(low * stride for low, stride in zip(self.origin, row_major_strides(self.shape), strict=True))
+
+
+@dataclass(frozen=True)
+class Move:
+    """One transfer as both ends see it."""
+
+    stage: int
+    parameter: str
+    dtype: str
+    extents: tuple[int, ...]
+    src: End
+    dst: End
+
+
+def schedule_of(
+    moves: Sequence[Move],
+    world: World,
+    rank: int,
+    worlds: tuple[int, int],
+    *,
+    digest: str = "d1",
+    misc: tuple[str, ...] = (),
+    extra: Sequence[LocalTensor] = (),
+    padding: tuple[tuple[int, int, Geometry], ...] = (),
+) -> Schedule:
+    """The schedule of one rank of `worlds` = (training ranks, generation ranks)."""
+    sends = world == "train"
+    names = list(dict.fromkeys(move.parameter for move in moves))
+    tensors = {local.name: local for local in extra}
+    geometries: dict[Geometry, int] = {}
+    rows: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in sorted({move.stage for move in moves})}
+    for move in moves:
+        mine, other = (move.src, move.dst) if sends else (move.dst, move.src)
+        if mine.rank != rank:
+            continue
+        tensors.setdefault(mine.tensor, LocalTensor(mine.tensor, mine.shape, move.dtype))
+        geometry = geometries.setdefault(Geometry(move.extents, mine.strides), len(geometries))
+        nbytes = prod(move.extents) * getattr(torch, move.dtype).itemsize
+        tensor = list(tensors).index(mine.tensor)
+        rows[move.stage].append((other.rank, tensor, geometry, mine.offset, nbytes, names.index(move.parameter), 0))
+    return Schedule(
+        world=world,
+        rank=rank,
+        digest=digest,
+        train_ranks=worlds[0],
+        gen_ranks=worlds[1],
+        tensors=tuple(tensors.values()),
+        geometries=tuple(geometries),
+        stages=tuple(
+            StageSchedule(stage, table(found if sends else ()), table(() if sends else found))
+            for stage, found in rows.items()
+        ),
+        padding=padding,
+        misc=misc,
+        parameter_name=lambda bundle, member: names[bundle],
+    )
+
+
+def pulls_of(moves: Sequence[Move], rank: int, *, digest: str = "d1") -> Pulls:
+    """The other end of what generation rank `rank` receives, in the order of its schedule."""
+    names = list(dict.fromkeys(move.parameter for move in moves))
+    tensors: dict[LocalTensor, int] = {}
+    geometries: dict[Geometry, int] = {}
+    rows: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in sorted({move.stage for move in moves})}
+    for move in moves:
+        if move.dst.rank == rank:
+            tensor = tensors.setdefault(LocalTensor(move.src.tensor, move.src.shape, move.dtype), len(tensors))
+            geometry = geometries.setdefault(Geometry(move.extents, move.src.strides), len(geometries))
+            nbytes = prod(move.extents) * getattr(torch, move.dtype).itemsize
+            rows[move.stage].append(
+                (move.src.rank, tensor, geometry, move.src.offset, nbytes, names.index(move.parameter), 0)
+            )
+    return Pulls(rank, digest, tuple(tensors), tuple(geometries), tuple(map(table, rows.values())))
+
+
+def table(rows: Sequence[tuple[int, ...]]) -> TransferTable:
+    columns = list(zip(*rows, strict=True)) or [()] * 7
+    dtypes = (np.int32, np.int32, np.int32, np.int64, np.int64, np.int32, np.int32)
+    return TransferTable(*(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)))
+
+
+def allocate(schedule: Schedule, *, seed: int | None = None) -> dict[str, torch.Tensor]:
+    """The rank's tensors: random bytes from `seed`, or all bytes 0xEE, so that what is not written shows."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed * 1000 + schedule.rank)
+    tensors: dict[str, torch.Tensor] = {}
+    for local in schedule.tensors:
+        dtype = getattr(torch, local.dtype)
+        nbytes = prod(local.shape) * dtype.itemsize
+        if generator is None:
+            raw = torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+        else:
+            raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        tensors[local.name] = raw.view(dtype).reshape(local.shape)
+    return tensors
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def expected(
+    moves: Sequence[Move], gen: Schedule, sources: Sequence[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """What the tensors of one generation rank must hold, element by element, in plain Python."""
+    tensors = allocate(gen)
+    for move in moves:
+        if move.dst.rank != gen.rank:
+            continue
+        itemsize = getattr(torch, move.dtype).itemsize
+        src = sources[move.src.rank][move.src.tensor].reshape(-1).view(torch.uint8)
+        dst = tensors[move.dst.tensor].reshape(-1).view(torch.uint8)
+        for at in product(*map(range, move.extents)):
+            a = itemsize * (move.src.offset + sum(i * s for i, s in zip(at, move.src.strides, strict=True)))
+            b = itemsize * (move.dst.offset + sum(i * s for i, s in zip(at, move.dst.strides, strict=True)))
+            dst[b : b + itemsize] = src[a : a + itemsize]
+    return tensors
+
+
+def random_moves(
+    rng: np.random.Generator, worlds: tuple[int, int], *, parameters: int = 12, stages: int = 2, largest: int = 7
+) -> list[Move]:
+    """Parameters of random shapes, each cut into random blocks that go from random ranks to random ranks."""
+    moves: list[Move] = []
+    for number in range(parameters):
+        dims = int(rng.integers(1, 5))
+        shape = tuple(int(n) for n in rng.integers(1, largest + 1, dims))
+        dtype = str(rng.choice(["bfloat16", "float32", "float8_e4m3fn"]))
+        stage = int(rng.integers(stages))
+        for dst_rank in rng.permutation(worlds[1])[: int(rng.integers(1, worlds[1] + 1))].tolist():
+            cut_at = int(rng.integers(0, shape[0] + 1))
+            dst_dims = tuple(int(d) for d in rng.permutation(dims))
+            for start, stop in ((0, cut_at), (cut_at, shape[0])):
+                extents = (stop - start, *shape[1:])
+                src_rank = int(rng.integers(worlds[0]))
+                src = _end(rng, src_rank, f"src{len(moves)}", extents, (0,) * dims, extents)
+                dst = _end(
+                    rng, dst_rank, f"dst{number}", shape, (start, *(0,) * (dims - 1)), extents, dims=dst_dims, margin=1
+                )
+                moves.append(Move(stage, f"model.p{number}", dtype, extents, src, dst))
+    return moves
+
+
+def _end(
+    rng: np.random.Generator,
+    rank: int,
+    tensor: str,
+    shape: tuple[int, ...],
+    start: tuple[int, ...],
+    extents: tuple[int, ...],
+    *,
+    dims: tuple[int, ...] | None = None,
+    margin: int | None = None,
+) -> End:
+    """`shape` in wire order, stored with its dims permuted and a margin of unrelated elements around it."""
+    order = dims if dims is not None else tuple(int(d) for d in rng.permutation(len(shape)))
+    room = int(rng.integers(0, 3)) if margin is None else margin
+    local_shape, origin = [0] * len(shape), [0] * len(shape)
+    for wire, local in enumerate(order):
+        local_shape[local] = shape[wire] + 2 * room
+        origin[local] = start[wire] + room
+    return End(rank, tensor, tuple(local_shape), tuple(origin), order)

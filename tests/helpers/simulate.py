@@ -1,0 +1,325 @@
+"""What a plan really does, element by element, on numpy arrays: the judge of plans and of their proof.
+
+Every element of every parameter gets a number of its own. Source tensors are filled with them as the pieces of a *good*
+plan say; then the schedules of all ranks are executed, and the destination tensors are compared with what the good
+plan's pieces want there. Of the planner only `schedule_of` and `relay_of` are used: pieces are read here with numpy slices alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_reshard.planner.layout.geometry import LocalTensor, Piece
+from mcore_reshard.planner.model.parameters import ITEMSIZE
+from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
+from mcore_reshard.planner.plan.plan import Bundle, Plan
+from mcore_reshard.planner.plan.schedule import Geometry, Schedule, TransferTable, World
+
+UNTOUCHED = -1
+TRAINER_PADDING = -2
+
+Ids = NDArray[np.int64]
+Tensors = dict[tuple[int, LocalTensor], Ids]  # by rank and tensor, in the tensor's own shape
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One row of a schedule, with its table indices resolved."""
+
+    tensor: LocalTensor
+    geometry: Geometry
+    offset: int
+    nbytes: int
+    parameter: str
+    wire: str  # dtype on the wire: the tensor's, or that of its cast
+
+
+def held(plan: Plan, world: World) -> Tensors:
+    """What the ranks of a world hold (or want) according to the plan's pieces; UNTOUCHED where no piece lies."""
+    tensors: Tensors = {}
+    first_id = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])
+    for bundle in plan.bundles:
+        group = plan.groups[bundle.group]
+        layers = group.layers or (-1,)
+        for at in bundle.layers:
+            for expert in range(*bundle.experts) if group.experts else (0,):
+                member = layers.index(at.layer) * max(1, group.experts) + expert
+                ids = first_id[bundle.group] + member * prod(group.shape) + np.arange(prod(group.shape))
+                for rank, name, piece, slot in _pieces(plan, bundle, world, at, expert - bundle.experts[0]):
+                    local = LocalTensor(name, piece.tensor.shape, piece.tensor.dtype)
+                    tensor = tensors.setdefault((rank, local), np.full(local.shape, UNTOUCHED))
+                    _store(tensor, piece, slot, ids.reshape(group.view))
+    return tensors
+
+
+def _pieces(plan, bundle: Bundle, world: World, at, number: int) -> Iterator[tuple[int, str, Piece, int]]:  # type: ignore[no-untyped-def]
+    template = plan.templates[bundle.template]
+    if world == "train":
+        shards, ranks, slot = template.src, plan.holdings[bundle.src].ranks, bundle.src_slot + number
+        place = {"vp": at.vp_stage, "layer": at.src_local, "expert": slot}
+    else:
+        shards, ranks, slot = template.dst, plan.holdings[bundle.dst].ranks, bundle.dst_slot + number
+        place = {"vp": 0, "layer": at.dst_local, "expert": slot}
+    for shard, holders in enumerate(ranks.tolist()):
+        for piece in shards.pieces[shard]:
+            for rank in holders:
+                yield rank, piece.tensor.name.format(**place), piece, slot
+
+
+def _store(tensor: Ids, piece: Piece, slot: int, ids: Ids) -> None:
+    sizes = [1] * len(piece.view)
+    for low, high, dim in zip(piece.region.start, piece.region.stop, piece.dims, strict=True):
+        sizes[dim] = high - low
+    starts = list(piece.origin)
+    if piece.slot_dim >= 0:
+        starts[piece.slot_dim] += slot
+    box = tensor.reshape(piece.view)[tuple(slice(low, low + n) for low, n in zip(starts, sizes, strict=True))]
+    part = ids[tuple(slice(low, high) for low, high in zip(piece.region.start, piece.region.stop, strict=True))]
+    part = part.transpose(np.argsort(piece.dims)).reshape(sizes)
+    assert ((box == UNTOUCHED) | (box == part)).all(), f"{piece.tensor.name} holds two parameters"
+    box[...] = part
+
+
+def sources_of(plan: Plan) -> Tensors:
+    """What training ranks hold; what no piece fills there has a number that no destination wants."""
+    return {key: np.where(tensor == UNTOUCHED, TRAINER_PADDING, tensor) for key, tensor in held(plan, "train").items()}
+
+
+def execute(plan: Plan, sources: Tensors, wanted: Tensors) -> tuple[Tensors, list[str]]:
+    """Run every rank's schedule: the tensors of `wanted` as they end up, and everything that went wrong on the way."""
+    train = [schedule_of(plan, "train", rank) for rank in range(plan.train.world)]
+    gen = [schedule_of(plan, "gen", rank) for rank in range(plan.gen.world)]
+    arrived = {key: np.full(tensor.size, UNTOUCHED) for key, tensor in wanted.items()}
+    faults = list(_exchange(train, gen, sources, arrived))
+    if plan.relay:  # only now: a relay passes on what has arrived
+        relays = [relay_of(plan, rank) for rank in range(plan.gen.world)]
+        faults += _exchange([r.sends for r in relays], [r.receives for r in relays], arrived, arrived)
+    return {key: flat.reshape(wanted[key].shape) for key, flat in arrived.items()}, faults
+
+
+def _exchange(senders: list[Schedule], receivers: list[Schedule], held: Tensors, arrived: Tensors) -> Iterator[str]:
+    """Run the schedules of senders against those of receivers, pair by pair; what went wrong."""
+    for stage in range(len(senders[0].stages)):
+        sent = {(s.rank, peer): rows for s in senders for peer, rows in _by_peer(s, s.stages[stage].sends).items()}
+        received = {
+            (peer, r.rank): rows for r in receivers for peer, rows in _by_peer(r, r.stages[stage].recvs).items()
+        }
+        for src, dst in sorted(sent.keys() | received.keys()):
+            where = f"stage {stage}, {senders[0].name_of('train', src)} -> gen:{dst}"
+            sends, recvs = sent.get((src, dst), []), received.get((src, dst), [])
+            if len(sends) != len(recvs):
+                yield f"{where}: {len(sends)} sends for {len(recvs)} receives"
+                continue
+            for send, recv in zip(sends, recvs, strict=True):
+                if message := _move(send, recv, held.get((src, send.tensor)), arrived.get((dst, recv.tensor))):
+                    yield f"{where}, {send.parameter}: {message}"
+
+
+def _by_peer(schedule: Schedule, table: TransferTable) -> dict[int, list[Transfer]]:
+    rows: dict[int, list[Transfer]] = defaultdict(list)
+    casts = {cast.tensor: cast.to for cast in schedule.casts}
+    for n in range(len(table)):
+        rows[int(table.peer[n])].append(
+            Transfer(
+                schedule.tensors[table.tensor[n]],
+                schedule.geometries[table.geometry[n]],
+                int(table.offset[n]),
+                int(table.nbytes[n]),
+                schedule.parameter_name(int(table.bundle[n]), int(table.member[n])),
+                casts.get(int(table.tensor[n]), schedule.tensors[table.tensor[n]].dtype),
+            )
+        )
+    return rows
+
+
+def _move(send: Transfer, recv: Transfer, source: Ids | None, into: Ids | None) -> str:
+    """Copy one transfer's elements; "" or what is wrong with it."""
+    for end, array, what in ((send, source, "source"), (recv, into, "destination")):
+        if array is None:
+            return f"there is no {what} tensor {end.tensor}"
+    assert source is not None and into is not None
+    elements = prod(send.geometry.extents)
+    if (send.parameter, send.nbytes, send.geometry.extents, send.wire) != (
+        recv.parameter, elements * ITEMSIZE[recv.tensor.dtype], recv.geometry.extents, recv.tensor.dtype,
+    ) or send.nbytes != recv.nbytes:  # fmt: skip
+        return f"the ends disagree: {send} / {recv}"
+    read, write = _indices(send), _indices(recv)
+    if read.size == 0:
+        return "it is empty"
+    if read.min() < 0 or read.max() >= source.size or write.min() < 0 or write.max() >= into.size:
+        return "it runs out of a tensor"
+    if (into[write] != UNTOUCHED).any() or len(np.unique(write)) != write.size:
+        return "it writes what is already written"
+    into[write] = source.reshape(-1)[read]
+    return ""
+
+
+def _indices(transfer: Transfer) -> Ids:
+    indices = np.array(transfer.offset)
+    for extent, stride in zip(transfer.geometry.extents, transfer.geometry.strides, strict=True):
+        indices = indices[..., None] + np.arange(extent) * stride
+    return indices.reshape(-1)
+
+
+def damage(good: Plan, plan: Plan | None = None) -> list[str]:
+    """How the outcome of `plan` differs from what the good plan's pieces want; [] where every element is right.
+
+    Only bundles in which the two plans differ are executed, and those of the good plan decide what they should do.
+    """
+    whole = plan or good
+    if plan is None:
+        before, after = good, good
+    else:
+        before, after = _differing(good, plan)
+    sources, wanted = sources_of(before), held(before, "gen")
+    try:
+        arrived, faults = execute(after, sources, wanted)
+    except (ArithmeticError, LookupError, ValueError, TypeError, AssertionError) as error:
+        return [f"no schedule: {type(error).__name__}: {error}"]
+    faults += [] if before is after else _padding_changes(before, after)
+    faults += [] if (good.pairs, good.casts) == (whole.pairs, whole.casts) else _cast_changes(good, whole)
+    for (rank, local), tensor in wanted.items():
+        wrong = np.argwhere(arrived[rank, local] != tensor)
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            faults.append(
+                f"gen {rank} {local.name}{list(at)}: {len(wrong)} of {tensor.size} elements wrong, first has"
+                f" {arrived[rank, local][at]}, wanted {tensor[at]}"
+            )
+    return faults
+
+
+def scale_damage(plan: Plan) -> list[str]:
+    """Where an element and its scale do not lie together: at (r, c) of a local matrix the scale is that of the element's
+    own block of the parameter, in the scales' tensor at (r // block rows, c // block columns).
+
+    One scale a tensor is a block as large as the local matrix, which may be a part of the parameter.
+    """
+    faults: list[str] = []
+    first_id = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])
+    worlds: tuple[World, ...] = ("train", "gen")
+    for world in worlds:
+        tensors = held(plan, world)
+        by_name = {(rank, local.name): tensor for (rank, local), tensor in tensors.items()}
+        for (rank, local), ids in tensors.items():
+            group = int(np.searchsorted(first_id, ids[ids >= 0][:1], side="right")[0]) - 1
+            pair = next((pair for pair in plan.pairs if pair.weight == group), None)
+            if pair is None:
+                continue
+            rows, columns = ids.shape[-2:]
+            one = plan.groups[pair.scales].shape == (1,)
+            if pair.touched and world == "gen":
+                faults += _touched_damage(f"{world} {rank} {local.name}", ids, by_name[rank, local.name + "_scale_inv.blocks"],
+                                          partial(_scale_id, plan, first_id))  # fmt: skip
+                continue
+            block = (rows, columns) if one else pair.block
+            name = next(n for n in _scale_names(local.name) if (rank, n) in by_name)
+            scales = by_name[rank, name].reshape((*ids.shape[:-2], 1, 1) if one else by_name[rank, name].shape)
+            nearby = scales[..., np.arange(rows)[:, None] // block[0], np.arange(columns) // block[1]]
+            wanted = np.vectorize(partial(_scale_id, plan, first_id))(ids)
+            if (nearby != wanted).any():
+                at = tuple(np.argwhere(nearby != wanted)[0].tolist())
+                faults.append(f"{world} {rank} {local.name}{list(at)}: scale {nearby[at]}, wanted {wanted[at]}")
+    return faults
+
+
+def _touched_damage(where: str, ids: Ids, scales: Ids, scale_of: Callable[[int], int]) -> list[str]:
+    """Experts that do not lie with the scales of all blocks that they have a part of, and of no others."""
+    return [
+        f"{where}[{expert}]: other scales than those of its blocks"
+        for expert in range(len(ids))
+        if {scale_of(element) for element in ids[expert].ravel()} != set(scales[expert].ravel().tolist())
+    ]
+
+
+def _scale_names(weight: str) -> tuple[str, ...]:
+    return tuple(weight + suffix for suffix in ("._rowwise_scale_inv", "._scale_inv", "_scale_inv", "_scale"))
+
+
+def _scale_id(plan: Plan, first_id: Ids, element: int) -> int:
+    """The number of the scale of a numbered element of a weight."""
+    weight = int(np.searchsorted(first_id, element, side="right")) - 1
+    pair = next(pair for pair in plan.pairs if pair.weight == weight)
+    group, scales = plan.groups[weight], plan.groups[pair.scales]
+    member, at = divmod(int(element) - int(first_id[weight]), prod(group.shape))
+    row, column = divmod(at, group.shape[1])
+    grid = row // pair.block[0] * scales.view[1] + column // pair.block[1]
+    return int(first_id[pair.scales]) + member * prod(scales.shape) + grid
+
+
+def _differing(good: Plan, plan: Plan) -> tuple[Plan, Plan]:
+    """Both plans without the bundles that they have in common."""
+    if (good.train, good.gen) != (plan.train, plan.gen):
+        return good, plan
+
+    def resolved(of: Plan) -> dict[object, Bundle]:
+        return {
+            (
+                replace(bundle, group=0, template=0, src=0, dst=0),
+                id(of.groups[bundle.group]) if bundle.group < len(of.groups) else None,
+                *(id(table[n]) if 0 <= n < len(table) else None for table, n in (
+                    (of.templates, bundle.template), (of.holdings, bundle.src), (of.holdings, bundle.dst))),
+            ): bundle
+            for bundle in of.bundles
+        }  # fmt: skip
+
+    ours, theirs = resolved(good), resolved(plan)
+    twice = len(theirs) != len(plan.bundles)
+    before = tuple(bundle for key, bundle in ours.items() if key not in theirs or twice)
+    after = tuple(plan.bundles) if twice else tuple(bundle for key, bundle in theirs.items() if key not in ours)
+    return replace(good, bundles=before), replace(plan, bundles=after)
+
+
+def padding_damage(plan: Plan) -> list[str]:
+    """Where declared padding and the elements that no piece fills are not the same."""
+    declared, faults = declared_padding(plan), []
+    for (rank, local), tensor in held(plan, "gen").items():
+        empty = set(np.flatnonzero(tensor.reshape(-1) == UNTOUCHED).tolist())
+        padded = declared.get((rank, local), set())
+        if empty != padded:
+            faults.append(f"gen {rank} {local.name}: {len(empty)} elements unfilled, {len(padded)} declared")
+    return faults
+
+
+def _padding_changes(before: Plan, after: Plan) -> list[str]:
+    ours, theirs = declared_padding(before), declared_padding(after)
+    return [
+        f"gen {rank} {local.name}: other padding"
+        for rank, local in ours.keys() | theirs.keys()
+        if ours.get((rank, local)) != theirs.get((rank, local))
+    ]
+
+
+def _cast_changes(good: Plan, plan: Plan) -> list[str]:
+    """Training ranks that would cast something else, or in other blocks."""
+    found = [(casts_of(good, rank), casts_of(plan, rank)) for rank in range(good.train.world)]
+    return [f"train {rank}: other casts" for rank, (ours, theirs) in enumerate(found) if ours != theirs]
+
+
+def casts_of(plan: Plan, rank: int) -> dict[str, tuple[str, str | None, tuple[int, int]]]:
+    """What a training rank casts, by tensor: (dtype on the wire, tensor of the scales, block)."""
+    schedule = schedule_of(plan, "train", rank)
+    name = [local.name for local in schedule.tensors]
+    return {
+        name[cast.tensor]: (cast.to, None if cast.scales is None else name[cast.scales], cast.block)
+        for cast in schedule.casts
+    }
+
+
+def declared_padding(plan: Plan) -> dict[tuple[int, LocalTensor], set[int]]:
+    """The elements that schedules say no parameter fills."""
+    declared: dict[tuple[int, LocalTensor], set[int]] = defaultdict(set)
+    if any(template.dst.padding for template in plan.templates):
+        for rank in range(plan.gen.world):
+            schedule = schedule_of(plan, "gen", rank)
+            for tensor, offset, geometry in schedule.padding:
+                found = Transfer(schedule.tensors[tensor], geometry, offset, 0, "", "")
+                declared[rank, found.tensor] |= set(_indices(found).tolist())
+    return declared

@@ -1,0 +1,55 @@
+"""The tensors that the planner writes on a generation rank are exactly those of the engine: names, shapes, dtypes.
+
+The engine's side comes from the oracle of engine slices, which tests/engine compares with real vLLM models, published
+ones at full size included. What a plan sends by the misc route is loaded by the engine and not listed here.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
+from mcore_reshard.planner.model.configs import builtin_names, load_config
+from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.plan.make_plan import make_plan
+from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine
+
+TINY = [name for name in builtin_names() if name.startswith("tiny-")]
+MESHES = (GenMesh(tp=2, pp=2), GenMesh(tp=4), GenMesh(tp=2, dp=2))
+EXPERT_MESHES = (GenMesh(tp=2, ep=2), GenMesh(tp=2, dp=2, ep=4), GenMesh(pp=2, dp=2, ep=2))
+PUBLISHED = [
+    ("llama-3.1-8b", GenMesh(tp=8)),
+    ("qwen3-30b-a3b", GenMesh(tp=4, ep=4)),
+    ("nemotron-3-nano-30b-a3b", GenMesh(tp=2, pp=2)),
+    ("gpt-oss-120b", GenMesh(tp=8)),
+    ("deepseek-v3", GenMesh(tp=32, dp=4)),
+]
+WITH_EXPERTS = {name for name in TINY if catalogue_from_config(load_config(name)).architecture.experts}
+CASES = [
+    *(
+        (name, mesh)
+        for name in TINY
+        for mesh in MESHES
+        if not (name.endswith("-fp8") and name in WITH_EXPERTS and mesh.tp == 4)  # inside of blocks: see tests/engine
+    ),
+    *((name, mesh) for name in TINY for mesh in EXPERT_MESHES if name in WITH_EXPERTS),
+    *PUBLISHED,
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
+def test_planned_tensors_are_the_engines(name, mesh):
+    config = load_config(name)
+    dtype = "fp8" if name.endswith("-fp8") else "bf16"
+    if dtype == "bf16":  # published checkpoints may be quantised; the engine then holds what an unquantised one gives
+        config.pop("quantization_config", None)
+    plan = make_plan(catalogue_from_config(config), TrainMesh(), mesh, train_dtype=dtype, gen_dtype=dtype)
+    sizes = GenSizes(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, ep=mesh.ep)
+    for gen_rank in range(mesh.world) if name in TINY else (0, mesh.world - 1):
+        schedule = schedule_of(plan, "gen", gen_rank)
+        planned = {tensor.name: (tensor.shape, tensor.dtype) for tensor in schedule.tensors}
+        engine = StandInEngine(config, sizes, gen_rank, device="meta")
+        held = {tensor: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for tensor, t in engine.tensors.items()}
+        by_misc = {tensor for parameter in schedule.misc for tensor in engine.destinations(parameter)}
+        assert planned == {tensor: held[tensor] for tensor in held if tensor not in by_misc - planned.keys()}

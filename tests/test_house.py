@@ -1,0 +1,133 @@
+"""The rules of the house: which folder imports which, and what loads without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# What a folder may import of this package, besides itself and the folders in it. A trailing slash takes in the folders
+# below: "kernels" is errors.py and host.py alone, "kernels/" is everything there.
+ARROWS: dict[str, tuple[str, ...]] = {
+    "planner/model": (),
+    "planner/layout": ("planner/model/",),
+    "planner/plan": ("planner/model/", "planner/layout/"),
+    "planner/proof": ("planner/model/", "planner/layout/", "planner/plan/"),
+    "kernels": (),
+    "kernels/copies": ("planner/", "kernels"),
+    "kernels/cuda": ("planner/", "kernels", "kernels/copies/"),
+    "kernels/rendezvous": ("kernels",),
+    "kernels/transports": ("planner/", "kernels", "kernels/copies/", "kernels/cuda/", "kernels/rendezvous/"),
+    "mcore_reshard/session": ("planner/", "kernels/"),
+    "mcore_reshard/trainers": ("planner/", "kernels/", "mcore_reshard/session/"),
+    "mcore_reshard/engines": ("planner/", "kernels/", "mcore_reshard/session/"),
+    "mcore_reshard/validation": (
+        "planner/",
+        "kernels/",
+        "mcore_reshard/session/",
+        "mcore_reshard/trainers/",
+        "mcore_reshard/engines/",
+    ),
+    "mcore_reshard/cli": ("planner/", "kernels/", "mcore_reshard/session/", "mcore_reshard/validation/"),
+}
+
+
+def files() -> list[Path]:
+    return [file for top in ("planner", "kernels", "mcore_reshard") for file in sorted((ROOT / top).rglob("*.py"))]
+
+
+def imports(source: str, package: list[str]) -> Iterator[str]:
+    """The modules that a file of `package` imports, anywhere in it, by their full names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def folder_of(module: str) -> str | None:
+    """mcore_reshard.kernels.copies.bind -> kernels/copies; None for other packages and for the package's own names."""
+    top, *parts = module.split(".")
+    if top != "mcore_reshard" or not parts:
+        return None
+    start = ROOT if parts[0] in ("planner", "kernels") else ROOT / "mcore_reshard"
+    place = start
+    for part in parts:
+        if not (place / part).is_dir():
+            break
+        place /= part
+    return None if place == ROOT / "mcore_reshard" else str(place.relative_to(ROOT))
+
+
+def allows(entry: str, folder: str) -> bool:
+    return folder == entry.rstrip("/") or (entry.endswith("/") and folder.startswith(entry))
+
+
+def violations(source: str, package: list[str]) -> list[str]:
+    """The folders that a file of `package` imports against the arrows. A folder in a folder follows the outer one's rule."""
+    folder = folder_of(".".join(package)) or "mcore_reshard"
+    rule = max((entry for entry in ARROWS if allows(f"{entry}/", folder)), key=len, default=None)
+    if rule is None:
+        return []
+    found = {target for module in imports(source, package) if (target := folder_of(module)) is not None}
+    own = rule if rule == "kernels" else f"{rule}/"
+    return sorted(target for target in found if not any(allows(entry, target) for entry in (own, *ARROWS[rule])))
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_run_one_way(file: Path) -> None:
+    parts = file.relative_to(ROOT).with_suffix("").parts[:-1]
+    package = [*(() if parts[0] == "mcore_reshard" else ("mcore_reshard",)), *parts]
+    assert violations(file.read_text(), package) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        ("mcore_reshard.planner.model", "from mcore_reshard.planner.layout.mesh import GenMesh"),
+        ("mcore_reshard.planner.plan", "from ..proof import prove"),
+        ("mcore_reshard.planner.layout", "import mcore_reshard.kernels.errors"),
+        ("mcore_reshard.kernels.copies", "from mcore_reshard.kernels.transports import gloo"),
+        ("mcore_reshard.kernels.rendezvous", "def late():\n    from mcore_reshard.planner.plan.plan import Plan"),
+        ("mcore_reshard.session", "from mcore_reshard.trainers.megatron import model"),
+        ("mcore_reshard.trainers.megatron", "from mcore_reshard.engines.vllm.model import gen_sizes_of"),
+    ],
+)
+def test_an_import_against_the_arrows_is_seen(package: str, line: str) -> None:
+    assert violations(line, package.split(".")) != []
+
+
+@pytest.mark.parametrize("folder", ["planner", "kernels", "mcore_reshard"])
+def test_every_folder_says_in_three_lines_what_lives_there(folder: str) -> None:
+    for place in sorted({file.parent for file in (ROOT / folder).rglob("*.py")}):
+        text = ast.get_docstring(ast.parse((place / "__init__.py").read_text()))
+        assert text, f"{place}/__init__.py has no docstring"
+
+
+PURE = """
+import sys
+from dataclasses import replace
+import mcore_reshard.planner.plan.make_plan, mcore_reshard.planner.proof.prove
+import mcore_reshard.planner.plan.make_schedule, mcore_reshard.planner.plan.explain
+import mcore_reshard.planner.model.families, mcore_reshard.planner.model.configs, mcore_reshard.planner.plan.plan_file
+heavy = {name.partition(".")[0] for name in sys.modules} & {"torch", "megatron", "transformers", "vllm", "triton"}
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+
+
+def test_the_planner_imports_neither_torch_nor_megatron() -> None:
+    subprocess.run([sys.executable, "-c", PURE], check=True)
+
+
+def test_planner_and_kernels_are_not_importable_under_their_bare_names(tmp_path: Path) -> None:
+    code = "import importlib.util as u; assert u.find_spec('planner') is None and u.find_spec('kernels') is None"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

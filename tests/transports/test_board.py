@@ -1,0 +1,116 @@
+"""What ranks of the nccl transport say to each other before and beside the bytes: real processes, no device."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from helpers.handmade import allocate, random_moves, schedule_of
+from helpers.ranks import run_ranks, values
+from numpy.random import default_rng
+from torch.distributed import PrefixStore, TCPStore
+
+from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.rendezvous.board import Board
+from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
+from mcore_reshard.kernels.transports.rounds import ScratchBudget
+
+NAMES = ("train:0", "train:1", "gen:0")
+
+
+def connected(address: str) -> PrefixStore:
+    host, port = address.split(":")
+    return PrefixStore("nccl", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+
+
+def conversation(rank: int, address: str) -> Any:
+    board = Board(connected(address), rank, NAMES, timeout_s=10.0)
+    words = board.gather("word", {"rank": rank})
+    if rank == 1:
+        board.publish("id/0", b"\x00\xff secret")
+    content = board.read("id/0")
+    before = board.who_gave_up()
+    board.gather("asked", None)
+    if rank == 2:
+        board.give_up()
+    board.gather("given up", None)
+    if rank == 1:
+        board.give_up()  # too late to be the first
+    board.gather("again", None)
+    return words, content, before, board.who_gave_up()
+
+
+def test_words_bytes_and_failures_reach_everyone() -> None:
+    said = ([{"rank": 0}, {"rank": 1}, {"rank": 2}], b"\x00\xff secret", None, "gen:0")
+    assert values(run_ranks(3, conversation)) == [said] * 3
+
+
+def stuck(rank: int, address: str) -> list[int]:
+    board = Board(connected(address), rank, NAMES, timeout_s=10.0)
+    board.gather("word", None)
+    if rank == 0:
+        time.sleep(2)
+        return []
+    return board.silent("run-1", [other for other in range(3) if other != rank])
+
+
+def test_those_who_wait_themselves_are_not_to_blame() -> None:
+    assert values(run_ranks(3, stuck)) == [[], [0], [0]]
+
+
+def silent_world(rank: int, address: str) -> None:
+    if rank != 1:
+        Board(connected(address), rank, NAMES, timeout_s=1.0).gather("word", None)
+
+
+def test_who_does_not_come_is_named() -> None:
+    outcomes = run_ranks(3, silent_world)
+    assert [outcomes[rank].kind for rank in (0, 2)] == ["SessionError"] * 2
+    assert outcomes[0].error == "train:0: train:1 did not come within 1 s"
+    assert outcomes[2].error == "gen:0: train:1 did not come within 1 s"
+
+
+def test_a_board_whose_store_is_gone_can_still_give_up() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    board = Board(client, 0, NAMES[:1], timeout_s=1.0)
+    board.gather("word", None)
+    del store
+    board.give_up()
+
+
+def with_budget(rank: int, address: str, budgets: tuple[ScratchBudget, ScratchBudget]) -> None:
+    world, moves = ("train", "gen")[rank], random_moves(default_rng(0), (1, 1))
+    schedule = schedule_of(moves, world, 0, (1, 1))  # type: ignore[arg-type]
+    NcclExecutor(bind(schedule, allocate(schedule)), connected(address), timeout_s=10.0, budget=budgets[rank])
+
+
+@pytest.mark.parametrize(
+    ("budgets", "message"),
+    [
+        ((ScratchBudget(1 << 20), ScratchBudget(1 << 21)), "the ranks have different budgets: "),
+        ((ScratchBudget(16), ScratchBudget(16)), "16 bytes of scratch are too few"),
+    ],
+)
+def test_budgets_that_cannot_work_are_refused_by_all(
+    budgets: tuple[ScratchBudget, ScratchBudget], message: str
+) -> None:
+    for outcome in run_ranks(2, with_budget, budgets):
+        assert outcome.kind == SessionError.__name__
+        assert str(outcome.error).startswith(message)
+
+
+def without_transfers(rank: int, address: str) -> tuple[int, int]:
+    schedule = schedule_of([], ("train", "gen")[rank], 0, (1, 1))  # type: ignore[arg-type]
+    executor = NcclExecutor(bind(schedule, {}), connected(address), timeout_s=10.0)
+    reports = executor.run()
+    executor.close()
+    with pytest.raises(SessionError, match="has been closed"):
+        executor.run()
+    return len(reports), executor.scratch_bytes
+
+
+def test_ranks_without_transfers_take_part_and_need_nothing() -> None:
+    assert values(run_ranks(2, without_transfers)) == [(0, 0)] * 2

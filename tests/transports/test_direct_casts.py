@@ -1,0 +1,210 @@
+"""Weights that are cast on the direct transport, between real processes: rounds through slots, then the rest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.casting import held, moves_with_casts, stepped, train_schedule, wanted
+from helpers.gpu import needs_gpus
+from helpers.handmade import End, Move, allocate, raw_bytes, schedule_of
+from helpers.ranks import run_ranks, values
+from test_direct import SPAWN_S, Rank
+from test_staging import gen_schedule
+
+from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
+from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Pulls, Schedule
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
+pytest.importorskip("mcore_reshard.kernels.transports.direct.executor", reason="needs cuda-core", exc_type=ImportError)
+
+
+def of(number: int, worlds: tuple[int, int], seed: int) -> Schedule:
+    moves = moves_with_casts(np.random.default_rng(seed), worlds)
+    return (
+        train_schedule(moves, number, worlds) if number < worlds[0] else gen_schedule(moves, number - worlds[0], worlds)
+    )
+
+
+def refit_twice(
+    number: int, address: str, worlds: tuple[int, int], seed: int, gpus: int, scratch_bytes: int
+) -> dict[str, bytes]:
+    """Weights change between the refits; slots are far smaller than what goes through them."""
+    schedule = of(number, worlds, seed)
+    train = schedule.world == "train"
+    tensors = held(schedule, seed) if train else allocate(schedule)
+    rank = Rank(
+        number, address, worlds, schedule, tensors, gpus, scratch_bytes=scratch_bytes, checksums=seed % 2 == 1
+    )  # fmt: skip
+    assert 0 < rank.executor.scratch_bytes <= scratch_bytes if train else rank.executor.scratch_bytes == 0
+    for turn in range(2):
+        reports = rank.executor.run()
+        if train and not turn:
+            for name, tensor in stepped(rank.tensors).items():
+                rank.tensors[name].copy_(tensor)
+    assert [report.pp_stage for report in reports] == [stage.pp_stage for stage in schedule.stages]
+    arrived = {name: raw_bytes(tensor.cpu()) for name, tensor in rank.tensors.items()}
+    rank.executor.close()
+    return arrived
+
+
+def check(worlds: tuple[int, int], seed: int, gpus: int, scratch_bytes: int) -> None:
+    arrived = values(
+        run_ranks(sum(worlds), refit_twice, worlds, seed, gpus, scratch_bytes, timeout_s=SPAWN_S, method="spawn")
+    )
+    moves = moves_with_casts(np.random.default_rng(seed), worlds)
+    starts = [held(train_schedule(moves, rank, worlds), seed) for rank in range(worlds[0])]
+    sources = [stepped({name: tensor.cuda() for name, tensor in start.items()}) for start in starts]  # and scales there
+    for rank in range(worlds[1]):
+        gen = schedule_of(moves, "gen", rank, worlds)
+        assert arrived[worlds[0] + rank] == wanted(moves, gen, sources)
+
+
+@pytest.mark.parametrize(
+    ("worlds", "seed", "scratch_bytes"),
+    [((1, 1), 0, 32 << 10), ((2, 2), 1, 64 << 10), ((3, 1), 2, 1 << 20), ((1, 3), 3, 50_000)],
+)
+def test_random_patterns_on_one_gpu(worlds: tuple[int, int], seed: int, scratch_bytes: int) -> None:
+    check(worlds, seed, 1, scratch_bytes)
+
+
+@pytest.mark.parametrize(("gpus", "worlds"), [
+    pytest.param(2, (2, 2), marks=needs_gpus(2)),
+    pytest.param(4, (4, 4), marks=needs_gpus(4)),
+])  # fmt: skip
+def test_random_patterns_over_nvlink(gpus: int, worlds: tuple[int, int]) -> None:
+    check(worlds, 7, gpus, 64 << 10)
+
+
+ROWS, COLUMNS = 8192, 4096
+
+
+def one_large_weight(number: int, worlds: tuple[int, int]) -> Schedule:
+    """Every training rank's weight goes to every generation rank, which has one for each, cast."""
+    scales = (ROWS // 128, COLUMNS // 128)
+    moves = []
+    for src in range(worlds[0]):
+        for dst in range(worlds[1]):
+            for name, dtype, shape in (("w", "float8_e4m3fn", (ROWS, COLUMNS)), ("s", "float32", scales)):
+                ends = End(src, name, shape, (0, 0), (0, 1)), End(dst, f"{name}{src}", shape, (0, 0), (0, 1))
+                moves.append(Move(0, f"{name}{src}", dtype, shape, *ends))
+    if number < worlds[0]:
+        schedule = schedule_of(moves, "train", number, worlds)
+        weight, scale = LocalTensor("w", (ROWS, COLUMNS), "bfloat16"), LocalTensor("s", scales, "float32")
+        return replace(
+            schedule, tensors=(weight, scale), casts=(Cast(0, "float8_e4m3fn", 1, (128, 128)),), computed=(1,)
+        )
+    from helpers.handmade import pulls_of
+
+    rank = number - worlds[0]
+
+    def pulls() -> Pulls:
+        found = pulls_of(moves, rank)
+        return replace(found, tensors=tuple(
+            replace(local, dtype="bfloat16") if local.name == "w" else local for local in found.tensors
+        ))  # fmt: skip
+
+    return replace(schedule_of(moves, "gen", rank, worlds), pulls=pulls)
+
+
+def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: int, refits: int) -> int:
+    """The trainer queues its next step as soon as `run` returns. Counts what arrived of other versions."""
+    schedule = one_large_weight(number, worlds)
+    start = {} if schedule.world == "train" else allocate(schedule)
+    if schedule.world == "train":
+        start["w"] = torch.full((ROWS, COLUMNS), float("nan"), dtype=torch.bfloat16)
+    rank = Rank(number, address, worlds, schedule, start, gpus, scratch_bytes=4 << 20)
+    wrong = 0
+    for version in range(1, refits + 1):
+        value = torch.full((128, 128), float(version), dtype=torch.bfloat16, device="cuda")
+        if schedule.world == "train":
+            rank.tensors["w"].fill_(-1.0)
+            torch.cuda._sleep(3_000_000)  # type: ignore[no-untyped-call]  # the optimizer is still busy
+            rank.tensors["w"].fill_(float(version))
+            rank.executor.run()
+            rank.tensors["w"].fill_(-2.0)
+        else:
+            rank.executor.run()
+            scale = block_scales(value, (128, 128))[0, 0]
+            for src in range(worlds[0]):
+                wrong += int((rank.tensors[f"s{src}"] != scale).sum())
+                wrong += int((rank.tensors[f"w{src}"].view(torch.uint8) != 0x7E).sum())
+    rank.executor.close()
+    return wrong
+
+
+@pytest.mark.parametrize(("gpus", "worlds"), [
+    (1, (1, 1)),
+    (1, (2, 2)),
+    pytest.param(2, (2, 2), marks=needs_gpus(2)),
+])  # fmt: skip
+def test_a_trainer_may_overwrite_as_soon_as_run_returns(gpus: int, worlds: tuple[int, int]) -> None:
+    outcomes = run_ranks(sum(worlds), overwrite_at_once, worlds, gpus, 6, timeout_s=SPAWN_S, method="spawn")
+    assert sum(values(outcomes)) == 0
+
+
+def misbehave(number: int, address: str, worlds: tuple[int, int], trouble: str) -> Any:
+    schedule = one_large_weight(number, worlds)
+    start = {local.name: torch.zeros(local.shape, dtype=getattr(torch, local.dtype)) for local in schedule.tensors}
+    rank = Rank(number, address, worlds, schedule, start, 1, timeout_s=4.0, scratch_bytes=4 << 20)
+    if trouble == "dead reader" and number == 2:
+        os._exit(1)
+    if trouble == "silent trainer" and number == 0:
+        time.sleep(9)
+        return
+    try:
+        rank.executor.run()
+    finally:
+        rank.executor.close()
+
+
+@pytest.mark.parametrize("trouble", ["dead reader", "silent trainer"])
+def test_peers_that_fail_are_named(trouble: str) -> None:
+    outcomes = run_ranks(4, misbehave, (2, 2), trouble, timeout_s=SPAWN_S, method="spawn")
+    bad = 2 if trouble == "dead reader" else 0
+    errors = [outcome for number, outcome in enumerate(outcomes) if number != bad]
+    assert {outcome.kind for outcome in errors} <= {"PeerLostError", "DeadlineError"}
+    name = "gen:0" if trouble == "dead reader" else "train:0"
+    assert any(name in str(outcome.error) for outcome in errors)
+
+
+def die_while_casting(number: int, address: str, worlds: tuple[int, int]) -> None:
+    """After a good run, the trainer's GPU is busy for a while before it comes to cast, and its process is killed."""
+    schedule = one_large_weight(number, worlds)
+    start = {local.name: torch.zeros(local.shape, dtype=getattr(torch, local.dtype)) for local in schedule.tensors}
+    rank = Rank(number, address, worlds, schedule, start, 1, timeout_s=SPAWN_S / 2, scratch_bytes=4 << 20)
+    rank.executor.run()
+    if number == 0:
+        torch.cuda._sleep(40_000_000_000)  # type: ignore[no-untyped-call]  # about 20 s
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        rank.executor.run()
+    finally:
+        rank.executor.close()
+
+
+def test_a_trainer_that_dies_while_it_casts_is_named_and_leaves_nobody_waiting() -> None:
+    dead, reader = run_ranks(2, die_while_casting, (1, 1), timeout_s=SPAWN_S, method="spawn")
+    assert dead.died
+    assert reader.kind == "PeerLostError", reader
+    assert reader.error is not None and "gen:0 waiting for train:0 to send" in reader.error
+    assert reader.seconds < SPAWN_S / 2
+
+
+def test_too_little_scratch_is_said_to_readers() -> None:
+    outcomes = run_ranks(2, starved, (1, 1), timeout_s=SPAWN_S, method="spawn")
+    assert [outcome.kind for outcome in outcomes] == ["SessionError", "SessionError"]
+    assert "train:0: 8 bytes of scratch are too few to cast for 1 readers" in str(outcomes[1].error)
+
+
+def starved(number: int, address: str, worlds: tuple[int, int]) -> None:
+    schedule = one_large_weight(number, worlds)
+    start = {local.name: torch.zeros(local.shape, dtype=getattr(torch, local.dtype)) for local in schedule.tensors}
+    Rank(number, address, worlds, schedule, start, 1, timeout_s=10.0, scratch_bytes=8)

@@ -1,0 +1,61 @@
+"""Weights that are cast while nccl gathers them, between real processes, a GPU each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers.casting import held, moves_with_casts, stepped, train_schedule, wanted
+from helpers.gpu import needs_gpus
+from helpers.handmade import allocate, raw_bytes, schedule_of
+from helpers.ranks import run_ranks, values
+from test_nccl import SPAWN_S, TIMEOUT_S, connected, own_device
+from torch.distributed import PrefixStore
+
+from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.transports.nccl.communicator import nccl_obstacle
+from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
+from mcore_reshard.kernels.transports.rounds import ScratchBudget
+
+pytestmark = [
+    pytest.mark.gpu,
+    needs_gpus(2),
+    pytest.mark.skipif(nccl_obstacle() is not None, reason=str(nccl_obstacle())),
+]
+
+BUDGETS = (ScratchBudget(), ScratchBudget(1 << 16, checksums=True))
+
+
+def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str, bytes]]:
+    """Two runs under each budget, with other weights the second time."""
+    device = own_device(number)
+    found = []
+    for seed, budget in enumerate(BUDGETS):
+        moves = moves_with_casts(np.random.default_rng(seed), worlds)
+        train = number < worlds[0]
+        schedule = (
+            train_schedule(moves, number, worlds) if train else schedule_of(moves, "gen", number - worlds[0], worlds)
+        )
+        start = held(schedule, seed) if train else allocate(schedule)
+        tensors = {name: tensor.to(device) for name, tensor in start.items()}
+        store = PrefixStore(f"budget-{seed}", connected(address))
+        executor = NcclExecutor(bind(schedule, tensors), store, timeout_s=TIMEOUT_S, budget=budget)
+        executor.run()
+        if train:
+            for name, tensor in stepped(tensors).items():
+                tensors[name].copy_(tensor)
+        executor.run()
+        found.append({name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()})
+        executor.close()
+    return found
+
+
+@pytest.mark.parametrize("worlds", [(1, 1), pytest.param((2, 2), marks=needs_gpus(4))], ids=str)
+def test_nccl_casts_what_it_sends(worlds: tuple[int, int]) -> None:
+    arrived = values(run_ranks(sum(worlds), refits, worlds, timeout_s=SPAWN_S, method="spawn"))
+    for seed in range(len(BUDGETS)):
+        moves = moves_with_casts(np.random.default_rng(seed), worlds)
+        starts = [held(train_schedule(moves, rank, worlds), seed) for rank in range(worlds[0])]
+        sources = [stepped({name: tensor.cuda() for name, tensor in start.items()}) for start in starts]
+        for rank in range(worlds[1]):
+            gen = schedule_of(moves, "gen", rank, worlds)
+            assert arrived[worlds[0] + rank][seed] == wanted(moves, gen, sources)

@@ -1,0 +1,157 @@
+"""`auto` on GPUs: direct where memory is reachable, nccl elsewhere, in one refit, also where replicas relay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from helpers import planned_refits
+from helpers.gpu import needs_gpus
+from helpers.plans import Case
+from helpers.ranks import run_ranks, values
+
+from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.transports import registry
+from mcore_reshard.kernels.transports.base import Link, Transport
+from mcore_reshard.kernels.transports.gloo import GlooExecutor
+from mcore_reshard.kernels.transports.mixed import connect_by_pair
+from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
+from mcore_reshard.kernels.transports.pipeline import Executor, group_names, group_rank
+from mcore_reshard.kernels.transports.relay import Connect, relayed, unrelayed
+
+MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
+RELAYED = Case("tiny-qwen3-moe", "tp=1", "dp=3")
+CAST = Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
+RELAYED_CAST = Case("tiny-qwen3-moe", "tp=1", "dp=3", dtypes=("bf16", "fp8"), block=(8, 16))
+PIPELINED = Case("tiny-qwen3-moe", "pp=2", "tp=1")
+PIPELINED_CAST = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
+ALL_PAIRS = "train:0-gen:0,train:0-gen:1,train:1-gen:0,train:1-gen:1"
+
+
+class OverGloo(GlooExecutor):
+    """A stand-in for a GPU transport that keeps its name, with connections of its own."""
+
+    def __init__(self, name: str, link: Link) -> None:
+        schedule = link.program.schedule
+        me = group_rank(schedule, schedule.world, schedule.rank)
+        self._own = GlooGroup(link.store, me, group_names(schedule), timeout_s=link.timeout_s)
+        super().__init__(self._own, link.program)
+        self.name = name
+
+    def close(self) -> None:
+        self._own.close()
+        super().close()
+
+
+def stand_in(name: str, hops: Callable[[Connect, Link], Executor], obstacle: str | None = None) -> Transport:
+    return Transport(name, frozenset({"cpu"}), "", lambda: obstacle, partial(hops, partial(OverGloo, name)))
+
+
+def on_cpu(number: int, address: str, case: Case, unreachable: str, far_obstacle: str | None) -> Any:
+    """A refit by `auto`, with transports `near` and `far` in the places of direct and nccl."""
+    near, far = stand_in("near", relayed), stand_in("far", unrelayed, far_obstacle)
+    auto = replace(registry._transports["auto"], devices=frozenset({"cpu"}), obstacle=lambda: None,
+                   connect=lambda link: connect_by_pair(link, near, far))  # fmt: skip
+    registry._transports["auto"] = auto  # this process ends with the test
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNREACHABLE_VARIABLE, unreachable)
+        return planned_refits.refit(number, address, case, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("case", "unreachable", "ways"),
+    [
+        (MOE, "", [{"near"}] * 4),
+        (MOE, ALL_PAIRS, [{"far"}] * 4),
+        (MOE, "train:0-gen:1, train:1-gen:0", [{"near+far"}] * 4),
+        (MOE, "train:9-gen:0", [{"near"}] * 4),
+        (RELAYED, "", [{"near"}] * 4),
+        (RELAYED, "relay:0-gen:1", [{"near"}] * 4),
+        (RELAYED, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
+        (RELAYED_CAST, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
+    ],
+    ids=[
+        *("all near", "all far", "two hosts", "no such pair", "relayed", "a relay is far", "relays over two hosts"),
+        "cast over two hosts",
+    ],
+)
+def test_each_pair_goes_by_what_reaches_it(case: Case, unreachable: str, ways: list[set[str]]) -> None:
+    found = values(run_ranks(4, on_cpu, case, unreachable, None, timeout_s=60.0))
+    assert [way for way, _ in found] == ways
+    assert [wrong for _, wrong in found] == [{}] * 4
+
+
+def test_pairs_that_nothing_reaches_are_named() -> None:
+    outcomes = run_ranks(4, on_cpu, MOE, "train:1-gen:0", "the far library is not installed", timeout_s=60.0)
+    assert {outcome.kind for outcome in outcomes} <= {"TransportUnavailable", "SessionFailed"}
+    said = next(o.error for o in outcomes if o.kind == "TransportUnavailable")
+    assert said == (
+        "1 pair of ranks cannot share memory (train:1-gen:0: declared in MCORE_RESHARD_UNREACHABLE), "
+        "and nccl cannot take their place: the far library is not installed"
+    )
+
+
+def test_what_is_no_pair_is_an_error_of_all_ranks() -> None:
+    outcomes = run_ranks(4, on_cpu, MOE, "train:0-gen:1,gen:0-train:0;train:1-gen:1", None, timeout_s=60.0)
+    assert {outcome.kind for outcome in outcomes} <= {"TransportUnavailable", "SessionFailed"}
+    said = next(o.error for o in outcomes if o.kind == "TransportUnavailable")
+    assert said == (
+        "MCORE_RESHARD_UNREACHABLE has 'gen:0-train:0;train:1-gen:1': pairs are written train:0-gen:1 or relay:1-gen:0,"
+        " with commas between them"
+    )
+
+
+def on_gpus(number: int, address: str, case: Case, transport: str, unreachable: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNREACHABLE_VARIABLE, unreachable)
+        return planned_refits.refit(number, address, case, "cuda", transport=transport)
+
+
+@pytest.mark.gpu
+@needs_gpus(4)
+@pytest.mark.parametrize(
+    ("case", "transport", "unreachable", "way"),
+    [
+        (MOE, "auto", "", "direct"),
+        (MOE, "auto", ALL_PAIRS, "nccl"),
+        (MOE, "auto", "train:0-gen:1,train:1-gen:0", "direct+nccl"),
+        (RELAYED, "direct", "", "direct"),
+        (RELAYED, "nccl", "", "nccl"),
+        (RELAYED, "auto", "train:0-gen:2,relay:0-gen:1", "direct+nccl"),
+        (CAST, "direct", "", "direct"),
+        (CAST, "nccl", "", "nccl"),
+        (RELAYED_CAST, "auto", "train:0-gen:2,relay:0-gen:1", "direct+nccl"),
+    ],
+    ids=[
+        *("all near", "all far", "two hosts", "relayed directly", "a relay by nccl", "relays over two hosts"),
+        *("cast directly", "cast by nccl", "cast over two hosts"),
+    ],
+)
+def test_auto_on_gpus(case: Case, transport: str, unreachable: str, way: str) -> None:
+    found = values(run_ranks(4, on_gpus, case, transport, unreachable, timeout_s=120.0, method="spawn"))
+    assert all(ways == {way} for ways, _ in found)
+    assert [wrong for _, wrong in found] == [{}] * 4
+
+
+def on_two_gpus(number: int, address: str, case: Case, unreachable: str) -> Any:
+    """Both stages of the trainer on one GPU, the engine on the other: no communicator of a stage has a GPU twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(UNREACHABLE_VARIABLE, unreachable)
+        return planned_refits.refit(number, address, case, "cuda:0" if number < 2 else "cuda:1", transport="auto")
+
+
+@pytest.mark.gpu
+@needs_gpus(2)
+@pytest.mark.parametrize(
+    ("unreachable", "way"),
+    [("", "direct"), ("train:0-gen:0", "direct+nccl"), ("train:0-gen:0,train:1-gen:0", "nccl")],
+    ids=["all near", "one far", "all far"],
+)
+@pytest.mark.parametrize("case", [PIPELINED, PIPELINED_CAST], ids=["plain", "cast"])
+def test_auto_on_two_gpus(case: Case, unreachable: str, way: str) -> None:
+    found = values(run_ranks(3, on_two_gpus, case, unreachable, timeout_s=120.0, method="spawn"))
+    assert all(ways == {way} for ways, _ in found)
+    assert [wrong for _, wrong in found] == [{}] * 3

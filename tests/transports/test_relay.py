@@ -1,0 +1,342 @@
+"""Relays: what the trainer sends once, and what generation replicas pass on; when a plan relays, and that it arrives."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import planned_refits, simulate
+from helpers.gpu import needs_gpus
+from helpers.plans import Case
+from helpers.ranks import run_ranks, values
+
+from mcore_reshard.cli.main import main
+from mcore_reshard.kernels.errors import DeadlineError, Waiting
+from mcore_reshard.kernels.transports import relay as relaying
+from mcore_reshard.kernels.transports.pipeline import StageReport
+from mcore_reshard.kernels.transports.relay import RelayedExecutor
+from mcore_reshard.planner.plan.make_schedule import WAVES, relay_of, schedule_of
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.plan_file import save_plan
+from mcore_reshard.planner.plan.schedule import Geometry, LocalTensor, Schedule, TransferTable
+from mcore_reshard.planner.plan.subset import with_peers
+from mcore_reshard.planner.proof.prove import prove
+
+ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
+TWO_TO_FOUR = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=2")
+
+FP8_TO_FP8 = Case("tiny-qwen3-moe-fp8", "tp=1", "dp=2", dtypes=("fp8", "fp8"), block=(128, 128))
+BF16_TO_FP8 = replace(FP8_TO_FP8, dtypes=("bf16", "fp8"))
+
+
+def sent(plan: Plan, world: str) -> int:
+    ranks = range(plan.train.world if world == "train" else plan.gen.world)
+    schedules = (schedule_of(plan, "train", r) if world == "train" else relay_of(plan, r).sends for r in ranks)
+    return sum(int(stage.sends.nbytes.sum()) for schedule in schedules for stage in schedule.stages)
+
+
+def test_a_trainer_with_three_replicas_sends_the_model_after() -> None:
+    plan = ONE_TO_THREE.plan()
+    assert plan.relay
+    model = plan.bulk_bytes
+    assert plan.send_bytes.tolist() == [model] == [sent(plan, "train")]
+    assert plan.recv_bytes.tolist() == [model] * 3
+    assert plan.relay_bytes.sum() == 2 * model == sent(plan, "gen")
+    assert plan.relay_bytes.max() < 1.1 * plan.relay_bytes.mean()
+    assert plan.busiest_link == model
+
+
+@pytest.mark.parametrize(
+    ("train", "gen", "relays"),
+    [
+        ("tp=2", "tp=2", False),  # nothing to relay
+        ("tp=2", "tp=1,dp=2", False),  # as many senders as receivers: what replicas receive is the limit
+        ("tp=2,dp=2", "tp=2", False),
+        ("tp=2", "tp=2,dp=2", True),
+        ("tp=1", "tp=2", False),  # norms go to both, which is next to nothing
+    ],
+)
+def test_a_plan_relays_where_that_shortens_the_busiest_link(train: str, gen: str, relays: bool) -> None:
+    assert Case("tiny-qwen3", train, gen).plan().relay is relays
+
+
+@pytest.mark.parametrize("case", [ONE_TO_THREE, TWO_TO_FOUR], ids=str)
+def test_both_hops_together_bring_every_element_after(case: Case) -> None:
+    plan = case.plan()
+    assert plan.relay and prove(plan).ok and simulate.damage(plan) == []
+
+
+def test_what_lands_and_what_is_passed_on_are_all_that_a_rank_holds() -> None:
+    plan = TWO_TO_FOUR.plan()
+    for rank in range(plan.gen.world):
+        first, relay = schedule_of(plan, "gen", rank), relay_of(plan, rank)
+        assert set(first.tensors) == set(relay.receives.tensors)
+        landed, passed_on = (
+            sum(int(stage.recvs.nbytes.sum()) for stage in schedule.stages) for schedule in (first, relay.receives)
+        )
+        assert landed + passed_on == plan.recv_bytes[rank]
+        assert sum(int(stage.sends.nbytes.sum()) for stage in relay.sends.stages) == plan.relay_bytes[rank]
+        assert all((stage.sends.peer != rank).all() for stage in relay.sends.stages)
+        assert relay.sends.name == f"relay:{rank}" and relay.receives.name == f"gen:{rank}"
+
+
+def test_a_reader_finds_at_its_replica_what_it_wants_where_it_keeps_it_itself() -> None:
+    receives = relay_of(TWO_TO_FOUR.plan(), 1).receives
+    assert receives.pulls is not None
+    pulls = receives.pulls()
+    assert pulls.tensors == receives.tensors
+    for stage, table in zip(receives.stages, pulls.stages, strict=True):
+        assert np.array_equal(stage.recvs.offset, table.offset) and np.array_equal(stage.recvs.peer, table.peer)
+
+
+def moved(schedule: Schedule) -> Iterator[Counter[tuple[Any, ...]]]:
+    """What a rank sends, receives and pulls, and the same of both its parts in the second hop."""
+    yield rows(schedule.tensors, schedule.geometries, (stage.sends for stage in schedule.stages))
+    yield rows(schedule.tensors, schedule.geometries, (stage.recvs for stage in schedule.stages))
+    if schedule.pulls:
+        pulls = schedule.pulls()
+        yield rows(pulls.tensors, pulls.geometries, pulls.stages)
+    relay = schedule.relay() if schedule.relay else None
+    for part in (relay.sends, relay.receives) if relay else ():
+        yield from moved(part)
+
+
+def rows(
+    tensors: Sequence[LocalTensor], geometries: Sequence[Geometry], tables: Iterable[TransferTable]
+) -> Counter[tuple[Any, ...]]:
+    return Counter(
+        (tensors[tensor], geometries[geometry], *rest)
+        for t in tables
+        for tensor, geometry, *rest in zip(
+            *(c.tolist() for c in (t.tensor, t.geometry, t.peer, t.offset, t.nbytes, t.bundle, t.member)), strict=True
+        )
+    )
+
+
+@pytest.mark.parametrize("case", [ONE_TO_THREE, TWO_TO_FOUR, FP8_TO_FP8], ids=str)
+def test_waves_are_the_relay_in_parts(case: Case) -> None:
+    plan = case.plan()
+    for world, ranks in (("train", plan.train.world), ("gen", plan.gen.world)):
+        for rank in range(ranks):
+            whole = schedule_of(plan, world, rank)
+            waves = [wave() for wave in whole.waves]
+            assert len(waves) == WAVES
+            for together, *parts in zip(moved(whole), *map(moved, waves), strict=True):
+                assert sum(parts, Counter()) == together
+
+
+def test_a_weight_and_its_scales_are_in_the_same_wave() -> None:
+    plan = FP8_TO_FP8.plan()
+    assert plan.pairs
+    for wave in schedule_of(plan, "train", 0).waves:
+        sends = [stage.sends for stage in wave().stages]
+        names = {
+            plan.parameter_name(*at) for t in sends for at in zip(t.bundle.tolist(), t.member.tolist(), strict=True)
+        }
+        scales = {name for name in names if name.endswith("_scale_inv")}
+        assert {name.removesuffix("_scale_inv") for name in scales} <= names
+        weights = {f"{name}_scale_inv" for name in names - scales}
+        assert not weights & (all_scales(plan) - scales)
+
+
+def all_scales(plan: Plan) -> set[str]:
+    sends = [stage.sends for stage in schedule_of(plan, "train", 0).stages]
+    names = (plan.parameter_name(*at) for t in sends for at in zip(t.bundle.tolist(), t.member.tolist(), strict=True))
+    return {name for name in names if name.endswith("_scale_inv")}
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4, 8])
+def test_every_wave_brings_every_replica_its_share(replicas: int) -> None:
+    plan = Case("qwen3-30b-a3b", "tp=1", f"dp={replicas}").plan()
+    landed = np.array(
+        [
+            [
+                sum(int(stage.recvs.nbytes.sum()) for stage in wave().stages)
+                for wave in schedule_of(plan, "gen", r).waves
+            ]
+            for r in range(replicas)
+        ]
+    )
+    even = np.delete(landed, WAVES // 2, axis=1)  # the middle wave has the embedding and the head, one tensor each
+    assert (abs(even - np.median(landed)) < 0.1 * np.median(landed)).all()
+
+
+def test_what_is_cast_moves_as_a_whole() -> None:
+    plan = BF16_TO_FP8.plan()
+    assert plan.relay and schedule_of(plan, "train", 0).waves == ()
+
+
+def test_the_simulation_notices_a_replica_that_passes_nothing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = ONE_TO_THREE.new_plan()
+    silent = relay_of(plan, 1).sends
+    monkeypatch.setattr(simulate, "relay_of", lambda plan, rank: _silenced(relay_of(plan, rank), silent, rank))
+    assert any("relay:1 -> gen:0" in fault for fault in simulate.damage(plan))
+
+
+def _silenced(relay, silent, rank):  # type: ignore[no-untyped-def]
+    return replace(relay, sends=with_peers(silent, ())) if rank == 1 else relay
+
+
+def test_the_command_line_says_who_passes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    save_plan(ONE_TO_THREE.plan(), path)
+    assert main(["show", str(path), "--rank", "gen:1", "--json"]) == 0
+    relay = json.loads(capsys.readouterr().out)["relay"]
+    assert [peer["rank"] for peer in relay["sends"][0]["peers"]] == [0, 2]
+    assert sum(stage["bytes"] for stage in relay["sends"]) == ONE_TO_THREE.plan().relay_bytes[1]
+    assert main(["explain", str(path), "model.norm.weight[0]", "--json"]) == 0
+    origins = json.loads(capsys.readouterr().out)["origins"]
+    landing = next(origin["dst"]["rank"] for origin in origins if origin["relayed_by"] is None)
+    assert [origin["relayed_by"] for origin in origins if origin["dst"]["rank"] != landing] == [landing] * 2
+
+
+def relayed_on_gpus(number: int, address: str, case: Case, device: str) -> tuple[set[str], dict[str, int]]:
+    return planned_refits.refit(number, address, case, device, transport="direct")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", [
+    pytest.param("cuda:0", marks=needs_gpus(1), id="on one"), pytest.param("cuda", marks=needs_gpus(2), id="over nvlink"),
+])  # fmt: skip
+@pytest.mark.parametrize("case", [ONE_TO_THREE, TWO_TO_FOUR, FP8_TO_FP8, BF16_TO_FP8], ids=str)
+def test_replicas_pass_on_over_direct(case: Case, device: str) -> None:
+    plan = case.plan()
+    ranks = plan.train.world + plan.gen.world
+    told = values(run_ranks(ranks, relayed_on_gpus, case, device, timeout_s=120.0, method="spawn"))
+    assert told == [({"direct"}, {})] * ranks
+
+
+def failing(number: int, address: str) -> None:
+    """Generation rank 1 cannot connect as a relay."""
+    role = relaying._role
+
+    def broken(connect: Any, link: Any, waves: Any) -> Any:
+        if waves[0].name == "relay:1":
+            raise OSError("no memory left to share")
+        return role(connect, link, waves)
+
+    relaying._role = broken  # this process ends with the test
+    planned_refits.refit(number, address, ONE_TO_THREE, "cpu", timeout_s=20.0)
+
+
+def test_a_relay_that_cannot_connect_is_everyones_error_with_its_cause_and_at_once() -> None:
+    outcomes = run_ranks(4, failing, timeout_s=60.0)
+    assert max(outcome.seconds for outcome in outcomes) < 10
+    assert all("no memory left to share" in str(outcome.error) for outcome in outcomes)
+    assert outcomes[2].kind == "OSError" and {o.kind for o in outcomes} == {"OSError", "SessionFailed"}
+
+
+def failing_in_a_wave(number: int, address: str, part: str, wave: int) -> None:
+    """One part of generation rank 1 fails in the second half of a wave of the second hop."""
+    role = relaying._role
+
+    def broken(connect: Any, link: Any, waves: Any) -> relaying.Role:
+        found = role(connect, link, waves)
+        if waves[0].name == part:
+            executor: Any = found.waves[wave]
+            start, last = executor._start, executor._steps[-1]
+
+            def failing_start(step: Any, slot: Any) -> Any:
+                if step is last:
+                    raise OSError("the wave is on fire")
+                return start(step, slot)
+
+            executor._start = failing_start
+        return found
+
+    relaying._role = broken  # this process ends with the test
+    planned_refits.refit(number, address, ONE_TO_THREE, "cpu", timeout_s=20.0, bucket_bytes=4096)
+
+
+@pytest.mark.parametrize(("part", "wave"), [("relay:1", 4), ("gen:1", 4)])
+def test_a_wave_that_fails_on_one_rank_is_everyones_error_with_its_cause_and_at_once(part: str, wave: int) -> None:
+    outcomes = run_ranks(4, failing_in_a_wave, part, wave, timeout_s=60.0)
+    assert max(outcome.seconds for outcome in outcomes) < 10
+    assert all("the wave is on fire" in str(outcome.error) for outcome in outcomes)
+    assert outcomes[2].kind == "OSError" and {o.kind for o in outcomes} == {"OSError", "SessionFailed"}
+
+
+class Part:
+    """A part of a relay that does what it is told, and remembers that it ran."""
+
+    name, scratch_bytes = "told", 0
+
+    def __init__(self, does: Callable[[], Any] = lambda: None) -> None:
+        self.ran, self._does = Event(), does
+
+    def run(self) -> tuple[StageReport, ...]:
+        self.ran.set()
+        self._does()
+        return (StageReport(0, 1, 1, 8, 0.0),)
+
+    def close(self) -> None:
+        pass
+
+
+class Left:
+    """A group that remembers that it was left."""
+
+    def __init__(self) -> None:
+        self.event = Event()
+
+    def close(self) -> None:
+        self.event.set()
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def relaying_parts(first: list[Part], sends: list[Part], receives: list[Part]) -> tuple[RelayedExecutor, list[Event]]:
+    groups: list[Any] = [Left(), Left()]
+    roles = [relaying.Role(tuple(parts), group) for parts, group in zip((sends, receives), groups, strict=True)]
+    return RelayedExecutor(first, roles, None), [group.event for group in groups]
+
+
+def after(event: Event) -> None:
+    assert event.wait(5.0)
+
+
+def test_no_wave_is_passed_on_after_one_that_failed_and_its_error_is_the_refits() -> None:
+    sends, receives = [Part(), Part(), Part()], [Part(lambda: fail(OSError("on fire"))), Part(), Part()]
+    first = [Part(), Part(lambda: after(left[1])), Part(lambda: fail(ValueError("a consequence")))]
+    executor, left = relaying_parts(first, sends, receives)
+    with pytest.raises(OSError, match="on fire"):
+        executor.run()
+    assert not receives[1].ran.is_set() and left[0].is_set()
+    executor.close()
+
+
+def test_the_first_hop_goes_on_when_the_second_has_failed() -> None:
+    """The trainer may wait for this rank, and others for the trainer."""
+    first = [Part(), Part(lambda: after(left[0])), Part()]
+    executor, left = relaying_parts(first, [Part(lambda: fail(OSError("on fire"))), Part(), Part()], [Part()] * 3)
+    with pytest.raises(OSError, match="on fire"):
+        executor.run()
+    assert first[2].ran.is_set()
+
+
+def test_a_rank_that_fails_in_the_first_hop_lets_those_go_that_wait_for_it() -> None:
+    sends, receives = [Part(), Part()], [Part(lambda: after(left[0])), Part()]
+    first = [Part(), Part(lambda: (after(sends[0].ran), after(receives[0].ran), fail(OSError("on fire"))))]
+    executor, left = relaying_parts(first, sends, receives)
+    with pytest.raises(OSError, match="on fire"):
+        executor.run()
+    assert not sends[1].ran.is_set() and not receives[1].ran.is_set()
+
+
+def test_a_rank_that_waits_in_both_its_parts_says_for_whom_in_each() -> None:
+    to, of = (Waiting("gen:0", peer, 0, "model.w", sends=False) for peer in ("gen:1", "relay:2"))
+    sends = [Part(lambda: (after(receives[0].ran), fail(DeadlineError(to, "nothing within 5 s"))))]
+    receives = [Part(lambda: (after(left[0]), fail(DeadlineError(of, "nothing within 5 s"))))]
+    executor, left = relaying_parts([Part()], sends, receives)
+    with pytest.raises(DeadlineError) as raised:
+        executor.run()
+    assert [raised.value.waiting, *(other.waiting for other in raised.value.others)] == [to, of]

@@ -1,0 +1,367 @@
+"""Rounds of the nccl transport, without a device: ranks agree, scratch is bounded, nothing deadlocks, bytes arrive."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.handmade import allocate, expected, random_moves, raw_bytes, schedule_of
+from helpers.plans import Case
+from numpy.typing import NDArray
+
+from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.buckets import ALIGNMENT
+from mcore_reshard.kernels.copies.copy_table import COPY
+from mcore_reshard.kernels.copies.cpu import run_copies
+from mcore_reshard.kernels.copies.tensors import byte_array
+from mcore_reshard.kernels.cuda.digests import digest
+from mcore_reshard.kernels.cuda.tiles import cut_tiles
+from mcore_reshard.kernels.transports.rounds import (
+    Division,
+    Passage,
+    Round,
+    Run,
+    ScratchBudget,
+    contiguous_run,
+    divide,
+    peers_by_stage,
+    round_copies,
+    rounds,
+    slot_bytes,
+)
+from mcore_reshard.planner.plan.make_schedule import schedule_of as planned_schedule
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.schedule import Schedule
+
+Worlds = tuple[int, int]
+CASES: list[tuple[Worlds, int, ScratchBudget]] = [
+    ((1, 1), 0, ScratchBudget(64, 1, 2)),
+    ((2, 2), 1, ScratchBudget(256, 2, 2)),
+    ((3, 1), 2, ScratchBudget(1024, 3, 2)),
+    ((1, 3), 3, ScratchBudget(512, 1, 3)),
+    ((4, 3), 4, ScratchBudget(4096, 2, 4)),
+    ((4, 3), 5, ScratchBudget(768, 2, 2, checksums=True)),
+]
+
+
+def session(moves: list[Any], worlds: Worlds, budget: ScratchBudget, seed: int) -> tuple[list[Program], Division]:
+    """Every rank's program, bound as the executor binds it: first anyhow, then with the bucket size agreed on."""
+    members = [("train", rank) for rank in range(worlds[0])] + [("gen", rank) for rank in range(worlds[1])]
+    schedules = [schedule_of(moves, world, rank, worlds) for world, rank in members]  # type: ignore[arg-type]
+    tensors = [allocate(each, seed=seed if each.world == "train" else None) for each in schedules]
+    first = [bind(schedule, held) for schedule, held in zip(schedules, tensors, strict=True)]
+    division = divide(budget, [peers_by_stage(program) for program in first])
+    return [
+        bind(schedule, held, bucket_bytes=division.bucket_bytes)
+        for schedule, held in zip(schedules, tensors, strict=True)
+    ], division
+
+
+def moves_of(seed: int, worlds: Worlds) -> list[Any]:
+    return random_moves(np.random.default_rng(seed), worlds, parameters=25, stages=3)
+
+
+@pytest.mark.parametrize(("worlds", "seed", "budget"), CASES)
+def test_both_ends_of_every_message_agree_on_its_round_and_size(
+    worlds: Worlds, seed: int, budget: ScratchBudget
+) -> None:
+    programs, division = session(moves_of(seed, worlds), worlds, budget, seed)
+    ends: dict[bool, set[tuple[int, ...]]] = {True: set(), False: set()}
+    for rank, program in enumerate(programs):
+        found = rounds(program, division)
+        assert [(each.number, each.stage) for each in found] == sorted({(each.number, each.stage) for each in found})
+        for each in found:
+            assert each.stream in division.streams[each.stage] and each.stream < budget.streams
+            for passage in each.passages:
+                pair = (rank, division.members[each.stage][passage.member])
+                way = pair if program.schedule.world == "train" else pair[::-1]
+                ends[program.schedule.world == "train"].add((each.stage, each.number, *way, passage.message_bytes))
+    assert ends[True] == ends[False]
+    assert ends[True]
+
+
+@pytest.mark.parametrize(("worlds", "seed", "budget"), CASES)
+def test_scratch_is_bounded_and_slots_are_reused_in_turn(worlds: Worlds, seed: int, budget: ScratchBudget) -> None:
+    programs, division = session(moves_of(seed, worlds), worlds, budget, seed)
+    for program in programs:
+        found = rounds(program, division)
+        assert sum(slot_bytes(found).values()) <= budget.scratch_bytes
+        for index, each in enumerate(found):
+            earlier = [n for n in range(index) if (found[n].stream, found[n].slot) == (each.stream, each.slot)]
+            assert each.after == (earlier[-1] if earlier else None)
+            ends = 0
+            for passage in each.staged:
+                assert passage.slot_offset >= ends and passage.slot_offset % ALIGNMENT == 0
+                ends = passage.slot_offset + passage.message_bytes
+            assert all(passage.run is None for passage in each.passages) or not budget.checksums
+
+
+def test_scratch_grows_with_nothing_and_messages_shrink_with_peers() -> None:
+    mebi = 1 << 20
+    assert divide(ScratchBudget(512 * mebi, 2, 2), [{0: 4, 1: 4}, {0: 1}, {1: 1}]).bucket_bytes == 32 * mebi
+    one_stage = divide(ScratchBudget(512 * mebi, 2, 2), [{0: 2}, {0: 2}, {0: 2}, {0: 2}])
+    assert one_stage.bucket_bytes == 64 * mebi
+    assert one_stage.members == {0: (0, 1, 2, 3)}
+    assert one_stage.streams == {0: (0, 1)}  # both, in turn
+    assert divide(ScratchBudget(1 << 40, 1, 2), [{0: 1}, {0: 1}]).bucket_bytes == 1 << 30
+    spread = divide(ScratchBudget(512 * mebi, 2, 2), [{0: 1}, {2: 1}, {5: 1}, {0: 1, 2: 1, 5: 1}])
+    assert spread.streams == {0: (0,), 2: (1,), 5: (0,)}
+    assert spread.members == {0: (0, 3), 2: (1, 3), 5: (2, 3)}
+
+
+def test_too_little_scratch_and_too_few_slots_are_errors() -> None:
+    with pytest.raises(
+        ValueError, match=r"100 bytes of scratch are too few for 16 .* peers, 2 slots\): give at least 256"
+    ):
+        divide(ScratchBudget(100, 1, 2), [{0: 8}])
+    with pytest.raises(ValueError, match="one stream of two slots is needed"):
+        ScratchBudget(slots=1)
+
+
+def copies_of(*rows: tuple[int, int, int, int]) -> NDArray[np.void]:
+    """(tensor, offset in it, offset in the bucket, row bytes) of a sender."""
+    one, none = (1, 1, 1), (0, 0, 0)
+    return np.array([(src, -1, at, place, one, none, none, size) for src, at, place, size in rows], COPY)
+
+
+def test_a_bucket_is_one_run_only_where_its_bytes_are_neighbours_in_one_tensor() -> None:
+    assert contiguous_run(copies_of((3, 64, 0, 100)), sends=True) == Run(3, 64)
+    assert contiguous_run(copies_of((3, 64, 0, 32), (3, 96, 32, 48)), sends=True) == Run(3, 64)
+    assert contiguous_run(copies_of((3, 64, 0, 32), (3, 112, 32, 48)), sends=True) is None  # a gap in the tensor
+    assert contiguous_run(copies_of((3, 64, 0, 30), (3, 96, 32, 48)), sends=True) is None  # padding in the bucket
+    assert contiguous_run(copies_of((3, 64, 0, 32), (4, 96, 32, 48)), sends=True) is None
+    strided = copies_of((3, 64, 0, 32))
+    strided["extents"][0, 2] = 2
+    assert contiguous_run(strided, sends=True) is None
+
+
+def check_delivered(moves: list[Any], programs: list[Program], worlds: Worlds) -> None:
+    """Every element of every generation rank is what `expected` says, or still poisoned."""
+    sources = [dict(zip([t.name for t in p.schedule.tensors], p.tensors, strict=True)) for p in programs[: worlds[0]]]
+    for program in programs[worlds[0] :]:
+        want = expected(moves, program.schedule, sources)
+        for local, tensor in zip(program.schedule.tensors, program.tensors, strict=True):
+            assert raw_bytes(tensor) == raw_bytes(want[local.name]), local.name
+
+
+@dataclass
+class Device:
+    """A rank's streams and slots as CUDA would run them: each stream in order, whenever what it waits for is done."""
+
+    program: Program
+    found: tuple[Round, ...]
+    slots: dict[tuple[int, int], NDArray[np.uint8]]
+    halves: set[int] = field(default_factory=set)  # rounds whose first part is done
+    over: set[int] = field(default_factory=set)
+    sent: dict[tuple[int, int], NDArray[np.uint8]] = field(default_factory=dict)  # (round, passage)
+    received: set[tuple[int, int]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, program: Program, division: Division) -> Device:
+        found = rounds(program, division)
+        slots = {place: np.full(nbytes, 0xEE, np.uint8) for place, nbytes in slot_bytes(found).items()}
+        return cls(program, found, slots)
+
+    @property
+    def sends(self) -> bool:
+        return self.program.schedule.world == "train"
+
+    def next_of(self, done: set[int], stream: int) -> int | None:
+        return next((n for n, each in enumerate(self.found) if each.stream == stream and n not in done), None)
+
+    def wire(self, stream: int) -> int | None:
+        """The round whose messages are under way on a stream, if any."""
+        index = self.next_of(self.over if self.sends else self.halves, stream)
+        if index is None or (self.sends and index not in self.halves) or not self._slot_is_free(index):
+            return None
+        return index
+
+    def copy(self, stream: int) -> bool:
+        """Pack or unpack the next round of a stream; False if there is nothing to do yet."""
+        index = self.next_of(self.halves if self.sends else self.over, stream)
+        if index is None or not (self._slot_is_free(index) if self.sends else index in self.halves):
+            return False
+        each = self.found[index]
+        for passage in each.staged:
+            bucket, lane = passage.step.bucket, passage.step.lane
+            bases = [*map(byte_array, self.program.tensors), self.message(each, passage)]
+            run_copies(lane.copies[bucket.first_copy : bucket.stop_copy], bases)
+        (self.halves if self.sends else self.over).add(index)
+        return True
+
+    def message(self, each: Round, passage: Passage) -> NDArray[np.uint8]:
+        if passage.run is not None:
+            tensor, at = byte_array(self.program.tensors[passage.run.tensor]), passage.run.offset
+            return tensor[at : at + passage.message_bytes]
+        return self.slots[each.stream, each.slot][passage.slot_offset :][: passage.message_bytes]
+
+    def _slot_is_free(self, index: int) -> bool:
+        after = self.found[index].after
+        return after is None or after in self.over
+
+
+def exchange(devices: list[Device], division: Division) -> bool:
+    """Move every message whose group is under way at both ends; False if there is none."""
+    moved = False
+    under_way = [
+        {(device.found[n].stage, device.found[n].number): n for s in range(4) if (n := device.wire(s)) is not None}
+        for device in devices
+    ]
+    for sender, src in enumerate(devices):
+        for key, index in under_way[sender].items() if src.sends else ():
+            for number, passage in enumerate(src.found[index].passages):
+                receiver = division.members[key[0]][passage.member]
+                other = under_way[receiver].get(key)
+                if other is None or (index, number) in src.received:
+                    continue
+                dst = devices[receiver]
+                mirror = next(
+                    n
+                    for n, each in enumerate(dst.found[other].passages)
+                    if division.members[key[0]][each.member] == sender
+                )
+                arriving = dst.message(dst.found[other], dst.found[other].passages[mirror])
+                arriving[:] = src.message(src.found[index], passage)
+                src.received.add((index, number))
+                dst.received.add((other, mirror))
+                moved = True
+    for device, mine in zip(devices, under_way, strict=True):
+        for index in mine.values():
+            if all((index, number) in device.received for number in range(len(device.found[index].passages))):
+                (device.over if device.sends else device.halves).add(index)
+    return moved
+
+
+@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize(("worlds", "seed", "budget"), CASES)
+def test_no_order_of_kernels_deadlocks_and_every_byte_arrives(
+    worlds: Worlds, seed: int, budget: ScratchBudget, order: int
+) -> None:
+    moves = moves_of(seed, worlds)
+    programs, division = session(moves, worlds, budget, seed)
+    devices = [Device.of(program, division) for program in programs]
+    rng = np.random.default_rng(order)
+    while any(len(device.over) < len(device.found) for device in devices):
+        copies = [(device, stream) for device in devices for stream in range(4)]
+        ran = sum(copies[n][0].copy(copies[n][1]) for n in rng.permutation(len(copies)) if rng.random() < 0.7)
+        moved = exchange(devices, division) if rng.random() < 0.7 else True
+        if not ran and not moved:
+            ran = sum(device.copy(stream) for device, stream in copies)
+            assert ran or exchange(devices, division), "deadlock"
+    check_delivered(moves, programs, worlds)
+
+
+def schedules_of(plan: Plan) -> list[Schedule]:
+    worlds = (("train", plan.train.world), ("gen", plan.gen.world))
+    return [planned_schedule(plan, world, rank) for world, ranks in worlds for rank in range(ranks)]  # type: ignore[arg-type]
+
+
+def untouched(schedule: Schedule) -> dict[str, torch.Tensor]:
+    """Tensors that nothing is written to: the system backs them with no memory, whatever the size of the model."""
+    return {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in schedule.tensors}
+
+
+PLANS = [
+    Case("tiny-qwen3-moe", "tp=2,ep=2,pp=2", "tp=2"),
+    Case("tiny-llama", "tp=2,cp=2,pp=2,layers=3+1", "tp=2,dp=2"),
+    Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=2,pp=2"),
+    Case("tiny-nemotron-h", "tp=1,ep=2,dp=2", "tp=2"),
+    Case("qwen3-30b-a3b", "tp=1,ep=2,dp=2", "tp=2", changes=(("num_hidden_layers", 2),)),
+]
+ODD_BUDGETS = [
+    ScratchBudget(40_001),
+    ScratchBudget((1 << 20) - 1, streams=1, slots=3),
+    ScratchBudget(1_234_567, streams=3, slots=2, checksums=True),
+    ScratchBudget(),
+]
+LARGE_BUDGETS = [ScratchBudget(), ScratchBudget(100_000_001, streams=3, checksums=True)]
+
+
+def program_bytes(schedules: list[Schedule]) -> int:
+    return sum(int(stage.recvs.nbytes.sum()) for schedule in schedules for stage in schedule.stages)
+
+
+@pytest.mark.parametrize("case", PLANS, ids=str)
+def test_every_rank_of_a_plan_keeps_to_its_scratch_whatever_the_budget(case: Case) -> None:
+    schedules = schedules_of(case.plan())
+    tensors = [untouched(schedule) for schedule in schedules]
+    peers = [peers_by_stage(bind(schedule, held)) for schedule, held in zip(schedules, tensors, strict=True)]
+    large = program_bytes(schedules) > 1 << 30  # where the small budgets make tens of thousands of rounds
+    for budget in LARGE_BUDGETS if large else ODD_BUDGETS:
+        division = divide(budget, peers)
+        for in_place in (True, False):
+            used = []
+            for schedule, held in zip(schedules, tensors, strict=True):
+                program = bind(schedule, held, bucket_bytes=division.bucket_bytes)
+                found = rounds(program, division, in_place=[in_place] * len(program.tensors))
+                used.append(sum(slot_bytes(found).values()))
+                assert sum(passage.step.bucket.nbytes for each in found for passage in each.passages) >= program.nbytes
+                assert in_place or all(passage.run is None for each in found for passage in each.passages)
+            assert 0 < max(used) <= budget.scratch_bytes, (budget, used)
+
+
+@pytest.mark.parametrize("case", PLANS, ids=str)
+def test_a_budget_too_small_for_a_plan_is_refused_with_what_it_needs(case: Case) -> None:
+    schedules = schedules_of(case.plan())
+    peers = [peers_by_stage(bind(schedule, untouched(schedule))) for schedule in schedules]
+    for budget in ODD_BUDGETS:
+        with pytest.raises(ValueError, match=r"^7 bytes of scratch are too few for .*: give at least \d+$") as caught:
+            divide(replace(budget, scratch_bytes=7), peers)
+        least = int(str(caught.value).split()[-1])
+        assert divide(replace(budget, scratch_bytes=least), peers).bucket_bytes == ALIGNMENT
+        with pytest.raises(ValueError, match="too few"):
+            divide(replace(budget, scratch_bytes=least - 1), peers)
+
+
+def test_a_digest_changes_with_any_bit_and_any_two_words_that_change_places() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for nbytes in (8, 80, 4096 * 8, 4096 * 8 * 3 + 24):
+        body = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+        whole = digest(body)
+        assert torch.equal(whole, digest(body.clone()))
+        for at in torch.randint(0, nbytes, (20,), generator=generator).tolist():
+            flipped = body.clone()
+            flipped[at] ^= 1 << at % 8
+            assert digest(flipped)[0] != whole[0]
+        words = body.view(torch.int64)
+        for a, b in torch.randint(0, len(words), (20, 2), generator=generator).tolist():
+            swapped = words.clone()
+            swapped[[a, b]] = swapped[[b, a]]
+            assert torch.equal(digest(swapped.view(torch.uint8)), whole) == (a == b)
+
+
+def walk(tiles: NDArray[np.void]) -> None:
+    """What the GPU kernel does with its table, on memory of the host."""
+    for tile in tiles:
+        row_bytes = int(tile["row_words"]) * int(tile["word_bytes"])
+        for row in range(int(tile["words"]) // int(tile["row_words"])):
+            src = int(tile["src"]) + row * int(tile["src_stride"])
+            ctypes.memmove(int(tile["dst"]) + row * int(tile["dst_stride"]), src, row_bytes)
+
+
+@pytest.mark.parametrize(("worlds", "seed", "budget"), CASES)
+def test_the_tables_that_the_gpu_walks_move_the_same_bytes(worlds: Worlds, seed: int, budget: ScratchBudget) -> None:
+    moves = moves_of(seed, worlds)
+    programs, division = session(moves, worlds, budget, seed)
+    on_the_wire: dict[tuple[int, ...], NDArray[np.uint8]] = {}
+    for rank, program in enumerate(programs):  # training ranks come first
+        device = Device.of(program, division)
+        for each in device.found:
+            slot = device.slots[each.stream, each.slot]
+            bases = [*(tensor.data_ptr() for tensor in program.tensors), slot.ctypes.data]
+            tiles = cut_tiles(round_copies(each), np.array(bases, np.uint64), 64)
+            peers = [(passage, division.members[each.stage][passage.member]) for passage in each.passages]
+            if device.sends:
+                walk(tiles)
+                for passage, peer in peers:
+                    on_the_wire[each.stage, each.number, rank, peer] = device.message(each, passage).copy()
+            else:
+                for passage, peer in peers:
+                    device.message(each, passage)[:] = on_the_wire.pop((each.stage, each.number, peer, rank))
+                walk(tiles)
+    assert not on_the_wire
+    check_delivered(moves, programs, worlds)
