@@ -36,7 +36,7 @@ def measure(train_text: str, gen_text: str) -> dict[str, object]:
     """Plan, prove and expand one rank of each world, timed apart; seconds are medians."""
     from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
     from mcore_reshard.planner.model.configs import load_config
-    from mcore_reshard.planner.model.families import catalogue_from_config
+    from mcore_reshard.planner.model.families import parameters_from_config
     from mcore_reshard.planner.plan.make_plan import make_plan
     from mcore_reshard.planner.plan.make_schedule import schedule_of
     from mcore_reshard.planner.plan.plan_file import dump_plan
@@ -47,7 +47,7 @@ def measure(train_text: str, gen_text: str) -> dict[str, object]:
     seconds: dict[str, list[float]] = {"plan": [], "proof": [], "train_schedule": [], "gen_schedule": []}
     for _ in range(REPEATS):
         started = time.perf_counter()
-        plan = make_plan(catalogue_from_config(config), train, gen, model=MODEL)
+        plan = make_plan(parameters_from_config(config), train, gen, model=MODEL)
         seconds["plan"].append(time.perf_counter() - started)
         started = time.perf_counter()
         proof = prove(plan)
@@ -66,8 +66,8 @@ def measure(train_text: str, gen_text: str) -> dict[str, object]:
         "gen_ranks": gen.world,
         "parameters": sum(group.count for group in plan.groups),
         "transfers": sum(transfers for _, transfers, _ in plan.stage_totals),
-        "bundles": len(plan.bundles),
-        "templates": len(plan.templates),
+        "transfer_groups": len(plan.transfer_groups),
+        "patterns": len(plan.patterns),
         "plan_file_bytes": len(dump_plan(plan)),
         "seconds": {name: statistics.median(values) for name, values in seconds.items()},
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

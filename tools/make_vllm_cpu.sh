@@ -82,7 +82,8 @@ if [ "$(cat "$stamp" 2> /dev/null)" != "$recipe" ]; then
 
     say "checking that vLLM and Megatron import together"
     "$python" -W ignore - << 'PYTHON'
-from mcore_reshard.validation import te_standin, vllm_engine
+from mcore_reshard.validation.engine import vllm_engine
+from mcore_reshard.validation.trainer import te_standin
 
 te_standin.install()
 vllm_engine.prepare()

@@ -30,7 +30,7 @@ from attack import single_field  # noqa: E402
 from attack.mutants import BUGS, LAYERS, MUTANTS, NOTES  # noqa: E402
 from attack.verdicts import EQUIVALENT, Verdict, attack  # noqa: E402
 from attack.wrong_layouts import wrong_layouts  # noqa: E402
-from helpers.plans import QUANTISED, TINY  # noqa: E402
+from helpers.plans import QUANTIZED, TINY  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def bug_classes() -> Iterator[ClassScore]:
 def random_attack(mutants: Callable[..., Any], seed: int, count: int) -> dict[str, Any]:
     """What became of `count` mutants of each tiny plan."""
     verdicts: list[Verdict] = []
-    for number, case in enumerate(TINY + QUANTISED):
+    for number, case in enumerate(TINY + QUANTIZED):
         verdicts += attack(case, mutants, seed + number, count)
     missed = [v for v in verdicts if v.by == "missed" or (v.by == "equivalent" and v.field not in EQUIVALENT)]
     for verdict in missed:
@@ -74,7 +74,7 @@ def random_attack(mutants: Callable[..., Any], seed: int, count: int) -> dict[st
     equivalent = Counter(v.field for v in verdicts if v.by == "equivalent")
     bound = Counter(v.field for v in verdicts if v.by == "BindError")
     return {
-        "plans": len(TINY + QUANTISED),
+        "plans": len(TINY + QUANTIZED),
         "mutants": len(verdicts),
         "refused_by_proof": len(verdicts)
         - equivalent.total()

@@ -36,7 +36,7 @@ def planner_section() -> str:
         seconds = case["seconds"]
         gen_ep = ", gen EP" if "ep=" in case["gen"] else ""
         lines.append(
-            f"| {case['train_ranks']:,} -> {case['gen_ranks']:,}{gen_ep} | {case['transfers']:,} | {case['bundles']:,} |"
+            f"| {case['train_ranks']:,} -> {case['gen_ranks']:,}{gen_ep} | {case['transfers']:,} | {case['transfer_groups']:,} |"
             f" {seconds['plan']:.2f} s | {seconds['proof']:.2f} s |"
             f" {seconds['train_schedule']:.2f} / {seconds['gen_schedule']:.2f} s |"
             f" {case['peak_rss_mb']:.0f} MB | {case['plan_file_bytes'] / 1e3:.0f} kB |"

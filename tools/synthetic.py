@@ -16,7 +16,7 @@ import torch
 
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales, scaled_to_e4m3
 from mcore_reshard.planner.layout.geometry import Piece, Region, row_major_strides
-from mcore_reshard.planner.plan.plan import Bundle, BundleLayer, Plan
+from mcore_reshard.planner.plan.plan import Plan, TransferGroup, TransferLayer
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,20 +65,20 @@ def wrong_elements(plan: Plan, world: World, rank: int, tensors: Mapping[str, to
 def pieces(plan: Plan, world: World, rank: int) -> Iterator[Held]:
     """Every piece of every parameter that `rank` of `world` holds."""
     seen: set[tuple[str, str, Piece, int]] = set()
-    for index, bundle in enumerate(plan.bundles):
-        template = plan.templates[bundle.template]
-        holding, shards = (bundle.src, template.src) if world == "train" else (bundle.dst, template.dst)
-        for shard, holders in enumerate(plan.holdings[holding].ranks.tolist()):
+    for index, transfers in enumerate(plan.transfer_groups):
+        pattern = plan.patterns[transfers.pattern]
+        grid, partition = (transfers.src, pattern.src) if world == "train" else (transfers.dst, pattern.dst)
+        for part, holders in enumerate(plan.rank_grids[grid].tolist()):
             if rank not in holders:
                 continue
-            for member in range(bundle.members):
-                layer, number = divmod(member, bundle.expert_count)
-                place, slot = _place(bundle, bundle.layers[layer], world, number)
-                for piece in shards.pieces[shard]:
+            for member in range(transfers.members):
+                layer, number = divmod(member, transfers.expert_count)
+                place, slot = _place(transfers, transfers.layers[layer], world, number)
+                for piece in partition.pieces[part]:
                     held = Held(
                         plan.parameter_name(index, member),
-                        bundle.group,
-                        plan.groups[bundle.group].view,
+                        transfers.group,
+                        plan.groups[transfers.group].view,
                         piece.tensor.name.format(**place),
                         piece,
                         slot,
@@ -88,11 +88,11 @@ def pieces(plan: Plan, world: World, rank: int) -> Iterator[Held]:
                         yield held
 
 
-def _place(bundle: Bundle, at: BundleLayer, world: World, number: int) -> tuple[dict[str, int], int]:
+def _place(transfers: TransferGroup, at: TransferLayer, world: World, number: int) -> tuple[dict[str, int], int]:
     if world == "train":
-        slot = bundle.src_slot + number
+        slot = transfers.src_slot + number
         return {"vp": at.vp_stage, "layer": at.src_local, "expert": slot}, slot
-    slot = bundle.dst_slot + number
+    slot = transfers.dst_slot + number
     return {"vp": 0, "layer": at.dst_local, "expert": slot}, slot
 
 
@@ -116,7 +116,7 @@ def _held_bits(plan: Plan, world: World, held: Held, tensor: torch.Tensor) -> to
             tuple(at * size for at, size in zip(end, pair.block, strict=True)) for end in (region.start, region.stop)
         )
         inside = Region(low, tuple(map(min, high, weight.view)))
-        suffix = plan.groups[pair.scales].pattern.removeprefix(weight.pattern)
+        suffix = plan.groups[pair.scales].name_pattern.removeprefix(weight.name_pattern)
         values = _content(held.parameter.removesuffix(suffix), weight.view, inside, torch.bfloat16, device)
         return bits(block_scales(values, pair.block))
     cast = casts.get(held.group)

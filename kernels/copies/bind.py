@@ -33,11 +33,11 @@ class Bucket:
     first_copy: int
     stop_copy: int
     nbytes: int
-    parameter: tuple[int, int]  # (bundle, member) of the first transfer in it, for messages
+    parameter: tuple[int, int]  # (transfer group, member) of the first transfer in it, for messages
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class PeerCopies:
     """What passes between this rank and one peer in one stage and one direction, in the order both ends agree on.
 
     In `copies` (dtype COPY) base indices are those of `Schedule.tensors`, and SCRATCH is the bucket.
@@ -50,11 +50,11 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class StageProgram:
+class BoundStage:
     pp_stage: int
     transfers: int
     nbytes: int  # without the padding between parts
-    lanes: tuple[Lane, ...]
+    peer_copies: tuple[PeerCopies, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class WriteCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class BoundSchedule:
     """A schedule bound to live tensors. Valid as long as the tensors stay where they are: see `check_fresh`."""
 
     schedule: Schedule
@@ -85,7 +85,7 @@ class Program:
     casts: Casts
     fingerprints: Mapping[str, Fingerprint]  # of those that the model has, by name
     bucket_bytes: int
-    stages: tuple[StageProgram, ...]
+    stages: tuple[BoundStage, ...]
 
     @property
     def rank(self) -> str:
@@ -122,9 +122,9 @@ class Program:
 
     def zero_padding(self) -> None:
         """Zero the elements of destination tensors that no parameter fills, such as a padded vocabulary's tail."""
-        for tensor, offset, geometry in self.schedule.padding:
+        for tensor, offset, strided_box in self.schedule.padding:
             flat = self.tensors[tensor].detach().reshape(-1)
-            flat.as_strided(geometry.extents, geometry.strides, flat.storage_offset() + offset).zero_()
+            flat.as_strided(strided_box.extents, strided_box.strides, flat.storage_offset() + offset).zero_()
 
     def parameter(self, bucket: Bucket) -> str:
         return self.schedule.parameter_name(*bucket.parameter)
@@ -132,7 +132,7 @@ class Program:
 
 def bind(
     schedule: Schedule, tensors: Mapping[str, torch.Tensor], *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> Program:
+) -> BoundSchedule:
     """Bind `schedule` to the rank's live `tensors` (by the names of `Schedule.tensors`).
 
     Raises `BindError` listing everything unbound, of another shape, dtype, stride or device, or out of bounds.
@@ -148,8 +148,8 @@ def bind(
     bound = tuple(
         scales[n] if n in scales else tensors[local.name].detach() for n, local in enumerate(schedule.tensors)
     )
-    recipes = Recipes(schedule, bucket_bytes)
-    return Program(
+    recipes = CopyExpander(schedule, bucket_bytes)
+    return BoundSchedule(
         schedule=schedule,
         tensors=bound,
         casts=bound_casts(schedule),
@@ -157,7 +157,7 @@ def bind(
             local.name: Fingerprint.of(bound[n]) for n, local in enumerate(schedule.tensors) if n not in scales
         },
         bucket_bytes=bucket_bytes,
-        stages=tuple(_stage_program(stage, recipes) for stage in schedule.stages),
+        stages=tuple(_bound_stage(stage, recipes) for stage in schedule.stages),
     )
 
 
@@ -174,12 +174,12 @@ def _allocated(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> dict[
     }
 
 
-def _stage_program(stage: StageSchedule, recipes: Recipes) -> StageProgram:
-    return StageProgram(
+def _bound_stage(stage: StageSchedule, recipes: CopyExpander) -> BoundStage:
+    return BoundStage(
         pp_stage=stage.pp_stage,
         transfers=len(stage.sends) + len(stage.recvs),
         nbytes=int(stage.sends.nbytes.sum() + stage.recvs.nbytes.sum()),
-        lanes=(*recipes.lanes(stage.sends, sends=True), *recipes.lanes(stage.recvs, sends=False)),
+        peer_copies=(*recipes.peer_copies(stage.sends, sends=True), *recipes.peer_copies(stage.recvs, sends=False)),
     )
 
 
@@ -187,14 +187,14 @@ def _stage_program(stage: StageSchedule, recipes: Recipes) -> StageProgram:
 class _Recipe:
     """How transfers of one geometry and element size become parts, and parts copies; offsets are the transfer's own."""
 
-    part_bytes: Ints
-    part_offsets: Ints  # bytes from the transfer's first element, in the local tensor
-    part_copies: Ints  # number of copies of each part
+    segment_bytes: Ints
+    segment_offsets: Ints  # bytes from the transfer's first element, in the local tensor
+    segment_copies: Ints  # number of copies of each part
     copies: NDArray[np.void]  # of all parts; offsets from the part's beginning on both sides
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _Segments:
     """All parts of a table in wire order, peer by peer."""
 
     row: Ints  # of the table
@@ -202,17 +202,17 @@ class _Parts:
     offsets: Ints  # bytes from the start of the local tensor
     kinds: Ints  # index into what `copies_of` expands
 
-    def of(self, mine: slice) -> _Parts:
-        return _Parts(self.row[mine], self.nbytes[mine], self.offsets[mine], self.kinds[mine])
+    def of(self, mine: slice) -> _Segments:
+        return _Segments(self.row[mine], self.nbytes[mine], self.offsets[mine], self.kinds[mine])
 
 
-class Recipes:
+class CopyExpander:
     """Expands whole tables at once: Python runs once per geometry and, where blocks are cast, place in a matrix, numpy
     once per transfer.
     """
 
     def __init__(self, schedule: Schedule, bucket_bytes: int) -> None:
-        self._geometries = schedule.geometries
+        self._strided_boxes = schedule.strided_boxes
         self._itemsizes = itemsizes(schedule)
         self._bucket_bytes = bucket_bytes
         casts = bound_casts(schedule)
@@ -223,78 +223,78 @@ class Recipes:
             self._form_of[tensor] = self._forms.index(cast.form)
             self._matrix[tensor] = max(1, prod(cast.form.matrix))
 
-    def lanes(self, table: TransferTable, *, sends: bool) -> tuple[Lane, ...]:
+    def peer_copies(self, table: TransferTable, *, sends: bool) -> tuple[PeerCopies, ...]:
         if not len(table):
             return ()
         order = np.argsort(table.peer, kind="stable")
         tensor = table.tensor[order]
         itemsize = self._itemsizes[tensor]
         place = table.offset[order] % self._matrix[tensor]
-        keys = np.stack([table.geometry[order], itemsize, self._form_of[tensor], place])
+        keys = np.stack([table.strided_box[order], itemsize, self._form_of[tensor], place])
         keys, recipe_of = np.unique(keys, axis=1, return_inverse=True)
         recipes = [self._recipe(*key, sends=sends) for key in keys.T.tolist()]
-        owner, kinds = expand(recipe_of.reshape(-1), np.array([len(recipe.part_bytes) for recipe in recipes]))
+        owner, kinds = expand(recipe_of.reshape(-1), np.array([len(recipe.segment_bytes) for recipe in recipes]))
         row = order[owner]
-        parts = _Parts(
+        segments = _Segments(
             row=row,
-            nbytes=np.concatenate([recipe.part_bytes for recipe in recipes])[kinds],
+            nbytes=np.concatenate([recipe.segment_bytes for recipe in recipes])[kinds],
             offsets=table.offset[row] * itemsize[owner]
-            + np.concatenate([recipe.part_offsets for recipe in recipes])[kinds],
+            + np.concatenate([recipe.segment_offsets for recipe in recipes])[kinds],
             kinds=kinds,
         )
-        copy_counts = np.concatenate([recipe.part_copies for recipe in recipes])
+        copy_counts = np.concatenate([recipe.segment_copies for recipe in recipes])
         copies = np.concatenate([recipe.copies for recipe in recipes])
         peers, firsts = np.unique(table.peer[row], return_index=True)
         bounds = [*firsts.tolist(), len(row)]
         return tuple(
-            self._lane(peer, table, parts.of(slice(*bounds[n : n + 2])), copy_counts, copies, sends=sends)
+            self._peer_copies(peer, table, segments.of(slice(*bounds[n : n + 2])), copy_counts, copies, sends=sends)
             for n, peer in enumerate(peers.tolist())
         )
 
-    def _lane(
+    def _peer_copies(
         self,
         peer: int,
         table: TransferTable,
-        parts: _Parts,
+        segments: _Segments,
         copy_counts: Ints,
         all_copies: NDArray[np.void],
         *,
         sends: bool,
-    ) -> Lane:
-        starts, bucket_offsets = pack(parts.nbytes, self._bucket_bytes)
-        owner, members = expand(parts.kinds, copy_counts)
+    ) -> PeerCopies:
+        starts, bucket_offsets = pack(segments.nbytes, self._bucket_bytes)
+        owner, members = expand(segments.kinds, copy_counts)
         copies = all_copies[members]
         local, scratch = ("src", "dst") if sends else ("dst", "src")
-        copies[local] = table.tensor[parts.row][owner]
-        copies[local + "_offset"] += parts.offsets[owner]
+        copies[local] = table.tensor[segments.row][owner]
+        copies[local + "_offset"] += segments.offsets[owner]
         copies[scratch] = SCRATCH
         copies[scratch + "_offset"] += bucket_offsets[owner]
 
-        bounds = np.append(starts, len(parts.row))
+        bounds = np.append(starts, len(segments.row))
         last = bounds[1:] - 1
         first_copies = np.searchsorted(owner, bounds).tolist()
-        named = parts.row[starts]
-        parameters = zip(table.bundle[named].tolist(), table.member[named].tolist(), strict=True)
-        nbytes = (bucket_offsets[last] + parts.nbytes[last]).tolist()
-        return Lane(peer, sends, copies, tuple(map(Bucket, first_copies, first_copies[1:], nbytes, parameters)))
+        named = segments.row[starts]
+        parameters = zip(table.transfer_group[named].tolist(), table.member[named].tolist(), strict=True)
+        nbytes = (bucket_offsets[last] + segments.nbytes[last]).tolist()
+        return PeerCopies(peer, sends, copies, tuple(map(Bucket, first_copies, first_copies[1:], nbytes, parameters)))
 
-    def _recipe(self, geometry: int, itemsize: int, form: int, place: int, *, sends: bool) -> _Recipe:
-        extents, strides = self._geometries[geometry].extents, self._geometries[geometry].strides
+    def _recipe(self, strided_box: int, itemsize: int, form: int, place: int, *, sends: bool) -> _Recipe:
+        extents, strides = self._strided_boxes[strided_box].extents, self._strided_boxes[strided_box].strides
         cast = self._forms[form] if form >= 0 else None
         wire_itemsize = cast.to_bytes if cast else itemsize
-        parts = cut(extents, wire_itemsize, self._bucket_bytes)
-        starts = [sum(at * stride for at, stride in zip(part.start, strides, strict=True)) for part in parts]
+        segments = cut(extents, wire_itemsize, self._bucket_bytes)
+        starts = [sum(at * stride for at, stride in zip(segment.start, strides, strict=True)) for segment in segments]
         if cast:
             copies = [
-                _cast_copies(cast, place + start, part.extents, strides)
-                for part, start in zip(parts, starts, strict=True)
+                _cast_copies(cast, place + start, segment.extents, strides)
+                for segment, start in zip(segments, starts, strict=True)
             ]
         else:
-            copies = [_copies_of(part.extents, strides, itemsize, sends=sends) for part in parts]
+            copies = [_copies_of(segment.extents, strides, itemsize, sends=sends) for segment in segments]
         return _Recipe(
-            part_bytes=np.array([prod(part.extents) * wire_itemsize for part in parts], np.int64),
-            part_offsets=np.array(starts, np.int64) * itemsize,
-            part_copies=np.array(list(map(len, copies)), np.int64),
+            segment_bytes=np.array([prod(segment.extents) * wire_itemsize for segment in segments], np.int64),
+            segment_offsets=np.array(starts, np.int64) * itemsize,
+            segment_copies=np.array(list(map(len, copies)), np.int64),
             copies=np.concatenate(copies) if copies else np.empty(0, COPY),
         )
 

@@ -20,7 +20,7 @@ MAX_BUCKET_BYTES = 1 << 30  # transports count message bytes in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Segment:
     """A box of a transfer that travels in one bucket, in the transfer's own coordinates (wire order)."""
 
     start: tuple[int, ...]
@@ -35,27 +35,27 @@ def check_bucket_bytes(bucket_bytes: int) -> int:
     return bucket_bytes
 
 
-def cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> tuple[Part, ...]:
+def cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> tuple[Segment, ...]:
     """The parts of at most `bucket_bytes` that make up a transfer, in wire order; none where it is empty."""
     if prod(extents) == 0:
         return ()
     return tuple(_cut(extents, itemsize, bucket_bytes))
 
 
-def _cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> Iterator[Part]:
+def _cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> Iterator[Segment]:
     if prod(extents) * itemsize <= bucket_bytes:
-        yield Part((0,) * len(extents), extents)
+        yield Segment((0,) * len(extents), extents)
         return
     outer, inner = extents[0], extents[1:]
     rows = bucket_bytes // (prod(inner) * itemsize)
     if rows:
         for start in range(0, outer, rows):
-            yield Part((start, *(0,) * len(inner)), (min(rows, outer - start), *inner))
+            yield Segment((start, *(0,) * len(inner)), (min(rows, outer - start), *inner))
         return
     inner_parts = tuple(_cut(inner, itemsize, bucket_bytes))
     for start in range(outer):
-        for part in inner_parts:
-            yield Part((start, *part.start), (1, *part.extents))
+        for segment in inner_parts:
+            yield Segment((start, *segment.start), (1, *segment.extents))
 
 
 def pack(nbytes: NDArray[np.int64], bucket_bytes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,6 +1,6 @@
 """The arithmetic of casts on the way, in torch and numpy: what the CUDA kernels must agree with bit for bit.
 
-Block FP8 follows vLLM, which quantises BF16 weights when it loads them (0.32, `per_block_cast_to_fp8` of
+Block FP8 follows vLLM, which quantizes BF16 weights when it loads them (0.32, `per_block_cast_to_fp8` of
 utils/deep_gemm.py, as called with `use_ue8m0=False` by layers/quantization/online/fp8.py), so that a refit leaves the
 bytes that a fresh start of the engine would:
 
@@ -9,7 +9,7 @@ bytes that a fresh start of the engine would:
 
 torch divides by 448 on a CPU and multiplies by the float32 nearest to 1/448 on CUDA, compiled or not; so the scale of a
 block is that of an engine on the same kind of device, and may differ from the other one's in its last bit. Compiled for
-CUDA, the reciprocal is an approximate one: 310 of 16,777,216 random values (torch 2.11) then are the other neighbour.
+CUDA, the reciprocal is an approximate one: 310 of 16,777,216 random values (torch 2.11) then are the other neighbor.
 
 Transformer Engine (2.11, quantize_transpose_square_blockwise.cu) is close but not equal: its data are e4m3(value *
 (448 / amax)), the scale it stores is the reciprocal of that factor, amax has no floor (a block of zeros gets scale 1),
@@ -42,7 +42,7 @@ def scaled_to_e4m3(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (values.float() * (1.0 / scales)).to(torch.float8_e4m3fn)
 
 
-def quantised(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """A whole bfloat16 weight [M, K] -> (float8_e4m3fn [M, K], float32 scales of its blocks)."""
     scales = block_scales(weight, block)
     data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
-from mcore_reshard.planner.plan.schedule import Cast, Geometry, Schedule
+from mcore_reshard.planner.plan.schedule import Cast, Schedule, StridedBox
 
 from .cast_arithmetic import block_scales
 from .copy_table import StridedCopy
@@ -98,7 +98,7 @@ def compute_scales(casts: Casts, tensors: tuple[torch.Tensor, ...]) -> None:
 def band_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> list[StridedCopy]:
     """The copies of a box that starts `place` elements into a matrix, in wire order; offsets are relative to its start.
 
-    `extents` and element `strides` are those of `Geometry`, without the problems that `cast_problems` would find.
+    `extents` and element `strides` are those of `StridedBox`, without the problems that `cast_problems` would find.
     """
     dims = [(extent, stride) for extent, stride in zip(extents, strides, strict=True) if extent > 1]
     height, width = form.matrix
@@ -193,26 +193,27 @@ def _block_problems(schedule: Schedule, casts: Sequence[Cast]) -> list[str]:
         rows = np.flatnonzero(width[table.tensor])
         columns = width[table.tensor[rows]]
         kinds, kind_of = np.unique(
-            np.stack([table.geometry[rows], table.offset[rows] % columns, columns]), axis=1, return_inverse=True
+            np.stack([table.strided_box[rows], table.offset[rows] % columns, columns]), axis=1, return_inverse=True
         )
         kind_of = kind_of.reshape(-1)
-        wrong = [not _addressable(schedule.geometries[kind[0]], *kind[1:]) for kind in kinds.T.tolist()]
+        wrong = [not _addressable(schedule.strided_boxes[kind[0]], *kind[1:]) for kind in kinds.T.tolist()]
         for at in np.flatnonzero(np.array(wrong, bool)[kind_of]).tolist():
-            row, (geometry, first, _) = rows[at], kinds[:, kind_of[at]].tolist()
+            row, (strided_box, first, _) = rows[at], kinds[:, kind_of[at]].tolist()
             tensor = int(table.tensor[row])
             local = schedule.tensors[tensor]
-            name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
+            name = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
             problems.setdefault(
                 tensor,
-                f"stage {stage.pp_stage}: {name} leaves {local.name} {local.shape} cast in blocks of"
-                f" {of_tensor[tensor].block}, but {schedule.geometries[geometry]} from column {first} is not made of its rows",
+                f"stage {stage.pp_stage}: {name} leaves {local.name} {local.shape} cast in blocks"
+                f" of {of_tensor[tensor].block}, but {schedule.strided_boxes[strided_box]} from column {first} is not made"
+                " of its rows",
             )
     return [*problems.values()]
 
 
-def _addressable(geometry: Geometry, first: int, columns: int) -> bool:
-    if prod(geometry.extents) == 0:
+def _addressable(strided_box: StridedBox, first: int, columns: int) -> bool:
+    if prod(strided_box.extents) == 0:
         return True
-    dims = [pair for pair in zip(geometry.extents, geometry.strides, strict=True) if pair[0] > 1]
+    dims = [pair for pair in zip(strided_box.extents, strided_box.strides, strict=True) if pair[0] > 1]
     width = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
     return first + width <= columns and all(stride % columns == 0 for _, stride in dims)

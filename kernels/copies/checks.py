@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mcore_reshard.planner.plan.schedule import Geometry, Schedule
+from mcore_reshard.planner.plan.schedule import Schedule, StridedBox
 
 from .casts import wire_itemsizes
 from .tensors import misfits
@@ -81,29 +81,29 @@ def _first_parameters(schedule: Schedule) -> dict[int, str]:
             tensors, rows = np.unique(table.tensor, return_index=True)
             for tensor, row in zip(tensors.tolist(), rows.tolist(), strict=True):
                 if tensor not in first:
-                    first[tensor] = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
+                    first[tensor] = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
     return first
 
 
 def transfer_problems(schedule: Schedule) -> list[str]:
     """Geometries that no tensor has, transfers that leave their tensor or the mesh: a damaged or foreign schedule."""
-    geometries = (*schedule.geometries, *(geometry for *_, geometry in schedule.padding))
-    if damaged := [geometry for geometry in geometries if not _is_possible(geometry)]:
-        return [f"{len(damaged)} of {len(geometries)} geometries damaged, first {damaged[0]}"]
+    strided_boxes = (*schedule.strided_boxes, *(strided_box for *_, strided_box in schedule.padding))
+    if damaged := [strided_box for strided_box in strided_boxes if not _is_possible(strided_box)]:
+        return [f"{len(damaged)} of {len(strided_boxes)} geometries damaged, first {damaged[0]}"]
     itemsize = wire_itemsizes(schedule)
     elements = np.array([prod(local.shape) for local in schedule.tensors], np.int64)
-    box = np.array([prod(geometry.extents) for geometry in schedule.geometries], np.int64)
-    reach = np.array([_reach(geometry) for geometry in schedule.geometries], np.int64)
+    box = np.array([prod(strided_box.extents) for strided_box in schedule.strided_boxes], np.int64)
+    reach = np.array([_reach(strided_box) for strided_box in schedule.strided_boxes], np.int64)
     peers = schedule.gen_ranks if schedule.world == "train" else schedule.train_ranks
     problems = [
-        f"padding outside its tensor: offset {offset} and {geometry} in {schedule.tensors[tensor].name}"
-        for tensor, offset, geometry in schedule.padding
-        if offset < 0 or offset + _reach(geometry) > elements[tensor]
+        f"padding outside its tensor: offset {offset} and {strided_box} in {schedule.tensors[tensor].name}"
+        for tensor, offset, strided_box in schedule.padding
+        if offset < 0 or offset + _reach(strided_box) > elements[tensor]
     ]
     for stage in schedule.stages:
         for table in (stage.sends, stage.recvs):
-            past_end = (table.offset < 0) | (table.offset + reach[table.geometry] > elements[table.tensor])
-            wrong_bytes = table.nbytes != box[table.geometry] * itemsize[table.tensor]
+            past_end = (table.offset < 0) | (table.offset + reach[table.strided_box] > elements[table.tensor])
+            wrong_bytes = table.nbytes != box[table.strided_box] * itemsize[table.tensor]
             stranger = (table.peer < 0) | (table.peer >= peers)
             for wrong, what in (
                 (past_end, "outside their tensor"),
@@ -112,7 +112,7 @@ def transfer_problems(schedule: Schedule) -> list[str]:
             ):
                 if wrong.any():
                     row = int(np.flatnonzero(wrong)[0])
-                    name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
+                    name = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
                     problems.append(
                         f"stage {stage.pp_stage}: {int(wrong.sum())} of {len(table)} transfers {what}, "
                         f"first {name} in {schedule.tensors[int(table.tensor[row])].name}"
@@ -120,12 +120,17 @@ def transfer_problems(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _is_possible(geometry: Geometry) -> bool:
-    return len(geometry.extents) == len(geometry.strides) and min((*geometry.extents, *geometry.strides, 0)) >= 0
+def _is_possible(strided_box: StridedBox) -> bool:
+    return (
+        len(strided_box.extents) == len(strided_box.strides)
+        and min((*strided_box.extents, *strided_box.strides, 0)) >= 0
+    )
 
 
-def _reach(geometry: Geometry) -> int:
+def _reach(strided_box: StridedBox) -> int:
     """Elements from a transfer's first to past its last."""
-    if prod(geometry.extents) == 0:
+    if prod(strided_box.extents) == 0:
         return 0
-    return 1 + sum((extent - 1) * stride for extent, stride in zip(geometry.extents, geometry.strides, strict=True))
+    return 1 + sum(
+        (extent - 1) * stride for extent, stride in zip(strided_box.extents, strided_box.strides, strict=True)
+    )

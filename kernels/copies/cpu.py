@@ -57,8 +57,8 @@ def _cast(
     scale, in_block = (int(n[0]) for n in form.scale_of(np.array([src_offset // form.src_bytes])))
     of_column = torch.from_numpy(scales[scale + (in_block + np.arange(columns)) // form.block[1]])
     values = torch.from_numpy(source.reshape(rows, columns).view(np.int16)).view(torch.bfloat16)
-    quantised: NDArray[np.uint8] = scaled_to_e4m3(values, of_column).view(torch.uint8).numpy()
-    return quantised.reshape(source.shape)
+    quantized: NDArray[np.uint8] = scaled_to_e4m3(values, of_column).view(torch.uint8).numpy()
+    return quantized.reshape(source.shape)
 
 
 def _word_bytes(copies: NDArray[np.void]) -> NDArray[np.int64]:

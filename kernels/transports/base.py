@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import Store
 
-from mcore_reshard.kernels.copies.bind import Program
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.host import is_importable
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 
@@ -18,7 +18,7 @@ from .rounds import DEFAULT_SCRATCH_BYTES
 _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}
 
 
-def gpu_obstacle(*packages: str) -> str | None:
+def gpu_unavailable_reason(*packages: str) -> str | None:
     """What keeps a transport that needs these packages from moving tensors on this machine's GPUs; None: nothing."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
@@ -29,13 +29,13 @@ def gpu_obstacle(*packages: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class TransportContext:
     """What a transport may build on when it connects: all ranks of the session do so at the same time."""
 
     store: Store  # keys are the transport's own; in a session a Shelf, and so should be what is made over it
     another_store: Callable[[], Store]  # the same over a connection of its own: one who waits blocks all who share one
     group: GlooGroup  # every rank, for CPU messages
-    program: Program
+    bound: BoundSchedule
     timeout_s: float
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory, per rank; for transports that stage on the device
     checksums: bool = False  # compare what is written with what was read, where a transport does not in any case
@@ -49,5 +49,5 @@ class Transport:
     name: str
     devices: frozenset[str]  # torch device types of the tensors it can move
     reach: str  # how far apart ranks may be
-    obstacle: Callable[[], str | None]  # what keeps it from running on this machine
-    connect: Callable[[Link], Executor] | None
+    unavailable_reason: Callable[[], str | None]  # what keeps it from running on this machine
+    connect: Callable[[TransportContext], Executor] | None

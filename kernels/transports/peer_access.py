@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.copies.bind import Program
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.host import host
@@ -29,7 +29,7 @@ _PAIR = re.compile(f"(train|relay):{_NUMBER}-gen:{_NUMBER}")
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class RankPair:
     """Two ranks that exchange bytes, or would. `src` is a training rank, or a generation rank that relays."""
 
     src: int
@@ -40,66 +40,78 @@ class Pair:
         return f"{'relay' if self.relays else 'train'}:{self.src}-gen:{self.dst}"
 
 
-def obstacles_by_pair(
-    board: Board, program: Program, direct_obstacle: str | None, *, sources: Collection[int], relays: Collection[int]
-) -> dict[Pair, str | None]:
+def unavailable_reasons_by_pair(
+    board: Board,
+    bound: BoundSchedule,
+    direct_unavailable_reason: str | None,
+    *,
+    sources: Collection[int],
+    relays: Collection[int],
+) -> dict[RankPair, str | None]:
     """Why pairs cannot share memory; None where they can. All ranks call it, and get the pairs of all.
 
     A generation rank asks for the training ranks `sources` and the replicas `relays`; others ask for nobody.
-    `direct_obstacle` is what keeps this rank from sharing memory with anyone. Raises `TransportUnavailable` on all ranks
+    `direct_unavailable_reason` is what keeps this rank from sharing memory with anyone. Raises `TransportUnavailable` on all ranks
     where any rank's MCORE_RESHARD_UNREACHABLE has what is no pair.
     """
-    schedule = program.schedule
-    seats = board.gather("seat", _seat(program, direct_obstacle))
+    schedule = bound.schedule
+    seats = board.gather("seat", _seat(bound, direct_unavailable_reason))
     if wrong := sorted({word for seat in seats for word in seat["malformed"]}):
         raise TransportUnavailable(
             f"{UNREACHABLE_VARIABLE} has {', '.join(map(repr, wrong))}: pairs are written train:0-gen:1 or relay:1-gen:0,"
             " with commas between them"
         )
-    asked = [Pair(src, schedule.rank, False) for src in sorted(sources)]
-    asked += [Pair(src, schedule.rank, True) for src in sorted(relays)]
+    asked = [RankPair(src, schedule.rank, False) for src in sorted(sources)]
+    asked += [RankPair(src, schedule.rank, True) for src in sorted(relays)]
     mine = [
         (
             pair.src,
             pair.dst,
             pair.relays,
-            _obstacle(seats[_seat_number(schedule, pair)], direct_obstacle, program, pair),
+            _pair_unavailable_reason(seats[_seat_number(schedule, pair)], direct_unavailable_reason, bound, pair),
         )
         for pair in asked
     ]
-    return {Pair(src, dst, relayed): why for said in board.gather("reach", mine) for src, dst, relayed, why in said}
+    return {RankPair(src, dst, relayed): why for said in board.gather("reach", mine) for src, dst, relayed, why in said}
 
 
-def _seat_number(schedule: Schedule, pair: Pair) -> int:
+def _seat_number(schedule: Schedule, pair: RankPair) -> int:
     return schedule.train_ranks + pair.src if pair.relays else pair.src
 
 
-def _seat(program: Program, direct_obstacle: str | None) -> dict[str, Any]:
+def _seat(bound: BoundSchedule, direct_unavailable_reason: str | None) -> dict[str, Any]:
     """Where this rank is, and what keeps others from reading it."""
-    schedule, obstacle = program.schedule, direct_obstacle
-    if obstacle is None and (schedule.world == "train" or schedule.relayed):
-        obstacle = _export_obstacle(program)
+    schedule, unavailable_reason = bound.schedule, direct_unavailable_reason
+    if unavailable_reason is None and (schedule.world == "train" or schedule.relayed):
+        unavailable_reason = _export_unavailable_reason(bound)
     malformed = [word for word in _declared() if not _PAIR.fullmatch(word)]
-    return {"obstacle": obstacle, "host": host(), "gpu": gpu_of(program.device), "malformed": malformed}
+    return {
+        "unavailable_reason": unavailable_reason,
+        "host": host(),
+        "gpu": gpu_of(bound.device),
+        "malformed": malformed,
+    }
 
 
-def _export_obstacle(program: Program) -> str | None:
-    if not gpu_of(program.device):
+def _export_unavailable_reason(bound: BoundSchedule) -> str | None:
+    if not gpu_of(bound.device):
         return None
     from mcore_reshard.kernels.cuda.ipc import export  # needs CUDA's Python packages
 
     try:
-        export(program.by_name)
+        export(bound.by_name)
     except TransportUnavailable as error:
         return str(error)
     return None
 
 
-def _obstacle(there: Mapping[str, Any], direct_obstacle: str | None, program: Program, pair: Pair) -> str | None:
-    here = gpu_of(program.device)
+def _pair_unavailable_reason(
+    there: Mapping[str, Any], direct_unavailable_reason: str | None, bound: BoundSchedule, pair: RankPair
+) -> str | None:
+    here = gpu_of(bound.device)
     if str(pair) in _declared():
         return f"declared in {UNREACHABLE_VARIABLE}"
-    if why := there["obstacle"] or direct_obstacle:
+    if why := there["unavailable_reason"] or direct_unavailable_reason:
         return str(why)
     if there["host"] != host():
         return "on different hosts"

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from mcore_reshard.kernels.copies.bind import Bucket, Lane, Program
+from mcore_reshard.kernels.copies.bind import BoundSchedule, Bucket, PeerCopies
 from mcore_reshard.kernels.errors import Waiting
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
@@ -67,17 +67,17 @@ class StageClock:
         start = self._starts[stage]
         return 0.0 if start is None else self._ends[stage] - start
 
-    def reports(self, program: Program) -> tuple[StageReport, ...]:
+    def reports(self, bound: BoundSchedule) -> tuple[StageReport, ...]:
         """What the program moved, with the times taken here."""
         return tuple(
             StageReport(
                 stage.pp_stage,
                 stage.transfers,
-                sum(len(lane.buckets) for lane in stage.lanes),
+                sum(len(peer_copies.buckets) for peer_copies in stage.peer_copies),
                 stage.nbytes,
                 self.seconds(index),
             )
-            for index, stage in enumerate(program.stages)
+            for index, stage in enumerate(bound.stages)
         )
 
 
@@ -99,12 +99,12 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BucketMessage:
     """One bucket of one lane, and what to say if it never comes."""
 
-    stage: int  # index into Program.stages
+    stage: int  # index into BoundSchedule.stages
     number: int  # of the bucket in its lane
-    lane: Lane
+    peer_copies: PeerCopies
     bucket: Bucket
     waiting: Waiting
 
@@ -124,28 +124,32 @@ def group_names(schedule: Schedule) -> list[str]:
     return [*train, *(schedule.name_of("gen", rank) for rank in range(schedule.gen_ranks))]
 
 
-def steps(program: Program) -> tuple[Step, ...]:
+def bucket_messages(bound: BoundSchedule) -> tuple[BucketMessage, ...]:
     """The rank's buckets in the session-wide order."""
-    schedule = program.schedule
+    schedule = bound.schedule
     rotation = max(schedule.train_ranks, schedule.gen_ranks)
 
-    def turn(step: Step) -> tuple[int, int, int]:
-        src, dst = (schedule.rank, step.lane.peer) if step.lane.sends else (step.lane.peer, schedule.rank)
-        return step.stage, step.number, (dst - src) % rotation
+    def turn(bucket_message: BucketMessage) -> tuple[int, int, int]:
+        src, dst = (
+            (schedule.rank, bucket_message.peer_copies.peer)
+            if bucket_message.peer_copies.sends
+            else (bucket_message.peer_copies.peer, schedule.rank)
+        )
+        return bucket_message.stage, bucket_message.number, (dst - src) % rotation
 
     return tuple(
         sorted(
             (
-                Step(index, number, lane, bucket, _waiting(program, stage.pp_stage, lane, bucket))
-                for index, stage in enumerate(program.stages)
-                for lane in stage.lanes
-                for number, bucket in enumerate(lane.buckets)
+                BucketMessage(index, number, peer_copies, bucket, _waiting(bound, stage.pp_stage, peer_copies, bucket))
+                for index, stage in enumerate(bound.stages)
+                for peer_copies in stage.peer_copies
+                for number, bucket in enumerate(peer_copies.buckets)
             ),
             key=turn,
         )
     )
 
 
-def _waiting(program: Program, pp_stage: int, lane: Lane, bucket: Bucket) -> Waiting:
-    peer = program.schedule.name_of(other_world(program.schedule.world), lane.peer)
-    return Waiting(program.rank, peer, pp_stage, program.parameter(bucket), lane.sends)
+def _waiting(bound: BoundSchedule, pp_stage: int, peer_copies: PeerCopies, bucket: Bucket) -> Waiting:
+    peer = bound.schedule.name_of(other_world(bound.schedule.world), peer_copies.peer)
+    return Waiting(bound.rank, peer, pp_stage, bound.parameter(bucket), peer_copies.sends)

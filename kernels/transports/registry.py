@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from mcore_reshard.kernels.errors import TransportUnavailable
-from mcore_reshard.kernels.transports.nccl.communicator import nccl_obstacle
+from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
 
-from .base import Link, Transport, gpu_obstacle
+from .base import Transport, TransportContext, gpu_unavailable_reason
 from .gloo import GlooExecutor
 from .mixed import connect_by_pair
 from .pipeline import Executor
@@ -46,17 +46,17 @@ def resolve(requested: str, device: str) -> Transport:
     name = os.environ.get(TRANSPORT_VARIABLE) or requested
     if name == AUTO:
         planned = [transport for transport in _transports.values() if transport.connect is not None]
-        usable = [transport for transport in planned if _trouble(transport, device) is None]
+        usable = [transport for transport in planned if _unavailable_reason(transport, device) is None]
         if not usable:
-            reasons = "; ".join(f"{transport.name}: {_trouble(transport, device)}" for transport in planned)
+            reasons = "; ".join(f"{transport.name}: {_unavailable_reason(transport, device)}" for transport in planned)
             raise TransportUnavailable(f"no transport can move {device} tensors here ({reasons})")
         return usable[0]
     if name not in _transports:
         raise TransportUnavailable(
             f"unknown transport {name!r}; known: {', '.join(dict.fromkeys((AUTO, *_transports)))}"
         )
-    if trouble := _trouble(_transports[name], device):
-        raise TransportUnavailable(f"transport {name} cannot be used: {trouble}")
+    if unavailable_reason := _unavailable_reason(_transports[name], device):
+        raise TransportUnavailable(f"transport {name} cannot be used: {unavailable_reason}")
     return _transports[name]
 
 
@@ -66,75 +66,79 @@ def device_of(requested: str) -> str:
     Raises `TransportUnavailable` where it can move neither.
     """
     devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
-    troubles = []
+    unavailable_reasons = []
     for device in devices:
         try:
             resolve(requested, device)
         except TransportUnavailable as error:
-            troubles.append(error)
+            unavailable_reasons.append(error)
         else:
             return device
-    raise troubles[-1]
+    raise unavailable_reasons[-1]
 
 
-def _trouble(transport: Transport, device: str) -> str | None:
+def _unavailable_reason(transport: Transport, device: str) -> str | None:
     if device not in transport.devices:
         return f"it moves {' and '.join(sorted(transport.devices))} tensors, these are on {device}"
-    return transport.obstacle()
+    return transport.unavailable_reason()
 
 
-def _no_obstacle() -> None:
+def _always_available() -> None:
     return None
 
 
-def _direct_obstacle() -> str | None:
+def _direct_unavailable_reason() -> str | None:
     """What keeps a rank of this machine from reading other ranks' GPU memory; whether they can be reached shows later."""
-    return gpu_obstacle("cuda-core", "cuda-bindings")
+    return gpu_unavailable_reason("cuda-core", "cuda-bindings")
 
 
-def _connect_direct(link: Link) -> Executor:
+def _connect_direct(context: TransportContext) -> Executor:
     from mcore_reshard.kernels.cuda.copy_kernel import KernelShape  # these need CUDA's Python packages
     from mcore_reshard.kernels.transports.direct.executor import DirectExecutor
     from mcore_reshard.kernels.transports.direct.options import DirectOptions
 
-    shape = KernelShape() if link.ctas is None else KernelShape(ctas=link.ctas)
+    shape = KernelShape() if context.ctas is None else KernelShape(ctas=context.ctas)
     return DirectExecutor(
-        link.store,
-        link.program,
-        timeout_s=link.timeout_s,
-        scratch_bytes=link.scratch_bytes,
-        options=DirectOptions(shape, checksums=link.checksums),
+        context.store,
+        context.bound,
+        timeout_s=context.timeout_s,
+        scratch_bytes=context.scratch_bytes,
+        options=DirectOptions(shape, checksums=context.checksums),
     )
 
 
-def _connect_nccl(link: Link) -> Executor:
-    budget = ScratchBudget(link.scratch_bytes, checksums=link.checksums)
-    return NcclExecutor(link.program, link.store, timeout_s=link.timeout_s, budget=budget)
+def _connect_nccl(context: TransportContext) -> Executor:
+    budget = ScratchBudget(context.scratch_bytes, checksums=context.checksums)
+    return NcclExecutor(context.bound, context.store, timeout_s=context.timeout_s, budget=budget)
 
 
-def _connect_gloo(link: Link) -> Executor:
-    return GlooExecutor(link.group, link.program)
+def _connect_gloo(context: TransportContext) -> Executor:
+    return GlooExecutor(context.group, context.bound)
 
 
 _DIRECT = Transport(
     name="direct",
     devices=frozenset({"cuda"}),
     reach="GPUs of one host that can access each other's memory",
-    obstacle=_direct_obstacle,
+    unavailable_reason=_direct_unavailable_reason,
     connect=partial(relayed, _connect_direct),
 )
 _NCCL = Transport(
     name="nccl",
     devices=frozenset({"cuda"}),
     reach="any hosts that NCCL can connect",
-    obstacle=nccl_obstacle,
+    unavailable_reason=nccl_unavailable_reason,
     connect=partial(unrelayed, _connect_nccl),
 )
 
 
 def _obstacle_by_pair() -> str | None:
-    troubles = [f"{transport.name}: {transport.obstacle()}" for transport in (_DIRECT, _NCCL) if transport.obstacle()]
-    return "; ".join(troubles) if len(troubles) == 2 else None
+    unavailable_reasons = [
+        f"{transport.name}: {transport.unavailable_reason()}"
+        for transport in (_DIRECT, _NCCL)
+        if transport.unavailable_reason()
+    ]
+    return "; ".join(unavailable_reasons) if len(unavailable_reasons) == 2 else None
 
 
 register(
@@ -142,8 +146,8 @@ register(
         name=AUTO,
         devices=frozenset({"cuda"}),
         reach="each pair of ranks by direct where it reaches, by nccl elsewhere",
-        obstacle=_obstacle_by_pair,
-        connect=lambda link: connect_by_pair(link, _DIRECT, _NCCL),
+        unavailable_reason=_obstacle_by_pair,
+        connect=lambda context: connect_by_pair(context, _DIRECT, _NCCL),
     )
 )
 register(_DIRECT)
@@ -153,7 +157,7 @@ register(
         name="gloo",
         devices=frozenset({"cpu"}),
         reach="any hosts with a TCP route",
-        obstacle=_no_obstacle,
+        unavailable_reason=_always_available,
         connect=partial(relayed, _connect_gloo),
     )
 )
@@ -162,7 +166,7 @@ register(
         name=GOLDEN,
         devices=frozenset({"cpu", "cuda"}),
         reach="any hosts with a TCP route",
-        obstacle=_no_obstacle,
+        unavailable_reason=_always_available,
         connect=None,
     )
 )

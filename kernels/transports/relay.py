@@ -1,4 +1,4 @@
-"""Two hops: from the trainer to one replica of each shard, and from there to the others.
+"""Two hops: from the trainer to one replica of each part, and from there to the others.
 
 The second hop is a refit of its own, in which every generation rank takes both parts: it sends what landed on it, and
 receives what landed on other replicas. Where the schedule has waves, one is passed on while the next one lands:
@@ -19,49 +19,49 @@ from threading import Semaphore
 
 import torch
 
-from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.errors import first_of
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.shelf import Shelf
 from mcore_reshard.planner.plan.schedule import Relay, Schedule
 
-from .base import Link
+from .base import TransportContext
 from .joined import in_context_of, is_cuda, merged
 from .pipeline import Executor, StageReport, group_names, group_rank
 
-Connect = Callable[[Link], Executor]
+Connect = Callable[[TransportContext], Executor]
 
 
-def relayed(connect: Connect, link: Link) -> Executor:
+def relayed(connect: Connect, context: TransportContext) -> Executor:
     """Connect what the plan moves, by two hops where it relays.
 
     All parts of a rank are given the same scratch: only what a trainer casts takes any, and that is one wave of one hop.
     """
-    if not link.program.schedule.relayed:
-        return connect(link)
-    waves = [_part(link.program, wave()) for wave in link.program.schedule.waves] or [link.program]
+    if not context.bound.schedule.relayed:
+        return connect(context)
+    waves = [_part(context.bound, wave()) for wave in context.bound.schedule.waves] or [context.bound]
     with ExitStack() as undone:
         first: list[Executor] = []
-        for program in waves:
-            store = Shelf(f"first/{len(first)}", link.store)
-            first.append(connect(replace(link, program=program, store=store)))
+        for bound in waves:
+            store = Shelf(f"first/{len(first)}", context.store)
+            first.append(connect(replace(context, bound=bound, store=store)))
             undone.callback(first[-1].close)
         relays = [wave.schedule.relay() for wave in waves if wave.schedule.relay is not None]
-        roles = _second_hop(connect, link, relays) if relays else []
+        roles = _second_hop(connect, context, relays) if relays else []
         undone.pop_all()
-    return RelayedExecutor(first, roles, link.program.device)
+    return RelayedExecutor(first, roles, context.bound.device)
 
 
-def unrelayed(connect: Connect, link: Link) -> Executor:
+def unrelayed(connect: Connect, context: TransportContext) -> Executor:
     """Connect what the plan moves, all of it from the trainer, also where the plan relays.
 
     For nccl: a rank that passes on takes two parts, and NCCL refuses a GPU twice in one communicator.
     """
-    program = link.program
-    if program.schedule.unrelayed is None:
-        return connect(link)
-    straight = bind(program.schedule.unrelayed(), program.by_name, bucket_bytes=program.bucket_bytes)
-    return connect(replace(link, program=straight))
+    bound = context.bound
+    if bound.schedule.unrelayed is None:
+        return connect(context)
+    straight = bind(bound.schedule.unrelayed(), bound.by_name, bucket_bytes=bound.bucket_bytes)
+    return connect(replace(context, bound=straight))
 
 
 @dataclass(frozen=True)
@@ -153,21 +153,19 @@ class RelayedExecutor:
                 closing.callback(role.close)
 
 
-def _part(program: Program, schedule: Schedule) -> Program:
+def _part(bound: BoundSchedule, schedule: Schedule) -> BoundSchedule:
     """Some of the program's transfers, with the tensors that these touch."""
-    held = program.by_name
-    return bind(
-        schedule, {local.name: held[local.name] for local in schedule.tensors}, bucket_bytes=program.bucket_bytes
-    )
+    held = bound.by_name
+    return bind(schedule, {local.name: held[local.name] for local in schedule.tensors}, bucket_bytes=bound.bucket_bytes)
 
 
-def _second_hop(connect: Connect, link: Link, relays: Sequence[Relay]) -> list[Role]:
+def _second_hop(connect: Connect, context: TransportContext, relays: Sequence[Relay]) -> list[Role]:
     """Both roles connect at the same time: each waits for the other roles of other ranks."""
-    device = link.program.device
+    device = context.bound.device
     stream = torch.cuda.current_stream(device) if is_cuda(device) else None
     threads = ThreadPoolExecutor(2, thread_name_prefix="relay")
     coming = [
-        threads.submit(in_context_of(stream, partial(_role, connect, link, schedules)))
+        threads.submit(in_context_of(stream, partial(_role, connect, context, schedules)))
         for schedules in ([relay.sends for relay in relays], [relay.receives for relay in relays])
     ]
     threads.shutdown(wait=False)
@@ -185,23 +183,23 @@ def _close(role: Future[Role]) -> None:
         role.result().close()
 
 
-def _role(connect: Connect, link: Link, waves: Sequence[Schedule]) -> Role:
+def _role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]) -> Role:
     """Connect one role of this rank in every wave."""
     role = waves[0]
-    store = Shelf("second", link.another_store())
+    store = Shelf("second", context.another_store())
     group = GlooGroup(
         Shelf("group", store),
         group_rank(role, role.world, role.rank),
         group_names(role),
-        timeout_s=link.timeout_s,
+        timeout_s=context.timeout_s,
     )
     with ExitStack() as undone:
         undone.callback(group.close)
         parts: list[Executor] = []
         for wave in waves:
             here = Shelf(f"wave/{len(parts)}", store)
-            program = _part(link.program, wave)
-            parts.append(connect(replace(link, program=program, group=group, store=here)))
+            bound = _part(context.bound, wave)
+            parts.append(connect(replace(context, bound=bound, group=group, store=here)))
             undone.callback(parts[-1].close)
         undone.pop_all()
     return Role(tuple(parts), group)

@@ -22,11 +22,11 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.bind import Program
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import ALIGNMENT, MAX_BUCKET_BYTES
 from mcore_reshard.kernels.copies.copy_table import COPY
 
-from .pipeline import Step, group_rank, other_world, steps
+from .pipeline import BucketMessage, bucket_messages, group_rank, other_world
 
 DEFAULT_SCRATCH_BYTES = 512 << 20
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
@@ -58,21 +58,21 @@ class Division:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRange:
     """Where a whole bucket lies in one piece: bytes of a bound tensor."""
 
-    tensor: int  # index into Program.tensors
+    tensor: int  # index into BoundSchedule.tensors
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class PlacedMessage:
     """One bucket in its round, from or into either a place in the slot or, without a copy, a tensor."""
 
-    step: Step
+    bucket_message: BucketMessage
     member: int  # the peer's rank in the stage's communicators
     message_bytes: int
-    run: Run | None
+    run: ByteRange | None
     slot_offset: int  # unused with a run
 
 
@@ -80,16 +80,16 @@ class Passage:
 class Round:
     """What a rank sends and receives in one group of messages."""
 
-    stage: int  # index into Program.stages
+    stage: int  # index into BoundSchedule.stages
     number: int
     stream: int
     slot: int  # of the stream
     after: int | None  # index of the round that leaves the slot to this one
-    passages: tuple[Passage, ...]
+    placed_messages: tuple[PlacedMessage, ...]
 
     @property
-    def staged(self) -> tuple[Passage, ...]:
-        return tuple(passage for passage in self.passages if passage.run is None)
+    def staged(self) -> tuple[PlacedMessage, ...]:
+        return tuple(placed for placed in self.placed_messages if placed.run is None)
 
     @property
     def slot_bytes(self) -> int:
@@ -100,9 +100,9 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def peers_by_stage(program: Program) -> dict[int, int]:
+def peers_by_stage(bound: BoundSchedule) -> dict[int, int]:
     """Stage index -> number of peers; stages without any are left out. What a rank tells the others."""
-    return {index: len(stage.lanes) for index, stage in enumerate(program.stages) if stage.lanes}
+    return {index: len(stage.peer_copies) for index, stage in enumerate(bound.stages) if stage.peer_copies}
 
 
 def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Division:
@@ -133,21 +133,23 @@ def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Divisio
     return Division(bucket_bytes, budget.slots, budget.checksums, streams, members)
 
 
-def rounds(program: Program, division: Division, *, in_place: Sequence[bool] | None = None) -> tuple[Round, ...]:
-    """The rank's rounds in the order of the session. `program` is bound with the division's bucket size.
+def rounds(bound: BoundSchedule, division: Division, *, in_place: Sequence[bool] | None = None) -> tuple[Round, ...]:
+    """The rank's rounds in the order of the session. `bound` is bound with the division's bucket size.
 
     `in_place` [tensors] says which tensors messages may leave or enter without a copy; by default all.
     """
-    assert program.bucket_bytes == division.bucket_bytes
-    ordered = sorted(steps(program), key=lambda step: (step.number, step.stage))
+    assert bound.bucket_bytes == division.bucket_bytes
+    ordered = sorted(bucket_messages(bound), key=lambda bucket_message: (bucket_message.number, bucket_message.stage))
     found: list[Round] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
-    for (number, stage), together in groupby(ordered, key=lambda step: (step.number, step.stage)):
+    for (number, stage), together in groupby(
+        ordered, key=lambda bucket_message: (bucket_message.number, bucket_message.stage)
+    ):
         stream = division.streams[stage][number % len(division.streams[stage])]
         earlier = on_stream.setdefault(stream, [])
         after = earlier[-division.slots] if len(earlier) >= division.slots else None
-        passages = _passages(program, division, tuple(together), in_place)
-        found.append(Round(stage, number, stream, len(earlier) % division.slots, after, passages))
+        placed_messages = _placed_messages(bound, division, tuple(together), in_place)
+        found.append(Round(stage, number, stream, len(earlier) % division.slots, after, placed_messages))
         earlier.append(len(found) - 1)
     return tuple(found)
 
@@ -164,15 +166,15 @@ def slot_bytes(found: Sequence[Round]) -> dict[tuple[int, int], int]:
 def round_copies(each: Round) -> NDArray[np.void]:
     """The copies (dtype COPY) between tensors and the round's slot, which is their SCRATCH."""
     tables = []
-    for passage in each.staged:
-        bucket, lane = passage.step.bucket, passage.step.lane
-        table = lane.copies[bucket.first_copy : bucket.stop_copy].copy()
-        table["dst_offset" if lane.sends else "src_offset"] += passage.slot_offset
+    for placed in each.staged:
+        bucket, peer_copies = placed.bucket_message.bucket, placed.bucket_message.peer_copies
+        table = peer_copies.copies[bucket.first_copy : bucket.stop_copy].copy()
+        table["dst_offset" if peer_copies.sends else "src_offset"] += placed.slot_offset
         tables.append(table)
     return np.concatenate(tables) if tables else np.empty(0, COPY)
 
 
-def contiguous_run(copies: NDArray[np.void], *, sends: bool) -> Run | None:
+def contiguous_run(copies: NDArray[np.void], *, sends: bool) -> ByteRange | None:
     """The bytes of a tensor that a bucket holds, if they lie in one piece, with nothing between the parts."""
     local, scratch = ("src", "dst") if sends else ("dst", "src")
     rows = copies["row_bytes"]
@@ -183,26 +185,26 @@ def contiguous_run(copies: NDArray[np.void], *, sends: bool) -> Run | None:
         and bool((offsets - places == offsets[0]).all())
         and np.array_equal(places, np.cumsum(rows) - rows)
     )
-    return Run(int(copies[local][0]), int(offsets[0])) if whole else None
+    return ByteRange(int(copies[local][0]), int(offsets[0])) if whole else None
 
 
-def _passages(
-    program: Program, division: Division, together: tuple[Step, ...], in_place: Sequence[bool] | None
-) -> tuple[Passage, ...]:
-    schedule = program.schedule
+def _placed_messages(
+    bound: BoundSchedule, division: Division, together: tuple[BucketMessage, ...], in_place: Sequence[bool] | None
+) -> tuple[PlacedMessage, ...]:
+    schedule = bound.schedule
     members, checksums = division.members[together[0].stage], division.checksums
-    found: list[Passage] = []
+    found: list[PlacedMessage] = []
     slot_offset = 0
-    for step in together:
-        bucket, lane = step.bucket, step.lane
-        copies = lane.copies[bucket.first_copy : bucket.stop_copy]
-        cast = lane.sends and bool(program.casts) and bool(np.isin(copies["src"], [*program.casts]).any())
-        run = None if checksums or cast else contiguous_run(copies, sends=lane.sends)
+    for bucket_message in together:
+        bucket, peer_copies = bucket_message.bucket, bucket_message.peer_copies
+        copies = peer_copies.copies[bucket.first_copy : bucket.stop_copy]
+        cast = peer_copies.sends and bool(bound.casts) and bool(np.isin(copies["src"], [*bound.casts]).any())
+        run = None if checksums or cast else contiguous_run(copies, sends=peer_copies.sends)
         if run is not None and in_place is not None and not in_place[run.tensor]:
             run = None
         message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if checksums else bucket.nbytes
-        member = members.index(group_rank(schedule, other_world(schedule.world), lane.peer))
-        found.append(Passage(step, member, message_bytes, run, slot_offset))
+        member = members.index(group_rank(schedule, other_world(schedule.world), peer_copies.peer))
+        found.append(PlacedMessage(bucket_message, member, message_bytes, run, slot_offset))
         if run is None:
             slot_offset += aligned(message_bytes)
     return tuple(found)

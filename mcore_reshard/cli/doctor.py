@@ -114,8 +114,8 @@ def _transports() -> list[dict[str, Any]]:
     return [
         {
             "name": transport.name,
-            "ok": (obstacle := transport.obstacle()) is None,
-            "reason": obstacle,
+            "ok": (unavailable_reason := transport.unavailable_reason()) is None,
+            "reason": unavailable_reason,
             "devices": sorted(transport.devices),
             "reach": transport.reach,
         }

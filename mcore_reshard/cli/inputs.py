@@ -15,8 +15,8 @@ from mcore_reshard.planner.layout.megatron import MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.layout.partitions import Layout
 from mcore_reshard.planner.model.configs import find_config, load_config
-from mcore_reshard.planner.model.families import ConfigError, catalogue_from_config
-from mcore_reshard.planner.model.parameters import Catalogue
+from mcore_reshard.planner.model.families import ConfigError, parameters_from_config
+from mcore_reshard.planner.model.parameters import ModelParameters
 from mcore_reshard.planner.model.precision import CASTS, PRECISIONS, Precision, PrecisionError, in_format, precision_of
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.plan.plan_file import FORMAT, PlanFileError, load_plan
@@ -40,11 +40,11 @@ class Request:
 
     model: str
     config: dict[str, Any]
-    catalogue: Catalogue
+    model_parameters: ModelParameters
     train: TrainMesh
     gen: GenMesh
     policy: Policy
-    train_dtype: str | None = None  # as `make_plan` wants them; None: the catalogue's dtype
+    train_dtype: str | None = None  # as `make_plan` wants them; None: the model's parameters's dtype
     gen_dtype: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -63,32 +63,34 @@ def read_request(
     train_mesh, gen_mesh = _train_mesh(train, training), _gen_mesh(gen, generation)
     precisions: tuple[Precision, Precision] | None = None
     config: dict[str, Any] = {}
-    catalogue, subject = None, source
+    model_parameters, subject = None, source
     try:
         subject = str(find_config(source))
         config = load_config(subject)
         if config.get("format") == FORMAT:
             remedy = f"See what it does with `mcore-reshard show {source}`; `explain` and `validate` take plans too."
             raise ConfigError(source, ["this is a plan, where the config of a model is wanted"], remedy)
-        catalogue = catalogue_from_config(config)
+        model_parameters = parameters_from_config(config)
     except ConfigError as error:
         others += [f"{subject}: {problem}" for problem in error.problems]
         remedy = error.remedy
-    if catalogue is not None:
-        precisions = _precisions(catalogue, train_dtype, gen_dtype, others)
+    if model_parameters is not None:
+        precisions = _precisions(model_parameters, train_dtype, gen_dtype, others)
         if precisions is not None and precisions[0] == precisions[1] and precisions[0].format is None:
-            config, catalogue = _in_dtype(config, catalogue, precisions[0].dtype)
+            config, model_parameters = _in_dtype(config, model_parameters, precisions[0].dtype)
             train_dtype = gen_dtype = None
-        training += _train_misfits(catalogue, train_mesh, train)
-        generation += _gen_misfits(catalogue, gen_mesh, gen)
+        training += _train_misfits(model_parameters, train_mesh, train)
+        generation += _gen_misfits(model_parameters, gen_mesh, gen)
         if precisions is not None and precisions[1].format is not None and gen_mesh is not None:
-            quantised = in_format(catalogue, precisions[1].format)
-            generation += _engine_layout(quantised, gen_mesh).misquantised()
+            quantized = in_format(model_parameters, precisions[1].format)
+            generation += _engine_layout(quantized, gen_mesh).misquantized()
     problems = training + generation + others
-    if problems or catalogue is None or train_mesh is None or gen_mesh is None or precisions is None:
+    if problems or model_parameters is None or train_mesh is None or gen_mesh is None or precisions is None:
         raise InputError(problems, remedy)
-    notes = _notes(catalogue, *precisions)
-    return Request(model_name(source), config, catalogue, train_mesh, gen_mesh, policy, train_dtype, gen_dtype, notes)
+    notes = _notes(model_parameters, *precisions)
+    return Request(
+        model_name(source), config, model_parameters, train_mesh, gen_mesh, policy, train_dtype, gen_dtype, notes
+    )
 
 
 def read_plan(source: str) -> Plan:
@@ -150,7 +152,7 @@ def _gen_mesh(text: str, problems: list[str]) -> GenMesh | None:
         return None
 
 
-def _train_misfits(catalogue: Catalogue, mesh: TrainMesh | None, text: str) -> list[str]:
+def _train_misfits(model_parameters: ModelParameters, mesh: TrainMesh | None, text: str) -> list[str]:
     """Why the model does not fit the training mesh.
 
     Where the mesh is impossible in itself, what would be wrong on any mesh with its degrees: rules never look at dp, so
@@ -165,22 +167,22 @@ def _train_misfits(catalogue: Catalogue, mesh: TrainMesh | None, text: str) -> l
             mesh = replace(enough, pp=axes["pp"], vpp=axes["vpp"], layers=layers)
         except MeshError:
             mesh = enough
-    return [] if mesh is None else MegatronLayout(catalogue, mesh).violations()
+    return [] if mesh is None else MegatronLayout(model_parameters, mesh).violations()
 
 
-def _engine_layout(catalogue: Catalogue, mesh: GenMesh) -> Layout:
-    return engine_named(DEFAULT_ENGINE).layout(catalogue, mesh)
+def _engine_layout(model_parameters: ModelParameters, mesh: GenMesh) -> Layout:
+    return engine_named(DEFAULT_ENGINE).layout(model_parameters, mesh)
 
 
-def _gen_misfits(catalogue: Catalogue, mesh: GenMesh | None, text: str) -> list[str]:
+def _gen_misfits(model_parameters: ModelParameters, mesh: GenMesh | None, text: str) -> list[str]:
     """Why the model does not fit the generation mesh; where its ep is impossible, what is wrong with any other ep."""
     if mesh is not None:
-        return _engine_layout(catalogue, mesh).violations()
+        return _engine_layout(model_parameters, mesh).violations()
     if (axes := _stated_axes(text)) is None:
         return []
     sizes = {axis: axes[axis] for axis in ("tp", "pp", "dp")}
     without, with_ep = (
-        _engine_layout(catalogue, GenMesh(**sizes, ep=ep)).violations() for ep in (1, axes["tp"] * axes["dp"])
+        _engine_layout(model_parameters, GenMesh(**sizes, ep=ep)).violations() for ep in (1, axes["tp"] * axes["dp"])
     )
     return [violation for violation in without if violation in with_ep]
 
@@ -194,13 +196,13 @@ def _stated_axes(text: str) -> dict[str, int] | None:
 
 
 def _precisions(
-    catalogue: Catalogue, train: str | None, gen: str | None, problems: list[str]
+    model_parameters: ModelParameters, train: str | None, gen: str | None, problems: list[str]
 ) -> tuple[Precision, Precision] | None:
     """What both sides would hold; None where one cannot be had, or nothing turns one into the other."""
     found = []
     for side, name in (("training", train), ("generation", gen)):
         try:
-            found.append(precision_of(name, catalogue))
+            found.append(precision_of(name, model_parameters))
         except PrecisionError:
             problems.append(f"{side}: unknown dtype {name!r}, known: {', '.join(PRECISIONS)}")
     if len(found) < 2:
@@ -209,26 +211,28 @@ def _precisions(
     if held.dtype != wanted.dtype and (held.dtype, wanted.dtype) not in CASTS:
         problems.append(
             f"the trainer would hold {held.dtype} and the engine {wanted.dtype}, which nothing casts: give both"
-            f" --train-dtype and --gen-dtype (the config says {catalogue.dtype})"
+            f" --train-dtype and --gen-dtype (the config says {model_parameters.dtype})"
         )
         return None
     return held, wanted
 
 
-def _in_dtype(config: dict[str, Any], catalogue: Catalogue, dtype: str) -> tuple[dict[str, Any], Catalogue]:
+def _in_dtype(
+    config: dict[str, Any], model_parameters: ModelParameters, dtype: str
+) -> tuple[dict[str, Any], ModelParameters]:
     """The model in a dtype that both sides hold."""
-    if dtype == catalogue.dtype:
-        return config, catalogue
+    if dtype == model_parameters.dtype:
+        return config, model_parameters
     config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
-    return config, catalogue_from_config(config)
+    return config, parameters_from_config(config)
 
 
-def _notes(catalogue: Catalogue, held: Precision, wanted: Precision) -> tuple[str, ...]:
-    stated = catalogue.quantization
+def _notes(model_parameters: ModelParameters, held: Precision, wanted: Precision) -> tuple[str, ...]:
+    stated = model_parameters.quantization
     if wanted.format is None and held.format is None and stated is not None:
         return (
-            f"the checkpoint is quantised ({stated.method}), the plan moves {wanted.dtype} weights: the engine must hold"
-            " them unquantised; --gen-dtype and --train-dtype say otherwise",
+            f"the checkpoint is quantized ({stated.method}), the plan moves {wanted.dtype} weights: the engine must hold"
+            " them unquantized; --gen-dtype and --train-dtype say otherwise",
         )
     if wanted.format is None or (stated is not None and stated.method == wanted.format.method):
         return ()

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     with progress(f"planning {request.model}"):
         started = time.perf_counter()
         plan = make_plan(
-            request.catalogue,
+            request.model_parameters,
             request.train,
             request.gen,
             model=request.model,

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mcore_reshard.planner.layout.partitions import Shards
+from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ParameterGroup
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof
@@ -129,7 +129,7 @@ def _unplanned(plan: Plan, title: str, found: tuple[UnplannedGroup, ...]) -> Tab
         by_reason.setdefault(entry.reason, []).append(plan.groups[entry.group])
     for reason, groups in by_reason.items():
         for alike in [groups] if len(groups) > _ALIKE_SHOWN else [[group] for group in groups]:
-            name = pattern(alike[0]) + (f" and {len(alike) - 1} more names" if len(alike) > 1 else "")
+            name = parameter_names(alike[0]) + (f" and {len(alike) - 1} more names" if len(alike) > 1 else "")
             layers = ranges({layer for group in alike for layer in group.layers}) or "-"
             nbytes = size(sum(group.nbytes * group.count for group in alike))
             shown.add_row(name, layers, f"{sum(group.count for group in alike):,}", nbytes, reason)
@@ -143,28 +143,28 @@ def routes(plan: Plan) -> Table:
         numbers=("count",),
     )  # fmt: skip
     unplanned = {entry.group: "misc" for entry in plan.misc} | {entry.group: "excluded" for entry in plan.excluded}
-    template_of: dict[int, int] = {}
-    for bundle in plan.bundles:
-        template_of.setdefault(bundle.group, bundle.template)
+    pattern_of: dict[int, int] = {}
+    for transfers in plan.transfer_groups:
+        pattern_of.setdefault(transfers.group, transfers.pattern)
     for number, group in enumerate(plan.groups):
-        row: list[str | Text] = [pattern(group), f"{group.count:,}", shape(group.shape)]
-        if number in template_of:
-            template = plan.templates[template_of[number]]
-            ends = [", ".join(_tensors(shards)) for shards in (template.src, template.dst)]
-            row += ["bulk", *ends, f"{len(template.src.pieces)} -> {len(template.dst.pieces)}"]
+        row: list[str | Text] = [parameter_names(group), f"{group.count:,}", shape(group.shape)]
+        if number in pattern_of:
+            pattern = plan.patterns[pattern_of[number]]
+            ends = [", ".join(_tensors(partition)) for partition in (pattern.src, pattern.dst)]
+            row += ["bulk", *ends, f"{len(pattern.src.pieces)} -> {len(pattern.dst.pieces)}"]
         else:
             row += [Text(unplanned[number], style="yellow"), "", "", ""]
         shown.add_row(*row)
     return shown
 
 
-def _tensors(shards: Shards) -> Iterator[str]:
+def _tensors(partition: Partition) -> Iterator[str]:
     """Names of the local tensors of a cut, stars for what varies."""
-    names = dict.fromkeys(starred(piece.tensor.name) for held in shards.pieces for piece in held)
+    names = dict.fromkeys(starred(piece.tensor.name) for held in partition.pieces for piece in held)
     yield from list(names)[:2]
     if len(names) > 2:
         yield f"... {len(names)} in all"
 
 
-def pattern(group: ParameterGroup) -> str:
-    return starred(group.pattern)
+def parameter_names(group: ParameterGroup) -> str:
+    return starred(group.name_pattern)

@@ -21,7 +21,7 @@ _PIPED_WIDTH = 250  # columns where no terminal says otherwise; names of tensors
 def write(*parts: RenderableType) -> None:
     """Print a report, one blank line between its parts.
 
-    Without a terminal: no colours, no padding at line ends, and wide enough not to fold names.
+    Without a terminal: no colors, no padding at line ends, and wide enough not to fold names.
     """
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _piped_width())
     with console.capture() as captured:
@@ -85,7 +85,7 @@ def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
 
 
 def verdict(ok: bool, text: str, bad: str = "FAILED") -> Text:
-    """`text` behind a green or red word that also reads without colours."""
+    """`text` behind a green or red word that also reads without colors."""
     return Text.assemble(("ok  ", "bold green") if ok else (f"{bad}  ", "bold red"), text)
 
 

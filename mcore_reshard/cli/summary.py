@@ -75,7 +75,7 @@ def mesh_as_dict(mesh: TrainMesh | GenMesh) -> dict[str, Any]:
 
 
 def pairs_of(plan: Plan) -> list[dict[str, Any]]:
-    """Quantised weights and their scales, one entry a group, with the route of both and why it is misc."""
+    """Quantized weights and their scales, one entry a group, with the route of both and why it is misc."""
     unplanned = {u.group: ("misc", u.reason) for u in plan.misc} | {
         u.group: ("excluded", u.reason) for u in plan.excluded
     }
@@ -85,8 +85,8 @@ def pairs_of(plan: Plan) -> list[dict[str, Any]]:
         route, reason = unplanned.get(pair.weight, ("bulk", ""))
         found.append(
             {
-                "weight": weight.pattern,
-                "scales": scales.pattern,
+                "weight": weight.name_pattern,
+                "scales": scales.name_pattern,
                 "layers": list(weight.layers),
                 "block": list(pair.block),
                 "count": weight.count,
@@ -103,7 +103,7 @@ def casts_of(plan: Plan) -> list[dict[str, Any]]:
     groups = [(plan.groups[cast.group], cast) for cast in plan.casts]
     return [
         {
-            "parameter": group.pattern,
+            "parameter": group.name_pattern,
             "layers": list(group.layers),
             "count": group.count,
             "from": cast.src,
@@ -129,7 +129,7 @@ def _notes(plan: Plan) -> list[str]:
             f"{plan.misc_bytes / total:.1%} of the bytes go by misc, in every refit: whole tensors, over CPU memory, to every"
             " rank; the reasons are above"
         )
-    if refused := [plan.groups[entry.group].pattern for entry in plan.misc if REFUSES in entry.reason]:
+    if refused := [plan.groups[entry.group].name_pattern for entry in plan.misc if REFUSES in entry.reason]:
         first, *others = map(starred, refused)
         more = f" and {len(others)} more" if others else ""
         notes.append(f"{REFUSES} this model on these ranks: {first}{more}; the reasons are above")

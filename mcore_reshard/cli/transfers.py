@@ -11,7 +11,7 @@ import numpy as np
 
 from mcore_reshard.planner.layout.geometry import Piece, Region
 from mcore_reshard.planner.plan.make_schedule import schedule_of
-from mcore_reshard.planner.plan.plan import Bundle, Plan
+from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 from mcore_reshard.planner.plan.schedule import Schedule, TransferTable, World
 
 from .inputs import InputError
@@ -76,8 +76,8 @@ def _by_stage(schedule: Schedule, glob: str | None) -> tuple[list[dict[str, Any]
 
 def _selected(schedule: Schedule, wanted: Selection) -> Callable[[TransferTable], np.ndarray]:
     def kept(rows: TransferTable) -> np.ndarray:
-        pairs, inverse = np.unique(np.stack([rows.bundle, rows.member], axis=1), axis=0, return_inverse=True)
-        matches = [bool(wanted(schedule.parameter_name(int(bundle), int(member)))) for bundle, member in pairs]
+        pairs, inverse = np.unique(np.stack([rows.transfer_group, rows.member], axis=1), axis=0, return_inverse=True)
+        matches = [bool(wanted(schedule.parameter_name(int(transfers), int(member)))) for transfers, member in pairs]
         return np.array(matches, dtype=bool)[inverse.reshape(-1)]
 
     return kept
@@ -113,43 +113,48 @@ def _parameter(
         for entry in unplanned:
             if entry.group == group and only is None:
                 yield {"parameter": name, "route": route, "reason": entry.reason, "bytes": plan.groups[group].nbytes}
-    for bundle in plan.bundles:
-        if bundle.group != group or (bundle.experts[1] and not bundle.experts[0] <= expert < bundle.experts[1]):
+    for transfers in plan.transfer_groups:
+        if transfers.group != group or (
+            transfers.experts[1] and not transfers.experts[0] <= expert < transfers.experts[1]
+        ):
             continue
-        for position, at in enumerate(bundle.layers):
+        for position, at in enumerate(transfers.layers):
             if at.layer == layer:
-                yield from _moves(plan, bundle, name, position, max(0, expert - bundle.experts[0]), only)
+                yield from _overlaps(plan, transfers, name, position, max(0, expert - transfers.experts[0]), only)
 
 
-def _moves(
-    plan: Plan, bundle: Bundle, name: str, layer: int, expert: int, only: tuple[World, int] | None
+def _overlaps(
+    plan: Plan, transfers: TransferGroup, name: str, layer: int, expert: int, only: tuple[World, int] | None
 ) -> Iterator[dict[str, Any]]:
-    template = plan.templates[bundle.template]
-    sources, receivers = plan.holdings[bundle.src].ranks, plan.holdings[bundle.dst].ranks
-    member, replicas = layer * bundle.expert_count + expert, np.arange(receivers.shape[1])
-    at = bundle.layers[layer]
-    for number, move in enumerate(template.moves):
-        served = plan.served_by(bundle, member, number, replicas)
-        src, dst = template.src.pieces[move.src][move.src_piece], template.dst.pieces[move.dst][move.dst_piece]
+    pattern = plan.patterns[transfers.pattern]
+    sources, receivers = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
+    member, replicas = layer * transfers.expert_count + expert, np.arange(receivers.shape[1])
+    at = transfers.layers[layer]
+    for number, overlap in enumerate(pattern.overlaps):
+        served = plan.served_by(transfers, member, number, replicas)
+        src, dst = (
+            pattern.src.pieces[overlap.src][overlap.src_piece],
+            pattern.dst.pieces[overlap.dst][overlap.dst_piece],
+        )
         ends = {
-            "src": _end(src, move.region, at.vp_stage, at.src_local, bundle.src_slot + expert),
-            "dst": _end(dst, move.region, 0, at.dst_local, bundle.dst_slot + expert),
+            "src": _end(src, overlap.region, at.vp_stage, at.src_local, transfers.src_slot + expert),
+            "dst": _end(dst, overlap.region, 0, at.dst_local, transfers.dst_slot + expert),
         }
-        landing = int(receivers[move.dst, plan.lands_on(bundle, member, number)]) if plan.relay else None
+        landing_rank = int(receivers[overlap.dst, plan.lands_on(transfers, member, number)]) if plan.relay else None
         for replica in replicas.tolist():
-            train_rank, gen_rank = int(sources[move.src, served[replica]]), int(receivers[move.dst, replica])
+            train_rank, gen_rank = int(sources[overlap.src, served[replica]]), int(receivers[overlap.dst, replica])
             if only is not None and only not in (("train", train_rank), ("gen", gen_rank)):
                 continue
             yield {
                 "parameter": name,
                 "route": "bulk",
-                "pp_stage": bundle.pp_stage,
-                "view": list(plan.groups[bundle.group].view),
-                "region": {"start": list(move.region.start), "stop": list(move.region.stop)},
-                "bytes": int(template.move_bytes[number]),
+                "pp_stage": transfers.pp_stage,
+                "view": list(plan.groups[transfers.group].view),
+                "region": {"start": list(overlap.region.start), "stop": list(overlap.region.stop)},
+                "bytes": int(pattern.overlap_bytes[number]),
                 "src": {"rank": train_rank, **ends["src"]},
                 "dst": {"rank": gen_rank, **ends["dst"]},
-                "relayed_by": None if landing == gen_rank else landing,
+                "relayed_by": None if landing_rank == gen_rank else landing_rank,
             }
 
 

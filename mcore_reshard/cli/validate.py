@@ -102,14 +102,14 @@ def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
     problems = [
         f"--{side} is {format_mesh(asked)}, the plan is for {meshes[side]}"
         for side, asked, planned in (
-            ("train", request.train.canonical(request.catalogue.architecture.layers), plan.train),
+            ("train", request.train.canonical(request.model_parameters.architecture.layers), plan.train),
             ("gen", request.gen, plan.gen),
         )
         if asked != planned
     ]
     said, wanted = (" -> ".join(dtype or "bf16" for dtype in both) for both in (dtypes, planned_dtypes))
     again = make_plan(
-        request.catalogue, request.train, request.gen, policy=plan.policy,
+        request.model_parameters, request.train, request.gen, policy=plan.policy,
         train_dtype=request.train_dtype, gen_dtype=request.gen_dtype,
     )  # fmt: skip
     if said != wanted and any(getattr(again, of) != getattr(plan, of) for of in ("groups", "pairs", "casts", "misc")):

@@ -90,7 +90,7 @@ def check_kv_names(words: Words, scales: Collection[str]) -> None:
         raise KvScalesError(
             f"{len(wrong)} of {len(scales)} scales of the KV cache are of no attention layer of any generation rank whose"
             f" cache has scales: {', '.join(wrong)}; name the engine's own, as in model.layers.0.self_attn.attn.k_scale, and"
-            " start it with a quantised cache (kv_cache_dtype)"
+            " start it with a quantized cache (kv_cache_dtype)"
         )
 
 

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 from typing_extensions import Required, TypedDict, Unpack
 
 from mcore_reshard import __version__
-from mcore_reshard.kernels.copies.bind import Program, WriteCounts, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts, bind
 from mcore_reshard.kernels.copies.buckets import DEFAULT_BUCKET_BYTES
 from mcore_reshard.kernels.copies.tensors import dtype_name
 from mcore_reshard.kernels.errors import BindError, RefitError, SessionError
@@ -32,7 +32,7 @@ from mcore_reshard.kernels.rendezvous.caller import Caller
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.meeting import Failure, Meeting, SessionFailed
 from mcore_reshard.kernels.rendezvous.store import store_address
-from mcore_reshard.kernels.transports.base import Link, Transport
+from mcore_reshard.kernels.transports.base import Transport, TransportContext
 from mcore_reshard.kernels.transports.broadcast import Tree, broadcast, receive
 from mcore_reshard.kernels.transports.joined import in_context_of, is_cuda
 from mcore_reshard.kernels.transports.pipeline import Executor, StageReport, group_names, group_rank
@@ -52,7 +52,7 @@ from .agreement import (
 
 PROTOCOL = 5  # what ranks say to each other; both worlds must speak the same
 DEFAULT_TIMEOUT_S = 60.0
-_EXPORT_PAIRS = "export must yield quantised pairs, see megatron_pairs.export_with_pairs"
+_EXPORT_PAIRS = "export must yield quantized pairs, see megatron_pairs.export_with_pairs"
 _LOOK_S = 0.5  # between looks, while bytes move, at whether another rank has failed
 _GRACE_S = 2.0  # for this rank's transport to notice that by itself
 
@@ -98,7 +98,7 @@ class _Connection:
     meeting: Meeting
     transport: Transport
     group: GlooGroup
-    program: Program | None  # None under golden
+    bound: BoundSchedule | None  # None under golden
     executor: Executor | None
     caller: Caller  # of the executor
 
@@ -165,15 +165,15 @@ class _Endpoint(ABC):
             self._store_address, self._session, self.rank, group_names(self._schedule), timeout_s=self._timeout_s
         )
         with _Published(meeting, "hello"):
-            transport, program = self._bound()
+            transport, bound = self._bind()
         check_alike(meeting.gather("hello", self._hello(transport), timeout_s=timeout_s))
-        self._connection = self._connected(meeting, transport, program)
+        self._connection = self._connected(meeting, transport, bound)
         with self._ends_on_error(meeting, "connected"):
             meeting.gather("connected", {})
         self._ended = None
 
     def refit(self, version: int, *, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
-        """Move the weights of `version` from the trainer to the engine; return once every rank has acknowledged it.
+        """Overlap the weights of `version` from the trainer to the engine; return once every rank has acknowledged it.
 
         `kv_scales`, given on training rank 0 and maybe on others too, are calibrated scales of the engine's KV cache that
         belong to this version, by checkpoint name (`model.layers.0.self_attn.attn.k_scale`); each generation rank hands
@@ -188,7 +188,7 @@ class _Endpoint(ABC):
         self._refits += 1
         meeting, phase = connection.meeting, f"refit-{self._refits}"
         with self._ends_on_error(meeting, f"{phase}/start"):
-            before = connection.program.check_fresh(self._live()) if connection.program is not None else None
+            before = connection.bound.check_fresh(self._live()) if connection.bound is not None else None
             words = meeting.gather(f"{phase}/start", {"version": version, **kv_scales_word(kv_scales)})
         check_versions(words, self.rank, self.committed_version)
         sent = agreed_kv_scales(words, self._schedule.name_of("train", 0))
@@ -247,19 +247,19 @@ class _Endpoint(ABC):
         """
 
     def _move_bulk(self, connection: _Connection, phase: str, before: WriteCounts | None) -> tuple[StageReport, ...]:
-        """Move what the plan moves, nothing under golden. `before` it each tensor was written so often."""
-        program, executor = connection.program, connection.executor
-        if program is None or executor is None or before is None:
+        """Overlap what the plan moves, nothing under golden. `before` it each tensor was written so often."""
+        bound, executor = connection.bound, connection.executor
+        if bound is None or executor is None or before is None:
             return ()
         if self.world == "gen":
-            program.zero_padding()
-        stages = _attended(connection, executor, program, phase)
+            bound.zero_padding()
+        stages = _attended(connection, executor, bound, phase)
         if self.world == "train":
-            program.check_unwritten(before)
+            bound.check_unwritten(before)
         return stages
 
     def _move_misc(self, connection: _Connection, afterwards: ExitStack) -> int:
-        """Move what goes by name, under golden everything; then the engine derives what it derives. Returns the bytes."""
+        """Overlap what goes by name, under golden everything; then the engine derives what it derives. Returns the bytes."""
         names = None if connection.executor is None else self._schedule.misc  # None: all
         nbytes = 0
         if names is None or names:
@@ -273,8 +273,8 @@ class _Endpoint(ABC):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass `tensors` through; raise `SessionError` unless they are `names`, each once. None: any, each once.
 
-        Of what the engine keeps quantised, data and scales come together and in its dtypes: its loader would narrow
-        unquantised weights without a word, and leave their scales as they were.
+        Of what the engine keeps quantized, data and scales come together and in its dtypes: its loader would narrow
+        unquantized weights without a word, and leave their scales as they were.
         """
         wanted = None if names is None else set(names)
         pairs = self._pairs if wanted is None else {name: self._pairs[name] for name in wanted & self._pairs.keys()}
@@ -311,7 +311,7 @@ class _Endpoint(ABC):
     def _live(self) -> Mapping[str, torch.Tensor]:
         return self._tensors() if callable(self._tensors) else self._tensors
 
-    def _bound(self) -> tuple[Transport, Program | None]:
+    def _bind(self) -> tuple[Transport, BoundSchedule | None]:
         tensors = self._live()
         held = [tensors[local.name].device.type for local in self._schedule.tensors if local.name in tensors]
         transport = resolve(self._transport, held[0] if held else "cpu")
@@ -323,7 +323,7 @@ class _Endpoint(ABC):
             return transport, None
         return transport, bind(self._schedule, tensors, bucket_bytes=self._bucket_bytes)
 
-    def _connected(self, meeting: Meeting, transport: Transport, program: Program | None) -> _Connection:
+    def _connected(self, meeting: Meeting, transport: Transport, bound: BoundSchedule | None) -> _Connection:
         schedule = self._schedule
         with _Published(meeting, "connected"):
             group = GlooGroup(
@@ -334,13 +334,13 @@ class _Endpoint(ABC):
             )
             try:
                 executor = None
-                if program is not None and transport.connect is not None:
+                if bound is not None and transport.connect is not None:
                     executor = transport.connect(
-                        Link(
+                        TransportContext(
                             store=meeting.shelf(transport.name),
                             another_store=lambda: meeting.another_shelf(transport.name),
                             group=group,
-                            program=program,
+                            bound=bound,
                             timeout_s=self._timeout_s,
                             scratch_bytes=self._scratch_bytes,
                             checksums=self._checksums,
@@ -350,7 +350,7 @@ class _Endpoint(ABC):
             except BaseException:
                 group.close()
                 raise
-        return _Connection(meeting, transport, group, program, executor, Caller("refit"))
+        return _Connection(meeting, transport, group, bound, executor, Caller("refit"))
 
     def _hello(self, transport: Transport) -> dict[str, Any]:
         return {
@@ -479,13 +479,13 @@ class GenerationEndpoint(_Endpoint):
         return received
 
 
-def _attended(connection: _Connection, executor: Executor, program: Program, phase: str) -> tuple[StageReport, ...]:
+def _attended(connection: _Connection, executor: Executor, bound: BoundSchedule, phase: str) -> tuple[StageReport, ...]:
     """Run the executor on a thread of its own, up to the first failure of any rank, which the store tells.
 
     The connections tell it as well, and as a rule before, but not always: gloo leaves a sender waiting whose peer
     closes while the message is being written.
     """
-    stream = torch.cuda.current_stream(program.device) if is_cuda(program.device) else None
+    stream = torch.cuda.current_stream(bound.device) if is_cuda(bound.device) else None
     run = connection.caller.start(in_context_of(stream, executor.run))
     try:
         while not wait([run], _LOOK_S).done:

@@ -1,6 +1,6 @@
-"""Whole tensors for an engine that is quantised, from a trainer's export that is not: the misc route and golden.
+"""Whole tensors for an engine that is quantized, from a trainer's export that is not: the misc route and golden.
 
-export = quantised_export(lambda names: export_hf(bridge, model_chunks, names), plan)
+export = quantized_export(lambda names: export_hf(bridge, model_chunks, names), plan)
 
 For a trainer that is itself in FP8 see `mcore_reshard.trainers.megatron.quantized_pairs`.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_reshard.kernels.copies.cast_arithmetic import quantised
+from mcore_reshard.kernels.copies.cast_arithmetic import quantized
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.session.endpoints import Export, NamedTensors
 
@@ -30,21 +30,21 @@ Pairs = Mapping[str, Scales]  # by the weight's name
 
 
 def pairs_by_name(plan: Plan) -> dict[str, Scales]:
-    """Every quantised weight of a plan. Raises ValueError for scales that are not float32 (MXFP8), which nothing computes."""
+    """Every quantized weight of a plan. Raises ValueError for scales that are not float32 (MXFP8), which nothing computes."""
     found: dict[str, Scales] = {}
     for pair in plan.pairs:
         group = plan.groups[pair.scales]
         if group.dtype != "float32":
-            raise ValueError(f"{group.pattern} is {group.dtype}: nothing computes the scales of MXFP8")
+            raise ValueError(f"{group.name_pattern} is {group.dtype}: nothing computes the scales of MXFP8")
         names = zip(plan.groups[pair.weight].names(), group.names(), strict=True)
         found |= {weight: Scales(scales, group.shape, pair.block) for weight, scales in names}
     return found
 
 
-def quantised_export(export: Export, plan: Plan) -> Export:
+def quantized_export(export: Export, plan: Plan) -> Export:
     """An export that yields the weights of the plan's pairs in E4M3, each followed by its scales.
 
-    Whole matrices are quantised as the source of a cast does it, block by block. Raises ValueError as `pairs_by_name`.
+    Whole matrices are quantized as the source of a cast does it, block by block. Raises ValueError as `pairs_by_name`.
     """
     pairs = pairs_by_name(plan)
     computed = {scales.name for scales in pairs.values()}
@@ -53,15 +53,15 @@ def quantised_export(export: Export, plan: Plan) -> Export:
         asked = None if names is None else [name for name in names if name not in computed]
         for name, tensor in export(asked):
             if name in pairs:
-                yield from quantised_pair(name, tensor, pairs[name])
+                yield from quantized_pair(name, tensor, pairs[name])
             else:
                 yield name, tensor
 
     return run
 
 
-def quantised_pair(name: str, weight: torch.Tensor, scales: Scales) -> Iterator[tuple[str, torch.Tensor]]:
+def quantized_pair(name: str, weight: torch.Tensor, scales: Scales) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, E4M3 data) and (name of the scales, float32) of a matrix."""
-    data, grid = quantised(weight, scales.block)
+    data, grid = quantized(weight, scales.block)
     yield name, data
     yield scales.name, grid.reshape(scales.shape)

@@ -1,8 +1,8 @@
 """What both sides of a validation hold, in which blocks, and how golden becomes what the engine loads.
 
-The trainer's checkpoint is always in bfloat16: it quantises what it loads, if it is to hold FP8. Golden of weights that
-the trainer holds in FP8 are its own bytes, gathered by Megatron-Bridge's mappings. Golden of weights that are quantised
-on the way are Bridge's bfloat16 export, quantised by the engine's own arithmetic where the engine is a real one.
+The trainer's checkpoint is always in bfloat16: it quantizes what it loads, if it is to hold FP8. Golden of weights that
+the trainer holds in FP8 are its own bytes, gathered by Megatron-Bridge's mappings. Golden of weights that are quantized
+on the way are Bridge's bfloat16 export, quantized by the engine's own arithmetic where the engine is a real one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.copies.cast_arithmetic import quantised
-from mcore_reshard.planner.model.families import catalogue_from_config
-from mcore_reshard.planner.model.parameters import Catalogue, Role
+from mcore_reshard.kernels.copies.cast_arithmetic import quantized
+from mcore_reshard.planner.model.families import parameters_from_config
+from mcore_reshard.planner.model.parameters import ModelParameters, Role
 from mcore_reshard.planner.model.precision import BLOCK_FP8, Block
 from mcore_reshard.trainers.quantized_export import Pairs
 
@@ -27,7 +27,7 @@ _COMPARED = {("bf16", "fp8"), ("fp8", "fp8")}
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What both sides of a validation hold. `block` is None where neither quantises."""
+    """What both sides of a validation hold. `block` is None where neither quantizes."""
 
     train_dtype: str | None
     gen_dtype: str | None
@@ -41,7 +41,7 @@ class Precision:
         return self.block if self.train_dtype == "fp8" else None
 
     @property
-    def quantised_on_the_way(self) -> bool:
+    def quantized_on_the_way(self) -> bool:
         return self.block is not None and self.trainer_block is None
 
 
@@ -51,10 +51,10 @@ def precision_of(config: Mapping[str, Any], train_dtype: str | None, gen_dtype: 
     Raises ValidationError for dtypes that cannot be compared, models that are not in bfloat16 and FP8 not in blocks.
     """
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
-    catalogue = catalogue_from_config(plain)
-    if catalogue.dtype != "bfloat16":
+    model_parameters = parameters_from_config(plain)
+    if model_parameters.dtype != "bfloat16":
         raise ValidationError(
-            f"models are validated in bfloat16, or FP8 beside bfloat16, and this one is in {catalogue.dtype}: give a"
+            f"models are validated in bfloat16, or FP8 beside bfloat16, and this one is in {model_parameters.dtype}: give a"
             " config in bfloat16"
         )
     if train_dtype == gen_dtype and gen_dtype not in {"fp8", "mxfp8"}:
@@ -65,16 +65,16 @@ def precision_of(config: Mapping[str, Any], train_dtype: str | None, gen_dtype: 
         raise ValidationError(
             f"{asked[0]} -> {asked[1]} is not validated here: what can be compared is {pairs}, and bf16 on both sides"
         )
-    stated = config.get("quantization_config") or _published_as(catalogue)
+    stated = config.get("quantization_config") or _published_as(model_parameters)
     if stated.get("quant_method") != "fp8" or not stated.get("weight_block_size"):
         raise ValidationError(f"only FP8 in blocks is validated here, and the config's quantization_config is {stated}")
     rows, columns = stated["weight_block_size"]
     return Precision(*asked, plain, {**plain, "quantization_config": stated}, (int(rows), int(columns)))
 
 
-def _published_as(catalogue: Catalogue) -> dict[str, Any]:
+def _published_as(model_parameters: ModelParameters) -> dict[str, Any]:
     """The quantization_config that a checkpoint in FP8 would come with: it names the routers, which stay as they are."""
-    routers = [name for group in catalogue.groups if group.role is Role.ROUTER for name in group.names()]
+    routers = [name for group in model_parameters.groups if group.role is Role.ROUTER for name in group.names()]
     return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -83,10 +83,10 @@ def _published_as(catalogue: Catalogue) -> dict[str, Any]:
     }
 
 
-def quantised_by_engine(
+def quantized_by_engine(
     tensors: Iterable[tuple[str, torch.Tensor]], pairs: Pairs, device: torch.device, *, by_vllm: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of `pairs`, in bfloat16, as the engine would quantise them; the rest as it is.
+    """The weights of `pairs`, in bfloat16, as the engine would quantize them; the rest as it is.
 
     With vLLM that is what it does to a bfloat16 checkpoint itself (layers/quantization/online/fp8.py), else the reference
     (`kernels.precision`), which is tested against it. It is done on `device`, the engine's: a GPU divides otherwise.
@@ -102,5 +102,5 @@ def quantised_by_engine(
             with torch.compiler.set_stance("force_eager"):
                 data, scales = per_block_cast_to_fp8(tensor.to(device), list(pair.block), use_ue8m0=False)
         else:
-            data, scales = quantised(tensor.to(device), pair.block)
+            data, scales = quantized(tensor.to(device), pair.block)
         yield from ((name, data), (pair.name, scales))

@@ -28,7 +28,7 @@ from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine, pois
 from mcore_reshard.validation.trainer import build as trainer
 
 from .errors import ValidationError
-from .precision import Precision, quantised_by_engine
+from .precision import Precision, quantized_by_engine
 from .report import ParameterResult, compare
 
 
@@ -139,7 +139,7 @@ def _train(rank: int, job: Job, store: str) -> Results:
         elif version > 2:
             model.step()
         source.refresh()
-        golden = model.export_held() if job.precision.quantised_on_the_way else model.export()
+        golden = model.export_held() if job.precision.quantized_on_the_way else model.export()
         _write_golden(job.golden_file(version), golden, keep=rank == 0)
         reports.append(endpoint.refit(version))
     endpoint.close()
@@ -173,15 +173,15 @@ def _vocab_multiple(job: Job) -> int | None:
     """The divisor that makes Megatron pad to what the plan's embedding says; None where it does not pad."""
     plan = job.plan
     embedding = next(i for i, group in enumerate(plan.groups) if group.role in {Role.EMBEDDING, Role.UNKNOWN})
-    for bundle in plan.bundles:
-        if bundle.group == embedding:
-            padded = len(plan.templates[bundle.template].src.pieces) * _rows(plan, bundle.template)
+    for transfers in plan.transfer_groups:
+        if transfers.group == embedding:
+            padded = len(plan.patterns[transfers.pattern].src.pieces) * _rows(plan, transfers.pattern)
             return padded // plan.train.tp if padded != plan.groups[embedding].shape[0] else None
     return None
 
 
-def _rows(plan: Plan, template: int) -> int:
-    return next(p.tensor.shape[0] for pieces in plan.templates[template].src.pieces for p in pieces)
+def _rows(plan: Plan, pattern: int) -> int:
+    return next(p.tensor.shape[0] for pieces in plan.patterns[pattern].src.pieces for p in pieces)
 
 
 def _write_golden(file: Path, exported: Iterable[tuple[str, torch.Tensor]], keep: bool) -> None:
@@ -293,9 +293,9 @@ def _compare_with_golden(
     for tensor in engine.compared.values():
         poison(tensor)
     golden: Iterable[tuple[str, torch.Tensor]] = load_file(job.golden_file(version)).items()
-    if job.precision.quantised_on_the_way:
+    if job.precision.quantized_on_the_way:
         device = next(iter(engine.tensors.values())).device
-        golden = quantised_by_engine(golden, job.pairs, device, by_vllm=job.engine == "vllm")
+        golden = quantized_by_engine(golden, job.pairs, device, by_vllm=job.engine == "vllm")
     engine.load_weights(golden)
     held = engine.compared
     return [compare(name, rank, route(name), got.get(name), held.get(name)) for name in sorted({*got, *held})]

@@ -60,7 +60,7 @@ class ValidationReport:
     transport: str
     engine: str
     source: str  # what held the source tensors: library versions, and the stand-in if one was used
-    precision: str  # what the sides hold and which of them quantises; empty where neither does
+    precision: str  # what the sides hold and which of them quantizes; empty where neither does
     digest: str
     refits: tuple[RefitResult, ...]
 

@@ -24,8 +24,8 @@ import torch
 from mcore_reshard.kernels.transports.registry import device_of, resolve
 from mcore_reshard.planner.layout.megatron import ExpertsModule, MegatronBuild
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
-from mcore_reshard.planner.model.families import as_published, catalogue_from_config
-from mcore_reshard.planner.model.parameters import Catalogue, Role
+from mcore_reshard.planner.model.families import as_published, parameters_from_config
+from mcore_reshard.planner.model.parameters import ModelParameters, Role
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.proof.prove import ProofError, prove
@@ -84,21 +84,21 @@ def validate(
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     config = as_published(config)
     precision = precision_of(config, train_dtype, gen_dtype)
-    known = catalogue_from_config(precision.engine_config)
-    catalogue = _forgetting(known, frozenset(unknown))
+    known = parameters_from_config(precision.engine_config)
+    model_parameters = _forgetting(known, frozenset(unknown))
     build = MegatronBuild(experts=experts)
     planned_here = plan is None
     plan = plan or make_plan(
-        catalogue, train, gen, model=model, policy=policy, build=build,
+        model_parameters, train, gen, model=model, policy=policy, build=build,
         train_dtype=precision.train_dtype, gen_dtype=precision.gen_dtype,
     )  # fmt: skip
     proof = prove(plan)
     if not proof.ok:
         raise ProofError(proof)
-    if catalogue.nbytes > LARGEST_MODEL_BYTES:
+    if model_parameters.nbytes > LARGEST_MODEL_BYTES:
         small = f"tiny-{config['model_type'].replace('_', '-')}"
         raise ValidationError(
-            f"the model has {catalogue.nbytes / 1e9:.0f} GB, more than the {LARGEST_MODEL_BYTES >> 30} GiB that a check"
+            f"the model has {model_parameters.nbytes / 1e9:.0f} GB, more than the {LARGEST_MODEL_BYTES >> 30} GiB that a check"
             f" on one machine is made for: validate a small config of the same family, such as {small}"
         )
     if limits := bridge_limits(known, train, experts):
@@ -195,14 +195,18 @@ def _check_vllm(job: Job, timeout_s: float) -> None:
 
 def _engine_kind(engine: str, device: str) -> str:
     """What holds the destination tensors: "vllm", whose model is built on the CPU, or "slices"."""
-    obstacle = None
+    unavailable_reason = None
     if importlib.util.find_spec("vllm") is None:
-        obstacle = "vLLM is not installed: validate against plain slices, or from a clone: pip install '.[vllm]'"
+        unavailable_reason = (
+            "vLLM is not installed: validate against plain slices, or from a clone: pip install '.[vllm]'"
+        )
     elif device != "cpu":
-        obstacle = "vLLM's model is built on the CPU here: use --transport gloo, or validate against plain slices"
-    if engine == "vllm" and obstacle:
-        raise ValidationError(obstacle)
-    return "vllm" if engine in {"auto", "vllm"} and not obstacle else "slices"
+        unavailable_reason = (
+            "vLLM's model is built on the CPU here: use --transport gloo, or validate against plain slices"
+        )
+    if engine == "vllm" and unavailable_reason:
+        raise ValidationError(unavailable_reason)
+    return "vllm" if engine in {"auto", "vllm"} and not unavailable_reason else "slices"
 
 
 def _source_versions() -> str:
@@ -216,10 +220,10 @@ def _words(precision: Precision) -> str:
     if precision.block is None:
         return ""
     block = "x".join(map(str, precision.block))
-    made = "quantised on the way" if precision.quantised_on_the_way else "kept by the trainer"
+    made = "quantized on the way" if precision.quantized_on_the_way else "kept by the trainer"
     return f"{precision.train_dtype} -> {precision.gen_dtype} in blocks of {block}, {made}"
 
 
-def _forgetting(catalogue: Catalogue, roles: frozenset[Role]) -> Catalogue:
-    groups = tuple(replace(g, role=Role.UNKNOWN) if g.role in roles else g for g in catalogue.groups)
-    return replace(catalogue, groups=groups)
+def _forgetting(model_parameters: ModelParameters, roles: frozenset[Role]) -> ModelParameters:
+    groups = tuple(replace(g, role=Role.UNKNOWN) if g.role in roles else g for g in model_parameters.groups)
+    return replace(model_parameters, groups=groups)

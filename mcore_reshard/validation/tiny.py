@@ -20,7 +20,7 @@ from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.precision import Block
 
 Shapes = dict[str, tuple[int, ...]]
-Blocks = Mapping[str, Block]  # by the names of weights that will be quantised
+Blocks = Mapping[str, Block]  # by the names of weights that will be quantized
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": load_config("tiny-llama"),
@@ -42,7 +42,7 @@ _FLOAT32_NAMES = ("e_score_correction_bias", "A_log", "mixer.D")
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
     """A copy of `TINY[family]` with some fields replaced, e.g. `num_key_value_heads=2`, `vocab_size=250`.
 
-    Raises KeyError for a family or a field that does not exist: a misspelt override must not go unseen.
+    Raises KeyError for a family or a field that does not exist: a misspelled override must not go unseen.
     """
     config = dict(TINY[family])
     unknown = sorted(set(overrides) - set(config))
@@ -73,7 +73,7 @@ def payload(shapes: Shapes, version: int, blocks: Blocks | None = None) -> Itera
     base 32,640 taken as a bit pattern (the finite non-negative ones), of version 2 the next digit: the two versions
     together identify it. From version 3 on the digit is a hash of number and version. A float32 element has that
     pattern in its upper half and a nonzero lower half, so a cast to bfloat16 keeps the identity and destroys the rest.
-    Matrices that will be quantised in `blocks` are E4M3 numbers times a factor for each block, both hashes of where they
+    Matrices that will be quantized in `blocks` are E4M3 numbers times a factor for each block, both hashes of where they
     are: one of 254 numbers does not identify an element, but no two regions have the same.
     """
     if version < 1:

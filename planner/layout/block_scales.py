@@ -1,4 +1,4 @@
-"""Where the scales of quantised weights lie: derived from the weight's own layout, in units of blocks.
+"""Where the scales of quantized weights lie: derived from the weight's own layout, in units of blocks.
 
 Whatever holds a part of a weight holds the scales of the blocks that this part is made of, so no layout rule is written
 twice. A cut through a block, or a fused tensor in which two parameters share one, has no such grid and is refused with
@@ -14,7 +14,7 @@ from mcore_reshard.planner.model.parameters import ParameterGroup
 from mcore_reshard.planner.model.precision import Block, grid_of
 
 from .geometry import LocalTensor, Piece, Region
-from .partitions import Misc, Padding, Shards
+from .partitions import Misc, Padding, Partition
 
 KV_SCALES = ("k_scale", "v_scale", "q_scale")  # how names of a KV cache's scales end; no plan has them
 REPEATED = ".blocks"  # after the name of an engine's scales: a tensor beside them that it repeats them from
@@ -31,15 +31,17 @@ def blocks_touched(region: Region, block: Block) -> Region:
     )
 
 
-def in_dtype(shards: Shards, dtype: str) -> Shards:
+def in_dtype(partition: Partition, dtype: str) -> Partition:
     """The same cut, of tensors in another dtype."""
-    return Shards(
-        tuple(tuple(replace(p, tensor=replace(p.tensor, dtype=dtype)) for p in held) for held in shards.pieces),
-        tuple(tuple(replace(p, tensor=replace(p.tensor, dtype=dtype)) for p in held) for held in shards.padding),
+    return Partition(
+        tuple(tuple(replace(p, tensor=replace(p.tensor, dtype=dtype)) for p in held) for held in partition.pieces),
+        tuple(tuple(replace(p, tensor=replace(p.tensor, dtype=dtype)) for p in held) for held in partition.padding),
     )
 
 
-def scale_shards(group: ParameterGroup, shards: Shards, block: Block, tensor_of: ScalesTensor) -> Shards | Misc:
+def scale_partition(
+    group: ParameterGroup, partition: Partition, block: Block, tensor_of: ScalesTensor
+) -> Partition | Misc:
     """Where the scales of a weight lie: as its pieces do, in blocks.
 
     Every piece starts and ends on block edges, or at the end of the parameter, and starts on an edge of its local tensor.
@@ -47,7 +49,7 @@ def scale_shards(group: ParameterGroup, shards: Shards, block: Block, tensor_of:
     """
     whole = Region.whole(group.view)
     pieces, padding = [], []
-    for held in shards.pieces:
+    for held in partition.pieces:
         row, unfilled = [], []
         for piece in held:
             if reason := _unaligned(piece, whole, block):
@@ -63,27 +65,27 @@ def scale_shards(group: ParameterGroup, shards: Shards, block: Block, tensor_of:
             unfilled += _beyond(scales.local(), grid, tensor)
         pieces.append(tuple(row))
         padding.append(tuple(unfilled))
-    return Shards(tuple(pieces), tuple(padding) if any(padding) else ())
+    return Partition(tuple(pieces), tuple(padding) if any(padding) else ())
 
 
-def splits_blocks(shards: Shards, block: Block) -> bool:
+def splits_blocks(partition: Partition, block: Block) -> bool:
     """Whether a cut falls inside of blocks."""
     return any(
         piece.region.start[dim] % size or piece.origin[piece.dims[dim]] % size
-        for held in shards.pieces
+        for held in partition.pieces
         for piece in held
         for dim, size in enumerate(block)
     )
 
 
-def touched_scale_shards(shards: Shards, block: Block, tensor_of: ScalesTensor) -> Shards | Misc:
+def touched_scale_partition(partition: Partition, block: Block, tensor_of: ScalesTensor) -> Partition | Misc:
     """The scales of all blocks that each part of a weight touches, for an engine that tells which are of which elements.
 
     Parts that touch a block all get its scale. They are of equal size and must touch equally many blocks; where they
     follow each other in a tensor, so do their scales.
     """
-    extents = {piece.region.extents for held in shards.pieces for piece in held}
-    touched = {blocks_touched(piece.region, block).extents for held in shards.pieces for piece in held}
+    extents = {piece.region.extents for held in partition.pieces for piece in held}
+    touched = {blocks_touched(piece.region, block).extents for held in partition.pieces for piece in held}
     if len(extents) != 1 or len(touched) != 1:
         return Misc(
             f"parts of {' and '.join(map(str, sorted(extents)))} touch {' or '.join(map(str, sorted(touched)))} blocks of"
@@ -91,7 +93,7 @@ def touched_scale_shards(shards: Shards, block: Block, tensor_of: ScalesTensor) 
         )
     (part,), (grid,) = extents, touched
     pieces = []
-    for held in shards.pieces:
+    for held in partition.pieces:
         row = []
         for piece in held:
             view, origin = list(piece.view), list(piece.origin)
@@ -103,7 +105,7 @@ def touched_scale_shards(shards: Shards, block: Block, tensor_of: ScalesTensor) 
                 Piece(blocks_touched(piece.region, block), tensor, tuple(origin), piece.dims, (), piece.slot_dim)
             )
         pieces.append(tuple(row))
-    return Shards(tuple(pieces))
+    return Partition(tuple(pieces))
 
 
 def _unaligned(piece: Piece, whole: Region, block: Block) -> str:
@@ -131,10 +133,10 @@ def _beyond(filled: Region, grid: Block, tensor: LocalTensor) -> list[Padding]:
     return [Padding(tensor, box) for box in boxes if box.elements]
 
 
-def tensor_scale_shards(shards: Shards, tensor_of: ScalesTensor, why_not_fused: str) -> Shards | Misc:
+def tensor_scale_partition(partition: Partition, tensor_of: ScalesTensor, why_not_fused: str) -> Partition | Misc:
     """One scale for the whole matrix, beside a tensor that holds nothing else."""
     pieces = []
-    for held in shards.pieces:
+    for held in partition.pieces:
         if len(held) != 1 or held[0].local().extents[-2:] != held[0].view[-2:]:
             names = ", ".join(dict.fromkeys(piece.tensor.name for piece in held))
             return Misc(f"{names} holds other parameters too: {why_not_fused}")
@@ -142,4 +144,4 @@ def tensor_scale_shards(shards: Shards, tensor_of: ScalesTensor, why_not_fused: 
         view = (*piece.view[:-2], 1, 1)
         tensor = tensor_of(piece.tensor, view)
         pieces.append((Piece(Region((0, 0), (1, 1)), tensor, (0,) * len(view), piece.dims, view, piece.slot_dim),))
-    return Shards(tuple(pieces))
+    return Partition(tuple(pieces))

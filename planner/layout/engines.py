@@ -1,6 +1,6 @@
 """Generation engines by name. An engine is one module of this package, named after it:
 
-LAYOUT       its Layout class, called with a catalogue and a generation mesh
+LAYOUT       its Layout class, called with a model's parameters and a generation mesh
 TRANSPOSED   what it keeps in another order of dims than Hugging Face, declared apart from its rules for the proof
 """
 
@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mcore_reshard.planner.model.parameters import Catalogue, Role
+from mcore_reshard.planner.model.parameters import ModelParameters, Role
 
 from .mesh import GenMesh
 from .partitions import Layout
@@ -30,7 +30,7 @@ class Engine:
     """What planning and the proof need of an engine."""
 
     name: str
-    layout: Callable[[Catalogue, GenMesh], Layout]
+    layout: Callable[[ModelParameters, GenMesh], Layout]
     transposed: Transposed
 
 

@@ -10,13 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from mcore_reshard.planner.model.parameters import Attention, Catalogue, Mamba, ParameterGroup, Role
+from mcore_reshard.planner.model.parameters import Attention, Mamba, ModelParameters, ParameterGroup, Role
 from mcore_reshard.planner.model.precision import Format
 
 from .geometry import LocalTensor, Piece, Region
 from .megatron_build import Context, ExpertsModule, MegatronBuild, padded_vocab
 from .mesh import LayerPlace, MeshError, TrainMesh
-from .partitions import Excluded, Layout, Misc, Placement, Run, Shards, gate_up, padded_rows, runs_along, split, whole
+from .partitions import (
+    Excluded,
+    Layout,
+    Misc,
+    Partition,
+    PartitionOwners,
+    RowRange,
+    gate_up,
+    padded_rows,
+    runs_along,
+    split,
+    whole,
+)
 from .transformer_engine import te_scales
 
 __all__ = ["ExpertsModule", "MegatronBuild", "MegatronLayout", "padded_vocab"]
@@ -24,24 +36,24 @@ __all__ = ["ExpertsModule", "MegatronBuild", "MegatronLayout", "padded_vocab"]
 _LAYER = "vp{vp}.decoder.layers.{layer}."
 _EXPERTS = _LAYER + "mlp.experts."
 
-Rule = Callable[[Context, ParameterGroup], Shards | Misc]
+Rule = Callable[[Context, ParameterGroup], Partition | Misc]
 
 
 # --- vocabulary: megatron.core.tensor_parallel.layers.VocabParallelEmbedding, ColumnParallelLinear (output_layer)
 
 
-def _embedding(context: Context, group: ParameterGroup) -> Shards:
+def _embedding(context: Context, group: ParameterGroup) -> Partition:
     return padded_rows(group, "vp{vp}.embedding.word_embeddings.weight", context.padded_vocab, context.mesh.tp)
 
 
-def _lm_head(context: Context, group: ParameterGroup) -> Shards:
+def _lm_head(context: Context, group: ParameterGroup) -> Partition:
     return padded_rows(group, "vp{vp}.output_layer.weight", context.padded_vocab, context.mesh.tp)
 
 
 # --- attention: megatron.core.transformer.attention.SelfAttention
 
 
-def _fused_qkv(context: Context, group: ParameterGroup) -> Shards:
+def _fused_qkv(context: Context, group: ParameterGroup) -> Partition:
     """linear_qkv rows are group-major: for each KV group its query heads, then k, then v; tp cuts equal row ranges.
 
     The cut may fall inside a group when tp exceeds the KV heads. Source: SelfAttention.get_query_key_value_tensors.
@@ -62,19 +74,19 @@ def _fused_qkv(context: Context, group: ParameterGroup) -> Shards:
             start = kv_group * group_rows + at
             first, last = max(start, low), min(start + rows, high)
             if first < last:
-                held.append(Run(kv_group * rows + first - start, last - first, first - low))
+                held.append(RowRange(kv_group * rows + first - start, last - first, first - low))
         runs.append(tuple(held))
     leaf = "weight" if len(group.shape) == 2 else "bias"
     return runs_along(group, _LAYER + f"self_attention.linear_qkv.{leaf}", 0, local_rows, runs)
 
 
-def _attention_norm(context: Context, group: ParameterGroup) -> Shards:
+def _attention_norm(context: Context, group: ParameterGroup) -> Partition:
     """Fused in TELayerNormColumnParallelLinear, except for MLA, whose down projections have none."""
     fused = context.build.fused_norms and isinstance(context.architecture.attention, Attention)
     return whole(group, _LAYER + ("self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"))
 
 
-def _mlp_norm(context: Context, group: ParameterGroup) -> Shards:
+def _mlp_norm(context: Context, group: ParameterGroup) -> Partition:
     fused = context.build.fused_norms
     return whole(group, _LAYER + ("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"))
 
@@ -82,7 +94,7 @@ def _mlp_norm(context: Context, group: ParameterGroup) -> Shards:
 def _mla_norm(linear: str, separate: str) -> Rule:
     """megatron.core.transformer.multi_latent_attention.MLASelfAttention: the norm of the latent, before its up projection."""
 
-    def rule(context: Context, group: ParameterGroup) -> Shards:
+    def rule(context: Context, group: ParameterGroup) -> Partition:
         leaf = f"{linear}.layer_norm_weight" if context.build.fused_norms else f"{separate}.weight"
         return whole(group, _LAYER + "self_attention." + leaf)
 
@@ -109,7 +121,7 @@ def _replicated(path: str) -> Rule:
 # --- experts: megatron.core.transformer.moe.experts
 
 
-def _expert_fc1(context: Context, group: ParameterGroup) -> Shards:
+def _expert_fc1(context: Context, group: ParameterGroup) -> Partition:
     etp, gated = context.mesh.etp, context.architecture.gated
     if context.build.experts == "stacked":
         return _stacked_fc1(context, group)
@@ -121,7 +133,7 @@ def _expert_fc1(context: Context, group: ParameterGroup) -> Shards:
     return gate_up(group, _EXPERTS + leaf, etp, gated)
 
 
-def _expert_fc2(context: Context, group: ParameterGroup) -> Shards:
+def _expert_fc2(context: Context, group: ParameterGroup) -> Partition:
     etp = context.mesh.etp
     if context.build.experts == "stacked":
         return _stacked_fc2(context, group)
@@ -133,7 +145,7 @@ def _expert_fc2(context: Context, group: ParameterGroup) -> Shards:
     return split(group, _EXPERTS + leaf, 1, etp)
 
 
-def _stacked_fc1(context: Context, group: ParameterGroup) -> Shards:
+def _stacked_fc1(context: Context, group: ParameterGroup) -> Partition:
     """GroupedMLP.weight1 is declared [H, E * 2 I / etp] but used as (E, H, 2 I / etp): forward() views it so."""
     etp, local = context.mesh.etp, context.architecture.experts // context.mesh.ep
     rows, hidden = group.view[0] // etp, group.view[1]
@@ -145,10 +157,10 @@ def _stacked_fc1(context: Context, group: ParameterGroup) -> Shards:
                (local, hidden, halves, rows), 0),)
         for c in range(etp)
     )  # fmt: skip
-    return Shards(pieces)
+    return Partition(pieces)
 
 
-def _stacked_fc2(context: Context, group: ParameterGroup) -> Shards:
+def _stacked_fc2(context: Context, group: ParameterGroup) -> Partition:
     """GroupedMLP.weight2 is [E * I / etp, H], used as (E, I / etp, H)."""
     etp, local = context.mesh.etp, context.architecture.experts // context.mesh.ep
     hidden, rows = group.view[0], group.view[1] // etp
@@ -157,10 +169,10 @@ def _stacked_fc2(context: Context, group: ParameterGroup) -> Shards:
         (Piece(Region((0, c * rows), (hidden, (c + 1) * rows)), tensor, (0, 0, 0), (2, 1), (local, rows, hidden), 0),)
         for c in range(etp)
     )
-    return Shards(pieces)
+    return Partition(pieces)
 
 
-def _experts_of_one_tensor(context: Context, group: ParameterGroup) -> Shards | Misc:
+def _experts_of_one_tensor(context: Context, group: ParameterGroup) -> Partition | Misc:
     """gpt-oss keeps all experts of a layer in one HF tensor, transposed and with gate and up alternating.
 
     TEGroupedMLP holds each expert as [gate; up] rows. Source: megatron.bridge GPTOSSMLPGateUpProjMapping and
@@ -169,7 +181,7 @@ def _experts_of_one_tensor(context: Context, group: ParameterGroup) -> Shards | 
     if context.build.experts == "stacked":
         return Misc("no layout rule for experts with biases in GroupedMLP")
     local = context.architecture.experts // context.mesh.ep
-    return Shards(
+    return Partition(
         tuple(
             tuple(piece for j in range(local) for piece in _expert_pieces(context, group, ep * local + j, j))
             for ep in range(context.mesh.ep)
@@ -220,7 +232,7 @@ def _expert_pieces(context: Context, group: ParameterGroup, expert: int, slot: i
 def _mamba_rows(sections_of: Callable[[Mamba], tuple[int, ...]], path: str) -> Rule:
     """Sections (z, x, B, C, dt or x, B, C) are each cut by tp and kept one after another on every rank."""
 
-    def rule(context: Context, group: ParameterGroup) -> Shards:
+    def rule(context: Context, group: ParameterGroup) -> Partition:
         tp, mamba = context.mesh.tp, context.architecture.mamba
         assert mamba is not None
         sections = sections_of(mamba)
@@ -228,7 +240,7 @@ def _mamba_rows(sections_of: Callable[[Mamba], tuple[int, ...]], path: str) -> R
         for c in range(tp):
             held, start, at = [], 0, 0
             for rows in sections:
-                held.append(Run(start + c * (rows // tp), rows // tp, at))
+                held.append(RowRange(start + c * (rows // tp), rows // tp, at))
                 start, at = start + rows, at + rows // tp
             runs.append(tuple(held))
         return runs_along(group, _LAYER + path, 0, sum(sections) // tp, runs)
@@ -236,7 +248,7 @@ def _mamba_rows(sections_of: Callable[[Mamba], tuple[int, ...]], path: str) -> R
     return rule
 
 
-def _expert_bias(context: Context, group: ParameterGroup) -> Shards:
+def _expert_bias(context: Context, group: ParameterGroup) -> Partition:
     """TopKRouter.expert_bias: a persistent buffer, replicated, and kept in fp32."""
     return whole(replace(group, dtype="float32"), _LAYER + "mlp.router.expert_bias")
 
@@ -303,9 +315,14 @@ class MegatronLayout(Layout):
 
     name = "megatron"
 
-    def __init__(self, catalogue: Catalogue, mesh: TrainMesh, build: MegatronBuild = MegatronBuild()) -> None:  # noqa: B008
-        self._context = Context(catalogue.architecture, mesh, build)
-        self._dtype = catalogue.dtype
+    def __init__(
+        self,
+        model_parameters: ModelParameters,
+        mesh: TrainMesh,
+        build: MegatronBuild = MegatronBuild(),  # noqa: B008
+    ) -> None:
+        self._context = Context(model_parameters.architecture, mesh, build)
+        self._dtype = model_parameters.dtype
 
     @property
     def _hybrid(self) -> bool:
@@ -356,49 +373,51 @@ class MegatronLayout(Layout):
             )
         return [f"training: {violation}" for violation in found]
 
-    def place(self, group: ParameterGroup) -> tuple[Placement, ...] | Misc | Excluded:
+    def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded:
         # Float16Module casts every parameter to the model's dtype, whatever the checkpoint says.
         group = replace(group, dtype=self._dtype)
         if group.role is Role.FINAL_NORM:
             leaf = "final_norm" if self._hybrid else "final_layernorm"
-            shards: Shards | Misc = whole(group, f"vp{{vp}}.decoder.{leaf}.weight")
+            partition: Partition | Misc = whole(group, f"vp{{vp}}.decoder.{leaf}.weight")
         elif (rule := RULES.get(group.role)) is None:
             return Misc(f"no layout rule for {group.role.value!r} in Megatron-Core")
         else:
-            shards = rule(self._context, group)
-        if isinstance(shards, Misc):
-            return shards
+            partition = rule(self._context, group)
+        if isinstance(partition, Misc):
+            return partition
         if self._context.architecture.zero_centered_norms and group.role in _NORM_ROLES:
-            return Misc("zero-centred norm: the trainer holds w - 1, which is not a byte copy")
+            return Misc("zero-centered norm: the trainer holds w - 1, which is not a byte copy")
         return (
-            self._expert_placements(group, shards) if group.role in _EXPERT_ROLES else self._placements(group, shards)
+            self._expert_placements(group, partition)
+            if group.role in _EXPERT_ROLES
+            else self._placements(group, partition)
         )
 
-    def misquantised(self) -> list[str]:
+    def misquantized(self) -> list[str]:
         return []
 
-    def scales(self, group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc:
-        return te_scales(group, shards, form)
+    def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
+        return te_scales(group, partition, form)
 
-    def _placements(self, group: ParameterGroup, shards: Shards) -> tuple[Placement, ...]:
+    def _placements(self, group: ParameterGroup, partition: Partition) -> tuple[PartitionOwners, ...]:
         mesh = self._context.mesh
-        placements = []
+        owner_sets = []
         for pp_stage, layers in self._stages(group).items():
             if group.role in _STACKED_ROLES:
                 ranks = mesh.expert_ranks(pp_stage).reshape(mesh.ep, -1)
-            elif len(shards.pieces) == 1:
+            elif len(partition.pieces) == 1:
                 ranks = mesh.dense_ranks(pp_stage).reshape(1, -1)
             else:
                 ranks = mesh.dense_ranks(pp_stage)
-            placements.append(Placement(shards, ranks, pp_stage, layers))
-        return tuple(placements)
+            owner_sets.append(PartitionOwners(partition, ranks, pp_stage, layers))
+        return tuple(owner_sets)
 
-    def _expert_placements(self, group: ParameterGroup, shards: Shards) -> tuple[Placement, ...]:
+    def _expert_placements(self, group: ParameterGroup, partition: Partition) -> tuple[PartitionOwners, ...]:
         """Local experts of expert-parallel rank e are the contiguous block e (megatron.core MoELayer.local_expert_indices)."""
         mesh = self._context.mesh
         local = group.experts // mesh.ep
         return tuple(
-            Placement(shards, ranks, pp_stage, layers, (ep * local, (ep + 1) * local))
+            PartitionOwners(partition, ranks, pp_stage, layers, (ep * local, (ep + 1) * local))
             for pp_stage, layers in self._stages(group).items()
             for ep, ranks in enumerate(mesh.expert_ranks(pp_stage))
         )

@@ -84,7 +84,7 @@ class TrainMesh:
 
     @property
     def edp(self) -> int:
-        """Replicas of an expert shard."""
+        """Replicas of an expert part."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     def coordinate(self, global_rank: int) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """What a layout says: for a group of parameters, who holds which part, and where in which local tensor.
 
 A layout (planner/megatron.py, planner/vllm.py) answers `place(group)` with placements. A placement covers some layers
-and experts of the group on one pipeline stage; its shards are shared by everything that is cut alike, so the 256 experts
-of 58 layers have one `Shards` between them. The builders below are the few ways in which parameters are cut.
+and experts of the group on one pipeline stage; its parts are shared by everything that is cut alike, so the 256 experts
+of 58 layers have one `Partition` between them. The builders below are the few ways in which parameters are cut.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
+class Partition:
     """The parts one parameter is cut into: `pieces[c]` and `padding[c]` are what coordinate `c` of the cut holds."""
 
     pieces: tuple[tuple[Piece, ...], ...]
@@ -40,13 +40,13 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """One share of a group: `ranks[c, r]` is replica `r` of shard `c`. Layer places are -1 where there is no layer.
+class PartitionOwners:
+    """One share of a group: `ranks[c, r]` is replica `r` of part `c`. Layer places are -1 where there is no layer.
 
     `experts` is a half-open range of expert numbers; expert `e` sits in slot `e - experts[0]` of its holders.
     """
 
-    shards: Shards
+    partition: Partition
     ranks: NDArray[np.int32]
     pp_stage: int
     layers: tuple[LayerPlace, ...]
@@ -70,23 +70,23 @@ class Excluded:
 class Layout(Protocol):
     """One side of a plan. `violations` lists why the model cannot be cut this way (empty: it can).
 
-    `scales` says where the scales of a quantised group lie, whose weights are cut into `shards`; `misquantised` lists what
-    this side would quantise though it must not.
+    `scales` says where the scales of a quantized group lie, whose weights are cut into `partition`; `misquantized` lists what
+    this side would quantize though it must not.
     """
 
     name: str
 
     def violations(self) -> list[str]: ...
 
-    def place(self, group: ParameterGroup) -> tuple[Placement, ...] | Misc | Excluded: ...
+    def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded: ...
 
-    def misquantised(self) -> list[str]: ...
+    def misquantized(self) -> list[str]: ...
 
-    def scales(self, group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc: ...
+    def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRange:
     """Rows `[start, start + rows)` of a global parameter, at local row `at`."""
 
     start: int
@@ -94,19 +94,19 @@ class Run:
     at: int
 
 
-def whole(group: ParameterGroup, name: str, dtype: str = "") -> Shards:
+def whole(group: ParameterGroup, name: str, dtype: str = "") -> Partition:
     """Every holder has the whole parameter in a tensor of its own: shape -> shape."""
     view = group.view
     tensor = LocalTensor(name, group.shape, dtype or group.dtype)
-    return Shards(((Piece(Region.whole(view), tensor, (0,) * len(view), tuple(range(len(view))), view),),))
+    return Partition(((Piece(Region.whole(view), tensor, (0,) * len(view), tuple(range(len(view))), view),),))
 
 
 def split(
     group: ParameterGroup, name: str, dim: int, degree: int, stack: int = 0, shape: tuple[int, ...] = ()
-) -> Shards:
+) -> Partition:
     """Equal parts along `dim`: (R, C) -> (R / degree, C) for dim 0. `stack` experts per tensor: (stack, R / degree, C)."""
     local_view = (*group.view[:dim], group.view[dim] // degree, *group.view[dim + 1 :])
-    runs = [(Run(c * local_view[dim], local_view[dim], 0),) for c in range(degree)]
+    runs = [(RowRange(c * local_view[dim], local_view[dim], 0),) for c in range(degree)]
     return runs_along(group, name, dim, local_view[dim], runs, stack, shape)
 
 
@@ -115,10 +115,10 @@ def runs_along(
     name: str,
     dim: int,
     local_rows: int,
-    runs: Sequence[Sequence[Run]],
+    runs: Sequence[Sequence[RowRange]],
     stack: int = 0,
     shape: tuple[int, ...] = (),
-) -> Shards:
+) -> Partition:
     """Runs of rows placed in a (possibly fused) local tensor: `runs[c]` lists what coordinate `c` holds along `dim`.
 
     The local tensor has `local_rows` along `dim` and the parameter's extents elsewhere, and a leading dim of `stack`
@@ -137,25 +137,25 @@ def runs_along(
             origin[dims[dim]] = run.at
             row.append(Piece(region, tensor, tuple(origin), dims, lead + view, 0 if stack else -1))
         pieces.append(tuple(row))
-    return Shards(tuple(pieces))
+    return Partition(tuple(pieces))
 
 
-def gate_up(group: ParameterGroup, name: str, degree: int, gated: bool, stack: int = 0) -> Shards:
-    """Gate or up, (I, H), in a tensor of [gate_c; up_c] = (2 I / degree, H) per shard; up alone where nothing gates it."""
+def gate_up(group: ParameterGroup, name: str, degree: int, gated: bool, stack: int = 0) -> Partition:
+    """Gate or up, (I, H), in a tensor of [gate_c; up_c] = (2 I / degree, H) per part; up alone where nothing gates it."""
     rows = group.view[0] // degree
     at = rows if gated and group.role in _UP_ROLES else 0
-    runs = [(Run(c * rows, rows, at),) for c in range(degree)]
+    runs = [(RowRange(c * rows, rows, at),) for c in range(degree)]
     return runs_along(group, name, 0, rows * (2 if gated else 1), runs, stack)
 
 
-def padded_rows(group: ParameterGroup, name: str, padded: int, degree: int) -> Shards:
+def padded_rows(group: ParameterGroup, name: str, padded: int, degree: int) -> Partition:
     """Rows padded to `padded`, then cut in equal parts; the tail is declared padding: (V, H) -> (padded / degree, H)."""
     rows, held = padded // degree, group.view[0]
     runs, padding = [], []
     tensor = LocalTensor(name, (rows, *group.view[1:]), group.dtype)
     for c in range(degree):
         start, stop = min(c * rows, held), min((c + 1) * rows, held)
-        runs.append((Run(start, stop - start, 0),) if start < stop else ())
+        runs.append((RowRange(start, stop - start, 0),) if start < stop else ())
         tail = Region.whole(tensor.shape).within(0, stop - start, rows)
         padding.append((Padding(tensor, tail),) if tail.elements else ())
-    return Shards(runs_along(group, name, 0, rows, runs).pieces, tuple(padding))
+    return Partition(runs_along(group, name, 0, rows, runs).pieces, tuple(padding))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from mcore_reshard.planner.model.parameters import (
     Architecture,
     Attention,
-    Catalogue,
     LatentAttention,
     Mamba,
+    ModelParameters,
     ParameterGroup,
     Role,
 )
@@ -23,8 +23,20 @@ from mcore_reshard.planner.model.precision import Format
 from .engines import Transposed
 from .geometry import LocalTensor, Piece, Region
 from .mesh import GenMesh, LayerPlace
-from .partitions import Excluded, Layout, Misc, Placement, Run, Shards, gate_up, padded_rows, runs_along, split, whole
-from .vllm_scales import misquantised, vllm_scales
+from .partitions import (
+    Excluded,
+    Layout,
+    Misc,
+    Partition,
+    PartitionOwners,
+    RowRange,
+    gate_up,
+    padded_rows,
+    runs_along,
+    split,
+    whole,
+)
+from .vllm_scales import misquantized, vllm_scales
 
 _VOCAB_PADDING = 64  # layers/vocab_parallel_embedding.py DEFAULT_VOCAB_PADDING_SIZE
 _LAYER = "model.layers.{layer}."
@@ -48,7 +60,7 @@ class _Context:
         return self.mesh.ep > 1 and self.mesh.tp > 1 and self.mesh.dp > 1
 
 
-Rule = Callable[[_Context, ParameterGroup, int], Shards | Misc]  # the int: local experts of the rank
+Rule = Callable[[_Context, ParameterGroup, int], Partition | Misc]  # the int: local experts of the rank
 
 
 def _family(context: _Context) -> str:
@@ -70,16 +82,16 @@ def padded_vocab(vocab: int) -> int:
     return -(-vocab // _VOCAB_PADDING) * _VOCAB_PADDING
 
 
-def _embedding(context: _Context, group: ParameterGroup, _: int) -> Shards:
+def _embedding(context: _Context, group: ParameterGroup, _: int) -> Partition:
     name = "model.embedding.weight" if _family(context) == "gpt_oss" else "model.embed_tokens.weight"
     return padded_rows(group, name, padded_vocab(context.architecture.vocab), context.mesh.tp)
 
 
-def _lm_head(context: _Context, group: ParameterGroup, _: int) -> Shards:
+def _lm_head(context: _Context, group: ParameterGroup, _: int) -> Partition:
     return padded_rows(group, "lm_head.weight", padded_vocab(context.architecture.vocab), context.mesh.tp)
 
 
-def _final_norm(context: _Context, group: ParameterGroup, _: int) -> Shards:
+def _final_norm(context: _Context, group: ParameterGroup, _: int) -> Partition:
     return whole(group, "model.norm_f.weight" if _family(context) == "nemotron_h" else "model.norm.weight")
 
 
@@ -93,20 +105,20 @@ def _norm(leaf: str) -> Rule:
 # --- attention: layers/linear.py QKVParallelLinear
 
 
-def _qkv(context: _Context, group: ParameterGroup, _: int) -> Shards:
-    """Rows [q_r; k_r; v_r]; with more ranks than KV heads, rank r holds head r // (tp / kv_heads), so neighbours replicate."""
+def _qkv(context: _Context, group: ParameterGroup, _: int) -> Partition:
+    """Rows [q_r; k_r; v_r]; with more ranks than KV heads, rank r holds head r // (tp / kv_heads), so neighbors replicate."""
     attention, tp = context.architecture.attention, context.mesh.tp
     assert isinstance(attention, Attention)
     q_rows = attention.heads // tp * attention.head_dim
     kv_rows = max(1, attention.kv_heads // tp) * attention.head_dim
     copies = max(1, tp // attention.kv_heads)
-    runs: list[tuple[Run, ...]] = []
+    runs: list[tuple[RowRange, ...]] = []
     for r in range(tp):
         if group.role in {Role.Q, Role.Q_BIAS}:
-            runs.append((Run(r * q_rows, q_rows, 0),))
+            runs.append((RowRange(r * q_rows, q_rows, 0),))
         else:
             at = q_rows + (kv_rows if group.role in {Role.V, Role.V_BIAS} else 0)
-            runs.append((Run(r // copies * kv_rows, kv_rows, at),))
+            runs.append((RowRange(r // copies * kv_rows, kv_rows, at),))
     leaf = "weight" if len(group.shape) == 2 else "bias"
     return runs_along(group, _attention(context) + f"qkv_proj.{leaf}", 0, q_rows + 2 * kv_rows, runs)
 
@@ -122,7 +134,7 @@ def _attention_whole(leaf: str) -> Rule:
 # --- latent attention: models/deepseek_v2.py
 
 
-def _latent_a(context: _Context, group: ParameterGroup, _: int) -> Shards:
+def _latent_a(context: _Context, group: ParameterGroup, _: int) -> Partition:
     """fused_qkv_a_proj = [q_a; kv_a_with_mqa], replicated (DeepSeekV2FusedQkvAProjLinear, disable_tp)."""
     attention = context.architecture.attention
     assert isinstance(attention, LatentAttention)
@@ -130,14 +142,14 @@ def _latent_a(context: _Context, group: ParameterGroup, _: int) -> Shards:
         return whole(group, _attention(context) + "kv_a_proj_with_mqa.weight")
     kv_rows = attention.kv_lora_rank + attention.qk_rope_dim
     at = 0 if group.role is Role.MLA_Q_A else attention.q_lora_rank
-    run = (Run(0, group.view[0], at),)
+    run = (RowRange(0, group.view[0], at),)
     return runs_along(group, _attention(context) + "fused_qkv_a_proj.weight", 0, attention.q_lora_rank + kv_rows, [run])
 
 
 # --- MLP: layers/linear.py MergedColumnParallelLinear
 
 
-def _gate_up(context: _Context, group: ParameterGroup, _: int) -> Shards:
+def _gate_up(context: _Context, group: ParameterGroup, _: int) -> Partition:
     if not context.architecture.gated:
         return split(group, _mlp(context) + "up_proj.weight", 0, context.mesh.tp)
     return gate_up(group, _mlp(context) + "gate_up_proj.weight", context.mesh.tp, gated=True)
@@ -151,14 +163,14 @@ def _mlp_whole(leaf: str) -> Rule:
     return lambda context, group, _: whole(group, _mlp(context) + leaf)
 
 
-def _shared_fc1(context: _Context, group: ParameterGroup, _: int) -> Shards:
+def _shared_fc1(context: _Context, group: ParameterGroup, _: int) -> Partition:
     tp = 1 if context.shared_experts_replicated else context.mesh.tp
     gated = context.architecture.gated
     name = _mlp(context) + f"shared_experts.{'gate_up_proj' if gated else 'up_proj'}.weight"
     return gate_up(group, name, tp, gated)
 
 
-def _shared_fc2(context: _Context, group: ParameterGroup, _: int) -> Shards:
+def _shared_fc2(context: _Context, group: ParameterGroup, _: int) -> Partition:
     tp = 1 if context.shared_experts_replicated else context.mesh.tp
     return split(group, _mlp(context) + "shared_experts.down_proj.weight", 1, tp)
 
@@ -166,28 +178,28 @@ def _shared_fc2(context: _Context, group: ParameterGroup, _: int) -> Shards:
 # --- experts: layers/fused_moe/layer.py FusedMoE
 
 
-def _expert_fc1(context: _Context, group: ParameterGroup, local: int) -> Shards:
+def _expert_fc1(context: _Context, group: ParameterGroup, local: int) -> Partition:
     """w13 is (E, 2 I / tp, H) = [gate_r; up_r] per expert, or (E, I / tp, H) without a gate."""
     name = _mlp(context) + _ROUTED + "w13_weight"
     return gate_up(group, name, context.expert_tp, context.architecture.gated, local)
 
 
-def _expert_fc2(context: _Context, group: ParameterGroup, local: int) -> Shards:
+def _expert_fc2(context: _Context, group: ParameterGroup, local: int) -> Partition:
     """w2 is (E, H, I / tp)."""
     return split(group, _mlp(context) + _ROUTED + "w2_weight", 1, context.expert_tp, local)
 
 
-def _stacked(context: _Context, group: ParameterGroup, _: int) -> Shards | Misc:
+def _stacked(context: _Context, group: ParameterGroup, _: int) -> Partition | Misc:
     """gpt-oss in bf16 (models/gpt_oss.py _load_weights_other): w13 rows keep gate and up alternating, transposed from HF."""
     tp, ep = context.expert_tp, context.mesh.ep
     if group.role is Role.STACKED_DOWN_BIAS and tp > 1:
         return Misc("w2_bias is whole on tensor-parallel rank 0 and zero on the others: not a byte copy")
     local = context.architecture.experts // ep
-    shards = []
+    partition = []
     for c in range(max(tp, ep)):
         part, first = (c, 0) if ep == 1 else (0, c * local)
-        shards.append((_stacked_piece(context, group, part, tp, first, local),))
-    return Shards(tuple(shards))
+        partition.append((_stacked_piece(context, group, part, tp, first, local),))
+    return Partition(tuple(partition))
 
 
 def _stacked_piece(context: _Context, group: ParameterGroup, part: int, tp: int, first: int, local: int) -> Piece:
@@ -217,7 +229,7 @@ def _stacked_piece(context: _Context, group: ParameterGroup, part: int, tp: int,
 def _mamba_rows(sections_of: Callable[[Mamba], tuple[int, ...]], leaf: str) -> Rule:
     """Sections cut by tp one after another; with a single group, B and C are whole on every rank."""
 
-    def rule(context: _Context, group: ParameterGroup, _: int) -> Shards:
+    def rule(context: _Context, group: ParameterGroup, _: int) -> Partition:
         mamba, tp = context.architecture.mamba, context.mesh.tp
         assert mamba is not None
         sections = sections_of(mamba)
@@ -229,7 +241,7 @@ def _mamba_rows(sections_of: Callable[[Mamba], tuple[int, ...]], leaf: str) -> R
             for index, rows in enumerate(sections):
                 is_shared = shared and index in {first_shared, first_shared + 1}
                 mine = rows if is_shared else rows // tp
-                held.append(Run(start if is_shared else start + c * mine, mine, at))
+                held.append(RowRange(start if is_shared else start + c * mine, mine, at))
                 start, at = start + rows, at + mine
             runs.append(tuple(held))
             local_rows = at
@@ -247,11 +259,11 @@ def _model_dtype(leaf: str) -> Rule:
     return lambda context, group, _: split(replace(group, dtype=context.dtype), _LAYER + leaf, 0, context.mesh.tp)
 
 
-def _expert_bias(context: _Context, group: ParameterGroup, _: int) -> Shards:
+def _expert_bias(context: _Context, group: ParameterGroup, _: int) -> Partition:
     return whole(replace(group, dtype="float32"), _mlp(context) + "gate.e_score_correction_bias")
 
 
-def _router(context: _Context, group: ParameterGroup, _: int) -> Shards | Misc:
+def _router(context: _Context, group: ParameterGroup, _: int) -> Partition | Misc:
     """A plain replicated linear; Nemotron-H's GateLinear keeps fp32 where it has no bf16 kernel."""
     if _family(context) == "nemotron_h":
         return Misc("the engine keeps this router in float32 or bfloat16 depending on the device")
@@ -324,12 +336,12 @@ class VllmLayout(Layout):
 
     name = "vllm"
 
-    def __init__(self, catalogue: Catalogue, mesh: GenMesh) -> None:
-        self._catalogue = catalogue
-        self._context = _Context(catalogue.architecture, mesh, catalogue.dtype)
-        self._roles = {group.role for group in catalogue.groups}
+    def __init__(self, model_parameters: ModelParameters, mesh: GenMesh) -> None:
+        self._model_parameters = model_parameters
+        self._context = _Context(model_parameters.architecture, mesh, model_parameters.dtype)
+        self._roles = {group.role for group in model_parameters.groups}
         self._expert_layers = {
-            layer for group in catalogue.groups if group.role in _EXPERT_ROLES for layer in group.layers
+            layer for group in model_parameters.groups if group.role in _EXPERT_ROLES for layer in group.layers
         }
 
     def violations(self) -> list[str]:
@@ -390,52 +402,52 @@ class VllmLayout(Layout):
             for stage in missing
         ]
 
-    def place(self, group: ParameterGroup) -> tuple[Placement, ...] | Misc | Excluded:
+    def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded:
         if group.mtp:
             return Excluded("vLLM's main model does not load multi-token-prediction layers")
         if (rule := RULES.get(group.role)) is None:
             return Misc(f"no layout rule for {group.role.value!r} in vLLM")
         if group.role in _EXPERT_ROLES:
             return self._expert_placements(group, rule)
-        shards = rule(self._context, group, 0)
-        if isinstance(shards, Misc):
-            return shards
+        partition = rule(self._context, group, 0)
+        if isinstance(partition, Misc):
+            return partition
         return tuple(
-            Placement(shards, self._ranks(group, shards, pp_stage), pp_stage, layers)
+            PartitionOwners(partition, self._ranks(group, partition, pp_stage), pp_stage, layers)
             for pp_stage, layers in self._stages(group).items()
         )
 
-    def misquantised(self) -> list[str]:
-        return misquantised(self._catalogue)
+    def misquantized(self) -> list[str]:
+        return misquantized(self._model_parameters)
 
-    def scales(self, group: ParameterGroup, shards: Shards, form: Format) -> Shards | Misc:
-        return vllm_scales(group, shards, form)
+    def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
+        return vllm_scales(group, partition, form)
 
-    def _ranks(self, group: ParameterGroup, shards: Shards, pp_stage: int):  # type: ignore[no-untyped-def]
+    def _ranks(self, group: ParameterGroup, partition: Partition, pp_stage: int):  # type: ignore[no-untyped-def]
         mesh = self._context.mesh
         if group.role in _STACKED_ROLES and mesh.ep > 1:
             return mesh.expert_ranks(pp_stage).reshape(mesh.ep, 1)
         dense = mesh.dense_ranks(pp_stage)
-        return dense.reshape(1, -1) if len(shards.pieces) == 1 else dense
+        return dense.reshape(1, -1) if len(partition.pieces) == 1 else dense
 
-    def _expert_placements(self, group: ParameterGroup, rule: Rule) -> tuple[Placement, ...] | Misc:
+    def _expert_placements(self, group: ParameterGroup, rule: Rule) -> tuple[PartitionOwners, ...] | Misc:
         """Linear placement: experts left over go to the first ranks (layers/fused_moe/expert_map_manager.py)."""
         mesh = self._context.mesh
         base, left = divmod(group.experts, mesh.ep)
-        shards_of = {local: rule(self._context, group, local) for local in {base, base + bool(left)}}
-        placements = []
+        partition_of = {local: rule(self._context, group, local) for local in {base, base + bool(left)}}
+        owner_sets = []
         for pp_stage, layers in self._stages(group).items():
             ranks = mesh.dense_ranks(pp_stage) if mesh.ep == 1 else mesh.expert_ranks(pp_stage)
             for ep in range(mesh.ep):
                 first, local = ep * base + min(ep, left), base + (ep < left)
-                shards = shards_of[local]
-                if isinstance(shards, Misc):
-                    return shards
+                partition = partition_of[local]
+                if isinstance(partition, Misc):
+                    return partition
                 held = ranks if mesh.ep == 1 else ranks[ep : ep + 1, None]
-                if mesh.ep == 1 and len(shards.pieces) == 1:
+                if mesh.ep == 1 and len(partition.pieces) == 1:
                     held = held.reshape(1, -1)
-                placements.append(Placement(shards, held, pp_stage, layers, (first, first + local)))
-        return tuple(placements)
+                owner_sets.append(PartitionOwners(partition, held, pp_stage, layers, (first, first + local)))
+        return tuple(owner_sets)
 
     def _stages(self, group: ParameterGroup) -> dict[int, tuple[LayerPlace, ...]]:
         """The group's layers by pipeline stage; names carry the model-wide layer number."""

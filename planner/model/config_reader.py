@@ -17,7 +17,7 @@ _FIELDS_NOT_READ = {"n_group", "mtp_hybrid_override_pattern"}
 
 
 class ConfigError(ValueError):
-    """A config that no catalogue can be made from. `problems` lists all that is wrong; the message says what to do."""
+    """A config that no model's parameters can be made from. `problems` lists all that is wrong; the message says what to do."""
 
     def __init__(self, subject: str, problems: Sequence[str], remedy: str = "") -> None:
         self.subject = subject
@@ -32,7 +32,7 @@ class ConfigError(ValueError):
 
 
 def looks_like(name: str, keys: Iterable[str]) -> str:
-    """Asks about the key that may be a misspelt `name`; empty where none comes close.
+    """Asks about the key that may be a misspelled `name`; empty where none comes close.
 
     Real fields differ by a few letters too (`qk_nope_head_dim`, `qk_rope_head_dim`): leave those out that are read.
     """
@@ -155,7 +155,7 @@ class ConfigReader:
         self._problems.append((f"{name} is missing{remark}", name))
 
     def problems(self) -> list[str]:
-        """All that was noted. Once every field has been read, one of another name may be a misspelt absent one: missing,
+        """All that was noted. Once every field has been read, one of another name may be a misspelled absent one: missing,
         or with a default that nobody asked for."""
         others = [name for name in self._config if name not in self._read | _FIELDS_NOT_READ]
         found = [problem + (looks_like(missing, others) if missing else "") for problem, missing in self._problems]

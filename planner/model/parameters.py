@@ -1,6 +1,6 @@
 """What a model consists of: parameters in HF names, with global shapes and dtypes, grouped where only numbers differ.
 
-A catalogue never lists parameter by parameter: the 256 experts of 58 layers are one `ParameterGroup`, because every
+A model's parameters never lists parameter by parameter: the 256 experts of 58 layers are one `ParameterGroup`, because every
 layout rule treats them alike. `role` says which rule that is; it is the only thing rules dispatch on, so no rule ever
 matches a name.
 """
@@ -92,12 +92,12 @@ class Role(str, Enum):
 class ParameterGroup:
     """Parameters that differ in nothing but layer and expert number.
 
-    `pattern` is an HF name with `{layer}` and `{expert}` where they vary. `view` is the shape that regions refer to: it
+    `name_pattern` is an HF name with `{layer}` and `{expert}` where they vary. `view` is the shape that regions refer to: it
     equals `shape` except where HF interleaves or fuses things in one dim that layouts cut apart (a row-major factoring
     of `shape`).
     """
 
-    pattern: str
+    name_pattern: str
     role: Role
     shape: tuple[int, ...]
     dtype: str
@@ -110,11 +110,15 @@ class ParameterGroup:
         if not self.view:
             object.__setattr__(self, "view", self.shape)
         if prod(self.view) != prod(self.shape):
-            raise ValueError(f"{self.pattern}: view {self.view} does not factor shape {self.shape}")
+            raise ValueError(f"{self.name_pattern}: view {self.view} does not factor shape {self.shape}")
         if self.dtype not in ITEMSIZE:
-            raise ValueError(f"{self.pattern}: unknown dtype {self.dtype!r}, known: {', '.join(ITEMSIZE)}")
-        if ("{layer}" in self.pattern) != bool(self.layers) or ("{expert}" in self.pattern) != bool(self.experts):
-            raise ValueError(f"{self.pattern}: layers {self.layers} or experts {self.experts} do not fit the pattern")
+            raise ValueError(f"{self.name_pattern}: unknown dtype {self.dtype!r}, known: {', '.join(ITEMSIZE)}")
+        if ("{layer}" in self.name_pattern) != bool(self.layers) or ("{expert}" in self.name_pattern) != bool(
+            self.experts
+        ):
+            raise ValueError(
+                f"{self.name_pattern}: layers {self.layers} or experts {self.experts} do not fit the pattern"
+            )
 
     @property
     def count(self) -> int:
@@ -126,7 +130,7 @@ class ParameterGroup:
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
     def name(self, layer: int | None, expert: int | None) -> str:
-        return self.pattern.format(layer=layer, expert=expert)
+        return self.name_pattern.format(layer=layer, expert=expert)
 
     def names(self) -> Iterator[str]:
         for layer in self.layers or (None,):
@@ -204,7 +208,7 @@ class Architecture:
 class Quantization:
     """How a checkpoint's matrices are stored, from its `quantization_config`.
 
-    A catalogue lists parameters in the form they have before quantisation; this says what the files hold instead.
+    A model's parameters lists parameters in the form they have before quantization; this says what the files hold instead.
     """
 
     method: str  # quant_method: "fp8", "mxfp4", ...
@@ -218,7 +222,7 @@ class Quantization:
 
 
 class UnknownParameter(LookupError):
-    """A name that a catalogue does not list."""
+    """A name that a model's parameters does not list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +239,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
+class ModelParameters:
     """Every parameter of one model, in HF names and model order. `dtype` is the checkpoint's main dtype.
 
     Raises `ValueError` where two groups claim one name.
@@ -252,10 +256,10 @@ class Catalogue:
 
     def __post_init__(self) -> None:
         for group in self.groups:
-            others = self._index.get(group.pattern, ())
+            others = self._index.get(group.name_pattern, ())
             if any(not group.layers or set(group.layers) & set(other.layers) for other in others):
-                raise ValueError(f"{group.pattern}: two groups list the same parameter")
-            self._index[group.pattern] = (*others, group)
+                raise ValueError(f"{group.name_pattern}: two groups list the same parameter")
+            self._index[group.name_pattern] = (*others, group)
 
     def __len__(self) -> int:
         return sum(group.count for group in self.groups)

@@ -1,6 +1,6 @@
-"""What each side of a refit holds: main dtype, format of quantised matrices, and which matrices those are.
+"""What each side of a refit holds: main dtype, format of quantized matrices, and which matrices those are.
 
-A quantised weight is a pair of groups: its data, and a grid of scales, one for every block of the matrix.
+A quantized weight is a pair of groups: its data, and a grid of scales, one for every block of the matrix.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from .parameters import Catalogue, ParameterGroup, Quantization, Role
+from .parameters import ModelParameters, ParameterGroup, Quantization, Role
 
 Block = tuple[int, int]  # rows, columns
 
 FP8 = "float8_e4m3fn"
 
-# The linear layers that Transformer Engine's fp8_param and vLLM's Fp8LinearMethod and Fp8MoEMethod quantise.
-QUANTISED = frozenset({
+# The linear layers that Transformer Engine's fp8_param and vLLM's Fp8LinearMethod and Fp8MoEMethod quantize.
+QUANTIZED = frozenset({
     Role.Q, Role.K, Role.V, Role.O,
     Role.MLA_Q, Role.MLA_Q_A, Role.MLA_Q_B, Role.MLA_KV_A, Role.MLA_KV_B, Role.MLA_O,
     Role.GATE, Role.UP, Role.DOWN, Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN,
@@ -37,7 +37,7 @@ CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", FP8))
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How quantised matrices are kept: E4M3 data and a scale for every block. `block` None: one scale for the matrix."""
+    """How quantized matrices are kept: E4M3 data and a scale for every block. `block` None: one scale for the matrix."""
 
     name: str
     method: str  # quant_method of the checkpoints that have it
@@ -55,8 +55,8 @@ TENSOR_FP8 = Format("per-tensor FP8", "fp8", None, "float32", "_scale")
 MXFP8 = Format("MXFP8", "mxfp8", (1, 32), "uint8", "_scale")  # OCP microscaling: scales are E8M0, a byte each
 
 PRECISIONS = ("bf16", "fp32", "fp8", "mxfp8")
-UNQUANTISED = {"bf16": "bfloat16", "fp32": "float32"}
-PRECISION_OF = {dtype: name for name, dtype in UNQUANTISED.items()}
+UNQUANTIZED = {"bf16": "bfloat16", "fp32": "float32"}
+PRECISION_OF = {dtype: name for name, dtype in UNQUANTIZED.items()}
 
 
 class PrecisionError(ValueError):
@@ -65,97 +65,99 @@ class PrecisionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What one side holds: the dtype of everything that is not quantised, and the format of what is.
+    """What one side holds: the dtype of everything that is not quantized, and the format of what is.
 
-    `unquantised_layers` are those whose matrices a trainer that quantises keeps in `dtype`.
+    `unquantized_layers` are those whose matrices a trainer that quantizes keeps in `dtype`.
     """
 
     dtype: str
     format: Format | None = None
-    unquantised_layers: frozenset[int] = frozenset()
+    unquantized_layers: frozenset[int] = frozenset()
 
-    def main(self, catalogue: Catalogue) -> Catalogue:
-        """The model before quantisation, in this side's dtype; what has a dtype of its own stays in it."""
-        if self.dtype == catalogue.dtype:
-            return catalogue
+    def main(self, model_parameters: ModelParameters) -> ModelParameters:
+        """The model before quantization, in this side's dtype; what has a dtype of its own stays in it."""
+        if self.dtype == model_parameters.dtype:
+            return model_parameters
         groups = (
-            replace(g, dtype=self.dtype) if g.dtype == catalogue.dtype and g.role is not Role.EXPERT_BIAS else g
-            for g in catalogue.groups
+            replace(g, dtype=self.dtype) if g.dtype == model_parameters.dtype and g.role is not Role.EXPERT_BIAS else g
+            for g in model_parameters.groups
         )
-        return replace(catalogue, dtype=self.dtype, groups=tuple(groups))
+        return replace(model_parameters, dtype=self.dtype, groups=tuple(groups))
 
 
-def precision_of(name: str | None, catalogue: Catalogue) -> Precision:
-    """`bf16`, `fp32`, `fp8` or `mxfp8` for one side of a model; None: the catalogue's dtype, unquantised.
+def precision_of(name: str | None, model_parameters: ModelParameters) -> Precision:
+    """`bf16`, `fp32`, `fp8` or `mxfp8` for one side of a model; None: the model's parameters's dtype, unquantized.
 
     FP8 has the blocks that the checkpoint's quantization_config names, one scale a tensor where it names none, and 128
     by 128 where the checkpoint is not in FP8. Raises PrecisionError for any other name.
     """
     if name is None:
-        return Precision(catalogue.dtype)
-    if name in UNQUANTISED:
-        return Precision(UNQUANTISED[name])
+        return Precision(model_parameters.dtype)
+    if name in UNQUANTIZED:
+        return Precision(UNQUANTIZED[name])
     if name == "mxfp8":
-        return Precision(catalogue.dtype, MXFP8)
+        return Precision(model_parameters.dtype, MXFP8)
     if name != "fp8":
         raise PrecisionError(f"unknown precision {name!r}, known: {', '.join(PRECISIONS)}")
-    stated = catalogue.quantization
+    stated = model_parameters.quantization
     if stated is None or stated.method != BLOCK_FP8.method:
-        return Precision(catalogue.dtype, BLOCK_FP8)
-    return Precision(catalogue.dtype, replace(BLOCK_FP8, block=stated.block) if stated.block else TENSOR_FP8)
+        return Precision(model_parameters.dtype, BLOCK_FP8)
+    return Precision(model_parameters.dtype, replace(BLOCK_FP8, block=stated.block) if stated.block else TENSOR_FP8)
 
 
-def with_unquantised_layers(precision: Precision, layers: Collection[int], catalogue: Catalogue) -> Precision:
+def with_unquantized_layers(
+    precision: Precision, layers: Collection[int], model_parameters: ModelParameters
+) -> Precision:
     """The precision of a trainer that keeps the matrices of whole layers in its main dtype (`first_last_layers_bf16`).
 
     Raises PrecisionError for layers that the model has not.
     """
-    count = catalogue.architecture.layers
+    count = model_parameters.architecture.layers
     if unknown := sorted(set(layers).difference(range(count))):
         raise PrecisionError(
-            f"the trainer cannot keep layers {', '.join(map(str, unknown))} unquantised: the model has 0 to {count - 1}"
+            f"the trainer cannot keep layers {', '.join(map(str, unknown))} unquantized: the model has 0 to {count - 1}"
         )
-    return replace(precision, unquantised_layers=frozenset(layers)) if precision.format is not None else precision
+    return replace(precision, unquantized_layers=frozenset(layers)) if precision.format is not None else precision
 
 
-def divided(catalogue: Catalogue, is_kept: Callable[[ParameterGroup, int], bool]) -> Catalogue:
-    """The catalogue with groups of matrices divided where `is_kept` (group, layer) leaves a part of their layers unquantised."""
+def divided(model_parameters: ModelParameters, is_kept: Callable[[ParameterGroup, int], bool]) -> ModelParameters:
+    """Divide groups of matrices of which `is_kept(group, layer)` leaves some layers unquantized."""
     groups: list[ParameterGroup] = []
-    for group in catalogue.groups:
-        kept = tuple(layer for layer in group.layers if group.role in QUANTISED and is_kept(group, layer))
+    for group in model_parameters.groups:
+        kept = tuple(layer for layer in group.layers if group.role in QUANTIZED and is_kept(group, layer))
         if len(kept) in {0, len(group.layers)}:
             groups.append(group)
         else:
             converted = tuple(layer for layer in group.layers if layer not in kept)
             groups += [replace(group, layers=converted), replace(group, layers=kept)]
-    return replace(catalogue, groups=tuple(groups))
+    return replace(model_parameters, groups=tuple(groups))
 
 
-def in_format(catalogue: Catalogue, form: Format) -> Catalogue:
-    """The catalogue of an engine that quantises, its groups divided where a part of their layers is not converted.
+def in_format(model_parameters: ModelParameters, form: Format) -> ModelParameters:
+    """The model's parameters of an engine that quantizes, its groups divided where a part of their layers is not converted.
 
     The quantization_config of another method is left out: it says nothing about this one, and vLLM loads no checkpoint by
     another method than its config's (vllm/config/model.py, _verify_quantization).
     """
-    stated = catalogue.quantization
+    stated = model_parameters.quantization
     if stated is None or stated.method != form.method:
-        return replace(catalogue, quantization=None)
+        return replace(model_parameters, quantization=None)
     if not stated.not_converted:
-        return catalogue
-    return divided(catalogue, lambda group, layer: _is_kept(group, layer, stated))
+        return model_parameters
+    return divided(model_parameters, lambda group, layer: _is_kept(group, layer, stated))
 
 
-def is_converted(group: ParameterGroup, catalogue: Catalogue) -> bool:
-    """Whether the engine quantises a group, all of it or none (see `in_format`).
+def is_converted(group: ParameterGroup, model_parameters: ModelParameters) -> bool:
+    """Whether the engine quantizes a group, all of it or none (see `in_format`).
 
     vLLM's MXFP8 takes the output layer too (modelopt.py, ModelOptQuantConfigBase.get_quant_method), but that of gpt-oss,
     which models/gpt_oss.py builds without a config. Where the config states nothing of the format, one that lists what no
-    trainer quantises is assumed: the output layer, and routers.
+    trainer quantizes is assumed: the output layer, and routers.
     """
-    stated = catalogue.quantization
+    stated = model_parameters.quantization
     if group.role is Role.LM_HEAD and stated is not None and stated.method == MXFP8.method:
-        return catalogue.architecture.family != "gpt_oss" and not _is_kept(group, None, stated)
-    if group.role not in QUANTISED:
+        return model_parameters.architecture.family != "gpt_oss" and not _is_kept(group, None, stated)
+    if group.role not in QUANTIZED:
         return False
     return stated is None or not any(_is_kept(group, layer, stated) for layer in group.layers or (None,))
 
@@ -166,7 +168,7 @@ def _is_kept(group: ParameterGroup, layer: int | None, stated: Quantization) -> 
     Source: vllm/model_executor/layers/quantization/utils/quant_utils.py, is_layer_skipped, which matches exactly.
     """
     if group.experts:
-        experts = group.pattern.partition(".{expert}")[0].format(layer=layer)
+        experts = group.name_pattern.partition(".{expert}")[0].format(layer=layer)
         inside = any(listed.startswith(experts + ".") for listed in stated.not_converted)
         return inside or is_listed(experts, experts, stated)
     return is_listed(*module_names(group, layer), stated)
@@ -194,7 +196,7 @@ def scales_group(group: ParameterGroup, form: Format) -> ParameterGroup:
     """The scales of a weight as a group of parameters: the same role, layers and experts; the view is the block grid."""
     grid = grid_of((group.view[-2], group.view[-1]), form.block_of(group))
     shape = grid if form.block else (1,)
-    return replace(group, pattern=group.pattern + form.suffix, shape=shape, view=grid, dtype=form.scales)
+    return replace(group, name_pattern=group.name_pattern + form.suffix, shape=shape, view=grid, dtype=form.scales)
 
 
 def grid_of(shape: Block, block: Block) -> Block:

@@ -1,6 +1,6 @@
 """Say where any element of a refit comes from and where it goes.
 
-Answers come from the plan alone: from the templates, holdings and round robin that `scheduling.schedule_of` expands. An
+Answers come from the plan alone: from the patterns, holdings and round robin that `scheduling.schedule_of` expands. An
 element is named by its HF parameter, or by a local tensor and the rank that holds it.
 """
 
@@ -17,10 +17,10 @@ import numpy as np
 
 from mcore_reshard.planner.layout.block_scales import REPEATED
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, row_major_strides
-from mcore_reshard.planner.layout.partitions import Padding, Shards
+from mcore_reshard.planner.layout.partitions import Padding, Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 
-from .plan import Bundle, BundleLayer, Move, Plan, Template
+from .plan import Overlap, Plan, TransferGroup, TransferLayer, TransferPattern
 from .schedule import World
 
 Route = Literal["bulk", "misc", "excluded", "padding"]
@@ -119,9 +119,9 @@ def explain_parameter(
     point = _refactor(at, held.shape, held.view)
     return [
         origin
-        for bundle in plan.bundles
-        if bundle.group == group and (place := _member(bundle, layer, expert)) is not None
-        for origin in _pulls(plan, bundle, *place, name, at, point)
+        for transfers in plan.transfer_groups
+        if transfers.group == group and (place := _member(transfers, layer, expert)) is not None
+        for origin in _pulls(plan, transfers, *place, name, at, point)
         if (gen_rank is None or origin.dst.rank == gen_rank) and (train_rank is None or origin.src.rank == train_rank)  # type: ignore[union-attr]
     ]
 
@@ -132,14 +132,14 @@ def holders_of(plan: Plan, name: str, index: Sequence[int]) -> list[Place]:
     held = plan.groups[group]
     point = _refactor(_checked_index(name, held.shape, index), held.shape, held.view)
     found: dict[Place, None] = {}
-    for bundle in plan.bundles:
-        if bundle.group != group or (member := _member(bundle, layer, expert)) is None:
+    for transfers in plan.transfer_groups:
+        if transfers.group != group or (member := _member(transfers, layer, expert)) is None:
             continue
-        at, slot = bundle.layers[member[0]], bundle.src_slot + member[1]
-        for shard, pieces in enumerate(plan.templates[bundle.template].src.pieces):
+        at, slot = transfers.layers[member[0]], transfers.src_slot + member[1]
+        for part, pieces in enumerate(plan.patterns[transfers.pattern].src.pieces):
             for piece in pieces:
                 if _holds(piece.region, point):
-                    ranks = plan.holdings[bundle.src].ranks[shard].tolist()
+                    ranks = plan.rank_grids[transfers.src][part].tolist()
                     found.update((_place("train", rank, piece, at, slot, point), None) for rank in ranks)
     return sorted(found, key=lambda place: (place.rank, place.offset))
 
@@ -147,7 +147,7 @@ def holders_of(plan: Plan, name: str, index: Sequence[int]) -> list[Place]:
 def find_parameter(plan: Plan, name: str) -> tuple[int, int | None, int | None]:
     """The group, layer and expert of an HF name. Raises ExplainError with the names that come close."""
     for number, group in enumerate(plan.groups):
-        match = _pattern(group.pattern).fullmatch(name)
+        match = _pattern(group.name_pattern).fullmatch(name)
         if match is None:
             continue
         layer, expert = (int(match[field]) if field in match.groupdict() else None for field in ("layer", "expert"))
@@ -203,11 +203,13 @@ def explain_trainer_tensor(plan: Plan, name: str, index: Sequence[int], train_ra
 def local_tensors(plan: Plan, world: World, rank: int) -> dict[str, LocalTensor]:
     """The tensors of one rank that planned transfers read or write, by name."""
     found: dict[str, LocalTensor] = {}
-    for bundle, shards, shard in _held_by(plan, world, rank):
-        patterns = [piece.tensor for piece in shards.pieces[shard]] + [pad.tensor for pad in _padding(shards, shard)]
+    for transfers, partition, part in _held_by(plan, world, rank):
+        patterns = [piece.tensor for piece in partition.pieces[part]] + [
+            pad.tensor for pad in _padding(partition, part)
+        ]
         for pattern in dict.fromkeys(patterns):
-            for layer in bundle.layers:
-                for slot in _slots(bundle, world) if "{expert}" in pattern.name else range(1):
+            for layer in transfers.layers:
+                for slot in _slots(transfers, world) if "{expert}" in pattern.name else range(1):
                     name = _name(pattern, world, layer, slot)
                     found[name] = LocalTensor(name, pattern.shape, pattern.dtype)
     return found
@@ -220,13 +222,13 @@ def _parameters_at(
     found: dict[tuple[str, tuple[int, ...], int], None] = {}
     padding: Place | None = None
     known = False
-    for bundle, shards, shard in _held_by(plan, world, rank):
-        entries: tuple[Piece | Padding, ...] = (*_padding(shards, shard), *shards.pieces[shard])
+    for transfers, partition, part in _held_by(plan, world, rank):
+        entries: tuple[Piece | Padding, ...] = (*_padding(partition, part), *partition.pieces[part])
         for entry in entries:
             match = _pattern(entry.tensor.name).fullmatch(name)
-            if match is None or not (layers := _layers_at(bundle, world, match)):
+            if match is None or not (layers := _layers_at(transfers, world, match)):
                 continue
-            slots = _slots(bundle, world)
+            slots = _slots(transfers, world)
             if "expert" in match.groupdict():
                 slots = range(max(slots.start, int(match["expert"])), min(slots.stop, int(match["expert"]) + 1))
             if not slots:
@@ -241,8 +243,8 @@ def _parameters_at(
             if (hit := _global_point(entry, offset, slots)) is None:
                 continue
             point, slot = hit
-            group = plan.groups[bundle.group]
-            expert = bundle.experts[0] + slot - _slots(bundle, world).start
+            group = plan.groups[transfers.group]
+            expert = transfers.experts[0] + slot - _slots(transfers, world).start
             for layer in layers:
                 found[group.name(layer.layer, expert), _refactor(point, group.view, group.shape), offset] = None
     if not known:
@@ -270,86 +272,95 @@ def _global_point(piece: Piece, offset: int, slots: range) -> tuple[tuple[int, .
 # --- the plan's records
 
 
-def _held_by(plan: Plan, world: World, rank: int) -> Iterator[tuple[Bundle, Shards, int]]:
-    """The bundles a rank takes part in, with its end of the cut and the shard it holds."""
-    shard_of: dict[int, int | None] = {}
-    for bundle in plan.bundles:
-        template = plan.templates[bundle.template]
-        holding, shards = (bundle.src, template.src) if world == "train" else (bundle.dst, template.dst)
-        if holding not in shard_of:
-            rows = np.nonzero((plan.holdings[holding].ranks == rank).any(axis=1))[0]
-            shard_of[holding] = int(rows[0]) if len(rows) else None
-        if (shard := shard_of[holding]) is not None:
-            yield bundle, shards, shard
+def _held_by(plan: Plan, world: World, rank: int) -> Iterator[tuple[TransferGroup, Partition, int]]:
+    """The transfer groups a rank takes part in, with its end of the cut and the part it holds."""
+    part_of: dict[int, int | None] = {}
+    for transfers in plan.transfer_groups:
+        pattern = plan.patterns[transfers.pattern]
+        grid, partition = (transfers.src, pattern.src) if world == "train" else (transfers.dst, pattern.dst)
+        if grid not in part_of:
+            rows = np.nonzero((plan.rank_grids[grid] == rank).any(axis=1))[0]
+            part_of[grid] = int(rows[0]) if len(rows) else None
+        if (part := part_of[grid]) is not None:
+            yield transfers, partition, part
 
 
-def _member(bundle: Bundle, layer: int | None, expert: int | None) -> tuple[int, int] | None:
-    """Positions of a layer and an expert in the bundle; None where it does not carry them."""
+def _member(transfers: TransferGroup, layer: int | None, expert: int | None) -> tuple[int, int] | None:
+    """Positions of a layer and an expert in the transfer group; None where it does not carry them."""
     number = -1 if layer is None else layer
-    position = next((i for i, at in enumerate(bundle.layers) if at.layer == number), None)
-    if position is None or (expert is not None and not bundle.experts[0] <= expert < bundle.experts[1]):
+    position = next((i for i, at in enumerate(transfers.layers) if at.layer == number), None)
+    if position is None or (expert is not None and not transfers.experts[0] <= expert < transfers.experts[1]):
         return None
-    return position, 0 if expert is None else expert - bundle.experts[0]
+    return position, 0 if expert is None else expert - transfers.experts[0]
 
 
 def _pulls(
-    plan: Plan, bundle: Bundle, layer: int, expert: int, name: str, index: tuple[int, ...], point: tuple[int, ...]
+    plan: Plan,
+    transfers: TransferGroup,
+    layer: int,
+    expert: int,
+    name: str,
+    index: tuple[int, ...],
+    point: tuple[int, ...],
 ) -> Iterator[Origin]:
-    """One origin for each generation rank that pulls the element; `layer` and `expert` are positions in the bundle."""
-    template, at = plan.templates[bundle.template], bundle.layers[layer]
-    src_ranks, dst_ranks = plan.holdings[bundle.src].ranks, plan.holdings[bundle.dst].ranks
-    member, replicas = layer * bundle.expert_count + expert, np.arange(dst_ranks.shape[1])
-    for number, move in _moves_of(template, point):
-        src, dst = template.src.pieces[move.src][move.src_piece], template.dst.pieces[move.dst][move.dst_piece]
-        served_by = plan.served_by(bundle, member, number, replicas)
-        pulls = zip(src_ranks[move.src, served_by].tolist(), dst_ranks[move.dst].tolist(), strict=True)
-        landing = int(dst_ranks[move.dst, plan.lands_on(bundle, member, number)]) if plan.relay else None
+    """One origin for each generation rank that pulls the element; `layer` and `expert` are positions in the transfer group."""
+    pattern, at = plan.patterns[transfers.pattern], transfers.layers[layer]
+    src_ranks, dst_ranks = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
+    member, replicas = layer * transfers.expert_count + expert, np.arange(dst_ranks.shape[1])
+    for number, overlap in _overlaps_of(pattern, point):
+        src, dst = (
+            pattern.src.pieces[overlap.src][overlap.src_piece],
+            pattern.dst.pieces[overlap.dst][overlap.dst_piece],
+        )
+        served_by = plan.served_by(transfers, member, number, replicas)
+        pulls = zip(src_ranks[overlap.src, served_by].tolist(), dst_ranks[overlap.dst].tolist(), strict=True)
+        landing_rank = int(dst_ranks[overlap.dst, plan.lands_on(transfers, member, number)]) if plan.relay else None
         for train_rank, gen_rank in pulls:
             yield Origin(
                 parameter=name,
                 index=index,
                 route="bulk",
-                pp_stage=bundle.pp_stage,
-                region=move.region,
-                src=_place("train", train_rank, src, at, bundle.src_slot + expert, point),
-                dst=_place("gen", gen_rank, dst, at, bundle.dst_slot + expert, point),
-                relayed_by=None if landing == gen_rank else landing,
+                pp_stage=transfers.pp_stage,
+                region=overlap.region,
+                src=_place("train", train_rank, src, at, transfers.src_slot + expert, point),
+                dst=_place("gen", gen_rank, dst, at, transfers.dst_slot + expert, point),
+                relayed_by=None if landing_rank == gen_rank else landing_rank,
             )
 
 
-def _moves_of(template: Template, point: tuple[int, ...]) -> Iterator[tuple[int, Move]]:
-    return ((number, move) for number, move in enumerate(template.moves) if _holds(move.region, point))
+def _overlaps_of(pattern: TransferPattern, point: tuple[int, ...]) -> Iterator[tuple[int, Overlap]]:
+    return ((number, overlap) for number, overlap in enumerate(pattern.overlaps) if _holds(overlap.region, point))
 
 
-def _place(world: World, rank: int, piece: Piece, at: BundleLayer, slot: int, point: tuple[int, ...]) -> Place:
+def _place(world: World, rank: int, piece: Piece, at: TransferLayer, slot: int, point: tuple[int, ...]) -> Place:
     tensor, offset = piece.tensor, piece.offset(point, slot)
     name = _name(tensor, world, at, slot)
     return Place(world, rank, name, tensor.shape, tensor.dtype, _unravel(offset, tensor.shape), offset)
 
 
-def _name(pattern: LocalTensor, world: World, at: BundleLayer, slot: int) -> str:
+def _name(pattern: LocalTensor, world: World, at: TransferLayer, slot: int) -> str:
     vp, layer = (at.vp_stage, at.src_local) if world == "train" else (0, at.dst_local)
     return pattern.name.format(vp=vp, layer=layer, expert=slot)
 
 
-def _slots(bundle: Bundle, world: World) -> range:
-    first = bundle.src_slot if world == "train" else bundle.dst_slot
-    return range(first, first + bundle.expert_count)
+def _slots(transfers: TransferGroup, world: World) -> range:
+    first = transfers.src_slot if world == "train" else transfers.dst_slot
+    return range(first, first + transfers.expert_count)
 
 
-def _layers_at(bundle: Bundle, world: World, match: re.Match[str]) -> list[BundleLayer]:
-    """The bundle's layers whose tensors have the matched name."""
+def _layers_at(transfers: TransferGroup, world: World, match: re.Match[str]) -> list[TransferLayer]:
+    """The transfer group's layers whose tensors have the matched name."""
     named = {field: int(value) for field, value in match.groupdict().items()}
     found = []
-    for at in bundle.layers:
+    for at in transfers.layers:
         vp, layer = (at.vp_stage, at.src_local) if world == "train" else (0, at.dst_local)
         if named.get("vp", vp) == vp and named.get("layer", layer) == layer:
             found.append(at)
     return found
 
 
-def _padding(shards: Shards, shard: int) -> tuple[Padding, ...]:
-    return shards.padding[shard] if shards.padding else ()
+def _padding(partition: Partition, part: int) -> tuple[Padding, ...]:
+    return partition.padding[part] if partition.padding else ()
 
 
 # --- indices
@@ -395,12 +406,12 @@ def _pattern(name: str) -> re.Pattern[str]:
 def _hint(plan: Plan, name: str) -> str:
     """Which layers and experts a right pattern has, or the patterns that come close."""
     for group in plan.groups:
-        if _pattern(group.pattern).fullmatch(name):
+        if _pattern(group.name_pattern).fullmatch(name):
             spans = [f"layers {min(group.layers)} to {max(group.layers)}"] if group.layers else []
             spans += [f"experts 0 to {group.experts - 1}"] if group.experts else []
-            return f": {group.pattern} has {' and '.join(spans)}"
+            return f": {group.name_pattern} has {' and '.join(spans)}"
     generic = re.sub(r"(?<=\.)[0-9]+(?=\.)", "#", name)
-    patterns = {re.sub(r"\{\w+\}", "#", group.pattern): group for group in plan.groups}
+    patterns = {re.sub(r"\{\w+\}", "#", group.name_pattern): group for group in plan.groups}
     close = get_close_matches(generic, patterns, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(_example(patterns[found]) for found in close)}?" if close else ""
 

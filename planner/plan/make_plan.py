@@ -1,6 +1,6 @@
 """Make a plan: place every group on both ends, choose its route, intersect the cuts, balance the sources.
 
-Pure and deterministic: the same catalogue, meshes and policy give the same plan, and the same digest, on every rank.
+Pure and deterministic: the same model's parameters, meshes and policy give the same plan, and the same digest, on every rank.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from mcore_reshard.planner.layout.block_scales import blocks_touched
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, engine_named
 from mcore_reshard.planner.layout.megatron import MegatronBuild, MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
-from mcore_reshard.planner.layout.partitions import Excluded, Misc, Placement, Shards
-from mcore_reshard.planner.model.parameters import Catalogue, ParameterGroup
-from mcore_reshard.planner.model.precision import divided, in_format, precision_of, with_unquantised_layers
+from mcore_reshard.planner.layout.partitions import Excluded, Misc, Partition, PartitionOwners
+from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup
+from mcore_reshard.planner.model.precision import divided, in_format, precision_of, with_unquantized_layers
 
 from .plan import (
-    Bundle,
-    BundleLayer,
     GroupCast,
-    Holding,
-    Move,
-    Pair,
+    Overlap,
     Plan,
     Policy,
-    Template,
+    QuantizedPair,
+    TransferGroup,
+    TransferLayer,
+    TransferPattern,
     UnplannedGroup,
     landing_bytes,
     replica_bytes,
@@ -41,7 +40,7 @@ _DISTINCTLY = 0.95  # relaying adds a hop, so the busiest link must carry this m
 
 
 def make_plan(
-    catalogue: Catalogue,
+    model_parameters: ModelParameters,
     train: TrainMesh,
     gen: GenMesh,
     *,
@@ -51,66 +50,68 @@ def make_plan(
     build: MegatronBuild = MegatronBuild(),  # noqa: B008
     train_dtype: str | None = None,
     gen_dtype: str | None = None,
-    train_unquantised_layers: Collection[int] = (),
+    train_unquantized_layers: Collection[int] = (),
 ) -> Plan:
     """Plan the refit of a model from a training mesh to the mesh of an engine.
 
-    `train_dtype` and `gen_dtype` say what either side holds, as in `precision_of`; None: the catalogue's dtype.
-    `train_unquantised_layers` are the layers, as in ParameterGroup, whose matrices an FP8 trainer keeps in its main dtype.
+    `train_dtype` and `gen_dtype` say what either side holds, as in `precision_of`; None: the model's parameters's dtype.
+    `train_unquantized_layers` are the layers, as in ParameterGroup, whose matrices an FP8 trainer keeps in its main dtype.
     Raises UnknownEngineError, PrecisionError, and MeshError, listing every violation of both meshes, when the model cannot
     be cut this way.
     """
-    held, wanted = precision_of(train_dtype, catalogue), precision_of(gen_dtype, catalogue)
+    held, wanted = precision_of(train_dtype, model_parameters), precision_of(gen_dtype, model_parameters)
     if wanted.format is not None:
-        catalogue = in_format(catalogue, wanted.format)
-    held = with_unquantised_layers(held, train_unquantised_layers, catalogue)
-    catalogue = divided(catalogue, lambda _, layer: layer in held.unquantised_layers)
-    held_catalogue, wanted_catalogue = held.main(catalogue), wanted.main(catalogue)
-    source = MegatronLayout(held_catalogue, train, build)
-    destination = engine_named(engine).layout(wanted_catalogue, gen)
+        model_parameters = in_format(model_parameters, wanted.format)
+    held = with_unquantized_layers(held, train_unquantized_layers, model_parameters)
+    model_parameters = divided(model_parameters, lambda _, layer: layer in held.unquantized_layers)
+    held_parameters, wanted_parameters = held.main(model_parameters), wanted.main(model_parameters)
+    source = MegatronLayout(held_parameters, train, build)
+    destination = engine_named(engine).layout(wanted_parameters, gen)
     violations = source.violations() + destination.violations()
-    violations += destination.misquantised() if wanted.format is not None else []
+    violations += destination.misquantized() if wanted.format is not None else []
     if violations:
-        raise MeshError(f"{model or catalogue.architecture.family} does not fit these meshes", violations)
-    train = train.canonical(catalogue.architecture.layers)
-    sides = Side(held_catalogue, source, held), Side(wanted_catalogue, destination, wanted)
+        raise MeshError(f"{model or model_parameters.architecture.family} does not fit these meshes", violations)
+    train = train.canonical(model_parameters.architecture.layers)
+    sides = Side(held_parameters, source, held), Side(wanted_parameters, destination, wanted)
     routed = Router(*sides, train, gen, policy).routes()
     return _Planner(train, gen, model, policy, destination.name).plan(routed)
 
 
 class _Planner:
-    """Holds the tables a plan shares (groups, templates, holdings) while they grow."""
+    """Holds the tables a plan shares (groups, patterns, rank grids) while they grow."""
 
     def __init__(self, train: TrainMesh, gen: GenMesh, model: str, policy: Policy, engine: str) -> None:
         self._train, self._gen, self._model, self._policy, self._engine = train, gen, model, policy, engine
-        self._templates: dict[tuple[Shards, Shards], int] = {}
-        self._moves: list[tuple[Move, ...]] = []  # of each template
-        self._scales: dict[tuple[int, int], int] = {}  # (group, template) of a weight in a pair -> that of its scales
-        self._by_identity: dict[tuple[int, int], tuple[int, Shards, Shards]] = {}  # keeps the shards alive
-        self._holdings: list[Holding] = []
-        self._holding_index: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self._patterns: dict[tuple[Partition, Partition], int] = {}
+        self._overlaps: list[tuple[Overlap, ...]] = []  # of each pattern
+        self._scales: dict[tuple[int, int], int] = {}  # (group, pattern) of a weight in a pair -> that of its scales
+        self._by_identity: dict[tuple[int, int], tuple[int, Partition, Partition]] = {}  # keeps the parts alive
+        self._rank_grids: list[NDArray[np.int32]] = []
+        self._rank_grid_index: dict[tuple[tuple[int, ...], bytes], int] = {}
 
     def plan(self, routed: list[Routed]) -> Plan:
         groups: list[ParameterGroup] = []
-        pairs: list[Pair] = []
+        pairs: list[QuantizedPair] = []
         casts: list[GroupCast] = []
         unplanned: dict[type, list[UnplannedGroup]] = {Misc: [], Excluded: []}
-        bundles: list[Bundle] = []
+        transfer_groups: list[TransferGroup] = []
         for entry in routed:
             index = len(groups)
             groups += [entry.group] if entry.scales is None else [entry.group, entry.scales]
-            pairs += [] if entry.scales is None else [Pair(index, index + 1, entry.block, entry.touched)]
+            pairs += [] if entry.scales is None else [QuantizedPair(index, index + 1, entry.block, entry.touched)]
             if not isinstance(entry.route, Ends):
                 unplanned[type(entry.route)] += [
                     UnplannedGroup(i, entry.route.reason) for i in range(index, len(groups))
                 ]
                 continue
             casts += [] if entry.cast is None else [GroupCast(index, *entry.cast)]
-            bundles += self._bundles(index, entry.route.src, entry.route.dst)
+            transfer_groups += self._transfer_groups(index, entry.route.src, entry.route.dst)
             if entry.scales is not None:
-                self._scales.update(self._scale_templates(index, entry.route, entry.block))
-        bundles.sort(key=_order)
-        templates = tuple(Template(*ends, moves) for ends, moves in zip(self._templates, self._moves, strict=True))
+                self._scales.update(self._scale_patterns(index, entry.route, entry.block))
+        transfer_groups.sort(key=_order)
+        patterns = tuple(
+            TransferPattern(*ends, overlaps) for ends, overlaps in zip(self._patterns, self._overlaps, strict=True)
+        )
         plan = Plan(
             model=self._model,
             train=self._train,
@@ -118,116 +119,124 @@ class _Planner:
             engine=self._engine,
             policy=self._policy,
             groups=tuple(groups),
-            templates=templates,
-            holdings=tuple(self._holdings),
-            bundles=self._with_scales(_balanced(bundles, templates, self._holdings, self._train.world, relay=False)),
+            patterns=patterns,
+            rank_grids=tuple(self._rank_grids),
+            transfer_groups=self._with_scales(
+                _balanced(transfer_groups, patterns, self._rank_grids, self._train.world, relay=False)
+            ),
             misc=tuple(unplanned[Misc]),
             excluded=tuple(unplanned[Excluded]),
             pairs=tuple(pairs),
             casts=tuple(casts),
         )
-        plan = self._relayed_if_shorter(plan, bundles)
+        plan = self._relayed_if_shorter(plan, transfer_groups)
         object.__setattr__(plan, "digest", digest_of(plan))
         return plan
 
-    def _relayed_if_shorter(self, plan: Plan, bundles: list[Bundle]) -> Plan:
+    def _relayed_if_shorter(self, plan: Plan, transfer_groups: list[TransferGroup]) -> Plan:
         """The plan, or one in which replicas relay if that makes the busiest link distinctly less busy.
 
         What a rank receives stays the same, so that only busier senders can gain.
         """
         if plan.recv_bytes.max(initial=0) >= _DISTINCTLY * plan.send_bytes.max(initial=0):
             return plan
-        turned = _balanced(bundles, plan.templates, self._holdings, self._train.world, relay=True)
-        landed = _landed(turned, plan.templates, self._holdings, self._gen.world)
-        relayed = replace(plan, bundles=self._with_scales(landed), relay=True)
+        turned = _balanced(transfer_groups, plan.patterns, self._rank_grids, self._train.world, relay=True)
+        landed = _landed(turned, plan.patterns, self._rank_grids, self._gen.world)
+        relayed = replace(plan, transfer_groups=self._with_scales(landed), relay=True)
         return relayed if relayed.busiest_link < _DISTINCTLY * plan.busiest_link else plan
 
-    def _with_scales(self, bundles: Sequence[Bundle]) -> tuple[Bundle, ...]:
-        """The bundles, and beside those of weights in pairs the same ones for their scales."""
+    def _with_scales(self, transfer_groups: Sequence[TransferGroup]) -> tuple[TransferGroup, ...]:
+        """The transfer groups, and beside those of weights in pairs the same ones for their scales."""
         scales = [
-            replace(bundle, group=bundle.group + 1, template=self._scales[bundle.group, bundle.template])
-            for bundle in bundles
-            if (bundle.group, bundle.template) in self._scales
+            replace(
+                transfers,
+                group=transfers.group + 1,
+                pattern=self._scales[transfers.group, transfers.pattern],
+            )
+            for transfers in transfer_groups
+            if (transfers.group, transfers.pattern) in self._scales
         ]
-        return tuple(sorted([*bundles, *scales], key=_order))
+        return tuple(sorted([*transfer_groups, *scales], key=_order))
 
-    def _bundles(self, group: int, source: Iterable[Placement], destination: Iterable[Placement]) -> Iterable[Bundle]:
-        wanted: dict[int, list[Placement]] = {}
-        for placement in destination:
-            wanted.setdefault(placement.pp_stage, []).append(placement)
-        for placements in wanted.values():
-            placements.sort(key=lambda placement: placement.experts)
-        starts = {stage: [p.experts[0] for p in placements] for stage, placements in wanted.items()}
-        stops = {stage: [p.experts[1] for p in placements] for stage, placements in wanted.items()}
+    def _transfer_groups(
+        self, group: int, source: Iterable[PartitionOwners], destination: Iterable[PartitionOwners]
+    ) -> Iterable[TransferGroup]:
+        wanted: dict[int, list[PartitionOwners]] = {}
+        for owners in destination:
+            wanted.setdefault(owners.pp_stage, []).append(owners)
+        for owner_sets in wanted.values():
+            owner_sets.sort(key=lambda owners: owners.experts)
+        starts = {stage: [p.experts[0] for p in owner_sets] for stage, owner_sets in wanted.items()}
+        stops = {stage: [p.experts[1] for p in owner_sets] for stage, owner_sets in wanted.items()}
         for src in source:
-            for stage, placements in wanted.items():
-                first, last = 0, len(placements)
+            for stage, owner_sets in wanted.items():
+                first, last = 0, len(owner_sets)
                 if src.experts[1]:
                     first = bisect_right(stops[stage], src.experts[0])
                     last = bisect_left(starts[stage], src.experts[1])
-                for dst in placements[first:last]:
-                    bundle = self._bundle(group, src, dst)
-                    if bundle is not None:
-                        yield bundle
+                for dst in owner_sets[first:last]:
+                    transfers = self._transfers_of(group, src, dst)
+                    if transfers is not None:
+                        yield transfers
 
-    def _bundle(self, group: int, src: Placement, dst: Placement) -> Bundle | None:
+    def _transfers_of(self, group: int, src: PartitionOwners, dst: PartitionOwners) -> TransferGroup | None:
         dst_places = {place.layer: place for place in dst.layers}
         layers = tuple(
-            BundleLayer(place.layer, place.vp_stage, place.local, dst_places[place.layer].local)
+            TransferLayer(place.layer, place.vp_stage, place.local, dst_places[place.layer].local)
             for place in src.layers
             if place.layer in dst_places
         )
         experts = (max(src.experts[0], dst.experts[0]), min(src.experts[1], dst.experts[1]))
         if not layers:
             return None
-        return Bundle(
+        return TransferGroup(
             group=group,
-            template=self._template(src.shards, dst.shards),
+            pattern=self._pattern_index(src.partition, dst.partition),
             pp_stage=src.pp_stage,
-            src=self._holding(src.ranks),
-            dst=self._holding(dst.ranks),
+            src=self._rank_grid(src.ranks),
+            dst=self._rank_grid(dst.ranks),
             layers=layers,
             experts=experts,
             src_slot=experts[0] - src.experts[0],
             dst_slot=experts[0] - dst.experts[0],
         )
 
-    def _template(self, src: Shards, dst: Shards) -> int:
-        identity = (id(src), id(dst))  # hashing shards is slow, and the experts of a group share theirs
+    def _pattern_index(self, src: Partition, dst: Partition) -> int:
+        identity = (id(src), id(dst))  # hashing parts is slow, and the experts of a group share theirs
         if identity not in self._by_identity:
-            self._by_identity[identity] = (self._new_template(src, dst, None), src, dst)
+            self._by_identity[identity] = (self._new_pattern(src, dst, None), src, dst)
         return self._by_identity[identity][0]
 
-    def _new_template(self, src: Shards, dst: Shards, moves: tuple[Move, ...] | None) -> int:
-        index = self._templates.setdefault((src, dst), len(self._templates))
-        if index == len(self._moves):
-            self._moves.append(_intersect(src, dst) if moves is None else moves)
+    def _new_pattern(self, src: Partition, dst: Partition, overlaps: tuple[Overlap, ...] | None) -> int:
+        index = self._patterns.setdefault((src, dst), len(self._patterns))
+        if index == len(self._overlaps):
+            self._overlaps.append(_intersect(src, dst) if overlaps is None else overlaps)
         return index
 
-    def _scale_templates(self, group: int, ends: Ends, block: tuple[int, int]) -> Iterator[tuple[tuple[int, int], int]]:
-        """The templates of the scales of a group that is placed already: the same moves, in blocks."""
+    def _scale_patterns(self, group: int, ends: Ends, block: tuple[int, int]) -> Iterator[tuple[tuple[int, int], int]]:
+        """The patterns of the scales of a group that is placed already: the same moves, in blocks."""
         for src_id, (src, src_scales) in ends.src_scales.items():
             for dst_id, (dst, dst_scales) in ends.dst_scales.items():
                 if (src_id, dst_id) in self._by_identity:
-                    template = self._template(src, dst)
-                    moves = (replace(m, region=blocks_touched(m.region, block)) for m in self._moves[template])
-                    yield (group, template), self._new_template(src_scales, dst_scales, tuple(moves))
+                    pattern = self._pattern_index(src, dst)
+                    overlaps = (replace(m, region=blocks_touched(m.region, block)) for m in self._overlaps[pattern])
+                    yield (group, pattern), self._new_pattern(src_scales, dst_scales, tuple(overlaps))
 
-    def _holding(self, ranks: NDArray[np.int32]) -> int:
+    def _rank_grid(self, ranks: NDArray[np.int32]) -> int:
         ranks = np.ascontiguousarray(ranks, dtype=np.int32)
         key = (ranks.shape, ranks.tobytes())
-        if key not in self._holding_index:
-            self._holding_index[key] = len(self._holdings)
-            self._holdings.append(Holding(ranks))
-        return self._holding_index[key]
+        if key not in self._rank_grid_index:
+            self._rank_grid_index[key] = len(self._rank_grids)
+            self._rank_grids.append(ranks)
+        return self._rank_grid_index[key]
 
 
-def _order(bundle: Bundle) -> tuple[object, ...]:
-    return bundle.pp_stage, bundle.group, bundle.layers[0].layer, bundle.experts
+def _order(transfers: TransferGroup) -> tuple[object, ...]:
+    return transfers.pp_stage, transfers.group, transfers.layers[0].layer, transfers.experts
 
 
-def _intersect(src: Shards, dst: Shards) -> tuple[Move, ...]:
-    """Every common region of a source piece and a destination piece, by destination shard and piece.
+def _intersect(src: Partition, dst: Partition) -> tuple[Overlap, ...]:
+    """Every common region of a source piece and a destination piece, by destination part and piece.
 
     Pieces are looked up along dim 0 of the parameter, so that the cost follows the number of moves.
     """
@@ -240,7 +249,7 @@ def _intersect(src: Shards, dst: Shards) -> tuple[Move, ...]:
     )
     starts = [entry[0] for entry in held]
     longest = max((stop - start for start, stop, _, _ in held), default=0)
-    moves = []
+    overlaps = []
     for c, pieces in enumerate(dst.pieces):
         for p, piece in enumerate(pieces):
             low, high = piece.region.start[0], piece.region.stop[0]
@@ -248,48 +257,68 @@ def _intersect(src: Shards, dst: Shards) -> tuple[Move, ...]:
             for _, _, src_c, src_p in near:
                 region = src.pieces[src_c][src_p].region.intersect(piece.region)
                 if region is not None:
-                    moves.append(Move(src_c, src_p, c, p, region))
-    return tuple(moves)
+                    overlaps.append(Overlap(src_c, src_p, c, p, region))
+    return tuple(overlaps)
 
 
-def _balanced(bundles: Sequence[Bundle], templates: Sequence[Template], holdings: Sequence[Holding], world: int,
-              *, relay: bool) -> tuple[Bundle, ...]:  # fmt: skip
+def _balanced(
+    transfer_groups: Sequence[TransferGroup],
+    patterns: Sequence[TransferPattern],
+    rank_grids: Sequence[NDArray[np.int32]],
+    world: int,
+    *,
+    relay: bool,
+) -> tuple[TransferGroup, ...]:
     """Rotations chosen so that training ranks send alike."""
 
-    def served(bundle: Bundle) -> NDArray[np.int64]:
-        replicas = holdings[bundle.src].ranks.shape[1]
-        pulls = 1 if relay else holdings[bundle.dst].ranks.shape[1]
-        return replica_bytes(templates[bundle.template], bundle, replicas, pulls)
+    def served(transfers: TransferGroup) -> NDArray[np.int64]:
+        replicas = rank_grids[transfers.src].shape[1]
+        pulls = 1 if relay else rank_grids[transfers.dst].shape[1]
+        return replica_bytes(patterns[transfers.pattern], transfers, replicas, pulls)
 
-    turns = _turns([(holdings[bundle.src].ranks, served(bundle), bundle.members) for bundle in bundles], world)
-    return tuple(replace(bundle, rotation=turn) for bundle, turn in zip(bundles, turns, strict=True))
+    turns = _turns(
+        [(rank_grids[transfers.src], served(transfers), transfers.members) for transfers in transfer_groups],
+        world,
+    )
+    return tuple(
+        replace(transfers, first_src_replica=turn) for transfers, turn in zip(transfer_groups, turns, strict=True)
+    )
 
 
 def _landed(
-    bundles: Sequence[Bundle], templates: Sequence[Template], holdings: Sequence[Holding], world: int
-) -> tuple[Bundle, ...]:
+    transfer_groups: Sequence[TransferGroup],
+    patterns: Sequence[TransferPattern],
+    rank_grids: Sequence[NDArray[np.int32]],
+    world: int,
+) -> tuple[TransferGroup, ...]:
     """Landings chosen so that generation ranks pass on alike."""
-    held = [holdings[bundle.dst].ranks for bundle in bundles]
+    held = [rank_grids[transfers.dst] for transfers in transfer_groups]
     turns = _turns(
         [
-            (ranks, landing_bytes(templates[bundle.template], bundle, ranks.shape[1]), bundle.members)
-            for bundle, ranks in zip(bundles, held, strict=True)
+            (
+                ranks,
+                landing_bytes(patterns[transfers.pattern], transfers, ranks.shape[1]),
+                transfers.members,
+            )
+            for transfers, ranks in zip(transfer_groups, held, strict=True)
         ],
         world,
     )
-    return tuple(replace(bundle, landing=turn) for bundle, turn in zip(bundles, turns, strict=True))
+    return tuple(
+        replace(transfers, first_dst_replica=turn) for transfers, turn in zip(transfer_groups, turns, strict=True)
+    )
 
 
 def _turns(shared: Sequence[tuple[NDArray[np.int32], NDArray[np.int64], int]], world: int) -> list[int]:
-    """How far to turn each round robin, given as (ranks, bytes, members), both arrays [shards, replicas].
+    """How far to turn each round robin, given as (ranks, bytes, members), both arrays [parts, replicas].
 
-    Uneven remainders land on the least loaded ranks, the largest first. Where all replicas give the same, one bundle goes
+    Uneven remainders land on the least loaded ranks, the largest first. Where all replicas give the same, one transfer group goes
     on where the one before it stopped, so that pairs of ranks exchange alike: the embedding's halves come from two
     replicas, and those of the output layer from the same two the other way round.
     """
     load = np.zeros(world, dtype=np.int64)
     turns = [0] * len(shared)
-    even: dict[int, int] = {}  # members so far, by the array of ranks, which bundles share
+    even: dict[int, int] = {}  # members so far, by the array of ranks, which transfer groups share
     for index in sorted(range(len(shared)), key=lambda i: (-int(shared[i][1].sum()), i)):
         ranks, shares, members = shared[index]
         if (shares != shares[:, :1]).any():
@@ -302,12 +331,12 @@ def _turns(shared: Sequence[tuple[NDArray[np.int32], NDArray[np.int64], int]], w
 
 
 def _best_turn(load: NDArray[np.int64], shares: NDArray[np.int64]) -> int:
-    """The turn of `shares` [shards, replicas] that leaves the lowest peak on `load`; the first one of equals.
+    """The turn of `shares` [parts, replicas] that leaves the lowest peak on `load`; the first one of equals.
 
-    At most 64 turns are looked at, evenly spaced: with more replicas than that, neighbouring turns hardly differ.
+    At most 64 turns are looked at, evenly spaced: with more replicas than that, neighboring turns hardly differ.
     """
     replicas = shares.shape[1]
     turns = np.arange(0, replicas, max(1, replicas // 64))
-    turned = shares[:, (np.arange(replicas)[None, :] - turns[:, None]) % replicas]  # [shards, turns, replicas]
+    turned = shares[:, (np.arange(replicas)[None, :] - turns[:, None]) % replicas]  # [parts, turns, replicas]
     peaks = (load[:, None, :] + turned).max(axis=(0, 2))
     return int(turns[peaks.argmin()])

@@ -1,6 +1,6 @@
 """Expand a plan into one rank's schedule, from the plan and the rank number alone.
 
-Work is done bundle by bundle with columns, never transfer by transfer: a generation rank of DeepSeek-V3 has 45,000
+Work is done transfer group by transfer group with columns, never transfer by transfer: a generation rank of DeepSeek-V3 has 45,000
 transfers and its schedule takes a fraction of a second.
 """
 
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, row_major_strides
 
-from .plan import Bundle, Plan, Template
-from .schedule import Cast, Geometry, Pulls, Relay, Schedule, StageSchedule, TransferTable, World
+from .plan import Plan, TransferGroup, TransferPattern
+from .schedule import Cast, Relay, Schedule, SourceTable, StageSchedule, StridedBox, TransferTable, World
 
 WAVES = 8  # of a relay; more overlap better, and every wave takes some words between all ranks
-_COLUMNS = ("peer", "tensor", "geometry", "offset", "nbytes", "bundle", "member")
+_COLUMNS = ("peer", "tensor", "strided_box", "offset", "nbytes", "transfer_group", "member")
 _WIDE = {"offset", "nbytes"}
 _End = Literal["src", "dst"]
 
@@ -53,12 +53,12 @@ def _schedule(plan: Plan, world: World, rank: int, wave: int | None = None) -> S
         )
     return replace(
         expansion.schedule(expansion.receives, sends=False),
-        pulls=partial(pulls_of, plan, rank, wave),
+        source_table=partial(source_table_of, plan, rank, wave),
         relay=partial(relay_of, plan, rank, wave) if plan.relay else None,
     )
 
 
-def pulls_of(plan: Plan, gen_rank: int, wave: int | None = None) -> Pulls:
+def source_table_of(plan: Plan, gen_rank: int, wave: int | None = None) -> SourceTable:
     """Where in the training ranks' tensors lies what `gen_rank` receives, row by row as its schedule lists it.
 
     All of it, or what one of the schedule's waves lists.
@@ -67,7 +67,7 @@ def pulls_of(plan: Plan, gen_rank: int, wave: int | None = None) -> Pulls:
     """
     _check_rank(plan, "gen", gen_rank)
     expansion = _Expansion(plan, "gen", gen_rank, wave)
-    return expansion.pulls(expansion.pulled)
+    return expansion.source_table(expansion.pulled)
 
 
 def relay_of(plan: Plan, gen_rank: int, wave: int | None = None) -> Relay:
@@ -81,18 +81,18 @@ def relay_of(plan: Plan, gen_rank: int, wave: int | None = None) -> Relay:
     sending, receiving = (_Expansion(plan, "gen", gen_rank, wave) for _ in range(2))
     receives = receiving.schedule(receiving.relay_receives, sends=False)
 
-    def pulls() -> Pulls:  # replicas keep the same tensors: what lies here lies there too
-        return Pulls(
+    def source_table() -> SourceTable:  # replicas keep the same tensors: what lies here lies there too
+        return SourceTable(
             gen_rank,
             plan.digest,
             receives.tensors,
-            receives.geometries,
+            receives.strided_boxes,
             tuple(stage.recvs for stage in receives.stages),
         )
 
     return Relay(
         _among_replicas(replace(sending.schedule(sending.relay_sends, sends=True), world="train")),
-        _among_replicas(replace(receives, pulls=pulls)),
+        _among_replicas(replace(receives, source_table=source_table)),
     )
 
 
@@ -108,12 +108,12 @@ def _check_rank(plan: Plan, world: World, rank: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a rank stands in a bundle: the shard and the replica of it that it holds."""
+    """Where a rank stands in a transfer group: the part and the replica of it that it holds."""
 
-    index: int  # into Plan.bundles
-    bundle: Bundle
-    template: Template
-    shard: int
+    index: int  # into Plan.transfer groups
+    transfers: TransferGroup
+    pattern: TransferPattern
+    part: int
     replica: int
 
 
@@ -129,7 +129,7 @@ class _Expansion:
     rank: int
     wave: int | None = None  # None: all of them
     tensors: dict[LocalTensor, int] = field(default_factory=dict)
-    geometries: dict[Geometry, int] = field(default_factory=dict)
+    strided_boxes: dict[StridedBox, int] = field(default_factory=dict)
 
     def schedule(self, rows_of: Callable[[_Place], _Columns], *, sends: bool) -> Schedule:
         plan = self.plan
@@ -145,7 +145,7 @@ class _Expansion:
             train_ranks=plan.train.world,
             gen_ranks=plan.gen.world,
             tensors=tensors,
-            geometries=tuple(self.geometries),
+            strided_boxes=tuple(self.strided_boxes),
             stages=tuple(
                 StageSchedule(stage, table if sends else none, none if sends else table)
                 for stage, table in tables.items()
@@ -156,46 +156,46 @@ class _Expansion:
             pair_names=plan.pair_names,
         )
 
-    def pulls(self, rows_of: Callable[[_Place], _Columns]) -> Pulls:
+    def source_table(self, rows_of: Callable[[_Place], _Columns]) -> SourceTable:
         tables = tuple(self._tables(rows_of).values())
-        return Pulls(self.rank, self.plan.digest, tuple(self.tensors), tuple(self.geometries), tables)
+        return SourceTable(self.rank, self.plan.digest, tuple(self.tensors), tuple(self.strided_boxes), tables)
 
     def _tables(self, rows_of: Callable[[_Place], _Columns]) -> dict[int, TransferTable]:
         rows: dict[int, list[_Columns]] = {stage: [] for stage in range(self.plan.train.pp)}
         for place in self._places():
             columns = rows_of(place)
             if self.wave is not None:
-                mine = _wave_of(place.bundle)[columns["member"]] == self.wave
+                mine = _wave_of(place.transfers)[columns["member"]] == self.wave
                 columns = {name: column[mine] for name, column in columns.items()}
             if len(columns["peer"]):
-                columns["bundle"] = np.full_like(columns["peer"], place.index)
-                rows[place.bundle.pp_stage].append(columns)
+                columns["transfer_group"] = np.full_like(columns["peer"], place.index)
+                rows[place.transfers.pp_stage].append(columns)
         return {stage: _table(parts) for stage, parts in rows.items()}
 
     def _places(self) -> Iterator[_Place]:
-        """The bundles this rank takes part in."""
+        """The transfer groups this rank takes part in."""
         found: dict[int, tuple[int, int] | None] = {}
-        for index, bundle in enumerate(self.plan.bundles):
-            holding = bundle.src if self.world == "train" else bundle.dst
-            if holding not in found:
-                at = np.argwhere(self.plan.holdings[holding].ranks == self.rank)
-                found[holding] = (int(at[0, 0]), int(at[0, 1])) if len(at) else None
-            if (place := found[holding]) is not None:
-                yield _Place(index, bundle, self.plan.templates[bundle.template], *place)
+        for index, transfers in enumerate(self.plan.transfer_groups):
+            grid = transfers.src if self.world == "train" else transfers.dst
+            if grid not in found:
+                at = np.argwhere(self.plan.rank_grids[grid] == self.rank)
+                found[grid] = (int(at[0, 0]), int(at[0, 1])) if len(at) else None
+            if (place := found[grid]) is not None:
+                yield _Place(index, transfers, self.plan.patterns[transfers.pattern], *place)
 
     def sends(self, at: _Place) -> _Columns:
         """What a training rank sends."""
-        plan, bundle = self.plan, at.bundle
-        moves = _numbers(i for i, move in enumerate(at.template.moves) if move.src == at.shard)
-        member, move = np.arange(bundle.members)[:, None, None], moves[None, :, None]
-        dst = np.arange(plan.dst_replicas(bundle))[None, None, :]
-        mine = plan.served_by(bundle, member, move, dst) == at.replica
+        plan, transfers = self.plan, at.transfers
+        overlaps = _numbers(i for i, overlap in enumerate(at.pattern.overlaps) if overlap.src == at.part)
+        member, overlap = np.arange(transfers.members)[:, None, None], overlaps[None, :, None]
+        dst = np.arange(plan.dst_replicas(transfers))[None, None, :]
+        mine = plan.served_by(transfers, member, overlap, dst) == at.replica
         if plan.relay:
-            mine = mine & (plan.lands_on(bundle, member, move) == dst)
-        member_of, move_of, dst_of = np.nonzero(mine)
-        peers = plan.holdings[bundle.dst].ranks[[at.template.moves[i].dst for i in moves]]
-        columns = self._local(at, moves, member_of, move_of, piece="src", order="src")
-        return {"peer": peers[move_of, dst_of].astype(np.int64), **columns}
+            mine = mine & (plan.lands_on(transfers, member, overlap) == dst)
+        member_of, overlap_of, dst_of = np.nonzero(mine)
+        peers = plan.rank_grids[transfers.dst][[at.pattern.overlaps[i].dst for i in overlaps]]
+        columns = self._local(at, overlaps, member_of, overlap_of, piece="src", order="src")
+        return {"peer": peers[overlap_of, dst_of].astype(np.int64), **columns}
 
     def casts(self) -> tuple[Cast, ...]:
         """What a training rank casts: one entry a tensor, also where several parameters are fused in it."""
@@ -203,18 +203,18 @@ class _Expansion:
         blocks = {pair.weight: pair.block for pair in self.plan.pairs}
         found: dict[int, Cast] = {}
         for at in self._places() if dtypes else ():
-            if at.bundle.group not in dtypes:
+            if at.transfers.group not in dtypes:
                 continue
-            scales = self.plan.scale_templates.get(at.index)
-            for number, piece in enumerate(at.template.src.pieces[at.shard]):
-                tensors = self._tensor_ids(at.bundle, piece.tensor, source=True).tolist()
+            scales = self.plan.scale_patterns.get(at.index)
+            for number, piece in enumerate(at.pattern.src.pieces[at.part]):
+                tensors = self._tensor_ids(at.transfers, piece.tensor, source=True).tolist()
                 beside: list[int | None] = [None] * len(tensors)
                 if scales is not None:
-                    scale_piece = self.plan.templates[scales].src.pieces[at.shard][number]
-                    beside = self._tensor_ids(at.bundle, scale_piece.tensor, source=True).tolist()
-                block = blocks.get(at.bundle.group, (0, 0))
+                    scale_piece = self.plan.patterns[scales].src.pieces[at.part][number]
+                    beside = self._tensor_ids(at.transfers, scale_piece.tensor, source=True).tolist()
+                block = blocks.get(at.transfers.group, (0, 0))
                 for tensor, scale in zip(tensors, beside, strict=True):
-                    found[tensor] = Cast(tensor, dtypes[at.bundle.group], scale, block)
+                    found[tensor] = Cast(tensor, dtypes[at.transfers.group], scale, block)
         return tuple(found[tensor] for tensor in sorted(found))
 
     def receives(self, at: _Place) -> _Columns:
@@ -226,86 +226,93 @@ class _Expansion:
         return self._from_trainer(at, piece="src")
 
     def _from_trainer(self, at: _Place, piece: _End) -> _Columns:
-        plan, bundle = self.plan, at.bundle
-        member, moves = np.arange(bundle.members)[:, None], self._moves_in(at)
-        served = plan.served_by(bundle, member, moves[None, :], at.replica)
-        mine = plan.lands_on(bundle, member, moves[None, :]) == at.replica if plan.relay else np.ones_like(served, bool)
-        member_of, move_of = np.nonzero(mine)
-        shards = _numbers(at.template.moves[i].src for i in moves)
-        peers = plan.holdings[bundle.src].ranks[shards[move_of], served[member_of, move_of]].astype(np.int64)
-        return {"peer": peers, **self._local(at, moves, member_of, move_of, piece, order="src")}
+        plan, transfers = self.plan, at.transfers
+        member, overlaps = np.arange(transfers.members)[:, None], self._overlaps_in(at)
+        served = plan.served_by(transfers, member, overlaps[None, :], at.replica)
+        mine = (
+            plan.lands_on(transfers, member, overlaps[None, :]) == at.replica
+            if plan.relay
+            else np.ones_like(served, bool)
+        )
+        member_of, overlap_of = np.nonzero(mine)
+        parts = _numbers(at.pattern.overlaps[i].src for i in overlaps)
+        peers = plan.rank_grids[transfers.src][parts[overlap_of], served[member_of, overlap_of]].astype(np.int64)
+        return {"peer": peers, **self._local(at, overlaps, member_of, overlap_of, piece, order="src")}
 
     def relay_sends(self, at: _Place) -> _Columns:
         """What landed on this generation rank, for each of the other replicas."""
-        moves = self._moves_in(at)
-        member = np.arange(at.bundle.members)[:, None]
-        landed = self.plan.lands_on(at.bundle, member, moves[None, :]) == at.replica
-        replicas = self.plan.holdings[at.bundle.dst].ranks[at.shard]
+        overlaps = self._overlaps_in(at)
+        member = np.arange(at.transfers.members)[:, None]
+        landed = self.plan.lands_on(at.transfers, member, overlaps[None, :]) == at.replica
+        replicas = self.plan.rank_grids[at.transfers.dst][at.part]
         others = np.arange(len(replicas)) != at.replica
-        member_of, move_of, dst_of = np.nonzero(landed[:, :, None] & others)
-        columns = self._local(at, moves, member_of, move_of, piece="dst", order="dst")
+        member_of, overlap_of, dst_of = np.nonzero(landed[:, :, None] & others)
+        columns = self._local(at, overlaps, member_of, overlap_of, piece="dst", order="dst")
         return {"peer": replicas[dst_of].astype(np.int64), **columns}
 
     def relay_receives(self, at: _Place) -> _Columns:
-        """What landed on other replicas of this generation rank's shard."""
-        moves = self._moves_in(at)
-        landed = self.plan.lands_on(at.bundle, np.arange(at.bundle.members)[:, None], moves[None, :])
-        member_of, move_of = np.nonzero(landed != at.replica)
-        peers = self.plan.holdings[at.bundle.dst].ranks[at.shard][landed[member_of, move_of]].astype(np.int64)
-        return {"peer": peers, **self._local(at, moves, member_of, move_of, piece="dst", order="dst")}
+        """What landed on other replicas of this generation rank's part."""
+        overlaps = self._overlaps_in(at)
+        landed = self.plan.lands_on(at.transfers, np.arange(at.transfers.members)[:, None], overlaps[None, :])
+        member_of, overlap_of = np.nonzero(landed != at.replica)
+        peers = self.plan.rank_grids[at.transfers.dst][at.part][landed[member_of, overlap_of]].astype(np.int64)
+        return {"peer": peers, **self._local(at, overlaps, member_of, overlap_of, piece="dst", order="dst")}
 
-    def _moves_in(self, at: _Place) -> NDArray[np.int64]:
-        return _numbers(i for i, move in enumerate(at.template.moves) if move.dst == at.shard)
+    def _overlaps_in(self, at: _Place) -> NDArray[np.int64]:
+        return _numbers(i for i, overlap in enumerate(at.pattern.overlaps) if overlap.dst == at.part)
 
-    def _local(self, at: _Place, moves: NDArray[np.int64], member_of: NDArray[np.int64], move_of: NDArray[np.int64],
+    def _local(self, at: _Place, overlaps: NDArray[np.int64], member_of: NDArray[np.int64], overlap_of: NDArray[np.int64],
                piece: _End, order: _End) -> _Columns:  # fmt: skip
         """Where the moves lie in the tensors of one end, for every (member, move) row, in memory order of one end."""
-        bundle, template, source = at.bundle, at.template, piece == "src"
-        slot0 = bundle.src_slot if source else bundle.dst_slot
-        slots = slot0 + np.arange(bundle.members) % bundle.expert_count
-        tensor = np.zeros((bundle.members, len(moves)), dtype=np.int64)
-        offset = np.zeros((bundle.members, len(moves)), dtype=np.int64)
-        geometry = np.zeros(len(moves), dtype=np.int64)
-        for column, index in enumerate(moves):
-            move = template.moves[index]
-            src, dst = template.src.pieces[move.src][move.src_piece], template.dst.pieces[move.dst][move.dst_piece]
+        transfers, pattern, source = at.transfers, at.pattern, piece == "src"
+        slot0 = transfers.src_slot if source else transfers.dst_slot
+        slots = slot0 + np.arange(transfers.members) % transfers.expert_count
+        tensor = np.zeros((transfers.members, len(overlaps)), dtype=np.int64)
+        offset = np.zeros((transfers.members, len(overlaps)), dtype=np.int64)
+        strided_box = np.zeros(len(overlaps), dtype=np.int64)
+        for column, index in enumerate(overlaps):
+            overlap = pattern.overlaps[index]
+            src, dst = (
+                pattern.src.pieces[overlap.src][overlap.src_piece],
+                pattern.dst.pieces[overlap.dst][overlap.dst_piece],
+            )
             local = src if source else dst
-            tensor[:, column] = self._tensor_ids(bundle, local.tensor, source)
+            tensor[:, column] = self._tensor_ids(transfers, local.tensor, source)
             slot_stride = row_major_strides(local.view)[local.slot_dim] if local.slot_dim >= 0 else 0
-            offset[:, column] = local.offset(move.region.start) + slots * slot_stride
-            geometry[column] = self._geometry(_wire_geometry(move.region, src if order == "src" else dst, local))
+            offset[:, column] = local.offset(overlap.region.start) + slots * slot_stride
+            strided_box[column] = self._strided_box(_wire_box(overlap.region, src if order == "src" else dst, local))
         return {
-            "tensor": tensor[member_of, move_of],
-            "geometry": geometry[move_of],
-            "offset": offset[member_of, move_of],
-            "nbytes": template.move_bytes[moves][move_of],
+            "tensor": tensor[member_of, overlap_of],
+            "strided_box": strided_box[overlap_of],
+            "offset": offset[member_of, overlap_of],
+            "nbytes": pattern.overlap_bytes[overlaps][overlap_of],
             "member": member_of,
         }
 
-    def _tensor_ids(self, bundle: Bundle, pattern: LocalTensor, source: bool) -> NDArray[np.int64]:
-        """Index of the tensor that holds each member of the bundle."""
-        first = bundle.src_slot if source else bundle.dst_slot
-        count = bundle.expert_count if "{expert}" in pattern.name else 1
+    def _tensor_ids(self, transfers: TransferGroup, pattern: LocalTensor, source: bool) -> NDArray[np.int64]:
+        """Index of the tensor that holds each member of the transfer group."""
+        first = transfers.src_slot if source else transfers.dst_slot
+        count = transfers.expert_count if "{expert}" in pattern.name else 1
         ids = []
-        for at in bundle.layers:
+        for at in transfers.layers:
             vp, layer = (at.vp_stage, at.src_local) if source else (0, at.dst_local)
             for slot in range(first, first + count):
                 name = pattern.name.format(vp=vp, layer=layer, expert=slot)
                 ids.append(self.tensors.setdefault(LocalTensor(name, pattern.shape, pattern.dtype), len(self.tensors)))
-        return np.repeat(np.array(ids, dtype=np.int64), bundle.expert_count // count)
+        return np.repeat(np.array(ids, dtype=np.int64), transfers.expert_count // count)
 
-    def _geometry(self, geometry: Geometry) -> int:
-        return self.geometries.setdefault(geometry, len(self.geometries))
+    def _strided_box(self, strided_box: StridedBox) -> int:
+        return self.strided_boxes.setdefault(strided_box, len(self.strided_boxes))
 
-    def _padding(self) -> Iterator[tuple[int, int, Geometry]]:
+    def _padding(self) -> Iterator[tuple[int, int, StridedBox]]:
         """(tensor, offset, geometry) of what no parameter fills, maybe several times."""
         for at in self._places():
-            declared = at.template.dst.padding
-            for padding in declared[at.shard] if declared else ():
+            declared = at.pattern.dst.padding
+            for padding in declared[at.part] if declared else ():
                 strides = row_major_strides(padding.tensor.shape)
                 offset = sum(low * stride for low, stride in zip(padding.box.start, strides, strict=True))
-                for tensor in dict.fromkeys(self._tensor_ids(at.bundle, padding.tensor, source=False).tolist()):
-                    yield tensor, offset, Geometry(padding.box.extents, strides)
+                for tensor in dict.fromkeys(self._tensor_ids(at.transfers, padding.tensor, source=False).tolist()):
+                    yield tensor, offset, StridedBox(padding.box.extents, strides)
 
 
 def _those_used(
@@ -319,24 +326,24 @@ def _those_used(
     }
 
 
-def _wave_of(bundle: Bundle) -> NDArray[np.int64]:
+def _wave_of(transfers: TransferGroup) -> NDArray[np.int64]:
     """The wave of every member: as many follow each other in one wave, so that in each wave all ranks get their turn.
 
     A weight and its scales have the same members and so the same waves; single tensors, such as an embedding, are in
     the middle, where both hops are under way.
     """
-    return (2 * np.arange(bundle.members) + 1) * WAVES // (2 * bundle.members)
+    return (2 * np.arange(transfers.members) + 1) * WAVES // (2 * transfers.members)
 
 
 def _numbers(values: Iterable[int]) -> NDArray[np.int64]:
     return np.array(list(values), dtype=np.int64)
 
 
-def _wire_geometry(region: Region, ordering: Piece, local: Piece) -> Geometry:
+def _wire_box(region: Region, ordering: Piece, local: Piece) -> StridedBox:
     """Extents and strides in wire order: the sender's memory order, so that it reads forwards. Unit dims are dropped."""
     order = sorted(range(len(region.start)), key=lambda dim: -ordering.strides[dim])
     kept = [dim for dim in order if region.extents[dim] != 1]
-    return Geometry(tuple(region.extents[dim] for dim in kept), tuple(local.strides[dim] for dim in kept))
+    return StridedBox(tuple(region.extents[dim] for dim in kept), tuple(local.strides[dim] for dim in kept))
 
 
 def _table(parts: list[dict[str, NDArray[np.int64]]]) -> TransferTable:

@@ -1,7 +1,7 @@
 """The plan: who sends which region to whom, for every parameter, as an immutable value.
 
-Parameters that move alike share a `Template` (the cuts on both ends and their intersections). A `Bundle` is a set of
-parameters that share a template and the ranks on both ends: the eight experts of one expert-parallel rank in the layers
+Parameters that move alike share a `TransferPattern` (the cuts on both ends and their intersections). A `TransferGroup` is a set of
+parameters that share a pattern and the ranks on both ends: the eight experts of one expert-parallel rank in the layers
 of one pipeline stage, say. Nothing is stored per rank or per parameter; `schedule_of` expands what one rank needs.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import Region
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
-from mcore_reshard.planner.layout.partitions import Shards
+from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 
 Policy = Literal["exact", "conservative"]
@@ -25,10 +25,10 @@ Numbers = NDArray[np.int64] | int
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One region of a parameter that goes from a piece of source shard `src` to a piece of destination shard `dst`."""
+class Overlap:
+    """One region of a parameter that goes from a piece of source part `src` to a piece of destination part `dst`."""
 
-    src: int  # source shard (coordinate of the cut)
+    src: int  # source part (coordinate of the cut)
     src_piece: int
     dst: int
     dst_piece: int
@@ -36,40 +36,40 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Template:
-    """How one parameter is cut on both ends, and the moves between the cuts, ordered by destination shard."""
+class TransferPattern:
+    """How one parameter is cut on both ends, and the moves between the cuts, ordered by destination part."""
 
-    src: Shards
-    dst: Shards
-    moves: tuple[Move, ...]
+    src: Partition
+    dst: Partition
+    overlaps: tuple[Overlap, ...]
 
     @cached_property
     def order_in_source(self) -> NDArray[np.int64]:
-        """For each move, how many earlier moves leave the same source shard."""
-        return _order_within([move.src for move in self.moves])
+        """For each move, how many earlier moves leave the same source part."""
+        return _order_within([overlap.src for overlap in self.overlaps])
 
     @cached_property
-    def moves_of_source(self) -> NDArray[np.int64]:
-        """For each source shard, how many moves leave it."""
-        return np.bincount([move.src for move in self.moves], minlength=len(self.src.pieces)).astype(np.int64)
+    def overlaps_of_source(self) -> NDArray[np.int64]:
+        """For each source part, how many moves leave it."""
+        return np.bincount([overlap.src for overlap in self.overlaps], minlength=len(self.src.pieces)).astype(np.int64)
 
     @cached_property
     def order_in_destination(self) -> NDArray[np.int64]:
-        """For each move, how many earlier moves enter the same destination shard."""
-        return _order_within([move.dst for move in self.moves])
+        """For each move, how many earlier moves enter the same destination part."""
+        return _order_within([overlap.dst for overlap in self.overlaps])
 
     @cached_property
-    def moves_of_destination(self) -> NDArray[np.int64]:
-        """For each destination shard, how many moves enter it."""
-        return np.bincount([move.dst for move in self.moves], minlength=len(self.dst.pieces)).astype(np.int64)
+    def overlaps_of_destination(self) -> NDArray[np.int64]:
+        """For each destination part, how many moves enter it."""
+        return np.bincount([overlap.dst for overlap in self.overlaps], minlength=len(self.dst.pieces)).astype(np.int64)
 
     @cached_property
-    def move_bytes(self) -> NDArray[np.int64]:
+    def overlap_bytes(self) -> NDArray[np.int64]:
         """Bytes of each move on the wire, in the dtype that the destination holds."""
         return np.array(
             [
-                move.region.elements * ITEMSIZE[self.dst.pieces[move.dst][move.dst_piece].tensor.dtype]
-                for move in self.moves
+                overlap.region.elements * ITEMSIZE[self.dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype]
+                for overlap in self.overlaps
             ],
             dtype=np.int64,
         )
@@ -85,16 +85,9 @@ def _order_within(values: Sequence[int]) -> NDArray[np.int64]:
     return np.array(order, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Holding:
-    """`ranks[c, r]` holds replica `r` of shard `c`; ranks count within their world."""
-
-    ranks: NDArray[np.int32]
-
-
 @dataclass(frozen=True, slots=True)
-class BundleLayer:
-    """One layer of a bundle: its HF number and where both ends keep it. All -1 or 0 outside of layers."""
+class TransferLayer:
+    """One layer of a transfer group: its HF number and where both ends keep it. All -1 or 0 outside of layers."""
 
     layer: int
     vp_stage: int
@@ -103,26 +96,26 @@ class BundleLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """Parameters (layers x experts of one group) that share template, stage, source and destination ranks.
+class TransferGroup:
+    """Parameters (layers x experts of one group) that share pattern, stage, source and destination ranks.
 
-    Member `k` is layer `k // experts`, expert `k % experts`. Pull number `p` of member `k` on a source shard is served
-    by replica `(rotation + k * step + p) % replicas`: round robin, so that replicas share the load. The step is the number
+    Member `k` is layer `k // experts`, expert `k % experts`. Pull number `p` of member `k` on a source part is served
+    by replica `(first_src_replica + k * step + p) % replicas`: round robin, so that replicas share the load. The step is the number
     of pulls, or a little more, so that pulls of one number, which go to one rank, take all replicas in turn as well. Where
-    the plan relays, `landing` turns a round robin over the destination's replicas in the same way.
+    the plan relays, `first_dst_replica` turns a round robin over the destination's replicas in the same way.
     """
 
     group: int
-    template: int
+    pattern: int
     pp_stage: int
-    src: int  # index into Plan.holdings
+    src: int  # index into Plan.rank_grids
     dst: int
-    layers: tuple[BundleLayer, ...]
+    layers: tuple[TransferLayer, ...]
     experts: tuple[int, int] = (0, 0)  # half-open range of expert numbers
     src_slot: int = 0  # slot of the first expert at the source
     dst_slot: int = 0
-    rotation: int = 0
-    landing: int = 0
+    first_src_replica: int = 0
+    first_dst_replica: int = 0
 
     @property
     def expert_count(self) -> int:
@@ -142,8 +135,8 @@ class UnplannedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A quantised weight and its scales, groups of one plan: one route, the same bundles, cut on block edges.
+class QuantizedPair:
+    """A quantized weight and its scales, groups of one plan: one route, the same transfer groups, cut on block edges.
 
     The scale of element (r, c) is entry (r // block[0], c // block[1]) of the group `scales`. `touched`: the engine cuts
     inside of blocks, and each of its ranks gets the scales of all blocks that it has a part of.
@@ -174,48 +167,60 @@ class Plan:
     engine: str
     policy: Policy
     groups: tuple[ParameterGroup, ...]
-    templates: tuple[Template, ...]
-    holdings: tuple[Holding, ...]
-    bundles: tuple[Bundle, ...]
+    patterns: tuple[TransferPattern, ...]
+    rank_grids: tuple[NDArray[np.int32], ...] = field(
+        compare=False
+    )  # grid[p, r] is the rank that holds replica r of part p
+    transfer_groups: tuple[TransferGroup, ...]
     misc: tuple[UnplannedGroup, ...] = ()
     excluded: tuple[UnplannedGroup, ...] = ()
     relay: bool = False  # each move leaves the trainer once; the replica it lands on passes it on to the others
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[QuantizedPair, ...] = ()
     casts: tuple[GroupCast, ...] = ()
     digest: str = field(default="", compare=False)
 
-    def parameter_name(self, bundle: int, member: int) -> str:
-        held = self.bundles[bundle]
+    def parameter_name(self, transfers: int, member: int) -> str:
+        held = self.transfer_groups[transfers]
         at, expert = divmod(member, held.expert_count)
         return self.groups[held.group].name(held.layers[at].layer, held.experts[0] + expert)
 
-    def src_replicas(self, bundle: Bundle) -> int:
-        return self.holdings[bundle.src].ranks.shape[1]
+    def src_replicas(self, transfers: TransferGroup) -> int:
+        return self.rank_grids[transfers.src].shape[1]
 
-    def dst_replicas(self, bundle: Bundle) -> int:
-        return self.holdings[bundle.dst].ranks.shape[1]
+    def dst_replicas(self, transfers: TransferGroup) -> int:
+        return self.rank_grids[transfers.dst].shape[1]
 
-    def train_pulls(self, bundle: Bundle) -> int:
+    def train_pulls(self, transfers: TransferGroup) -> int:
         """How often each move leaves the trainer."""
-        return 1 if self.relay else self.dst_replicas(bundle)
+        return 1 if self.relay else self.dst_replicas(transfers)
 
-    def served_by(self, bundle: Bundle, member: Numbers, move: Numbers, dst_replica: Numbers) -> NDArray[np.int64]:
+    def served_by(
+        self, transfers: TransferGroup, member: Numbers, overlap: Numbers, dst_replica: Numbers
+    ) -> NDArray[np.int64]:
         """The source replica that a move comes from, for one destination replica; arguments broadcast."""
         turn = 0 * np.asarray(dst_replica) if self.relay else dst_replica
-        template = self.templates[bundle.template]
-        return replica_of(template, bundle, self.src_replicas(bundle), self.train_pulls(bundle), member, move, turn)
+        pattern = self.patterns[transfers.pattern]
+        return replica_of(
+            pattern,
+            transfers,
+            self.src_replicas(transfers),
+            self.train_pulls(transfers),
+            member,
+            overlap,
+            turn,
+        )
 
-    def lands_on(self, bundle: Bundle, member: Numbers, move: Numbers) -> NDArray[np.int64]:
+    def lands_on(self, transfers: TransferGroup, member: Numbers, overlap: Numbers) -> NDArray[np.int64]:
         """Where the plan relays: the destination replica that a move goes to from the trainer; arguments broadcast."""
-        template = self.templates[bundle.template]
-        return landing_of(template, bundle, self.dst_replicas(bundle), member, move)
+        pattern = self.patterns[transfers.pattern]
+        return landing_of(pattern, transfers, self.dst_replicas(transfers), member, overlap)
 
     def misc_names(self) -> Iterator[str]:
         for unplanned in self.misc:
             yield from self.groups[unplanned.group].names()
 
     def pair_names(self) -> dict[str, tuple[str, str]]:
-        """Every quantised weight -> the name of its scales, and their dtype."""
+        """Every quantized weight -> the name of its scales, and their dtype."""
         found: dict[str, tuple[str, str]] = {}
         for pair in self.pairs:
             scales = self.groups[pair.scales]
@@ -235,13 +240,13 @@ class Plan:
         return sum(group.nbytes * group.count for i, group in enumerate(self.groups) if i not in skipped)
 
     @cached_property
-    def scale_templates(self) -> dict[int, int]:
-        """Of each bundle of a weight in a pair, the template of its scales: those in the bundle beside it."""
+    def scale_patterns(self) -> dict[int, int]:
+        """Of each transfer group of a weight in a pair, the pattern of its scales: those in the transfer group beside it."""
         scales_of = {pair.weight: pair.scales for pair in self.pairs}
-        by_place = {(b.group, b.pp_stage, b.src, b.dst, b.layers, b.experts): b.template for b in self.bundles}
+        by_place = {(b.group, b.pp_stage, b.src, b.dst, b.layers, b.experts): b.pattern for b in self.transfer_groups}
         places = {
             index: (scales_of[b.group], b.pp_stage, b.src, b.dst, b.layers, b.experts)
-            for index, b in enumerate(self.bundles)
+            for index, b in enumerate(self.transfer_groups)
             if b.group in scales_of
         }
         return {index: by_place[place] for index, place in places.items() if place in by_place}
@@ -250,10 +255,13 @@ class Plan:
     def wire_bytes(self) -> dict[str, int]:
         """Bytes that all generation ranks receive in one refit, by dtype on the wire, the most first."""
         carried: dict[str, int] = {}
-        for bundle in self.bundles:
-            template, copies = self.templates[bundle.template], bundle.members * self.dst_replicas(bundle)
-            for move, nbytes in zip(template.moves, template.move_bytes.tolist(), strict=True):
-                dtype = template.dst.pieces[move.dst][move.dst_piece].tensor.dtype
+        for transfers in self.transfer_groups:
+            pattern, copies = (
+                self.patterns[transfers.pattern],
+                transfers.members * self.dst_replicas(transfers),
+            )
+            for overlap, nbytes in zip(pattern.overlaps, pattern.overlap_bytes.tolist(), strict=True):
+                dtype = pattern.dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype
                 carried[dtype] = carried.get(dtype, 0) + nbytes * copies
         return dict(sorted(carried.items(), key=lambda item: -item[1]))
 
@@ -261,31 +269,31 @@ class Plan:
     def send_bytes(self) -> NDArray[np.int64]:
         """Bytes that each training rank sends in one refit."""
         load = np.zeros(self.train.world, dtype=np.int64)
-        for bundle in self.bundles:
-            template = self.templates[bundle.template]
-            served = replica_bytes(template, bundle, self.src_replicas(bundle), self.train_pulls(bundle))
-            np.add.at(load, self.holdings[bundle.src].ranks, served)
+        for transfers in self.transfer_groups:
+            pattern = self.patterns[transfers.pattern]
+            served = replica_bytes(pattern, transfers, self.src_replicas(transfers), self.train_pulls(transfers))
+            np.add.at(load, self.rank_grids[transfers.src], served)
         return load
 
     @cached_property
     def recv_bytes(self) -> NDArray[np.int64]:
         """Bytes that each generation rank receives in one refit."""
         load = np.zeros(self.gen.world, dtype=np.int64)
-        for bundle in self.bundles:
-            template = self.templates[bundle.template]
-            arriving = np.zeros(len(template.dst.pieces), dtype=np.int64)
-            np.add.at(arriving, [move.dst for move in template.moves], template.move_bytes)
-            np.add.at(load, self.holdings[bundle.dst].ranks, (arriving * bundle.members)[:, None])
+        for transfers in self.transfer_groups:
+            pattern = self.patterns[transfers.pattern]
+            arriving = np.zeros(len(pattern.dst.pieces), dtype=np.int64)
+            np.add.at(arriving, [overlap.dst for overlap in pattern.overlaps], pattern.overlap_bytes)
+            np.add.at(load, self.rank_grids[transfers.dst], (arriving * transfers.members)[:, None])
         return load
 
     @cached_property
     def relay_bytes(self) -> NDArray[np.int64]:
         """Bytes that each generation rank passes on to other replicas in one refit."""
         load = np.zeros(self.gen.world, dtype=np.int64)
-        for bundle in self.bundles if self.relay else ():
-            replicas = self.dst_replicas(bundle)
-            landed = landing_bytes(self.templates[bundle.template], bundle, replicas)
-            np.add.at(load, self.holdings[bundle.dst].ranks, landed * (replicas - 1))
+        for transfers in self.transfer_groups if self.relay else ():
+            replicas = self.dst_replicas(transfers)
+            landed = landing_bytes(self.patterns[transfers.pattern], transfers, replicas)
+            np.add.at(load, self.rank_grids[transfers.dst], landed * (replicas - 1))
         return load
 
     @property
@@ -297,41 +305,54 @@ class Plan:
     def stage_totals(self) -> tuple[tuple[int, int, int], ...]:
         """(pp_stage, transfers, bytes) of every stage."""
         totals = {stage: [0, 0] for stage in range(self.train.pp)}
-        for bundle in self.bundles:
-            template = self.templates[bundle.template]
-            pulls = bundle.members * self.dst_replicas(bundle)
-            totals[bundle.pp_stage][0] += pulls * len(template.moves)
-            totals[bundle.pp_stage][1] += pulls * int(template.move_bytes.sum())
-        return tuple((stage, transfers, nbytes) for stage, (transfers, nbytes) in totals.items())
+        for transfers in self.transfer_groups:
+            pattern = self.patterns[transfers.pattern]
+            pulls = transfers.members * self.dst_replicas(transfers)
+            totals[transfers.pp_stage][0] += pulls * len(pattern.overlaps)
+            totals[transfers.pp_stage][1] += pulls * int(pattern.overlap_bytes.sum())
+        return tuple((stage, count, nbytes) for stage, (count, nbytes) in totals.items())
 
 
-def replica_of(template: Template, bundle: Bundle, replicas: int, pulls_each: int, member: Numbers, move: Numbers,
-               dst_replica: Numbers) -> NDArray[np.int64]:  # fmt: skip
+def replica_of(
+    pattern: TransferPattern,
+    transfers: TransferGroup,
+    replicas: int,
+    pulls_each: int,
+    member: Numbers,
+    overlap: Numbers,
+    dst_replica: Numbers,
+) -> NDArray[np.int64]:
     """Which source replica serves a pull; arguments broadcast against each other.
 
     `replicas` is the number of source replicas, `pulls_each` how often each move is pulled: once by every destination
     replica, or once where these relay.
     """
-    sources = np.array([m.src for m in template.moves], dtype=np.int64)
-    step = _coprime(template.moves_of_source * pulls_each, replicas)[sources[move]]
-    number = template.order_in_source[move] * pulls_each + dst_replica
-    return (bundle.rotation + member * step + number) % replicas
+    sources = np.array([m.src for m in pattern.overlaps], dtype=np.int64)
+    step = _coprime(pattern.overlaps_of_source * pulls_each, replicas)[sources[overlap]]
+    number = pattern.order_in_source[overlap] * pulls_each + dst_replica
+    return (transfers.first_src_replica + member * step + number) % replicas
 
 
-def replica_bytes(template: Template, bundle: Bundle, replicas: int, pulls_each: int) -> NDArray[np.int64]:
-    """Bytes that each source replica serves, as [shards, replicas]."""
+def replica_bytes(
+    pattern: TransferPattern, transfers: TransferGroup, replicas: int, pulls_each: int
+) -> NDArray[np.int64]:
+    """Bytes that each source replica serves, as [parts, replicas]."""
     dst = np.arange(pulls_each)[None, None, :]
     return _round_robin_bytes(
-        template, bundle, replicas, [m.src for m in template.moves], len(template.src.pieces),
-        lambda member, move: replica_of(template, bundle, replicas, pulls_each, member, move, dst),
+        pattern, transfers, replicas, [m.src for m in pattern.overlaps], len(pattern.src.pieces),
+        lambda member, overlap: replica_of(pattern, transfers, replicas, pulls_each, member, overlap, dst),
     )  # fmt: skip
 
 
-def landing_of(template: Template, bundle: Bundle, replicas: int, member: Numbers, move: Numbers) -> NDArray[np.int64]:
+def landing_of(
+    pattern: TransferPattern, transfers: TransferGroup, replicas: int, member: Numbers, overlap: Numbers
+) -> NDArray[np.int64]:
     """Which destination replica a move lands on where the plan relays; arguments broadcast against each other."""
-    shards = np.array([m.dst for m in template.moves], dtype=np.int64)
-    step = _coprime(template.moves_of_destination, replicas)[shards[move]]
-    found: NDArray[np.int64] = (bundle.landing + member * step + template.order_in_destination[move]) % replicas
+    parts = np.array([m.dst for m in pattern.overlaps], dtype=np.int64)
+    step = _coprime(pattern.overlaps_of_destination, replicas)[parts[overlap]]
+    found: NDArray[np.int64] = (
+        transfers.first_dst_replica + member * step + pattern.order_in_destination[overlap]
+    ) % replicas
     return found
 
 
@@ -343,23 +364,23 @@ def _coprime(counts: NDArray[np.int64], replicas: int) -> NDArray[np.int64]:
     return found
 
 
-def landing_bytes(template: Template, bundle: Bundle, replicas: int) -> NDArray[np.int64]:
-    """Bytes that land on each destination replica where the plan relays, as [shards, replicas]."""
+def landing_bytes(pattern: TransferPattern, transfers: TransferGroup, replicas: int) -> NDArray[np.int64]:
+    """Bytes that land on each destination replica where the plan relays, as [parts, replicas]."""
     return _round_robin_bytes(
-        template, bundle, replicas, [m.dst for m in template.moves], len(template.dst.pieces),
-        lambda member, move: landing_of(template, bundle, replicas, member, move),
+        pattern, transfers, replicas, [m.dst for m in pattern.overlaps], len(pattern.dst.pieces),
+        lambda member, overlap: landing_of(pattern, transfers, replicas, member, overlap),
     )  # fmt: skip
 
 
-def _round_robin_bytes(template: Template, bundle: Bundle, replicas: int, shard_of: Sequence[int], shards: int,
+def _round_robin_bytes(pattern: TransferPattern, transfers: TransferGroup, replicas: int, part_of: Sequence[int], parts: int,
                        chosen: Callable[[Numbers, Numbers], NDArray[np.int64]]) -> NDArray[np.int64]:  # fmt: skip
-    """Bytes by (shard, chosen replica). `chosen` takes members [m, 1, 1] and moves [1, n, 1] and is periodic in the member."""
-    taken = np.zeros((shards, replicas), dtype=np.int64)
-    period = min(replicas, bundle.members)
+    """Bytes by (part, chosen replica). `chosen` takes members [m, 1, 1] and moves [1, n, 1] and is periodic in the member."""
+    taken = np.zeros((parts, replicas), dtype=np.int64)
+    period = min(replicas, transfers.members)
     member = np.arange(period)
-    repeats = bundle.members // period + (member < bundle.members % period)
-    found = chosen(member[:, None, None], np.arange(len(template.moves))[None, :, None])
-    weight = repeats[:, None, None] * template.move_bytes[None, :, None]
-    shard = np.array(shard_of, dtype=np.int64)[None, :, None]
-    np.add.at(taken, (np.broadcast_to(shard, found.shape), found), np.broadcast_to(weight, found.shape))
+    repeats = transfers.members // period + (member < transfers.members % period)
+    found = chosen(member[:, None, None], np.arange(len(pattern.overlaps))[None, :, None])
+    weight = repeats[:, None, None] * pattern.overlap_bytes[None, :, None]
+    part = np.array(part_of, dtype=np.int64)[None, :, None]
+    np.add.at(taken, (np.broadcast_to(part, found.shape), found), np.broadcast_to(weight, found.shape))
     return taken

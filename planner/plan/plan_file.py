@@ -15,13 +15,23 @@ import numpy as np
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
-from mcore_reshard.planner.layout.partitions import Padding, Shards
+from mcore_reshard.planner.layout.partitions import Padding, Partition
 from mcore_reshard.planner.model.parameters import ParameterGroup, Role
 
-from .plan import Bundle, BundleLayer, GroupCast, Holding, Move, Pair, Plan, Policy, Template, UnplannedGroup
+from .plan import (
+    GroupCast,
+    Overlap,
+    Plan,
+    Policy,
+    QuantizedPair,
+    TransferGroup,
+    TransferLayer,
+    TransferPattern,
+    UnplannedGroup,
+)
 
 FORMAT = "mcore-reshard plan"
-VERSION = 2
+VERSION = 3
 
 
 class PlanFileError(ValueError):
@@ -93,7 +103,7 @@ def _encode(plan: Plan) -> dict[str, Any]:
     def tensor(value: LocalTensor) -> int:
         return tensors.setdefault(value, len(tensors))
 
-    def shards(value: Shards) -> dict[str, Any]:
+    def partition(value: Partition) -> dict[str, Any]:
         return {
             "pieces": [
                 [[*_region(p.region), tensor(p.tensor), p.origin, p.dims, p.view, p.slot_dim] for p in pieces]
@@ -102,13 +112,13 @@ def _encode(plan: Plan) -> dict[str, Any]:
             "padding": [[[tensor(p.tensor), *_region(p.box)] for p in padding] for padding in value.padding],
         }
 
-    templates = [
+    patterns = [
         {
-            "src": shards(t.src),
-            "dst": shards(t.dst),
-            "moves": [[m.src, m.src_piece, m.dst, m.dst_piece, *_region(m.region)] for m in t.moves],
+            "src": partition(t.src),
+            "dst": partition(t.dst),
+            "overlaps": [[m.src, m.src_piece, m.dst, m.dst_piece, *_region(m.region)] for m in t.overlaps],
         }
-        for t in plan.templates
+        for t in plan.patterns
     ]
     return {
         "model": plan.model,
@@ -117,18 +127,18 @@ def _encode(plan: Plan) -> dict[str, Any]:
         "engine": plan.engine,
         "policy": plan.policy,
         "groups": [
-            [g.pattern, g.role.value, g.shape, g.dtype, g.layers, g.experts, g.view, g.mtp] for g in plan.groups
+            [g.name_pattern, g.role.value, g.shape, g.dtype, g.layers, g.experts, g.view, g.mtp] for g in plan.groups
         ],
         "tensors": [[t.name, t.shape, t.dtype] for t in tensors],
-        "templates": templates,
-        "holdings": [h.ranks.tolist() for h in plan.holdings],
-        "bundles": [
+        "patterns": patterns,
+        "rank_grids": [ranks.tolist() for ranks in plan.rank_grids],
+        "transfer_groups": [
             [
-                b.group, b.template, b.pp_stage, b.src, b.dst,
+                b.group, b.pattern, b.pp_stage, b.src, b.dst,
                 [[at.layer, at.vp_stage, at.src_local, at.dst_local] for at in b.layers],
-                b.experts, b.src_slot, b.dst_slot, b.rotation, b.landing,
+                b.experts, b.src_slot, b.dst_slot, b.first_src_replica, b.first_dst_replica,
             ]
-            for b in plan.bundles
+            for b in plan.transfer_groups
         ],
         "misc": [[u.group, u.reason] for u in plan.misc],
         "excluded": [[u.group, u.reason] for u in plan.excluded],
@@ -170,7 +180,7 @@ _LARGEST = 1 << 48
 _NAMES = {int: "a number", str: "a text", bool: "true or false"}
 _SIZES = [int]
 _PIECE = (_SIZES, _SIZES, int, _SIZES, _SIZES, _SIZES, int)
-_SHARDS = {"pieces": [[_PIECE]], "padding": [[(int, _SIZES, _SIZES)]]}
+_PARTITION = {"pieces": [[_PIECE]], "padding": [[(int, _SIZES, _SIZES)]]}
 _FORM = {
     "model": str,
     "train": {**dict.fromkeys(TrainMesh.__dataclass_fields__, int), "layers": _SIZES},
@@ -179,9 +189,9 @@ _FORM = {
     "policy": str,
     "groups": [(str, str, _SIZES, str, _SIZES, int, _SIZES, bool)],
     "tensors": [(str, _SIZES, str)],
-    "templates": [{"src": _SHARDS, "dst": _SHARDS, "moves": [(int, int, int, int, _SIZES, _SIZES)]}],
-    "holdings": [[_SIZES]],
-    "bundles": [(int, int, int, int, int, [(int, int, int, int)], (int, int), int, int, int, int)],
+    "patterns": [{"src": _PARTITION, "dst": _PARTITION, "overlaps": [(int, int, int, int, _SIZES, _SIZES)]}],
+    "rank_grids": [[_SIZES]],
+    "transfer_groups": [(int, int, int, int, int, [(int, int, int, int)], (int, int), int, int, int, int)],
     "misc": [(int, str)],
     "excluded": [(int, str)],
     "relay": bool,
@@ -193,8 +203,8 @@ _FORM = {
 def _decode(body: dict[str, Any]) -> Plan:
     tensors = [LocalTensor(name, tuple(shape), dtype) for name, shape, dtype in body["tensors"]]
 
-    def shards(value: dict[str, Any]) -> Shards:
-        return Shards(
+    def partition(value: dict[str, Any]) -> Partition:
+        return Partition(
             tuple(
                 tuple(
                     Piece(Region(tuple(a), tuple(b)), tensors[t], tuple(origin), tuple(dims), tuple(view), slot)
@@ -225,29 +235,41 @@ def _decode(body: dict[str, Any]) -> Plan:
         engine=body["engine"],
         policy=body["policy"],
         groups=tuple(
-            ParameterGroup(pattern, Role(role), tuple(shape), dtype, tuple(layers), experts, tuple(view), mtp)
-            for pattern, role, shape, dtype, layers, experts, view, mtp in body["groups"]
+            ParameterGroup(name_pattern, Role(role), tuple(shape), dtype, tuple(layers), experts, tuple(view), mtp)
+            for name_pattern, role, shape, dtype, layers, experts, view, mtp in body["groups"]
         ),
-        templates=tuple(
-            Template(
-                shards(t["src"]),
-                shards(t["dst"]),
-                tuple(Move(a, b, c, d, Region(tuple(start), tuple(stop))) for a, b, c, d, start, stop in t["moves"]),
+        patterns=tuple(
+            TransferPattern(
+                partition(t["src"]),
+                partition(t["dst"]),
+                tuple(
+                    Overlap(a, b, c, d, Region(tuple(start), tuple(stop))) for a, b, c, d, start, stop in t["overlaps"]
+                ),
             )
-            for t in body["templates"]
+            for t in body["patterns"]
         ),
-        holdings=tuple(Holding(np.array(ranks, dtype=np.int32)) for ranks in body["holdings"]),
-        bundles=tuple(
-            Bundle(
-                group, template, stage, src, dst, tuple(BundleLayer(*at) for at in layers), tuple(experts), s, d, *turns
+        rank_grids=tuple(np.array(ranks, dtype=np.int32) for ranks in body["rank_grids"]),
+        transfer_groups=tuple(
+            TransferGroup(
+                group,
+                pattern,
+                stage,
+                src,
+                dst,
+                tuple(TransferLayer(*at) for at in layers),
+                tuple(experts),
+                s,
+                d,
+                *turns,
             )
-            for group, template, stage, src, dst, layers, experts, s, d, *turns in body["bundles"]
+            for group, pattern, stage, src, dst, layers, experts, s, d, *turns in body["transfer_groups"]
         ),
         misc=unplanned(body["misc"]),
         excluded=unplanned(body["excluded"]),
         relay=body["relay"],
         pairs=tuple(
-            Pair(weight, scales, (rows, columns), touched) for weight, scales, (rows, columns), touched in body["pairs"]
+            QuantizedPair(weight, scales, (rows, columns), touched)
+            for weight, scales, (rows, columns), touched in body["pairs"]
         ),
         casts=tuple(GroupCast(group, src, dst) for group, src, dst in body["casts"]),
     )

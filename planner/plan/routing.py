@@ -1,7 +1,7 @@
 """Choose how every group of a model travels: point to point, by the misc route with a reason, or not at all.
 
 A whitelist: a group is bulk only where both layouts know it, the bytes are equal or a cast is declared, and whatever
-shares a tensor with it is bulk too. A quantised weight and its scales have one route.
+shares a tensor with it is bulk too. A quantized weight and its scales have one route.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from mcore_reshard.planner.layout.block_scales import in_dtype, splits_blocks
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
-from mcore_reshard.planner.layout.partitions import Excluded, Layout, Misc, Placement, Shards
+from mcore_reshard.planner.layout.partitions import Excluded, Layout, Misc, Partition, PartitionOwners
 from mcore_reshard.planner.layout.transformer_engine import computed_scales
-from mcore_reshard.planner.model.parameters import Attention, Catalogue, ParameterGroup, Role
+from mcore_reshard.planner.model.parameters import Attention, ModelParameters, ParameterGroup, Role
 from mcore_reshard.planner.model.precision import (
     CASTS,
     FP8,
-    QUANTISED,
+    QUANTIZED,
     Block,
     Format,
     Precision,
@@ -29,15 +29,15 @@ from .plan import Policy
 
 _QKV_ROLES = {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS}
 
-ScalesOf = Mapping[int, tuple[Shards, Shards]]  # id of a weight's shards -> those shards and the ones of its scales
+ScalesOf = Mapping[int, tuple[Partition, Partition]]  # id of a weight's parts -> those parts and the ones of its scales
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
     """Both ends of a bulk group. `src_scales` and `dst_scales` say where the scales of each cut lie."""
 
-    src: tuple[Placement, ...]
-    dst: tuple[Placement, ...]
+    src: tuple[PartitionOwners, ...]
+    dst: tuple[PartitionOwners, ...]
     src_scales: ScalesOf = field(default_factory=dict)
     dst_scales: ScalesOf = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class Routed:
     route: Ends | Misc | Excluded
     scales: ParameterGroup | None = None
     block: Block = (0, 0)
-    touched: bool = False  # as in Pair
+    touched: bool = False  # as in QuantizedPair
     cast: tuple[str, str] | None = None  # (dtype in the trainer, dtype in the engine)
 
 
@@ -58,7 +58,7 @@ class Routed:
 class Side:
     """One side of a plan: the model in its main dtype, where that is kept, and its precision."""
 
-    catalogue: Catalogue
+    model_parameters: ModelParameters
     layout: Layout
     precision: Precision
 
@@ -72,14 +72,14 @@ class Router:
         self._tensor_names: dict[int, list[tuple[str, int]]] = {}
 
     def routes(self) -> list[Routed]:
-        groups = [*zip(self._source.catalogue.groups, self._destination.catalogue.groups, strict=True)]
+        groups = [*zip(self._source.model_parameters.groups, self._destination.model_parameters.groups, strict=True)]
         routed = [self._routed(held, wanted) for held, wanted in groups]
         self._keep_fused_together(routed)
         return [_saying_what_is_cast(held, entry) for (held, _), entry in zip(groups, routed, strict=True)]
 
     def _routed(self, held: ParameterGroup, wanted: ParameterGroup) -> Routed:
         gen = self._destination.precision
-        form = gen.format if is_converted(wanted, self._destination.catalogue) else None
+        form = gen.format if is_converted(wanted, self._destination.model_parameters) else None
         destination = self._destination.layout.place(wanted)
         if form is not None and len(wanted.view) != 2:
             reason = (
@@ -89,7 +89,7 @@ class Router:
         if form is None:
             return self._plain(held, wanted, destination)
         scales, block = scales_group(wanted, form), form.block_of(wanted)
-        route, cast = self._quantised(held, wanted, destination, form, block)
+        route, cast = self._quantized(held, wanted, destination, form, block)
         touched = (
             isinstance(route, Ends)
             and form.block is not None
@@ -97,15 +97,15 @@ class Router:
         )
         return Routed(replace(wanted, dtype=FP8), route, scales, block, touched, cast)
 
-    def _plain(self, held: ParameterGroup, wanted: ParameterGroup, destination: tuple[Placement, ...] | Misc | Excluded
+    def _plain(self, held: ParameterGroup, wanted: ParameterGroup, destination: tuple[PartitionOwners, ...] | Misc | Excluded
     ) -> Routed:  # fmt: skip
-        """A group that the engine does not quantise."""
+        """A group that the engine does not quantize."""
         ends = self._ends(held, destination)
         if not isinstance(ends, Ends):
             return Routed(wanted, ends)
         if (form := self._held_format(held)) is not None:
             return Routed(
-                wanted, Misc(f"trainer holds {form.name}, engine {wanted.dtype}: nothing dequantises on the way")
+                wanted, Misc(f"trainer holds {form.name}, engine {wanted.dtype}: nothing dequantizes on the way")
             )
         have, want = _dtypes(ends.src), _dtypes(ends.dst)
         if have == want:
@@ -116,15 +116,15 @@ class Router:
         reason = f"trainer holds {'/'.join(sorted(have))}, engine {'/'.join(sorted(want))}: no cast is declared"
         return Routed(wanted, Misc(reason))
 
-    def _quantised(
-        self, held: ParameterGroup, wanted: ParameterGroup, destination: tuple[Placement, ...] | Misc | Excluded,
+    def _quantized(
+        self, held: ParameterGroup, wanted: ParameterGroup, destination: tuple[PartitionOwners, ...] | Misc | Excluded,
         form: Format, block: Block,
     ) -> tuple[Ends | Misc | Excluded, tuple[str, str] | None]:  # fmt: skip
         """A pair of weight and scales: both arrive as they are, or both are made from one tensor on the way."""
         ends, held_form = self._ends(held, destination), self._held_format(held)
         if not isinstance(ends, Ends):
             return ends, None
-        dst = _with_scales(ends.dst, FP8, lambda shards: self._destination.layout.scales(wanted, shards, form))
+        dst = _with_scales(ends.dst, FP8, lambda partition: self._destination.layout.scales(wanted, partition, form))
         if isinstance(dst, Misc):
             return Misc(f"engine: {dst.reason}"), None
         cast, src_dtype = None, FP8
@@ -133,23 +133,23 @@ class Router:
             cast = (src_dtype, FP8)
             if form.block is None or form.scales != "float32" or cast not in CASTS:
                 return Misc(f"trainer holds {src_dtype}, engine {form.name}: nothing casts that on the way"), None
-            src = _with_scales(ends.src, src_dtype, lambda shards: computed_scales(held, shards, block))
+            src = _with_scales(ends.src, src_dtype, lambda partition: computed_scales(held, partition, block))
         elif held_form != form:
-            return Misc(f"trainer holds {held_form.name}, engine {form.name}: nothing requantises on the way"), None
+            return Misc(f"trainer holds {held_form.name}, engine {form.name}: nothing requantizes on the way"), None
         else:
-            src = _with_scales(ends.src, FP8, lambda shards: self._source.layout.scales(held, shards, form))
+            src = _with_scales(ends.src, FP8, lambda partition: self._source.layout.scales(held, partition, form))
         if isinstance(src, Misc):
             return Misc(f"trainer: {src.reason}"), None
         return Ends(src[0], dst[0], src[1], dst[1]), cast
 
     def _held_format(self, group: ParameterGroup) -> Format | None:
-        """The trainer's fp8_param quantises every linear weight but those of whole layers, which groups are divided by."""
+        """The trainer's fp8_param quantizes every linear weight but those of whole layers, which groups are divided by."""
         held = self._source.precision
-        kept = group.role not in QUANTISED or any(layer in held.unquantised_layers for layer in group.layers)
+        kept = group.role not in QUANTIZED or any(layer in held.unquantized_layers for layer in group.layers)
         return None if kept else held.format
 
     def _ends(
-        self, held: ParameterGroup, destination: tuple[Placement, ...] | Misc | Excluded
+        self, held: ParameterGroup, destination: tuple[PartitionOwners, ...] | Misc | Excluded
     ) -> Ends | Misc | Excluded:
         """Placements on both ends where both layouts know the group."""
         if isinstance(destination, Excluded):
@@ -163,7 +163,7 @@ class Router:
 
     def _too_few_kv_heads(self, group: ParameterGroup) -> str:
         """The conservative rule: num_query_groups < max(train tp, gen tp)."""
-        attention = self._source.catalogue.architecture.attention
+        attention = self._source.model_parameters.architecture.attention
         if group.role not in _QKV_ROLES or not isinstance(attention, Attention):
             return ""
         widest = max(self._train.tp, self._gen.tp)
@@ -185,7 +185,7 @@ class Router:
             for index, entry in enumerate(routed):
                 if isinstance(entry.route, Misc):
                     for name, layer in self._tensors(index):
-                        text = f"shares {name} with {entry.group.pattern} ({entry.route.reason})"
+                        text = f"shares {name} with {entry.group.name_pattern} ({entry.route.reason})"
                         reasons.setdefault((name, layer), text)
             for index, entry in enumerate(routed):
                 if isinstance(entry.route, Ends):
@@ -202,12 +202,15 @@ class Router:
                 for tensor in self._tensors(index):
                     first = routed[users.setdefault(tensor, index)]
                     if (first.group.dtype, first.cast) != (entry.group.dtype, entry.cast):
-                        yield index, f"shares {tensor[0]} with {first.group.pattern}, which the engine keeps otherwise"
+                        yield (
+                            index,
+                            f"shares {tensor[0]} with {first.group.name_pattern}, which the engine keeps otherwise",
+                        )
 
     def _tensors(self, index: int) -> list[tuple[str, int]]:
         """(name, layer) of the tensors that hold a group, those of the trainer first."""
         if index not in self._tensor_names:
-            held, wanted = self._source.catalogue.groups[index], self._destination.catalogue.groups[index]
+            held, wanted = self._source.model_parameters.groups[index], self._destination.model_parameters.groups[index]
             found = []
             for placed in (self._source.layout.place(held), self._destination.layout.place(wanted)):
                 names = set() if isinstance(placed, (Misc, Excluded)) else _names(placed)
@@ -216,28 +219,28 @@ class Router:
         return self._tensor_names[index]
 
 
-def _with_scales(placements: tuple[Placement, ...], dtype: str, scales_of: Callable[[Shards], Shards | Misc]
-) -> tuple[tuple[Placement, ...], ScalesOf] | Misc:  # fmt: skip
+def _with_scales(owner_sets: tuple[PartitionOwners, ...], dtype: str, scales_of: Callable[[Partition], Partition | Misc]
+) -> tuple[tuple[PartitionOwners, ...], ScalesOf] | Misc:  # fmt: skip
     """The placements with their data in a dtype, and the scales of each cut; placements share cuts."""
-    cuts: dict[int, Shards] = {}  # by id of the cut that a placement came with
-    scales: dict[int, tuple[Shards, Shards]] = {}
-    for placement in placements:
-        if id(placement.shards) not in cuts:
-            found = scales_of(placement.shards)
+    cuts: dict[int, Partition] = {}  # by id of the cut that a placement came with
+    scales: dict[int, tuple[Partition, Partition]] = {}
+    for owners in owner_sets:
+        if id(owners.partition) not in cuts:
+            found = scales_of(owners.partition)
             if isinstance(found, Misc):
                 return found
-            cut = in_dtype(placement.shards, dtype)
-            cuts[id(placement.shards)] = cut
+            cut = in_dtype(owners.partition, dtype)
+            cuts[id(owners.partition)] = cut
             scales[id(cut)] = (cut, found)
-    return tuple(replace(p, shards=cuts[id(p.shards)]) for p in placements), scales
+    return tuple(replace(p, partition=cuts[id(p.partition)]) for p in owner_sets), scales
 
 
-def _names(placements: tuple[Placement, ...]) -> set[str]:
-    return {piece.tensor.name for placement in placements for held in placement.shards.pieces for piece in held}
+def _names(owner_sets: tuple[PartitionOwners, ...]) -> set[str]:
+    return {piece.tensor.name for owners in owner_sets for held in owners.partition.pieces for piece in held}
 
 
-def _dtypes(placements: tuple[Placement, ...]) -> set[str]:
-    return {piece.tensor.dtype for placement in placements for held in placement.shards.pieces for piece in held}
+def _dtypes(owner_sets: tuple[PartitionOwners, ...]) -> set[str]:
+    return {piece.tensor.dtype for owners in owner_sets for held in owners.partition.pieces for piece in held}
 
 
 def _saying_what_is_cast(held: ParameterGroup, entry: Routed) -> Routed:

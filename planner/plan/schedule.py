@@ -1,6 +1,6 @@
 """What one rank does in a refit: the rows of the plan that name it, as columns.
 
-Both ends of a transfer list it in the same order (stage, bundle, member, move), so the two sequences between any pair of
+Both ends of a transfer list it in the same order (stage, transfer group, member, move), so the two sequences between any pair of
 ranks agree without a word being exchanged. Extents are in wire order and equal on both ends; strides are each end's own.
 """
 
@@ -17,11 +17,21 @@ from mcore_reshard.planner.layout.geometry import LocalTensor
 
 World = Literal["train", "gen"]
 
-__all__ = ["Cast", "Geometry", "LocalTensor", "Pulls", "Relay", "Schedule", "StageSchedule", "TransferTable", "World"]
+__all__ = [
+    "Cast",
+    "LocalTensor",
+    "Relay",
+    "Schedule",
+    "SourceTable",
+    "StageSchedule",
+    "StridedBox",
+    "TransferTable",
+    "World",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class StridedBox:
     """How a transfer's elements lie in a local tensor: extents in wire order, element strides of the same dims."""
 
     extents: tuple[int, ...]
@@ -34,11 +44,11 @@ class TransferTable:
 
     peer: NDArray[np.int32]  # rank in the other world
     tensor: NDArray[np.int32]  # index into Schedule.tensors
-    geometry: NDArray[np.int32]  # index into Schedule.geometries
+    strided_box: NDArray[np.int32]  # index into Schedule.geometries
     offset: NDArray[np.int64]  # elements from the start of the local tensor
     nbytes: NDArray[np.int64]  # bytes on the wire, in the destination's dtype
-    bundle: NDArray[np.int32]  # index into Plan.bundles
-    member: NDArray[np.int32]  # index of the parameter in its bundle
+    transfer_group: NDArray[np.int32]  # index into Plan.transfer groups
+    member: NDArray[np.int32]  # index of the parameter in its transfer group
 
     def __len__(self) -> int:
         return len(self.peer)
@@ -63,16 +73,18 @@ class Schedule:
     train_ranks: int
     gen_ranks: int
     tensors: tuple[LocalTensor, ...]
-    geometries: tuple[Geometry, ...]
+    strided_boxes: tuple[StridedBox, ...]
     stages: tuple[StageSchedule, ...]
     padding: tuple[
-        tuple[int, int, Geometry], ...
+        tuple[int, int, StridedBox], ...
     ]  # (tensor, offset, geometry): to be zeroed once, no parameter fills it
     misc: tuple[str, ...]  # HF names that travel by the misc route
-    parameter_name: Callable[[int, int], str]  # (bundle, member) -> HF name, for messages
-    # HF names of all weights that the engine keeps quantised -> those of their scales, and the scales' dtype
+    parameter_name: Callable[[int, int], str]  # (transfer group, member) -> HF name, for messages
+    # HF names of all weights that the engine keeps quantized -> those of their scales, and the scales' dtype
     pair_names: Callable[[], Mapping[str, tuple[str, str]]] = dict
-    pulls: Callable[[], Pulls] | None = None  # generation ranks: the other end of `recvs`, for executors that read it
+    source_table: Callable[[], SourceTable] | None = (
+        None  # generation ranks: the other end of `recvs`, for executors that read it
+    )
     casts: tuple[Cast, ...] = ()  # training ranks: what changes its dtype before it is sent
     # Training ranks: indices of tensors that the trainer does not have, the scales that casts compute. They are sent as
     # any other tensor.
@@ -125,15 +137,15 @@ class Relay:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulls:
+class SourceTable:
     """Where the bytes that one generation rank receives lie at their sources, for a receiver that reads them itself.
 
-    `stages[i]` goes row by row with `Schedule.stages[i].recvs`: the same peer, bytes, bundle and member, but tensor,
+    `stages[i]` goes row by row with `Schedule.stages[i].recvs`: the same peer, bytes, transfer group and member, but tensor,
     geometry and offset are those of the training rank `peer`. Ranks may have tensors of the same name.
     """
 
     rank: int  # of the receiver, in the generation world
     digest: str
     tensors: tuple[LocalTensor, ...]
-    geometries: tuple[Geometry, ...]
+    strided_boxes: tuple[StridedBox, ...]
     stages: tuple[TransferTable, ...]

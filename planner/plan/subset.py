@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from .schedule import Pulls, Schedule, StageSchedule, TransferTable
+from .schedule import Schedule, SourceTable, StageSchedule, TransferTable
 
 
 def with_peers(schedule: Schedule, peers: Collection[int]) -> Schedule:
@@ -20,7 +20,11 @@ def with_peers(schedule: Schedule, peers: Collection[int]) -> Schedule:
     """
     chosen = np.array(sorted(peers), np.int64)
     kept = replace(schedule, stages=tuple(_stage(stage, chosen) for stage in schedule.stages))
-    return kept if schedule.pulls is None else replace(kept, pulls=partial(_pulls, schedule.pulls, chosen))
+    return (
+        kept
+        if schedule.source_table is None
+        else replace(kept, source_table=partial(_source_table, schedule.source_table, chosen))
+    )
 
 
 def peers_of(schedule: Schedule) -> frozenset[int]:
@@ -42,6 +46,6 @@ def _table(table: TransferTable, peers: NDArray[np.int64]) -> TransferTable:
     return TransferTable(*(getattr(table, column.name)[kept] for column in fields(TransferTable)))
 
 
-def _pulls(whole: Callable[[], Pulls], peers: NDArray[np.int64]) -> Pulls:
-    pulls = whole()
-    return replace(pulls, stages=tuple(_table(table, peers) for table in pulls.stages))
+def _source_table(whole: Callable[[], SourceTable], peers: NDArray[np.int64]) -> SourceTable:
+    source_table = whole()
+    return replace(source_table, stages=tuple(_table(table, peers) for table in source_table.stages))

@@ -12,28 +12,28 @@ from typing import NamedTuple
 
 from mcore_reshard.planner.layout.engines import Transposed, UnknownEngineError, engine_named
 from mcore_reshard.planner.layout.geometry import Piece, Region
-from mcore_reshard.planner.layout.partitions import Shards
+from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup, Role
-from mcore_reshard.planner.plan.plan import Bundle, GroupCast, Plan, Template
+from mcore_reshard.planner.plan.plan import GroupCast, Plan, TransferGroup, TransferPattern
 
 from .quantized import check_pair_references
-from .report import Violation, all_ranks, bundle_name, bundle_ranks
+from .report import Violation, all_ranks, transfer_group_name, transfer_group_ranks
 from .storage import MEGATRON, sections_fault, shared_name_fault, storage_fault
 from .tiling import tiling_fault
 
 
 class Fault(NamedTuple):
-    """A violation of a template, before it is said for which parameter; shards are None where all are meant."""
+    """A violation of a pattern, before it is said for which parameter; parts are None where all are meant."""
 
     rule: str
-    src_shard: int | None
-    dst_shard: int | None
+    src_part: int | None
+    dst_part: int | None
     message: str
 
 
-def _ends(shard: int, is_src: bool) -> tuple[int | None, int | None]:
-    """(source shard, destination shard) of what concerns one end."""
-    return (shard, None) if is_src else (None, shard)
+def _ends(part: int, is_src: bool) -> tuple[int | None, int | None]:
+    """(source part, destination part) of what concerns one end."""
+    return (part, None) if is_src else (None, part)
 
 
 # --- references
@@ -46,18 +46,22 @@ def check_references(plan: Plan) -> Iterator[Violation]:
     except UnknownEngineError as error:
         yield Violation("references", "all parameters", all_ranks(plan), str(error))
     checked: set[tuple[int, int, int]] = set()
-    for index, bundle in enumerate(plan.bundles):
-        if message := _dangling(plan, bundle):
+    for index, transfers in enumerate(plan.transfer_groups):
+        if message := _dangling(plan, transfers):
             yield Violation("references", f"bundle {index}", all_ranks(plan), message)
             continue
-        group = plan.groups[bundle.group]
-        messages = [*_member_faults(bundle, group)]
-        key = (bundle.template, len(plan.holdings[bundle.src].ranks), len(plan.holdings[bundle.dst].ranks))
+        group = plan.groups[transfers.group]
+        messages = [*_member_faults(transfers, group)]
+        key = (
+            transfers.pattern,
+            len(plan.rank_grids[transfers.src]),
+            len(plan.rank_grids[transfers.dst]),
+        )
         if key not in checked:
-            messages += _shard_faults(plan, bundle)
+            messages += _part_faults(plan, transfers)
             checked.add(key)
         for message in messages:
-            yield Violation("references", group.pattern, bundle_ranks(plan, bundle), message)
+            yield Violation("references", group.name_pattern, transfer_group_ranks(plan, transfers), message)
     for entry in (*plan.misc, *plan.excluded):
         if not 0 <= entry.group < len(plan.groups):
             message = f"group {entry.group} does not exist, the plan has {len(plan.groups)}"
@@ -65,41 +69,47 @@ def check_references(plan: Plan) -> Iterator[Violation]:
     yield from check_pair_references(plan)
 
 
-def _dangling(plan: Plan, bundle: Bundle) -> str:
+def _dangling(plan: Plan, transfers: TransferGroup) -> str:
     for what, number, size in (
-        ("group", bundle.group, len(plan.groups)),
-        ("template", bundle.template, len(plan.templates)),
-        ("source holding", bundle.src, len(plan.holdings)),
-        ("destination holding", bundle.dst, len(plan.holdings)),
+        ("group", transfers.group, len(plan.groups)),
+        ("pattern", transfers.pattern, len(plan.patterns)),
+        ("source rank grid", transfers.src, len(plan.rank_grids)),
+        ("destination rank grid", transfers.dst, len(plan.rank_grids)),
     ):
         if not 0 <= number < size:
             return f"{what} {number} does not exist, the plan has {size}"
-    for what, holding in (("source", bundle.src), ("destination", bundle.dst)):
-        ranks = plan.holdings[holding].ranks
+    for what, grid in (("source", transfers.src), ("destination", transfers.dst)):
+        ranks = plan.rank_grids[grid]
         if ranks.ndim != 2 or not ranks.size:
             return f"{what} ranks of shape {ranks.shape} are not [shards, replicas]"
     return ""
 
 
-def _member_faults(bundle: Bundle, group: ParameterGroup) -> Iterator[str]:
-    layers = [at.layer for at in bundle.layers]
+def _member_faults(transfers: TransferGroup, group: ParameterGroup) -> Iterator[str]:
+    layers = [at.layer for at in transfers.layers]
     if not layers or len(set(layers)) != len(layers) or not set(layers) <= set(group.layers or (-1,)):
         yield f"layers {layers} are not layers of {group.layers or 'no layer'}, once each"
-    low, high = bundle.experts
+    low, high = transfers.experts
     if not (0 <= low < high <= group.experts if group.experts else (low, high) == (0, 0)):
         yield f"experts [{low}, {high}) are not among {group.experts}"
 
 
-def _shard_faults(plan: Plan, bundle: Bundle) -> Iterator[str]:
-    template = plan.templates[bundle.template]
-    for side, shards, holding in (("source", template.src, bundle.src), ("destination", template.dst, bundle.dst)):
-        rows = len(plan.holdings[holding].ranks)
-        if len(shards.pieces) != rows:
-            yield f"{side} has {len(shards.pieces)} shards for {rows} rows of ranks"
-        if shards.padding and len(shards.padding) != len(shards.pieces):
-            yield f"{side} has {len(shards.pieces)} shards, and padding for {len(shards.padding)}"
-    for number, move in enumerate(template.moves):
-        ends = ((template.src, move.src, move.src_piece), (template.dst, move.dst, move.dst_piece))
+def _part_faults(plan: Plan, transfers: TransferGroup) -> Iterator[str]:
+    pattern = plan.patterns[transfers.pattern]
+    for side, partition, grid in (
+        ("source", pattern.src, transfers.src),
+        ("destination", pattern.dst, transfers.dst),
+    ):
+        rows = len(plan.rank_grids[grid])
+        if len(partition.pieces) != rows:
+            yield f"{side} has {len(partition.pieces)} shards for {rows} rows of ranks"
+        if partition.padding and len(partition.padding) != len(partition.pieces):
+            yield f"{side} has {len(partition.pieces)} shards, and padding for {len(partition.padding)}"
+    for number, overlap in enumerate(pattern.overlaps):
+        ends = (
+            (pattern.src, overlap.src, overlap.src_piece),
+            (pattern.dst, overlap.dst, overlap.dst_piece),
+        )
         if any(not 0 <= c < len(s.pieces) or not 0 <= p < len(s.pieces[c]) for s, c, p in ends):
             yield f"move {number} names a piece that does not exist"
 
@@ -109,25 +119,25 @@ def _shard_faults(plan: Plan, bundle: Bundle) -> Iterator[str]:
 
 def check_pieces(plan: Plan) -> Iterator[Violation]:
     """Pieces lie inside of their parameter and of their tensor, and so does padding; dtypes are known."""
-    for index, bundle in _first_uses(plan):
-        template, view = plan.templates[index], plan.groups[bundle.group].view
-        for shards, is_src in ((template.src, True), (template.dst, False)):
-            for shard, message in _placing_faults(shards, Region.whole(view)):
-                where = bundle_ranks(plan, bundle, *_ends(shard, is_src))
-                yield Violation("bounds", bundle_name(plan, bundle), where, message)
+    for index, transfers in _first_uses(plan):
+        pattern, view = plan.patterns[index], plan.groups[transfers.group].view
+        for partition, is_src in ((pattern.src, True), (pattern.dst, False)):
+            for part, message in _placing_faults(partition, Region.whole(view)):
+                where = transfer_group_ranks(plan, transfers, *_ends(part, is_src))
+                yield Violation("bounds", transfer_group_name(plan, transfers), where, message)
 
 
-def _placing_faults(shards: Shards, whole: Region) -> Iterator[tuple[int, str]]:
-    for shard, pieces in enumerate(shards.pieces):
+def _placing_faults(partition: Partition, whole: Region) -> Iterator[tuple[int, str]]:
+    for part, pieces in enumerate(partition.pieces):
         for piece in pieces:
             if message := _piece_fault(piece, whole):
-                yield shard, message
-    for shard, padding in enumerate(shards.padding):
+                yield part, message
+    for part, padding in enumerate(partition.padding):
         for entry in padding:
             shape = entry.tensor.shape
             fits = len(entry.box.start) == len(shape) and min(shape, default=1) > 0
             if not fits or not Region.whole(shape).contains(entry.box):
-                yield shard, f"padding {entry.box} is outside of {entry.tensor.name} {shape}"
+                yield part, f"padding {entry.box} is outside of {entry.tensor.name} {shape}"
 
 
 def _piece_fault(piece: Piece, whole: Region) -> str:
@@ -155,7 +165,7 @@ def _piece_fault(piece: Piece, whole: Region) -> str:
 def check_groups(plan: Plan) -> Iterator[Violation]:
     """Every parameter is listed once and has exactly one route; only prediction layers may be left out."""
     routes: dict[int, Counter[str]] = defaultdict(Counter)
-    for bulk in {bundle.group for bundle in plan.bundles}:
+    for bulk in {transfers.group for transfers in plan.transfer_groups}:
         routes[bulk]["bulk"] = 1
     for name, unplanned in (("misc", plan.misc), ("excluded", plan.excluded)):
         for entry in unplanned:
@@ -172,98 +182,101 @@ def check_groups(plan: Plan) -> Iterator[Violation]:
             found = " and ".join(sorted(routes[index].elements())) or "by no route"
             yield _group_violation(plan, index, f"travels {found}; every parameter has exactly one route")
         layers = set(group.layers or (-1,))
-        if len(layers) < len(group.layers) or layers & listed[group.pattern]:
+        if len(layers) < len(group.layers) or layers & listed[group.name_pattern]:
             yield _group_violation(plan, index, "the plan lists the same parameter twice")
-        listed[group.pattern] |= layers
+        listed[group.name_pattern] |= layers
 
 
 def _group_violation(plan: Plan, group: int, message: str) -> Violation:
-    return Violation("groups", plan.groups[group].pattern, all_ranks(plan), message)
+    return Violation("groups", plan.groups[group].name_pattern, all_ranks(plan), message)
 
 
-# --- templates
+# --- patterns
 
 
-def check_templates(plan: Plan) -> Iterator[Violation]:
+def check_patterns(plan: Plan) -> Iterator[Violation]:
     """Cuts tile the parameter, moves tile the destination, and both lie in storage as declared."""
     serves: dict[tuple[bool, str], set[Role]] = defaultdict(set)
     casts, scales = {cast.group: cast for cast in plan.casts}, {pair.scales for pair in plan.pairs}
     transposed = engine_named(plan.engine).transposed
-    for index, bundle in _first_uses(plan):
-        group = plan.groups[bundle.group]
-        for is_src, shards in ((True, plan.templates[index].src), (False, plan.templates[index].dst)):
-            for name in {piece.tensor.name for pieces in shards.pieces for piece in pieces}:
+    for index, transfers in _first_uses(plan):
+        group = plan.groups[transfers.group]
+        for is_src, partition in (
+            (True, plan.patterns[index].src),
+            (False, plan.patterns[index].dst),
+        ):
+            for name in {piece.tensor.name for pieces in partition.pieces for piece in pieces}:
                 before = shared_name_fault(serves[is_src, name])
                 serves[is_src, name].add(group.role)
                 if not before and (message := shared_name_fault(serves[is_src, name])):
-                    where = bundle_ranks(plan, bundle)
-                    yield Violation("names", bundle_name(plan, bundle), where, f"{name} {message}")
-        faults = [*_move_faults(plan.templates[index], casts.get(bundle.group))]
-        if bundle.group not in scales:  # those lie as their weights do, which is checked of pairs
-            faults += _storage_faults(plan.templates[index], group, transposed)
-        for fault in (*_template_faults(plan.templates[index], group, bundle.group in scales), *faults):
-            where = bundle_ranks(plan, bundle, fault.src_shard, fault.dst_shard)
-            yield Violation(fault.rule, bundle_name(plan, bundle), where, fault.message)
+                    where = transfer_group_ranks(plan, transfers)
+                    yield Violation("names", transfer_group_name(plan, transfers), where, f"{name} {message}")
+        faults = [*_move_faults(plan.patterns[index], casts.get(transfers.group))]
+        if transfers.group not in scales:  # those lie as their weights do, which is checked of pairs
+            faults += _storage_faults(plan.patterns[index], group, transposed)
+        for fault in (*_pattern_faults(plan.patterns[index], group, transfers.group in scales), *faults):
+            where = transfer_group_ranks(plan, transfers, fault.src_part, fault.dst_part)
+            yield Violation(fault.rule, transfer_group_name(plan, transfers), where, fault.message)
 
 
-def _first_uses(plan: Plan) -> Iterator[tuple[int, Bundle]]:
-    """Each template with the first bundle of each way of using it (shape, role, in layers or not, experts or not, cast)."""
+def _first_uses(plan: Plan) -> Iterator[tuple[int, TransferGroup]]:
+    """Each pattern with the first transfer group of each way of using it (shape, role, in layers or not, experts or not, cast)."""
     seen: set[object] = set()
     casts, scales = {cast.group: cast for cast in plan.casts}, {pair.scales for pair in plan.pairs}
-    for bundle in plan.bundles:
-        group, cast = plan.groups[bundle.group], casts.get(bundle.group)
-        use = (bundle.template, group.view, group.role, bool(group.layers), bool(group.experts),
-               cast and (cast.src, cast.dst), bundle.group in scales)  # fmt: skip
+    for transfers in plan.transfer_groups:
+        group, cast = plan.groups[transfers.group], casts.get(transfers.group)
+        use = (transfers.pattern, group.view, group.role, bool(group.layers), bool(group.experts),
+               cast and (cast.src, cast.dst), transfers.group in scales)  # fmt: skip
         if use not in seen:
             seen.add(use)
-            yield bundle.template, bundle
+            yield transfers.pattern, transfers
 
 
-def _template_faults(template: Template, group: ParameterGroup, is_scales: bool) -> Iterator[Fault]:
+def _pattern_faults(pattern: TransferPattern, group: ParameterGroup, is_scales: bool) -> Iterator[Fault]:
     whole = Region.whole(group.view)
-    if message := tiling_fault(whole, [piece.region for pieces in template.src.pieces for piece in pieces]):
+    if message := tiling_fault(whole, [piece.region for pieces in pattern.src.pieces for piece in pieces]):
         yield Fault("source", None, None, f"source shards do not tile the parameter {whole}: {message}")
-    wanted = list({piece.region: None for pieces in template.dst.pieces for piece in pieces})
+    wanted = list({piece.region: None for pieces in pattern.dst.pieces for piece in pieces})
     if not is_scales and (message := tiling_fault(whole, wanted)):  # of scales the proof of pairs knows who wants which
         yield Fault("consumed", None, None, f"destination shards do not tile the parameter {whole}: {message}")
-    for shards, is_src in ((template.src, True), (template.dst, False)):
-        for shard, pieces in enumerate(shards.pieces):
+    for partition, is_src in ((pattern.src, True), (pattern.dst, False)):
+        for part, pieces in enumerate(partition.pieces):
             for message in _name_faults(pieces, group, is_src):
-                yield Fault("names", *_ends(shard, is_src), message)
-        if sections := sections_fault(shards.pieces, group.role, is_src):
-            shard, message = sections
-            yield Fault("order", *_ends(shard, is_src), message)
-        for shard, rule, message in _shards_faults(shards, is_scales):
-            yield Fault(rule, *_ends(shard, is_src), message)
+                yield Fault("names", *_ends(part, is_src), message)
+        if sections := sections_fault(partition.pieces, group.role, is_src):
+            part, message = sections
+            yield Fault("order", *_ends(part, is_src), message)
+        for part, rule, message in _partition_faults(partition, is_scales):
+            yield Fault(rule, *_ends(part, is_src), message)
 
 
-def _storage_faults(template: Template, group: ParameterGroup, engine: Transposed) -> Iterator[Fault]:
-    for shards, is_src in ((template.src, True), (template.dst, False)):
-        for shard, pieces in enumerate(shards.pieces):
+def _storage_faults(pattern: TransferPattern, group: ParameterGroup, engine: Transposed) -> Iterator[Fault]:
+    for partition, is_src in ((pattern.src, True), (pattern.dst, False)):
+        for part, pieces in enumerate(partition.pieces):
             for piece in pieces:
                 if message := storage_fault(piece, group.role, MEGATRON if is_src else engine):
-                    yield Fault("storage", *_ends(shard, is_src), message)
+                    yield Fault("storage", *_ends(part, is_src), message)
 
 
-def _move_faults(template: Template, cast: GroupCast | None) -> Iterator[Fault]:
+def _move_faults(pattern: TransferPattern, cast: GroupCast | None) -> Iterator[Fault]:
     arriving: dict[tuple[int, int], list[Region]] = defaultdict(list)
-    for move in template.moves:
-        held = template.src.pieces[move.src][move.src_piece].region
-        src = template.src.pieces[move.src][move.src_piece].tensor
-        dst = template.dst.pieces[move.dst][move.dst_piece].tensor
-        if len(move.region.start) != len(held.start) or not held.contains(move.region):
-            yield Fault("cover", move.src, move.dst, f"{move.region} is sent by a shard that holds {held}")
-        if not move.region.elements:
-            yield Fault("cover", move.src, move.dst, f"{move.region} is empty")
+    for overlap in pattern.overlaps:
+        held = pattern.src.pieces[overlap.src][overlap.src_piece].region
+        src = pattern.src.pieces[overlap.src][overlap.src_piece].tensor
+        dst = pattern.dst.pieces[overlap.dst][overlap.dst_piece].tensor
+        if len(overlap.region.start) != len(held.start) or not held.contains(overlap.region):
+            yield Fault("cover", overlap.src, overlap.dst, f"{overlap.region} is sent by a shard that holds {held}")
+        if not overlap.region.elements:
+            yield Fault("cover", overlap.src, overlap.dst, f"{overlap.region} is empty")
         if src.dtype != dst.dtype if cast is None else (src.dtype, dst.dtype) != (cast.src, cast.dst):
             declared = f"the cast declared is from {cast.src} to {cast.dst}" if cast else "no cast is declared"
             message = f"{src.name} is {src.dtype}, {dst.name} is {dst.dtype}, and {declared}"
-            yield Fault("bytes", move.src, move.dst, message)
-        arriving[move.dst, move.dst_piece].append(move.region)
-    for shard, pieces in enumerate(template.dst.pieces):
+            yield Fault("bytes", overlap.src, overlap.dst, message)
+        arriving[overlap.dst, overlap.dst_piece].append(overlap.region)
+    for part, pieces in enumerate(pattern.dst.pieces):
         for number, piece in enumerate(pieces):
-            if message := tiling_fault(piece.region, arriving[shard, number]):
-                yield Fault("cover", None, shard, f"{piece.region} is not written exactly once: {message}")
+            if message := tiling_fault(piece.region, arriving[part, number]):
+                yield Fault("cover", None, part, f"{piece.region} is not written exactly once: {message}")
 
 
 def _name_faults(pieces: tuple[Piece, ...], group: ParameterGroup, is_src: bool) -> Iterator[str]:
@@ -280,35 +293,35 @@ def _name_faults(pieces: tuple[Piece, ...], group: ParameterGroup, is_src: bool)
         if group.experts and not stacked:
             wanted.add("expert")
         if stacked and not group.experts:
-            yield f"{name} stacks experts, {group.pattern} has none"
+            yield f"{name} stacks experts, {group.name_pattern} has none"
         if fields != wanted:
             yield f"{name} varies with {sorted(fields) or 'nothing'}, must vary with {sorted(wanted) or 'nothing'}"
 
 
-def _shards_faults(shards: Shards, padded_each: bool) -> Iterator[tuple[int, str, str]]:
-    """(shard, rule, message): shards have the same tensors, ascend, are replicated alike, and only the last are padded.
+def _partition_faults(partition: Partition, padded_each: bool) -> Iterator[tuple[int, str, str]]:
+    """(part, rule, message): parts have the same tensors, ascend, are replicated alike, and only the last are padded.
 
     `padded_each`: tensors of scales may be padded on every rank.
     """
-    filled = [(shard, pieces) for shard, pieces in enumerate(shards.pieces) if pieces]
+    filled = [(part, pieces) for part, pieces in enumerate(partition.pieces) if pieces]
     tensors = {piece.tensor.name: piece.tensor for _, pieces in filled for piece in pieces}
-    for (before, held), (shard, pieces) in pairwise(filled):
+    for (before, held), (part, pieces) in pairwise(filled):
         if {piece.tensor for piece in pieces} != {piece.tensor for piece in held}:
-            message = f"shards {before} and {shard} lie in different tensors: {_tensors(held)} and {_tensors(pieces)}"
-            yield shard, "names", message
+            message = f"shards {before} and {part} lie in different tensors: {_tensors(held)} and {_tensors(pieces)}"
+            yield part, "names", message
         matched = len(held) == len(pieces)
         for low, high in zip(held, pieces, strict=True) if matched else [(held[0], pieces[0])]:
             if low.region.start > high.region.start:
-                yield shard, "order", f"shard {shard} holds {high.region}, shard {before} before it {low.region}"
-    for shard, pieces in filled:
+                yield part, "order", f"shard {part} holds {high.region}, shard {before} before it {low.region}"
+    for part, pieces in filled:
         if message := _experts_fault(pieces):
-            yield shard, "order", message
-    for shard, padding in enumerate(shards.padding):
+            yield part, "order", message
+    for part, padding in enumerate(partition.padding):
         for entry in padding:
             if tensors.setdefault(entry.tensor.name, entry.tensor) != entry.tensor:
-                yield shard, "names", f"padding is of {entry.tensor}, pieces are of {tensors[entry.tensor.name]}"
-        if padding and not padded_each and any(shards.pieces[shard + 1 :]):
-            yield shard, "order", f"shard {shard} is padded, but later shards still hold parts of the parameter"
+                yield part, "names", f"padding is of {entry.tensor}, pieces are of {tensors[entry.tensor.name]}"
+        if padding and not padded_each and any(partition.pieces[part + 1 :]):
+            yield part, "order", f"shard {part} is padded, but later shards still hold parts of the parameter"
     copies = Counter(pieces[0].region for _, pieces in filled)
     if len(set(copies.values())) > 1:
         uneven = ", ".join(f"{region} by {count}" for region, count in list(copies.items())[:4])

@@ -1,30 +1,30 @@
 """Prove a plan before a byte moves.
 
 The proof looks at the plan alone: it does not ask the layout rules again, so it also holds for plans read from a file.
-Templates are checked once each; what differs between bundles (ranks, layers, experts, slots) is checked per bundle; and
-local tensors are checked per class of ranks that hold the same shards. The cost follows the number of distinct layouts.
+Each pattern is checked once. Ranks, layers, experts and slots are checked per transfer group, and
+local tensors are checked per class of ranks that hold the same parts. The cost follows the number of distinct layouts.
 
 A plan is sound when
   references  records refer to what exists, and layers and experts are the group's;
   bounds      pieces and padding lie inside of their parameter and their tensor, with a known dtype;
   groups      every parameter is listed once, and has one route: bulk, misc or (prediction layers only) excluded;
-  source      source shards tile the parameter;
-  consumed    destination shards tile it too, whole shards apart that are replicated;
+  source      source parts tile the parameter;
+  consumed    destination parts tile it too, whole parts apart that are replicated;
   cover       the moves into each destination piece tile it, out of pieces that hold what they send;
   bytes       both ends of a move have the same dtype, hence equal bytes, or those of the cast that is declared;
   storage     pieces lie in their tensors as Hugging Face has them, or transposed where `storage` declares it;
-  order       shards, fused parameters and rows follow each other as declared;
-  names       all shards lie in the same tensors, whose names vary with chunk, layer and expert where they must;
+  order       parts, fused parameters and rows follow each other as declared;
+  names       all parts lie in the same tensors, whose names vary with chunk, layer and expert where they must;
   tensors     pieces and declared padding tile each tensor of either world;
-  holders     the ranks named are those that hold the shard on the mesh;
+  holders     the ranks named are those that hold the part on the mesh;
   places      layers are read and written where both pipelines keep them;
   arrivals    every bulk parameter arrives once on each stage of the engine that holds it;
-  pairs       quantised weights and their scales have one route, the same ranks and turns, and agree block by block;
+  pairs       quantized weights and their scales have one route, the same ranks and turns, and agree block by block;
   casts       dtypes change only in declared, known ways, and all of a tensor is sent in one dtype;
-  stages      bundles leave in stage order, towards generation ranks only (so no cycle).
+  stages      transfer groups leave in stage order, towards generation ranks only (so no cycle).
 
 What it cannot see: tensors that the model does not have, under that name and of that shape (binding refuses them); and,
-since names mean nothing to it, two parameters of one shape in each other's place, a parameter that the catalogue does
+since names mean nothing to it, two parameters of one shape in each other's place, a parameter that the model's parameters does
 not list, KV groups counted wrongly (validation against golden shows them).
 """
 
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.plan import Plan
 
-from .patterns import check_groups, check_pieces, check_references, check_templates
+from .patterns import check_groups, check_patterns, check_pieces, check_references
 from .quantized import check_casts, check_pairs
 from .ranks import check_ranks
 from .report import Violation
@@ -45,7 +45,7 @@ from .tensors import check_tensors
 
 __all__ = ["Proof", "ProofError", "Violation", "prove"]
 
-_SHOWN = 20  # violations kept per rule: a broken template breaks thousands of parameters
+_SHOWN = 20  # violations kept per rule: a broken pattern breaks thousands of parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def prove(plan: Plan) -> Proof:
     for check in (check_references, check_pieces):
         if violations := tuple(_few_per_rule(check(plan))):
             return Proof(violations, 0, 0)  # nothing else can be evaluated
-    checks = (check_groups, check_templates, check_ranks, check_tensors, check_pairs, check_casts)
+    checks = (check_groups, check_patterns, check_ranks, check_tensors, check_pairs, check_casts)
     wanted, covered = _bytes(plan)
     return Proof(tuple(v for check in checks for v in _few_per_rule(check(plan))), wanted, covered)
 
@@ -91,10 +91,10 @@ def _few_per_rule(found: Iterable[Violation]) -> Iterator[Violation]:
 def _bytes(plan: Plan) -> tuple[int, int]:
     """Bytes that destination pieces hold over all ranks, and bytes that moves bring."""
     wanted = covered = 0
-    for bundle in plan.bundles:
-        template = plan.templates[bundle.template]
-        copies = bundle.members * plan.dst_replicas(bundle)
-        held = sum(p.region.elements * ITEMSIZE[p.tensor.dtype] for pieces in template.dst.pieces for p in pieces)
+    for transfers in plan.transfer_groups:
+        pattern = plan.patterns[transfers.pattern]
+        copies = transfers.members * plan.dst_replicas(transfers)
+        held = sum(p.region.elements * ITEMSIZE[p.tensor.dtype] for pieces in pattern.dst.pieces for p in pieces)
         wanted += held * copies
-        covered += int(template.move_bytes.sum()) * copies
+        covered += int(pattern.overlap_bytes.sum()) * copies
     return wanted, covered

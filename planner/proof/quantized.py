@@ -1,4 +1,4 @@
-"""The proof of precision: quantised weights travel with their own scales, and dtypes change only where declared."""
+"""The proof of precision: quantized weights travel with their own scales, and dtypes change only where declared."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from mcore_reshard.planner.layout.block_scales import blocks_touched
 from mcore_reshard.planner.layout.geometry import Piece
-from mcore_reshard.planner.layout.partitions import Shards
+from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup, Role
 from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
-from mcore_reshard.planner.plan.plan import Bundle, Pair, Plan, Template
+from mcore_reshard.planner.plan.plan import Plan, QuantizedPair, TransferGroup, TransferPattern
 
-from .report import Violation, all_ranks, bundle_name, bundle_ranks
+from .report import Violation, all_ranks, transfer_group_name, transfer_group_ranks
 
 _SCALES = {"float32", "uint8"}
 
@@ -32,7 +32,7 @@ def check_pair_references(plan: Plan) -> Iterator[Violation]:
             yield Violation("references", f"cast of group {cast.group}", all_ranks(plan), message)
 
 
-def _pair_dangles(plan: Plan, pair: Pair) -> str:
+def _pair_dangles(plan: Plan, pair: QuantizedPair) -> str:
     if not all(0 <= group < len(plan.groups) for group in (pair.weight, pair.scales)):
         return f"groups {pair.weight} and {pair.scales} are not both among the plan's {len(plan.groups)}"
     if pair.weight == pair.scales or min(pair.block) < 1:
@@ -46,40 +46,62 @@ def _pair_dangles(plan: Plan, pair: Pair) -> str:
 
 
 def check_pairs(plan: Plan) -> Iterator[Violation]:
-    """Weight and scales have one route, the same bundles, and cuts and moves that agree block by block."""
-    bundles: dict[int, list[int]] = defaultdict(list)
-    for index, bundle in enumerate(plan.bundles):
-        bundles[bundle.group].append(index)
+    """Weight and scales have one route, the same transfer groups, and cuts and moves that agree block by block."""
+    transfer_groups: dict[int, list[int]] = defaultdict(list)
+    for index, transfers in enumerate(plan.transfer_groups):
+        transfer_groups[transfers.group].append(index)
     yield from _membership(plan)
-    yield from _blocks(plan, bundles.keys())
+    yield from _blocks(plan, transfer_groups.keys())
     unplanned = [Counter(u.group for u in routes) for routes in (plan.misc, plan.excluded)]
     casts = {cast.group for cast in plan.casts}
     checked: dict[tuple[int, int, tuple[int, int], bool, str], str] = {}
     for pair in plan.pairs:
         weight, scales = plan.groups[pair.weight], plan.groups[pair.scales]
         if message := _group_fault(weight, scales, pair):
-            yield Violation("pairs", scales.pattern, all_ranks(plan), message)
+            yield Violation("pairs", scales.name_pattern, all_ranks(plan), message)
             continue
         if any(routes[pair.weight] != routes[pair.scales] for routes in unplanned):
-            yield Violation("pairs", scales.pattern, all_ranks(plan), f"{weight.pattern} travels by another route")
+            yield Violation(
+                "pairs", scales.name_pattern, all_ranks(plan), f"{weight.name_pattern} travels by another route"
+            )
             continue
-        beside = {_place(plan.bundles[index]): plan.bundles[index] for index in bundles[pair.scales]}
-        for index in bundles[pair.weight]:
-            bundle = plan.bundles[index]
-            found = beside.pop(_place(bundle), None)
+        beside = {
+            _place(plan.transfer_groups[index]): plan.transfer_groups[index] for index in transfer_groups[pair.scales]
+        }
+        for index in transfer_groups[pair.weight]:
+            transfers = plan.transfer_groups[index]
+            found = beside.pop(_place(transfers), None)
             if found is None:
                 message = "its scales do not travel with it: no bundle of theirs has the same members, ranks and turn"
-                yield Violation("pairs", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+                yield Violation(
+                    "pairs",
+                    transfer_group_name(plan, transfers),
+                    transfer_group_ranks(plan, transfers),
+                    message,
+                )
                 continue
-            key = (bundle.template, found.template, pair.block, pair.weight in casts, scales.dtype)
+            key = (
+                transfers.pattern,
+                found.pattern,
+                pair.block,
+                pair.weight in casts,
+                scales.dtype,
+            )
             if key not in checked:
-                templates = plan.templates[bundle.template], plan.templates[found.template]
-                checked[key] = _template_fault(*templates, pair, weight, scales, pair.weight in casts)
+                patterns = (
+                    plan.patterns[transfers.pattern],
+                    plan.patterns[found.pattern],
+                )
+                checked[key] = _pattern_fault(*patterns, pair, weight, scales, pair.weight in casts)
             if checked[key]:
-                yield Violation("pairs", bundle_name(plan, found), bundle_ranks(plan, found), checked[key])
-        for bundle in beside.values():
+                yield Violation(
+                    "pairs", transfer_group_name(plan, found), transfer_group_ranks(plan, found), checked[key]
+                )
+        for transfers in beside.values():
             message = "scales travel without their weight: no bundle of its has the same members, ranks and turn"
-            yield Violation("pairs", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+            yield Violation(
+                "pairs", transfer_group_name(plan, transfers), transfer_group_ranks(plan, transfers), message
+            )
 
 
 def _membership(plan: Plan) -> Iterator[Violation]:
@@ -87,55 +109,62 @@ def _membership(plan: Plan) -> Iterator[Violation]:
     members = Counter(group for pair in plan.pairs for group in (pair.weight, pair.scales))
     for group, count in members.items():
         if count > 1:
-            yield Violation("pairs", plan.groups[group].pattern, all_ranks(plan), f"it is in {count} pairs")
+            yield Violation("pairs", plan.groups[group].name_pattern, all_ranks(plan), f"it is in {count} pairs")
     weights = {pair.weight for pair in plan.pairs}
     lone: set[tuple[int, int]] = set()
-    for bundle in plan.bundles:
-        use = (bundle.group, bundle.template)
-        if bundle.group not in weights and use not in lone:
+    for transfers in plan.transfer_groups:
+        use = (transfers.group, transfers.pattern)
+        if transfers.group not in weights and use not in lone:
             lone.add(use)
-            if FP8 in _dtypes(plan.templates[bundle.template].dst):
+            if FP8 in _dtypes(plan.patterns[transfers.pattern].dst):
                 message = f"{FP8} arrives, and no scales are paired with it"
-                yield Violation("pairs", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+                yield Violation(
+                    "pairs",
+                    transfer_group_name(plan, transfers),
+                    transfer_group_ranks(plan, transfers),
+                    message,
+                )
 
 
 def _blocks(plan: Plan, bulk: Collection[int]) -> Iterator[Violation]:
     """Blocks have one size, unless every matrix is a block of its own."""
-    first: Pair | None = None
+    first: QuantizedPair | None = None
     for pair in plan.pairs:
         if pair.weight in bulk and pair.block != plan.groups[pair.weight].view:
             first = first or pair
             if pair.block != first.block:
-                message = f"blocks of {pair.block}, while {plan.groups[first.weight].pattern} has {first.block}"
-                yield Violation("pairs", plan.groups[pair.scales].pattern, all_ranks(plan), message)
+                message = f"blocks of {pair.block}, while {plan.groups[first.weight].name_pattern} has {first.block}"
+                yield Violation("pairs", plan.groups[pair.scales].name_pattern, all_ranks(plan), message)
 
 
-def _group_fault(weight: ParameterGroup, scales: ParameterGroup, pair: Pair) -> str:
+def _group_fault(weight: ParameterGroup, scales: ParameterGroup, pair: QuantizedPair) -> str:
     grid = grid_of((weight.view[0], weight.view[1]), pair.block)
     if scales.view != grid:
-        return f"{scales.view} scales for {weight.pattern} {weight.view} in blocks of {pair.block}, which are {grid}"
+        return (
+            f"{scales.view} scales for {weight.name_pattern} {weight.view} in blocks of {pair.block}, which are {grid}"
+        )
     for what in ("role", "layers", "experts", "mtp"):
         if getattr(weight, what) != getattr(scales, what):
-            return f"paired with {weight.pattern}, of which it does not have the {what}"
+            return f"paired with {weight.name_pattern}, of which it does not have the {what}"
     if weight.dtype != FP8 or scales.dtype not in _SCALES:
-        return f"{scales.dtype} scales for {weight.pattern} in {weight.dtype}"
+        return f"{scales.dtype} scales for {weight.name_pattern} in {weight.dtype}"
     return ""
 
 
-def _place(bundle: Bundle) -> Bundle:
-    """What a weight's bundle and that of its scales have in common: all but group and template."""
-    return replace(bundle, group=0, template=0)
+def _place(transfers: TransferGroup) -> TransferGroup:
+    """What a weight's transfer group and that of its scales have in common: all but group and pattern."""
+    return replace(transfers, group=0, pattern=0)
 
 
-def _template_fault(weight: Template, scales: Template, pair: Pair, group: ParameterGroup,
+def _pattern_fault(weight: TransferPattern, scales: TransferPattern, pair: QuantizedPair, group: ParameterGroup,
                     scales_group: ParameterGroup, is_cast: bool) -> str:  # fmt: skip
-    """Why two templates do not agree block by block ("" when they do)."""
+    """Why two patterns do not agree block by block ("" when they do)."""
     for data, grid, is_src in ((weight.src, scales.src, True), (weight.dst, scales.dst, False)):
         if len(data.pieces) != len(grid.pieces):
             return f"{len(data.pieces)} shards of the weight, {len(grid.pieces)} of its scales"
-        for shard, (held, beside) in enumerate(zip(data.pieces, grid.pieces, strict=True)):
+        for part, (held, beside) in enumerate(zip(data.pieces, grid.pieces, strict=True)):
             if len(held) != len(beside):
-                return f"shard {shard} has {len(held)} pieces of the weight and {len(beside)} of its scales"
+                return f"shard {part} has {len(held)} pieces of the weight and {len(beside)} of its scales"
             for piece, scale in zip(held, beside, strict=True):
                 message = _piece_fault(piece, scale, pair, group, is_src)
                 if scale.tensor.dtype != scales_group.dtype:
@@ -143,19 +172,19 @@ def _template_fault(weight: Template, scales: Template, pair: Pair, group: Param
                 if is_src and is_cast and not message:
                     message = _computed_fault(piece, scale, pair.block)
                 if message:
-                    return f"shard {shard}: {message}"
-    if len(weight.moves) != len(scales.moves):
-        return f"{len(weight.moves)} moves of the weight, {len(scales.moves)} of its scales"
-    for move, scaled in zip(weight.moves, scales.moves, strict=True):
-        if scaled != replace(move, region=blocks_touched(move.region, pair.block)):
+                    return f"shard {part}: {message}"
+    if len(weight.overlaps) != len(scales.overlaps):
+        return f"{len(weight.overlaps)} moves of the weight, {len(scales.overlaps)} of its scales"
+    for overlap, scaled in zip(weight.overlaps, scales.overlaps, strict=True):
+        if scaled != replace(overlap, region=blocks_touched(overlap.region, pair.block)):
             return (
-                f"weights {move.region} go from shard {move.src} to {move.dst} with scales {scaled.region} from"
+                f"weights {overlap.region} go from shard {overlap.src} to {overlap.dst} with scales {scaled.region} from"
                 f" {scaled.src} to {scaled.dst}"
             )
     return ""
 
 
-def _piece_fault(piece: Piece, scale: Piece, pair: Pair, group: ParameterGroup, is_src: bool) -> str:
+def _piece_fault(piece: Piece, scale: Piece, pair: QuantizedPair, group: ParameterGroup, is_src: bool) -> str:
     """Every local block of the weight is a block of the parameter, or a part of one, whose scale lies in its place.
 
     Where scales come from, blocks are whole: a scale of a part of a block is not the parameter's. Where the pair says
@@ -208,9 +237,9 @@ def check_casts(plan: Plan) -> Iterator[Violation]:
     counts = Counter(cast.group for cast in plan.casts)
     sent_as: dict[tuple[object, ...], tuple[str, str]] = {}  # trainer's tensor -> dtype on the wire, parameter
     casts = {cast.group: cast for cast in plan.casts}
-    bulk = {bundle.group for bundle in plan.bundles}
+    bulk = {transfers.group for transfers in plan.transfer_groups}
     for cast in plan.casts:
-        name = plan.groups[cast.group].pattern
+        name = plan.groups[cast.group].name_pattern
         if counts[cast.group] > 1 or cast.group not in bulk:
             yield Violation("casts", name, all_ranks(plan), "cast once, and on the bulk route only")
         if (cast.src, cast.dst) not in CASTS:
@@ -222,20 +251,25 @@ def check_casts(plan: Plan) -> Iterator[Violation]:
         if (cast.dst == FP8) != (cast.group in weights):
             yield Violation("casts", name, all_ranks(plan), "a cast to FP8 fills the scales of a pair, no other does")
     seen: set[tuple[object, ...]] = set()
-    for bundle in plan.bundles:
-        use = (bundle.group, bundle.template, bundle.pp_stage, bundle.layers)
+    for transfers in plan.transfer_groups:
+        use = (transfers.group, transfers.pattern, transfers.pp_stage, transfers.layers)
         if use in seen:
             continue
         seen.add(use)
-        wire = casts[bundle.group].dst if bundle.group in casts else "it is"
-        for name in {piece.tensor.name for held in plan.templates[bundle.template].src.pieces for piece in held}:
-            for at in bundle.layers:
-                place = (name, bundle.pp_stage, at.vp_stage, at.src_local)
-                known, parameter = sent_as.setdefault(place, (wire, bundle_name(plan, bundle)))
+        wire = casts[transfers.group].dst if transfers.group in casts else "it is"
+        for name in {piece.tensor.name for held in plan.patterns[transfers.pattern].src.pieces for piece in held}:
+            for at in transfers.layers:
+                place = (name, transfers.pp_stage, at.vp_stage, at.src_local)
+                known, parameter = sent_as.setdefault(place, (wire, transfer_group_name(plan, transfers)))
                 if known != wire:
                     message = f"{name} is sent as {wire}, and as {known} for {parameter}"
-                    yield Violation("casts", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+                    yield Violation(
+                        "casts",
+                        transfer_group_name(plan, transfers),
+                        transfer_group_ranks(plan, transfers),
+                        message,
+                    )
 
 
-def _dtypes(shards: Shards) -> set[str]:
-    return {piece.tensor.dtype for held in shards.pieces for piece in held}
+def _dtypes(partition: Partition) -> set[str]:
+    return {piece.tensor.dtype for held in partition.pieces for piece in held}

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, MeshError, TrainMesh
 from mcore_reshard.planner.model.parameters import ParameterGroup, Role
-from mcore_reshard.planner.plan.plan import Bundle, BundleLayer, Plan
+from mcore_reshard.planner.plan.plan import Plan, TransferGroup, TransferLayer
 
-from .report import Violation, all_ranks, bundle_name, bundle_ranks, listed
+from .report import Violation, all_ranks, listed, transfer_group_name, transfer_group_ranks
 
 # All experts of a layer are one parameter, cut over the expert mesh.
 _STACKED = {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN, Role.STACKED_DOWN_BIAS}
@@ -51,22 +51,29 @@ def _check_places(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
     """Layers are read and written where the pipelines keep them; what is in no layer, at the pipeline's ends."""
     checked: set[tuple[object, ...]] = set()
     has_mtp = any(group.mtp for group in plan.groups)
-    for bundle in plan.bundles:
-        group = plan.groups[bundle.group]
-        key = (bundle.pp_stage, bundle.layers, bool(group.layers) or group.role)
+    for transfers in plan.transfer_groups:
+        group = plan.groups[transfers.group]
+        key = (transfers.pp_stage, transfers.layers, bool(group.layers) or group.role)
         if key in checked:
             continue
         checked.add(key)
-        for at in bundle.layers:
-            if message := _place_fault(plan.train, pipelines, bundle.pp_stage, at, group.role, has_mtp):
-                yield Violation("places", group.name(at.layer, bundle.experts[0]), bundle_ranks(plan, bundle), message)
-        if len({pipelines.gen[at.layer] for at in bundle.layers if at.layer >= 0}) > 1:
-            message = f"layers {listed(at.layer for at in bundle.layers)} are on different stages of the engine"
-            yield Violation("places", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+        for at in transfers.layers:
+            if message := _place_fault(plan.train, pipelines, transfers.pp_stage, at, group.role, has_mtp):
+                yield Violation(
+                    "places",
+                    group.name(at.layer, transfers.experts[0]),
+                    transfer_group_ranks(plan, transfers),
+                    message,
+                )
+        if len({pipelines.gen[at.layer] for at in transfers.layers if at.layer >= 0}) > 1:
+            message = f"layers {listed(at.layer for at in transfers.layers)} are on different stages of the engine"
+            yield Violation(
+                "places", transfer_group_name(plan, transfers), transfer_group_ranks(plan, transfers), message
+            )
 
 
 def _place_fault(
-    mesh: TrainMesh, pipelines: _Pipelines, pp_stage: int, at: BundleLayer, role: Role, has_mtp: bool
+    mesh: TrainMesh, pipelines: _Pipelines, pp_stage: int, at: TransferLayer, role: Role, has_mtp: bool
 ) -> str:
     if at.layer >= len(pipelines.train):
         return f"layer {at.layer} is not among the {len(pipelines.train)} of the pipeline"
@@ -97,24 +104,37 @@ def _place_fault(
 
 
 def _check_holders(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
-    """The ranks named are those that hold the shards on the mesh, for the right stage and experts."""
+    """The ranks named are those that hold the parts on the mesh, for the right stage and experts."""
     checked: set[tuple[object, ...]] = set()
-    for bundle in plan.bundles:
-        group = plan.groups[bundle.group]
+    for transfers in plan.transfer_groups:
+        group = plan.groups[transfers.group]
         stacked, experts = group.role in _STACKED, group.experts
-        source = ("src", bundle.src, bundle.pp_stage, bundle.experts, bundle.src_slot, experts, stacked)
-        layer = bundle.layers[0].layer
-        target = ("dst", bundle.dst, layer, bundle.experts, bundle.dst_slot, experts, stacked)
+        source = (
+            "src",
+            transfers.src,
+            transfers.pp_stage,
+            transfers.experts,
+            transfers.src_slot,
+            experts,
+            stacked,
+        )
+        layer = transfers.layers[0].layer
+        target = ("dst", transfers.dst, layer, transfers.experts, transfers.dst_slot, experts, stacked)
         for key, message_of in ((source, _source_fault), (target, _destination_fault)):
             if key in checked:
                 continue
             checked.add(key)
-            if message := message_of(plan, pipelines, bundle, group):
-                yield Violation("holders", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
+            if message := message_of(plan, pipelines, transfers, group):
+                yield Violation(
+                    "holders",
+                    transfer_group_name(plan, transfers),
+                    transfer_group_ranks(plan, transfers),
+                    message,
+                )
 
 
-def _source_fault(plan: Plan, pipelines: _Pipelines, bundle: Bundle, group: ParameterGroup) -> str:
-    mesh, ranks, stage = plan.train, plan.holdings[bundle.src].ranks, bundle.pp_stage
+def _source_fault(plan: Plan, pipelines: _Pipelines, transfers: TransferGroup, group: ParameterGroup) -> str:
+    mesh, ranks, stage = plan.train, plan.rank_grids[transfers.src], transfers.pp_stage
     if not 0 <= stage < mesh.pp:
         return f"stage {stage} is not among the {mesh.pp} of the mesh"
     if group.role in _STACKED:
@@ -125,27 +145,27 @@ def _source_fault(plan: Plan, pipelines: _Pipelines, bundle: Bundle, group: Para
     if group.experts % mesh.ep:
         return f"{group.experts} experts do not divide over ep = {mesh.ep}"
     local = group.experts // mesh.ep
-    ep = bundle.experts[0] // local
-    if bundle.experts[1] > (ep + 1) * local or bundle.src_slot != bundle.experts[0] - ep * local:
-        return _slot_fault("training", bundle, bundle.src_slot)
+    ep = transfers.experts[0] // local
+    if transfers.experts[1] > (ep + 1) * local or transfers.src_slot != transfers.experts[0] - ep * local:
+        return _slot_fault("training", transfers, transfers.src_slot)
     return _same_holders("train", mesh.expert_ranks(stage)[ep], ranks)
 
 
-def _destination_fault(plan: Plan, pipelines: _Pipelines, bundle: Bundle, group: ParameterGroup) -> str:
-    mesh, ranks, layer = plan.gen, plan.holdings[bundle.dst].ranks, bundle.layers[0].layer
+def _destination_fault(plan: Plan, pipelines: _Pipelines, transfers: TransferGroup, group: ParameterGroup) -> str:
+    mesh, ranks, layer = plan.gen, plan.rank_grids[transfers.dst], transfers.layers[0].layer
     stage = _gen_stage(mesh, ranks) if layer < 0 else pipelines.gen[min(layer, len(pipelines.gen) - 1)]
     dense, along_experts = mesh.dense_ranks(stage), mesh.expert_ranks(stage)
     if group.role in _STACKED and mesh.ep > 1:
         return _same_holders("gen", along_experts.reshape(mesh.ep, 1), ranks)
     if not group.experts or mesh.ep == 1:
-        if group.experts and bundle.dst_slot != bundle.experts[0]:
-            return _slot_fault("generation", bundle, bundle.dst_slot)
+        if group.experts and transfers.dst_slot != transfers.experts[0]:
+            return _slot_fault("generation", transfers, transfers.dst_slot)
         return _same_holders("gen", dense.reshape(1, -1) if len(ranks) == 1 else dense, ranks)
     base, left = divmod(group.experts, mesh.ep)
     firsts = [ep * base + min(ep, left) for ep in range(mesh.ep + 1)]
-    ep = next(e for e in range(mesh.ep) if bundle.experts[0] < firsts[e + 1])
-    if bundle.experts[1] > firsts[ep + 1] or bundle.dst_slot != bundle.experts[0] - firsts[ep]:
-        return _slot_fault("generation", bundle, bundle.dst_slot)
+    ep = next(e for e in range(mesh.ep) if transfers.experts[0] < firsts[e + 1])
+    if transfers.experts[1] > firsts[ep + 1] or transfers.dst_slot != transfers.experts[0] - firsts[ep]:
+        return _slot_fault("generation", transfers, transfers.dst_slot)
     return _same_holders("gen", along_experts[ep].reshape(1, 1), ranks)
 
 
@@ -154,8 +174,8 @@ def _gen_stage(mesh: GenMesh, ranks: NDArray[np.int32]) -> int:
     return min(mesh.coordinate(max(0, int(ranks[0, 0])))["pp"], mesh.pp - 1)
 
 
-def _slot_fault(side: str, bundle: Bundle, slot: int) -> str:
-    first, stop = bundle.experts
+def _slot_fault(side: str, transfers: TransferGroup, slot: int) -> str:
+    first, stop = transfers.experts
     return f"experts {first} to {stop - 1} do not start at slot {slot} of one {side} rank"
 
 
@@ -163,10 +183,10 @@ def _same_holders(world: str, expected: NDArray[np.int32], ranks: NDArray[np.int
     """Replicas may be named in any order."""
     if ranks.shape == expected.shape and (np.sort(ranks, axis=1) == np.sort(expected, axis=1)).all():
         return ""
-    return f"{world} ranks {_by_shard(ranks)} hold the shards on paper, {_by_shard(expected)} on the mesh"
+    return f"{world} ranks {_by_part(ranks)} hold the shards on paper, {_by_part(expected)} on the mesh"
 
 
-def _by_shard(ranks: NDArray[np.int32]) -> str:
+def _by_part(ranks: NDArray[np.int32]) -> str:
     shown = [listed(row) for row in ranks[:8].tolist()]
     return "[" + " | ".join(shown) + (f" | ... {len(ranks)} shards" if len(ranks) > 8 else "") + "]"
 
@@ -181,13 +201,16 @@ def _check_arrivals(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
         for group in plan.groups
     ]
     counts: dict[tuple[int, int], NDArray[np.int8]] = {}
-    for bundle in plan.bundles:
-        group, stage = plan.groups[bundle.group], _gen_stage(plan.gen, plan.holdings[bundle.dst].ranks)
-        key = (bundle.group, stage)
+    for transfers in plan.transfer_groups:
+        group, stage = plan.groups[transfers.group], _gen_stage(plan.gen, plan.rank_grids[transfers.dst])
+        key = (transfers.group, stage)
         if key not in counts:
-            counts[key] = np.zeros((len(rows[bundle.group]), max(1, group.experts)), dtype=np.int8)
-        first = bundle.experts[0]
-        counts[key][[rows[bundle.group][at.layer] for at in bundle.layers], first : first + bundle.expert_count] += 1
+            counts[key] = np.zeros((len(rows[transfers.group]), max(1, group.experts)), dtype=np.int8)
+        first = transfers.experts[0]
+        counts[key][
+            [rows[transfers.group][at.layer] for at in transfers.layers],
+            first : first + transfers.expert_count,
+        ] += 1
     wanted_of = _stages_of_ends(plan, {key for key in counts if not plan.groups[key[0]].layers})
     for number in sorted({group for group, _ in counts}):
         group = plan.groups[number]
@@ -210,7 +233,7 @@ def _arrival_faults(
     name = group.name(group.layers[row] if group.layers else None, expert)
     times = int(found[row, expert])
     how = {0: "never arrives", 1: "arrives, though it lives on another stage"}.get(times, f"arrives {times} times")
-    more = f" (and {len(wrong) - 1} more of {group.pattern})" if len(wrong) > 1 else ""
+    more = f" (and {len(wrong) - 1} more of {group.name_pattern})" if len(wrong) > 1 else ""
     ranks = f"train {listed(range(plan.train.world))} -> gen {listed(plan.gen.dense_ranks(stage).ravel())}"
     yield Violation("arrivals", name, ranks, f"{how} on stage {stage} of the engine{more}")
 
@@ -237,8 +260,10 @@ def _stages_of_ends(plan: Plan, arrivals: set[tuple[int, int]]) -> dict[int, set
 def _check_stages(plan: Plan) -> Iterator[Violation]:
     """Bundles leave in stage order, from training ranks to generation ranks only: no stage waits for a later one."""
     last = 0
-    for bundle in plan.bundles:
-        if bundle.pp_stage < last:
-            message = f"stage {bundle.pp_stage} follows stage {last}; stages run in order"
-            yield Violation("stages", bundle_name(plan, bundle), bundle_ranks(plan, bundle), message)
-        last = max(last, bundle.pp_stage)
+    for transfers in plan.transfer_groups:
+        if transfers.pp_stage < last:
+            message = f"stage {transfers.pp_stage} follows stage {last}; stages run in order"
+            yield Violation(
+                "stages", transfer_group_name(plan, transfers), transfer_group_ranks(plan, transfers), message
+            )
+        last = max(last, transfers.pp_stage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mcore_reshard.planner.plan.plan import Bundle, Plan
+from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
 _SPANS_SHOWN = 8
 
@@ -23,11 +23,13 @@ class Violation:
         return f"[{self.rule}] {self.parameter} ({self.ranks}): {self.message}"
 
 
-def bundle_ranks(plan: Plan, bundle: Bundle, src_shard: int | None = None, dst_shard: int | None = None) -> str:
-    """The ranks of a bundle on both ends, or of one shard of it."""
-    src, dst = plan.holdings[bundle.src].ranks, plan.holdings[bundle.dst].ranks
-    src = src if src_shard is None else src[src_shard : src_shard + 1]
-    dst = dst if dst_shard is None else dst[dst_shard : dst_shard + 1]
+def transfer_group_ranks(
+    plan: Plan, transfers: TransferGroup, src_part: int | None = None, dst_part: int | None = None
+) -> str:
+    """The ranks of a transfer group on both ends, or of one part of it."""
+    src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
+    src = src if src_part is None else src[src_part : src_part + 1]
+    dst = dst if dst_part is None else dst[dst_part : dst_part + 1]
     return f"train {listed(src.ravel())} -> gen {listed(dst.ravel())}"
 
 
@@ -35,9 +37,9 @@ def all_ranks(plan: Plan) -> str:
     return f"train {listed(range(plan.train.world))} -> gen {listed(range(plan.gen.world))}"
 
 
-def bundle_name(plan: Plan, bundle: Bundle) -> str:
-    """The first parameter of a bundle."""
-    return plan.groups[bundle.group].name(bundle.layers[0].layer, bundle.experts[0])
+def transfer_group_name(plan: Plan, transfers: TransferGroup) -> str:
+    """The first parameter of a transfer group."""
+    return plan.groups[transfers.group].name(transfers.layers[0].layer, transfers.experts[0])
 
 
 def listed(numbers: Iterable[int]) -> str:

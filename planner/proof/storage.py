@@ -106,22 +106,22 @@ def order_fault(roles: Sequence[Role], served: Set[Role], is_src: bool) -> str:
     return f"it holds {shown} in this order; declared is {declared}"
 
 
-def sections_fault(shards: Sequence[Sequence[Piece]], role: Role, is_src: bool) -> tuple[int, str] | None:
-    """The first shard that is not made of the declared sections, and why.
+def sections_fault(partition: Sequence[Sequence[Piece]], role: Role, is_src: bool) -> tuple[int, str] | None:
+    """The first part that is not made of the declared sections, and why.
 
-    Sections are cut one by one: what a shard holds of one section lies in front of what any shard holds of the next.
+    Sections are cut one by one: what a part holds of one section lies in front of what any part holds of the next.
     """
     count = SECTIONS.get(role, 1)
     if is_src and role in _MANY_AT_SOURCE:
         return None
     stop = 0
-    for shard, pieces in enumerate(shards):
+    for part, pieces in enumerate(partition):
         if pieces and len(pieces) != count:
-            return shard, f"a shard has {len(pieces)} pieces, {role.value!r} is made of {count} sections"
+            return part, f"a shard has {len(pieces)} pieces, {role.value!r} is made of {count} sections"
     for section in range(count if count > 1 else 0):
-        held = [pieces[section].region for pieces in shards if pieces]
-        for shard, region in enumerate(held):
+        held = [pieces[section].region for pieces in partition if pieces]
+        for part, region in enumerate(held):
             if region.start[0] < stop:
-                return shard, f"section {section} of {role.value!r} begins at {region}, inside of the one before"
+                return part, f"section {section} of {role.value!r} begins at {region}, inside of the one before"
         stop = max((region.stop[0] for region in held), default=0)
     return None

@@ -1,6 +1,6 @@
 """The proof of what local tensors hold: every element has one owner, in the declared order.
 
-Tensors are checked once per class of ranks that hold the same shards, and once for all layers that are filled alike.
+Tensors are checked once per class of ranks that hold the same parts, and once for all layers that are filled alike.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Region
-from mcore_reshard.planner.layout.partitions import Shards
+from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import Role
-from mcore_reshard.planner.plan.plan import Bundle, Plan
+from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
-from .report import Violation, bundle_name
+from .report import Violation, transfer_group_name
 from .storage import order_fault
 from .tiling import tiling_fault
 
 
 class _Filling(NamedTuple):
-    """What one bundle puts into a tensor: the parts of one shard, in slots `[first, stop)` if experts are stacked."""
+    """What one transfer group puts into a tensor: the parts of one part, in slots `[first, stop)` if experts are stacked."""
 
     group: int
-    template: int
-    shard: int
+    pattern: int
+    part: int
     first: int
     stop: int
 
@@ -39,9 +39,9 @@ class _Part(NamedTuple):
     role: Role
 
 
-# Layer places of a bundle, as its tensors' names see them: (chunk, layer index) pairs.
+# Layer places of a transfer group, as its tensors' names see them: (chunk, layer index) pairs.
 _Places = tuple[tuple[int, int], ...]
-_Entry = tuple[_Places, _Filling, Bundle]
+_Entry = tuple[_Places, _Filling, TransferGroup]
 _Contents = dict[tuple[int, int], dict[str, list[_Entry]]]
 
 
@@ -57,7 +57,7 @@ def check_tensors(plan: Plan) -> Iterator[Violation]:
                 for name, entries in contents.get(pair, {}).items():
                     by_name[name] += entries
             for name, entries in by_name.items():
-                for place, fillings, bundle in _tensors_of(entries):
+                for place, fillings, transfers in _tensors_of(entries):
                     signature = (name, fillings)
                     if signature in checked:
                         continue
@@ -66,16 +66,16 @@ def check_tensors(plan: Plan) -> Iterator[Violation]:
                         rule, message = fault
                         where = f"{'train' if is_src else 'gen'} {rank}"
                         local = name.replace("{vp}", str(place[0])).replace("{layer}", str(place[1]))
-                        yield Violation(rule, bundle_name(plan, bundle), where, f"{local}: {message}")
+                        yield Violation(rule, transfer_group_name(plan, transfers), where, f"{local}: {message}")
 
 
 def _rank_classes(plan: Plan, is_src: bool) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
-    """One rank of each class, with the (holding, shard) pairs that its class holds."""
+    """One rank of each class, with the (grid, part) pairs that its class holds."""
     held: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for holding in sorted({bundle.src if is_src else bundle.dst for bundle in plan.bundles}):
-        for shard, ranks in enumerate(plan.holdings[holding].ranks.tolist()):
+    for grid in sorted({transfers.src if is_src else transfers.dst for transfers in plan.transfer_groups}):
+        for part, ranks in enumerate(plan.rank_grids[grid].tolist()):
             for rank in ranks:
-                held[rank].append((holding, shard))
+                held[rank].append((grid, part))
     classes: dict[tuple[tuple[int, int], ...], int] = {}
     for rank in sorted(held):
         classes.setdefault(tuple(held[rank]), rank)
@@ -84,52 +84,58 @@ def _rank_classes(plan: Plan, is_src: bool) -> Iterator[tuple[int, tuple[tuple[i
 
 
 def _contents(plan: Plan, is_src: bool) -> _Contents:
-    """For each (holding, shard): what is put into each tensor (by the pattern of its name)."""
+    """For each (grid, part): what is put into each tensor (by the pattern of its name)."""
     found: _Contents = defaultdict(lambda: defaultdict(list))
-    names_of: dict[int, list[list[str]]] = {}  # by template: the tensors of each shard
+    names_of: dict[int, list[list[str]]] = {}  # by pattern: the tensors of each part
     interned: dict[_Places, _Places] = {}
-    for bundle in plan.bundles:
-        template = plan.templates[bundle.template]
-        shards = template.src if is_src else template.dst
-        if bundle.template not in names_of:
-            names_of[bundle.template] = [_names(shards, shard) for shard in range(len(shards.pieces))]
-        places: _Places = tuple((at.vp_stage, at.src_local) if is_src else (0, at.dst_local) for at in bundle.layers)
+    for transfers in plan.transfer_groups:
+        pattern = plan.patterns[transfers.pattern]
+        partition = pattern.src if is_src else pattern.dst
+        if transfers.pattern not in names_of:
+            names_of[transfers.pattern] = [_names(partition, part) for part in range(len(partition.pieces))]
+        places: _Places = tuple((at.vp_stage, at.src_local) if is_src else (0, at.dst_local) for at in transfers.layers)
         places = interned.setdefault(places, places)
-        holding, first = (bundle.src, bundle.src_slot) if is_src else (bundle.dst, bundle.dst_slot)
-        stop = first + bundle.expert_count
-        for shard, names in enumerate(names_of[bundle.template]):
-            entry = (places, _Filling(bundle.group, bundle.template, shard, first, stop), bundle)
+        grid, first = (transfers.src, transfers.src_slot) if is_src else (transfers.dst, transfers.dst_slot)
+        stop = first + transfers.expert_count
+        for part, names in enumerate(names_of[transfers.pattern]):
+            entry = (
+                places,
+                _Filling(transfers.group, transfers.pattern, part, first, stop),
+                transfers,
+            )
             for name in names:
-                found[holding, shard][name].append(entry)
+                found[grid, part][name].append(entry)
     return found
 
 
 def _served(plan: Plan, is_src: bool) -> dict[str, set[Role]]:
     """The roles that tensors of each name hold."""
     served: dict[str, set[Role]] = defaultdict(set)
-    for template_index, role in {(bundle.template, plan.groups[bundle.group].role) for bundle in plan.bundles}:
-        template = plan.templates[template_index]
-        shards = template.src if is_src else template.dst
-        for shard in range(len(shards.pieces)):
-            for name in _names(shards, shard):
+    for pattern_index, role in {
+        (transfers.pattern, plan.groups[transfers.group].role) for transfers in plan.transfer_groups
+    }:
+        pattern = plan.patterns[pattern_index]
+        partition = pattern.src if is_src else pattern.dst
+        for part in range(len(partition.pieces)):
+            for name in _names(partition, part):
                 served[name].add(role)
     return served
 
 
-def _names(shards: Shards, shard: int) -> list[str]:
-    padding = shards.padding[shard] if shards.padding else ()
-    return list(dict.fromkeys([*(p.tensor.name for p in shards.pieces[shard]), *(p.tensor.name for p in padding)]))
+def _names(partition: Partition, part: int) -> list[str]:
+    padding = partition.padding[part] if partition.padding else ()
+    return list(dict.fromkeys([*(p.tensor.name for p in partition.pieces[part]), *(p.tensor.name for p in padding)]))
 
 
-def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tuple[_Filling, ...], Bundle]]:
+def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tuple[_Filling, ...], TransferGroup]]:
     """The tensors behind one pattern, those of different layers as one where they are filled alike."""
     if all(places is entries[0][0] for places, _, _ in entries):
         yield entries[0][0][0], tuple(sorted(filling for _, filling, _ in entries)), entries[0][2]
         return
-    by_place: dict[tuple[int, int], list[tuple[_Filling, Bundle]]] = defaultdict(list)
-    for places, filling, bundle in entries:
+    by_place: dict[tuple[int, int], list[tuple[_Filling, TransferGroup]]] = defaultdict(list)
+    for places, filling, transfers in entries:
         for place in places:
-            by_place[place].append((filling, bundle))
+            by_place[place].append((filling, transfers))
     for place, filled in by_place.items():
         yield place, tuple(sorted(filling for filling, _ in filled)), filled[0][1]
 
@@ -159,7 +165,7 @@ def _tensor_fault(
         checked.add(filled)
         parts = [part for key in filled for part in parts_of[key][0]]
         if is_src:
-            parts = list(dict.fromkeys(parts))  # several bundles may read one group's bytes
+            parts = list(dict.fromkeys(parts))  # several transfer groups may read one group's bytes
         if message := tiling_fault(whole, [part.box for part in parts]):
             which = f"slots {low} to {high - 1} of " if slot_dim >= 0 else ""
             return "tensors", f"{which}{tensor.shape} are not held by exactly one parameter each: {message}"
@@ -170,16 +176,16 @@ def _tensor_fault(
 
 
 def _parts(
-    plan: Plan, name: str, group: int, template: int, shard: int, is_src: bool
+    plan: Plan, name: str, group: int, pattern: int, part: int, is_src: bool
 ) -> tuple[list[_Part], set[tuple[LocalTensor, tuple[int, ...], int]]]:
-    """The boxes that a shard fills in a tensor, within its slot, and the forms (tensor, view, slot dim) it gives it."""
-    shards = plan.templates[template].src if is_src else plan.templates[template].dst
+    """The boxes that a part fills in a tensor, within its slot, and the forms (tensor, view, slot dim) it gives it."""
+    partition = plan.patterns[pattern].src if is_src else plan.patterns[pattern].dst
     parts, forms = [], set()
-    for piece in shards.pieces[shard]:
+    for piece in partition.pieces[part]:
         if piece.tensor.name == name:
             parts.append(_Part(piece.local(), group, piece.region, plan.groups[group].role))
             forms.add((piece.tensor, piece.view, piece.slot_dim))
-    for padding in shards.padding[shard] if shards.padding else ():
+    for padding in partition.padding[part] if partition.padding else ():
         if padding.tensor.name == name:
             parts.append(_Part(padding.box, -1, padding.box, plan.groups[group].role))
             forms.add((padding.tensor, padding.tensor.shape, -1))

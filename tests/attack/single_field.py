@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
-from mcore_reshard.planner.layout.partitions import Padding, Shards
-from mcore_reshard.planner.plan.plan import Bundle, BundleLayer, Holding, Move, Plan, Template, UnplannedGroup
+from mcore_reshard.planner.layout.partitions import Padding, Partition
+from mcore_reshard.planner.plan.plan import Overlap, Plan, TransferGroup, TransferLayer, TransferPattern, UnplannedGroup
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def mutants(plan: Plan, seed: int) -> Iterator[Mutant]:
     """Damaged plans without end. Draws that change nothing, or that no record can hold, are drawn again."""
     rng = random.Random(seed)
     kinds: list[Callable[[Plan, random.Random], Mutant | None]] = [
-        _move, _piece, _piece, _piece, _tensor, _padding, _bundle, _bundle, _layer, _holding, _route, _group, _mesh,
+        _move, _piece, _piece, _piece, _tensor, _padding, _transfers_of, _transfers_of, _layer, _rank_grid, _route, _group, _mesh,
     ]  # fmt: skip
     kinds += [_pair] * (3 if plan.pairs else 0) + [_cast] * (2 if plan.casts else 0)
     while True:
@@ -89,62 +89,62 @@ def _changed(rng: random.Random, record: Any, field: str, value: Any) -> tuple[A
     return replace(record, **{field: value}), f"{getattr(record, field)} -> {value}"
 
 
-def _pick_template(plan: Plan, rng: random.Random) -> tuple[int, Template]:
-    index = rng.randrange(len(plan.templates))
-    return index, plan.templates[index]
+def _pick_pattern(plan: Plan, rng: random.Random) -> tuple[int, TransferPattern]:
+    index = rng.randrange(len(plan.patterns))
+    return index, plan.patterns[index]
 
 
-def _with_template(plan: Plan, index: int, template: Template) -> Plan:
-    return replace(plan, templates=_put(plan.templates, index, template))
+def _with_pattern(plan: Plan, index: int, pattern: TransferPattern) -> Plan:
+    return replace(plan, patterns=_put(plan.patterns, index, pattern))
 
 
 def _move(plan: Plan, rng: random.Random) -> Mutant | None:
-    index, template = _pick_template(plan, rng)
-    at = rng.randrange(len(template.moves))
-    move: Move = template.moves[at]
+    index, pattern = _pick_pattern(plan, rng)
+    at = rng.randrange(len(pattern.overlaps))
+    overlap: Overlap = pattern.overlaps[at]
     field = rng.choice(("src", "src_piece", "dst", "dst_piece", "region", "absent", "twice", "order"))
     if field == "absent":
-        moves, change = _without(template.moves, at), str(move)
+        overlaps, change = _without(pattern.overlaps, at), str(overlap)
     elif field == "twice":
-        moves, change = (*template.moves[: at + 1], *template.moves[at:]), str(move)
+        overlaps, change = (*pattern.overlaps[: at + 1], *pattern.overlaps[at:]), str(overlap)
     elif field == "order":
-        moves, change = tuple(rng.sample(template.moves, len(template.moves))), "shuffled"
+        overlaps, change = tuple(rng.sample(pattern.overlaps, len(pattern.overlaps))), "shuffled"
     else:
-        old = getattr(move, field)
+        old = getattr(overlap, field)
         new = _region(rng, old) if field == "region" else _nudge(rng, old)
-        changed, change = _changed(rng, move, field, new)
-        moves = _put(template.moves, at, changed)
-    return Mutant(f"Move.{field}", _with_template(plan, index, replace(template, moves=moves)), change)
+        changed, change = _changed(rng, overlap, field, new)
+        overlaps = _put(pattern.overlaps, at, changed)
+    return Mutant(f"Overlap.{field}", _with_pattern(plan, index, replace(pattern, overlaps=overlaps)), change)
 
 
-def _pick_piece(template: Template, rng: random.Random) -> tuple[str, int, int, Piece] | None:
+def _pick_piece(pattern: TransferPattern, rng: random.Random) -> tuple[str, int, int, Piece] | None:
     side = rng.choice(("src", "dst"))
-    shards: Shards = getattr(template, side)
-    shard = rng.randrange(len(shards.pieces))
-    if not shards.pieces[shard]:
+    partition: Partition = getattr(pattern, side)
+    part = rng.randrange(len(partition.pieces))
+    if not partition.pieces[part]:
         return None
-    at = rng.randrange(len(shards.pieces[shard]))
-    return side, shard, at, shards.pieces[shard][at]
+    at = rng.randrange(len(partition.pieces[part]))
+    return side, part, at, partition.pieces[part][at]
 
 
-def _with_piece(template: Template, side: str, shard: int, at: int, piece: Piece | None) -> Template:
-    shards: Shards = getattr(template, side)
-    held = shards.pieces[shard]
+def _with_piece(pattern: TransferPattern, side: str, part: int, at: int, piece: Piece | None) -> TransferPattern:
+    partition: Partition = getattr(pattern, side)
+    held = partition.pieces[part]
     held = _without(held, at) if piece is None else _put(held, at, piece)
-    changed: Template = replace(template, **{side: replace(shards, pieces=_put(shards.pieces, shard, held))})
+    changed: TransferPattern = replace(pattern, **{side: replace(partition, pieces=_put(partition.pieces, part, held))})
     return changed
 
 
 def _piece(plan: Plan, rng: random.Random) -> Mutant | None:
-    index, template = _pick_template(plan, rng)
-    picked = _pick_piece(template, rng)
+    index, pattern = _pick_pattern(plan, rng)
+    picked = _pick_piece(pattern, rng)
     if picked is None:
         return None
-    side, shard, at, piece = picked
+    side, part, at, piece = picked
     field = rng.choice(("region", "origin", "origin", "dims", "dims", "view", "slot_dim", "absent"))
     if field == "absent":
         return Mutant(
-            "Piece.absent", _with_template(plan, index, _with_piece(template, side, shard, at, None)), str(piece)
+            "Piece.absent", _with_pattern(plan, index, _with_piece(pattern, side, part, at, None)), str(piece)
         )
     value: Any
     if field == "region":
@@ -158,15 +158,15 @@ def _piece(plan: Plan, rng: random.Random) -> Mutant | None:
     else:
         value = _nudge_one(rng, getattr(piece, field))
     changed, change = _changed(rng, piece, field, value)
-    where = f"{side} {shard} {piece.tensor.name} {change}"
-    return Mutant(f"Piece.{field}", _with_template(plan, index, _with_piece(template, side, shard, at, changed)), where)
+    where = f"{side} {part} {piece.tensor.name} {change}"
+    return Mutant(f"Piece.{field}", _with_pattern(plan, index, _with_piece(pattern, side, part, at, changed)), where)
 
 
 def _other_tensor(plan: Plan, rng: random.Random, tensor: LocalTensor) -> tuple[str, LocalTensor, str]:
     field = rng.choice(("name", "shape", "dtype"))
     value: Any
     if field == "name":
-        names = sorted({p.tensor.name for t in plan.templates for s in (t.src, t.dst) for h in s.pieces for p in h})
+        names = sorted({p.tensor.name for t in plan.patterns for s in (t.src, t.dst) for h in s.pieces for p in h})
         value = rng.choice(
             (rng.choice(names), tensor.name.replace("{layer}", "0"), tensor.name.replace("{expert}", "1"),
              tensor.name.replace("{vp}", "0"), tensor.name + "_")
@@ -182,93 +182,113 @@ def _other_tensor(plan: Plan, rng: random.Random, tensor: LocalTensor) -> tuple[
 
 
 def _tensor(plan: Plan, rng: random.Random) -> Mutant | None:
-    index, template = _pick_template(plan, rng)
-    picked = _pick_piece(template, rng)
+    index, pattern = _pick_pattern(plan, rng)
+    picked = _pick_piece(pattern, rng)
     if picked is None:
         return None
-    side, shard, at, piece = picked
+    side, part, at, piece = picked
     field, tensor, change = _other_tensor(plan, rng, piece.tensor)
     changed = replace(piece, tensor=tensor)
     return Mutant(
-        f"LocalTensor.{field}", _with_template(plan, index, _with_piece(template, side, shard, at, changed)), change
+        f"LocalTensor.{field}",
+        _with_pattern(plan, index, _with_piece(pattern, side, part, at, changed)),
+        change,
     )
 
 
 def _padding(plan: Plan, rng: random.Random) -> Mutant | None:
     padded = [
-        (index, side, shard, at)
-        for index, template in enumerate(plan.templates)
+        (index, side, part, at)
+        for index, pattern in enumerate(plan.patterns)
         for side in ("src", "dst")
-        for shard, row in enumerate(getattr(template, side).padding)
+        for part, row in enumerate(getattr(pattern, side).padding)
         for at in range(len(row))
     ]
     if not padded:
         return None
-    index, side, shard, at = rng.choice(padded)
-    shards: Shards = getattr(plan.templates[index], side)
-    padding: Padding = shards.padding[shard][at]
+    index, side, part, at = rng.choice(padded)
+    partition: Partition = getattr(plan.patterns[index], side)
+    padding: Padding = partition.padding[part][at]
     field = rng.choice(("box", "tensor", "absent"))
     if field == "absent":
-        row, change = _without(shards.padding[shard], at), str(padding)
+        row, change = _without(partition.padding[part], at), str(padding)
     elif field == "box":
         changed, change = _changed(rng, padding, "box", _region(rng, padding.box))
-        row = _put(shards.padding[shard], at, changed)
+        row = _put(partition.padding[part], at, changed)
     else:
         _, tensor, change = _other_tensor(plan, rng, padding.tensor)
-        row = _put(shards.padding[shard], at, replace(padding, tensor=tensor))
-    shards = replace(shards, padding=_put(shards.padding, shard, row))
-    template: Template = replace(plan.templates[index], **{side: shards})
-    return Mutant(f"Padding.{field}", _with_template(plan, index, template), f"{side} {shard} {change}")
+        row = _put(partition.padding[part], at, replace(padding, tensor=tensor))
+    partition = replace(partition, padding=_put(partition.padding, part, row))
+    pattern: TransferPattern = replace(plan.patterns[index], **{side: partition})
+    return Mutant(f"Padding.{field}", _with_pattern(plan, index, pattern), f"{side} {part} {change}")
 
 
-def _bundle(plan: Plan, rng: random.Random) -> Mutant | None:
-    at = rng.randrange(len(plan.bundles))
-    bundle: Bundle = plan.bundles[at]
+def _transfers_of(plan: Plan, rng: random.Random) -> Mutant | None:
+    at = rng.randrange(len(plan.transfer_groups))
+    transfers: TransferGroup = plan.transfer_groups[at]
     field = rng.choice(
-        ("group", "template", "pp_stage", "src", "dst", "layers", "experts", "src_slot", "dst_slot", "rotation",
+        ("group", "pattern", "pp_stage", "src", "dst", "layers", "experts", "src_slot", "dst_slot", "first_src_replica",
          "absent", "twice", "order")
     )  # fmt: skip
     if field == "absent":
-        return Mutant("Bundle.absent", replace(plan, bundles=_without(plan.bundles, at)), str(bundle))
+        return Mutant(
+            "TransferGroup.absent",
+            replace(plan, transfer_groups=_without(plan.transfer_groups, at)),
+            str(transfers),
+        )
     if field == "twice":
-        return Mutant("Bundle.twice", replace(plan, bundles=(*plan.bundles[: at + 1], *plan.bundles[at:])), str(bundle))
+        return Mutant(
+            "TransferGroup.twice",
+            replace(plan, transfer_groups=(*plan.transfer_groups[: at + 1], *plan.transfer_groups[at:])),
+            str(transfers),
+        )
     if field == "order":
         return Mutant(
-            "Bundle.order", replace(plan, bundles=tuple(rng.sample(plan.bundles, len(plan.bundles)))), "shuffled"
+            "TransferGroup.order",
+            replace(plan, transfer_groups=tuple(rng.sample(plan.transfer_groups, len(plan.transfer_groups)))),
+            "shuffled",
         )
     value: Any
     if field == "layers":
-        place = rng.randrange(len(bundle.layers))
+        place = rng.randrange(len(transfers.layers))
         value = rng.choice(
-            (_without(bundle.layers, place), (*bundle.layers, bundle.layers[place]), tuple(reversed(bundle.layers)))
+            (
+                _without(transfers.layers, place),
+                (*transfers.layers, transfers.layers[place]),
+                tuple(reversed(transfers.layers)),
+            )
         )
     elif field == "experts":
-        value = _nudge_one(rng, bundle.experts)
+        value = _nudge_one(rng, transfers.experts)
         if len(value) != 2:
             return None
-    elif field in {"group", "template", "src", "dst"}:
-        table: tuple[Any, ...] = getattr(plan, {"group": "groups", "template": "templates"}.get(field, "holdings"))
+    elif field in {"group", "pattern", "src", "dst"}:
+        table: tuple[Any, ...] = getattr(plan, {"group": "groups", "pattern": "patterns"}.get(field, "rank_grids"))
         value = rng.randrange(-1, len(table) + 1)
     else:
-        value = _nudge(rng, getattr(bundle, field))
-    changed, change = _changed(rng, bundle, field, value)
-    return Mutant(f"Bundle.{field}", replace(plan, bundles=_put(plan.bundles, at, changed)), change)
+        value = _nudge(rng, getattr(transfers, field))
+    changed, change = _changed(rng, transfers, field, value)
+    return Mutant(
+        f"TransferGroup.{field}", replace(plan, transfer_groups=_put(plan.transfer_groups, at, changed)), change
+    )
 
 
 def _layer(plan: Plan, rng: random.Random) -> Mutant | None:
-    at = rng.randrange(len(plan.bundles))
-    bundle = plan.bundles[at]
-    place = rng.randrange(len(bundle.layers))
-    layer: BundleLayer = bundle.layers[place]
+    at = rng.randrange(len(plan.transfer_groups))
+    transfers = plan.transfer_groups[at]
+    place = rng.randrange(len(transfers.layers))
+    layer: TransferLayer = transfers.layers[place]
     field = rng.choice(("layer", "vp_stage", "src_local", "dst_local"))
     changed, change = _changed(rng, layer, field, _nudge(rng, getattr(layer, field)))
-    bundle = replace(bundle, layers=_put(bundle.layers, place, changed))
-    return Mutant(f"BundleLayer.{field}", replace(plan, bundles=_put(plan.bundles, at, bundle)), change)
+    transfers = replace(transfers, layers=_put(transfers.layers, place, changed))
+    return Mutant(
+        f"TransferLayer.{field}", replace(plan, transfer_groups=_put(plan.transfer_groups, at, transfers)), change
+    )
 
 
-def _holding(plan: Plan, rng: random.Random) -> Mutant | None:
-    at = rng.randrange(len(plan.holdings))
-    ranks = plan.holdings[at].ranks.copy()
+def _rank_grid(plan: Plan, rng: random.Random) -> Mutant | None:
+    at = rng.randrange(len(plan.rank_grids))
+    ranks = plan.rank_grids[at].copy()
     a, b = ((rng.randrange(ranks.shape[0]), rng.randrange(ranks.shape[1])) for _ in range(2))
     field = rng.choice(("rank", "exchanged", "transposed", "row absent", "column absent", "reshaped"))
     match field:
@@ -284,36 +304,38 @@ def _holding(plan: Plan, rng: random.Random) -> Mutant | None:
             ranks = ranks[:, :-1].copy()
         case _:
             ranks = ranks.reshape(1, -1).copy()
-    if ranks.shape == plan.holdings[at].ranks.shape and (ranks == plan.holdings[at].ranks).all():
+    if ranks.shape == plan.rank_grids[at].shape and (ranks == plan.rank_grids[at]).all():
         return None
-    change = f"{plan.holdings[at].ranks.tolist()} -> {ranks.tolist()}"
-    return Mutant(f"Holding.{field}", replace(plan, holdings=_put(plan.holdings, at, Holding(ranks))), change)
+    change = f"{plan.rank_grids[at].tolist()} -> {ranks.tolist()}"
+    return Mutant(f"rank_grid.{field}", replace(plan, rank_grids=_put(plan.rank_grids, at, ranks)), change)
 
 
 def _route(plan: Plan, rng: random.Random) -> Mutant | None:
     """A group loses its route, gets a second one, or is left out of the refit."""
     group = rng.randrange(len(plan.groups))
-    kept = tuple(bundle for bundle in plan.bundles if bundle.group != group)
+    kept = tuple(transfers for transfers in plan.transfer_groups if transfers.group != group)
     entry = (UnplannedGroup(group, "a reason"),)
     match rng.randrange(5):
         case 0:
-            return Mutant("routes.none", _with_routes(plan, group, kept, (), ()), plan.groups[group].pattern)
+            return Mutant("routes.none", _with_routes(plan, group, kept, (), ()), plan.groups[group].name_pattern)
         case 1:
-            return Mutant("routes.misc too", replace(plan, misc=(*plan.misc, *entry)), plan.groups[group].pattern)
+            return Mutant("routes.misc too", replace(plan, misc=(*plan.misc, *entry)), plan.groups[group].name_pattern)
         case 2:
-            return Mutant("routes.excluded", _with_routes(plan, group, kept, (), entry), plan.groups[group].pattern)
+            return Mutant(
+                "routes.excluded", _with_routes(plan, group, kept, (), entry), plan.groups[group].name_pattern
+            )
         case 3:
             return Mutant(
-                "routes.excluded too", replace(plan, excluded=(*plan.excluded, *entry)), plan.groups[group].pattern
+                "routes.excluded too", replace(plan, excluded=(*plan.excluded, *entry)), plan.groups[group].name_pattern
             )
     stray = (UnplannedGroup(rng.choice((-1, len(plan.groups))), "a reason"),)
     return Mutant("routes.of no group", replace(plan, misc=(*plan.misc, *stray)), str(stray))
 
 
-def _with_routes(plan: Plan, group: int, bundles: Any, misc: Any, excluded: Any) -> Plan:
+def _with_routes(plan: Plan, group: int, transfer_groups: Any, misc: Any, excluded: Any) -> Plan:
     return replace(
         plan,
-        bundles=bundles,
+        transfer_groups=transfer_groups,
         misc=(*(u for u in plan.misc if u.group != group), *misc),
         excluded=(*(u for u in plan.excluded if u.group != group), *excluded),
     )
@@ -322,10 +344,10 @@ def _with_routes(plan: Plan, group: int, bundles: Any, misc: Any, excluded: Any)
 def _group(plan: Plan, rng: random.Random) -> Mutant | None:
     at = rng.randrange(len(plan.groups))
     group = plan.groups[at]
-    field = rng.choice(("pattern", "shape", "view", "layers", "experts", "dtype"))
+    field = rng.choice(("name_pattern", "shape", "view", "layers", "experts", "dtype"))
     value: Any
-    if field == "pattern":
-        value = rng.choice(plan.groups).pattern
+    if field == "name_pattern":
+        value = rng.choice(plan.groups).name_pattern
     elif field == "layers":
         value = _nudge_one(rng, group.layers)
     elif field == "experts":
@@ -341,7 +363,9 @@ def _group(plan: Plan, rng: random.Random) -> Mutant | None:
     changed, change = _changed(rng, group, field, value)
     if field == "shape":
         changed = replace(changed, view=())
-    return Mutant(f"Group.{field}", replace(plan, groups=_put(plan.groups, at, changed)), f"{group.pattern} {change}")
+    return Mutant(
+        f"Group.{field}", replace(plan, groups=_put(plan.groups, at, changed)), f"{group.name_pattern} {change}"
+    )
 
 
 def _pair(plan: Plan, rng: random.Random) -> Mutant | None:
@@ -350,19 +374,19 @@ def _pair(plan: Plan, rng: random.Random) -> Mutant | None:
     field = rng.choice(("weight", "scales", "block", "touched", "exchanged", "absent"))
     if field == "touched":
         flipped = replace(pair, touched=not pair.touched)
-        return Mutant("Pair.touched", replace(plan, pairs=_put(plan.pairs, at, flipped)), str(flipped))
+        return Mutant("QuantizedPair.touched", replace(plan, pairs=_put(plan.pairs, at, flipped)), str(flipped))
     if field == "absent":
-        return Mutant("Pair.absent", replace(plan, pairs=_without(plan.pairs, at)), str(pair))
+        return Mutant("QuantizedPair.absent", replace(plan, pairs=_without(plan.pairs, at)), str(pair))
     if field == "exchanged":
         other = rng.randrange(len(plan.pairs))
         changed, change = _changed(rng, pair, "scales", plan.pairs[other].scales)
         pairs = _put(_put(plan.pairs, at, changed), other, replace(plan.pairs[other], scales=pair.scales))
-        return Mutant("Pair.exchanged", replace(plan, pairs=pairs), change)
+        return Mutant("QuantizedPair.exchanged", replace(plan, pairs=pairs), change)
     value: Any = _nudge_one(rng, pair.block) if field == "block" else rng.randrange(-1, len(plan.groups) + 1)
     if field == "block" and len(value) != 2:
         return None
     changed, change = _changed(rng, pair, field, value)
-    return Mutant(f"Pair.{field}", replace(plan, pairs=_put(plan.pairs, at, changed)), change)
+    return Mutant(f"QuantizedPair.{field}", replace(plan, pairs=_put(plan.pairs, at, changed)), change)
 
 
 def _cast(plan: Plan, rng: random.Random) -> Mutant | None:

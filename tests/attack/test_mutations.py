@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.golden import differences
-from helpers.plans import QUANTISED, TINY, Case
+from helpers.plans import QUANTIZED, TINY, Case
 
 from attack import single_field
 from attack.mutants import BUGS, LAYERS, MUTANTS, NOTES, Mutant
@@ -44,17 +44,17 @@ def test_a_plan_that_is_refused_would_have_done_damage(mutant: Mutant) -> None:
     assert bool(mutant.shows()) != bool(mutant.harm)
 
 
-@pytest.mark.parametrize("case", TINY + QUANTISED, ids=str)
+@pytest.mark.parametrize("case", TINY + QUANTIZED, ids=str)
 def test_a_wrong_layout_that_the_whole_plan_follows_is_refused(case: Case) -> None:
-    for verdict in attack(case, wrong_layouts, seed=(TINY + QUANTISED).index(case), count=WRONG_LAYOUTS):
+    for verdict in attack(case, wrong_layouts, seed=(TINY + QUANTIZED).index(case), count=WRONG_LAYOUTS):
         assert verdict.by not in {"missed", "equivalent"}, verdict
         if verdict.by == "BindError":
             assert verdict.field == "other_dim", verdict  # sound in itself; the model's tensors have other shapes
 
 
-@pytest.mark.parametrize("case", TINY + QUANTISED, ids=str)
+@pytest.mark.parametrize("case", TINY + QUANTIZED, ids=str)
 def test_single_field_damage_is_refused_or_changes_nothing(case: Case) -> None:
-    for verdict in attack(case, single_field.mutants, seed=(TINY + QUANTISED).index(case), count=SINGLE_FIELD_MUTANTS):
+    for verdict in attack(case, single_field.mutants, seed=(TINY + QUANTIZED).index(case), count=SINGLE_FIELD_MUTANTS):
         assert verdict.by != "missed", verdict
         if verdict.by == "equivalent":
             assert verdict.field in EQUIVALENT, verdict

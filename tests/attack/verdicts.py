@@ -19,35 +19,35 @@ from mcore_reshard.planner.plan.schedule import World
 from mcore_reshard.planner.proof.prove import prove
 
 # Fields whose damage may name tensors that no model has: the proof knows no model, binding does.
-NAMES_TENSORS = frozenset({"LocalTensor.name", "Bundle.template"})
+NAMES_TENSORS = frozenset({"LocalTensor.name", "TransferGroup.pattern"})
 
 # Fields that may change without changing what arrives. The simulator shows it for each such mutant.
 EQUIVALENT: dict[str, str] = {
-    "Bundle.rotation": "other replicas serve, with the same bytes",
-    "Holding.exchanged": "replicas of one shard are listed in another order",
-    "Bundle.src": "another list of the same ranks",
-    "Bundle.dst": "another list of the same ranks",
-    "Move.order": "moves are listed, sent and received in another order",
-    "Bundle.order": "bundles of one stage are listed, sent and received in another order",
-    "Bundle.layers": "layers are listed, sent and received in another order",
+    "TransferGroup.first_src_replica": "other replicas serve, with the same bytes",
+    "rank_grid.exchanged": "replicas of one shard are listed in another order",
+    "TransferGroup.src": "another list of the same ranks",
+    "TransferGroup.dst": "another list of the same ranks",
+    "Overlap.order": "moves are listed, sent and received in another order",
+    "TransferGroup.order": "bundles of one stage are listed, sent and received in another order",
+    "TransferGroup.layers": "layers are listed, sent and received in another order",
     "Group.layers": "layers are listed in another order",
-    "Bundle.src_slot": "means nothing outside of experts",
-    "Bundle.dst_slot": "means nothing outside of experts",
-    "BundleLayer.src_local": "means nothing outside of layers",
-    "BundleLayer.dst_local": "means nothing outside of layers",
+    "TransferGroup.src_slot": "means nothing outside of experts",
+    "TransferGroup.dst_slot": "means nothing outside of experts",
+    "TransferLayer.src_local": "means nothing outside of layers",
+    "TransferLayer.dst_local": "means nothing outside of layers",
     "train mesh.ep": "means nothing without experts that are parameters of their own",
     "train mesh.etp": "means nothing without experts",
     "gen mesh.ep": "means nothing without experts",
     "Piece.view": "an empty view is the tensor's own shape",
     "Group.dtype": "what the checkpoint says; both ends of a move say what they hold",
-    "Group.pattern": "the name in reports, where no other parameter has it",
+    "Group.name_pattern": "the name in reports, where no other parameter has it",
     "Group.shape": "of a parameter on the misc route, or excluded",
     "Group.view": "of a parameter on the misc route, or excluded",
     "Group.experts": "of an excluded parameter",
     "routes.excluded": "a prediction layer, which is excluded already",
-    "Pair.block": "of a pair that is not on the bulk route",
-    "Pair.touched": "no rank has a part of a block",
-    "Pair.absent": "of a pair that is not on the bulk route",
+    "QuantizedPair.block": "of a pair that is not on the bulk route",
+    "QuantizedPair.touched": "no rank has a part of a block",
+    "QuantizedPair.absent": "of a pair that is not on the bulk route",
 }
 
 

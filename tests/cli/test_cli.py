@@ -158,11 +158,11 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 
 def test_fp8_is_reported_by_dtype_pair_cast_and_reason(run: Run, tmp_path: Path) -> None:
-    quantised = tmp_path / "config.json"
-    quantised.write_text(
+    quantized = tmp_path / "config.json"
+    quantized.write_text(
         json.dumps({**load_config("tiny-llama"), "quantization_config": {**FP8, "weight_block_size": [8, 32]}})
     )
-    asked = ["plan", quantised, "--train", "tp=2", "--gen", "tp=4", "--gen-dtype", "fp8"]
+    asked = ["plan", quantized, "--train", "tp=2", "--gen", "tp=4", "--gen-dtype", "fp8"]
     report = run(*asked, "--json").json
     assert report["proof"]["ok"] and report["dtypes"] == ["float8_e4m3fn", "bfloat16", "float32"]
     assert sum(report["wire_bytes"].values()) == sum(rank["recv_bytes"] for rank in report["ranks"]["gen"])
@@ -241,9 +241,9 @@ def test_another_methods_list_of_modules_is_not_for_the_engine(
 
 
 def test_explain_answers_for_scales(run: Run, tmp_path: Path) -> None:
-    quantised, plan = tmp_path / "config.json", tmp_path / "plan.json"
-    quantised.write_text(json.dumps({**load_config("tiny-llama"), "quantization_config": FP8}))
-    run("plan", quantised, "--train", "tp=2", "--gen", "tp=4", "--gen-dtype", "fp8", "--out", plan)
+    quantized, plan = tmp_path / "config.json", tmp_path / "plan.json"
+    quantized.write_text(json.dumps({**load_config("tiny-llama"), "quantization_config": FP8}))
+    run("plan", quantized, "--train", "tp=2", "--gen", "tp=4", "--gen-dtype", "fp8", "--out", plan)
     scale = run("explain", plan, "model.layers.1.mlp.up_proj.weight_scale_inv[11,7]", "--json").json
     (origin,) = scale["origins"]
     assert origin["dst"]["tensor"] == "model.layers.1.mlp.gate_up_proj.weight_scale_inv"
@@ -332,7 +332,7 @@ def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_
     assert usage.ru_utime + usage.ru_stime < 2.0  # processor time: the machine may be busy with other things
     assert peak_kb < 300 * 1024
     assert len(report["ranks"]["train"]) == 256 and len(report["ranks"]["gen"]) == 128
-    assert any("quantised (fp8)" in note for note in report["notes"])
+    assert any("quantized (fp8)" in note for note in report["notes"])
 
 
 # --- bad input
@@ -388,7 +388,7 @@ def test_configs_that_cannot_be_read_or_known_are_bad_input(run: Run, tmp_path: 
         assert outcome.code == 2 and expected in outcome.err
 
 
-def test_a_plan_where_a_config_is_wanted_is_recognised(run: Run, plan_of: Any) -> None:
+def test_a_plan_where_a_config_is_wanted_is_recognized(run: Run, plan_of: Any) -> None:
     plan = plan_of(MOE)
     outcome = run("plan", plan, "--train", "tp=2", "--gen", "tp=2")
     assert (outcome.code, outcome.out) == (2, "")
@@ -398,7 +398,7 @@ def test_a_plan_where_a_config_is_wanted_is_recognised(run: Run, plan_of: Any) -
     )
 
 
-def test_a_config_where_a_plan_is_wanted_is_recognised(
+def test_a_config_where_a_plan_is_wanted_is_recognized(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -416,7 +416,7 @@ def test_a_config_where_a_plan_is_wanted_is_recognised(
     assert "cannot read plan empty: Is a directory" in run("show", "empty").err
 
 
-def test_misspelt_fields_of_a_config_are_asked_about_and_its_file_is_named(run: Run, tmp_path: Path) -> None:
+def test_misspelled_fields_of_a_config_are_asked_about_and_its_file_is_named(run: Run, tmp_path: Path) -> None:
     text = json.dumps({**load_config("tiny-qwen3-moe"), "quantization_config": FP8})
     for right, wrong in (("num_experts", "num_expert"), ("hidden_size", "hiden_size"), ("quant_method", "quant_methd")):
         text = text.replace(f'"{right}"', f'"{wrong}"')
@@ -466,9 +466,12 @@ def test_usage_errors_are_bad_input_too(run: Run) -> None:
 def _broken(path: Path) -> Path:
     """A plan that sends one destination twice and another never, sealed as if it were right."""
     plan = load_plan(path)
-    template = plan.templates[0]
-    moves = (template.moves[0], *template.moves[:-1])
-    return _sealed(replace(plan, templates=(replace(template, moves=moves), *plan.templates[1:])), path)
+    pattern = plan.patterns[0]
+    overlaps = (pattern.overlaps[0], *pattern.overlaps[:-1])
+    return _sealed(
+        replace(plan, patterns=(replace(pattern, overlaps=overlaps), *plan.patterns[1:])),
+        path,
+    )
 
 
 def _sealed(plan: Plan, path: Path) -> Path:
@@ -742,7 +745,7 @@ class Hidden:
         if name.partition(".")[0] == "torch":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Hidden)
-from mcore_reshard.cli import main
+from mcore_reshard.cli.main import main
 sys.exit(main(["doctor"]))
 """
     done = python(code)
@@ -850,12 +853,12 @@ def test_validate_compares_every_byte_of_a_plan_file(plan_of: Any) -> None:
     assert all(row["mismatches"] == 0 for refit in report["refits"] for row in refit["parameters"])
 
 
-def test_validate_says_that_it_leaves_a_quantised_checkpoint_unquantised() -> None:
+def test_validate_says_that_it_leaves_a_quantized_checkpoint_unquantized() -> None:
     _needs_megatron()
     arguments = ("tiny-qwen3-fp8", "--train", "tp=1", "--gen", "tp=1", "--refits", 1, "--engine", "slices")
     outcome = validate_in_a_process(*arguments)
     assert outcome.code == 0, outcome.err
-    assert "note: the checkpoint is quantised (fp8), the plan moves bfloat16 weights" in outcome.out
+    assert "note: the checkpoint is quantized (fp8), the plan moves bfloat16 weights" in outcome.out
 
 
 def test_validate_finds_a_plan_that_is_sound_and_wrong(plan_of: Any) -> None:

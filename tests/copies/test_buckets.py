@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_reshard.kernels.copies.buckets import ALIGNMENT, MAX_BUCKET_BYTES, Part, check_bucket_bytes, cut, pack
+from mcore_reshard.kernels.copies.buckets import ALIGNMENT, MAX_BUCKET_BYTES, Segment, check_bucket_bytes, cut, pack
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -20,30 +20,31 @@ def test_parts_cover_a_transfer_once_and_in_wire_order(
     extents: tuple[int, ...], itemsize: int, bucket_bytes: int
 ) -> None:
     wire = np.arange(prod(extents)).reshape(extents)
-    parts = cut(extents, itemsize, bucket_bytes)
+    segments = cut(extents, itemsize, bucket_bytes)
     boxes = [
-        wire[tuple(slice(low, low + n) for low, n in zip(part.start, part.extents, strict=True))] for part in parts
+        wire[tuple(slice(low, low + n) for low, n in zip(segment.start, segment.extents, strict=True))]
+        for segment in segments
     ]
     assert all(0 < box.size * itemsize <= bucket_bytes for box in boxes)
     assert [int(n) for box in boxes for n in box.reshape(-1)] == list(range(prod(extents)))
 
 
 def test_a_large_transfer_is_cut_along_its_outermost_dim() -> None:
-    assert cut((5, 8), 2, 32) == (Part((0, 0), (2, 8)), Part((2, 0), (2, 8)), Part((4, 0), (1, 8)))
+    assert cut((5, 8), 2, 32) == (Segment((0, 0), (2, 8)), Segment((2, 0), (2, 8)), Segment((4, 0), (1, 8)))
 
 
 def test_rows_larger_than_a_bucket_are_cut_again() -> None:
     assert cut((2, 12), 2, 16) == (
-        Part((0, 0), (1, 8)),
-        Part((0, 8), (1, 4)),
-        Part((1, 0), (1, 8)),
-        Part((1, 8), (1, 4)),
+        Segment((0, 0), (1, 8)),
+        Segment((0, 8), (1, 4)),
+        Segment((1, 0), (1, 8)),
+        Segment((1, 8), (1, 4)),
     )
 
 
 def test_what_fits_is_not_cut_and_what_is_empty_does_not_travel() -> None:
-    assert cut((4, 4), 2, 32) == (Part((0, 0), (4, 4)),)
-    assert cut((), 4, 16) == (Part((), ()),)
+    assert cut((4, 4), 2, 32) == (Segment((0, 0), (4, 4)),)
+    assert cut((), 4, 16) == (Segment((), ()),)
     assert cut((3, 0, 2), 4, 16) == ()
 
 
@@ -55,9 +56,9 @@ def test_packed_parts_are_aligned_and_never_overlap_or_overflow(nbytes: list[int
     assert bounds[0] == 0 and all(low < high for low, high in itertools.pairwise(bounds))
     for low, high in itertools.pairwise(bounds):
         end = 0
-        for part in range(low, high):
-            assert offsets[part] >= end
-            end = int(offsets[part]) + nbytes[part]
+        for segment in range(low, high):
+            assert offsets[segment] >= end
+            end = int(offsets[segment]) + nbytes[segment]
         assert end <= bucket_bytes
         if high < len(nbytes):
             padded_end = -(-end // ALIGNMENT) * ALIGNMENT

@@ -8,7 +8,7 @@ import torch
 from helpers.casting import WEIGHTS, held, moves_with_casts, train_schedule
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.cast_arithmetic import narrowed, scaled_to_e4m3, widened
 from mcore_reshard.kernels.copies.casts import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
@@ -26,11 +26,11 @@ KINDS = {kind: pair for pair, kind in CAST_KINDS.items()}
 BITS = {"bfloat16": np.uint16, "float32": np.uint32, "float8_e4m3fn": np.uint8}
 
 
-def program_of(seed: int, bucket_bytes: int = 4096) -> Program:
+def program_of(seed: int, bucket_bytes: int = 4096) -> BoundSchedule:
     schedule = train_schedule(moves_with_casts(np.random.default_rng(seed), (1, 2)), 0, (1, 2))
-    program = bind(schedule, held(schedule, seed), bucket_bytes=bucket_bytes)
-    compute_scales(program.casts, program.tensors)
-    return program
+    bound = bind(schedule, held(schedule, seed), bucket_bytes=bucket_bytes)
+    compute_scales(bound.casts, bound.tensors)
+    return bound
 
 
 class Arena:
@@ -69,20 +69,20 @@ class Arena:
 
 @pytest.mark.parametrize(("seed", "tile_bytes", "shift"), [(0, 1 << 14, 0), (1, 256, 0), (8, 1 << 20, 4)])
 def test_tiles_do_what_the_interpreter_does(seed: int, tile_bytes: int, shift: int) -> None:
-    program = program_of(seed)
-    tensors = [byte_array(tensor) for tensor in program.tensors]
+    bound = program_of(seed)
+    tensors = [byte_array(tensor) for tensor in bound.tensors]
     scratch = len(tensors)
     words = set()
-    lanes = [lane for stage in program.stages for lane in stage.lanes if lane.peer == 0]
-    for lane, bucket in [(each, bucket) for each in lanes for bucket in each.buckets]:
-        _, copies = split_casts(lane.copies[bucket.first_copy : bucket.stop_copy], program.casts)
+    to_0 = [each for stage in bound.stages for each in stage.peer_copies if each.peer == 0]
+    for peer_copies, bucket in [(each, bucket) for each in to_0 for bucket in each.buckets]:
+        _, copies = split_casts(peer_copies.copies[bucket.first_copy : bucket.stop_copy], bound.casts)
         if not len(copies):
             continue
         copies["dst"] = scratch
         wanted = np.full(bucket.nbytes, 0xDD, np.uint8)
         arena = Arena([*tensors, wanted], shift)
-        run_copies(copies, [*tensors, wanted], program.casts)
-        tiles = cut_cast_tiles(copies, arena.addresses, program.casts, tile_bytes)
+        run_copies(copies, [*tensors, wanted], bound.casts)
+        tiles = cut_cast_tiles(copies, arena.addresses, bound.casts, tile_bytes)
         assert tiles.dtype == CAST_TILE and CAST_TILE.itemsize == 64
         for tile in tiles:
             arena.walk(tile)
@@ -92,13 +92,13 @@ def test_tiles_do_what_the_interpreter_does(seed: int, tile_bytes: int, shift: i
 
 
 def test_aligned_rows_are_cast_in_wide_words() -> None:
-    program = program_of(0)
-    addresses = np.arange(len(program.tensors) + 1, dtype=np.uint64) << 24
-    lanes = [lane for stage in program.stages for lane in stage.lanes]
-    copies = np.concatenate([split_casts(lane.copies, program.casts)[1] for lane in lanes])
-    copies["dst"] = len(program.tensors)
-    tiles = cut_cast_tiles(copies, addresses, program.casts, 128 << 10)
-    names = np.array([program.schedule.tensors[n].name for n in copies["src"][tiles["box"]["copy"]].tolist()])
+    bound = program_of(0)
+    addresses = np.arange(len(bound.tensors) + 1, dtype=np.uint64) << 24
+    everything = [each for stage in bound.stages for each in stage.peer_copies]
+    copies = np.concatenate([split_casts(each.copies, bound.casts)[1] for each in everything])
+    copies["dst"] = len(bound.tensors)
+    tiles = cut_cast_tiles(copies, addresses, bound.casts, 128 << 10)
+    names = np.array([bound.schedule.tensors[n].name for n in copies["src"][tiles["box"]["copy"]].tolist()])
     widths = {weight.name: {*tiles["box"]["word_bytes"][names == weight.name].tolist()} for weight in WEIGHTS}
     assert widths["square"] == widths["ragged"] == widths["experts"] == {8}
     assert widths["odd"] == {1}
@@ -106,21 +106,21 @@ def test_aligned_rows_are_cast_in_wide_words() -> None:
 
 
 def test_no_casts_no_tiles() -> None:
-    program = program_of(0)
-    plain, cast = split_casts(program.stages[0].lanes[0].copies, {})
-    assert len(plain) == len(program.stages[0].lanes[0].copies) and not len(cast)
+    bound = program_of(0)
+    plain, cast = split_casts(bound.stages[0].peer_copies[0].copies, {})
+    assert len(plain) == len(bound.stages[0].peer_copies[0].copies) and not len(cast)
     assert not len(cut_cast_tiles(cast, np.zeros(1, np.uint64), {}, 128))
 
 
 def test_blocks_cover_every_weight_once() -> None:
-    program = program_of(1)
-    blocks = scale_blocks(program.casts, program.tensors)
+    bound = program_of(1)
+    blocks = scale_blocks(bound.casts, bound.tensors)
     assert blocks.dtype == BLOCK and BLOCK.itemsize == 32
-    for index, cast in program.casts.items():
-        weight = program.tensors[index]
+    for index, cast in bound.casts.items():
+        weight = bound.tensors[index]
         if cast.scales is None:
             continue
-        scales = program.tensors[cast.scales]
+        scales = bound.tensors[cast.scales]
         start = np.uint64(scales.data_ptr())
         mine = blocks[(blocks["scale"] >= start) & (blocks["scale"] < start + np.uint64(scales.nbytes))]
         assert len(mine) == scales.numel()

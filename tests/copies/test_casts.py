@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers.casting import E4M3, held, moves_with_casts, stepped, train_schedule, wanted
 from helpers.gloo import connect
-from helpers.handmade import End, Move, allocate, raw_bytes, schedule_of
+from helpers.handmade import End, HandTransfer, allocate, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
 
-from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.casts import CastForm, band_copies, compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
@@ -48,56 +48,62 @@ def test_scales_of_elements() -> None:
     assert columns.tolist() == [0, 3, 0, 0, 1, 0, 1]
 
 
-def passed(train: list[Program], engine: Program) -> None:
-    """Move everything between bound programs of one process."""
-    for program in train:
-        compute_scales(program.casts, program.tensors)
+def passed(train: list[BoundSchedule], engine: BoundSchedule) -> None:
+    """HandTransfer everything between bound programs of one process."""
+    for bound in train:
+        compute_scales(bound.casts, bound.tensors)
     for number, stage in enumerate(engine.stages):
-        for lane in stage.lanes:
-            sender = train[lane.peer]
-            [opposite] = [other for other in sender.stages[number].lanes if other.peer == engine.schedule.rank]
-            assert [b.nbytes for b in opposite.buckets] == [b.nbytes for b in lane.buckets]
-            for out, into in zip(opposite.buckets, lane.buckets, strict=True):
+        for peer_copies in stage.peer_copies:
+            sender = train[peer_copies.peer]
+            [opposite] = [other for other in sender.stages[number].peer_copies if other.peer == engine.schedule.rank]
+            assert [b.nbytes for b in opposite.buckets] == [b.nbytes for b in peer_copies.buckets]
+            for out, into in zip(opposite.buckets, peer_copies.buckets, strict=True):
                 scratch = np.full(out.nbytes, 0xDD, np.uint8)
                 sent = opposite.copies[out.first_copy : out.stop_copy]
                 run_copies(sent, [*map(byte_array, sender.tensors), scratch], sender.casts)
-                run_copies(lane.copies[into.first_copy : into.stop_copy], [*map(byte_array, engine.tensors), scratch])
+                run_copies(
+                    peer_copies.copies[into.first_copy : into.stop_copy], [*map(byte_array, engine.tensors), scratch]
+                )
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 4096, 1 << 20])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_arrives_is_what_torch_casts(seed: int, bucket_bytes: int) -> None:
     worlds = (2, 2)
-    moves = moves_with_casts(np.random.default_rng(seed), worlds)
-    schedules = [train_schedule(moves, rank, worlds) for rank in range(2)]
+    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
+    schedules = [train_schedule(transfers, rank, worlds) for rank in range(2)]
     sources = [held(schedule, seed) for schedule in schedules]
     train = [
         bind(schedule, tensors, bucket_bytes=bucket_bytes) for schedule, tensors in zip(schedules, sources, strict=True)
     ]
     for rank in range(worlds[1]):
-        gen = schedule_of(moves, "gen", rank, worlds)
+        gen = schedule_of(transfers, "gen", rank, worlds)
         tensors = allocate(gen)
         passed(train, bind(gen, tensors, bucket_bytes=bucket_bytes))
-        assert {name: raw_bytes(tensor) for name, tensor in tensors.items()} == wanted(moves, gen, sources)
+        assert {name: raw_bytes(tensor) for name, tensor in tensors.items()} == wanted(transfers, gen, sources)
 
 
 def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int) -> dict[str, bytes]:
     """The weights change between the refits, and with them the scales; checked as the endpoints check."""
-    moves = moves_with_casts(np.random.default_rng(seed), worlds)
+    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
     train = number < worlds[0]
-    schedule = train_schedule(moves, number, worlds) if train else schedule_of(moves, "gen", number - worlds[0], worlds)
+    schedule = (
+        train_schedule(transfers, number, worlds)
+        if train
+        else schedule_of(transfers, "gen", number - worlds[0], worlds)
+    )
     tensors = held(schedule, seed) if train else allocate(schedule)
-    program = bind(schedule, tensors, bucket_bytes=4096)
+    bound = bind(schedule, tensors, bucket_bytes=4096)
     group = connect(address, number, sum(worlds))
-    running = GlooExecutor(group, program)
+    running = GlooExecutor(group, bound)
     for _ in range(2):
-        written = program.check_fresh(tensors)
+        written = bound.check_fresh(tensors)
         reports = running.run()
-        program.check_unwritten(written)
+        bound.check_unwritten(written)
         if train and _ == 0:
             for name, tensor in stepped(tensors).items():
                 tensors[name].copy_(tensor)
-    assert sum(report.nbytes for report in reports) == program.nbytes
+    assert sum(report.nbytes for report in reports) == bound.nbytes
     group.close()
     return {name: raw_bytes(tensor) for name, tensor in tensors.items()}
 
@@ -105,21 +111,21 @@ def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int) -
 @pytest.mark.parametrize(("worlds", "seed"), [((1, 1), 10), ((2, 2), 11), ((1, 3), 12)])
 def test_gloo_casts_what_it_sends(worlds: tuple[int, int], seed: int) -> None:
     arrived = values(run_ranks(sum(worlds), refit_twice, worlds, seed))
-    moves = moves_with_casts(np.random.default_rng(seed), worlds)
-    sources = [stepped(held(train_schedule(moves, rank, worlds), seed)) for rank in range(worlds[0])]
+    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
+    sources = [stepped(held(train_schedule(transfers, rank, worlds), seed)) for rank in range(worlds[0])]
     for rank in range(worlds[1]):
-        assert arrived[worlds[0] + rank] == wanted(moves, schedule_of(moves, "gen", rank, worlds), sources)
+        assert arrived[worlds[0] + rank] == wanted(transfers, schedule_of(transfers, "gen", rank, worlds), sources)
 
 
 def one_weight(origin: tuple[int, int] = (0, 0)) -> Schedule:
     """Half of `square`, and its scales."""
-    moves = [
-        Move(0, "model.square", E4M3, (256, 128), End(0, "square", (384, 256), origin, (0, 1)),
+    transfers = [
+        HandTransfer(0, "model.square", E4M3, (256, 128), End(0, "square", (384, 256), origin, (0, 1)),
              End(0, "d", (256, 128), (0, 0), (0, 1))),
-        Move(0, "model.square.scales", "float32", (2, 1), End(0, "square.scales", (3, 2), (0, 0), (0, 1)),
+        HandTransfer(0, "model.square.scales", "float32", (2, 1), End(0, "square.scales", (3, 2), (0, 0), (0, 1)),
              End(0, "s", (2, 1), (0, 0), (0, 1))),
     ]  # fmt: skip
-    return train_schedule(moves, 0, (1, 1))
+    return train_schedule(transfers, 0, (1, 1))
 
 
 def problems(schedule: Schedule, tensors: dict[str, torch.Tensor] | None = None) -> tuple[str, ...]:
@@ -169,10 +175,10 @@ def test_a_live_tensor_of_another_dtype_is_refused() -> None:
 @pytest.mark.parametrize("strides", [(1, 256), (256, 2), (384, 1)])
 def test_rows_that_are_not_rows_of_the_matrix_are_refused(strides: tuple[int, int]) -> None:
     schedule = one_weight()
-    geometry = replace(schedule.geometries[0], strides=strides)
-    [problem] = problems(replace(schedule, geometries=(geometry, *schedule.geometries[1:])))
+    strided_box = replace(schedule.strided_boxes[0], strides=strides)
+    [problem] = problems(replace(schedule, strided_boxes=(strided_box, *schedule.strided_boxes[1:])))
     assert problem.startswith(
-        "stage 0: model.square leaves square (384, 256) cast in blocks of (128, 128), but Geometry("
+        "stage 0: model.square leaves square (384, 256) cast in blocks of (128, 128), but StridedBox("
     )
     assert problem.endswith("is not made of its rows")
 
@@ -194,6 +200,6 @@ def test_a_cast_of_what_is_not_sent_computes_nothing() -> None:
     schedule = one_weight()
     extra = (LocalTensor("other", (8,), "bfloat16"),)
     schedule = replace(schedule, tensors=schedule.tensors + extra, casts=(*schedule.casts, Cast(2, "float32")))
-    program = bind(schedule, held(schedule, 0))
-    assert list(program.casts) == [0]
-    assert program.tensors[1].shape == (3, 2)
+    bound = bind(schedule, held(schedule, 0))
+    assert list(bound.casts) == [0]
+    assert bound.tensors[1].shape == (3, 2)

@@ -8,7 +8,7 @@ import torch
 from helpers.casting import held, moves_with_casts, train_schedule
 from helpers.gpu import needs_gpus
 
-from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.cast_arithmetic import AMAX_FLOOR, block_scales
 from mcore_reshard.kernels.copies.copy_table import SCRATCH
 from mcore_reshard.kernels.copies.cpu import run_copies
@@ -27,14 +27,14 @@ CUDA = torch.device("cuda", 0)
 POISON = 0xEE
 
 
-def program_of(seed: int, bucket_bytes: int) -> Program:
+def program_of(seed: int, bucket_bytes: int) -> BoundSchedule:
     schedule = train_schedule(moves_with_casts(np.random.default_rng(seed), (1, 2)), 0, (1, 2))
     return bind(schedule, {k: t.to(CUDA) for k, t in held(schedule, seed).items()}, bucket_bytes=bucket_bytes)
 
 
-def compute(program: Program) -> None:
+def compute(bound: BoundSchedule) -> None:
     """The scales of all casts, by the kernel."""
-    scales = device_casts.DeviceScales(scale_blocks(program.casts, program.tensors), CUDA)
+    scales = device_casts.DeviceScales(scale_blocks(bound.casts, bound.tensors), CUDA)
     scales.launch(torch.cuda.current_stream())
 
 
@@ -46,20 +46,20 @@ def test_a_gather_agrees_with_the_interpreter(
     shape: tuple[int, int, int], bucket_bytes: int, tile_bytes: int, shift: int
 ) -> None:
     for seed in range(3):
-        program = program_of(seed, bucket_bytes)
-        compute(program)
-        tensors = [byte_array(tensor.cpu()) for tensor in program.tensors]
-        for stage in program.stages:
-            for lane in stage.lanes:
-                for bucket in lane.buckets[:8]:
-                    copies = lane.copies[bucket.first_copy : bucket.stop_copy].copy()
+        bound = program_of(seed, bucket_bytes)
+        compute(bound)
+        tensors = [byte_array(tensor.cpu()) for tensor in bound.tensors]
+        for stage in bound.stages:
+            for peer_copies in stage.peer_copies:
+                for bucket in peer_copies.buckets[:8]:
+                    copies = peer_copies.copies[bucket.first_copy : bucket.stop_copy].copy()
                     wanted = np.full(bucket.nbytes, POISON, np.uint8)
-                    run_copies(copies, [*tensors, wanted], program.casts)
+                    run_copies(copies, [*tensors, wanted], bound.casts)
                     scratch = torch.full((bucket.nbytes + 2 * shift,), POISON, dtype=torch.uint8, device=CUDA)
-                    bases = [tensor.data_ptr() for tensor in program.tensors] + [scratch.data_ptr() + shift]
+                    bases = [tensor.data_ptr() for tensor in bound.tensors] + [scratch.data_ptr() + shift]
                     copies["dst"][copies["dst"] == SCRATCH] = len(bases) - 1
                     gather = device_casts.DeviceGather(
-                        copies, np.array(bases, np.uint64), program.casts, CUDA,
+                        copies, np.array(bases, np.uint64), bound.casts, CUDA,
                         device_copies.KernelShape(*shape), tile_bytes,
                     )  # fmt: skip
                     gather.launch(torch.cuda.current_stream())
@@ -70,12 +70,12 @@ def test_a_gather_agrees_with_the_interpreter(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_scales_are_those_of_torch_on_the_gpu(seed: int) -> None:
-    program = program_of(seed, 4096)
-    compute(program)
-    for index, cast in program.casts.items():
+    bound = program_of(seed, 4096)
+    compute(bound)
+    for index, cast in bound.casts.items():
         if cast.scales is not None:
-            wanted = block_scales(program.tensors[index], cast.form.block)
-            assert torch.equal(program.tensors[cast.scales].view(torch.int32), wanted.view(torch.int32))
+            wanted = block_scales(bound.tensors[index], cast.form.block)
+            assert torch.equal(bound.tensors[cast.scales].view(torch.int32), wanted.view(torch.int32))
 
 
 def special(name: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ def test_scales_of_stacked_experts() -> None:
         assert torch.equal(scales[expert], block_scales(weight[expert], (128, 128)))
 
 
-def test_quantised_values() -> None:
+def test_quantized_values() -> None:
     values = torch.tensor([[1.0, -448.0, 17.0, 19.0, 0.0, -0.0]]).bfloat16()
     data = scaled_to_e4m3(values, torch.ones(6))
     assert data.float().tolist() == [[1.0, -448.0, 16.0, 20.0, 0.0, -0.0]]  # 17 and 19 are ties between 16, 18, 20

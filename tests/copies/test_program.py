@@ -10,59 +10,63 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.handmade import End, Move, allocate, expected, random_moves, raw_bytes, schedule_of, table
+from helpers.handmade import End, HandTransfer, allocate, expected, random_transfers, raw_bytes, schedule_of, table
 from helpers.plans import TINY, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.copy_table import COPY, strided_copies
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.errors import BindError, StaleTensorError
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.make_schedule import schedule_of as schedule_of_plan
-from mcore_reshard.planner.plan.schedule import Geometry, LocalTensor, Schedule, StageSchedule, TransferTable
+from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, StageSchedule, StridedBox, TransferTable
 
 
-def two_moves() -> list[Move]:
+def two_moves() -> list[HandTransfer]:
     a = End(0, "w", (4, 6), (1, 2), (0, 1))
     b = End(0, "v", (4, 6), (0, 0), (1, 0))
     return [
-        Move(0, "model.a", "float32", (2, 3), a, replace(a, tensor="x")),
-        Move(3, "model.b", "bfloat16", (6, 4), b, replace(b, tensor="y", dims=(0, 1), shape=(6, 4))),
+        HandTransfer(0, "model.a", "float32", (2, 3), a, replace(a, tensor="x")),
+        HandTransfer(3, "model.b", "bfloat16", (6, 4), b, replace(b, tensor="y", dims=(0, 1), shape=(6, 4))),
     ]
 
 
-def deliver(trainers: list[Program], engine: Program) -> None:
+def deliver(trainers: list[BoundSchedule], engine: BoundSchedule) -> None:
     """Everything the engine rank receives, bucket by bucket, without a network."""
     scratch = np.empty(engine.bucket_bytes, np.uint8)
     for stage, received in enumerate(engine.stages):
-        for lane in received.lanes:
-            sender = trainers[lane.peer]
-            (opposite,) = (out for out in sender.stages[stage].lanes if out.peer == engine.schedule.rank and out.sends)
-            assert [b.nbytes for b in opposite.buckets] == [b.nbytes for b in lane.buckets]
-            assert [sender.parameter(b) for b in opposite.buckets] == [engine.parameter(b) for b in lane.buckets]
-            for out, into in zip(opposite.buckets, lane.buckets, strict=True):
+        for peer_copies in received.peer_copies:
+            sender = trainers[peer_copies.peer]
+            (opposite,) = (
+                out for out in sender.stages[stage].peer_copies if out.peer == engine.schedule.rank and out.sends
+            )
+            assert [b.nbytes for b in opposite.buckets] == [b.nbytes for b in peer_copies.buckets]
+            assert [sender.parameter(b) for b in opposite.buckets] == [engine.parameter(b) for b in peer_copies.buckets]
+            for out, into in zip(opposite.buckets, peer_copies.buckets, strict=True):
                 assert 0 < out.nbytes <= engine.bucket_bytes
                 scratch[:] = 0xAA
                 run_copies(opposite.copies[out.first_copy : out.stop_copy], [*map(byte_array, sender.tensors), scratch])
-                run_copies(lane.copies[into.first_copy : into.stop_copy], [*map(byte_array, engine.tensors), scratch])
+                run_copies(
+                    peer_copies.copies[into.first_copy : into.stop_copy], [*map(byte_array, engine.tensors), scratch]
+                )
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), bucket_bytes=st.sampled_from([16, 48, 256, 4096]))
 def test_program_moves_every_element_where_the_schedule_says(seed: int, bucket_bytes: int) -> None:
     worlds = (2, 2)
-    moves = random_moves(np.random.default_rng(seed), worlds, parameters=5, largest=4)
-    train = [schedule_of(moves, "train", rank, worlds) for rank in range(worlds[0])]
+    transfers = random_transfers(np.random.default_rng(seed), worlds, parameters=5, largest=4)
+    train = [schedule_of(transfers, "train", rank, worlds) for rank in range(worlds[0])]
     sources = [allocate(schedule, seed=1) for schedule in train]
     trainers = [bind(s, t, bucket_bytes=bucket_bytes) for s, t in zip(train, sources, strict=True)]
     for rank in range(worlds[1]):
-        gen = schedule_of(moves, "gen", rank, worlds)
+        gen = schedule_of(transfers, "gen", rank, worlds)
         tensors = allocate(gen)
         deliver(trainers, bind(gen, tensors, bucket_bytes=bucket_bytes))
-        want = expected(moves, gen, sources)
+        want = expected(transfers, gen, sources)
         assert {name: raw_bytes(t) for name, t in tensors.items()} == {name: raw_bytes(t) for name, t in want.items()}
 
 
@@ -133,11 +137,11 @@ def test_a_fourth_outer_dim_is_unrolled() -> None:
 
 
 def test_bind_lists_everything_that_does_not_fit() -> None:
-    moves = [
+    transfers = [
         *two_moves(),
-        Move(3, "model.c", "float32", (4,), End(0, "u", (4,), (0,), (0,)), End(0, "z", (4,), (0,), (0,))),
+        HandTransfer(3, "model.c", "float32", (4,), End(0, "u", (4,), (0,), (0,)), End(0, "z", (4,), (0,), (0,))),
     ]
-    schedule = schedule_of(moves, "train", 0, (1, 1), extra=[LocalTensor("idle", (2,), "float32")])
+    schedule = schedule_of(transfers, "train", 0, (1, 1), extra=[LocalTensor("idle", (2,), "float32")])
     tensors = allocate(schedule)
     tensors["w"] = tensors["w"].to(torch.float64)
     tensors["v"] = torch.empty(6, 4, dtype=torch.bfloat16).t()
@@ -180,7 +184,7 @@ def test_bind_refuses_a_schedule_that_leaves_its_tensors() -> None:
 
 
 def test_padding_is_zeroed_and_nothing_else() -> None:
-    tail = (0, 8, Geometry((2, 3), (4, 1)))
+    tail = (0, 8, StridedBox((2, 3), (4, 1)))
     schedule = schedule_of([], "gen", 0, (1, 1), extra=[LocalTensor("e", (4, 4), "bfloat16")], padding=(tail,))
     tensors = {"e": torch.ones(5, 4, dtype=torch.bfloat16)[1:]}
     bind(schedule, tensors).zero_padding()
@@ -188,7 +192,7 @@ def test_padding_is_zeroed_and_nothing_else() -> None:
 
 
 def test_padding_outside_its_tensor_is_refused() -> None:
-    tail = (0, 9, Geometry((2, 4), (4, 1)))
+    tail = (0, 9, StridedBox((2, 4), (4, 1)))
     schedule = schedule_of([], "gen", 0, (1, 1), extra=[LocalTensor("e", (4, 4), "bfloat16")], padding=(tail,))
     with pytest.raises(BindError, match="padding outside its tensor: offset 9"):
         bind(schedule, allocate(schedule))
@@ -197,11 +201,11 @@ def test_padding_outside_its_tensor_is_refused() -> None:
 def test_a_tensor_that_moved_is_stale() -> None:
     schedule = schedule_of(two_moves(), "gen", 0, (1, 1))
     tensors = allocate(schedule)
-    program = bind(schedule, tensors)
-    program.check_fresh(tensors)
+    bound = bind(schedule, tensors)
+    bound.check_fresh(tensors)
     tensors["y"] = tensors["y"].clone()
     with pytest.raises(StaleTensorError, match=r"gen:0: 1 bound tensors changed since prepare\(\):\n  y: address"):
-        program.check_fresh(tensors)
+        bound.check_fresh(tensors)
 
 
 def test_parameters_and_their_subclasses_can_be_bound() -> None:
@@ -215,16 +219,16 @@ def test_parameters_and_their_subclasses_can_be_bound() -> None:
 
 
 def test_fifty_thousand_transfers_bind_within_a_second() -> None:
-    geometries = tuple(Geometry((1 + n % 7, 64), (64 + n, 1)) for n in range(300))
+    strided_boxes = tuple(StridedBox((1 + n % 7, 64), (64 + n, 1)) for n in range(300))
     count = 50_000
     rng = np.random.default_rng(0)
-    geometry = rng.integers(0, len(geometries), count)
-    nbytes = np.array([geometries[g].extents[0] * 64 * 2 for g in geometry])
+    strided_box = rng.integers(0, len(strided_boxes), count)
+    nbytes = np.array([strided_boxes[g].extents[0] * 64 * 2 for g in strided_box])
     rows = list(
         zip(
             rng.integers(0, 64, count).tolist(),
             rng.integers(0, 5000, count).tolist(),
-            geometry.tolist(),
+            strided_box.tolist(),
             rng.integers(0, 100, count).tolist(),
             nbytes.tolist(),
             [0] * count,
@@ -239,17 +243,17 @@ def test_fifty_thousand_transfers_bind_within_a_second() -> None:
         train_ranks=64,
         gen_ranks=1,
         tensors=tuple(LocalTensor(f"t{n}", (4096,), "bfloat16") for n in range(5000)),
-        geometries=geometries,
+        strided_boxes=strided_boxes,
         stages=(StageSchedule(0, table(()), table(rows)),),
         padding=(),
         misc=(),
-        parameter_name=lambda bundle, member: "p",
+        parameter_name=lambda transfer_group, member: "p",
     )
     tensors = allocate(schedule)
     start = time.perf_counter()
-    program = bind(schedule, tensors, bucket_bytes=1 << 20)
+    bound = bind(schedule, tensors, bucket_bytes=1 << 20)
     seconds = time.perf_counter() - start
-    assert sum(len(lane.copies) for lane in program.stages[0].lanes) == count
+    assert sum(len(peer_copies.copies) for peer_copies in bound.stages[0].peer_copies) == count
     assert seconds < 1.0
 
 
@@ -280,6 +284,6 @@ def rows_of(
 ) -> Iterator[torch.Tensor]:
     """The elements of each transfer with `peer`, as views of the rank's tensors in wire order."""
     for row in np.flatnonzero(rows.peer == peer).tolist():
-        geometry = schedule.geometries[int(rows.geometry[row])]
+        strided_box = schedule.strided_boxes[int(rows.strided_box[row])]
         tensor = tensors[schedule.tensors[int(rows.tensor[row])].name]
-        yield tensor.as_strided(geometry.extents, geometry.strides, int(rows.offset[row]))
+        yield tensor.as_strided(strided_box.extents, strided_box.strides, int(rows.offset[row]))

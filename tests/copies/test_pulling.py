@@ -58,8 +58,8 @@ def test_every_element_is_pulled_to_its_place(case: Case) -> None:
 
 def pull(schedule: Schedule, own: dict[str, torch.Tensor], sources: list[dict[str, torch.Tensor]]) -> None:
     """What the kernel of a generation rank does, on the CPU."""
-    assert schedule.pulls is not None
-    table = pull_table(schedule, schedule.pulls())
+    assert schedule.source_table is not None
+    table = pull_table(schedule, schedule.source_table())
     bases = [byte_array(own[local.name]) for local in schedule.tensors]
     bases += [byte_array(sources[source.rank][source.tensor]) for source in table.sources]
     run_copies(table.copies, bases)
@@ -68,34 +68,37 @@ def pull(schedule: Schedule, own: dict[str, torch.Tensor], sources: list[dict[st
 def test_columns_name_peer_stage_and_parameter() -> None:
     plan = TINY[0].plan()
     schedule = schedule_of(plan, "gen", 1)
-    assert schedule.pulls is not None
-    table = pull_table(schedule, schedule.pulls())
+    assert schedule.source_table is not None
+    table = pull_table(schedule, schedule.source_table())
     first_source = len(schedule.tensors)
     for row in range(len(table.copies)):
         source = table.sources[int(table.copies["src"][row]) - first_source]
         assert source.rank == table.peer[row]
-        assert plan.bundles[int(table.bundle[row])].pp_stage == schedule.stages[int(table.stage[row])].pp_stage
+        assert (
+            plan.transfer_groups[int(table.transfer_group[row])].pp_stage
+            == schedule.stages[int(table.stage[row])].pp_stage
+        )
     assert {*table.stage.tolist()} == {0, 1}
 
 
 def tampered(plan: Plan) -> Schedule:
     """A schedule whose pulls expect one transfer more of another peer."""
     schedule = schedule_of(plan, "gen", 0)
-    assert schedule.pulls is not None
-    pulls = schedule.pulls()
-    table = pulls.stages[0]
+    assert schedule.source_table is not None
+    source_table = schedule.source_table()
+    table = source_table.stages[0]
     columns = {name: getattr(table, name) for name in TransferTable.__slots__}
     columns["peer"] = columns["peer"].copy()
     columns["peer"][0] += 1
-    wrong = replace(pulls, stages=(TransferTable(**columns), *pulls.stages[1:]))
-    return replace(schedule, pulls=lambda: wrong)
+    wrong = replace(source_table, stages=(TransferTable(**columns), *source_table.stages[1:]))
+    return replace(schedule, source_table=lambda: wrong)
 
 
 def test_pulls_of_other_transfers_are_refused() -> None:
     plan = TINY[0].plan()
     schedule = tampered(plan)
-    assert schedule.pulls is not None
+    assert schedule.source_table is not None
     with pytest.raises(BindError, match="stage 0: the pulls are not those of the transfers received"):
-        pull_table(schedule, schedule.pulls())
+        pull_table(schedule, schedule.source_table())
     with pytest.raises(BindError, match="the pulls are those of gen:0"):
-        pull_table(schedule_of(plan, "gen", 1), schedule.pulls())
+        pull_table(schedule_of(plan, "gen", 1), schedule.source_table())

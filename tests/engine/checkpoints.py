@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.copies.cast_arithmetic import quantised
+from mcore_reshard.kernels.copies.cast_arithmetic import quantized
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine
 from mcore_reshard.validation.tiny import checkpoint_shapes, payload
@@ -36,7 +36,7 @@ def fp8_checkpoint(config: Config, block: tuple[int, int], version: int) -> dict
     tensors = {}
     for name, tensor in payload(checkpoint_shapes(plain), version, dict.fromkeys(weights, block)):
         if name in weights:
-            tensors[name], tensors[name + "_scale_inv"] = quantised(tensor, block)
+            tensors[name], tensors[name + "_scale_inv"] = quantized(tensor, block)
         else:
             tensors[name] = tensor
     return tensors

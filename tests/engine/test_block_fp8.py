@@ -1,4 +1,4 @@
-"""Block FP8 as vLLM's own quantiser computes it on this device, bit for bit."""
+"""Block FP8 as vLLM's own quantizer computes it on this device, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def random_matrix(rows: int, columns: int) -> torch.Tensor:
 
 
 def every_finite_value() -> torch.Tensor:
-    """Every finite bfloat16 once, each magnitude's neighbours in blocks of their own."""
+    """Every finite bfloat16 once, each magnitude's neighbors in blocks of their own."""
     bits = torch.arange(1 << 16, dtype=torch.int32)
     bits = bits[bits & 0x7FFF < 0x7F80].to(torch.int16)
     return bits.view(torch.bfloat16).reshape(510, 128)
@@ -40,7 +40,7 @@ MATRICES = {
 }
 
 
-def quantised(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     scales = block_scales(weight, block)
     rows = [
         scaled_to_e4m3(row[None], scales[number // block[0]].repeat_interleave(block[1])[: weight.shape[1]])
@@ -53,6 +53,6 @@ def quantised(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
 @pytest.mark.parametrize("name", MATRICES)
 def test_data_and_scales_are_those_of_vllm(name: str, block: tuple[int, int]) -> None:
     data, scales = deep_gemm.per_block_cast_to_fp8(MATRICES[name], list(block), use_ue8m0=False)
-    ours, our_scales = quantised(MATRICES[name], block)
+    ours, our_scales = quantized(MATRICES[name], block)
     assert torch.equal(our_scales.view(torch.int32), scales.view(torch.int32))
     assert torch.equal(ours, data.view(torch.uint8))

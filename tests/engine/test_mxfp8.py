@@ -13,7 +13,7 @@ from helpers.simulate import held
 from mcore_reshard.kernels.copies.tensors import dtype_name
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.model.configs import load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan
@@ -48,7 +48,7 @@ def built(folder: Any, sizes: GenSizes = GenSizes(), gen_rank: int = 0) -> dict[
 
 
 def planned(config: dict[str, Any], train_dtype: str = "mxfp8", gen: GenMesh = GenMesh()) -> Plan:  # noqa: B008
-    return make_plan(catalogue_from_config(config), TrainMesh(), gen, train_dtype=train_dtype, gen_dtype="mxfp8")
+    return make_plan(parameters_from_config(config), TrainMesh(), gen, train_dtype=train_dtype, gen_dtype="mxfp8")
 
 
 CASES = {
@@ -73,7 +73,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_of_vllm_is_planned_as_it_is(name, config_folder):
-    """A trainer in MXFP8 fills what the engine quantises, one in bf16 what it keeps; the output layer is filled by neither."""
+    """A trainer in MXFP8 fills what the engine quantizes, one in bf16 what it keeps; the output layer is filled by neither."""
     config, tp = CASES[name]
     plans = [planned(config, train_dtype, GenMesh(tp=tp)) for train_dtype in ("mxfp8", "bf16")]
     tensors = {
@@ -85,7 +85,7 @@ def test_every_parameter_of_vllm_is_planned_as_it_is(name, config_folder):
         if group.role is Role.LM_HEAD:
             assert "list it in ignored_layers" in unplanned.reason
             rows = -(-group.shape[0] // 64) * 64 // tp
-            assert tensors.pop(group.pattern) == ((rows, *group.shape[1:]), group.dtype)
+            assert tensors.pop(group.name_pattern) == ((rows, *group.shape[1:]), group.dtype)
     moved = {local.name: (local.shape, local.dtype) for plan in plans for rank, local in held(plan, "gen") if rank == 0}
     if config["model_type"] == "gpt_oss":  # no layout rule where experts, stacked in one tensor, are in MXFP8
         tensors = {name: found for name, found in tensors.items() if ".experts." not in name}
@@ -117,7 +117,7 @@ def test_columns_that_vllm_refuses_are_misc_with_that_reason(name, changes, refu
         built(config_folder(config))
 
 
-def test_routers_that_the_config_does_not_name_are_quantised_and_refused(config_folder):
+def test_routers_that_the_config_does_not_name_are_quantized_and_refused(config_folder):
     config = mxfp8("tiny-qwen3-moe-fp8", ROUTERS[0])
     tensors = built(config_folder(config))
     assert tensors[ROUTERS[1] + ".weight"].dtype is torch.float8_e4m3fn

@@ -1,4 +1,4 @@
-"""Quantised weights and their scales where a plan puts them, against vLLM's own loaders of FP8 checkpoints."""
+"""Quantized weights and their scales where a plan puts them, against vLLM's own loaders of FP8 checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.simulate import held
 from mcore_reshard.engines.vllm.model import after_direct_writes, kernel_layouts, load_weights, local_tensors
 from mcore_reshard.kernels.copies.tensors import dtype_name
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
-from mcore_reshard.planner.model.families import ConfigError, catalogue_from_config
+from mcore_reshard.planner.model.families import ConfigError, parameters_from_config
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan
@@ -103,13 +103,13 @@ def test_vllm_loads_pairs_where_the_plan_puts_them(case, config_folder):
                 assert (actual[filled] == expected).all(), (gen_rank, local.name, version)
 
 
-def test_vllm_quantises_routers_that_the_config_does_not_name(config_folder):
+def test_vllm_quantizes_routers_that_the_config_does_not_name(config_folder):
     config = CASES[4].hf_config
     config["quantization_config"]["modules_to_not_convert"] = []
     model = build_engine(config_folder(config), GenSizes(), 0)
     assert local_tensors(model)["model.layers.0.mlp.gate.weight"].dtype is torch.float8_e4m3fn
-    with pytest.raises(MeshError, match=r"would quantise 4 routers, such as model\.layers\.0\.mlp\.gate\.weight"):
-        make_plan(catalogue_from_config(config), TrainMesh(), GenMesh(), gen_dtype="fp8")
+    with pytest.raises(MeshError, match=r"would quantize 4 routers, such as model\.layers\.0\.mlp\.gate\.weight"):
+        make_plan(parameters_from_config(config), TrainMesh(), GenMesh(), gen_dtype="fp8")
 
 
 def test_static_activations_are_refused_with_blocks_by_both(config_folder):
@@ -118,7 +118,7 @@ def test_static_activations_are_refused_with_blocks_by_both(config_folder):
     with pytest.raises(ValueError, match="block-wise quantization only supports dynamic activation"):
         build_engine(config_folder(config), GenSizes(), 0, device="meta")
     with pytest.raises(ConfigError, match="block-wise quantization only supports dynamic activation"):
-        catalogue_from_config(config)
+        parameters_from_config(config)
 
 
 PARTS = [

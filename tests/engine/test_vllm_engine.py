@@ -149,10 +149,10 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
         ("deepseek-v3", "model.layers.{}.self_attn.mla_attn.mla_attn", "model.layers.{}.self_attn.attn"),
     ],
 )
-@pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "fp8"])
-def test_kv_scales_land_where_attention_reads_them(name, attention, named, quantised, config_folder, kv_cache_in):
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
+def test_kv_scales_land_where_attention_reads_them(name, attention, named, quantized, config_folder, kv_cache_in):
     kv_cache_in("fp8")
-    config = tiny(name, quantization_config=FP8) if quantised else tiny(name)
+    config = tiny(name, quantization_config=FP8) if quantized else tiny(name)
     model = build_engine(config_folder(config), GenSizes(pp=2), 1)  # layers 2 and 3
     scales = {
         f"{named.format(2)}.k_scale": 2.125,
@@ -217,7 +217,7 @@ def test_layers_whose_cache_has_no_scale_take_none(dtype, skipped, scaled, confi
     model = build_engine(config_folder(tiny("llama")), GenSizes(), 0)
     wanted = [f"model.layers.{layer}.self_attn.attn.{leaf}_scale" for layer in scaled for leaf in "kvq"]
     assert kv_scale_names(model) == wanted
-    with pytest.raises(ValueError, match="is no scale of an attention layer whose KV cache is quantised"):
+    with pytest.raises(ValueError, match="is no scale of an attention layer whose KV cache is quantized"):
         set_kv_scales(model, {**dict.fromkeys(wanted, 0.5), "model.layers.4.self_attn.attn.k_scale": 0.5})
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from helpers.handmade import End, Move, allocate, random_moves, raw_bytes, schedule_of
+from helpers.handmade import End, HandTransfer, allocate, random_transfers, raw_bytes, schedule_of
 
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
-from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Pulls, Schedule
+from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Schedule, SourceTable
 
 E4M3 = "float8_e4m3fn"
 
@@ -47,41 +47,41 @@ WEIGHTS = (
 )
 
 
-def moves_with_casts(rng: np.random.Generator, worlds: tuple[int, int]) -> list[Move]:
+def moves_with_casts(rng: np.random.Generator, worlds: tuple[int, int]) -> list[HandTransfer]:
     """Every weight goes in random parts to random ranks, block scales with their blocks, between other parameters."""
-    moves = random_moves(rng, worlds, parameters=8, stages=2)
+    transfers = random_transfers(rng, worlds, parameters=8, stages=2)
     for weight in WEIGHTS:
         for dst_rank in rng.permutation(worlds[1])[: int(rng.integers(1, worlds[1] + 1))].tolist():
-            moves += _parts(rng, weight, worlds, dst_rank)
-    return moves
+            transfers += _parts(rng, weight, worlds, dst_rank)
+    return transfers
 
 
-def _parts(rng: np.random.Generator, weight: Weight, worlds: tuple[int, int], dst_rank: int) -> list[Move]:
+def _parts(rng: np.random.Generator, weight: Weight, worlds: tuple[int, int], dst_rank: int) -> list[HandTransfer]:
     """The weight for one rank, in two parts along a random dim, each from a random rank."""
     dim, stage = int(rng.integers(len(weight.shape))), int(rng.integers(2))
     step = (1,) * (len(weight.shape) - 2) + weight.block if weight.block != (0, 0) else (1,) * len(weight.shape)
     cut = step[dim] * int(rng.integers(0, -(-weight.shape[dim] // step[dim]) + 1))
-    moves = []
+    transfers = []
     for start, stop in ((0, min(cut, weight.shape[dim])), (min(cut, weight.shape[dim]), weight.shape[dim])):
         if start == stop:
             continue
         src = int(rng.integers(worlds[0]))
-        moves.append(_move(stage, weight.name, weight.to, weight.shape, (dim, start, stop), src, dst_rank))
+        transfers.append(_move(stage, weight.name, weight.to, weight.shape, (dim, start, stop), src, dst_rank))
         if weight.block != (0, 0):
             part = (dim, -(-start // step[dim]), -(-stop // step[dim]))
-            moves.append(_move(stage, weight.scales, "float32", weight.scales_shape, part, src, dst_rank))
-    return moves
+            transfers.append(_move(stage, weight.scales, "float32", weight.scales_shape, part, src, dst_rank))
+    return transfers
 
 
 def _move(
     stage: int, name: str, dtype: str, shape: tuple[int, ...], part: tuple[int, int, int], src: int, dst: int
-) -> Move:
+) -> HandTransfer:
     dim, start, stop = part
     extents = (*shape[:dim], stop - start, *shape[dim + 1 :])
     origin = (0,) * dim + (start,) + (0,) * (len(shape) - dim - 1)
     dims = tuple(range(len(shape)))
     wider, inside = (*shape[:-1], shape[-1] + 3), (*origin[:-1], origin[-1] + 1)  # a margin at the destination
-    return Move(
+    return HandTransfer(
         stage, name, dtype, extents, End(src, name, shape, origin, dims), End(dst, f"{name}.dst", wider, inside, dims)
     )
 
@@ -103,7 +103,7 @@ def with_casts(schedule: Schedule, weights: Sequence[Weight] = WEIGHTS) -> Sched
     return replace(schedule, tensors=tensors, casts=tuple(casts), computed=tuple(computed))
 
 
-def pulls_with_casts(pulls: Pulls, weights: Sequence[Weight] = WEIGHTS) -> Pulls:
+def pulls_with_casts(pulls: SourceTable, weights: Sequence[Weight] = WEIGHTS) -> SourceTable:
     return replace(pulls, tensors=_as_held(pulls.tensors, weights))
 
 
@@ -112,8 +112,8 @@ def _as_held(tensors: Sequence[LocalTensor], weights: Sequence[Weight]) -> tuple
     return tuple(replace(local, dtype=dtypes.get(local.name, local.dtype)) for local in tensors)
 
 
-def train_schedule(moves: Sequence[Move], rank: int, worlds: tuple[int, int]) -> Schedule:
-    return with_casts(schedule_of(moves, "train", rank, worlds))
+def train_schedule(transfers: Sequence[HandTransfer], rank: int, worlds: tuple[int, int]) -> Schedule:
+    return with_casts(schedule_of(transfers, "train", rank, worlds))
 
 
 def held(schedule: Schedule, seed: int) -> dict[str, torch.Tensor]:
@@ -149,14 +149,16 @@ def on_the_wire(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def wanted(moves: Sequence[Move], gen: Schedule, sources: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, bytes]:
+def wanted(
+    transfers: Sequence[HandTransfer], gen: Schedule, sources: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, bytes]:
     """The bytes of one generation rank's tensors after a refit from `sources`, the tensors of the training ranks."""
     cast = [on_the_wire(source) for source in sources]
     tensors = allocate(gen)
-    for move in moves:
-        if move.dst.rank == gen.rank:
-            box(tensors[move.dst.tensor], move.extents, move.dst).copy_(
-                box(cast[move.src.rank][move.src.tensor], move.extents, move.src)
+    for transfer in transfers:
+        if transfer.dst.rank == gen.rank:
+            box(tensors[transfer.dst.tensor], transfer.extents, transfer.dst).copy_(
+                box(cast[transfer.src.rank][transfer.src.tensor], transfer.extents, transfer.src)
             )
     return {name: raw_bytes(tensor) for name, tensor in tensors.items()}
 

@@ -12,11 +12,11 @@ import torch
 
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import (
-    Geometry,
     LocalTensor,
-    Pulls,
     Schedule,
+    SourceTable,
     StageSchedule,
+    StridedBox,
     TransferTable,
     World,
 )
@@ -43,7 +43,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Move:
+class HandTransfer:
     """One transfer as both ends see it."""
 
     stage: int
@@ -55,7 +55,7 @@ class Move:
 
 
 def schedule_of(
-    moves: Sequence[Move],
+    transfers: Sequence[HandTransfer],
     world: World,
     rank: int,
     worlds: tuple[int, int],
@@ -63,23 +63,25 @@ def schedule_of(
     digest: str = "d1",
     misc: tuple[str, ...] = (),
     extra: Sequence[LocalTensor] = (),
-    padding: tuple[tuple[int, int, Geometry], ...] = (),
+    padding: tuple[tuple[int, int, StridedBox], ...] = (),
 ) -> Schedule:
     """The schedule of one rank of `worlds` = (training ranks, generation ranks)."""
     sends = world == "train"
-    names = list(dict.fromkeys(move.parameter for move in moves))
+    names = list(dict.fromkeys(transfer.parameter for transfer in transfers))
     tensors = {local.name: local for local in extra}
-    geometries: dict[Geometry, int] = {}
-    rows: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in sorted({move.stage for move in moves})}
-    for move in moves:
-        mine, other = (move.src, move.dst) if sends else (move.dst, move.src)
+    strided_boxes: dict[StridedBox, int] = {}
+    rows: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in sorted({transfer.stage for transfer in transfers})}
+    for transfer in transfers:
+        mine, other = (transfer.src, transfer.dst) if sends else (transfer.dst, transfer.src)
         if mine.rank != rank:
             continue
-        tensors.setdefault(mine.tensor, LocalTensor(mine.tensor, mine.shape, move.dtype))
-        geometry = geometries.setdefault(Geometry(move.extents, mine.strides), len(geometries))
-        nbytes = prod(move.extents) * getattr(torch, move.dtype).itemsize
+        tensors.setdefault(mine.tensor, LocalTensor(mine.tensor, mine.shape, transfer.dtype))
+        strided_box = strided_boxes.setdefault(StridedBox(transfer.extents, mine.strides), len(strided_boxes))
+        nbytes = prod(transfer.extents) * getattr(torch, transfer.dtype).itemsize
         tensor = list(tensors).index(mine.tensor)
-        rows[move.stage].append((other.rank, tensor, geometry, mine.offset, nbytes, names.index(move.parameter), 0))
+        rows[transfer.stage].append(
+            (other.rank, tensor, strided_box, mine.offset, nbytes, names.index(transfer.parameter), 0)
+        )
     return Schedule(
         world=world,
         rank=rank,
@@ -87,32 +89,44 @@ def schedule_of(
         train_ranks=worlds[0],
         gen_ranks=worlds[1],
         tensors=tuple(tensors.values()),
-        geometries=tuple(geometries),
+        strided_boxes=tuple(strided_boxes),
         stages=tuple(
             StageSchedule(stage, table(found if sends else ()), table(() if sends else found))
             for stage, found in rows.items()
         ),
         padding=padding,
         misc=misc,
-        parameter_name=lambda bundle, member: names[bundle],
+        parameter_name=lambda group_number, member: names[group_number],
     )
 
 
-def pulls_of(moves: Sequence[Move], rank: int, *, digest: str = "d1") -> Pulls:
+def source_table_of(transfers: Sequence[HandTransfer], rank: int, *, digest: str = "d1") -> SourceTable:
     """The other end of what generation rank `rank` receives, in the order of its schedule."""
-    names = list(dict.fromkeys(move.parameter for move in moves))
+    names = list(dict.fromkeys(transfer.parameter for transfer in transfers))
     tensors: dict[LocalTensor, int] = {}
-    geometries: dict[Geometry, int] = {}
-    rows: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in sorted({move.stage for move in moves})}
-    for move in moves:
-        if move.dst.rank == rank:
-            tensor = tensors.setdefault(LocalTensor(move.src.tensor, move.src.shape, move.dtype), len(tensors))
-            geometry = geometries.setdefault(Geometry(move.extents, move.src.strides), len(geometries))
-            nbytes = prod(move.extents) * getattr(torch, move.dtype).itemsize
-            rows[move.stage].append(
-                (move.src.rank, tensor, geometry, move.src.offset, nbytes, names.index(move.parameter), 0)
+    strided_boxes: dict[StridedBox, int] = {}
+    rows: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in sorted({transfer.stage for transfer in transfers})}
+    for transfer in transfers:
+        if transfer.dst.rank == rank:
+            tensor = tensors.setdefault(
+                LocalTensor(transfer.src.tensor, transfer.src.shape, transfer.dtype), len(tensors)
             )
-    return Pulls(rank, digest, tuple(tensors), tuple(geometries), tuple(map(table, rows.values())))
+            strided_box = strided_boxes.setdefault(
+                StridedBox(transfer.extents, transfer.src.strides), len(strided_boxes)
+            )
+            nbytes = prod(transfer.extents) * getattr(torch, transfer.dtype).itemsize
+            rows[transfer.stage].append(
+                (
+                    transfer.src.rank,
+                    tensor,
+                    strided_box,
+                    transfer.src.offset,
+                    nbytes,
+                    names.index(transfer.parameter),
+                    0,
+                )
+            )
+    return SourceTable(rank, digest, tuple(tensors), tuple(strided_boxes), tuple(map(table, rows.values())))
 
 
 def table(rows: Sequence[tuple[int, ...]]) -> TransferTable:
@@ -141,28 +155,28 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def expected(
-    moves: Sequence[Move], gen: Schedule, sources: Sequence[dict[str, torch.Tensor]]
+    transfers: Sequence[HandTransfer], gen: Schedule, sources: Sequence[dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """What the tensors of one generation rank must hold, element by element, in plain Python."""
     tensors = allocate(gen)
-    for move in moves:
-        if move.dst.rank != gen.rank:
+    for transfer in transfers:
+        if transfer.dst.rank != gen.rank:
             continue
-        itemsize = getattr(torch, move.dtype).itemsize
-        src = sources[move.src.rank][move.src.tensor].reshape(-1).view(torch.uint8)
-        dst = tensors[move.dst.tensor].reshape(-1).view(torch.uint8)
-        for at in product(*map(range, move.extents)):
-            a = itemsize * (move.src.offset + sum(i * s for i, s in zip(at, move.src.strides, strict=True)))
-            b = itemsize * (move.dst.offset + sum(i * s for i, s in zip(at, move.dst.strides, strict=True)))
+        itemsize = getattr(torch, transfer.dtype).itemsize
+        src = sources[transfer.src.rank][transfer.src.tensor].reshape(-1).view(torch.uint8)
+        dst = tensors[transfer.dst.tensor].reshape(-1).view(torch.uint8)
+        for at in product(*map(range, transfer.extents)):
+            a = itemsize * (transfer.src.offset + sum(i * s for i, s in zip(at, transfer.src.strides, strict=True)))
+            b = itemsize * (transfer.dst.offset + sum(i * s for i, s in zip(at, transfer.dst.strides, strict=True)))
             dst[b : b + itemsize] = src[a : a + itemsize]
     return tensors
 
 
-def random_moves(
+def random_transfers(
     rng: np.random.Generator, worlds: tuple[int, int], *, parameters: int = 12, stages: int = 2, largest: int = 7
-) -> list[Move]:
+) -> list[HandTransfer]:
     """Parameters of random shapes, each cut into random blocks that go from random ranks to random ranks."""
-    moves: list[Move] = []
+    transfers: list[HandTransfer] = []
     for number in range(parameters):
         dims = int(rng.integers(1, 5))
         shape = tuple(int(n) for n in rng.integers(1, largest + 1, dims))
@@ -174,12 +188,12 @@ def random_moves(
             for start, stop in ((0, cut_at), (cut_at, shape[0])):
                 extents = (stop - start, *shape[1:])
                 src_rank = int(rng.integers(worlds[0]))
-                src = _end(rng, src_rank, f"src{len(moves)}", extents, (0,) * dims, extents)
+                src = _end(rng, src_rank, f"src{len(transfers)}", extents, (0,) * dims, extents)
                 dst = _end(
                     rng, dst_rank, f"dst{number}", shape, (start, *(0,) * (dims - 1)), extents, dims=dst_dims, margin=1
                 )
-                moves.append(Move(stage, f"model.p{number}", dtype, extents, src, dst))
-    return moves
+                transfers.append(HandTransfer(stage, f"model.p{number}", dtype, extents, src, dst))
+    return transfers
 
 
 def _end(

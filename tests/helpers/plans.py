@@ -9,7 +9,7 @@ from typing import Any
 from mcore_reshard.planner.layout.megatron import MegatronBuild
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
 
@@ -27,7 +27,7 @@ class Case:
     dtypes: tuple[str | None, str | None] = (None, None)  # --train-dtype, --gen-dtype
     block: tuple[int, ...] = ()  # weight_block_size of an FP8 checkpoint; () where dtypes say FP8: one scale a tensor
     kept: tuple[str, ...] = ()  # modules_to_not_convert
-    unquantised: tuple[int, ...] = ()  # layers that an FP8 trainer keeps in its main dtype
+    unquantized: tuple[int, ...] = ()  # layers that an FP8 trainer keeps in its main dtype
 
     def __str__(self) -> str:
         extra = [self.build.experts] if self.build.experts != "grouped" else []
@@ -36,7 +36,7 @@ class Case:
         extra += ["/".join(map(str, self.dtypes))] if any(self.dtypes) else []
         extra += ["x".join(map(str, self.block))] if self.block else []
         extra += [f"but {', '.join(self.kept)}"] if self.kept else []
-        extra += [f"but layers {self.unquantised} of the trainer"] if self.unquantised else []
+        extra += [f"but layers {self.unquantized} of the trainer"] if self.unquantized else []
         return " ".join([self.config, self.train, "->", self.gen, *extra])
 
     @cache  # noqa: B019  cases are few and live as long as the tests
@@ -55,7 +55,7 @@ class Case:
 
     def new_plan(self) -> Plan:
         return make_plan(
-            catalogue_from_config(self.hf_config),
+            parameters_from_config(self.hf_config),
             parse_train_mesh(self.train),
             parse_gen_mesh(self.gen),
             model=self.config,
@@ -63,7 +63,7 @@ class Case:
             build=self.build,
             train_dtype=self.dtypes[0],
             gen_dtype=self.dtypes[1],
-            train_unquantised_layers=self.unquantised,
+            train_unquantized_layers=self.unquantized,
         )
 
 
@@ -108,17 +108,17 @@ _LINEARS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.d
 LAST_LAYER = tuple(f"model.layers.3.{linear}" for linear in _LINEARS)
 
 # The trainer keeps the first and the last layer in bf16, the engine the last one.
-UNQUANTISED_LAYERS = Case(
+UNQUANTIZED_LAYERS = Case(
     "tiny-llama",
     "tp=2,pp=2,layers=3+1",
     "tp=2",
     dtypes=("fp8", "fp8"),
     block=(8, 8),
     kept=LAST_LAYER,
-    unquantised=(0, 3),
+    unquantized=(0, 3),
 )
 
-QUANTISED = (
+QUANTIZED = (
     Case("tiny-llama", "tp=2,pp=2,dp=2", "tp=4", dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-llama", "tp=2,cp=2", "tp=2,dp=2", dtypes=("bf16", "fp8"), block=(16, 8), kept=_KEPT),
     Case("tiny-llama", "tp=4", "tp=8", changes=(("num_key_value_heads", 2),), dtypes=("bf16", "fp8"), block=(4, 8)),
@@ -134,7 +134,7 @@ QUANTISED = (
     Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp32")),
     Case("tiny-nemotron-h", "tp=2,ep=2,pp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8)),
     Case("tiny-gpt-oss", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8)),
-    UNQUANTISED_LAYERS,
+    UNQUANTIZED_LAYERS,
     Case(
         "tiny-deepseek-v3",
         "pp=2,vpp=2,ep=2,dp=2,layers=1+2+0+1",
@@ -142,6 +142,6 @@ QUANTISED = (
         changes=_MTP,
         dtypes=("fp8", "fp8"),
         block=(8, 8),
-        unquantised=(1, 3),
+        unquantized=(1, 3),
     ),
 )

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
-from mcore_reshard.planner.plan.plan import Bundle, Plan
-from mcore_reshard.planner.plan.schedule import Geometry, Schedule, TransferTable, World
+from mcore_reshard.planner.plan.plan import Plan, TransferGroup
+from mcore_reshard.planner.plan.schedule import Schedule, StridedBox, TransferTable, World
 
 UNTOUCHED = -1
 TRAINER_PADDING = -2
@@ -34,7 +34,7 @@ class Transfer:
     """One row of a schedule, with its table indices resolved."""
 
     tensor: LocalTensor
-    geometry: Geometry
+    strided_box: StridedBox
     offset: int
     nbytes: int
     parameter: str
@@ -45,30 +45,38 @@ def held(plan: Plan, world: World) -> Tensors:
     """What the ranks of a world hold (or want) according to the plan's pieces; UNTOUCHED where no piece lies."""
     tensors: Tensors = {}
     first_id = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])
-    for bundle in plan.bundles:
-        group = plan.groups[bundle.group]
+    for transfers in plan.transfer_groups:
+        group = plan.groups[transfers.group]
         layers = group.layers or (-1,)
-        for at in bundle.layers:
-            for expert in range(*bundle.experts) if group.experts else (0,):
+        for at in transfers.layers:
+            for expert in range(*transfers.experts) if group.experts else (0,):
                 member = layers.index(at.layer) * max(1, group.experts) + expert
-                ids = first_id[bundle.group] + member * prod(group.shape) + np.arange(prod(group.shape))
-                for rank, name, piece, slot in _pieces(plan, bundle, world, at, expert - bundle.experts[0]):
+                ids = first_id[transfers.group] + member * prod(group.shape) + np.arange(prod(group.shape))
+                for rank, name, piece, slot in _pieces(plan, transfers, world, at, expert - transfers.experts[0]):
                     local = LocalTensor(name, piece.tensor.shape, piece.tensor.dtype)
                     tensor = tensors.setdefault((rank, local), np.full(local.shape, UNTOUCHED))
                     _store(tensor, piece, slot, ids.reshape(group.view))
     return tensors
 
 
-def _pieces(plan, bundle: Bundle, world: World, at, number: int) -> Iterator[tuple[int, str, Piece, int]]:  # type: ignore[no-untyped-def]
-    template = plan.templates[bundle.template]
+def _pieces(plan, transfers: TransferGroup, world: World, at, number: int) -> Iterator[tuple[int, str, Piece, int]]:  # type: ignore[no-untyped-def]
+    pattern = plan.patterns[transfers.pattern]
     if world == "train":
-        shards, ranks, slot = template.src, plan.holdings[bundle.src].ranks, bundle.src_slot + number
+        partition, ranks, slot = (
+            pattern.src,
+            plan.rank_grids[transfers.src],
+            transfers.src_slot + number,
+        )
         place = {"vp": at.vp_stage, "layer": at.src_local, "expert": slot}
     else:
-        shards, ranks, slot = template.dst, plan.holdings[bundle.dst].ranks, bundle.dst_slot + number
+        partition, ranks, slot = (
+            pattern.dst,
+            plan.rank_grids[transfers.dst],
+            transfers.dst_slot + number,
+        )
         place = {"vp": 0, "layer": at.dst_local, "expert": slot}
-    for shard, holders in enumerate(ranks.tolist()):
-        for piece in shards.pieces[shard]:
+    for part, holders in enumerate(ranks.tolist()):
+        for piece in partition.pieces[part]:
             for rank in holders:
                 yield rank, piece.tensor.name.format(**place), piece, slot
 
@@ -129,10 +137,10 @@ def _by_peer(schedule: Schedule, table: TransferTable) -> dict[int, list[Transfe
         rows[int(table.peer[n])].append(
             Transfer(
                 schedule.tensors[table.tensor[n]],
-                schedule.geometries[table.geometry[n]],
+                schedule.strided_boxes[table.strided_box[n]],
                 int(table.offset[n]),
                 int(table.nbytes[n]),
-                schedule.parameter_name(int(table.bundle[n]), int(table.member[n])),
+                schedule.parameter_name(int(table.transfer_group[n]), int(table.member[n])),
                 casts.get(int(table.tensor[n]), schedule.tensors[table.tensor[n]].dtype),
             )
         )
@@ -145,9 +153,9 @@ def _move(send: Transfer, recv: Transfer, source: Ids | None, into: Ids | None) 
         if array is None:
             return f"there is no {what} tensor {end.tensor}"
     assert source is not None and into is not None
-    elements = prod(send.geometry.extents)
-    if (send.parameter, send.nbytes, send.geometry.extents, send.wire) != (
-        recv.parameter, elements * ITEMSIZE[recv.tensor.dtype], recv.geometry.extents, recv.tensor.dtype,
+    elements = prod(send.strided_box.extents)
+    if (send.parameter, send.nbytes, send.strided_box.extents, send.wire) != (
+        recv.parameter, elements * ITEMSIZE[recv.tensor.dtype], recv.strided_box.extents, recv.tensor.dtype,
     ) or send.nbytes != recv.nbytes:  # fmt: skip
         return f"the ends disagree: {send} / {recv}"
     read, write = _indices(send), _indices(recv)
@@ -163,7 +171,7 @@ def _move(send: Transfer, recv: Transfer, source: Ids | None, into: Ids | None) 
 
 def _indices(transfer: Transfer) -> Ids:
     indices = np.array(transfer.offset)
-    for extent, stride in zip(transfer.geometry.extents, transfer.geometry.strides, strict=True):
+    for extent, stride in zip(transfer.strided_box.extents, transfer.strided_box.strides, strict=True):
         indices = indices[..., None] + np.arange(extent) * stride
     return indices.reshape(-1)
 
@@ -171,7 +179,7 @@ def _indices(transfer: Transfer) -> Ids:
 def damage(good: Plan, plan: Plan | None = None) -> list[str]:
     """How the outcome of `plan` differs from what the good plan's pieces want; [] where every element is right.
 
-    Only bundles in which the two plans differ are executed, and those of the good plan decide what they should do.
+    Only transfer groups in which the two plans differ are executed, and those of the good plan decide what they should do.
     """
     whole = plan or good
     if plan is None:
@@ -255,26 +263,30 @@ def _scale_id(plan: Plan, first_id: Ids, element: int) -> int:
 
 
 def _differing(good: Plan, plan: Plan) -> tuple[Plan, Plan]:
-    """Both plans without the bundles that they have in common."""
+    """Both plans without the transfer groups that they have in common."""
     if (good.train, good.gen) != (plan.train, plan.gen):
         return good, plan
 
-    def resolved(of: Plan) -> dict[object, Bundle]:
+    def resolved(of: Plan) -> dict[object, TransferGroup]:
         return {
             (
-                replace(bundle, group=0, template=0, src=0, dst=0),
-                id(of.groups[bundle.group]) if bundle.group < len(of.groups) else None,
+                replace(transfers, group=0, pattern=0, src=0, dst=0),
+                id(of.groups[transfers.group]) if transfers.group < len(of.groups) else None,
                 *(id(table[n]) if 0 <= n < len(table) else None for table, n in (
-                    (of.templates, bundle.template), (of.holdings, bundle.src), (of.holdings, bundle.dst))),
-            ): bundle
-            for bundle in of.bundles
+                    (of.patterns, transfers.pattern), (of.rank_grids, transfers.src), (of.rank_grids, transfers.dst))),
+            ): transfers
+            for transfers in of.transfer_groups
         }  # fmt: skip
 
     ours, theirs = resolved(good), resolved(plan)
-    twice = len(theirs) != len(plan.bundles)
-    before = tuple(bundle for key, bundle in ours.items() if key not in theirs or twice)
-    after = tuple(plan.bundles) if twice else tuple(bundle for key, bundle in theirs.items() if key not in ours)
-    return replace(good, bundles=before), replace(plan, bundles=after)
+    twice = len(theirs) != len(plan.transfer_groups)
+    before = tuple(transfers for key, transfers in ours.items() if key not in theirs or twice)
+    after = (
+        tuple(plan.transfer_groups)
+        if twice
+        else tuple(transfers for key, transfers in theirs.items() if key not in ours)
+    )
+    return replace(good, transfer_groups=before), replace(plan, transfer_groups=after)
 
 
 def padding_damage(plan: Plan) -> list[str]:
@@ -316,10 +328,10 @@ def casts_of(plan: Plan, rank: int) -> dict[str, tuple[str, str | None, tuple[in
 def declared_padding(plan: Plan) -> dict[tuple[int, LocalTensor], set[int]]:
     """The elements that schedules say no parameter fills."""
     declared: dict[tuple[int, LocalTensor], set[int]] = defaultdict(set)
-    if any(template.dst.padding for template in plan.templates):
+    if any(pattern.dst.padding for pattern in plan.patterns):
         for rank in range(plan.gen.world):
             schedule = schedule_of(plan, "gen", rank)
-            for tensor, offset, geometry in schedule.padding:
-                found = Transfer(schedule.tensors[tensor], geometry, offset, 0, "", "")
+            for tensor, offset, strided_box in schedule.padding:
+                found = Transfer(schedule.tensors[tensor], strided_box, offset, 0, "", "")
                 declared[rank, found.tensor] |= set(_indices(found).tolist())
     return declared

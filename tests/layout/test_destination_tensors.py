@@ -10,7 +10,7 @@ import pytest
 
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.configs import builtin_names, load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine
@@ -25,7 +25,7 @@ PUBLISHED = [
     ("gpt-oss-120b", GenMesh(tp=8)),
     ("deepseek-v3", GenMesh(tp=32, dp=4)),
 ]
-WITH_EXPERTS = {name for name in TINY if catalogue_from_config(load_config(name)).architecture.experts}
+WITH_EXPERTS = {name for name in TINY if parameters_from_config(load_config(name)).architecture.experts}
 CASES = [
     *(
         (name, mesh)
@@ -42,9 +42,9 @@ CASES = [
 def test_planned_tensors_are_the_engines(name, mesh):
     config = load_config(name)
     dtype = "fp8" if name.endswith("-fp8") else "bf16"
-    if dtype == "bf16":  # published checkpoints may be quantised; the engine then holds what an unquantised one gives
+    if dtype == "bf16":  # published checkpoints may be quantized; the engine then holds what an unquantized one gives
         config.pop("quantization_config", None)
-    plan = make_plan(catalogue_from_config(config), TrainMesh(), mesh, train_dtype=dtype, gen_dtype=dtype)
+    plan = make_plan(parameters_from_config(config), TrainMesh(), mesh, train_dtype=dtype, gen_dtype=dtype)
     sizes = GenSizes(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, ep=mesh.ep)
     for gen_rank in range(mesh.world) if name in TINY else (0, mesh.world - 1):
         schedule = schedule_of(plan, "gen", gen_rank)

@@ -1,4 +1,4 @@
-"""From configs to catalogues: what they list, how they are searched, and what is wrong with a bad config."""
+"""From configs to model parameters: what they list, how they are searched, and what is wrong with a bad config."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mcore_reshard.planner.model.configs import builtin_names, load_config
-from mcore_reshard.planner.model.families import FAMILIES, ConfigError, as_published, catalogue_from_config
-from mcore_reshard.planner.model.parameters import Catalogue, Quantization, Role, UnknownParameter
+from mcore_reshard.planner.model.families import FAMILIES, ConfigError, as_published, parameters_from_config
+from mcore_reshard.planner.model.parameters import ModelParameters, Quantization, Role, UnknownParameter
 
 PUBLISHED = {
     # elements without multi-token prediction, as their publishers (or the checkpoints' headers) count them
@@ -90,14 +90,17 @@ NEMOTRON_3_NANO: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-def built(name: str, **changes: Any) -> Catalogue:
-    return catalogue_from_config({**load_config(name), **changes})
+def built(name: str, **changes: Any) -> ModelParameters:
+    return parameters_from_config({**load_config(name), **changes})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_published_size(name: str) -> None:
-    catalogue = built(name)
-    assert sum(group.count * _elements(group.shape) for group in catalogue.groups if not group.mtp) == PUBLISHED[name]
+    model_parameters = built(name)
+    assert (
+        sum(group.count * _elements(group.shape) for group in model_parameters.groups if not group.mtp)
+        == PUBLISHED[name]
+    )
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -108,15 +111,17 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def test_deepseek_v3_lists_its_multi_token_prediction_layer_as_layer_61() -> None:
-    catalogue = built("deepseek-v3")
-    mtp = [group for group in catalogue.groups if group.mtp]
+    model_parameters = built("deepseek-v3")
+    mtp = [group for group in model_parameters.groups if group.mtp]
     prefix = "model.layers.{layer}."
-    assert {group.pattern.removeprefix(prefix): group.shape for group in mtp} == DEEPSEEK_V3_MTP
+    assert {group.name_pattern.removeprefix(prefix): group.shape for group in mtp} == DEEPSEEK_V3_MTP
     assert {group.layers for group in mtp} == {(61,)}
-    assert catalogue.architecture.layers == 61
-    assert catalogue.architecture.mtp_layers == 1
-    assert catalogue.elements == 684_489_845_504  # the checkpoint's own count, copies of embedding and head included
-    assert catalogue.find("model.layers.61.shared_head.head.weight").group.role is Role.MTP_HEAD
+    assert model_parameters.architecture.layers == 61
+    assert model_parameters.architecture.mtp_layers == 1
+    assert (
+        model_parameters.elements == 684_489_845_504
+    )  # the checkpoint's own count, copies of embedding and head included
+    assert model_parameters.find("model.layers.61.shared_head.head.weight").group.role is Role.MTP_HEAD
 
 
 def test_nemotron_3_nano_lists_the_tensors_of_its_checkpoint() -> None:
@@ -128,7 +133,7 @@ def test_nemotron_3_nano_lists_the_tensors_of_its_checkpoint() -> None:
     }
     for layer, kind in enumerate(config["hybrid_override_pattern"]):
         expected |= {f"backbone.layers.{layer}.{name}": shape for name, shape in NEMOTRON_3_NANO[kind].items()}
-    found = {parameter.name: parameter.group for parameter in catalogue_from_config(config)}
+    found = {parameter.name: parameter.group for parameter in parameters_from_config(config)}
     assert {name: group.shape for name, group in found.items()} == expected
     assert {name for name, group in found.items() if group.dtype != "bfloat16"} == {
         name for name in expected if name.endswith("e_score_correction_bias")
@@ -140,23 +145,25 @@ def test_nemotron_h_reads_both_ways_of_writing_its_layers() -> None:
     old = load_config("tiny-nemotron-h")
     new = {**old, "layers_block_type": [kinds[letter] for letter in old["hybrid_override_pattern"]]}
     del new["hybrid_override_pattern"]
-    assert catalogue_from_config(new) == catalogue_from_config(old)
+    assert parameters_from_config(new) == parameters_from_config(old)
 
 
 def test_qwen3_moe_as_transformers_5_writes_it_is_read_like_the_published_one() -> None:
     config = load_config("tiny-qwen3-moe")
     written = {"num_local_experts" if name == "num_experts" else name: value for name, value in config.items()}
-    assert catalogue_from_config(written) == catalogue_from_config(config)
+    assert parameters_from_config(written) == parameters_from_config(config)
     assert as_published(written) == config
     assert as_published({**config, "num_local_experts": 3})["num_experts"] == config["num_experts"]
 
 
 def test_norms_are_known_by_what_follows_them() -> None:
-    dense_first = {group.role: group.layers for group in built("tiny-deepseek-v3").groups if "norm" in group.pattern}
+    dense_first = {
+        group.role: group.layers for group in built("tiny-deepseek-v3").groups if "norm" in group.name_pattern
+    }
     assert dense_first[Role.ATTENTION_NORM] == (0, 1, 2, 3)
     assert dense_first[Role.MLP_NORM] == (0,)
     assert dense_first[Role.MOE_NORM] == (1, 2, 3)
-    hybrid = [group for group in built("tiny-nemotron-h").groups if group.pattern.endswith("{layer}.norm.weight")]
+    hybrid = [group for group in built("tiny-nemotron-h").groups if group.name_pattern.endswith("{layer}.norm.weight")]
     assert {group.role: group.layers for group in hybrid} == {
         Role.MAMBA_NORM: (0, 2, 5),
         Role.ATTENTION_NORM: (1, 6),
@@ -166,38 +173,38 @@ def test_norms_are_known_by_what_follows_them() -> None:
 
 
 def test_groups_gather_all_that_differs_in_number_only() -> None:
-    catalogue = built("qwen3-235b-a22b")
-    assert len(catalogue) == 36_945
-    assert len(catalogue.groups) == 15
-    gates = catalogue.find("model.layers.0.mlp.experts.0.gate_proj.weight").group
+    model_parameters = built("qwen3-235b-a22b")
+    assert len(model_parameters) == 36_945
+    assert len(model_parameters.groups) == 15
+    gates = model_parameters.find("model.layers.0.mlp.experts.0.gate_proj.weight").group
     assert (gates.count, gates.shape, gates.role) == (94 * 128, (1536, 4096), Role.EXPERT_GATE)
     biases = built("tiny-qwen2").find("model.layers.3.self_attn.q_proj.bias").group
     assert (biases.layers, biases.shape, biases.role) == ((0, 1, 2, 3), (64,), Role.Q_BIAS)
 
 
 def test_gpt_oss_regions_refer_to_a_view_that_sets_gate_and_up_apart() -> None:
-    catalogue = built("tiny-gpt-oss")
-    stacked = catalogue.find("model.layers.2.mlp.experts.gate_up_proj").group
+    model_parameters = built("tiny-gpt-oss")
+    stacked = model_parameters.find("model.layers.2.mlp.experts.gate_up_proj").group
     assert (stacked.shape, stacked.view) == ((8, 64, 96), (8, 64, 48, 2))
-    bias = catalogue.find("model.layers.2.mlp.experts.gate_up_proj_bias").group
+    bias = model_parameters.find("model.layers.2.mlp.experts.gate_up_proj_bias").group
     assert (bias.shape, bias.view) == ((8, 96), (8, 48, 2))
 
 
 def test_parameters_that_no_layout_rule_knows_are_listed_as_such() -> None:
-    unknown = [group.pattern for group in built("tiny-llama", mlp_bias=True).groups if group.role is Role.UNKNOWN]
+    unknown = [group.name_pattern for group in built("tiny-llama", mlp_bias=True).groups if group.role is Role.UNKNOWN]
     assert unknown == [f"model.layers.{{layer}}.mlp.{name}_proj.bias" for name in ("gate", "up", "down")]
 
 
 @pytest.mark.parametrize("name", builtin_names())
 def test_every_name_finds_its_parameter(name: str) -> None:
-    catalogue = built(name)
+    model_parameters = built(name)
     seen: Counter[str] = Counter()
-    for parameter in catalogue:
+    for parameter in model_parameters:
         seen[parameter.name] += 1
-        assert catalogue.find(parameter.name) == parameter
-    assert len(seen) == len(catalogue)
+        assert model_parameters.find(parameter.name) == parameter
+    assert len(seen) == len(model_parameters)
     assert max(seen.values()) == 1
-    assert list(seen) == list(catalogue.names())
+    assert list(seen) == list(model_parameters.names())
 
 
 @pytest.mark.parametrize(
@@ -218,15 +225,15 @@ def test_a_name_that_is_not_listed_is_an_error_with_a_hint(name: str, hint: str)
 
 
 def test_globs_select_in_model_order() -> None:
-    catalogue = built("tiny-deepseek-v3")
-    assert [parameter.name for parameter in catalogue.select("model.layers.[12].mlp.gate.*")] == [
+    model_parameters = built("tiny-deepseek-v3")
+    assert [parameter.name for parameter in model_parameters.select("model.layers.[12].mlp.gate.*")] == [
         "model.layers.1.mlp.gate.weight",
         "model.layers.2.mlp.gate.weight",
         "model.layers.1.mlp.gate.e_score_correction_bias",
         "model.layers.2.mlp.gate.e_score_correction_bias",
     ]
-    assert len(catalogue.select("*.experts.7.*")) == 3 * 3
-    assert catalogue.select("gate") == ()
+    assert len(model_parameters.select("*.experts.7.*")) == 3 * 3
+    assert model_parameters.select("gate") == ()
 
 
 def test_the_dtype_is_the_configs() -> None:
@@ -253,7 +260,7 @@ def test_without_blocks_activations_may_be_static() -> None:
     assert built("tiny-qwen3", quantization_config=stated).quantization == Quantization("fp8")
 
 
-def test_quantised_checkpoints_are_listed_as_before_and_say_how_they_are_stored() -> None:
+def test_quantized_checkpoints_are_listed_as_before_and_say_how_they_are_stored() -> None:
     assert built("tiny-llama").quantization is None
     assert built("deepseek-v3").quantization == Quantization("fp8", (128, 128))
     mxfp4 = built("gpt-oss-20b").quantization
@@ -305,7 +312,7 @@ BAD: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "quantization_config: weight_block_size is (128,), two sizes are needed",
         ],
     ),
-    "activations that vLLM quantises in no block": (
+    "activations that vLLM quantizes in no block": (
         "tiny-qwen3",
         {
             "hidden_size": 0,
@@ -378,7 +385,7 @@ def test_an_absent_field_is_called_missing() -> None:
     config = load_config("tiny-deepseek-v3")
     del config["q_lora_rank"], config["vocab_size"]
     with pytest.raises(ConfigError) as caught:
-        catalogue_from_config(config)
+        parameters_from_config(config)
     assert list(caught.value.problems) == [
         "vocab_size is missing",
         "q_lora_rank is missing (null where the model has none)",
@@ -387,11 +394,11 @@ def test_an_absent_field_is_called_missing() -> None:
 
 @pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-nemotron-h", "tiny-gpt-oss"])
 def test_a_missing_field_is_not_taken_for_another_one_of_the_model(name: str) -> None:
-    """qk_nope_head_dim is not a misspelt qk_rope_head_dim, nor the router's n_group Mamba's n_groups."""
+    """qk_nope_head_dim is not a misspelled qk_rope_head_dim, nor the router's n_group Mamba's n_groups."""
     config, refused = load_config(name), set()
     for field in config:
         try:
-            catalogue_from_config({other: value for other, value in config.items() if other != field})
+            parameters_from_config({other: value for other, value in config.items() if other != field})
         except ConfigError as error:
             refused.add(field)
             assert "did you mean" not in str(error)
@@ -412,27 +419,27 @@ def test_a_missing_field_is_not_taken_for_another_one_of_the_model(name: str) ->
         ("tiny-nemotron-h", "use_conv_bias", "use_conv_bais"),
     ],
 )
-def test_a_misspelt_field_does_not_pass_for_a_default(name: str, right: str, wrong: str) -> None:
+def test_a_misspelled_field_does_not_pass_for_a_default(name: str, right: str, wrong: str) -> None:
     config: dict[str, Any] = {right: None, **load_config(name)}
     config[wrong] = config.pop(right)
     with pytest.raises(ConfigError) as caught:
-        catalogue_from_config({**config, "vocab_size": "many"})
+        parameters_from_config({**config, "vocab_size": "many"})
     assert list(caught.value.problems) == [
         "vocab_size is 'many', an integer is needed",
         f"unknown field {wrong!r}: is {right!r} meant?",
     ]
 
 
-def test_a_misspelt_field_of_the_quantization_is_one_of_the_problems() -> None:
+def test_a_misspelled_field_of_the_quantization_is_one_of_the_problems() -> None:
     config = load_config("tiny-qwen3-fp8")
     stated = dict(config["quantization_config"])
     stated["weight_block_sizes"] = stated.pop("weight_block_size")
     with pytest.raises(ConfigError, match="unknown field 'weight_block_sizes': is 'weight_block_size' meant"):
-        catalogue_from_config({**config, "quantization_config": stated})
+        parameters_from_config({**config, "quantization_config": stated})
 
 
 @pytest.mark.parametrize("name", builtin_names())
-def test_no_field_that_transformers_writes_is_taken_for_a_misspelt_one(name: str) -> None:
+def test_no_field_that_transformers_writes_is_taken_for_a_misspelled_one(name: str) -> None:
     """Whichever other field is absent."""
     mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     config = load_config(name)
@@ -441,7 +448,7 @@ def test_no_field_that_transformers_writes_is_taken_for_a_misspelt_one(name: str
     everything = {**written, "mtp_hybrid_override_pattern": "*E", **config}
     for absent in [None, *everything]:
         try:
-            catalogue_from_config({field: value for field, value in everything.items() if field != absent})
+            parameters_from_config({field: value for field, value in everything.items() if field != absent})
         except ConfigError as error:
             assert "meant?" not in str(error) and "did you mean it" not in str(error)
 
@@ -451,12 +458,12 @@ def test_key_value_heads_are_guessed_for_llama_alone(name: str) -> None:
     config = load_config(name)
     del config["num_key_value_heads"]
     with pytest.raises(ConfigError) as caught:
-        catalogue_from_config(config)
+        parameters_from_config(config)
     assert list(caught.value.problems) == ["num_key_value_heads is missing"]
-    catalogue_from_config({**config, "num_key_value_heads": None})
+    parameters_from_config({**config, "num_key_value_heads": None})
 
 
-def test_a_misspelt_field_is_asked_about_wherever_it_is_missed() -> None:
+def test_a_misspelled_field_is_asked_about_wherever_it_is_missed() -> None:
     for name, right, wrong in (
         ("tiny-deepseek-v3", "q_lora_rank", "q_lora_rnk"),
         ("tiny-nemotron-h", "hybrid_override_pattern", "hybrid_overide_pattern"),
@@ -465,7 +472,7 @@ def test_a_misspelt_field_is_asked_about_wherever_it_is_missed() -> None:
         config = load_config(name)
         config[wrong] = config.pop(right)
         with pytest.raises(ConfigError, match=rf"{right} is missing.*; did you mean it by '{wrong}'\?"):
-            catalogue_from_config(config)
+            parameters_from_config(config)
 
 
 @pytest.mark.parametrize(
@@ -479,7 +486,7 @@ def test_a_misspelt_field_is_asked_about_wherever_it_is_missed() -> None:
 )
 def test_an_unknown_family_is_refused_with_those_known(config: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        catalogue_from_config(config)
+        parameters_from_config(config)
     assert expected in str(caught.value)
     assert all(family in str(caught.value) for family in FAMILIES)
 
@@ -514,7 +521,7 @@ def test_the_catalogue_of_deepseek_v3_takes_under_20_ms() -> None:
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        catalogue_from_config(config)
+        parameters_from_config(config)
         times.append(time.perf_counter() - start)
     assert min(times) < 0.020
 
@@ -523,8 +530,8 @@ def test_catalogues_need_neither_torch_nor_megatron() -> None:
     program = (
         "import sys, mcore_reshard.planner, mcore_reshard.planner.model.parameters\n"
         "from mcore_reshard.planner.model.configs import builtin_names, load_config\n"
-        "from mcore_reshard.planner.model.families import catalogue_from_config\n"
-        "for name in builtin_names(): catalogue_from_config(load_config(name))\n"
+        "from mcore_reshard.planner.model.families import parameters_from_config\n"
+        "for name in builtin_names(): parameters_from_config(load_config(name))\n"
         "print([name for name in ('torch', 'megatron', 'transformers', 'vllm') if name in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Catalogues list what a real Megatron-Core model exports through Megatron-Bridge: names, shapes and dtypes."""
+"""Model parameters list what a real Megatron-Core model exports through Megatron-Bridge: names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from mcore_reshard.planner.layout.mesh import TrainMesh
 from mcore_reshard.planner.model.configs import builtin_names, load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.families import parameters_from_config
 
 if find_spec("megatron") is None or find_spec("megatron.bridge") is None:
     pytest.skip("needs the extra `megatron`", allow_module_level=True)
@@ -32,8 +32,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_trainer_exports_what_the_catalogue_lists(name: str, exports: dict[str, dict[str, Any]]) -> None:
-    catalogue = catalogue_from_config(load_config(name))
-    listed = {parameter.name: [list(parameter.group.shape), parameter.group.dtype] for parameter in catalogue}
+    model_parameters = parameters_from_config(load_config(name))
+    listed = {parameter.name: [list(parameter.group.shape), parameter.group.dtype] for parameter in model_parameters}
     assert exports[name] == listed
 
 

@@ -1,4 +1,4 @@
-"""Catalogues list the names, shapes and dtypes of transformers' own models, for every built-in config."""
+"""Model parameters list the names, shapes and dtypes of transformers' own models, for every built-in config."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from mcore_reshard.planner.model.configs import builtin_names, load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
-from mcore_reshard.planner.model.parameters import Catalogue
+from mcore_reshard.planner.model.families import parameters_from_config
+from mcore_reshard.planner.model.parameters import ModelParameters
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 CONFIG_MAPPING = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+CONFIG_MAPPING_NAMES = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
 try:
     from transformers.initialization import no_init_weights  # transformers 5
 except ImportError:
@@ -27,10 +28,10 @@ Listing = Mapping[str, tuple[tuple[int, ...], str]]
 TRANSFORMERS_TYPE = {"kimi_k2": "deepseek_v3"}
 
 
-def listing(catalogue: Catalogue, with_mtp: bool = False) -> Listing:
+def listing(model_parameters: ModelParameters, with_mtp: bool = False) -> Listing:
     return {
         parameter.name: (parameter.group.shape, parameter.group.dtype)
-        for parameter in catalogue
+        for parameter in model_parameters
         if with_mtp or not parameter.group.mtp
     }
 
@@ -39,7 +40,7 @@ def transformers_listing(config: dict[str, Any]) -> Listing:
     """What transformers' model for this config holds, built on the meta device, under checkpoint names."""
     family = config["model_type"]
     known = TRANSFORMERS_TYPE.get(family, family)
-    if known not in CONFIG_MAPPING:
+    if known not in CONFIG_MAPPING_NAMES:  # the library's own: Megatron-Bridge registers others where it is imported
         pytest.skip(f"transformers {transformers.__version__} has no {known}")
     fields = {key: value for key, value in config.items() if key not in ("model_type", "quantization_config")}
     built = transformers.AutoConfig.for_model(known, **fields)
@@ -96,16 +97,16 @@ def _no_garbage_collection() -> Iterator[None]:
 @pytest.mark.parametrize("name", builtin_names())
 def test_every_built_in_is_the_model_that_transformers_builds(name: str) -> None:
     config = load_config(name)
-    assert listing(catalogue_from_config(config)) == transformers_listing(config)
+    assert listing(parameters_from_config(config)) == transformers_listing(config)
 
 
 @pytest.mark.parametrize("name", builtin_names())
 def test_a_config_that_transformers_wrote_is_read_as_the_one_it_was_given(name: str) -> None:
     config = load_config(name)
-    if config["model_type"] not in CONFIG_MAPPING:
+    if config["model_type"] not in CONFIG_MAPPING_NAMES:
         pytest.skip(f"transformers {transformers.__version__} has no {config['model_type']}")
     written = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)).to_json_string(use_diff=False)
-    assert catalogue_from_config(json.loads(written)) == catalogue_from_config(config)
+    assert parameters_from_config(json.loads(written)) == parameters_from_config(config)
 
 
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -139,4 +140,4 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 def test_every_variant_is_the_model_that_transformers_builds(variant: str) -> None:
     base, changes = VARIANTS[variant]
     config = {key: value for key, value in {**load_config(base), **changes}.items() if value is not None}
-    assert listing(catalogue_from_config(config)) == transformers_listing(config)
+    assert listing(parameters_from_config(config)) == transformers_listing(config)

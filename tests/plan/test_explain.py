@@ -26,7 +26,7 @@ from mcore_reshard.planner.plan.explain import (
 )
 from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import Geometry, Schedule, World
+from mcore_reshard.planner.plan.schedule import Schedule, StridedBox, World
 
 # parameter, train rank, tensor, offset, gen rank, tensor, offset
 Moved = tuple[str, int, str, int, int, str, int]
@@ -39,7 +39,7 @@ MOST_ELEMENTS = 100  # explained per tensor, spread over all of it
 class Moves:
     """Every element that moves, as rows of one transfer each; elements are only listed for what a test asks about."""
 
-    rows: tuple[tuple[str, int, str, Geometry, int, int, str, Geometry, int], ...]
+    rows: tuple[tuple[str, int, str, StridedBox, int, int, str, StridedBox, int], ...]
 
     def of_parameter(self, name: str) -> set[Moved]:
         return self._elements(row for row in self.rows if row[0] == name)
@@ -51,7 +51,7 @@ class Moves:
         return self._elements(row for row in self.rows if (row[5], row[6]) == (gen_rank, tensor))
 
     @staticmethod
-    def _elements(rows: Iterable[tuple[str, int, str, Geometry, int, int, str, Geometry, int]]) -> set[Moved]:
+    def _elements(rows: Iterable[tuple[str, int, str, StridedBox, int, int, str, StridedBox, int]]) -> set[Moved]:
         return {
             (name, train, src, here, gen, dst, there)
             for name, train, src, held, a, gen, dst, wanted, b in rows
@@ -79,29 +79,29 @@ def moves_of(case: plans.Case) -> Moves:
     return Moves(tuple(found))
 
 
-def _by_pair(plan: Plan, world: World) -> dict[tuple[int, int], list[tuple[str, str, Geometry, int]]]:
+def _by_pair(plan: Plan, world: World) -> dict[tuple[int, int], list[tuple[str, str, StridedBox, int]]]:
     """The transfers of every (train rank, gen rank), in the order in which one world lists them."""
     found = defaultdict(list)
     for rank in range(plan.train.world if world == "train" else plan.gen.world):
-        for me, peer, name, tensor, geometry, offset in _rows(schedule_of(plan, world, rank)):
+        for me, peer, name, tensor, strided_box, offset in _rows(schedule_of(plan, world, rank)):
             pair = (me, peer) if world == "train" else (peer, me)
-            found[pair].append((name, tensor, geometry, offset))
+            found[pair].append((name, tensor, strided_box, offset))
     return found
 
 
-def _rows(schedule: Schedule) -> Iterator[tuple[int, int, str, str, Geometry, int]]:
+def _rows(schedule: Schedule) -> Iterator[tuple[int, int, str, str, StridedBox, int]]:
     """(rank, peer, parameter, tensor, geometry, offset) of every transfer."""
     for stage in schedule.stages:
         table = stage.sends if schedule.world == "train" else stage.recvs
         for i, peer in enumerate(table.peer.tolist()):
-            name = schedule.parameter_name(int(table.bundle[i]), int(table.member[i]))
-            tensor, geometry = schedule.tensors[table.tensor[i]].name, schedule.geometries[table.geometry[i]]
-            yield schedule.rank, peer, name, tensor, geometry, int(table.offset[i])
+            name = schedule.parameter_name(int(table.transfer_group[i]), int(table.member[i]))
+            tensor, strided_box = schedule.tensors[table.tensor[i]].name, schedule.strided_boxes[table.strided_box[i]]
+            yield schedule.rank, peer, name, tensor, strided_box, int(table.offset[i])
 
 
-def _offsets(geometry: Geometry, start: int) -> list[int]:
-    indices = np.indices(geometry.extents).reshape(len(geometry.extents), -1)
-    return (start + np.array(geometry.strides, dtype=np.int64) @ indices).reshape(-1).tolist()
+def _offsets(strided_box: StridedBox, start: int) -> list[int]:
+    indices = np.indices(strided_box.extents).reshape(len(strided_box.extents), -1)
+    return (start + np.array(strided_box.strides, dtype=np.int64) @ indices).reshape(-1).tolist()
 
 
 def explained(origins: list[Origin]) -> set[Moved]:
@@ -170,7 +170,7 @@ def test_engine_tensors_are_explained_as_they_are_written(case: plans.Case) -> N
         held = local_tensors(plan, "gen", rank)
         assert set(held.values()) == set(schedule_of(plan, "gen", rank).tensors)
         for name in _spread(sorted(held)):
-            arriving = {move[-1]: move for move in moves_of(case).into_tensor(rank, name)}
+            arriving = {overlap[-1]: overlap for overlap in moves_of(case).into_tensor(rank, name)}
             for index in some_indices(held[name].shape):
                 (origin,) = explain_engine_tensor(plan, name, index, rank)
                 offset = int(np.ravel_multi_index(index, held[name].shape))
@@ -187,8 +187,8 @@ def test_trainer_tensors_are_explained_as_they_are_sent(case: plans.Case) -> Non
         held = local_tensors(plan, "train", rank)
         for name in _spread(sorted(held)):
             leaving = defaultdict(set)
-            for move in moves_of(case).from_tensor(rank, name):
-                leaving[move[3]].add(move)
+            for overlap in moves_of(case).from_tensor(rank, name):
+                leaving[overlap[3]].add(overlap)
             for index in some_indices(held[name].shape):
                 origins = explain_trainer_tensor(plan, name, index, rank)
                 offset = int(np.ravel_multi_index(index, held[name].shape))
@@ -209,8 +209,8 @@ def _spread(names: list[str]) -> list[str]:
 def _padding(schedule: Schedule) -> set[tuple[str, int]]:
     return {
         (schedule.tensors[tensor].name, offset)
-        for tensor, start, geometry in schedule.padding
-        for offset in _offsets(geometry, start)
+        for tensor, start, strided_box in schedule.padding
+        for offset in _offsets(strided_box, start)
     }
 
 
@@ -305,7 +305,9 @@ def test_the_comparison_above_can_fail() -> None:
     """Another turn of the round robin is another source rank, and an explanation from the wrong plan is caught."""
     case = plans.Case("tiny-llama", "dp=2", "tp=2")
     plan = case.plan()
-    turned: Plan = replace(plan, bundles=tuple(replace(b, rotation=b.rotation + 1) for b in plan.bundles))
+    turned: Plan = replace(
+        plan, transfer_groups=tuple(replace(b, first_src_replica=b.first_src_replica + 1) for b in plan.transfer_groups)
+    )
     assert explained(explain_parameter(plan, "model.norm.weight", (0,))) <= moves_of(case).of_parameter(
         "model.norm.weight"
     )

@@ -11,7 +11,7 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.plan.explain import explain_engine_tensor
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.make_schedule import schedule_of
@@ -27,7 +27,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def plan_of(model, train, gen):
-    return make_plan(catalogue_from_config(load_config(model)), parse_train_mesh(train), parse_gen_mesh(gen))
+    return make_plan(parameters_from_config(load_config(model)), parse_train_mesh(train), parse_gen_mesh(gen))
 
 
 def addressed(schedule, digit):

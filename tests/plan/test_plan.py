@@ -11,7 +11,7 @@ import pytest
 from mcore_reshard.planner.layout.engines import UnknownEngineError
 from mcore_reshard.planner.layout.mesh import MeshError, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan, load_plan, parse_plan, save_plan
@@ -21,7 +21,7 @@ from mcore_reshard.planner.proof.prove import prove
 def plan_of(model, train, gen, policy="exact", **overrides):
     config = {**load_config(model), **overrides}
     return make_plan(
-        catalogue_from_config(config), parse_train_mesh(train), parse_gen_mesh(gen), model=model, policy=policy
+        parameters_from_config(config), parse_train_mesh(train), parse_gen_mesh(gen), model=model, policy=policy
     )
 
 
@@ -32,9 +32,9 @@ def test_the_whole_model_is_bulk_where_rules_know_it():
     assert plan.send_bytes.tolist() == [144640] * 4
 
 
-def test_misc_says_why_and_fused_neighbours_follow():
+def test_misc_says_why_and_fused_neighbors_follow():
     plan = plan_of("tiny-nemotron-h", "tp=2", "tp=2")
-    assert {plan.groups[m.group].pattern.rpartition(".mixer.")[2]: m.reason for m in plan.misc} == {
+    assert {plan.groups[m.group].name_pattern.rpartition(".mixer.")[2]: m.reason for m in plan.misc} == {
         "A_log": "vLLM stores A = -exp(A_log): not a byte copy",
         "gate.weight": "the engine keeps this router in float32 or bfloat16 depending on the device",
     }
@@ -96,10 +96,10 @@ def test_both_ends_list_the_transfers_of_a_pair_in_one_order():
             for dst, receiver in enumerate(recvs):
                 a, b = sender.stages[stage].sends, receiver.stages[stage].recvs
                 mine, theirs = a.peer == dst, b.peer == src
-                for column in ("bundle", "member", "nbytes"):
+                for column in ("transfer_group", "member", "nbytes"):
                     assert np.array_equal(getattr(a, column)[mine], getattr(b, column)[theirs])
                 extents = [
-                    [schedule.geometries[g].extents for g in table.geometry[rows]]
+                    [schedule.strided_boxes[g].extents for g in table.strided_box[rows]]
                     for schedule, table, rows in ((sender, a, mine), (receiver, b, theirs))
                 ]
                 assert extents[0] == extents[1]
@@ -161,13 +161,19 @@ def resealed(change):
         ("", "it is not JSON"),
         ("[1, 2]", 'no "format"'),
         ('{"model_type": "llama"}', 'no "format"'),
-        (corrupted(lambda d: d.update(version=99)), "version 99, this release reads version 2"),
-        (corrupted(lambda d: d["plan"]["bundles"][0].__setitem__(3, 1)), "is damaged: its content has digest"),
+        (corrupted(lambda d: d.update(version=99)), "version 99, this release reads version 3"),
+        (corrupted(lambda d: d["plan"]["transfer_groups"][0].__setitem__(3, 1)), "is damaged: its content has digest"),
         (corrupted(lambda d: d.update(digest="0" * 64)), "it claims 000"),
-        (resealed(lambda plan: plan["bundles"][0].__setitem__(9, None)), "None in bundles where a number belongs"),
-        (resealed(lambda plan: plan["bundles"][0].__setitem__(6, [0])), "in bundles where a list of 2 belongs"),
+        (
+            resealed(lambda plan: plan["transfer_groups"][0].__setitem__(9, None)),
+            "None in transfer_groups where a number belongs",
+        ),
+        (
+            resealed(lambda plan: plan["transfer_groups"][0].__setitem__(6, [0])),
+            "in transfer_groups where a list of 2 belongs",
+        ),
         (resealed(lambda plan: plan["groups"][0].__setitem__(7, 1)), "1 in groups where true or false belongs"),
-        (resealed(lambda plan: plan["holdings"].__setitem__(0, [[10**20]])), "in holdings where a number belongs"),
+        (resealed(lambda plan: plan["rank_grids"].__setitem__(0, [[10**20]])), "in rank_grids where a number belongs"),
         (resealed(lambda plan: plan.pop("misc")), "does not have the fields model, train"),
         (resealed(lambda plan: plan.update(policy="guess")), "unknown policy 'guess'"),
         (corrupted(lambda d: d.pop("plan")), "is damaged"),
@@ -196,7 +202,7 @@ SECOND_ENGINE = '''
 
 from dataclasses import replace
 
-from .partitions import Shards
+from .partitions import Partition
 from .vllm import TRANSPOSED, VllmLayout
 
 
@@ -207,19 +213,19 @@ class ToyLayout(VllmLayout):
         placed = super().place(group)
         if not isinstance(placed, tuple):
             return placed
-        return tuple(self._renamed(placement) for placement in placed)
+        return tuple(self._renamed(owners) for owners in placed)
 
-    def _renamed(self, placement):
+    def _renamed(self, owners):
         def renamed(piece):
             return replace(piece, tensor=replace(piece.tensor, name="toy." + piece.tensor.name))
 
-        shards = placement.shards
-        pieces = tuple(tuple(map(renamed, held)) for held in shards.pieces)
+        partition = owners.partition
+        pieces = tuple(tuple(map(renamed, held)) for held in partition.pieces)
         padding = tuple(
             tuple(replace(p, tensor=replace(p.tensor, name="toy." + p.tensor.name)) for p in held)
-            for held in shards.padding
+            for held in partition.padding
         )
-        return replace(placement, shards=Shards(pieces, padding))
+        return replace(owners, partition=Partition(pieces, padding))
 
 
 LAYOUT = ToyLayout
@@ -233,8 +239,8 @@ def test_a_second_engine_is_one_new_file(tmp_path, monkeypatch):
     monkeypatch.setattr(
         mcore_reshard.planner.layout, "__path__", [*mcore_reshard.planner.layout.__path__, str(tmp_path)]
     )
-    catalogue = catalogue_from_config(load_config("tiny-qwen3-moe"))
-    plan = make_plan(catalogue, parse_train_mesh("tp=2,ep=2"), parse_gen_mesh("tp=2"), engine="toy")
+    model_parameters = parameters_from_config(load_config("tiny-qwen3-moe"))
+    plan = make_plan(model_parameters, parse_train_mesh("tp=2,ep=2"), parse_gen_mesh("tp=2"), engine="toy")
     monkeypatch.delitem(sys.modules, "mcore_reshard.planner.layout.toy")
     assert plan.engine == "toy" and prove(plan).ok
     assert all(tensor.name.startswith("toy.") for tensor in schedule_of(plan, "gen", 1).tensors)
@@ -244,7 +250,7 @@ def test_a_second_engine_is_one_new_file(tmp_path, monkeypatch):
 def test_an_unknown_engine_is_refused_by_planner_and_proof():
     with pytest.raises(UnknownEngineError, match=r"planner/layout/sglang\.py would have to define"):
         make_plan(
-            catalogue_from_config(load_config("tiny-llama")),
+            parameters_from_config(load_config("tiny-llama")),
             parse_train_mesh("tp=2"),
             parse_gen_mesh("tp=2"),
             engine="sglang",

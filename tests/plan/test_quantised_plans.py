@@ -1,30 +1,30 @@
-"""Quantised weights in plans: pairs of data and scales, casts, and what goes to misc for which reason."""
+"""Quantized weights in plans: pairs of data and scales, casts, and what goes to misc for which reason."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from helpers.plans import LAST_LAYER, QUANTISED, Case
+from helpers.plans import LAST_LAYER, QUANTIZED, Case
 from helpers.simulate import damage, scale_damage
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Region
 from mcore_reshard.planner.layout.megatron import MegatronBuild
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.model.configs import load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.model.parameters import Role
-from mcore_reshard.planner.model.precision import QUANTISED as QUANTISED_ROLES
+from mcore_reshard.planner.model.precision import QUANTIZED as QUANTIZED_ROLES
 from mcore_reshard.planner.model.precision import PrecisionError
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.make_schedule import schedule_of
-from mcore_reshard.planner.plan.plan import GroupCast, Pair, Plan, Template
+from mcore_reshard.planner.plan.plan import GroupCast, Plan, QuantizedPair, TransferPattern
 from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import prove
 
 
-@pytest.mark.parametrize("case", QUANTISED, ids=str)
-def test_a_quantised_plan_is_sound_and_delivers(case: Case) -> None:
+@pytest.mark.parametrize("case", QUANTIZED, ids=str)
+def test_a_quantized_plan_is_sound_and_delivers(case: Case) -> None:
     plan = case.plan()
     proof = prove(plan)
     assert proof.violations == ()
@@ -32,7 +32,7 @@ def test_a_quantised_plan_is_sound_and_delivers(case: Case) -> None:
     assert damage(plan) == []
 
 
-@pytest.mark.parametrize("case", [case for case in QUANTISED if case.plan().pairs], ids=str)
+@pytest.mark.parametrize("case", [case for case in QUANTIZED if case.plan().pairs], ids=str)
 def test_every_element_lies_with_the_scale_of_its_own_block(case: Case) -> None:
     assert scale_damage(case.plan()) == []
 
@@ -43,17 +43,19 @@ CAST = Case("tiny-llama", "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8))
 
 def group_named(plan: Plan, pattern: str) -> int:
     return next(
-        index for index, group in enumerate(plan.groups) if group.pattern == f"model.layers.{{layer}}.{pattern}"
+        index for index, group in enumerate(plan.groups) if group.name_pattern == f"model.layers.{{layer}}.{pattern}"
     )
 
 
-def template_of(plan: Plan, pattern: str) -> Template:
+def pattern_of(plan: Plan, pattern: str) -> TransferPattern:
     group = group_named(plan, pattern)
-    return plan.templates[next(bundle.template for bundle in plan.bundles if bundle.group == group)]
+    return plan.patterns[next(transfers.pattern for transfers in plan.transfer_groups if transfers.group == group)]
 
 
 def reasons(plan: Plan) -> dict[str, str]:
-    return {plan.groups[entry.group].pattern.removeprefix("model.layers.{layer}."): entry.reason for entry in plan.misc}
+    return {
+        plan.groups[entry.group].name_pattern.removeprefix("model.layers.{layer}."): entry.reason for entry in plan.misc
+    }
 
 
 class TestLayouts:
@@ -61,7 +63,7 @@ class TestLayouts:
 
     def test_fused_attention_rows_in_blocks(self) -> None:
         # linear_qkv on training rank 1: for KV groups 2 and 3 two query heads, k, v; a block is one head high
-        held = template_of(FP8.plan(), "self_attn.k_proj.weight_scale_inv").src.pieces[1]
+        held = pattern_of(FP8.plan(), "self_attn.k_proj.weight_scale_inv").src.pieces[1]
         name = "vp{vp}.decoder.layers.{layer}.self_attention.linear_qkv.weight._rowwise_scale_inv"
         assert [(p.tensor, p.region, p.origin) for p in held] == [
             (LocalTensor(name, (8, 8), "float32"), Region((2, 0), (3, 8)), (2, 0)),
@@ -69,13 +71,13 @@ class TestLayouts:
         ]
 
     def test_gate_and_up_share_a_tensor_of_scales(self) -> None:
-        wanted = template_of(FP8.plan(), "mlp.up_proj.weight_scale_inv").dst.pieces[3]
+        wanted = pattern_of(FP8.plan(), "mlp.up_proj.weight_scale_inv").dst.pieces[3]
         (piece,) = wanted
         assert piece.tensor == LocalTensor("model.layers.{layer}.mlp.gate_up_proj.weight_scale_inv", (6, 8), "float32")
         assert (piece.region, piece.origin) == (Region((9, 0), (12, 8)), (3, 0))
 
     def test_the_trainer_pads_columns_to_four_and_nobody_sends_them(self) -> None:
-        source = template_of(FP8.plan(), "mlp.down_proj.weight_scale_inv").src  # [64, 48] on each rank: grid (8, 6)
+        source = pattern_of(FP8.plan(), "mlp.down_proj.weight_scale_inv").src  # [64, 48] on each rank: grid (8, 6)
         assert source.pieces[1][0].tensor.shape == (8, 8)
         assert source.pieces[1][0].region == Region((0, 6), (8, 12))
         assert [(entry.tensor.shape, entry.box) for entry in source.padding[1]] == [((8, 8), Region((0, 6), (8, 8)))]
@@ -83,25 +85,25 @@ class TestLayouts:
     def test_mxfp8_pads_rows_to_128_as_well(self) -> None:
         plan = Case("tiny-llama", "tp=2", "tp=2", dtypes=("mxfp8", "mxfp8")).plan()
         name = "vp{vp}.decoder.layers.{layer}.self_attention.linear_proj.weight._rowwise_scale_inv"
-        source = template_of(plan, "self_attn.o_proj.weight_scale").src  # [64, 32] on each rank: grid (64, 1)
+        source = pattern_of(plan, "self_attn.o_proj.weight_scale").src  # [64, 32] on each rank: grid (64, 1)
         assert source.pieces[0][0].tensor == LocalTensor(name, (128, 4), "uint8")
         assert [entry.box for entry in source.padding[0]] == [Region((0, 1), (64, 4)), Region((64, 0), (128, 4))]
 
     def test_one_scale_of_a_whole_matrix_goes_to_every_part_of_it(self) -> None:
         plan = Case("tiny-llama", "tp=1", "tp=2", dtypes=("fp8", "fp8")).plan()
-        template = template_of(plan, "self_attn.o_proj.weight_scale")
-        assert template.src.pieces[0][0].tensor == LocalTensor(
+        pattern = pattern_of(plan, "self_attn.o_proj.weight_scale")
+        assert pattern.src.pieces[0][0].tensor == LocalTensor(
             "vp{vp}.decoder.layers.{layer}.self_attention.linear_proj.weight._scale_inv", (1,), "float32"
         )
-        assert [pieces[0].tensor.shape for pieces in template.dst.pieces] == [(1,), (1,)]
-        assert [(move.src, move.dst, move.region) for move in template.moves] == [
+        assert [pieces[0].tensor.shape for pieces in pattern.dst.pieces] == [(1,), (1,)]
+        assert [(overlap.src, overlap.dst, overlap.region) for overlap in pattern.overlaps] == [
             (0, 0, Region((0, 0), (1, 1))),
             (0, 1, Region((0, 0), (1, 1))),
         ]
 
     def test_one_scale_an_expert_lies_in_its_slot(self) -> None:
         plan = Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", dtypes=("fp8", "fp8")).plan()
-        (piece,) = template_of(plan, "mlp.experts.{expert}.down_proj.weight_scale").dst.pieces[0]
+        (piece,) = pattern_of(plan, "mlp.experts.{expert}.down_proj.weight_scale").dst.pieces[0]
         assert piece.tensor == LocalTensor(
             "model.layers.{layer}.mlp.experts.routed_experts.w2_weight_scale", (8,), "float32"
         )
@@ -151,7 +153,7 @@ class TestReasons:
         found = reasons(Case("tiny-llama", "tp=1", "tp=1", dtypes=("fp8", "fp8")).plan())
         assert found["mlp.gate_proj.weight"] == (
             "engine: model.layers.{layer}.mlp.gate_up_proj.weight holds other parameters too: vLLM brings their scales to"
-            " the largest and requantises after loading"
+            " the largest and requantizes after loading"
         )
         assert "mlp.down_proj.weight" not in found
 
@@ -164,8 +166,8 @@ class TestReasons:
     @pytest.mark.parametrize(
         ("dtypes", "block", "reason"),
         [
-            (("fp8", "bf16"), (8, 8), "trainer holds block FP8, engine bfloat16: nothing dequantises on the way"),
-            (("mxfp8", "fp8"), (8, 8), "trainer holds MXFP8, engine block FP8: nothing requantises on the way"),
+            (("fp8", "bf16"), (8, 8), "trainer holds block FP8, engine bfloat16: nothing dequantizes on the way"),
+            (("mxfp8", "fp8"), (8, 8), "trainer holds MXFP8, engine block FP8: nothing requantizes on the way"),
             (("bf16", "mxfp8"), (), "trainer holds bfloat16, engine MXFP8: nothing casts that on the way"),
             (("fp32", "fp8"), (8, 8), "trainer holds float32, engine block FP8: nothing casts that on the way"),
             (("bf16", "fp8"), (), "trainer holds bfloat16, engine per-tensor FP8: nothing casts that on the way"),
@@ -191,7 +193,7 @@ class TestModulesThatStay:
     def test_layers_are_told_apart(self) -> None:
         kept = ("model.layers.1.mlp.down_proj", "model.layers.2.self_attn.o_proj")
         plan = Case("tiny-llama", "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8), kept=kept).plan()
-        down = [(g.layers, g.dtype) for g in plan.groups if g.pattern.endswith("down_proj.weight")]
+        down = [(g.layers, g.dtype) for g in plan.groups if g.name_pattern.endswith("down_proj.weight")]
         assert down == [((0, 2, 3), "float8_e4m3fn"), ((1,), "bfloat16")]
         assert not plan.misc
 
@@ -201,7 +203,7 @@ class TestModulesThatStay:
             (
                 "tiny-llama",
                 ("model.layers.1.self_attn.q_proj",),
-                "generation: vLLM quantises all of model.layers.1.self_attn.qkv_proj or nothing, and only a part of it is"
+                "generation: vLLM quantizes all of model.layers.1.self_attn.qkv_proj or nothing, and only a part of it is"
                 " in modules_to_not_convert of the quantization_config: list model.layers.1.self_attn.k_proj and"
                 " model.layers.1.self_attn.v_proj too",
             ),
@@ -243,19 +245,19 @@ class TestModulesThatStay:
         self, config: str, kept: str, parts: set[str]
     ) -> None:
         plan = Case(config, "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8), kept=(kept,)).plan()
-        stay = [g for g in plan.groups if g.layers == (1,) and g.dtype == "bfloat16" and g.role in QUANTISED_ROLES]
-        assert {group.pattern.split(".")[-2] for group in stay} == parts and len(stay) == len(parts)
+        stay = [g for g in plan.groups if g.layers == (1,) and g.dtype == "bfloat16" and g.role in QUANTIZED_ROLES]
+        assert {group.name_pattern.split(".")[-2] for group in stay} == parts and len(stay) == len(parts)
 
     def test_experts_stay_as_one(self) -> None:
         kept = ("model.layers.1.mlp.experts.3.up_proj",)
         case = Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8), kept=kept)
-        experts = [g for g in case.plan().groups if ".experts." in g.pattern and g.layers == (1,)]
+        experts = [g for g in case.plan().groups if ".experts." in g.name_pattern and g.layers == (1,)]
         assert {group.dtype for group in experts} == {"bfloat16"}
         assert len(experts) == 3
 
-    def test_what_is_never_quantised(self) -> None:
+    def test_what_is_never_quantized(self) -> None:
         plan = Case("tiny-deepseek-v3", "tp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8)).plan()
-        kept = {group.role for group in plan.groups if group.dtype not in {"float8_e4m3fn"}} - QUANTISED_ROLES
+        kept = {group.role for group in plan.groups if group.dtype not in {"float8_e4m3fn"}} - QUANTIZED_ROLES
         assert {Role.EMBEDDING, Role.LM_HEAD, Role.ROUTER, Role.EXPERT_BIAS, Role.MLA_Q_A_NORM} <= kept
         assert {g.dtype for g in plan.groups if g.role is Role.EXPERT_BIAS} == {"float32"}
 
@@ -264,7 +266,7 @@ class TestLayersThatTheTrainerKeeps:
     """first_last_layers_bf16: linear weights of whole layers stay in bf16 in a trainer that is otherwise in FP8."""
 
     CASE = Case(
-        "tiny-llama", "tp=2,pp=2,layers=3+1", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8), unquantised=(0, 3),
+        "tiny-llama", "tp=2,pp=2,layers=3+1", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8), unquantized=(0, 3),
         kept=(*LAST_LAYER, *(module.replace("layers.3", "layers.2") for module in LAST_LAYER)),
     )  # fmt: skip
 
@@ -279,7 +281,7 @@ class TestLayersThatTheTrainerKeeps:
             assert found == {
                 (0,): (True, ("bfloat16", "float8_e4m3fn"), None),
                 (1,): (True, None, None),
-                (2,): (False, None, "trainer holds block FP8, engine bfloat16: nothing dequantises on the way"),
+                (2,): (False, None, "trainer holds block FP8, engine bfloat16: nothing dequantizes on the way"),
                 (3,): (False, None, None),
             }
 
@@ -295,33 +297,33 @@ class TestLayersThatTheTrainerKeeps:
 
     def test_chunks_of_a_pipeline_count_layers_of_the_whole_model(self) -> None:
         train = "pp=2,vpp=2,layers=1+2+0+1"  # stage 0 has layer 0, stage 1 has 1 and 2, and 3 in its second chunk
-        plan = Case("tiny-llama", train, "tp=1", dtypes=("fp8", "fp8"), block=(8, 8), unquantised=(1, 3)).plan()
+        plan = Case("tiny-llama", train, "tp=1", dtypes=("fp8", "fp8"), block=(8, 8), unquantized=(1, 3)).plan()
         names = [schedule_of(plan, "train", rank) for rank in (0, 1)]
         cast = [sorted({s.tensors[cast.tensor].name.partition(".mlp.")[0] for cast in s.casts
                         if ".mlp." in s.tensors[cast.tensor].name}) for s in names]  # fmt: skip
         assert cast == [[], ["vp0.decoder.layers.0", "vp1.decoder.layers.0"]]
 
-    def test_all_layers_kept_are_a_trainer_that_quantises_nothing(self) -> None:
-        kept = Case("tiny-deepseek-v3", "pp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8), unquantised=(3, 0, 2, 1))
-        assert kept.plan().digest == replace(kept, dtypes=("bf16", "fp8"), unquantised=()).plan().digest
+    def test_all_layers_kept_are_a_trainer_that_quantizes_nothing(self) -> None:
+        kept = Case("tiny-deepseek-v3", "pp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8), unquantized=(3, 0, 2, 1))
+        assert kept.plan().digest == replace(kept, dtypes=("bf16", "fp8"), unquantized=()).plan().digest
 
     @pytest.mark.parametrize("train_dtype", [None, "bf16", "fp32"])
-    def test_a_trainer_that_quantises_nothing_keeps_all_layers_anyway(self, train_dtype: str | None) -> None:
-        case = Case("tiny-llama", "tp=2", "tp=2", dtypes=(train_dtype, "fp8"), block=(8, 8), unquantised=(0, 3))
-        assert case.plan().digest == replace(case, unquantised=()).plan().digest
+    def test_a_trainer_that_quantizes_nothing_keeps_all_layers_anyway(self, train_dtype: str | None) -> None:
+        case = Case("tiny-llama", "tp=2", "tp=2", dtypes=(train_dtype, "fp8"), block=(8, 8), unquantized=(0, 3))
+        assert case.plan().digest == replace(case, unquantized=()).plan().digest
 
     def test_groups_stay_whole_where_no_layer_is_kept(self) -> None:
         layers = {group.layers for group in FP8.plan().groups}
         assert layers == {(), (0, 1, 2, 3)}
 
     def test_order_and_repetition_do_not_matter(self) -> None:
-        again = replace(self.CASE, unquantised=(3, 0, 3))
-        assert again.plan().digest == self.CASE.plan().digest != replace(self.CASE, unquantised=()).plan().digest
+        again = replace(self.CASE, unquantized=(3, 0, 3))
+        assert again.plan().digest == self.CASE.plan().digest != replace(self.CASE, unquantized=()).plan().digest
 
     def test_layers_that_the_model_has_not_are_refused(self) -> None:
-        problem = "the trainer cannot keep layers -1, 4 unquantised: the model has 0 to 3"
+        problem = "the trainer cannot keep layers -1, 4 unquantized: the model has 0 to 3"
         with pytest.raises(PrecisionError, match=problem):
-            replace(self.CASE, unquantised=(0, 4, -1)).plan()
+            replace(self.CASE, unquantized=(0, 4, -1)).plan()
 
 
 class TestWhatMxfp8Takes:
@@ -330,7 +332,7 @@ class TestWhatMxfp8Takes:
     def plan(self, *ignored: str, **changes: object) -> Plan:
         stated = {"quant_method": "mxfp8", "ignored_layers": list(ignored)}
         config = {**load_config("tiny-llama"), "quantization_config": stated, **changes}
-        return make_plan(catalogue_from_config(config), TrainMesh(), GenMesh(), train_dtype="mxfp8", gen_dtype="mxfp8")
+        return make_plan(parameters_from_config(config), TrainMesh(), GenMesh(), train_dtype="mxfp8", gen_dtype="mxfp8")
 
     def test_misc_says_that_the_loader_casts(self) -> None:
         narrowed = Case("tiny-llama", "tp=2", "tp=8", policy="conservative", dtypes=("fp32", "bf16")).plan()
@@ -347,7 +349,7 @@ class TestWhatMxfp8Takes:
             "engine: vLLM keeps lm_head in MXFP8 as well, which no trainer does: list it in ignored_layers of the"
             " quantization_config"
         )
-        found = {plan.groups[u.group].pattern: (plan.groups[u.group].dtype, u.reason) for u in plan.misc}
+        found = {plan.groups[u.group].name_pattern: (plan.groups[u.group].dtype, u.reason) for u in plan.misc}
         assert found == {"lm_head.weight": ("float8_e4m3fn", reason), "lm_head.weight_scale": ("uint8", reason)}
 
     @pytest.mark.parametrize("listed", ["lm_head", "head", "lm_*"])
@@ -384,7 +386,7 @@ class TestSchedules:
         sends = schedule_of(CAST.plan(), "train", 0).stages[0].sends
         plan = CAST.plan()
         down = group_named(plan, "mlp.down_proj.weight")
-        rows = [i for i in range(len(sends)) if plan.bundles[sends.bundle[i]].group == down]
+        rows = [i for i in range(len(sends)) if plan.transfer_groups[sends.transfer_group[i]].group == down]
         assert {int(sends.nbytes[i]) for i in rows} == {64 * 48}
         assert plan.wire_bytes["float8_e4m3fn"] == 4 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 96)
         assert sum(plan.wire_bytes.values()) == int(plan.recv_bytes.sum())
@@ -408,7 +410,7 @@ class TestSchedules:
         plan = CAST.plan()
         again = parse_plan(dump_plan(plan))
         assert (again.pairs, again.casts, again.digest) == (plan.pairs, plan.casts, plan.digest)
-        assert plan.pairs[0] == Pair(2, 3, (8, 8))
+        assert plan.pairs[0] == QuantizedPair(2, 3, (8, 8))
         assert plan.casts[0] == GroupCast(2, "bfloat16", "float8_e4m3fn")
 
 

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attack.mutants.edits import bundles_of, edit_bundles, moved, recut, retensor, without_bundles
+from attack.mutants.edits import (
+    edit_transfers,
+    moved,
+    recut,
+    retensor,
+    transfer_groups_of,
+    without_transfers,
+)
 from helpers.plans import TINY, Case
 from helpers.simulate import damage, held, padding_damage
 from hypothesis import given, settings
@@ -18,10 +25,10 @@ from hypothesis import strategies as st
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import builtin_names, load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_plan import make_plan
-from mcore_reshard.planner.plan.plan import Plan, Template
+from mcore_reshard.planner.plan.plan import Plan, TransferPattern
 from mcore_reshard.planner.proof import prove as proof
 from mcore_reshard.planner.proof.prove import ProofError, Violation, prove
 from mcore_reshard.planner.proof.storage import FUSED, MEGATRON, order_fault, sections_fault, storage_fault
@@ -105,15 +112,15 @@ EXPERT_MESHES = (
 
 @pytest.mark.parametrize("name", builtin_names())
 def test_every_builtin_config_proves_on_several_meshes(name: str) -> None:
-    catalogue = catalogue_from_config(load_config(name))
-    architecture = catalogue.architecture
+    model_parameters = parameters_from_config(load_config(name))
+    architecture = model_parameters.architecture
     for train, gen in MESHES + (EXPERT_MESHES if architecture.experts else ()):
         mesh = parse_train_mesh(train)
         if architecture.layers % mesh.pp:
             counts = [architecture.layers // mesh.pp] * mesh.pp
             counts[0] += architecture.layers % mesh.pp
             mesh = parse_train_mesh(f"{train},layers={'+'.join(map(str, counts))}")
-        proof = prove(make_plan(catalogue, mesh, parse_gen_mesh(gen)))
+        proof = prove(make_plan(model_parameters, mesh, parse_gen_mesh(gen)))
         assert proof.violations == (), (train, gen)
         assert proof.ok
 
@@ -123,11 +130,17 @@ def test_the_simulator_can_fail() -> None:
     plan = TINY[0].plan()
     wanted = held(plan, "gen")
     assert len({rank for rank, _ in wanted}) == 4
-    template = plan.templates[plan.bundles[0].template]
-    move = template.moves[0]
-    moved = replace(move, region=move.region.within(0, move.region.start[0], move.region.stop[0] - 1))
-    broken = replace(plan, templates=(replace(template, moves=(moved, *template.moves[1:])), *plan.templates[1:]))
-    assert plan.bundles[0].template == 0
+    pattern = plan.patterns[plan.transfer_groups[0].pattern]
+    overlap = pattern.overlaps[0]
+    moved = replace(overlap, region=overlap.region.within(0, overlap.region.start[0], overlap.region.stop[0] - 1))
+    broken = replace(
+        plan,
+        patterns=(
+            replace(pattern, overlaps=(moved, *pattern.overlaps[1:])),
+            *plan.patterns[1:],
+        ),
+    )
+    assert plan.transfer_groups[0].pattern == 0
     (first, *_) = damage(plan, broken)
     assert "elements wrong, first has -1" in first and "gen" in first
 
@@ -140,28 +153,35 @@ PADDED = Case("tiny-llama", "tp=2", "tp=2", changes=(("vocab_size", 250),))
 
 
 def first(plan: Plan, role: Role) -> int:
-    return bundles_of(plan, role)[0]
+    return transfer_groups_of(plan, role)[0]
 
 
-def template_of(plan: Plan, role: Role) -> tuple[int, Template]:
-    index = plan.bundles[first(plan, role)].template
-    return index, plan.templates[index]
+def pattern_of(plan: Plan, role: Role) -> tuple[int, TransferPattern]:
+    index = plan.transfer_groups[first(plan, role)].pattern
+    return index, plan.patterns[index]
 
 
-def with_template(plan: Plan, role: Role, change: Callable[[Template], Template]) -> Plan:
-    index, template = template_of(plan, role)
-    return replace(plan, templates=(*plan.templates[:index], change(template), *plan.templates[index + 1 :]))
+def with_pattern(plan: Plan, role: Role, change: Callable[[TransferPattern], TransferPattern]) -> Plan:
+    index, pattern = pattern_of(plan, role)
+    return replace(
+        plan,
+        patterns=(
+            *plan.patterns[:index],
+            change(pattern),
+            *plan.patterns[index + 1 :],
+        ),
+    )
 
 
 def without_a_move(plan: Plan) -> Plan:
-    return with_template(plan, Role.O, lambda t: replace(t, moves=t.moves[1:]))
+    return with_pattern(plan, Role.O, lambda t: replace(t, overlaps=t.overlaps[1:]))
 
 
 def move_from_a_stranger(plan: Plan) -> Plan:
-    def change(template: Template) -> Template:
-        return replace(template, moves=(replace(template.moves[0], src=1), *template.moves[1:]))
+    def change(pattern: TransferPattern) -> TransferPattern:
+        return replace(pattern, overlaps=(replace(pattern.overlaps[0], src=1), *pattern.overlaps[1:]))
 
-    return with_template(plan, Role.O, change)
+    return with_pattern(plan, Role.O, change)
 
 
 def other_dtype(plan: Plan) -> Plan:
@@ -172,13 +192,13 @@ def literal_layer(plan: Plan) -> Plan:
     return retensor(plan, Role.O, lambda t: replace(t, name=t.name.replace("{layer}", "0")), source=False)
 
 
-def _swapped_dims(shard: int, pieces: Sequence[Piece]) -> list[Piece]:
+def _swapped_dims(part: int, pieces: Sequence[Piece]) -> list[Piece]:
     return [replace(piece, dims=piece.dims[::-1]) for piece in pieces]
 
 
-def shards_exchanged(plan: Plan) -> Plan:
-    pieces = template_of(plan, Role.O)[1].dst.pieces
-    return recut(plan, Role.O, dst=lambda shard, _: pieces[1 - shard])
+def partition_exchanged(plan: Plan) -> Plan:
+    pieces = pattern_of(plan, Role.O)[1].dst.pieces
+    return recut(plan, Role.O, dst=lambda part, _: pieces[1 - part])
 
 
 def out_of_its_tensor(plan: Plan) -> Plan:
@@ -186,12 +206,12 @@ def out_of_its_tensor(plan: Plan) -> Plan:
 
 
 def half_wanted(plan: Plan) -> Plan:
-    pieces = template_of(plan, Role.O)[1].dst.pieces
+    pieces = pattern_of(plan, Role.O)[1].dst.pieces
     return recut(plan, Role.O, dst=lambda _, __: pieces[0])
 
 
-def other_bundle(plan: Plan, role: Role, **changes: Any) -> Plan:
-    return edit_bundles(plan, [first(plan, role)], lambda bundle: replace(bundle, **changes))
+def other_transfers(plan: Plan, role: Role, **changes: Any) -> Plan:
+    return edit_transfers(plan, [first(plan, role)], lambda transfers: replace(transfers, **changes))
 
 
 FP8 = Case("tiny-llama", "tp=2", "tp=2", dtypes=("fp8", "fp8"), block=(8, 8))
@@ -199,8 +219,8 @@ MASTER = Case("tiny-llama", "tp=2", "tp=2", dtypes=("fp32", "bf16"))
 
 RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
     (
-        "references", LLAMA, lambda plan: other_bundle(plan, Role.O, template=99),
-        "[references] bundle 5 (train 0-3 -> gen 0-3): template 99 does not exist, the plan has 12",
+        "references", LLAMA, lambda plan: other_transfers(plan, Role.O, pattern=99),
+        "[references] bundle 5 (train 0-3 -> gen 0-3): pattern 99 does not exist, the plan has 12",
     ),
     (
         "bounds", LLAMA, out_of_its_tensor,
@@ -208,12 +228,12 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
         " vp{vp}.decoder.layers.{layer}.self_attention.linear_proj.weight (64, 32)",
     ),
     (
-        "groups", LLAMA, lambda plan: without_bundles(plan, bundles_of(plan, Role.O)),
+        "groups", LLAMA, lambda plan: without_transfers(plan, transfer_groups_of(plan, Role.O)),
         "[groups] model.layers.{layer}.self_attn.o_proj.weight (train 0-3 -> gen 0-3): travels by no route; every"
         " parameter has exactly one route",
     ),
     (
-        "source", LLAMA, lambda plan: recut(plan, Role.O, src=lambda shard, held: held if shard else []),
+        "source", LLAMA, lambda plan: recut(plan, Role.O, src=lambda part, held: held if part else []),
         "[source] model.layers.0.self_attn.o_proj.weight (train 0-1 -> gen 0-1): source shards do not tile the"
         " parameter [0:64, 0:64]: 2048 of 4096 elements are covered",
     ),
@@ -244,7 +264,7 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
         ".weight keeps dims in order (1, 0), declared for 'o' is (0, 1)",
     ),
     (
-        "order", LLAMA, shards_exchanged,
+        "order", LLAMA, partition_exchanged,
         "[order] model.layers.0.self_attn.o_proj.weight (train 0-1 -> gen 1): shard 1 holds [0:64, 0:32], shard 0"
         " before it [0:64, 32:64]",
     ),
@@ -254,27 +274,27 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
         " varies with nothing, must vary with ['layer']",
     ),
     (
-        "tensors", PADDED, lambda plan: with_template(
+        "tensors", PADDED, lambda plan: with_pattern(
             plan, Role.LM_HEAD, lambda t: replace(t, dst=replace(t.dst, padding=()))
         ),
         "[tensors] lm_head.weight (gen 1): lm_head.weight: (128, 64) are not held by exactly one parameter each:"
         " 7808 of 8192 elements are covered",
     ),
     (
-        "holders", LLAMA, lambda plan: other_bundle(plan, Role.O, src=plan.bundles[-1].src),
+        "holders", LLAMA, lambda plan: other_transfers(plan, Role.O, src=plan.transfer_groups[-1].src),
         "[holders] model.layers.0.self_attn.o_proj.weight (train 2-3 -> gen 0-1): train ranks [2 | 3] hold the shards"
         " on paper, [0 | 1] on the mesh",
     ),
     (
-        "places", LLAMA, lambda plan: other_bundle(
-            plan, Role.O, layers=(replace(plan.bundles[first(plan, Role.O)].layers[0], src_local=1),)
+        "places", LLAMA, lambda plan: other_transfers(
+            plan, Role.O, layers=(replace(plan.transfer_groups[first(plan, Role.O)].layers[0], src_local=1),)
         ),
         "[places] model.layers.0.self_attn.o_proj.weight (train 0-1 -> gen 0-1): layer 0 is read from stage 0 chunk 0"
         " index 1, the pipeline keeps it on stage 0 chunk 0 index 0",
     ),
     (
-        "arrivals", LLAMA, lambda plan: other_bundle(
-            plan, Role.O, layers=plan.bundles[first(plan, Role.O)].layers[:1]
+        "arrivals", LLAMA, lambda plan: other_transfers(
+            plan, Role.O, layers=plan.transfer_groups[first(plan, Role.O)].layers[:1]
         ),
         "[arrivals] model.layers.1.self_attn.o_proj.weight (train 0-3 -> gen 0-1): never arrives on stage 0 of the"
         " engine",
@@ -289,7 +309,7 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
         "[casts] model.embed_tokens.weight (train 0-1 -> gen 0-1): cast once, and on the bulk route only",
     ),
     (
-        "stages", LLAMA, lambda plan: replace(plan, bundles=(plan.bundles[-1], *plan.bundles[:-1])),
+        "stages", LLAMA, lambda plan: replace(plan, transfer_groups=(plan.transfer_groups[-1], *plan.transfer_groups[:-1])),
         "[stages] model.embed_tokens.weight (train 0-1 -> gen 0-1): stage 0 follows stage 1; stages run in order",
     ),
 ]  # fmt: skip
@@ -319,7 +339,7 @@ def test_an_unsound_plan_is_an_error_that_lists_violations() -> None:
 
 
 def test_at_most_twenty_violations_of_a_rule_are_kept() -> None:
-    plan = replace(LLAMA.plan(), bundles=())
+    plan = replace(LLAMA.plan(), transfer_groups=())
     groups = [violation for violation in prove(plan).violations if violation.rule == "groups"]
     assert len(groups) == min(20, len(plan.groups))
 

@@ -1,4 +1,4 @@
-"""Real plans that cast, through real processes: what arrives is the whole parameter quantised or cast as torch does it.
+"""Real plans that cast, through real processes: what arrives is the whole parameter quantized or cast as torch does it.
 
 The oracle knows nothing of ranks or copies: it casts whole parameters of the checkpoint, and asks the plan's pieces only
 where each element lies.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.plans import REFINED, UNQUANTISED_LAYERS, Case
+from helpers.plans import REFINED, UNQUANTIZED_LAYERS, Case
 from helpers.ranks import run_ranks, values
 from helpers.simulate import held
 
@@ -26,14 +26,14 @@ CASES = [
     Case("tiny-llama", "tp=2,pp=2", "tp=1,dp=3", dtypes=("bf16", "fp8"), block=(8, 8)),  # replicas relay
     Case("tiny-qwen3-moe", "ep=2,etp=2,dp=4", "tp=4", changes=REFINED, dtypes=("bf16", "fp8"), block=(64, 64)),
     Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8)),
-    UNQUANTISED_LAYERS,
+    UNQUANTIZED_LAYERS,
     Case(
         "tiny-qwen3-moe",
         "pp=2,vpp=2,ep=2,dp=2,layers=1+2+1+0",
         "tp=1,dp=3",
         dtypes=("fp8", "fp8"),
         block=(8, 16),
-        unquantised=(1, 3),
+        unquantized=(1, 3),
     ),
     Case("tiny-qwen3-moe", "tp=2,dp=2", "tp=2", dtypes=("fp32", "bf16")),
     Case("tiny-deepseek-v3", "tp=2", "tp=1", dtypes=("bf16", "fp32")),
@@ -131,6 +131,6 @@ def test_what_arrives_is_cast_as_the_whole_parameter(case: Case) -> None:
     plan = case.plan()
     assert plan.casts and not plan.misc
     if "fp8" in case.dtypes[:1]:
-        assert {layer for cast in plan.casts for layer in plan.groups[cast.group].layers} <= {*case.unquantised}
+        assert {layer for cast in plan.casts for layer in plan.groups[cast.group].layers} <= {*case.unquantized}
     ranks: Any = plan.train.world + plan.gen.world
     assert values(run_ranks(ranks, refit, case)) == [{}] * ranks

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.handmade import allocate, random_moves, schedule_of
+from helpers.handmade import allocate, random_transfers, schedule_of
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.errors import KvScalesError
@@ -30,8 +30,8 @@ def refit(number: int, address: str, names: Names, given: Mapping[int, Mapping[s
     `names` are the scales that each generation rank has; None where it takes none.
     """
     world, rank = ("train", number) if number < WORLDS[0] else ("gen", number - WORLDS[0])
-    moves = random_moves(np.random.default_rng(7), WORLDS, parameters=5, stages=1)
-    schedule = schedule_of(moves, world, rank, WORLDS)  # type: ignore[arg-type]
+    transfers = random_transfers(np.random.default_rng(7), WORLDS, parameters=5, stages=1)
+    schedule = schedule_of(transfers, world, rank, WORLDS)  # type: ignore[arg-type]
     tensors = allocate(schedule, seed=1 if world == "train" else None)
     landed: list[Any] = []
 
@@ -91,7 +91,7 @@ def test_names_that_no_rank_has_are_all_listed_before_anything_moves() -> None:
     refused = (
         "2 of 6 scales of the KV cache are of no attention layer of any generation rank whose cache has scales:"
         f" model.layers.0.self_attn.k_scale, {ATTENTION.format(2)}.k_scale; name the engine's own, as in"
-        " model.layers.0.self_attn.attn.k_scale, and start it with a quantised cache (kv_cache_dtype)"
+        " model.layers.0.self_attn.attn.k_scale, and start it with a quantized cache (kv_cache_dtype)"
     )
     check_refused(refused, (tuple(SCALES), tuple(LATER)), {0: {**SCALES, **wrong, **LATER}})
 
@@ -152,8 +152,8 @@ def words_said(number: int, address: str) -> list[tuple[str, list[str]]]:
         return gather(self, phase, word, **options)
 
     Meeting.gather = noted  # type: ignore[method-assign]
-    moves = random_moves(np.random.default_rng(7), (1, 1), parameters=5, stages=1)
-    schedule = schedule_of(moves, "gen" if number else "train", 0, (1, 1))
+    transfers = random_transfers(np.random.default_rng(7), (1, 1), parameters=5, stages=1)
+    schedule = schedule_of(transfers, "gen" if number else "train", 0, (1, 1))
     takes = {"set_kv_scales": lambda _: None, "kv_scale_names": lambda: SCALES}
     kind: Any = GenerationEndpoint if number else TrainEndpoint
     endpoint = kind(schedule, allocate(schedule), store=address, **(takes if number else {}))
@@ -174,8 +174,8 @@ def test_names_are_asked_for_only_where_scales_came() -> None:
 
 
 def test_setting_scales_and_naming_them_go_together() -> None:
-    moves = random_moves(np.random.default_rng(7), WORLDS, parameters=5, stages=1)
-    schedule = schedule_of(moves, "gen", 0, WORLDS)
+    transfers = random_transfers(np.random.default_rng(7), WORLDS, parameters=5, stages=1)
+    schedule = schedule_of(transfers, "gen", 0, WORLDS)
     for half in ({"set_kv_scales": lambda _: None}, {"kv_scale_names": lambda: SCALES}):
         with pytest.raises(ValueError, match="set_kv_scales and kv_scale_names go together"):
             GenerationEndpoint(schedule, {}, store="127.0.0.1:1", **half)  # type: ignore[arg-type]

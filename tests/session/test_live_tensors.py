@@ -7,42 +7,42 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.handmade import schedule_of
-from helpers.quantised_standin import QuantisedStandIn
+from helpers.quantised_standin import QuantizedStandIn
 
-from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.tensors import dtype_name
 from mcore_reshard.kernels.errors import StaleTensorError, TornWeightsError
 from mcore_reshard.planner.plan.schedule import LocalTensor
 from mcore_reshard.trainers.megatron.model import local_tensors
 
 FC1, BIAS = "vp0.layers.0.fc1.weight", "vp0.layers.1.router.expert_bias"
-QUANTISED = "vp0.layers.1.weight"
-SCALES = QUANTISED + "._rowwise_scale_inv"
+QUANTIZED = "vp0.layers.1.weight"
+SCALES = QUANTIZED + "._rowwise_scale_inv"
 
 
 def linear() -> torch.nn.Linear:
     return torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
 
 
-def quantised() -> torch.Tensor:
+def quantized() -> torch.Tensor:
     data = torch.zeros(8, 8, dtype=torch.uint8)
-    return QuantisedStandIn((8, 8), _rowwise_data=data, _rowwise_scale_inv=torch.ones(1, 1))
+    return QuantizedStandIn((8, 8), _rowwise_data=data, _rowwise_scale_inv=torch.ones(1, 1))
 
 
 class Model(torch.nn.Module):
-    """Two layers in a list: one of two linears, one of a quantised parameter and a module with a buffer."""
+    """Two layers in a list: one of two linears, one of a quantized parameter and a module with a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         first, second = torch.nn.Module(), torch.nn.Module()
         first.fc1, first.fc2 = linear(), linear()
-        second._parameters["weight"] = quantised()  # type: ignore[assignment]
+        second._parameters["weight"] = quantized()  # type: ignore[assignment]
         second.router = torch.nn.Module()
         second.router.register_buffer("expert_bias", torch.zeros(4))
         self.layers = torch.nn.ModuleList([first, second])
 
 
-def bound(model: Model) -> Program:
+def bind_model(model: Model) -> BoundSchedule:
     held = local_tensors([model])
     every = [LocalTensor(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in held.items()]
     return bind(schedule_of([], "train", 0, (1, 1), extra=every), held)
@@ -129,11 +129,11 @@ def set_data_of_attribute(attribute: str) -> Callable[[Model], None]:
     return replace
 
 
-def set_quantised_parameter(model: Model) -> None:
-    model.layers[1]._parameters["weight"] = quantised()
+def set_quantized_parameter(model: Model) -> None:
+    model.layers[1]._parameters["weight"] = quantized()
 
 
-def set_unquantised_parameter(model: Model) -> None:
+def set_unquantized_parameter(model: Model) -> None:
     model.layers[1]._parameters["weight"] = torch.nn.Parameter(torch.zeros(8, 8))
 
 
@@ -156,12 +156,12 @@ REPLACED = [
     (remove_module, [f"{FC1}: it is gone"]),
     (rename_module, [f"{FC1}: it is gone"]),
     (set_buffer, [f"{BIAS}: address"]),
-    (set_attribute("_rowwise_data"), [f"{QUANTISED}: address"]),
+    (set_attribute("_rowwise_data"), [f"{QUANTIZED}: address"]),
     (set_attribute("_rowwise_scale_inv"), [f"{SCALES}: address"]),
-    (set_data_of_attribute("_rowwise_data"), [f"{QUANTISED}: address"]),
+    (set_data_of_attribute("_rowwise_data"), [f"{QUANTIZED}: address"]),
     (set_data_of_attribute("_rowwise_scale_inv"), [f"{SCALES}: address"]),
-    (set_quantised_parameter, [f"{QUANTISED}: address", f"{SCALES}: address"]),
-    (set_unquantised_parameter, [f"{QUANTISED}: address", f"{SCALES}: it is gone"]),
+    (set_quantized_parameter, [f"{QUANTIZED}: address", f"{SCALES}: address"]),
+    (set_unquantized_parameter, [f"{QUANTIZED}: address", f"{SCALES}: it is gone"]),
 ]
 
 
@@ -170,11 +170,11 @@ REPLACED = [
 )
 def test_what_was_replaced_since_it_was_bound_is_noticed(replace: Callable[[Model], None], found: list[str]) -> None:
     model = Model()
-    program = bound(model)
-    program.check_fresh(local_tensors([model]))
+    bound = bind_model(model)
+    bound.check_fresh(local_tensors([model]))
     replace(model)
     with pytest.raises(StaleTensorError) as error:
-        program.check_fresh(local_tensors([model]))
+        bound.check_fresh(local_tensors([model]))
     first, *lines = str(error.value).splitlines()
     assert first == f"train:0: {len(found)} bound tensors changed since prepare():"
     assert [line.strip()[: len(start)] for line, start in zip(lines, found, strict=True)] == found
@@ -187,7 +187,7 @@ def held_by_attribute(model: Model, attribute: str) -> torch.Tensor:
 WRITTEN: dict[str, Callable[[Model], torch.Tensor]] = {
     FC1: lambda model: model.layers[0].fc1.weight,
     BIAS: lambda model: model.layers[1].router.expert_bias,
-    QUANTISED: lambda model: held_by_attribute(model, "_rowwise_data"),
+    QUANTIZED: lambda model: held_by_attribute(model, "_rowwise_data"),
     SCALES: lambda model: held_by_attribute(model, "_rowwise_scale_inv"),
 }
 
@@ -195,21 +195,21 @@ WRITTEN: dict[str, Callable[[Model], torch.Tensor]] = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_weights_that_are_written_in_place_stay_bound_and_are_counted(name: str) -> None:
     model = Model()
-    program = bound(model)
-    before = program.check_fresh(local_tensors([model]))
-    program.check_unwritten(before)
+    bound = bind_model(model)
+    before = bound.check_fresh(local_tensors([model]))
+    bound.check_unwritten(before)
     with torch.no_grad():
         WRITTEN[name](model).add_(1)
-    program.check_fresh(local_tensors([model]))
-    assert torch.equal(program.by_name[name].float(), local_tensors([model])[name].float())
+    bound.check_fresh(local_tensors([model]))
+    assert torch.equal(bound.by_name[name].float(), local_tensors([model])[name].float())
     with pytest.raises(TornWeightsError, match=f"1 tensors were written while they were read: {name}$"):
-        program.check_unwritten(before)
+        bound.check_unwritten(before)
 
 
 def test_bound_parameters_are_written_without_a_gradient() -> None:
     model = Model()
-    program = bound(model)
-    program.by_name[FC1].fill_(3)
+    bound = bind_model(model)
+    bound.by_name[FC1].fill_(3)
     assert model.layers[0].fc1.weight.eq(3).all()
 
 

@@ -1,4 +1,4 @@
-"""Whole tensors for a quantised engine: what the misc route and golden carry where the trainer keeps bf16."""
+"""Whole tensors for a quantized engine: what the misc route and golden carry where the trainer keeps bf16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import Export, GenerationEndpoint, TrainEndpoint
-from mcore_reshard.trainers.quantized_export import quantised_export
+from mcore_reshard.trainers.quantized_export import quantized_export
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -31,7 +31,7 @@ def weights(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
 def test_a_pair_on_the_misc_route_is_exported_as_one() -> None:
     plan = CUT.plan()
     assert {DOWN, DOWN + "_scale_inv"} <= set(plan.misc_names())
-    found = dict(quantised_export(weights, plan)([DOWN, DOWN + "_scale_inv"]))
+    found = dict(quantized_export(weights, plan)([DOWN, DOWN + "_scale_inv"]))
     assert list(found) == [DOWN, DOWN + "_scale_inv"]
     data, scales = found.values()
     assert (data.dtype, scales.dtype, scales.shape) == (torch.float8_e4m3fn, torch.float32, (8, 3))
@@ -40,14 +40,14 @@ def test_a_pair_on_the_misc_route_is_exported_as_one() -> None:
 
 
 def test_golden_carries_pairs_and_all_else_as_it_is() -> None:
-    found = dict(quantised_export(weights, CUT.plan())(None))
+    found = dict(quantized_export(weights, CUT.plan())(None))
     assert list(found) == [NORM, DOWN, DOWN + "_scale_inv"]
     assert found[NORM].dtype is torch.bfloat16
 
 
 def test_one_scale_of_a_whole_matrix() -> None:
     plan = Case("tiny-llama", "tp=1", "tp=1", dtypes=("bf16", "fp8")).plan()
-    data, scale = dict(quantised_export(weights, plan)([DOWN, DOWN + "_scale"])).values()
+    data, scale = dict(quantized_export(weights, plan)([DOWN, DOWN + "_scale"])).values()
     assert (tuple(scale.shape), scale.item()) == ((1,), 7.0 / 448)
     assert data[9, 40].item() == -448.0
 
@@ -55,7 +55,7 @@ def test_one_scale_of_a_whole_matrix() -> None:
 def test_mxfp8_is_refused() -> None:
     plan = Case("tiny-llama", "tp=2", "tp=2", dtypes=("mxfp8", "mxfp8")).plan()
     with pytest.raises(ValueError, match=r"weight_scale is uint8: nothing computes the scales of MXFP8"):
-        quantised_export(weights, plan)
+        quantized_export(weights, plan)
 
 
 # --- in a session, whose engine would take whatever it is given
@@ -70,7 +70,7 @@ def without_scales(export: Export) -> Export:
     return run
 
 
-def unquantised(export: Export) -> Export:
+def unquantized(export: Export) -> Export:
     def run(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in export(names):
             yield name, tensor.bfloat16() if tensor.dtype is torch.float8_e4m3fn else tensor
@@ -84,7 +84,7 @@ def refit(number: int, address: str, case: Case, transport: str, broken: Callabl
     schedule = schedule_of(plan, "train" if number == 0 else "gen", 0)
     tensors = allocate(schedule)
     if number == 0:
-        export = broken(quantised_export(lambda names: all_weights(case, names), plan))
+        export = broken(quantized_export(lambda names: all_weights(case, names), plan))
         endpoint = TrainEndpoint(schedule, tensors, store=address, export=export, transport=transport)
     else:
         load = lambda pairs: loaded.extend(name for name, _ in pairs)  # noqa: E731
@@ -105,7 +105,7 @@ def all_weights(case: Case, names: Sequence[str] | None) -> Iterator[tuple[str, 
 
 
 @pytest.mark.parametrize("transport", ["gloo", "golden"])
-def test_what_the_engine_keeps_quantised_is_loaded_in_pairs(transport: str) -> None:
+def test_what_the_engine_keeps_quantized_is_loaded_in_pairs(transport: str) -> None:
     plan = SMALL_HEADS.plan()
     _, loaded = values(run_ranks(2, refit, SMALL_HEADS, transport, lambda export: export))
     named = plan.misc_names() if transport == "gloo" else (name for group in plan.groups for name in group.names())
@@ -115,11 +115,11 @@ def test_what_the_engine_keeps_quantised_is_loaded_in_pairs(transport: str) -> N
 @pytest.mark.parametrize(
     ("transport", "broken", "message"),
     [
-        ("golden", unquantised, r"q_proj.weight in bfloat16, the engine keeps it in float8_e4m3fn"),
-        ("gloo", unquantised, r"q_proj.weight in bfloat16, the engine keeps it in float8_e4m3fn"),
+        ("golden", unquantized, r"q_proj.weight in bfloat16, the engine keeps it in float8_e4m3fn"),
+        ("gloo", unquantized, r"q_proj.weight in bfloat16, the engine keeps it in float8_e4m3fn"),
         ("golden", without_scales, r"weights without scales or the other way round, first model"),
     ],
 )
-def test_half_a_pair_and_unquantised_weights_are_refused(transport: str, broken: Any, message: str) -> None:
+def test_half_a_pair_and_unquantized_weights_are_refused(transport: str, broken: Any, message: str) -> None:
     for outcome in run_ranks(2, refit, SMALL_HEADS, transport, broken):
         assert re.search(message, outcome.error or "")

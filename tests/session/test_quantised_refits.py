@@ -1,4 +1,4 @@
-"""Quantised weights and their scales through real processes and gloo, bit for bit; the trainer's padding stays behind."""
+"""Quantized weights and their scales through real processes and gloo, bit for bit; the trainer's padding stays behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pairs_arrive(case: Case) -> None:
 def test_a_relayed_plan_keeps_pairs_together() -> None:
     plan = CASES[2].plan()
     assert plan.relay
-    turns = {(b.group, b.layers, b.experts): (b.rotation, b.landing) for b in plan.bundles}
+    turns = {(b.group, b.layers, b.experts): (b.first_src_replica, b.first_dst_replica) for b in plan.transfer_groups}
     for pair in plan.pairs:
         for (group, layers, experts), turn in turns.items():
             if group == pair.weight:

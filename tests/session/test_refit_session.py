@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.handmade import Move, allocate, expected, random_moves, raw_bytes, schedule_of
+from helpers.handmade import HandTransfer, allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.ranks import Outcome, StoreProcess, run_ranks, store_process, values
 from numpy.typing import NDArray
 from torch.distributed import TCPStore
@@ -25,13 +25,13 @@ from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, Wa
 from mcore_reshard.kernels.rendezvous.board import Board
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports import registry
-from mcore_reshard.kernels.transports.base import Link
+from mcore_reshard.kernels.transports.base import TransportContext
 from mcore_reshard.kernels.transports.direct.words import Words, fetch
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
-from mcore_reshard.kernels.transports.pipeline import StageReport, Step, group_names, group_rank
+from mcore_reshard.kernels.transports.pipeline import BucketMessage, StageReport, group_names, group_rank
 from mcore_reshard.kernels.transports.registry import TRANSPORT_VARIABLE
 from mcore_reshard.planner.layout.geometry import row_major_strides
-from mcore_reshard.planner.plan.schedule import Geometry, LocalTensor, Schedule
+from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, StridedBox
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 MISC = ("model.odd.weight", "model.odd.bias")
@@ -39,8 +39,8 @@ TIMEOUT_S = 20.0
 SHORT_S = 3.0  # where a test waits for the deadline
 
 
-def moves_of(worlds: tuple[int, int]) -> list[Move]:
-    return random_moves(np.random.default_rng(7), worlds, parameters=20, stages=2)
+def transfers_of(worlds: tuple[int, int]) -> list[HandTransfer]:
+    return random_transfers(np.random.default_rng(7), worlds, parameters=20, stages=2)
 
 
 def whole_tensor(name: str, version: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ class Trainer:
     def __init__(self, rank: int, address: str, worlds: tuple[int, int], **options: Any) -> None:
         options.setdefault("export", self.export)
         options.setdefault("timeout_s", TIMEOUT_S)
-        self.schedule = replace(schedule_of(moves_of(worlds), "train", rank, worlds, misc=MISC), **changed(options))
+        self.schedule = replace(schedule_of(transfers_of(worlds), "train", rank, worlds, misc=MISC), **changed(options))
         self.tensors = allocate(self.schedule)
         self.version = 0
         live = options.pop("tensors", lambda: self.tensors)
@@ -76,9 +76,9 @@ class Engine:
         options.setdefault("load_weights", self.load_weights)
         options.setdefault("timeout_s", TIMEOUT_S)
         padded = [LocalTensor("padded", (4, 4), "float32")]
-        schedule = schedule_of(moves_of(worlds), "gen", rank, worlds, misc=MISC, extra=padded)
+        schedule = schedule_of(transfers_of(worlds), "gen", rank, worlds, misc=MISC, extra=padded)
         index = [local.name for local in schedule.tensors].index("padded")
-        tail = (index, 12, Geometry((1, 4), row_major_strides((1, 4))))
+        tail = (index, 12, StridedBox((1, 4), row_major_strides((1, 4))))
         self.schedule: Schedule = replace(schedule, padding=(tail,), **changed(options))
         self.tensors = allocate(self.schedule)
         self.loaded: dict[str, list[float]] = {}
@@ -142,14 +142,14 @@ def three_refits(rank: int, address: str, worlds: tuple[int, int]) -> Any:
 @pytest.mark.parametrize("worlds", [(2, 2), (3, 1)])
 def test_every_refit_delivers_its_own_version(worlds: tuple[int, int]) -> None:
     outcomes = values(run_ranks(sum(worlds), three_refits, worlds))
-    moves = moves_of(worlds)
-    train = [schedule_of(moves, "train", rank, worlds) for rank in range(worlds[0])]
+    transfers = transfers_of(worlds)
+    train = [schedule_of(transfers, "train", rank, worlds) for rank in range(worlds[0])]
     for number, version in enumerate((1, 2, 5)):
         sources = [allocate(schedule, seed=version) for schedule in train]
         for rank in range(worlds[1]):
             _, held, loaded = outcomes[worlds[0] + rank][number]
             assert held.pop("padded") == b"\xee" * 48 + b"\0" * 16
-            assert held == bytes_of(expected(moves, schedule_of(moves, "gen", rank, worlds), sources))
+            assert held == bytes_of(expected(transfers, schedule_of(transfers, "gen", rank, worlds), sources))
             assert loaded == {name: whole_tensor(name, version).tolist() for name in MISC}
         reports = [outcome[number][0] for outcome in outcomes]
         assert {(report.version, report.transport) for report in reports} == {(version, "gloo")}
@@ -250,32 +250,32 @@ def test_a_rank_that_cannot_bind_stops_all_at_once() -> None:
         assert outcome.seconds < 5
 
 
-def group_of_its_own(link: Link) -> None:
-    schedule = link.program.schedule
+def group_of_its_own(context: TransportContext) -> None:
+    schedule = context.bound.schedule
     GlooGroup(
-        link.store,
+        context.store,
         group_rank(schedule, schedule.world, schedule.rank),
         group_names(schedule),
-        timeout_s=link.timeout_s,
+        timeout_s=context.timeout_s,
     )
 
 
-def words_between_peers(link: Link) -> None:
-    Words(link.store, link.program, link.timeout_s)
+def words_between_peers(context: TransportContext) -> None:
+    Words(context.store, context.bound, context.timeout_s)
 
 
-def what_another_publishes(link: Link) -> None:
-    fetch(link.store, "gen:1", Waiting(link.program.rank, "gen:1", 0, "model.w", sends=False), link.timeout_s)
+def what_another_publishes(context: TransportContext) -> None:
+    fetch(context.store, "gen:1", Waiting(context.bound.rank, "gen:1", 0, "model.w", sends=False), context.timeout_s)
 
 
-def one_cannot_connect(rank: int, address: str, waits: Callable[[Link], None]) -> None:
+def one_cannot_connect(rank: int, address: str, waits: Callable[[TransportContext], None]) -> None:
     """Generation rank 1 runs out of memory while the others wait for it in `waits`."""
 
-    def connect(link: Link) -> GlooExecutor:
+    def connect(context: TransportContext) -> GlooExecutor:
         if rank == 3:
             time.sleep(0.5)
             raise MemoryError("no memory left")
-        waits(link)
+        waits(context)
         raise AssertionError("nobody came")
 
     gloo = registry.resolve("gloo", "cpu")
@@ -284,7 +284,7 @@ def one_cannot_connect(rank: int, address: str, waits: Callable[[Link], None]) -
 
 
 @pytest.mark.parametrize("waits", [group_of_its_own, words_between_peers, what_another_publishes])
-def test_a_rank_that_cannot_connect_stops_all_at_once(waits: Callable[[Link], None]) -> None:
+def test_a_rank_that_cannot_connect_stops_all_at_once(waits: Callable[[TransportContext], None]) -> None:
     *others, bad = run_ranks(4, one_cannot_connect, waits)
     assert (bad.kind, bad.error) == ("MemoryError", "no memory left")
     assert {(outcome.kind, outcome.error) for outcome in others} == {
@@ -350,17 +350,17 @@ def test_versions_increase_and_agree() -> None:
 class NoisyWire(GlooExecutor):
     """Damages one byte of the third bucket, after its checksum was taken."""
 
-    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
         super()._pack(step, message)
-        if self._steps.index(step) == 2:
+        if self._bucket_messages.index(step) == 2:
             message[-1] ^= 0x10
 
 
 class Killed(GlooExecutor):
     """Dies before its third bucket."""
 
-    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
-        if self._steps.index(step) == 2:
+    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
+        if self._bucket_messages.index(step) == 2:
             os.kill(os.getpid(), 9)
         super()._pack(step, message)
 
@@ -368,8 +368,8 @@ class Killed(GlooExecutor):
 class Frozen(GlooExecutor):
     """Stops before its third bucket for longer than anyone waits."""
 
-    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
-        if self._steps.index(step) == 2:
+    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
+        if self._bucket_messages.index(step) == 2:
             time.sleep(SHORT_S + 4)
         super()._pack(step, message)
 
@@ -377,7 +377,7 @@ class Frozen(GlooExecutor):
 def register(kind: type[GlooExecutor]) -> None:
     """Of this process: what the transport "gloo-test" runs."""
     gloo = registry.resolve("gloo", "cpu")
-    registry.register(replace(gloo, name="gloo-test", connect=lambda link: kind(link.group, link.program)))
+    registry.register(replace(gloo, name="gloo-test", connect=lambda context: kind(context.group, context.bound)))
 
 
 def with_bad_executor(
@@ -484,8 +484,8 @@ def test_a_rank_whose_transport_is_not_told_hears_of_a_failure_from_the_store() 
 class Slow(GlooExecutor):
     """Takes its time for the second bucket."""
 
-    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
-        if self._steps.index(step) == 1:
+    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
+        if self._bucket_messages.index(step) == 1:
             time.sleep(1.0)
         super()._pack(step, message)
 
@@ -778,7 +778,7 @@ def test_a_session_at_a_frozen_store_can_be_closed() -> None:
 
 
 def test_an_engine_tensor_that_nothing_fills_is_refused() -> None:
-    schedule = schedule_of(moves_of((1, 1)), "gen", 0, (1, 1))
+    schedule = schedule_of(transfers_of((1, 1)), "gen", 0, (1, 1))
     tensors = allocate(schedule) | {"model.extra.weight": torch.zeros(3)}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     endpoint = GenerationEndpoint(schedule, tensors, store=store, bucket_bytes=128, timeout_s=SHORT_S)

@@ -115,8 +115,8 @@ def test_a_store_that_is_frozen_from_the_start_is_left_at_the_deadline(host: Sto
 
 def test_a_process_that_gave_up_on_a_store_can_exit(host: StoreProcess) -> None:
     """What is left behind with the unanswered call does not keep it."""
-    program = f"""
-from mcore_reshard.store import connected
+    bound = f"""
+from mcore_reshard.kernels.rendezvous.store import connected
 store = connected({host.address!r}, 2.0)
 print("connected", flush=True)
 input()
@@ -128,7 +128,7 @@ for frozen in (lambda: store.check(["key"]), lambda: connected({host.address!r},
 print("left", flush=True)
 """
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", bound], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin and process.stdout
         assert process.stdout.readline() == "connected\n"
@@ -139,14 +139,14 @@ print("left", flush=True)
 
 
 def test_what_runs_as_a_process_exits_may_call(host: StoreProcess) -> None:
-    program = f"""
+    bound = f"""
 import atexit
 stores = []
 atexit.register(lambda: print(stores[0].add("count", 1), flush=True))  # the first one, so it runs last
-from mcore_reshard.store import connected
+from mcore_reshard.kernels.rendezvous.store import connected
 stores.append(connected({host.address!r}, {LIMIT_S}))
 """
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    told = subprocess.run([sys.executable, "-c", bound], capture_output=True, text=True, timeout=30)
     assert (told.stdout, told.stderr, told.returncode) == ("1\n", "", 0)
 
 

@@ -57,7 +57,7 @@ def test_workloads_are_laid_over_the_ranks() -> None:
 
 def test_the_experts_alone_are_planned() -> None:
     plan = case_of(workload("moe-experts"), 4).plan()
-    assert {group.pattern.split(".")[5:][1] for group in plan.groups} == {"gate_proj", "up_proj", "down_proj"}
+    assert {group.name_pattern.split(".")[5:][1] for group in plan.groups} == {"gate_proj", "up_proj", "down_proj"}
     assert plan.bulk_bytes == 48 * 128 * 3 * 2048 * 768 * 2
     assert plan.misc_bytes == 0
 
@@ -66,9 +66,9 @@ def test_one_run_holds_every_workload_that_its_ranks_allow() -> None:
     of_two, of_four = (
         [case.name for case, _ in bench_refit.parsed(["--device", "cpu", "--ranks", ranks]).work] for ranks in "24"
     )
-    first, quantised = ["moe-ep-tp", "moe-experts", "dense-tp-tp", "dense-dp-tp"], ["moe-fp8", "moe-bf16-fp8"]
-    assert of_two == [*first, *quantised]
-    assert of_four == [*first, "moe-replicas", *quantised, "moe-one-to-many"]
+    first, quantized = ["moe-ep-tp", "moe-experts", "dense-tp-tp", "dense-dp-tp"], ["moe-fp8", "moe-bf16-fp8"]
+    assert of_two == [*first, *quantized]
+    assert of_four == [*first, "moe-replicas", *quantized, "moe-one-to-many"]
     run = bench_refit.parsed([*ON_CPU, "--workloads", "dense-tp-tp", "--methods", "gloo", "golden", "isend-irecv"])
     assert [(case.name, [m.text for m in methods]) for case, methods in run.launches()] == [
         ("dense-tp-tp", ["gloo"]),
@@ -261,10 +261,10 @@ def test_wrong_bytes_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def damaging(rank: Any, options: Any) -> Prepared:
         prepared = whole(rank, options)
-        move = prepared.run
+        overlap = prepared.run
 
         def run() -> None:
-            move()
+            overlap()
             if rank.number == 3:
                 next(iter(rank.tensors.values())).reshape(-1).view(torch.int16)[5] ^= 1
 

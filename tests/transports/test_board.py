@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from helpers.handmade import allocate, random_moves, schedule_of
+from helpers.handmade import allocate, random_transfers, schedule_of
 from helpers.ranks import run_ranks, values
 from numpy.random import default_rng
 from torch.distributed import PrefixStore, TCPStore
@@ -82,8 +82,8 @@ def test_a_board_whose_store_is_gone_can_still_give_up() -> None:
 
 
 def with_budget(rank: int, address: str, budgets: tuple[ScratchBudget, ScratchBudget]) -> None:
-    world, moves = ("train", "gen")[rank], random_moves(default_rng(0), (1, 1))
-    schedule = schedule_of(moves, world, 0, (1, 1))  # type: ignore[arg-type]
+    world, transfers = ("train", "gen")[rank], random_transfers(default_rng(0), (1, 1))
+    schedule = schedule_of(transfers, world, 0, (1, 1))  # type: ignore[arg-type]
     NcclExecutor(bind(schedule, allocate(schedule)), connected(address), timeout_s=10.0, budget=budgets[rank])
 
 

@@ -22,7 +22,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(3.5, dtype=torch.bfloat16),
         "empty": torch.empty(0, 4),
         "transposed": torch.randn(5, 3, generator=generator, dtype=torch.float64).t(),
-        "quantised": torch.randint(0, 255, (64,), generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn),
+        "quantized": torch.randint(0, 255, (64,), generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn),
         "flags": torch.tensor([True, False, True]),
     }
 

@@ -1,4 +1,4 @@
-"""Pulls between real processes: every byte arrives, in order with what trainer and engine do before and after.
+"""SourceTable between real processes: every byte arrives, in order with what trainer and engine do before and after.
 
 Ranks are dealt to the GPUs that there are, so with one GPU all of them share it, as colocated ranks do.
 """
@@ -18,7 +18,16 @@ import numpy as np
 import pytest
 import torch
 from helpers.gpu import needs_gpus
-from helpers.handmade import End, Move, allocate, expected, pulls_of, random_moves, raw_bytes, schedule_of
+from helpers.handmade import (
+    End,
+    HandTransfer,
+    allocate,
+    expected,
+    random_transfers,
+    raw_bytes,
+    schedule_of,
+    source_table_of,
+)
 from helpers.ranks import run_ranks, values
 from torch.distributed import PrefixStore, TCPStore
 
@@ -62,19 +71,19 @@ class Rank:
         store.wait([f"up/{other}" for other in range(sum(worlds))])
 
 
-def of(number: int, worlds: tuple[int, int], moves: list[Move]) -> Schedule:
+def of(number: int, worlds: tuple[int, int], transfers: list[HandTransfer]) -> Schedule:
     if number < worlds[0]:
-        return schedule_of(moves, "train", number, worlds)
+        return schedule_of(transfers, "train", number, worlds)
     rank = number - worlds[0]
-    return replace(schedule_of(moves, "gen", rank, worlds), pulls=lambda: pulls_of(moves, rank))
+    return replace(schedule_of(transfers, "gen", rank, worlds), source_table=lambda: source_table_of(transfers, rank))
 
 
-def moves_of(seed: int, worlds: tuple[int, int]) -> list[Move]:
-    return random_moves(np.random.default_rng(seed), worlds, parameters=25, stages=3)
+def transfers_of(seed: int, worlds: tuple[int, int]) -> list[HandTransfer]:
+    return random_transfers(np.random.default_rng(seed), worlds, parameters=25, stages=3)
 
 
 def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int, gpus: int) -> dict[str, bytes]:
-    schedule = of(number, worlds, moves_of(seed, worlds))
+    schedule = of(number, worlds, transfers_of(seed, worlds))
     tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
     rank = Rank(number, address, worlds, schedule, tensors, gpus, tile_bytes=64, checksums=seed % 2 == 1)
     assert rank.executor.scratch_bytes == 0
@@ -92,11 +101,11 @@ def check_random_patterns(worlds: tuple[int, int], seed: int, gpus: int) -> None
 
 
 def check_held(held: list[dict[str, bytes]], worlds: tuple[int, int], seed: int) -> None:
-    """What every rank's tensors must hold after a refit of `moves_of(seed, worlds)`."""
-    moves = moves_of(seed, worlds)
-    sources = [allocate(schedule_of(moves, "train", rank, worlds), seed=seed) for rank in range(worlds[0])]
+    """What every rank's tensors must hold after a refit of `transfers_of(seed, worlds)`."""
+    transfers = transfers_of(seed, worlds)
+    sources = [allocate(schedule_of(transfers, "train", rank, worlds), seed=seed) for rank in range(worlds[0])]
     for rank in range(worlds[1]):
-        want = expected(moves, schedule_of(moves, "gen", rank, worlds), sources)
+        want = expected(transfers, schedule_of(transfers, "gen", rank, worlds), sources)
         assert held[worlds[0] + rank] == {name: raw_bytes(tensor) for name, tensor in want.items()}
 
 
@@ -120,7 +129,7 @@ def refit_by_endpoint(
 ) -> dict[str, bytes]:
     from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
-    schedule = of(number, worlds, moves_of(seed, worlds))
+    schedule = of(number, worlds, transfers_of(seed, worlds))
     torch.cuda.set_device(0)
     tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
     tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
@@ -144,7 +153,7 @@ def test_endpoints_refit_directly(options: dict[str, Any]) -> None:
 
 
 def opened_and_closed(number: int, address: str, worlds: tuple[int, int], times: int) -> None:
-    schedule = of(number, worlds, moves_of(1, worlds))
+    schedule = of(number, worlds, transfers_of(1, worlds))
     host, port = address.split(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     torch.cuda.set_device(0)
@@ -174,12 +183,12 @@ def one_large_tensor(number: int, worlds: tuple[int, int]) -> Schedule:
     def end(rank: int, tensor: str) -> End:
         return End(rank, tensor, (ELEMENTS,), (0,), (0,))
 
-    moves = [
-        Move(0, f"w{src}", "float32", (ELEMENTS,), end(src, "w"), end(dst, f"w{src}"))
+    transfers = [
+        HandTransfer(0, f"w{src}", "float32", (ELEMENTS,), end(src, "w"), end(dst, f"w{src}"))
         for src in range(worlds[0])
         for dst in range(worlds[1])
     ]
-    return of(number, worlds, moves)
+    return of(number, worlds, transfers)
 
 
 def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: int, refits: int) -> int:
@@ -216,17 +225,19 @@ def test_a_trainer_may_overwrite_as_soon_as_run_returns(gpus: int, worlds: tuple
     assert sum(values(outcomes)) == 0
 
 
-def misbehave(number: int, address: str, worlds: tuple[int, int], trouble: str) -> None:
+def misbehave(number: int, address: str, worlds: tuple[int, int], unavailable_reason: str) -> None:
     schedule = one_large_tensor(number, worlds)
     tensors = {local.name: torch.zeros(ELEMENTS) for local in schedule.tensors}
     # A dying process with a GPU may keep its connections for seconds.
-    rank = Rank(number, address, worlds, schedule, tensors, 1, timeout_s=3.0 if trouble == "silent trainer" else 30.0)
-    if trouble == "silent trainer" and number == 0:
+    rank = Rank(
+        number, address, worlds, schedule, tensors, 1, timeout_s=3.0 if unavailable_reason == "silent trainer" else 30.0
+    )
+    if unavailable_reason == "silent trainer" and number == 0:
         time.sleep(8)
         return
-    if trouble == "dead reader" and number == 2:
+    if unavailable_reason == "dead reader" and number == 2:
         os._exit(1)
-    if trouble == "dead reader" and number == 0:
+    if unavailable_reason == "dead reader" and number == 0:
         time.sleep(2)  # gloo tells of a peer that is gone, but not always of one that goes while a message is written
     try:
         rank.executor.run()

@@ -14,22 +14,24 @@ import pytest
 import torch
 from helpers.casting import held, moves_with_casts, stepped, train_schedule, wanted
 from helpers.gpu import needs_gpus
-from helpers.handmade import End, Move, allocate, raw_bytes, schedule_of
+from helpers.handmade import End, HandTransfer, allocate, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
 from test_direct import SPAWN_S, Rank
 from test_staging import gen_schedule
 
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
-from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Pulls, Schedule
+from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Schedule, SourceTable
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 pytest.importorskip("mcore_reshard.kernels.transports.direct.executor", reason="needs cuda-core", exc_type=ImportError)
 
 
 def of(number: int, worlds: tuple[int, int], seed: int) -> Schedule:
-    moves = moves_with_casts(np.random.default_rng(seed), worlds)
+    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
     return (
-        train_schedule(moves, number, worlds) if number < worlds[0] else gen_schedule(moves, number - worlds[0], worlds)
+        train_schedule(transfers, number, worlds)
+        if number < worlds[0]
+        else gen_schedule(transfers, number - worlds[0], worlds)
     )
 
 
@@ -59,12 +61,12 @@ def check(worlds: tuple[int, int], seed: int, gpus: int, scratch_bytes: int) -> 
     arrived = values(
         run_ranks(sum(worlds), refit_twice, worlds, seed, gpus, scratch_bytes, timeout_s=SPAWN_S, method="spawn")
     )
-    moves = moves_with_casts(np.random.default_rng(seed), worlds)
-    starts = [held(train_schedule(moves, rank, worlds), seed) for rank in range(worlds[0])]
+    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
+    starts = [held(train_schedule(transfers, rank, worlds), seed) for rank in range(worlds[0])]
     sources = [stepped({name: tensor.cuda() for name, tensor in start.items()}) for start in starts]  # and scales there
     for rank in range(worlds[1]):
-        gen = schedule_of(moves, "gen", rank, worlds)
-        assert arrived[worlds[0] + rank] == wanted(moves, gen, sources)
+        gen = schedule_of(transfers, "gen", rank, worlds)
+        assert arrived[worlds[0] + rank] == wanted(transfers, gen, sources)
 
 
 @pytest.mark.parametrize(
@@ -89,29 +91,29 @@ ROWS, COLUMNS = 8192, 4096
 def one_large_weight(number: int, worlds: tuple[int, int]) -> Schedule:
     """Every training rank's weight goes to every generation rank, which has one for each, cast."""
     scales = (ROWS // 128, COLUMNS // 128)
-    moves = []
+    transfers = []
     for src in range(worlds[0]):
         for dst in range(worlds[1]):
             for name, dtype, shape in (("w", "float8_e4m3fn", (ROWS, COLUMNS)), ("s", "float32", scales)):
                 ends = End(src, name, shape, (0, 0), (0, 1)), End(dst, f"{name}{src}", shape, (0, 0), (0, 1))
-                moves.append(Move(0, f"{name}{src}", dtype, shape, *ends))
+                transfers.append(HandTransfer(0, f"{name}{src}", dtype, shape, *ends))
     if number < worlds[0]:
-        schedule = schedule_of(moves, "train", number, worlds)
+        schedule = schedule_of(transfers, "train", number, worlds)
         weight, scale = LocalTensor("w", (ROWS, COLUMNS), "bfloat16"), LocalTensor("s", scales, "float32")
         return replace(
             schedule, tensors=(weight, scale), casts=(Cast(0, "float8_e4m3fn", 1, (128, 128)),), computed=(1,)
         )
-    from helpers.handmade import pulls_of
+    from helpers.handmade import source_table_of
 
     rank = number - worlds[0]
 
-    def pulls() -> Pulls:
-        found = pulls_of(moves, rank)
+    def source_table() -> SourceTable:
+        found = source_table_of(transfers, rank)
         return replace(found, tensors=tuple(
             replace(local, dtype="bfloat16") if local.name == "w" else local for local in found.tensors
         ))  # fmt: skip
 
-    return replace(schedule_of(moves, "gen", rank, worlds), pulls=pulls)
+    return replace(schedule_of(transfers, "gen", rank, worlds), source_table=source_table)
 
 
 def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: int, refits: int) -> int:
@@ -150,13 +152,13 @@ def test_a_trainer_may_overwrite_as_soon_as_run_returns(gpus: int, worlds: tuple
     assert sum(values(outcomes)) == 0
 
 
-def misbehave(number: int, address: str, worlds: tuple[int, int], trouble: str) -> Any:
+def misbehave(number: int, address: str, worlds: tuple[int, int], unavailable_reason: str) -> Any:
     schedule = one_large_weight(number, worlds)
     start = {local.name: torch.zeros(local.shape, dtype=getattr(torch, local.dtype)) for local in schedule.tensors}
     rank = Rank(number, address, worlds, schedule, start, 1, timeout_s=4.0, scratch_bytes=4 << 20)
-    if trouble == "dead reader" and number == 2:
+    if unavailable_reason == "dead reader" and number == 2:
         os._exit(1)
-    if trouble == "silent trainer" and number == 0:
+    if unavailable_reason == "silent trainer" and number == 0:
         time.sleep(9)
         return
     try:
@@ -165,13 +167,13 @@ def misbehave(number: int, address: str, worlds: tuple[int, int], trouble: str) 
         rank.executor.close()
 
 
-@pytest.mark.parametrize("trouble", ["dead reader", "silent trainer"])
-def test_peers_that_fail_are_named(trouble: str) -> None:
-    outcomes = run_ranks(4, misbehave, (2, 2), trouble, timeout_s=SPAWN_S, method="spawn")
-    bad = 2 if trouble == "dead reader" else 0
+@pytest.mark.parametrize("unavailable_reason", ["dead reader", "silent trainer"])
+def test_peers_that_fail_are_named(unavailable_reason: str) -> None:
+    outcomes = run_ranks(4, misbehave, (2, 2), unavailable_reason, timeout_s=SPAWN_S, method="spawn")
+    bad = 2 if unavailable_reason == "dead reader" else 0
     errors = [outcome for number, outcome in enumerate(outcomes) if number != bad]
     assert {outcome.kind for outcome in errors} <= {"PeerLostError", "DeadlineError"}
-    name = "gen:0" if trouble == "dead reader" else "train:0"
+    name = "gen:0" if unavailable_reason == "dead reader" else "train:0"
     assert any(name in str(outcome.error) for outcome in errors)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.gloo import connect
-from helpers.handmade import allocate, expected, random_moves, raw_bytes, schedule_of
+from helpers.handmade import allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
 from numpy.typing import NDArray
 from torch.distributed import TCPStore, is_initialized
@@ -21,7 +21,7 @@ from mcore_reshard.kernels.errors import SessionError, Waiting
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.shelf import Shelf
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
-from mcore_reshard.kernels.transports.pipeline import Step
+from mcore_reshard.kernels.transports.pipeline import BucketMessage
 
 BUCKET_BYTES = 128
 
@@ -30,25 +30,25 @@ def member(group_rank: int, worlds: tuple[int, int]) -> tuple[Any, int]:
     return ("train", group_rank) if group_rank < worlds[0] else ("gen", group_rank - worlds[0])
 
 
-def moves_of(seed: int, worlds: tuple[int, int]) -> list[Any]:
-    return random_moves(np.random.default_rng(seed), worlds, parameters=25, stages=3)
+def transfers_of(seed: int, worlds: tuple[int, int]) -> list[Any]:
+    return random_transfers(np.random.default_rng(seed), worlds, parameters=25, stages=3)
 
 
 def refit_twice(
     rank: int, address: str, worlds: tuple[int, int], seed: int, slots: int, executor: type[GlooExecutor] = GlooExecutor
 ) -> tuple[dict[str, bytes], int]:
-    schedule = schedule_of(moves_of(seed, worlds), *member(rank, worlds), worlds)
+    schedule = schedule_of(transfers_of(seed, worlds), *member(rank, worlds), worlds)
     tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
-    program = bind(schedule, tensors, bucket_bytes=BUCKET_BYTES)
+    bound = bind(schedule, tensors, bucket_bytes=BUCKET_BYTES)
     group = connect(address, rank, sum(worlds))
-    running = executor(group, program, slots=slots)
+    running = executor(group, bound, slots=slots)
     assert running.scratch_bytes <= slots * (BUCKET_BYTES + 16)
     for _ in range(2):
         reports = running.run()
-    assert sum(report.nbytes for report in reports) == program.nbytes
+    assert sum(report.nbytes for report in reports) == bound.nbytes
     group.close()
     assert not is_initialized()
-    return {name: raw_bytes(tensor) for name, tensor in tensors.items()}, program.nbytes
+    return {name: raw_bytes(tensor) for name, tensor in tensors.items()}, bound.nbytes
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def refit_twice(
 )
 def test_random_patterns_arrive_byte_for_byte(worlds: tuple[int, int], seed: int, slots: int) -> None:
     held = values(run_ranks(sum(worlds), refit_twice, worlds, seed, slots))
-    moves = moves_of(seed, worlds)
-    sources = [allocate(schedule_of(moves, "train", rank, worlds), seed=seed) for rank in range(worlds[0])]
+    transfers = transfers_of(seed, worlds)
+    sources = [allocate(schedule_of(transfers, "train", rank, worlds), seed=seed) for rank in range(worlds[0])]
     for rank in range(worlds[1]):
-        want = expected(moves, schedule_of(moves, "gen", rank, worlds), sources)
+        want = expected(transfers, schedule_of(transfers, "gen", rank, worlds), sources)
         assert held[worlds[0] + rank][0] == {name: raw_bytes(tensor) for name, tensor in want.items()}
     sent, received = sum(n for _, n in held[: worlds[0]]), sum(n for _, n in held[worlds[0] :])
     assert sent == received > 0
@@ -76,16 +76,16 @@ def test_executors_of_one_group_share_their_slots() -> None:
 class NoisyWire(GlooExecutor):
     """Damages one byte of the third bucket, after its checksum was taken."""
 
-    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
         super()._pack(step, message)
-        if self._steps.index(step) == 2:
+        if self._bucket_messages.index(step) == 2:
             message[-1] ^= 0x10
 
 
 class LostBucket(GlooExecutor):
     """Sends its second bucket in the place of its first one."""
 
-    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
         super()._pack(step, message)
         message[12:16] = np.frombuffer(np.uint32(step.number + 1).tobytes(), np.uint8)
 
@@ -106,8 +106,8 @@ def test_a_bucket_in_anothers_place_is_reported_by_its_receiver() -> None:
 
 
 def with_bad_rank(rank: int, address: str, worlds: tuple[int, int], bad: int, how: str, timeout_s: float) -> None:
-    schedule = schedule_of(moves_of(1, worlds), *member(rank, worlds), worlds)
-    program = bind(schedule, allocate(schedule, seed=0), bucket_bytes=BUCKET_BYTES)
+    schedule = schedule_of(transfers_of(1, worlds), *member(rank, worlds), worlds)
+    bound = bind(schedule, allocate(schedule, seed=0), bucket_bytes=BUCKET_BYTES)
     group = connect(address, rank, sum(worlds), timeout_s)
     if rank == bad:
         if how == "killed":
@@ -115,7 +115,7 @@ def with_bad_rank(rank: int, address: str, worlds: tuple[int, int], bad: int, ho
         time.sleep(2 * timeout_s)
         return
     try:
-        GlooExecutor(group, program).run()
+        GlooExecutor(group, bound).run()
     finally:
         group.close()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.handmade import allocate, expected, random_moves, raw_bytes, schedule_of
+from helpers.handmade import allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
 from torch.distributed import PrefixStore, TCPStore
 
@@ -21,7 +21,7 @@ from mcore_reshard.kernels.transports.pipeline import StageReport
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 WORLDS = (3, 2)
-MOVES = random_moves(np.random.default_rng(9), WORLDS, parameters=30, stages=3)
+MOVES = random_transfers(np.random.default_rng(9), WORLDS, parameters=30, stages=3)
 
 
 def seat(rank: int) -> tuple[Any, int]:

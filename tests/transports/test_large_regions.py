@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.gpu import needs_gpus
-from helpers.handmade import End, Move, pulls_of, schedule_of
+from helpers.handmade import End, HandTransfer, schedule_of, source_table_of
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.transports.registry import transports
@@ -18,16 +18,16 @@ pytestmark = [pytest.mark.gpu, needs_gpus(2)]
 WORLDS = (1, 1)
 GIB = 1 << 30
 NEEDED_BYTES = 24 * GIB  # on a generation rank's GPU: its tensors twice
-OBSTACLES = {each.name: each.obstacle() for each in transports()}
+OBSTACLES = {each.name: each.unavailable_reason() for each in transports()}
 
 
-def moves() -> list[Move]:
+def transfers() -> list[HandTransfer]:
     """Bytes from offset 3 to offset 1, and five rows of 1 GiB + 1 that lie further apart at either end."""
     whole, row = (4 * GIB + 5,), (5, GIB + 1)
     return [
-        Move(0, "flat", "float8_e4m3fn", whole,
+        HandTransfer(0, "flat", "float8_e4m3fn", whole,
              End(0, "flat", (whole[0] + 9,), (3,), (0,)), End(0, "flat", (whole[0] + 2,), (1,), (0,))),
-        Move(1, "rows", "float8_e4m3fn", row,
+        HandTransfer(1, "rows", "float8_e4m3fn", row,
              End(0, "rows", (5, row[1] + 7), (0, 6), (0, 1)), End(0, "rows", (5, row[1] + 3), (0, 2), (0, 1))),
     ]  # fmt: skip
 
@@ -36,9 +36,9 @@ def refit(number: int, address: str, transport: str) -> dict[str, int]:
     """Bytes that are not what they should be, by tensor; the source's bytes are random and the receiver knows them."""
     device = torch.device("cuda", number)
     torch.cuda.set_device(device)
-    schedule = schedule_of(moves(), "train" if number == 0 else "gen", 0, WORLDS)
+    schedule = schedule_of(transfers(), "train" if number == 0 else "gen", 0, WORLDS)
     if number == 1:
-        schedule = replace(schedule, pulls=lambda: pulls_of(moves(), 0))
+        schedule = replace(schedule, source_table=lambda: source_table_of(transfers(), 0))
     shapes = {local.name: local.shape for local in schedule.tensors}
     if number == 0:
         held = {name: source(name, device) for name in shapes}
@@ -50,21 +50,27 @@ def refit(number: int, address: str, transport: str) -> dict[str, int]:
     )
     endpoint.prepare()
     endpoint.refit(1)
-    wrong = {move.parameter: difference(move, held[move.dst.tensor]) for move in moves()} if number == 1 else {}
+    wrong = (
+        {transfer.parameter: difference(transfer, held[transfer.dst.tensor]) for transfer in transfers()}
+        if number == 1
+        else {}
+    )
     endpoint.close()
     return wrong
 
 
 def source(name: str, device: torch.device) -> torch.Tensor:
-    (shape,) = (move.src.shape for move in moves() if move.src.tensor == name)
+    (shape,) = (transfer.src.shape for transfer in transfers() if transfer.src.tensor == name)
     generator = torch.Generator(device).manual_seed(len(shape))
     return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
 
 
-def difference(move: Move, held: torch.Tensor) -> int:
+def difference(transfer: HandTransfer, held: torch.Tensor) -> int:
     """Wrong bytes in the region and around it, where the poison must still be."""
     want = torch.full_like(held, 0xFF)
-    box(want, move.dst, move.extents).copy_(box(source(move.src.tensor, held.device), move.src, move.extents))
+    box(want, transfer.dst, transfer.extents).copy_(
+        box(source(transfer.src.tensor, held.device), transfer.src, transfer.extents)
+    )
     return int((held != want).sum())
 
 

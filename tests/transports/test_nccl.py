@@ -15,29 +15,29 @@ import pytest
 import synthetic
 import torch
 from helpers.gpu import needs_gpus
-from helpers.handmade import End, Move, allocate, expected, random_moves, raw_bytes, schedule_of
+from helpers.handmade import End, HandTransfer, allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
 from torch.distributed import PrefixStore, TCPStore, is_initialized
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import RefitError
-from mcore_reshard.kernels.transports.nccl.communicator import nccl_obstacle
+from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
 from mcore_reshard.kernels.transports.rounds import ScratchBudget
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.make_schedule import schedule_of as planned_schedule
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import Geometry, LocalTensor, Schedule
+from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, StridedBox
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 pytestmark = [
     pytest.mark.gpu,
     needs_gpus(2),
-    pytest.mark.skipif(nccl_obstacle() is not None, reason=str(nccl_obstacle())),
+    pytest.mark.skipif(nccl_unavailable_reason() is not None, reason=str(nccl_unavailable_reason())),
 ]
 
 Worlds = tuple[int, int]
@@ -70,12 +70,12 @@ def connected(address: str) -> TCPStore:
     return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
 
 
-def of(moves: list[Move], number: int, worlds: Worlds) -> Schedule:
-    return schedule_of(moves, *(("train", number) if number < worlds[0] else ("gen", number - worlds[0])), worlds)
+def of(transfers: list[HandTransfer], number: int, worlds: Worlds) -> Schedule:
+    return schedule_of(transfers, *(("train", number) if number < worlds[0] else ("gen", number - worlds[0])), worlds)
 
 
-def moves_of(seed: int, worlds: Worlds) -> list[Move]:
-    return random_moves(np.random.default_rng(seed), worlds, parameters=25, stages=3)
+def transfers_of(seed: int, worlds: Worlds) -> list[HandTransfer]:
+    return random_transfers(np.random.default_rng(seed), worlds, parameters=25, stages=3)
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def random_refits(number: int, address: str, environment: dict[str, str]) -> lis
     device = own_device(number, environment)
     held = []
     for worlds, (seed, budget) in product(WORLDS, enumerate(BUDGETS)):
-        schedule = of(moves_of(seed, worlds), number, worlds)
+        schedule = of(transfers_of(seed, worlds), number, worlds)
         start = allocate(schedule, seed=seed if schedule.world == "train" else None)
         tensors = {name: tensor.to(device) for name, tensor in start.items()}
         store = PrefixStore(f"{worlds}/{seed}", connected(address))
@@ -107,10 +107,10 @@ def test_random_patterns_arrive_byte_for_byte_under_every_budget(environment: st
     ranks = sum(WORLDS[0])
     held = values(run_ranks(ranks, random_refits, ENVIRONMENTS[environment], timeout_s=SPAWN_S, method="spawn"))
     for case, (worlds, seed) in enumerate(product(WORLDS, range(len(BUDGETS)))):
-        moves = moves_of(seed, worlds)
-        sources = [allocate(schedule_of(moves, "train", rank, worlds), seed=seed) for rank in range(worlds[0])]
+        transfers = transfers_of(seed, worlds)
+        sources = [allocate(schedule_of(transfers, "train", rank, worlds), seed=seed) for rank in range(worlds[0])]
         for rank in range(worlds[1]):
-            want = expected(moves, schedule_of(moves, "gen", rank, worlds), sources)
+            want = expected(transfers, schedule_of(transfers, "gen", rank, worlds), sources)
             got = held[worlds[0] + rank][case]
             assert [name for name in want if got[name] != raw_bytes(want[name])] == [], (worlds, seed, rank)
 
@@ -134,8 +134,8 @@ CASES = {
 
 def plan_of(case: str) -> Plan:
     config, changes, train, gen = CASES[case]
-    catalogue = catalogue_from_config({**load_config(config), **changes})
-    return make_plan(catalogue, parse_train_mesh(train), parse_gen_mesh(gen), model=config)
+    model_parameters = parameters_from_config({**load_config(config), **changes})
+    return make_plan(model_parameters, parse_train_mesh(train), parse_gen_mesh(gen), model=config)
 
 
 def planned_refits(number: int, address: str, cases: list[str]) -> dict[str, dict[str, int]]:
@@ -201,14 +201,14 @@ def test_a_damaged_bucket_is_reported_by_its_receiver() -> None:
 ELEMENTS = 16 << 20
 
 
-def large(worlds: Worlds) -> list[Move]:
+def large(worlds: Worlds) -> list[HandTransfer]:
     """Every training rank's tensor goes to every generation rank, which has one for each."""
 
     def end(rank: int, tensor: str) -> End:
         return End(rank, tensor, (ELEMENTS,), (0,), (0,))
 
     return [
-        Move(0, f"w{src}", "float32", (ELEMENTS,), end(src, "w"), end(dst, f"w{src}"))
+        HandTransfer(0, f"w{src}", "float32", (ELEMENTS,), end(src, "w"), end(dst, f"w{src}"))
         for src in range(worlds[0])
         for dst in range(worlds[1])
     ]
@@ -380,9 +380,9 @@ MISC = "model.odd.weight"
 def session(number: int, address: str, transport: str) -> Any:
     """Three refits through the endpoints: planned bytes, the misc route, zeroed padding, weights on CUDA."""
     device, worlds = own_device(number), (1, 1)
-    moves = moves_of(5, worlds)
+    transfers = transfers_of(5, worlds)
     odd = LocalTensor("odd", (3, 5), "float32")
-    schedule = replace(of(moves, number, worlds), misc=(MISC,))
+    schedule = replace(of(transfers, number, worlds), misc=(MISC,))
     schedule = replace(schedule, tensors=(*schedule.tensors, odd))
     held: list[Any] = []
     options: dict[str, Any] = {"store": address, "transport": transport, "scratch_bytes": 4096, "timeout_s": TIMEOUT_S}
@@ -400,7 +400,7 @@ def session(number: int, address: str, transport: str) -> Any:
             held.append((report.transport, report.misc_bytes, {n: raw_bytes(t.cpu()) for n, t in weights.items()}))
         train.close()
         return held
-    padding = (len(schedule.tensors) - 1, 10, Geometry((5,), row_major_strides((5,))))
+    padding = (len(schedule.tensors) - 1, 10, StridedBox((5,), row_major_strides((5,))))
     weights = {name: tensor.to(device) for name, tensor in allocate(schedule).items()}
     loaded: dict[str, bytes] = {}
     gen = GenerationEndpoint(
@@ -420,7 +420,7 @@ def session(number: int, address: str, transport: str) -> Any:
 @pytest.mark.parametrize("transport", ["nccl", "golden"])
 def test_sessions_on_cuda_deliver_bytes_misc_and_padding(transport: str) -> None:
     train, gen = values(run_ranks(2, session, transport, timeout_s=SPAWN_S, method="spawn"))
-    moves = moves_of(5, (1, 1))
+    transfers = transfers_of(5, (1, 1))
     for version, ((name, misc_bytes, sent), (held, loaded)) in enumerate(zip(train, gen, strict=True), 1):
         assert name == transport
         assert misc_bytes >= 60
@@ -428,6 +428,6 @@ def test_sessions_on_cuda_deliver_bytes_misc_and_padding(transport: str) -> None
         if transport == "golden":
             assert all(loaded[tensor] == content for tensor, content in sent.items())
             continue
-        sources = [allocate(schedule_of(moves, "train", 0, (1, 1)), seed=version)]
-        want = expected(moves, schedule_of(moves, "gen", 0, (1, 1)), sources)
+        sources = [allocate(schedule_of(transfers, "train", 0, (1, 1)), seed=version)]
+        want = expected(transfers, schedule_of(transfers, "gen", 0, (1, 1)), sources)
         assert held == {**{n: raw_bytes(t) for n, t in want.items()}, "odd": b"\xee" * 40 + b"\0" * 20}

@@ -12,14 +12,14 @@ from test_nccl import SPAWN_S, TIMEOUT_S, connected, own_device
 from torch.distributed import PrefixStore
 
 from mcore_reshard.kernels.copies.bind import bind
-from mcore_reshard.kernels.transports.nccl.communicator import nccl_obstacle
+from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
 from mcore_reshard.kernels.transports.rounds import ScratchBudget
 
 pytestmark = [
     pytest.mark.gpu,
     needs_gpus(2),
-    pytest.mark.skipif(nccl_obstacle() is not None, reason=str(nccl_obstacle())),
+    pytest.mark.skipif(nccl_unavailable_reason() is not None, reason=str(nccl_unavailable_reason())),
 ]
 
 BUDGETS = (ScratchBudget(), ScratchBudget(1 << 16, checksums=True))
@@ -30,10 +30,12 @@ def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str,
     device = own_device(number)
     found = []
     for seed, budget in enumerate(BUDGETS):
-        moves = moves_with_casts(np.random.default_rng(seed), worlds)
+        transfers = moves_with_casts(np.random.default_rng(seed), worlds)
         train = number < worlds[0]
         schedule = (
-            train_schedule(moves, number, worlds) if train else schedule_of(moves, "gen", number - worlds[0], worlds)
+            train_schedule(transfers, number, worlds)
+            if train
+            else schedule_of(transfers, "gen", number - worlds[0], worlds)
         )
         start = held(schedule, seed) if train else allocate(schedule)
         tensors = {name: tensor.to(device) for name, tensor in start.items()}
@@ -53,9 +55,9 @@ def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str,
 def test_nccl_casts_what_it_sends(worlds: tuple[int, int]) -> None:
     arrived = values(run_ranks(sum(worlds), refits, worlds, timeout_s=SPAWN_S, method="spawn"))
     for seed in range(len(BUDGETS)):
-        moves = moves_with_casts(np.random.default_rng(seed), worlds)
-        starts = [held(train_schedule(moves, rank, worlds), seed) for rank in range(worlds[0])]
+        transfers = moves_with_casts(np.random.default_rng(seed), worlds)
+        starts = [held(train_schedule(transfers, rank, worlds), seed) for rank in range(worlds[0])]
         sources = [stepped({name: tensor.cuda() for name, tensor in start.items()}) for start in starts]
         for rank in range(worlds[1]):
-            gen = schedule_of(moves, "gen", rank, worlds)
-            assert arrived[worlds[0] + rank][seed] == wanted(moves, gen, sources)
+            gen = schedule_of(transfers, "gen", rank, worlds)
+            assert arrived[worlds[0] + rank][seed] == wanted(transfers, gen, sources)

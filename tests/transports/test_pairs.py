@@ -15,7 +15,7 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports import registry
-from mcore_reshard.kernels.transports.base import Link, Transport
+from mcore_reshard.kernels.transports.base import Transport, TransportContext
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.mixed import connect_by_pair
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
@@ -34,11 +34,11 @@ ALL_PAIRS = "train:0-gen:0,train:0-gen:1,train:1-gen:0,train:1-gen:1"
 class OverGloo(GlooExecutor):
     """A stand-in for a GPU transport that keeps its name, with connections of its own."""
 
-    def __init__(self, name: str, link: Link) -> None:
-        schedule = link.program.schedule
+    def __init__(self, name: str, context: TransportContext) -> None:
+        schedule = context.bound.schedule
         me = group_rank(schedule, schedule.world, schedule.rank)
-        self._own = GlooGroup(link.store, me, group_names(schedule), timeout_s=link.timeout_s)
-        super().__init__(self._own, link.program)
+        self._own = GlooGroup(context.store, me, group_names(schedule), timeout_s=context.timeout_s)
+        super().__init__(self._own, context.bound)
         self.name = name
 
     def close(self) -> None:
@@ -46,15 +46,17 @@ class OverGloo(GlooExecutor):
         super().close()
 
 
-def stand_in(name: str, hops: Callable[[Connect, Link], Executor], obstacle: str | None = None) -> Transport:
-    return Transport(name, frozenset({"cpu"}), "", lambda: obstacle, partial(hops, partial(OverGloo, name)))
+def stand_in(
+    name: str, hops: Callable[[Connect, TransportContext], Executor], unavailable_reason: str | None = None
+) -> Transport:
+    return Transport(name, frozenset({"cpu"}), "", lambda: unavailable_reason, partial(hops, partial(OverGloo, name)))
 
 
 def on_cpu(number: int, address: str, case: Case, unreachable: str, far_obstacle: str | None) -> Any:
     """A refit by `auto`, with transports `near` and `far` in the places of direct and nccl."""
     near, far = stand_in("near", relayed), stand_in("far", unrelayed, far_obstacle)
-    auto = replace(registry._transports["auto"], devices=frozenset({"cpu"}), obstacle=lambda: None,
-                   connect=lambda link: connect_by_pair(link, near, far))  # fmt: skip
+    auto = replace(registry._transports["auto"], devices=frozenset({"cpu"}), unavailable_reason=lambda: None,
+                   connect=lambda context: connect_by_pair(context, near, far))  # fmt: skip
     registry._transports["auto"] = auto  # this process ends with the test
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNREACHABLE_VARIABLE, unreachable)

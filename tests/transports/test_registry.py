@@ -41,7 +41,7 @@ def test_unknown_and_unfit_transports_say_why() -> None:
 
 
 def test_a_transport_with_an_obstacle_is_not_taken_and_says_what_is_missing() -> None:
-    register(replace(transports()[0], name="fast", obstacle=lambda: "the fast library is not installed"))
+    register(replace(transports()[0], name="fast", unavailable_reason=lambda: "the fast library is not installed"))
     assert resolve("auto", "cpu").name == "gloo"
     with pytest.raises(TransportUnavailable, match="fast cannot be used: the fast library is not installed"):
         resolve("fast", "cpu")
@@ -58,11 +58,11 @@ def test_transports_on_gpus_name_every_package_that_is_missing(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("mcore_reshard.kernels.host.find_spec", lambda module: None)
     install = "from a clone of mcore-reshard: pip install '.[gpu]'"
-    assert transport.obstacle() == f"{packages} not installed; {install}"
+    assert transport.unavailable_reason() == f"{packages} not installed; {install}"
     monkeypatch.setattr(
         "mcore_reshard.kernels.host.find_spec", lambda module: None if module == "cuda.bindings" else object()
     )
-    assert transport.obstacle() == f"cuda-bindings not installed; {install}"
+    assert transport.unavailable_reason() == f"cuda-bindings not installed; {install}"
 
 
 def test_names_are_registered_once() -> None:

@@ -25,7 +25,7 @@ from mcore_reshard.kernels.transports.relay import RelayedExecutor
 from mcore_reshard.planner.plan.make_schedule import WAVES, relay_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import save_plan
-from mcore_reshard.planner.plan.schedule import Geometry, LocalTensor, Schedule, TransferTable
+from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, StridedBox, TransferTable
 from mcore_reshard.planner.plan.subset import with_peers
 from mcore_reshard.planner.proof.prove import prove
 
@@ -89,33 +89,34 @@ def test_what_lands_and_what_is_passed_on_are_all_that_a_rank_holds() -> None:
 
 def test_a_reader_finds_at_its_replica_what_it_wants_where_it_keeps_it_itself() -> None:
     receives = relay_of(TWO_TO_FOUR.plan(), 1).receives
-    assert receives.pulls is not None
-    pulls = receives.pulls()
-    assert pulls.tensors == receives.tensors
-    for stage, table in zip(receives.stages, pulls.stages, strict=True):
+    assert receives.source_table is not None
+    source_table = receives.source_table()
+    assert source_table.tensors == receives.tensors
+    for stage, table in zip(receives.stages, source_table.stages, strict=True):
         assert np.array_equal(stage.recvs.offset, table.offset) and np.array_equal(stage.recvs.peer, table.peer)
 
 
 def moved(schedule: Schedule) -> Iterator[Counter[tuple[Any, ...]]]:
     """What a rank sends, receives and pulls, and the same of both its parts in the second hop."""
-    yield rows(schedule.tensors, schedule.geometries, (stage.sends for stage in schedule.stages))
-    yield rows(schedule.tensors, schedule.geometries, (stage.recvs for stage in schedule.stages))
-    if schedule.pulls:
-        pulls = schedule.pulls()
-        yield rows(pulls.tensors, pulls.geometries, pulls.stages)
+    yield rows(schedule.tensors, schedule.strided_boxes, (stage.sends for stage in schedule.stages))
+    yield rows(schedule.tensors, schedule.strided_boxes, (stage.recvs for stage in schedule.stages))
+    if schedule.source_table:
+        source_table = schedule.source_table()
+        yield rows(source_table.tensors, source_table.strided_boxes, source_table.stages)
     relay = schedule.relay() if schedule.relay else None
     for part in (relay.sends, relay.receives) if relay else ():
         yield from moved(part)
 
 
 def rows(
-    tensors: Sequence[LocalTensor], geometries: Sequence[Geometry], tables: Iterable[TransferTable]
+    tensors: Sequence[LocalTensor], strided_boxes: Sequence[StridedBox], tables: Iterable[TransferTable]
 ) -> Counter[tuple[Any, ...]]:
     return Counter(
-        (tensors[tensor], geometries[geometry], *rest)
+        (tensors[tensor], strided_boxes[strided_box], *rest)
         for t in tables
-        for tensor, geometry, *rest in zip(
-            *(c.tolist() for c in (t.tensor, t.geometry, t.peer, t.offset, t.nbytes, t.bundle, t.member)), strict=True
+        for tensor, strided_box, *rest in zip(
+            *(c.tolist() for c in (t.tensor, t.strided_box, t.peer, t.offset, t.nbytes, t.transfer_group, t.member)),
+            strict=True,
         )
     )
 
@@ -138,7 +139,9 @@ def test_a_weight_and_its_scales_are_in_the_same_wave() -> None:
     for wave in schedule_of(plan, "train", 0).waves:
         sends = [stage.sends for stage in wave().stages]
         names = {
-            plan.parameter_name(*at) for t in sends for at in zip(t.bundle.tolist(), t.member.tolist(), strict=True)
+            plan.parameter_name(*at)
+            for t in sends
+            for at in zip(t.transfer_group.tolist(), t.member.tolist(), strict=True)
         }
         scales = {name for name in names if name.endswith("_scale_inv")}
         assert {name.removesuffix("_scale_inv") for name in scales} <= names
@@ -148,7 +151,9 @@ def test_a_weight_and_its_scales_are_in_the_same_wave() -> None:
 
 def all_scales(plan: Plan) -> set[str]:
     sends = [stage.sends for stage in schedule_of(plan, "train", 0).stages]
-    names = (plan.parameter_name(*at) for t in sends for at in zip(t.bundle.tolist(), t.member.tolist(), strict=True))
+    names = (
+        plan.parameter_name(*at) for t in sends for at in zip(t.transfer_group.tolist(), t.member.tolist(), strict=True)
+    )
     return {name for name in names if name.endswith("_scale_inv")}
 
 
@@ -193,8 +198,10 @@ def test_the_command_line_says_who_passes_on(capsys: pytest.CaptureFixture[str],
     assert sum(stage["bytes"] for stage in relay["sends"]) == ONE_TO_THREE.plan().relay_bytes[1]
     assert main(["explain", str(path), "model.norm.weight[0]", "--json"]) == 0
     origins = json.loads(capsys.readouterr().out)["origins"]
-    landing = next(origin["dst"]["rank"] for origin in origins if origin["relayed_by"] is None)
-    assert [origin["relayed_by"] for origin in origins if origin["dst"]["rank"] != landing] == [landing] * 2
+    first_dst_replica = next(origin["dst"]["rank"] for origin in origins if origin["relayed_by"] is None)
+    assert [origin["relayed_by"] for origin in origins if origin["dst"]["rank"] != first_dst_replica] == [
+        first_dst_replica
+    ] * 2
 
 
 def relayed_on_gpus(number: int, address: str, case: Case, device: str) -> tuple[set[str], dict[str, int]]:
@@ -217,10 +224,10 @@ def failing(number: int, address: str) -> None:
     """Generation rank 1 cannot connect as a relay."""
     role = relaying._role
 
-    def broken(connect: Any, link: Any, waves: Any) -> Any:
+    def broken(connect: Any, context: Any, waves: Any) -> Any:
         if waves[0].name == "relay:1":
             raise OSError("no memory left to share")
-        return role(connect, link, waves)
+        return role(connect, context, waves)
 
     relaying._role = broken  # this process ends with the test
     planned_refits.refit(number, address, ONE_TO_THREE, "cpu", timeout_s=20.0)
@@ -237,16 +244,16 @@ def failing_in_a_wave(number: int, address: str, part: str, wave: int) -> None:
     """One part of generation rank 1 fails in the second half of a wave of the second hop."""
     role = relaying._role
 
-    def broken(connect: Any, link: Any, waves: Any) -> relaying.Role:
-        found = role(connect, link, waves)
+    def broken(connect: Any, context: Any, waves: Any) -> relaying.Role:
+        found = role(connect, context, waves)
         if waves[0].name == part:
             executor: Any = found.waves[wave]
-            start, last = executor._start, executor._steps[-1]
+            start, last = executor._start, executor._bucket_messages[-1]
 
-            def failing_start(step: Any, slot: Any) -> Any:
-                if step is last:
+            def failing_start(bucket_message: Any, slot: Any) -> Any:
+                if bucket_message is last:
                     raise OSError("the wave is on fire")
-                return start(step, slot)
+                return start(bucket_message, slot)
 
             executor._start = failing_start
         return found

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.handmade import allocate, expected, random_moves, raw_bytes, schedule_of
+from helpers.handmade import allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.plans import Case
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.buckets import ALIGNMENT
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.copies.cpu import run_copies
@@ -21,10 +21,10 @@ from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.cuda.tiles import cut_tiles
 from mcore_reshard.kernels.transports.rounds import (
+    ByteRange,
     Division,
-    Passage,
+    PlacedMessage,
     Round,
-    Run,
     ScratchBudget,
     contiguous_run,
     divide,
@@ -48,56 +48,58 @@ CASES: list[tuple[Worlds, int, ScratchBudget]] = [
 ]
 
 
-def session(moves: list[Any], worlds: Worlds, budget: ScratchBudget, seed: int) -> tuple[list[Program], Division]:
+def session(
+    transfers: list[Any], worlds: Worlds, budget: ScratchBudget, seed: int
+) -> tuple[list[BoundSchedule], Division]:
     """Every rank's program, bound as the executor binds it: first anyhow, then with the bucket size agreed on."""
     members = [("train", rank) for rank in range(worlds[0])] + [("gen", rank) for rank in range(worlds[1])]
-    schedules = [schedule_of(moves, world, rank, worlds) for world, rank in members]  # type: ignore[arg-type]
+    schedules = [schedule_of(transfers, world, rank, worlds) for world, rank in members]  # type: ignore[arg-type]
     tensors = [allocate(each, seed=seed if each.world == "train" else None) for each in schedules]
     first = [bind(schedule, held) for schedule, held in zip(schedules, tensors, strict=True)]
-    division = divide(budget, [peers_by_stage(program) for program in first])
+    division = divide(budget, [peers_by_stage(bound) for bound in first])
     return [
         bind(schedule, held, bucket_bytes=division.bucket_bytes)
         for schedule, held in zip(schedules, tensors, strict=True)
     ], division
 
 
-def moves_of(seed: int, worlds: Worlds) -> list[Any]:
-    return random_moves(np.random.default_rng(seed), worlds, parameters=25, stages=3)
+def transfers_of(seed: int, worlds: Worlds) -> list[Any]:
+    return random_transfers(np.random.default_rng(seed), worlds, parameters=25, stages=3)
 
 
 @pytest.mark.parametrize(("worlds", "seed", "budget"), CASES)
 def test_both_ends_of_every_message_agree_on_its_round_and_size(
     worlds: Worlds, seed: int, budget: ScratchBudget
 ) -> None:
-    programs, division = session(moves_of(seed, worlds), worlds, budget, seed)
+    bound_schedules, division = session(transfers_of(seed, worlds), worlds, budget, seed)
     ends: dict[bool, set[tuple[int, ...]]] = {True: set(), False: set()}
-    for rank, program in enumerate(programs):
-        found = rounds(program, division)
+    for rank, bound in enumerate(bound_schedules):
+        found = rounds(bound, division)
         assert [(each.number, each.stage) for each in found] == sorted({(each.number, each.stage) for each in found})
         for each in found:
             assert each.stream in division.streams[each.stage] and each.stream < budget.streams
-            for passage in each.passages:
-                pair = (rank, division.members[each.stage][passage.member])
-                way = pair if program.schedule.world == "train" else pair[::-1]
-                ends[program.schedule.world == "train"].add((each.stage, each.number, *way, passage.message_bytes))
+            for placed in each.placed_messages:
+                pair = (rank, division.members[each.stage][placed.member])
+                way = pair if bound.schedule.world == "train" else pair[::-1]
+                ends[bound.schedule.world == "train"].add((each.stage, each.number, *way, placed.message_bytes))
     assert ends[True] == ends[False]
     assert ends[True]
 
 
 @pytest.mark.parametrize(("worlds", "seed", "budget"), CASES)
 def test_scratch_is_bounded_and_slots_are_reused_in_turn(worlds: Worlds, seed: int, budget: ScratchBudget) -> None:
-    programs, division = session(moves_of(seed, worlds), worlds, budget, seed)
-    for program in programs:
-        found = rounds(program, division)
+    bound_schedules, division = session(transfers_of(seed, worlds), worlds, budget, seed)
+    for bound in bound_schedules:
+        found = rounds(bound, division)
         assert sum(slot_bytes(found).values()) <= budget.scratch_bytes
         for index, each in enumerate(found):
             earlier = [n for n in range(index) if (found[n].stream, found[n].slot) == (each.stream, each.slot)]
             assert each.after == (earlier[-1] if earlier else None)
             ends = 0
-            for passage in each.staged:
-                assert passage.slot_offset >= ends and passage.slot_offset % ALIGNMENT == 0
-                ends = passage.slot_offset + passage.message_bytes
-            assert all(passage.run is None for passage in each.passages) or not budget.checksums
+            for placed in each.staged:
+                assert placed.slot_offset >= ends and placed.slot_offset % ALIGNMENT == 0
+                ends = placed.slot_offset + placed.message_bytes
+            assert all(placed.run is None for placed in each.placed_messages) or not budget.checksums
 
 
 def test_scratch_grows_with_nothing_and_messages_shrink_with_peers() -> None:
@@ -128,9 +130,9 @@ def copies_of(*rows: tuple[int, int, int, int]) -> NDArray[np.void]:
     return np.array([(src, -1, at, place, one, none, none, size) for src, at, place, size in rows], COPY)
 
 
-def test_a_bucket_is_one_run_only_where_its_bytes_are_neighbours_in_one_tensor() -> None:
-    assert contiguous_run(copies_of((3, 64, 0, 100)), sends=True) == Run(3, 64)
-    assert contiguous_run(copies_of((3, 64, 0, 32), (3, 96, 32, 48)), sends=True) == Run(3, 64)
+def test_a_bucket_is_one_run_only_where_its_bytes_are_neighbors_in_one_tensor() -> None:
+    assert contiguous_run(copies_of((3, 64, 0, 100)), sends=True) == ByteRange(3, 64)
+    assert contiguous_run(copies_of((3, 64, 0, 32), (3, 96, 32, 48)), sends=True) == ByteRange(3, 64)
     assert contiguous_run(copies_of((3, 64, 0, 32), (3, 112, 32, 48)), sends=True) is None  # a gap in the tensor
     assert contiguous_run(copies_of((3, 64, 0, 30), (3, 96, 32, 48)), sends=True) is None  # padding in the bucket
     assert contiguous_run(copies_of((3, 64, 0, 32), (4, 96, 32, 48)), sends=True) is None
@@ -139,12 +141,14 @@ def test_a_bucket_is_one_run_only_where_its_bytes_are_neighbours_in_one_tensor()
     assert contiguous_run(strided, sends=True) is None
 
 
-def check_delivered(moves: list[Any], programs: list[Program], worlds: Worlds) -> None:
+def check_delivered(transfers: list[Any], bound_schedules: list[BoundSchedule], worlds: Worlds) -> None:
     """Every element of every generation rank is what `expected` says, or still poisoned."""
-    sources = [dict(zip([t.name for t in p.schedule.tensors], p.tensors, strict=True)) for p in programs[: worlds[0]]]
-    for program in programs[worlds[0] :]:
-        want = expected(moves, program.schedule, sources)
-        for local, tensor in zip(program.schedule.tensors, program.tensors, strict=True):
+    sources = [
+        dict(zip([t.name for t in p.schedule.tensors], p.tensors, strict=True)) for p in bound_schedules[: worlds[0]]
+    ]
+    for bound in bound_schedules[worlds[0] :]:
+        want = expected(transfers, bound.schedule, sources)
+        for local, tensor in zip(bound.schedule.tensors, bound.tensors, strict=True):
             assert raw_bytes(tensor) == raw_bytes(want[local.name]), local.name
 
 
@@ -152,7 +156,7 @@ def check_delivered(moves: list[Any], programs: list[Program], worlds: Worlds) -
 class Device:
     """A rank's streams and slots as CUDA would run them: each stream in order, whenever what it waits for is done."""
 
-    program: Program
+    bound: BoundSchedule
     found: tuple[Round, ...]
     slots: dict[tuple[int, int], NDArray[np.uint8]]
     halves: set[int] = field(default_factory=set)  # rounds whose first part is done
@@ -161,14 +165,14 @@ class Device:
     received: set[tuple[int, int]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, program: Program, division: Division) -> Device:
-        found = rounds(program, division)
+    def of(cls, bound: BoundSchedule, division: Division) -> Device:
+        found = rounds(bound, division)
         slots = {place: np.full(nbytes, 0xEE, np.uint8) for place, nbytes in slot_bytes(found).items()}
-        return cls(program, found, slots)
+        return cls(bound, found, slots)
 
     @property
     def sends(self) -> bool:
-        return self.program.schedule.world == "train"
+        return self.bound.schedule.world == "train"
 
     def next_of(self, done: set[int], stream: int) -> int | None:
         return next((n for n, each in enumerate(self.found) if each.stream == stream and n not in done), None)
@@ -186,18 +190,18 @@ class Device:
         if index is None or not (self._slot_is_free(index) if self.sends else index in self.halves):
             return False
         each = self.found[index]
-        for passage in each.staged:
-            bucket, lane = passage.step.bucket, passage.step.lane
-            bases = [*map(byte_array, self.program.tensors), self.message(each, passage)]
-            run_copies(lane.copies[bucket.first_copy : bucket.stop_copy], bases)
+        for placed in each.staged:
+            bucket, peer_copies = placed.bucket_message.bucket, placed.bucket_message.peer_copies
+            bases = [*map(byte_array, self.bound.tensors), self.message(each, placed)]
+            run_copies(peer_copies.copies[bucket.first_copy : bucket.stop_copy], bases)
         (self.halves if self.sends else self.over).add(index)
         return True
 
-    def message(self, each: Round, passage: Passage) -> NDArray[np.uint8]:
-        if passage.run is not None:
-            tensor, at = byte_array(self.program.tensors[passage.run.tensor]), passage.run.offset
-            return tensor[at : at + passage.message_bytes]
-        return self.slots[each.stream, each.slot][passage.slot_offset :][: passage.message_bytes]
+    def message(self, each: Round, placed: PlacedMessage) -> NDArray[np.uint8]:
+        if placed.run is not None:
+            tensor, at = byte_array(self.bound.tensors[placed.run.tensor]), placed.run.offset
+            return tensor[at : at + placed.message_bytes]
+        return self.slots[each.stream, each.slot][placed.slot_offset :][: placed.message_bytes]
 
     def _slot_is_free(self, index: int) -> bool:
         after = self.found[index].after
@@ -205,7 +209,7 @@ class Device:
 
 
 def exchange(devices: list[Device], division: Division) -> bool:
-    """Move every message whose group is under way at both ends; False if there is none."""
+    """HandTransfer every message whose group is under way at both ends; False if there is none."""
     moved = False
     under_way = [
         {(device.found[n].stage, device.found[n].number): n for s in range(4) if (n := device.wire(s)) is not None}
@@ -213,25 +217,25 @@ def exchange(devices: list[Device], division: Division) -> bool:
     ]
     for sender, src in enumerate(devices):
         for key, index in under_way[sender].items() if src.sends else ():
-            for number, passage in enumerate(src.found[index].passages):
-                receiver = division.members[key[0]][passage.member]
+            for number, placed in enumerate(src.found[index].placed_messages):
+                receiver = division.members[key[0]][placed.member]
                 other = under_way[receiver].get(key)
                 if other is None or (index, number) in src.received:
                     continue
                 dst = devices[receiver]
                 mirror = next(
                     n
-                    for n, each in enumerate(dst.found[other].passages)
+                    for n, each in enumerate(dst.found[other].placed_messages)
                     if division.members[key[0]][each.member] == sender
                 )
-                arriving = dst.message(dst.found[other], dst.found[other].passages[mirror])
-                arriving[:] = src.message(src.found[index], passage)
+                arriving = dst.message(dst.found[other], dst.found[other].placed_messages[mirror])
+                arriving[:] = src.message(src.found[index], placed)
                 src.received.add((index, number))
                 dst.received.add((other, mirror))
                 moved = True
     for device, mine in zip(devices, under_way, strict=True):
         for index in mine.values():
-            if all((index, number) in device.received for number in range(len(device.found[index].passages))):
+            if all((index, number) in device.received for number in range(len(device.found[index].placed_messages))):
                 (device.over if device.sends else device.halves).add(index)
     return moved
 
@@ -241,9 +245,9 @@ def exchange(devices: list[Device], division: Division) -> bool:
 def test_no_order_of_kernels_deadlocks_and_every_byte_arrives(
     worlds: Worlds, seed: int, budget: ScratchBudget, order: int
 ) -> None:
-    moves = moves_of(seed, worlds)
-    programs, division = session(moves, worlds, budget, seed)
-    devices = [Device.of(program, division) for program in programs]
+    transfers = transfers_of(seed, worlds)
+    bound_schedules, division = session(transfers, worlds, budget, seed)
+    devices = [Device.of(bound, division) for bound in bound_schedules]
     rng = np.random.default_rng(order)
     while any(len(device.over) < len(device.found) for device in devices):
         copies = [(device, stream) for device in devices for stream in range(4)]
@@ -252,7 +256,7 @@ def test_no_order_of_kernels_deadlocks_and_every_byte_arrives(
         if not ran and not moved:
             ran = sum(device.copy(stream) for device, stream in copies)
             assert ran or exchange(devices, division), "deadlock"
-    check_delivered(moves, programs, worlds)
+    check_delivered(transfers, bound_schedules, worlds)
 
 
 def schedules_of(plan: Plan) -> list[Schedule]:
@@ -296,11 +300,14 @@ def test_every_rank_of_a_plan_keeps_to_its_scratch_whatever_the_budget(case: Cas
         for in_place in (True, False):
             used = []
             for schedule, held in zip(schedules, tensors, strict=True):
-                program = bind(schedule, held, bucket_bytes=division.bucket_bytes)
-                found = rounds(program, division, in_place=[in_place] * len(program.tensors))
+                bound = bind(schedule, held, bucket_bytes=division.bucket_bytes)
+                found = rounds(bound, division, in_place=[in_place] * len(bound.tensors))
                 used.append(sum(slot_bytes(found).values()))
-                assert sum(passage.step.bucket.nbytes for each in found for passage in each.passages) >= program.nbytes
-                assert in_place or all(passage.run is None for each in found for passage in each.passages)
+                assert (
+                    sum(placed.bucket_message.bucket.nbytes for each in found for placed in each.placed_messages)
+                    >= bound.nbytes
+                )
+                assert in_place or all(placed.run is None for each in found for placed in each.placed_messages)
             assert 0 < max(used) <= budget.scratch_bytes, (budget, used)
 
 
@@ -345,23 +352,23 @@ def walk(tiles: NDArray[np.void]) -> None:
 
 @pytest.mark.parametrize(("worlds", "seed", "budget"), CASES)
 def test_the_tables_that_the_gpu_walks_move_the_same_bytes(worlds: Worlds, seed: int, budget: ScratchBudget) -> None:
-    moves = moves_of(seed, worlds)
-    programs, division = session(moves, worlds, budget, seed)
+    transfers = transfers_of(seed, worlds)
+    bound_schedules, division = session(transfers, worlds, budget, seed)
     on_the_wire: dict[tuple[int, ...], NDArray[np.uint8]] = {}
-    for rank, program in enumerate(programs):  # training ranks come first
-        device = Device.of(program, division)
+    for rank, bound in enumerate(bound_schedules):  # training ranks come first
+        device = Device.of(bound, division)
         for each in device.found:
             slot = device.slots[each.stream, each.slot]
-            bases = [*(tensor.data_ptr() for tensor in program.tensors), slot.ctypes.data]
+            bases = [*(tensor.data_ptr() for tensor in bound.tensors), slot.ctypes.data]
             tiles = cut_tiles(round_copies(each), np.array(bases, np.uint64), 64)
-            peers = [(passage, division.members[each.stage][passage.member]) for passage in each.passages]
+            peers = [(placed, division.members[each.stage][placed.member]) for placed in each.placed_messages]
             if device.sends:
                 walk(tiles)
-                for passage, peer in peers:
-                    on_the_wire[each.stage, each.number, rank, peer] = device.message(each, passage).copy()
+                for placed, peer in peers:
+                    on_the_wire[each.stage, each.number, rank, peer] = device.message(each, placed).copy()
             else:
-                for passage, peer in peers:
-                    device.message(each, passage)[:] = on_the_wire.pop((each.stage, each.number, peer, rank))
+                for placed, peer in peers:
+                    device.message(each, placed)[:] = on_the_wire.pop((each.stage, each.number, peer, rank))
                 walk(tiles)
     assert not on_the_wire
-    check_delivered(moves, programs, worlds)
+    check_delivered(transfers, bound_schedules, worlds)

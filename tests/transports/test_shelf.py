@@ -72,5 +72,9 @@ def test_a_wait_in_vain_ends_at_its_deadline(store: TCPStore, shelf: Shelf, fail
 def test_transports_make_shelves_on_shelves() -> None:
     """A PrefixStore on a shelf would wait for its own keys alone."""
     kernels = Path(__file__).parents[2] / "kernels"
-    users = {path.name for path in kernels.rglob("*.py") if "PrefixStore" in path.read_text()}
+    users = {
+        path.name
+        for path in kernels.rglob("*.py")
+        if "import PrefixStore" in path.read_text() or "PrefixStore," in path.read_text()
+    }
     assert users == {"shelf.py"}

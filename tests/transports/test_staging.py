@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.casting import held, moves_with_casts, pulls_with_casts, train_schedule, wanted
-from helpers.handmade import Move, allocate, pulls_of, raw_bytes, schedule_of
+from helpers.handmade import HandTransfer, allocate, raw_bytes, schedule_of, source_table_of
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.casts import compute_scales
@@ -28,25 +28,25 @@ from mcore_reshard.kernels.transports.direct.staging import (
 from mcore_reshard.planner.plan.schedule import Schedule
 
 
-def gen_schedule(moves: list[Move], rank: int, worlds: tuple[int, int]) -> Schedule:
-    schedule = schedule_of(moves, "gen", rank, worlds)
-    return replace(schedule, pulls=lambda: pulls_with_casts(pulls_of(moves, rank)))
+def gen_schedule(transfers: list[HandTransfer], rank: int, worlds: tuple[int, int]) -> Schedule:
+    schedule = schedule_of(transfers, "gen", rank, worlds)
+    return replace(schedule, source_table=lambda: pulls_with_casts(source_table_of(transfers, rank)))
 
 
 @pytest.mark.parametrize("scratch_bytes", [200, 20_000, 1 << 20])
 @pytest.mark.parametrize(("worlds", "seed"), [((1, 1), 0), ((2, 2), 1), ((3, 2), 2), ((1, 3), 3)])
 def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int, scratch_bytes: int) -> None:
-    moves = moves_with_casts(np.random.default_rng(seed), worlds)
-    schedules = [train_schedule(moves, rank, worlds) for rank in range(worlds[0])]
+    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
+    schedules = [train_schedule(transfers, rank, worlds) for rank in range(worlds[0])]
     sources = [held(schedule, seed) for schedule in schedules]
     train = [bind(schedule, tensors) for schedule, tensors in zip(schedules, sources, strict=True)]
-    for program in train:
-        compute_scales(program.casts, program.tensors)
+    for bound in train:
+        compute_scales(bound.casts, bound.tensors)
     divided = [divide_slots(parted(schedule)[1], scratch_bytes) for schedule in schedules]
     assert all(SLOTS * plan.slot_bytes <= scratch_bytes for plan, _ in divided)
     assert all(SlotPlan.from_json(plan.to_json()) == plan for plan, _ in divided)
 
-    gens = [gen_schedule(moves, rank, worlds) for rank in range(worlds[1])]
+    gens = [gen_schedule(transfers, rank, worlds) for rank in range(worlds[1])]
     engines = [bind(gen, allocate(gen)) for gen in gens]
     buckets = [
         {
@@ -58,13 +58,13 @@ def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int
     ]
     slots = [np.full(plan.slot_bytes, 0xDD, np.uint8) for plan, _ in divided]
     for number in range(max(round_count(theirs) for _, theirs in divided)):
-        for program, slot, (plan, theirs) in zip(train, slots, divided, strict=True):
-            bases = [*map(byte_array, program.tensors), slot]
+        for bound, slot, (plan, theirs) in zip(train, slots, divided, strict=True):
+            bases = [*map(byte_array, bound.tensors), slot]
             tables = [
                 placed(each, plan.places[peer], len(bases) - 1, sends=True)
                 for peer, each in in_round(theirs, number).items()
             ]
-            run_copies(joined(tables), bases, program.casts)
+            run_copies(joined(tables), bases, bound.casts)
         for engine, mine in zip(engines, buckets, strict=True):
             for peer, each in in_round(mine, number).items():
                 place = divided[peer][0].places[engine.schedule.rank]
@@ -72,31 +72,31 @@ def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int
                 run_copies(placed(each, place, len(bases) - 1, sends=False), bases)
     for engine in engines:
         plain, _ = parted(engine.schedule)
-        assert plain.pulls is not None
-        table = pull_table(plain, plain.pulls())
+        assert plain.source_table is not None
+        table = pull_table(plain, plain.source_table())
         theirs = [byte_array(train[source.rank].by_name[source.tensor]) for source in table.sources]
         run_copies(table.copies, [*map(byte_array, engine.tensors), *theirs])
         held_now = {name: raw_bytes(tensor) for name, tensor in engine.by_name.items()}
-        assert held_now == wanted(moves, engine.schedule, sources)
+        assert held_now == wanted(transfers, engine.schedule, sources)
 
 
 def test_rows_are_parted_alike_at_both_ends() -> None:
-    moves = moves_with_casts(np.random.default_rng(5), (1, 1))
-    train, gen = train_schedule(moves, 0, (1, 1)), gen_schedule(moves, 0, (1, 1))
+    transfers = moves_with_casts(np.random.default_rng(5), (1, 1))
+    train, gen = train_schedule(transfers, 0, (1, 1)), gen_schedule(transfers, 0, (1, 1))
     for ours, theirs in zip(parted(train), parted(gen), strict=True):
         for stage, other in zip(ours.stages, theirs.stages, strict=True):
-            np.testing.assert_array_equal(stage.sends.bundle, other.recvs.bundle)
+            np.testing.assert_array_equal(stage.sends.transfer_group, other.recvs.transfer_group)
             np.testing.assert_array_equal(stage.sends.nbytes, other.recvs.nbytes)
     plain, cast = parted(train)
     names = {train.tensors[n].name for stage in cast.stages for n in stage.sends.tensor.tolist()}
     assert names <= {"square", "ragged", "odd", "experts", "small blocks", "odd blocks", "master", "bias"}
-    assert sum(len(stage.sends) for part in (plain, cast) for stage in part.stages) == len(moves)
+    assert sum(len(stage.sends) for part in (plain, cast) for stage in part.stages) == len(transfers)
 
 
 def test_too_little_scratch_is_an_error() -> None:
-    moves = moves_with_casts(np.random.default_rng(0), (1, 3))
+    transfers = moves_with_casts(np.random.default_rng(0), (1, 3))
     with pytest.raises(ValueError, match="95 bytes of scratch are too few to cast for"):
-        divide_slots(parted(train_schedule(moves, 0, (1, 3)))[1], 95)
+        divide_slots(parted(train_schedule(transfers, 0, (1, 3)))[1], 95)
 
 
 def test_a_trainer_without_casts_needs_no_slots() -> None:

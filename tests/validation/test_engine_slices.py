@@ -72,7 +72,7 @@ class TestDense:
         assert self.qkv(tp=1, gen_rank=0) == [1, 2, 3, 4, 5, 6, 7, 8]
         assert self.qkv(tp=2, gen_rank=1) == [3, 4, 6, 8]
 
-    def test_kv_heads_repeat_on_neighbouring_ranks(self):
+    def test_kv_heads_repeat_on_neighboring_ranks(self):
         assert [self.qkv(tp=4, gen_rank=rank) for rank in range(4)] == [[1, 5, 7], [2, 5, 7], [3, 6, 8], [4, 6, 8]]
 
     def test_gate_and_up_are_cut_each(self):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.quantised_standin import QuantisedStandIn, ends_in_bf16
+from helpers.quantised_standin import QuantizedStandIn, ends_in_bf16
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
@@ -196,7 +196,7 @@ def test_local_tensors_are_the_models_own_memory() -> None:
         ({"_rowwise_data": (256, 512), "_rowwise_scale_inv": (256, 16)}, "._rowwise_scale_inv", "mxfp8"),
     ],
 )
-def test_quantised_parameters_are_data_and_scales(
+def test_quantized_parameters_are_data_and_scales(
     attributes: dict[str, tuple[int, ...]], scales: str, precision: str
 ) -> None:
     held = {name: torch.zeros(shape, dtype=torch.uint8) for name, shape in attributes.items()}
@@ -204,7 +204,7 @@ def test_quantised_parameters_are_data_and_scales(
     if precision == "fp8":
         held[leaf] = held[leaf].float()
     model = torch.nn.Module()
-    model._parameters["weight"] = QuantisedStandIn((256, 512), **held)  # type: ignore[assignment]
+    model._parameters["weight"] = QuantizedStandIn((256, 512), **held)  # type: ignore[assignment]
     tensors = local_tensors([model])
     assert list(tensors) == ["vp0.weight", "vp0.weight" + scales]
     data = held.get("_rowwise_data", held.get("_data"))
@@ -214,10 +214,10 @@ def test_quantised_parameters_are_data_and_scales(
     assert precisions_of(tensors).keys() == {precision}
 
 
-def test_a_quantised_parameter_without_rows_is_refused() -> None:
+def test_a_quantized_parameter_without_rows_is_refused() -> None:
     model = torch.nn.Module()
-    model._parameters["weight"] = QuantisedStandIn((8, 8), _rowwise_data=None, _rowwise_scale_inv=None)  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"vp0\.weight is quantised, and keeps no row-wise data"):
+    model._parameters["weight"] = QuantizedStandIn((8, 8), _rowwise_data=None, _rowwise_scale_inv=None)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"vp0\.weight is quantized, and keeps no row-wise data"):
         local_tensors([model])
 
 
@@ -263,27 +263,30 @@ def test_precisions_that_no_plan_can_say_are_refused(found: dict[str, str]) -> N
     ("found", "precision"),
     [({"fp8": "a", "bfloat16": "b"}, "fp8"), ({"mxfp8": "a"}, "mxfp8"), ({"bfloat16": "a"}, None)],
 )
-def test_quantised_parameters_leave_the_others_in_the_dtype_of_the_config(found, precision: str | None) -> None:
+def test_quantized_parameters_leave_the_others_in_the_dtype_of_the_config(found, precision: str | None) -> None:
     assert _agreed_precision(found, "bfloat16") == precision
 
 
 def _planned_in_fp8(trainer: Trainer, folder: Path, config: dict[str, Any], unlike: tuple[int, ...]) -> Any:
-    """(layers quantised on the way, layers in FP8 on both sides) of the plan's bulk route, bound to the model.
+    """(layers quantized on the way, layers in FP8 on both sides) of the plan's bulk route, bound to the model.
 
     `unlike` are layers of which one linear weight is made what the others are not.
     """
     for layer in (layer for chunk in trainer.model_chunks for layer in unwrapped(chunk).decoder.layers):
         if layer.layer_number - 1 in unlike:
             linear = layer.self_attention.linear_proj
-            weight, quantised = linear.weight.data, hasattr(linear.weight, "_rowwise_data")
-            other = weight.dequantize() if quantised else te_standin_fp8.Float8BlockwiseQTensor.of(weight, (8, 8))
+            weight, quantized = linear.weight.data, hasattr(linear.weight, "_rowwise_data")
+            other = weight.dequantize() if quantized else te_standin_fp8.Float8BlockwiseQTensor.of(weight, (8, 8))
             linear.weight = torch.nn.Parameter(other)
     try:
         plan = plan_refit(config, trainer.model_chunks, GenMesh(), gen_dtype="fp8")
     except ValueError as error:
         return str(error)
     bind(schedule_of(plan, "train", dist.get_rank()), trainer.tensors)
-    cast, moved = {entry.group for entry in plan.casts}, {bundle.group for bundle in plan.bundles}
+    cast, moved = (
+        {entry.group for entry in plan.casts},
+        {transfers.group for transfers in plan.transfer_groups},
+    )
     bulk = [pair.weight for pair in plan.pairs if pair.weight in moved]
     layers = [
         {layer for group in bulk if (group in cast) is on for layer in plan.groups[group].layers}
@@ -327,14 +330,14 @@ def test_layers_that_an_fp8_trainer_keeps_in_bf16_are_planned_so(
     assert found == [(cast, [layer for layer in layers if layer not in cast])] * mesh.world
 
 
-def test_layers_of_which_a_part_is_quantised_are_refused_on_every_rank(in_world, monkeypatch) -> None:
+def test_layers_of_which_a_part_is_quantized_are_refused_on_every_rank(in_world, monkeypatch) -> None:
     monkeypatch.setattr(trainer_module, "_FP8", trainer_module._FP8 | ends_in_bf16(1, 1))
     config = _in_fp8("llama")
     mesh = TrainMesh(pp=2)
     told = in_world(config, mesh, _planned_in_fp8, config, (0, 2), fp8_block=(8, 8))
     qkv, proj = (f"vp0.decoder.layers.0.self_attention.linear_{part}.weight" for part in ("qkv", "proj"))
     assert len(set(told)) == 1
-    assert f"quantised: of layer 0 {proj} is, {qkv} is not; of layer 2 {qkv} is, {proj} is not; it must be" in told[0]
+    assert f"quantized: of layer 0 {proj} is, {qkv} is not; of layer 2 {qkv} is, {proj} is not; it must be" in told[0]
 
 
 def _layers_held(trainer: Trainer, folder: Path) -> tuple[dict[str, Any], list[str]]:
@@ -495,7 +498,7 @@ def test_casting_a_float32_payload_keeps_its_identity_and_loses_its_bytes() -> N
             assert torch.equal(cast.view(torch.int16).to(torch.int32), tensor.view(torch.int32) >> 16)
 
 
-def test_a_misspelt_override_is_an_error() -> None:
+def test_a_misspelled_override_is_an_error() -> None:
     assert tiny.tiny_config("qwen3", vocab_size=250)["vocab_size"] == 250
     with pytest.raises(KeyError, match="qwen3 has no config field num_kv_heads"):
         tiny.tiny_config("qwen3", num_kv_heads=2)

@@ -12,7 +12,7 @@ import pytest
 import synthetic
 import torch
 from helpers.gpu import has_transformer_engine, needs_gpus
-from helpers.handmade import End, Move, pulls_of, schedule_of
+from helpers.handmade import End, HandTransfer, schedule_of, source_table_of
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.copies.cast_arithmetic import over_elements
@@ -33,22 +33,22 @@ PADDED = (GRID[0], -(-GRID[1] // 4) * 4)  # of Transformer Engine's scales
 RELATIVE_ERROR = 2.0**-4
 
 
-def moves() -> list[Move]:
+def transfers() -> list[HandTransfer]:
     """A weight and its scales, as a trainer of one rank has them, to an engine of one rank."""
 
-    def move(name: str, dtype: str, extents: tuple[int, int], held: tuple[int, int]) -> Move:
+    def transfer(name: str, dtype: str, extents: tuple[int, int], held: tuple[int, int]) -> HandTransfer:
         src = End(0, f"vp0.{name}", held, (0, 0), (0, 1))
-        return Move(0, name, dtype, extents, src, End(0, name, extents, (0, 0), (0, 1)))
+        return HandTransfer(0, name, dtype, extents, src, End(0, name, extents, (0, 0), (0, 1)))
 
     return [
-        move("weight", "float8_e4m3fn", (ROWS, COLUMNS), (ROWS, COLUMNS)),
-        move("weight._rowwise_scale_inv", "float32", GRID, PADDED),
+        transfer("weight", "float8_e4m3fn", (ROWS, COLUMNS), (ROWS, COLUMNS)),
+        transfer("weight._rowwise_scale_inv", "float32", GRID, PADDED),
     ]
 
 
 def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray, np.ndarray]:
-    """The trainer: its weight dequantised by Transformer Engine, and what its own GEMM makes of the inputs. The engine:
-    the weight dequantised from the bytes that arrived, and what a GEMM with that makes of the inputs."""
+    """The trainer: its weight dequantized by Transformer Engine, and what its own GEMM makes of the inputs. The engine:
+    the weight dequantized from the bytes that arrived, and what a GEMM with that makes of the inputs."""
     torch.cuda.set_device(number % torch.cuda.device_count())
     torch.manual_seed(1)
     inputs = torch.randn(TOKENS, COLUMNS, dtype=torch.bfloat16).cuda()
@@ -59,7 +59,7 @@ def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray
         with te.fp8_model_init(enabled=True, recipe=Float8BlockScaling()):
             layer = te.Linear(COLUMNS, ROWS, bias=False, params_dtype=torch.bfloat16, device="cuda")
         endpoint = TrainEndpoint(
-            schedule_of(moves(), "train", 0, (1, 1)),
+            schedule_of(transfers(), "train", 0, (1, 1)),
             lambda: local_tensors([layer]),
             store=address,
             transport=transport,
@@ -69,7 +69,7 @@ def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray
             product = layer(inputs)
         weight = layer.weight.dequantize(dtype=torch.float32)
     else:
-        schedule = replace(schedule_of(moves(), "gen", 0, (1, 1)), pulls=lambda: pulls_of(moves(), 0))
+        schedule = replace(schedule_of(transfers(), "gen", 0, (1, 1)), pulls=lambda: source_table_of(transfers(), 0))
         tensors = synthetic.allocate(schedule, torch.device("cuda"))
         endpoint = GenerationEndpoint(schedule, tensors, store=address, transport=transport, timeout_s=60.0)
     endpoint.prepare()

@@ -115,10 +115,10 @@ def test_one_flipped_bit_is_reported_with_rank_tensor_and_coordinate(monkeypatch
 
     def spoiling(self):
         stages = run(self)
-        schedule = self._program.schedule
+        schedule = self._bound.schedule
         if (schedule.world, schedule.rank) == ("gen", 1):
             names = [tensor.name for tensor in schedule.tensors]
-            down = self._program.tensors[names.index("model.layers.2.mlp.down_proj.weight")]
+            down = self._bound.tensors[names.index("model.layers.2.mlp.down_proj.weight")]
             down.view(torch.int16)[5, 3] ^= 1
         return stages
 

@@ -1,6 +1,6 @@
-"""Golden against real where the engine holds block FP8: kept by a trainer in FP8, or quantised on the way from bf16.
+"""Golden against real where the engine holds block FP8: kept by a trainer in FP8, or quantized on the way from bf16.
 
-Trainers are real Megatron-Core models with quantised parameters of the stand-in for Transformer Engine: real E4M3 bytes
+Trainers are real Megatron-Core models with quantized parameters of the stand-in for Transformer Engine: real E4M3 bytes
 and padded scales. `make validate-all` runs the meshes that the default suite leaves out.
 """
 
@@ -72,7 +72,7 @@ def test_a_trainer_that_keeps_first_and_last_layers_in_bf16(monkeypatch, family,
     monkeypatch.setattr(trainer, "_FP8", trainer._FP8 | ends_in_bf16(first, last))
     layers = [*range(first), *range(4 - last, 4)]
     # what plan_refit reads off the model must be this plan, or each training process refuses
-    monkeypatch.setattr(runner, "make_plan", partial(runner.make_plan, train_unquantised_layers=layers))
+    monkeypatch.setattr(runner, "make_plan", partial(runner.make_plan, train_unquantized_layers=layers))
     config = in_blocks(family, (8, 8))
     modules = {"qkv_proj": "self_attn", "o_proj": "self_attn", "gate_up_proj": "mlp", "down_proj": "mlp"}
     names = [f"model.layers.{layer}.{modules[name]}.{name}" for name in kept for layer in (2, 3)]
@@ -107,10 +107,10 @@ def test_one_flipped_bit_of_a_scale_is_reported_with_rank_tensor_and_coordinate(
 
     def spoiling(self):
         stages = run(self)
-        schedule = self._program.schedule
+        schedule = self._bound.schedule
         if (schedule.world, schedule.rank) == ("gen", 1):
             names = [tensor.name for tensor in schedule.tensors]
-            scales = self._program.tensors[names.index("model.layers.2.mlp.down_proj.weight_scale_inv")]
+            scales = self._bound.tensors[names.index("model.layers.2.mlp.down_proj.weight_scale_inv")]
             scales.view(torch.int32)[5, 1] ^= 1
         return stages
 

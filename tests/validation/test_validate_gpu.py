@@ -30,7 +30,9 @@ CASES = [(transport, *case) for transport in TRANSPORTS for case in cases_on(GPU
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    if missing := [str(each.obstacle()) for each in transports() if each.name in TRANSPORTS and each.obstacle()]:
+    if missing := [
+        str(each.unavailable_reason()) for each in transports() if each.name in TRANSPORTS and each.unavailable_reason()
+    ]:
         pytest.skip("; ".join(missing))
     out = tmp_path_factory.mktemp("validate") / "outcomes.json"
     command = [sys.executable, str(Path(validate_gpus.__file__)), "--few", "--refits", "2", "--out", str(out)]

@@ -85,13 +85,13 @@ def _messages(rank: Rank, layers: int) -> list[_Message]:
     found = []
     for stage in schedule.stages:
         table: TransferTable = stage.sends if rank.world == "train" else stage.recvs
-        columns = (table.peer, table.tensor, table.geometry, table.offset, table.bundle, table.member)
-        for peer, tensor, geometry, offset, bundle, member in zip(
+        columns = (table.peer, table.tensor, table.strided_box, table.offset, table.transfer_group, table.member)
+        for peer, tensor, strided_box, offset, transfers, member in zip(
             *(column.tolist() for column in columns), strict=True
         ):
-            held = plan.bundles[bundle]
+            held = plan.transfer_groups[transfers]
             layer = held.layers[member // held.expert_count].layer // layers
-            shape = schedule.geometries[geometry]
+            shape = schedule.strided_boxes[strided_box]
             view = flat[tensor].as_strided(shape.extents, shape.strides, flat[tensor].storage_offset() + offset)
             found.append(_Message((stage.pp_stage, layer), first_peer + peer, view))
     return sorted(found, key=lambda message: message.batch)  # stable: pairs keep the order that both ends agree on

@@ -51,11 +51,11 @@ def nccl_alone(rank: Rank, options: Options) -> Prepared:
     from mcore_reshard.kernels.transports.nccl.communicator import (
         NcclCommunicator,
         NcclMessage,
-        nccl_obstacle,
+        nccl_unavailable_reason,
         new_unique_id,
     )
 
-    if reason := nccl_obstacle():
+    if reason := nccl_unavailable_reason():
         raise Unavailable(reason)
     sends = rank.world == "train"
     waiting = Waiting(f"rank {rank.number}", "the others", None, "the bare messages", sends)

@@ -72,7 +72,7 @@ def _resharding() -> tuple[Any, Any]:
 
 
 def _model(rank: Rank, plan: Plan) -> torch.nn.Module:
-    """A dense GPTModel of the case on this rank's side, in the local spec, uninitialised."""
+    """A dense GPTModel of the case on this rank's side, in the local spec, uninitialized."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -12,7 +12,7 @@ from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.shelf import Shelf
-from mcore_reshard.kernels.transports.base import Link
+from mcore_reshard.kernels.transports.base import TransportContext
 from mcore_reshard.kernels.transports.pipeline import Executor
 from mcore_reshard.kernels.transports.registry import AUTO, resolve
 from mcore_reshard.kernels.transports.relay import RelayedExecutor, relayed, unrelayed
@@ -70,16 +70,16 @@ def session(rank: Rank, options: Options) -> Prepared:
     return Prepared(refit, endpoint.close, facts=facts)
 
 
-def _prepared(rank: Rank, transport: str, connect: Callable[[Link], Executor] | None) -> Prepared:
+def _prepared(rank: Rank, transport: str, connect: Callable[[TransportContext], Executor] | None) -> Prepared:
     usual = _check(rank, transport)
     assert usual is not None, "golden is not an executor"
     group = GlooGroup(PrefixStore("group", rank.store), rank.number, rank.names, timeout_s=rank.timeout_s)
     executor = (connect or usual)(
-        Link(
+        TransportContext(
             store=PrefixStore("link", rank.store),
             another_store=lambda: Shelf("link", rank.another_store()),
             group=group,
-            program=bind(rank.schedule, rank.tensors),
+            bound=bind(rank.schedule, rank.tensors),
             timeout_s=rank.timeout_s,
         ),
     )
@@ -102,14 +102,14 @@ def _prepared(rank: Rank, transport: str, connect: Callable[[Link], Executor] | 
     return Prepared(executor.run, close, facts=facts)
 
 
-def _check(rank: Rank, transport: str) -> Callable[[Link], Executor] | None:
+def _check(rank: Rank, transport: str) -> Callable[[TransportContext], Executor] | None:
     try:
         return resolve(transport, rank.device.type).connect
     except TransportUnavailable as reason:
         raise Unavailable(str(reason)) from reason
 
 
-def _direct_with(options: Options, link: Link) -> Executor:
+def _direct_with(options: Options, context: TransportContext) -> Executor:
     from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
     from mcore_reshard.kernels.transports.direct.executor import DirectExecutor
     from mcore_reshard.kernels.transports.direct.options import DirectOptions
@@ -117,10 +117,10 @@ def _direct_with(options: Options, link: Link) -> Executor:
     shape = KernelShape(**{name: int(options[name]) for name in ("ctas", "threads", "batch") if name in options})
     usual = DirectOptions()
     return DirectExecutor(
-        link.store,
-        link.program,
-        timeout_s=link.timeout_s,
-        scratch_bytes=_scratch_bytes(options, link.scratch_bytes),
+        context.store,
+        context.bound,
+        timeout_s=context.timeout_s,
+        scratch_bytes=_scratch_bytes(options, context.scratch_bytes),
         options=DirectOptions(
             shape,
             int(options["tile_kib"]) << 10 if "tile_kib" in options else usual.tile_bytes,
@@ -130,7 +130,7 @@ def _direct_with(options: Options, link: Link) -> Executor:
     )
 
 
-def _nccl_with(options: Options, link: Link) -> Executor:
+def _nccl_with(options: Options, context: TransportContext) -> Executor:
     from mcore_reshard.kernels.transports.nccl.executor import DEFAULT_COPY_CTAS, NcclExecutor
     from mcore_reshard.kernels.transports.rounds import ScratchBudget
 
@@ -142,9 +142,9 @@ def _nccl_with(options: Options, link: Link) -> Executor:
         bool(int(options.get("checksums", 0))),
     )
     return NcclExecutor(
-        link.program,
-        link.store,
-        timeout_s=link.timeout_s,
+        context.bound,
+        context.store,
+        timeout_s=context.timeout_s,
         budget=budget,
         copy_ctas=int(options.get("ctas", DEFAULT_COPY_CTAS)),
     )

@@ -61,7 +61,7 @@ class Launch:
         return ("train", number) if number < first else ("gen", number - first)
 
     def gpu_of(self, number: int) -> int:
-        """The GPU of a process. Where there are too few, neighbours share one; colocated, each side has all."""
+        """The GPU of a process. Where there are too few, neighbors share one; colocated, each side has all."""
         if self.colocated:
             return self.world_rank(number)[1] % self.gpus
         return number * min(self.gpus, self.ranks) // self.ranks
@@ -241,9 +241,9 @@ class Rank:
 
     def _zero_padding(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """As sessions do, so that what no parameter fills compares equal too."""
-        for index, offset, geometry in self.schedule.padding:
+        for index, offset, strided_box in self.schedule.padding:
             flat = tensors[self.schedule.tensors[index].name].reshape(-1)
-            flat.as_strided(geometry.extents, geometry.strides, flat.storage_offset() + offset).zero_()
+            flat.as_strided(strided_box.extents, strided_box.strides, flat.storage_offset() + offset).zero_()
 
     def _timed(self, run: Callable[[], Any]) -> tuple[float, float, float, float]:
         """(start and end in seconds of the clock that all processes share, CPU ms of the process, of this thread)."""

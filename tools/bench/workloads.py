@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from mcore_reshard.planner.layout.megatron import MegatronBuild
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
-from mcore_reshard.planner.model.families import catalogue_from_config
+from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan
@@ -125,10 +125,10 @@ class Case:
         config = load_config(self.model)
         if self.layers:
             config = {**config, "num_hidden_layers": self.layers}
-        catalogue = catalogue_from_config(config)
+        model_parameters = parameters_from_config(config)
         if self.experts_only:
-            groups = tuple(group for group in catalogue.groups if group.role in _EXPERTS)
-            catalogue = replace(catalogue, groups=groups)
+            groups = tuple(group for group in model_parameters.groups if group.role in _EXPERTS)
+            model_parameters = replace(model_parameters, groups=groups)
         meshes = parse_train_mesh(train or self.train), parse_gen_mesh(self.gen)
         if train is None and (meshes[0].world, meshes[1].world) != (self.train_ranks, self.gen_ranks):
             raise ValueError(
@@ -137,7 +137,7 @@ class Case:
             )
         train_dtype, gen_dtype = self.dtypes
         return make_plan(
-            catalogue, *meshes, model=self.model, build=build, train_dtype=train_dtype, gen_dtype=gen_dtype
+            model_parameters, *meshes, model=self.model, build=build, train_dtype=train_dtype, gen_dtype=gen_dtype
         )
 
 

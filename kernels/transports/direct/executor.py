@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import Store
 
-from mcore_reshard.kernels.copies.bind import Program
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
@@ -69,22 +69,22 @@ class DirectExecutor:
     def __init__(
         self,
         store: Store,
-        program: Program,
+        bound: BoundSchedule,
         *,
         timeout_s: float,
         scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
         options: DirectOptions = DirectOptions(),  # noqa: B008
     ) -> None:
-        self._program = program
+        self._bound = bound
         self._runs = 0
         self._closed = False
-        self._words = Words(store, program, timeout_s)
+        self._words = Words(store, bound, timeout_s)
         self._end: _Source | _Reader
         try:
-            if program.schedule.world == "train":
-                self._end = _Source(store, program, self._words, scratch_bytes)
+            if bound.schedule.world == "train":
+                self._end = _Source(store, bound, self._words, scratch_bytes)
             else:
-                self._end = _Reader(store, program, self._words, options)
+                self._end = _Reader(store, bound, self._words, options)
         except BaseException:
             self._words.close()
             raise
@@ -106,14 +106,14 @@ class DirectExecutor:
         is not known, and nor is when they stop reading: they may do so until the session is closed everywhere.
         """
         if self._closed:
-            raise SessionError(f"{self._program.rank}: this executor is closed")
+            raise SessionError(f"{self._bound.rank}: this executor is closed")
         self._runs += 1
         start = time.perf_counter()
         self._end.run(self._runs)
         seconds = time.perf_counter() - start
         return tuple(
             StageReport(stage.pp_stage, stage.transfers, 0, stage.nbytes, seconds if stage.transfers else 0.0)
-            for stage in self._program.stages
+            for stage in self._bound.stages
         )
 
     def close(self) -> None:
@@ -129,19 +129,19 @@ class DirectExecutor:
 class _Source:
     """A training rank: its memory is read, and it waits for that to end."""
 
-    def __init__(self, store: Store, program: Program, words: Words, scratch_bytes: int) -> None:
-        self._program = program
+    def __init__(self, store: Store, bound: BoundSchedule, words: Words, scratch_bytes: int) -> None:
+        self._bound = bound
         self._words = words
         self._settling = _Patience(words.timeout_s, "what was queued before the refit")
         self._reading = _Patience(words.timeout_s, "the pull")
         self._not_done: int | None = None  # the run whose `done` has not been taken yet
-        store.set(program.rank, export(program.by_name).to_json())
+        store.set(bound.rank, export(bound.by_name).to_json())
         self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
         for peer, waiting in words.peers.items():
-            assert program.device is not None, "there are transfers, so there are tensors"
-            text = fetch(store, program.schedule.name_of("gen", peer), waiting, words.timeout_s)
-            self._read[peer] = open_event(text, program.device)
-        self._slots = SlotSource(store, program, parted(program.schedule)[1], words, scratch_bytes)
+            assert bound.device is not None, "there are transfers, so there are tensors"
+            text = fetch(store, bound.schedule.name_of("gen", peer), waiting, words.timeout_s)
+            self._read[peer] = open_event(text, bound.device)
+        self._slots = SlotSource(store, bound, parted(bound.schedule)[1], words, scratch_bytes)
 
     @property
     def scratch_bytes(self) -> int:
@@ -154,7 +154,7 @@ class _Source:
     def run(self, run: int) -> None:
         self._hear_done()  # of the run before: it came long ago
         self._slots.rounds(run)
-        stream = self._slots.stream or torch.cuda.current_stream(self._program.device)
+        stream = self._slots.stream or torch.cuda.current_stream(self._bound.device)
         settled = stream.record_event()
         self._settling.wait(dict.fromkeys(self._words.peers, settled), self._words.peers)
         self._words.tell(run, _READY)
@@ -177,21 +177,21 @@ class _Reader:
 
     scratch_bytes = 0
 
-    def __init__(self, store: Store, program: Program, words: Words, options: DirectOptions) -> None:
-        schedule = program.schedule
+    def __init__(self, store: Store, bound: BoundSchedule, words: Words, options: DirectOptions) -> None:
+        schedule = bound.schedule
         plain, cast = parted(schedule)
-        assert plain.pulls is not None
-        self._program = program
+        assert plain.source_table is not None
+        self._bound = bound
         self._words = words
         self._pulling = _Patience(words.timeout_s, "the pull")
-        self._table = pull_table(plain, plain.pulls())
-        device = self._device = program.device or torch.device("cuda", torch.cuda.current_device())
+        self._table = pull_table(plain, plain.source_table())
+        device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(device)
         self._pulled = torch.cuda.Event(interprocess=True)
         store.set(schedule.name, export_event(self._pulled, device))
         self._mappings = Mappings(device)
         try:
-            self._slots = SlotReader(store, program, cast, words, self._mappings, self._stream, options)
+            self._slots = SlotReader(store, bound, cast, words, self._mappings, self._stream, options)
             exports = {
                 peer: Export.from_json(fetch(store, schedule.name_of("train", peer), waiting, words.timeout_s))
                 for peer, waiting in words.peers.items()
@@ -243,22 +243,22 @@ class _Reader:
 
     def _addresses(self, exports: dict[int, Export]) -> NDArray[np.uint64]:
         """Where each base of the table's copies begins: own tensors, then sources."""
-        own = [tensor.data_ptr() for tensor in self._program.tensors]
+        own = [tensor.data_ptr() for tensor in self._bound.tensors]
         theirs = np.zeros(len(self._table.sources), np.uint64)
         ranks = np.array([source.rank for source in self._table.sources])
         read = np.isin(np.arange(len(theirs)) + len(own), self._table.copies["src"])  # not: empty tensors
         for rank, exported in exports.items():
             rows = np.flatnonzero((ranks == rank) & read)
             names = (self._table.sources[row].tensor for row in rows.tolist())
-            theirs[rows] = self._mappings.addresses(exported, names, self._program.schedule.name_of("train", rank))
+            theirs[rows] = self._mappings.addresses(exported, names, self._bound.schedule.name_of("train", rank))
         return np.concatenate([np.array(own, np.uint64), theirs])
 
     def _waiting_for(self, copy: int) -> Waiting:
         table = self._table
-        stage = self._program.stages[int(table.stage[copy])].pp_stage
-        name = self._program.schedule.parameter_name(int(table.bundle[copy]), int(table.member[copy]))
-        peer = self._program.schedule.name_of("train", int(table.peer[copy]))
-        return Waiting(self._program.rank, peer, stage, name, sends=False)
+        stage = self._bound.stages[int(table.stage[copy])].pp_stage
+        name = self._bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
+        peer = self._bound.schedule.name_of("train", int(table.peer[copy]))
+        return Waiting(self._bound.rank, peer, stage, name, sends=False)
 
 
 def _together(schedule: Schedule, options: DirectOptions, *, shared: bool) -> int | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed import Store
 
-from mcore_reshard.kernels.copies.bind import Program
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather, DeviceScales, device_scales
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
@@ -55,7 +55,9 @@ class _Pulling:
 class SlotSource:
     """A training rank that casts. `schedule` is the part of the program's that does."""
 
-    def __init__(self, store: Store, program: Program, schedule: Schedule, words: Words, scratch_bytes: int) -> None:
+    def __init__(
+        self, store: Store, bound: BoundSchedule, schedule: Schedule, words: Words, scratch_bytes: int
+    ) -> None:
         self._words = words
         self._rounds: list[_Casting] = []
         self._cast: list[torch.cuda.Event] = []  # by slot: has happened when the last cast into it is done
@@ -65,10 +67,10 @@ class SlotSource:
         try:
             plan, buckets = divide_slots(schedule, scratch_bytes)
         except ValueError as error:
-            raise SessionError(f"{program.rank}: {error}") from error
+            raise SessionError(f"{bound.rank}: {error}") from error
         if not buckets:
             return
-        device = program.device
+        device = bound.device
         assert device is not None, "there are transfers, so there are tensors"
         self.stream = torch.cuda.Stream(device)
         self._slots = [torch.empty(plan.slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
@@ -79,10 +81,10 @@ class SlotSource:
             "slots": export({str(number): slot for number, slot in enumerate(self._slots)}).to_json(),
             "cast": [export_event(event, device) for event in self._cast],
         }
-        store.set(_SLOTS + program.rank, json.dumps(word))
-        self._rounds = self._bound(program, plan, buckets)
+        store.set(_SLOTS + bound.rank, json.dumps(word))
+        self._rounds = self._bind_rounds(bound, plan, buckets)
         for peer in buckets:
-            texts = _fetched(store, program.schedule.name_of("gen", peer), peer, words)
+            texts = _fetched(store, bound.schedule.name_of("gen", peer), peer, words)
             self._taken[peer] = [open_event(text, device) for text in texts["taken"]]
 
     @property
@@ -118,22 +120,24 @@ class SlotSource:
         self._words.hear(run, number, peers)
         return peers
 
-    def _bound(self, program: Program, plan: SlotPlan, buckets: Mapping[int, Sequence[Staged]]) -> list[_Casting]:
+    def _bind_rounds(
+        self, bound: BoundSchedule, plan: SlotPlan, buckets: Mapping[int, Sequence[Staged]]
+    ) -> list[_Casting]:
         device = self._slots[0].device
-        own = [tensor.data_ptr() for tensor in program.tensors]
+        own = [tensor.data_ptr() for tensor in bound.tensors]
         addresses = np.array(own + [slot.data_ptr() for slot in self._slots], np.uint64)
         computed: set[int] = set()
-        bound = []
+        rounds = []
         for number in range(round_count(buckets)):
             mine = in_round(buckets, number)
             base = len(own) + number % SLOTS
             table = joined([placed(each, plan.places[peer], base, sends=True) for peer, each in mine.items()])
             new = {*np.unique(table["src"]).tolist()} - computed
             computed |= new
-            scales = device_scales({index: program.casts[index] for index in sorted(new)}, program.tensors, device)
-            gather = DeviceGather(table, addresses, program.casts, device, _CASTING_SHAPE, _TILE_BYTES)
-            bound.append(_Casting(tuple(mine), scales, gather))
-        return bound
+            scales = device_scales({index: bound.casts[index] for index in sorted(new)}, bound.tensors, device)
+            gather = DeviceGather(table, addresses, bound.casts, device, _CASTING_SHAPE, _TILE_BYTES)
+            rounds.append(_Casting(tuple(mine), scales, gather))
+        return rounds
 
 
 class SlotReader:
@@ -142,7 +146,7 @@ class SlotReader:
     def __init__(
         self,
         store: Store,
-        program: Program,
+        bound: BoundSchedule,
         schedule: Schedule,
         words: Words,
         mappings: Mappings,
@@ -150,7 +154,7 @@ class SlotReader:
         options: DirectOptions,
     ) -> None:
         self._words = words
-        self._program = program
+        self._bound = bound
         self._stream = stream
         self._rounds: list[_Pulling] = []
         self._taken: list[torch.cuda.Event] = []
@@ -161,13 +165,13 @@ class SlotReader:
         device = stream.device
         self._taken = [torch.cuda.Event(interprocess=True) for _ in range(SLOTS)]
         word = {"taken": [export_event(event, device) for event in self._taken]}
-        store.set(_SLOTS + program.rank, json.dumps(word))
-        addresses = [tensor.data_ptr() for tensor in program.tensors]
+        store.set(_SLOTS + bound.rank, json.dumps(word))
+        addresses = [tensor.data_ptr() for tensor in bound.tensors]
         own = len(addresses)
         buckets: dict[int, tuple[Staged, ...]] = {}
         places: dict[int, int] = {}
         for peer in sources:
-            owner = program.schedule.name_of("train", peer)
+            owner = bound.schedule.name_of("train", peer)
             said = _fetched(store, owner, peer, words)
             plan = SlotPlan.from_json(said["plan"])
             self._cast[peer] = [open_event(text, device) for text in said["cast"]]
@@ -208,9 +212,9 @@ class SlotReader:
         for each in self._rounds:
             for copy in each.copies.damaged().tolist():
                 peer = each.source[copy]
-                bucket, schedule = each.buckets[peer], self._program.schedule
+                bucket, schedule = each.buckets[peer], self._bound.schedule
                 waiting = Waiting(
-                    self._program.rank,
+                    self._bound.rank,
                     schedule.name_of("train", peer),
                     schedule.stages[bucket.stage].pp_stage,
                     schedule.parameter_name(*bucket.parameter),

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.bind import Recipes
+from mcore_reshard.kernels.copies.bind import CopyExpander
 from mcore_reshard.kernels.copies.buckets import ALIGNMENT, MAX_BUCKET_BYTES
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.planner.plan.schedule import Pulls, Schedule, TransferTable
+from mcore_reshard.planner.plan.schedule import Schedule, SourceTable, TransferTable
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 SLOTS = 2  # one is cast into while the other one is read
@@ -39,7 +39,7 @@ class Staged:
     copies: NDArray[np.void]
     nbytes: int
     stage: int  # index into Schedule.stages
-    parameter: tuple[int, int]  # (bundle, member) of the first transfer in it
+    parameter: tuple[int, int]  # (transfer group, member) of the first transfer in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +65,14 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
         cast = np.array([entry.tensor for entry in schedule.casts], np.int64)
         masks = [np.isin(stage.sends.tensor, cast) for stage in schedule.stages]
         return _rows(schedule, [~mask for mask in masks]), _rows(schedule, masks)
-    if schedule.pulls is None:
+    if schedule.source_table is None:
         raise SessionError(f"{schedule.name}: this schedule does not say where its bytes lie at their sources")
-    pulls = schedule.pulls()
-    theirs = np.array([local.dtype for local in pulls.tensors], object)
+    source_table = schedule.source_table()
+    theirs = np.array([local.dtype for local in source_table.tensors], object)
     ours = np.array([local.dtype for local in schedule.tensors], object)
     masks = [
         np.asarray(theirs[table.tensor] != ours[stage.recvs.tensor], bool)
-        for stage, table in zip(schedule.stages, pulls.stages, strict=True)
+        for stage, table in zip(schedule.stages, source_table.stages, strict=True)
     ]
     return _rows(schedule, [~mask for mask in masks]), _rows(schedule, masks)
 
@@ -81,12 +81,12 @@ def staged(schedule: Schedule, peer: int, bucket_bytes: int) -> tuple[Staged, ..
     """The buckets between this rank and one peer, in the order of their rounds."""
     sends = schedule.world == "train"
     schedule = with_peers(schedule, {peer})
-    recipes = Recipes(schedule, bucket_bytes)
+    recipes = CopyExpander(schedule, bucket_bytes)
     return tuple(
-        Staged(lane.copies[bucket.first_copy : bucket.stop_copy], bucket.nbytes, index, bucket.parameter)
+        Staged(peer_copies.copies[bucket.first_copy : bucket.stop_copy], bucket.nbytes, index, bucket.parameter)
         for index, stage in enumerate(schedule.stages)
-        for lane in recipes.lanes(stage.sends if sends else stage.recvs, sends=sends)
-        for bucket in lane.buckets
+        for peer_copies in recipes.peer_copies(stage.sends if sends else stage.recvs, sends=sends)
+        for bucket in peer_copies.buckets
     )
 
 
@@ -134,13 +134,13 @@ def _rows(schedule: Schedule, masks: Sequence[NDArray[np.bool_]]) -> Schedule:
         replace(stage, sends=_chosen(stage.sends, mask)) if sends else replace(stage, recvs=_chosen(stage.recvs, mask))
         for stage, mask in zip(schedule.stages, masks, strict=True)
     )
-    pulls = None if schedule.pulls is None else partial(_pulls, schedule.pulls, masks)
-    return replace(schedule, stages=stages, pulls=pulls)
+    source_table = None if schedule.source_table is None else partial(_source_table, schedule.source_table, masks)
+    return replace(schedule, stages=stages, source_table=source_table)
 
 
-def _pulls(whole: Callable[[], Pulls], masks: Sequence[NDArray[Any]]) -> Pulls:
-    pulls = whole()
-    return replace(pulls, stages=tuple(map(_chosen, pulls.stages, masks)))
+def _source_table(whole: Callable[[], SourceTable], masks: Sequence[NDArray[Any]]) -> SourceTable:
+    source_table = whole()
+    return replace(source_table, stages=tuple(map(_chosen, source_table.stages, masks)))
 
 
 def _chosen(table: TransferTable, mask: NDArray[Any]) -> TransferTable:

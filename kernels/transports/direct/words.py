@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed import DistStoreError, Store
 
-from mcore_reshard.kernels.copies.bind import Program
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import DeadlineError, TransferError, Waiting
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.shelf import Shelf
@@ -26,12 +26,12 @@ class Words:
     The group is not the session's: a buffer posted there would get the next message of whatever kind.
     """
 
-    def __init__(self, store: Store, program: Program, timeout_s: float) -> None:
-        schedule = program.schedule
+    def __init__(self, store: Store, bound: BoundSchedule, timeout_s: float) -> None:
+        schedule = bound.schedule
         self.timeout_s = timeout_s
         self._schedule = schedule
         self._other: World = other_world(schedule.world)
-        self.peers = _waiting_by_peer(program)
+        self.peers = _waiting_by_peer(bound)
         self._group = GlooGroup(
             Shelf("words", store),
             group_rank(schedule, schedule.world, schedule.rank),
@@ -87,16 +87,16 @@ def fetch(store: Store, rank: str, waiting: Waiting, timeout_s: float, *, what: 
     return str(store.get(what + rank).decode())
 
 
-def _waiting_by_peer(program: Program) -> dict[int, Waiting]:
+def _waiting_by_peer(bound: BoundSchedule) -> dict[int, Waiting]:
     """The ranks that this one moves bytes to or from, with the first parameter between them; in rotated order."""
-    schedule = program.schedule
+    schedule = bound.schedule
     found: dict[int, Waiting] = {}
     for stage in schedule.stages:
         sends = schedule.world == "train"
         table: TransferTable = stage.sends if sends else stage.recvs
         for peer, row in zip(*(column.tolist() for column in np.unique(table.peer, return_index=True)), strict=True):
-            name = schedule.parameter_name(int(table.bundle[row]), int(table.member[row]))
+            name = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
             other = schedule.name_of(other_world(schedule.world), peer)
-            found.setdefault(peer, Waiting(program.rank, other, stage.pp_stage, name, sends))
+            found.setdefault(peer, Waiting(bound.rank, other, stage.pp_stage, name, sends))
     size = max(schedule.train_ranks, schedule.gen_ranks)
     return dict(sorted(found.items(), key=lambda item: (item[0] - schedule.rank) % size))

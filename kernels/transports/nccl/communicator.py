@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mcore_reshard.kernels.errors import TransferError, Waiting
-from mcore_reshard.kernels.transports.base import gpu_obstacle
+from mcore_reshard.kernels.transports.base import gpu_unavailable_reason
 
 if TYPE_CHECKING:
     from nccl.core import Communicator
@@ -34,9 +34,9 @@ class NcclMessage:
     sends: bool
 
 
-def nccl_obstacle() -> str | None:
+def nccl_unavailable_reason() -> str | None:
     """What keeps NCCL from being used on this machine."""
-    return gpu_obstacle("nccl4py", "cuda-core", "cuda-bindings")
+    return gpu_unavailable_reason("nccl4py", "cuda-core", "cuda-bindings")
 
 
 def new_unique_id() -> bytes:

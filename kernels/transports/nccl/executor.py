@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.distributed import Store
 
-from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError
@@ -35,7 +35,7 @@ from mcore_reshard.kernels.transports.pipeline import StageClock, StageReport, g
 from mcore_reshard.kernels.transports.rounds import (
     DIGEST_BYTES,
     Division,
-    Passage,
+    PlacedMessage,
     Round,
     ScratchBudget,
     divide,
@@ -72,19 +72,19 @@ class NcclExecutor:
 
     def __init__(
         self,
-        program: Program,
+        bound: BoundSchedule,
         store: Store,
         *,
         timeout_s: float,
         budget: ScratchBudget = ScratchBudget(),  # noqa: B008
         copy_ctas: int = DEFAULT_COPY_CTAS,
     ) -> None:
-        schedule = program.schedule
+        schedule = bound.schedule
         self._timeout_s = timeout_s
         self._board = Board(
             store, group_rank(schedule, schedule.world, schedule.rank), group_names(schedule), timeout_s=timeout_s
         )
-        self._device = program.device or torch.device("cpu")
+        self._device = bound.device or torch.device("cpu")
         self._sends = schedule.world == "train"
         self._runs = 0
         self._fastest_s = 0.0
@@ -95,13 +95,13 @@ class NcclExecutor:
         self._scales: DeviceScales | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         try:
-            division = self._agreed(program, budget)
-            self._program = bind(
+            division = self._agreed(bound, budget)
+            self._bound = bind(
                 schedule,
-                program.by_name,
+                bound.by_name,
                 bucket_bytes=division.bucket_bytes,
             )
-            if any(stage.lanes for stage in self._program.stages):
+            if any(stage.peer_copies for stage in self._bound.stages):
                 with torch.cuda.device(self._device):
                     self._prepare(division, copy_ctas)
         except BaseException:
@@ -123,7 +123,7 @@ class NcclExecutor:
     @property
     def bucket_bytes(self) -> int:
         """The largest message, as all ranks agreed."""
-        return self._program.bucket_bytes
+        return self._bound.bucket_bytes
 
     @property
     def round_count(self) -> int:
@@ -135,14 +135,14 @@ class NcclExecutor:
         Raises `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError`; the executor is then closed.
         """
         if self._closed:
-            raise SessionError(f"{self._program.rank}: the nccl transport has been closed")
+            raise SessionError(f"{self._bound.rank}: the nccl transport has been closed")
         self._runs += 1
-        clock = StageClock(len(self._program.stages))
+        clock = StageClock(len(self._bound.stages))
         with self._gives_up_on_error():
             if self._rounds:
                 with torch.cuda.device(self._device):
                     self._run(clock)
-        return clock.reports(self._program)
+        return clock.reports(self._bound)
 
     def close(self) -> None:
         """Abort all communicators and free scratch. May be called twice."""
@@ -169,16 +169,16 @@ class NcclExecutor:
         from mcore_reshard.kernels.cuda.cast_kernel import device_scales
         from mcore_reshard.kernels.cuda.device_memory import PlainBuffer, is_plain
 
-        planned = rounds(self._program, division, in_place=[is_plain(tensor) for tensor in self._program.tensors])
+        planned = rounds(self._bound, division, in_place=[is_plain(tensor) for tensor in self._bound.tensors])
         for place, nbytes in slot_bytes(planned).items():
             self._slots[place] = PlainBuffer(nbytes)
-        buckets = sum(len(each.passages) for each in planned) if division.checksums else 0
+        buckets = sum(len(each.placed_messages) for each in planned) if division.checksums else 0
         self._damaged = torch.zeros(buckets, dtype=torch.bool, device=self._device)
         self._over = torch.zeros(len(planned), dtype=torch.uint8, pin_memory=True)  # 1: the round is; the device writes
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
         self._connect(division, planned)
-        self._rounds = self._bound(planned, division, copy_ctas)
-        self._scales = device_scales(self._program.casts, self._program.tensors, self._device)
+        self._rounds = self._bind_rounds(planned, division, copy_ctas)
+        self._scales = device_scales(self._bound.casts, self._bound.tensors, self._device)
         torch.cuda.synchronize(self._device)
         self._graph = self._captured()
 
@@ -267,15 +267,17 @@ class NcclExecutor:
 
     def _exchange(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
         communicator = self._links[each.round.stage, each.round.stream].communicator
-        waiting = each.round.passages[0].step.waiting
+        waiting = each.round.placed_messages[0].bucket_message.waiting
         communicator.start(each.messages, stream, waiting)
         self._until(lambda: communicator.is_idle(waiting), lambda: each.round, _START_S)
 
     def _check_digests(self) -> None:
-        passages = [passage for each in self._rounds for passage in each.round.passages]
+        placed_messages = [placed for each in self._rounds for placed in each.round.placed_messages]
         for number in torch.nonzero(self._damaged).reshape(-1).tolist():
-            step = passages[number].step
-            raise ChecksumError(step.waiting, f"bucket {step.number} arrived with other bytes than it was sent with")
+            bucket_message = placed_messages[number].bucket_message
+            raise ChecksumError(
+                bucket_message.waiting, f"bucket {bucket_message.number} arrived with other bytes than it was sent with"
+            )
 
     def _until(
         self,
@@ -297,7 +299,7 @@ class NcclExecutor:
                 started, awaited = now, here
             if now > look:
                 look = now + _LOOK_S
-                waiting = awaited.passages[0].step.waiting
+                waiting = awaited.placed_messages[0].bucket_message.waiting
                 if who := self._board.who_gave_up():  # asked first: NCCL may only report what that does to it
                     raise PeerLostError(waiting, f"{who} gave up")
                 for link in self._links.values():
@@ -308,13 +310,15 @@ class NcclExecutor:
 
     def _overdue(self, where: Round) -> DeadlineError:
         """The error that names, of the peers in a round, one that does not wait itself."""
-        schedule = self._program.schedule
+        schedule = self._bound.schedule
         by_peer = {
-            group_rank(schedule, other_world(schedule.world), passage.step.lane.peer): passage.step.waiting
-            for passage in where.passages
+            group_rank(
+                schedule, other_world(schedule.world), placed.bucket_message.peer_copies.peer
+            ): placed.bucket_message.waiting
+            for placed in where.placed_messages
         }
         silent = self._board.silent(f"run-{self._runs}", list(by_peer))
-        waiting = by_peer[silent[0]] if silent else where.passages[0].step.waiting
+        waiting = by_peer[silent[0]] if silent else where.placed_messages[0].bucket_message.waiting
         return DeadlineError(waiting, f"nothing within {self._timeout_s:g} s")
 
     @contextmanager
@@ -326,8 +330,8 @@ class NcclExecutor:
             self.close()
             raise
 
-    def _agreed(self, program: Program, budget: ScratchBudget) -> Division:
-        word = {"peers": sorted(peers_by_stage(program).items()), "budget": repr(budget)}
+    def _agreed(self, bound: BoundSchedule, budget: ScratchBudget) -> Division:
+        word = {"peers": sorted(peers_by_stage(bound).items()), "budget": repr(budget)}
         words = self._board.gather("word", word)
         if len(budgets := sorted({said["budget"] for said in words})) > 1:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}")
@@ -338,7 +342,7 @@ class NcclExecutor:
 
     def _connect(self, division: Division, planned: Sequence[Round]) -> None:
         """Join the communicators of the rank's stages, all at the same time, and connect every pair in them."""
-        schedule = self._program.schedule
+        schedule = self._bound.schedule
         me = group_rank(schedule, schedule.world, schedule.rank)
         firsts = {each.stage: each for each in reversed(planned)}  # each has a passage from or to every peer
         places = [(stage, stream) for stage in sorted(firsts) for stream in division.streams[stage]]
@@ -348,31 +352,32 @@ class NcclExecutor:
             members, topic = division.members[stage], f"id/{stage}/{stream}"
             if me == members[0]:
                 self._board.publish(topic, new_unique_id())
-            waiting = firsts[stage].passages[0].step.waiting
+            waiting = firsts[stage].placed_messages[0].bucket_message.waiting
             communicator = NcclCommunicator(self._board.read(topic), members.index(me), len(members), waiting)
             self._links[stage, stream] = _Link(communicator, *pairs[stream])
         for place in places:
             self._settle(self._links[place], firsts[place[0]])
-        peers = max(len(first.passages) for first in firsts.values())
+        peers = max(len(first.placed_messages) for first in firsts.values())
         warm = torch.empty(peers, _WARM_BYTES, dtype=torch.uint8, device=self._device)
         for place in places:
             link, first = self._links[place], firsts[place[0]]
             messages = [
-                NcclMessage(warm[number], passage.member, self._sends) for number, passage in enumerate(first.passages)
+                NcclMessage(warm[number], placed.member, self._sends)
+                for number, placed in enumerate(first.placed_messages)
             ]
-            link.communicator.start(messages, link.wire, first.passages[0].step.waiting)
+            link.communicator.start(messages, link.wire, first.placed_messages[0].bucket_message.waiting)
             self._settle(link, first)
             self._until(link.wire.record_event().query, lambda first=first: first)  # type: ignore[misc]
 
     def _settle(self, link: _Link, where: Round) -> None:
-        waiting = where.passages[0].step.waiting
+        waiting = where.placed_messages[0].bucket_message.waiting
         self._until(lambda: link.communicator.is_idle(waiting), lambda: where)
 
-    def _bound(self, planned: Sequence[Round], division: Division, copy_ctas: int) -> tuple[_DeviceRound, ...]:
+    def _bind_rounds(self, planned: Sequence[Round], division: Division, copy_ctas: int) -> tuple[_DeviceRound, ...]:
         from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather
         from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
 
-        addresses = [tensor.data_ptr() for tensor in self._program.tensors]
+        addresses = [tensor.data_ptr() for tensor in self._bound.tensors]
         bound: list[_DeviceRound] = []
         numbered = 0
         for each in planned:
@@ -382,19 +387,19 @@ class NcclExecutor:
             if len(table):
                 bases = np.array([*addresses, slot.data_ptr()], np.uint64)
                 shape = KernelShape(ctas=copy_ctas)
-                copies = DeviceGather(table, bases, self._program.casts, self._device, shape, _TILE_BYTES)
+                copies = DeviceGather(table, bases, self._bound.casts, self._device, shape, _TILE_BYTES)
             messages = tuple(
-                NcclMessage(self._payload(passage, slot), passage.member, self._sends) for passage in each.passages
+                NcclMessage(self._payload(placed, slot), placed.member, self._sends) for placed in each.placed_messages
             )
             checked = range(numbered, numbered + len(messages)) if division.checksums else range(0)
             numbered += len(messages)
             bound.append(_DeviceRound(each, messages, copies, checked))
         return tuple(bound)
 
-    def _payload(self, passage: Passage, slot: torch.Tensor) -> torch.Tensor:
-        if passage.run is None:
-            return slot[passage.slot_offset :][: passage.message_bytes]
-        return byte_view(self._program.tensors[passage.run.tensor])[passage.run.offset :][: passage.message_bytes]
+    def _payload(self, placed: PlacedMessage, slot: torch.Tensor) -> torch.Tensor:
+        if placed.run is None:
+            return slot[placed.slot_offset :][: placed.message_bytes]
+        return byte_view(self._bound.tensors[placed.run.tensor])[placed.run.offset :][: placed.message_bytes]
 
     def _drained(self) -> bool:
         """Whether the last run has ended on the device, after a moment."""
@@ -433,4 +438,4 @@ def _on_device(reached: Callable[[], bool], awaited: Round) -> bool:
     except RefitError:
         raise
     except RuntimeError as error:
-        raise NcclError(awaited.passages[0].step.waiting, f"the device failed: {error}") from error
+        raise NcclError(awaited.placed_messages[0].bucket_message.waiting, f"the device failed: {error}") from error

@@ -22,7 +22,7 @@ from mcore_reshard.session.agreement import is_positive_float32
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Quantisation methods whose process_weights_after_loading leaves parameters as they were loaded, and where it puts what
+# Quantization methods whose process_weights_after_loading leaves parameters as they were loaded, and where it puts what
 # kernels for the CPU (layers/utils.py, dispatch_cpu_unquantized_gemm) and ROCm's router read instead of them.
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "_GateLinearMethod"}
 _COPIES = ("cpu_linear", "_cpu_unpacked_conv_weight", "_bf16x3_weight")
@@ -113,7 +113,7 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
 def kv_scale_names(model: torch.nn.Module) -> list[str]:
     """The names of this rank's scales of the KV cache, as checkpoints have them: `set_kv_scales` takes these.
 
-    Layers whose cache is not quantised, or has a scale for every token, have none: vLLM keeps theirs at 1, also where a
+    Layers whose cache is not quantized, or has a scale for every token, have none: vLLM keeps theirs at 1, also where a
     checkpoint has others (layers/quantization/kv_cache.py), and some backends multiply by them whatever the cache.
     """
     return list(_kv_scales(model))
@@ -122,7 +122,7 @@ def kv_scale_names(model: torch.nn.Module) -> list[str]:
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     """Put calibrated scales of the KV cache where attention reads them: some of `kv_scale_names`.
 
-    They stay until others are set. What is in the cache already was quantised with the old scales. Written in place:
+    They stay until others are set. What is in the cache already was quantized with the old scales. Written in place:
     captured CUDA graphs read the tensors, while the host's floats are baked into them
     (layers/quantization/kv_cache.py, BaseKVCacheMethod.process_weights_after_loading, whose values these are).
     Raises ValueError, before anything is written, for names that this rank does not have and scales that are not positive.
@@ -133,7 +133,7 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     problems = []
     for name, scale in scales.items():
         if name not in known:
-            problems.append(f"{name} is no scale of an attention layer whose KV cache is quantised")
+            problems.append(f"{name} is no scale of an attention layer whose KV cache is quantized")
         elif not is_positive_float32(scale):
             problems.append(f"{name} is {scale}, a positive float32 number is needed")
     if problems:
@@ -182,7 +182,7 @@ def _is_attention(layer: torch.nn.Module) -> bool:
 def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
     """Parameters that kernels do not read as `load_weights` leaves them, with the reason: no refit can write these.
 
-    A whitelist: unquantised linear layers and embeddings, experts and block-FP8 layers on kernels that leave them alone
+    A whitelist: unquantized linear layers and embeddings, experts and block-FP8 layers on kernels that leave them alone
     (layers/fused_moe/oracle/unquantized.py, convert_to_unquantized_kernel_format, and oracle/fp8.py,
     convert_to_fp8_moe_kernel_format). What attention derives is not among them: `after_direct_writes` derives it again.
     """

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from mcore_reshard.planner.layout.block_scales import REPEATED
+from mcore_renumber.planner.layout.block_scales import REPEATED
 
 _SUFFIX = "_weight_scale_inv"
 _NOTHING = -1.0  # no scale is negative
@@ -73,17 +72,17 @@ def _entry(name: str, leaf: str, layer: Any, method: Any) -> _Refined:
 def _made_beside(leaf: str, layer: Any, method: Any, parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A tensor for the checkpoint's scales of one parameter, and which row and column of it each of the parameter's has."""
     coarse, fine = method.weight_block_size, method.moe_block_shape
-    part = layer.moe_config.intermediate_size_per_partition
-    start = layer.moe_config.tp_rank * part
+    width = layer.moe_config.intermediate_size_per_partition
+    start = layer.moe_config.tp_rank * width
     cut = 0 if leaf == "w13" else 1  # dim of the matrix that is cut
-    mine = torch.arange(start, start + part, fine[cut]) // coarse[cut]
+    mine = torch.arange(start, start + width, fine[cut]) // coarse[cut]
     mine -= start // coarse[cut]
     touched = int(mine[-1]) + 1
     if leaf == "w13":
-        shards = parameter.shape[1] // len(mine)  # gate and up, or up alone
-        rows = torch.cat([mine + shard * touched for shard in range(shards)])
+        stacked = parameter.shape[1] // len(mine)  # gate and up, or up alone
+        rows = torch.cat([mine + number * touched for number in range(stacked)])
         columns = torch.arange(parameter.shape[2]) * fine[1] // coarse[1]
-        shape = (parameter.shape[0], shards * touched, int(columns[-1]) + 1)
+        shape = (parameter.shape[0], stacked * touched, int(columns[-1]) + 1)
     else:
         rows = torch.arange(parameter.shape[1]) * fine[0] // coarse[0]
         columns = mine

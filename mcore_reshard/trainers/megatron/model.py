@@ -27,7 +27,7 @@ def local_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Te
     Wrapper prefixes (DDP, Float16Module) are stripped; layers keep Megatron's numbering within the chunk, so
     `vp1.decoder.layers.0` is the first layer of the second virtual pipeline chunk. Persistent buffers are included
     because the router's `expert_bias` is one. What newer Megatron releases renamed has the name of 0.16. A parameter that
-    Transformer Engine quantised (`fp8_param`) is two tensors: its E4M3 data under its own name, and its scales under that
+    Transformer Engine quantized (`fp8_param`) is two tensors: its E4M3 data under its own name, and its scales under that
     name with the attribute's, as in `vp0.decoder.layers.0.mlp.linear_fc2.weight._rowwise_scale_inv`. A tied parameter is
     there by each of its names.
 
@@ -139,7 +139,7 @@ def _held_by(module: torch.nn.Module, prefix: str) -> Mapping[str, torch.Tensor 
 
 
 def _parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A tensor, or the data and the scales of one that Transformer Engine quantised.
+    """A tensor, or the data and the scales of one that Transformer Engine quantized.
 
     Float8BlockwiseQTensor and MXFP8Tensor have row-wise data and scales, Float8Tensor one scale (transformer_engine/pytorch/
     tensor/). Raises ValueError for one that keeps column-wise data only, which no layout rule reads.
@@ -152,7 +152,7 @@ def _parts_of(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: tensor}
     scales = getattr(tensor, attribute)
     if data is None or scales is None:
-        raise ValueError(f"{name} is quantised, and keeps no row-wise data: build it with row-wise usage")
+        raise ValueError(f"{name} is quantized, and keeps no row-wise data: build it with row-wise usage")
     return {name: data.view(torch.float8_e4m3fn), f"{name}.{attribute}": scales}
 
 

@@ -16,9 +16,9 @@ import torch
 from mcore_reshard.planner.layout.megatron import ExpertsModule, MegatronBuild, MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc
-from mcore_reshard.planner.model.families import catalogue_from_config
-from mcore_reshard.planner.model.parameters import Catalogue
-from mcore_reshard.planner.model.precision import PRECISION_OF, PRECISIONS, QUANTISED, UNQUANTISED
+from mcore_reshard.planner.model.families import parameters_from_config
+from mcore_reshard.planner.model.parameters import ModelParameters
+from mcore_reshard.planner.model.precision import PRECISION_OF, PRECISIONS, QUANTIZED, UNQUANTIZED
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.proof.prove import ProofError, prove
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 _FUSED_NORM = ".layer_norm_weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
-_FORMATS = {*PRECISIONS} - {*UNQUANTISED}
+_FORMATS = {*PRECISIONS} - {*UNQUANTIZED}
 
 
 def plan_refit(
@@ -48,18 +48,18 @@ def plan_refit(
     group): every rank must call it and all get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a
     model that no plan describes.
     """
-    catalogue = catalogue_from_config(config)
+    model_parameters = parameters_from_config(config)
     train = TrainMesh(**dict(train_mesh_of(model_chunks)))
     tensors = local_tensors(model_chunks)
     build = _build_of(tensors, train.tp)
-    train_dtype = _agreed_precision(precisions_of(tensors), catalogue.dtype)
-    unquantised: list[int] = []
+    train_dtype = _agreed_precision(precisions_of(tensors), model_parameters.dtype)
+    unquantized: list[int] = []
     if train_dtype in _FORMATS:
         pp_stage = train.coordinate(torch.distributed.get_rank())["pp"] if torch.distributed.is_initialized() else 0
-        weights = _linear_weights(catalogue, train, build, pp_stage)
-        unquantised = _unquantised_layers(tensors, weights)
+        weights = _linear_weights(model_parameters, train, build, pp_stage)
+        unquantized = _unquantized_layers(tensors, weights)
     plan = make_plan(
-        catalogue,
+        model_parameters,
         train,
         gen,
         model=model,
@@ -67,7 +67,7 @@ def plan_refit(
         build=build,
         train_dtype=train_dtype,
         gen_dtype=gen_dtype,
-        train_unquantised_layers=unquantised,
+        train_unquantized_layers=unquantized,
     )
     proof = prove(plan)
     if not proof.ok:
@@ -78,7 +78,7 @@ def plan_refit(
 def _agreed_precision(mine: dict[str, str], main: str) -> str | None:
     """The `train_dtype` of a world whose ranks hold matrices in `mine`; `main` is the config's dtype.
 
-    Ranks tell each other, since a stage may hold no quantised parameters.
+    Ranks tell each other, since a stage may hold no quantized parameters.
     """
     held = {precision: name for rank in reversed(_told(mine)) for precision, name in rank.items()}
     formats, dtypes = held.keys() & _FORMATS, held.keys() - _FORMATS
@@ -92,13 +92,13 @@ def _agreed_precision(mine: dict[str, str], main: str) -> str | None:
     return next(iter(formats), None) or next((PRECISION_OF[dtype] for dtype in dtypes if dtype != main), None)
 
 
-def _unquantised_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[tuple[int, str]]) -> list[int]:
-    """The layers of an FP8 trainer of which no rank holds a quantised linear weight, though some hold others.
+def _unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[tuple[int, str]]) -> list[int]:
+    """The layers of an FP8 trainer of which no rank holds a quantized linear weight, though some hold others.
 
     `weights` are (layer, name) of what this rank may hold. Ranks tell each other, since a layer may be on several. Raises
-    ValueError for layers of which only a part is quantised.
+    ValueError for layers of which only a part is quantized.
     """
-    mine: dict[int, dict[bool, str]] = {}  # by layer, the first weight that is quantised and the first that is not
+    mine: dict[int, dict[bool, str]] = {}  # by layer, the first weight that is quantized and the first that is not
     for layer, name in weights:
         if name in tensors:
             mine.setdefault(layer, {}).setdefault(tensors[name].dtype is torch.float8_e4m3fn, name)
@@ -113,28 +113,28 @@ def _unquantised_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[t
     ]
     if parts:
         raise ValueError(
-            f"no plan can say what training ranks keep quantised: {'; '.join(parts)}; it must be all linear weights of a"
+            f"no plan can say what training ranks keep quantized: {'; '.join(parts)}; it must be all linear weights of a"
             " layer or none, as fp8_param and first_last_layers_bf16 leave them"
         )
     return sorted(layer for layer, names in held.items() if True not in names)
 
 
 def _linear_weights(
-    catalogue: Catalogue, train: TrainMesh, build: MegatronBuild, pp_stage: int
+    model_parameters: ModelParameters, train: TrainMesh, build: MegatronBuild, pp_stage: int
 ) -> Iterator[tuple[int, str]]:
-    """(layer, tensor) of what fp8_param quantises on a pipeline stage.
+    """(layer, tensor) of what fp8_param quantizes on a pipeline stage.
 
-    Multi-token-prediction layers are in no plan, and GroupedMLP is not Transformer Engine's: nothing quantises it.
+    Multi-token-prediction layers are in no plan, and GroupedMLP is not Transformer Engine's: nothing quantizes it.
     """
-    layout = MegatronLayout(catalogue, train, build)
-    for group in catalogue.groups:
-        if group.role not in QUANTISED or group.mtp or (group.experts and build.experts == "stacked"):
+    layout = MegatronLayout(model_parameters, train, build)
+    for group in model_parameters.groups:
+        if group.role not in QUANTIZED or group.mtp or (group.experts and build.experts == "stacked"):
             continue
         placed = layout.place(group)
-        for placement in () if isinstance(placed, (Misc, Excluded)) else placed:
-            patterns = {piece.tensor.name for held in placement.shards.pieces for piece in held}
-            slots = range(max(1, placement.experts[1] - placement.experts[0]))
-            for pattern, place, slot in product(sorted(patterns), placement.layers, slots):
+        for owners in () if isinstance(placed, (Misc, Excluded)) else placed:
+            patterns = {piece.tensor.name for held in owners.partition.pieces for piece in held}
+            slots = range(max(1, owners.experts[1] - owners.experts[0]))
+            for pattern, place, slot in product(sorted(patterns), owners.layers, slots):
                 if place.pp_stage == pp_stage:
                     yield place.layer, pattern.format(vp=place.vp_stage, layer=place.local, expert=slot)
 

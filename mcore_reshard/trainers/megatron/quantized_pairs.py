@@ -1,7 +1,7 @@
 """Whole FP8 pairs out of a live Megatron-Core model, by their Hugging Face names: what a plan's misc route sends.
 
-Megatron-Bridge (0.3.1) dequantises what Transformer Engine quantised and knows no scales. But its mappings gather and
-rearrange elements of any dtype. So a quantised parameter goes through them twice: its data as bytes, and the scale of
+Megatron-Bridge (0.3.1) dequantizes what Transformer Engine quantized and knows no scales. But its mappings gather and
+rearrange elements of any dtype. So a quantized parameter goes through them twice: its data as bytes, and the scale of
 every element as a matrix of the same shape. What arrives is the checkpoint's weight, and scales of which each block's
 must be equal:
 
@@ -22,7 +22,7 @@ import torch
 
 from mcore_reshard.kernels.copies.cast_arithmetic import over_elements
 from mcore_reshard.planner.model.precision import Block, grid_of
-from mcore_reshard.trainers.quantized_export import Pairs, Scales, quantised_pair
+from mcore_reshard.trainers.quantized_export import Pairs, Scales, quantized_pair
 
 from .model import conversion_tasks, export_tasks, hf_names
 
@@ -34,20 +34,20 @@ def export_with_pairs(
 ) -> NamedTensors:
     """As `export_hf`, with each weight of `pairs` as float8_e4m3fn data, followed by its float32 scales.
 
-    Data and scales of a trainer that holds the weight quantised arrive as they are. Where a block of the checkpoint holds
+    Data and scales of a trainer that holds the weight quantized arrive as they are. Where a block of the checkpoint holds
     parts of several blocks of the trainer (heads smaller than a block, in the fused QKV tensor), it has no scale of its
-    own: the weight is dequantised and quantised again, which rounds. Weights that the trainer holds in bfloat16 are
-    quantised. Both are done as the engine would (`kernels.precision`).
+    own: the weight is dequantized and quantized again, which rounds. Weights that the trainer holds in bfloat16 are
+    quantized. Both are done as the engine would (`kernels.precision`).
     A weight takes the memory of its element-wise scales meanwhile, four bytes an element.
 
     Collective, as `export_hf`. Raises KeyError for names that nothing yields, ValueError for other blocks than the plan's.
     """
     wanted = None if names is None else _weights_of(names, pairs)
     tasks = conversion_tasks(bridge, model_chunks, wanted)
-    by_bytes = _quantised_tasks(tasks, pairs)
+    by_bytes = _quantized_tasks(tasks, pairs)
     others = [task for index, task in enumerate(tasks) if index not in by_bytes]
     for name, tensor in export_tasks(bridge, model_chunks, others, wanted):
-        yield from quantised_pair(name, tensor, pairs[name]) if name in pairs else ((name, tensor),)
+        yield from quantized_pair(name, tensor, pairs[name]) if name in pairs else ((name, tensor),)
     # a mapping remembers the dtype that it exchanged between pipeline stages, so either half has tasks of its own
     again = conversion_tasks(bridge, model_chunks, wanted)
     data = [_carrying(tasks[index], _data) for index in sorted(by_bytes)]
@@ -65,8 +65,8 @@ def _weights_of(names: Collection[str], pairs: Pairs) -> set[str]:
     return {weights.get(name, name) for name in names}
 
 
-def _quantised_tasks(tasks: Sequence[Any], pairs: Pairs) -> set[int]:
-    """Which tasks have a weight of a pair that the trainer holds quantised. Tasks are collective: all ranks agree."""
+def _quantized_tasks(tasks: Sequence[Any], pairs: Pairs) -> set[int]:
+    """Which tasks have a weight of a pair that the trainer holds quantized. Tasks are collective: all ranks agree."""
     mine = {
         index
         for index, task in enumerate(tasks)
@@ -78,7 +78,7 @@ def _quantised_tasks(tasks: Sequence[Any], pairs: Pairs) -> set[int]:
 
 
 def _has_blocks(weight: Any) -> bool:
-    """Whether this is Transformer Engine's block FP8. MXFP8, whose scales are bytes, Bridge dequantises well enough."""
+    """Whether this is Transformer Engine's block FP8. MXFP8, whose scales are bytes, Bridge dequantizes well enough."""
     scales = getattr(weight, "_rowwise_scale_inv", None)
     return isinstance(scales, torch.Tensor) and scales.dtype is torch.float32
 
@@ -124,4 +124,4 @@ def pair_of_elements(name: str, data: torch.Tensor, scale: torch.Tensor, pair: S
     if torch.equal(over_elements(scales, pair.block, scale.shape), scale):
         yield from ((name, data), (pair.name, scales.reshape(pair.shape)))
     else:
-        yield from quantised_pair(name, (data.float() * scale).bfloat16(), pair)
+        yield from quantized_pair(name, (data.float() * scale).bfloat16(), pair)

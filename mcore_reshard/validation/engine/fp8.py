@@ -25,10 +25,10 @@ _FUSED_IN = {
 Block = tuple[int, int]
 
 
-def quantise(table: Table, config: Config) -> None:
+def quantize(table: Table, config: Config) -> None:
     """Turn the linear layers of a filled table into block FP8, if the config's quantization_config says so.
 
-    Raises ValueError for another quantisation, and for parts of tensors that do not begin and end on block edges: vLLM
+    Raises ValueError for another quantization, and for parts of tensors that do not begin and end on block edges: vLLM
     refuses those, or for experts makes the blocks smaller, which is not written down here.
     """
     stated = config.get("quantization_config")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from .families import FAMILIES
-from .fp8 import quantise
+from .fp8 import quantize
 from .tables import Config, GenSizes, Table, empty_table
 
 __all__ = ["GenSizes", "StandInEngine", "engine_tensors", "expected_tensors", "poison"]
@@ -125,7 +125,7 @@ def _table(config: Config, sizes: GenSizes, gen_rank: int) -> Table:
     layers = len(config["hybrid_override_pattern"]) if family == "nemotron_h" else config["num_hidden_layers"]
     table = empty_table(sizes, gen_rank, layers, _DTYPES[name])
     FAMILIES[family](table, config)
-    quantise(table, config)
+    quantize(table, config)
     if sizes.ep > 1 and not any(".experts." in source for source in table.sources):
         raise ValueError(f"{family} has no experts: ep must be 1, not {sizes.ep}")
     return table

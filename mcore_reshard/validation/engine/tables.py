@@ -168,7 +168,7 @@ class Table:
     def attention(
         self, held: bool, tensor: str, source: str, config: Config, qkv_bias: bool = False, o_bias: bool = False
     ) -> None:
-        """qkv_proj `[q; k; v]` and o_proj; few KV heads repeat on neighbouring ranks (layers/linear.py)."""
+        """qkv_proj `[q; k; v]` and o_proj; few KV heads repeat on neighboring ranks (layers/linear.py)."""
         tp, hidden = self.sizes.tp, config["hidden_size"]
         heads, kv_heads, dim = attention_sizes(config)
         if heads % tp or (kv_heads % tp and tp % kv_heads):

@@ -54,7 +54,7 @@ def build_engine(
 ) -> torch.nn.Module:
     """The vLLM model of one generation rank in bf16, or as its quantization_config says, every parameter byte poisoned.
 
-    `config_folder` holds an HF `config.json`. With "gloo" the default process group must be initialised and consist of
+    `config_folder` holds an HF `config.json`. With "gloo" the default process group must be initialized and consist of
     the generation ranks. vLLM's loaders read the process's parallel state: only the model built last can be loaded.
     On "meta" a model of any size has names, shapes and dtypes, and nothing else.
     """
@@ -248,14 +248,14 @@ def _stand_in_groups(sizes: GenSizes, gen_rank: int) -> Iterator[None]:
         return _stand_in_group(group_ranks, gen_rank, group_name)
 
     _forget_groups()
-    as_if_initialised = mock.patch.multiple(
+    as_if_initialized = mock.patch.multiple(
         dist,
         is_initialized=lambda: True,
         get_world_size=lambda group=None: sizes.world,
         get_rank=lambda group=None: gen_rank,
         get_backend=lambda group=None: "gloo",
     )
-    with as_if_initialised, mock.patch.object(state, "init_model_parallel_group", group):
+    with as_if_initialized, mock.patch.object(state, "init_model_parallel_group", group):
         state._WORLD, state._NODE_COUNT = group([list(range(sizes.world))], group_name="world"), 1
         state.initialize_model_parallel(sizes.tp, sizes.pp)
         yield

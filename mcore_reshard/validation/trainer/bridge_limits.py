@@ -11,18 +11,18 @@ import re
 
 from mcore_reshard.planner.layout.megatron import ExpertsModule
 from mcore_reshard.planner.layout.mesh import TrainMesh
-from mcore_reshard.planner.model.parameters import Catalogue, LatentAttention, Role
+from mcore_reshard.planner.model.parameters import LatentAttention, ModelParameters, Role
 
 _QKV_BIASES = {"qwen2", "gpt_oss"}  # families whose providers set add_qkv_bias
 _SEQUENTIAL_EXPERTS = {"qwen3_moe", "gpt_oss"}  # families whose mappings know local_experts.N
 _YARN_POSITIONS = 4096  # original_max_position_embeddings in Megatron-Core and Bridge, whatever the config says
 
 
-def bridge_limits(catalogue: Catalogue, train: TrainMesh, experts: ExpertsModule) -> list[str]:
+def bridge_limits(model_parameters: ModelParameters, train: TrainMesh, experts: ExpertsModule) -> list[str]:
     """Every reason why the installed Megatron-Bridge has no such model on this mesh; empty if it has."""
-    architecture, family = catalogue.architecture, catalogue.architecture.family
-    roles = {group.role for group in catalogue.groups}
-    unmapped = [group.pattern for group in catalogue.groups if group.role is Role.UNKNOWN]
+    architecture, family = model_parameters.architecture, model_parameters.architecture.family
+    roles = {group.role for group in model_parameters.groups}
+    unmapped = [group.name_pattern for group in model_parameters.groups if group.role is Role.UNKNOWN]
     found = [f"it has no mapping for {pattern}" for pattern in unmapped]
     if Role.Q_BIAS in roles and family not in _QKV_BIASES:
         found.append(f"it builds {family} without biases in attention")

@@ -58,11 +58,11 @@ class Trainer:
     def step(self) -> None:
         """One SGD step in place on the loss |w|^2 / 2, whose gradient is w: every weight is halved, exactly.
 
-        Replicas stay equal and elements stay recognisable. Quantised weights are halved and quantised again. No data
+        Replicas stay equal and elements stay recognizable. Quantized weights are halved and quantized again. No data
         passes through the model, since forward needs kernels that a CPU does not have. The router's bias, which
         Megatron updates outside the optimizer, is halved too.
         """
-        parameters = [p for chunk in self.model_chunks for p in chunk.parameters() if not _is_quantised(p)]
+        parameters = [p for chunk in self.model_chunks for p in chunk.parameters() if not _is_quantized(p)]
         for parameter in parameters:
             parameter.grad = parameter.detach().clone()
         optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, foreach=False)
@@ -72,7 +72,7 @@ class Trainer:
             if name.endswith("router.expert_bias"):
                 tensor.mul_(1 - LEARNING_RATE)
         with torch.no_grad():
-            for parameter in (p for chunk in self.model_chunks for p in chunk.parameters() if _is_quantised(p)):
+            for parameter in (p for chunk in self.model_chunks for p in chunk.parameters() if _is_quantized(p)):
                 parameter.copy_(parameter.dequantize() * (1 - LEARNING_RATE))
 
     def export(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -80,11 +80,11 @@ class Trainer:
         return export_with_pairs(self.bridge, self.model_chunks, self.pairs, names)
 
     def export_held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them as Megatron-Bridge gives them, nothing quantised: see `mcore_reshard.trainers.megatron.model.export_hf`."""
+        """All of them as Megatron-Bridge gives them, nothing quantized: see `mcore_reshard.trainers.megatron.model.export_hf`."""
         return export_hf(self.bridge, self.model_chunks)
 
 
-def _is_quantised(parameter: torch.nn.Parameter) -> bool:
+def _is_quantized(parameter: torch.nn.Parameter) -> bool:
     return hasattr(parameter, "_rowwise_data")
 
 
@@ -138,12 +138,12 @@ def build_trainer(
     `grouped_experts=False` gives one module an expert (SequentialMLP) instead of grouped tensors (TEGroupedMLP).
     The vocabulary is padded with zero rows to a multiple of `vocab_multiple * tp`; None keeps the checkpoint's size
     where TP divides it, and elsewhere pads with Megatron-Bridge's divisor (a power of two up to 128 that divides it).
-    `fp8_block` keeps the weights of linear layers quantised (`fp8_param`, the blockwise recipe), in blocks of this size,
+    `fp8_block` keeps the weights of linear layers quantized (`fp8_param`, the blockwise recipe), in blocks of this size,
     which the real Transformer Engine has at 128 x 128 alone. `pairs` are what `export` yields as FP8 data and scales.
     Raises ValueError when the world has not the mesh's size, or Transformer Engine not these blocks.
     """
     if fp8_block not in {None, (128, 128)} and te_standin.is_real():
-        raise ValueError(f"Transformer Engine quantises in blocks of 128x128, not of {fp8_block[0]}x{fp8_block[1]}")
+        raise ValueError(f"Transformer Engine quantizes in blocks of 128x128, not of {fp8_block[0]}x{fp8_block[1]}")
     if torch.distributed.get_world_size() != mesh.world:
         raise ValueError(f"the mesh has {mesh.world} ranks and the world {torch.distributed.get_world_size()}")
     prepare()
@@ -163,7 +163,7 @@ def build_trainer(
             create_gloo_process_groups=False,
         )
         if te_standin.is_real():
-            model_parallel_cuda_manual_seed(1)  # else nothing can be initialised on a GPU
+            model_parallel_cuda_manual_seed(1)  # else nothing can be initialized on a GPU
         bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
         provider = bridge.to_megatron_provider(load_weights=False)
         if hasattr(provider, "q_lora_rank"):  # Bridge takes an absent low rank for its provider's default

@@ -61,7 +61,7 @@ def cpu_as_device() -> Iterator[None]:
     With the real Transformer Engine this does nothing. With the stand-in the model is on the CPU on any machine.
 
     Megatron places a few buffers (router bias, rotary tables) on `torch.cuda.current_device()`, forks CUDA random
-    states around initialisation, moves tied embeddings with `.cuda()`, and with context parallelism makes a stream and
+    states around initialization, moves tied embeddings with `.cuda()`, and with context parallelism makes a stream and
     pins a tensor.
     """
     if is_real():
@@ -209,10 +209,10 @@ class RMSNorm(_ParameterOwner):
         del eps, ignored
         size = hidden_size if hidden_size is not None else normalized_shape
         assert size is not None, "a norm needs its size"
-        placement: dict[str, Any] = {"dtype": params_dtype or dtype or torch.get_default_dtype(), "device": device}
-        self.weight = torch.nn.Parameter(torch.full((size,), 0.0 if zero_centered_gamma else 1.0, **placement))
+        owners: dict[str, Any] = {"dtype": params_dtype or dtype or torch.get_default_dtype(), "device": device}
+        self.weight = torch.nn.Parameter(torch.full((size,), 0.0 if zero_centered_gamma else 1.0, **owners))
         if isinstance(self, LayerNorm):
-            self.bias = torch.nn.Parameter(torch.zeros(size, **placement))
+            self.bias = torch.nn.Parameter(torch.zeros(size, **owners))
         if sequence_parallel is not None:
             for parameter in self.parameters(recurse=False):
                 _set(parameter, sequence_parallel=sequence_parallel)

@@ -1,7 +1,7 @@
-"""Quantised parameters of the stand-in for Transformer Engine: what `fp8_param` with block scaling leaves on a rank.
+"""Quantized parameters of the stand-in for Transformer Engine: what `fp8_param` with block scaling leaves on a rank.
 
 Megatron itself decides which layers are built under `fp8_model_init`; the stand-in's linear layers then keep their
-weights as a `Float8BlockwiseQTensor` with the attributes of the real one, filled by the reference quantiser. The real
+weights as a `Float8BlockwiseQTensor` with the attributes of the real one, filled by the reference quantizer. The real
 one has blocks of 128 x 128 alone; `use_block` makes smaller ones for tiny models.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from mcore_reshard.kernels.copies.cast_arithmetic import over_elements, quantised
+from mcore_reshard.kernels.copies.cast_arithmetic import over_elements, quantized
 
 Block = tuple[int, int]
 
@@ -25,21 +25,21 @@ _COLUMNS_TO = 4  # the grid of scales has its columns padded to a multiple
 @dataclass(slots=True)
 class _State:
     block: Block = (128, 128)
-    quantises: bool = False  # inside of fp8_model_init
+    quantizes: bool = False  # inside of fp8_model_init
 
 
 _state = _State()
 
 
 class QuantizedTensor(torch.Tensor):
-    """What Megatron and Megatron-Bridge ask a tensor to be, before they dequantise it."""
+    """What Megatron and Megatron-Bridge ask a tensor to be, before they dequantize it."""
 
 
 class Float8BlockwiseQTensor(QuantizedTensor):
     """A matrix [M, K] in bfloat16 to whoever reads or writes it, kept as E4M3 data and scales of its blocks.
 
     `_rowwise_data` uint8 [M, K]; `_rowwise_scale_inv` float32 [ceil(M / block), ceil(K / block) up to a multiple of 4].
-    Writing in place quantises in place: the two tensors stay where they are.
+    Writing in place quantizes in place: the two tensors stay where they are.
     """
 
     _rowwise_data: torch.Tensor
@@ -58,7 +58,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
 
     @classmethod
     def of(cls, weight: torch.Tensor, block: Block) -> Float8BlockwiseQTensor:
-        """A weight [M, K], quantised."""
+        """A weight [M, K], quantized."""
         down, across = -(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1])
         padded = -(-across // _COLUMNS_TO) * _COLUMNS_TO
         # what the padding holds is nobody's: NaN here, so that a copy of it shows
@@ -69,7 +69,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
 
     def quantize_(self, weight: torch.Tensor) -> None:
         """Take other values, in place."""
-        data, scales = quantised(weight.to(torch.bfloat16), self.block)
+        data, scales = quantized(weight.to(torch.bfloat16), self.block)
         self._rowwise_data.copy_(data.view(torch.uint8))
         self._rowwise_scale_inv[:, : scales.shape[1]].copy_(scales)
 
@@ -101,7 +101,7 @@ def _value(argument: Any) -> Any:
 
 @contextlib.contextmanager
 def use_block(block: Block) -> Iterator[None]:
-    """Quantise in blocks of this size what is built in here."""
+    """Quantize in blocks of this size what is built in here."""
     before, _state.block = _state.block, block
     try:
         yield
@@ -113,15 +113,15 @@ def use_block(block: Block) -> Iterator[None]:
 def fp8_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Layers made in here keep their weights quantised. Raises NotImplementedError for another recipe than block scaling."""
+    """Layers made in here keep their weights quantized. Raises NotImplementedError for another recipe than block scaling."""
     del preserve_high_precision_init_val
     if enabled and not isinstance(recipe, Float8BlockScaling):
-        raise NotImplementedError(f"the stand-in for Transformer Engine quantises in blocks, not with {recipe}")
-    before, _state.quantises = _state.quantises, enabled
+        raise NotImplementedError(f"the stand-in for Transformer Engine quantizes in blocks, not with {recipe}")
+    before, _state.quantizes = _state.quantizes, enabled
     try:
         yield
     finally:
-        _state.quantises = before
+        _state.quantizes = before
 
 
 class Float8BlockScaling:
@@ -131,11 +131,11 @@ class Float8BlockScaling:
         self.fp8_format = fp8_format
 
 
-def parameter(shape: tuple[int, int], init: Callable[[torch.Tensor], object] | None, **placement: Any
+def parameter(shape: tuple[int, int], init: Callable[[torch.Tensor], object] | None, **owners: Any
 ) -> torch.nn.Parameter:  # fmt: skip
-    """The weight of a linear layer, initialised and then quantised where that was asked for."""
-    weight = torch.empty(shape, **placement)
-    if not _state.quantises:
+    """The weight of a linear layer, initialized and then quantized where that was asked for."""
+    weight = torch.empty(shape, **owners)
+    if not _state.quantizes:
         made = torch.nn.Parameter(weight)
         if init is not None:
             init(made)

@@ -1,4 +1,4 @@
-"""From a Hugging Face config to a catalogue: one function per `model_type`."""
+"""From a Hugging Face config to a model's parameters: one function per `model_type`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from mcore_reshard.planner.model.config_reader import ConfigError, looks_like
-from mcore_reshard.planner.model.parameters import Catalogue
+from mcore_reshard.planner.model.parameters import ModelParameters
 
 from .deepseek_v3 import deepseek_v3, kimi_k2
 from .dense import llama, mistral, qwen2, qwen3
@@ -15,9 +15,9 @@ from .gpt_oss import gpt_oss
 from .nemotron_h import nemotron_h
 from .qwen3_moe import qwen3_moe
 
-__all__ = ["FAMILIES", "ConfigError", "as_published", "catalogue_from_config"]
+__all__ = ["FAMILIES", "ConfigError", "as_published", "parameters_from_config"]
 
-FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Catalogue]] = {
+FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelParameters]] = {
     "deepseek_v3": deepseek_v3,
     "gpt_oss": gpt_oss,
     "kimi_k2": kimi_k2,
@@ -40,10 +40,10 @@ def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in written} | renamed
 
 
-def catalogue_from_config(config: Mapping[str, Any]) -> Catalogue:
+def parameters_from_config(config: Mapping[str, Any]) -> ModelParameters:
     """Every parameter of the model that `config` (an HF config.json) describes.
 
-    Raises `ConfigError`: for a `model_type` that no family knows, or listing every field that is missing, misspelt, of
+    Raises `ConfigError`: for a `model_type` that no family knows, or listing every field that is missing, misspelled, of
     the wrong type, or at odds with another.
     """
     family = config.get("model_type")

@@ -39,7 +39,7 @@ class Layers:
     ) -> Iterator[ParameterGroup]:
         if self.numbers:
             yield ParameterGroup(
-                pattern=f"{self.prefix}.{name}",
+                name_pattern=f"{self.prefix}.{name}",
                 role=role,
                 shape=shape,
                 dtype=dtype or self.dtype,

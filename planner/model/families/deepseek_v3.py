@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_reshard.planner.model.config_reader import ConfigReader, read_quantization
-from mcore_reshard.planner.model.parameters import Architecture, Catalogue, LatentAttention, ParameterGroup, Role
+from mcore_reshard.planner.model.parameters import Architecture, LatentAttention, ModelParameters, ParameterGroup, Role
 
 from .blocks import (
     Layers,
@@ -27,15 +27,15 @@ from .blocks import (
 )
 
 
-def deepseek_v3(config: Mapping[str, Any]) -> Catalogue:
+def deepseek_v3(config: Mapping[str, Any]) -> ModelParameters:
     """`q_lora_rank` null: queries are projected directly. `num_nextn_predict_layers` (none where absent) adds layers
     after the last decoder layer, all with experts."""
-    return _catalogue(config, "deepseek_v3")
+    return _model_parameters(config, "deepseek_v3")
 
 
-def kimi_k2(config: Mapping[str, Any]) -> Catalogue:
+def kimi_k2(config: Mapping[str, Any]) -> ModelParameters:
     """DeepSeek-V3's layout under a name of its own."""
-    return _catalogue(config, "kimi_k2")
+    return _model_parameters(config, "kimi_k2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Decoder:
     shared_width: int
 
 
-def _catalogue(config: Mapping[str, Any], family: str) -> Catalogue:
+def _model_parameters(config: Mapping[str, Any], family: str) -> ModelParameters:
     reader = ConfigReader(config)
     hidden, vocab, width = reader.size("hidden_size"), reader.size("vocab_size"), reader.size("intermediate_size")
     count = reader.size("num_hidden_layers")
@@ -92,7 +92,7 @@ def _catalogue(config: Mapping[str, Any], family: str) -> Catalogue:
         shared_intermediate=decoder.shared_width,
         mtp_layers=mtp,
     )
-    return Catalogue(architecture, groups, dtype, quantization)
+    return ModelParameters(architecture, groups, dtype, quantization)
 
 
 def _read_decoder(reader: ConfigReader) -> _Decoder:

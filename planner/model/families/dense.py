@@ -9,29 +9,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention, read_quantization
-from mcore_reshard.planner.model.parameters import Architecture, Catalogue, Role
+from mcore_reshard.planner.model.parameters import Architecture, ModelParameters, Role
 
 from .blocks import Layers, attention, embedding, final_norm, lm_head, mlp
 
 
-def llama(config: Mapping[str, Any]) -> Catalogue:
+def llama(config: Mapping[str, Any]) -> ModelParameters:
     """`attention_bias` puts a bias on q, k, v and o, `mlp_bias` on the MLP's three matrices."""
     reader = ConfigReader(config)
     bias = reader.flag("attention_bias")
     return _dense(reader, "llama", qkv_bias=bias, o_bias=bias, mlp_bias=reader.flag("mlp_bias"))
 
 
-def mistral(config: Mapping[str, Any]) -> Catalogue:
+def mistral(config: Mapping[str, Any]) -> ModelParameters:
     """Llama's layout; no biases whatever the config says."""
     return _dense(ConfigReader(config), "mistral")
 
 
-def qwen2(config: Mapping[str, Any]) -> Catalogue:
+def qwen2(config: Mapping[str, Any]) -> ModelParameters:
     """Llama's layout with a bias on q, k and v, always, and none on o."""
     return _dense(ConfigReader(config), "qwen2", qkv_bias=True)
 
 
-def qwen3(config: Mapping[str, Any]) -> Catalogue:
+def qwen3(config: Mapping[str, Any]) -> ModelParameters:
     """Llama's layout with norms over each head's q and k, and a head size of its own."""
     reader = ConfigReader(config)
     bias = reader.flag("attention_bias")
@@ -45,7 +45,7 @@ def _dense(
     o_bias: bool = False,
     mlp_bias: bool = False,
     qk_norms: bool = False,
-) -> Catalogue:
+) -> ModelParameters:
     hidden, vocab, width = reader.size("hidden_size"), reader.size("vocab_size"), reader.size("intermediate_size")
     count = reader.size("num_hidden_layers")
     # Qwen3's heads are 128 wide whatever hidden / heads is: its config must say so
@@ -64,4 +64,4 @@ def _dense(
         *lm_head(vocab, hidden, dtype, tied),
     )
     architecture = Architecture(family, hidden, count, vocab, tied, numbers, intermediate=width)
-    return Catalogue(architecture, groups, dtype, quantization)
+    return ModelParameters(architecture, groups, dtype, quantization)

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention, read_quantization
-from mcore_reshard.planner.model.parameters import Architecture, Catalogue, ParameterGroup, Role
+from mcore_reshard.planner.model.parameters import Architecture, ModelParameters, ParameterGroup, Role
 
 from .blocks import Layers, attention, embedding, final_norm, lm_head
 
 
-def gpt_oss(config: Mapping[str, Any]) -> Catalogue:
+def gpt_oss(config: Mapping[str, Any]) -> ModelParameters:
     """Every layer has experts; q, k, v and o have biases whatever `attention_bias` says, as in transformers."""
     reader = ConfigReader(config)
     hidden, vocab, count = reader.size("hidden_size"), reader.size("vocab_size"), reader.size("num_hidden_layers")
@@ -39,7 +39,7 @@ def gpt_oss(config: Mapping[str, Any]) -> Catalogue:
     architecture = Architecture(
         "gpt_oss", hidden, count, vocab, tied, numbers, experts=expert_count, expert_intermediate=width
     )
-    return Catalogue(architecture, groups, dtype, quantization)
+    return ModelParameters(architecture, groups, dtype, quantization)
 
 
 def _stacked_experts(layers: Layers, count: int, width: int) -> Iterator[ParameterGroup]:

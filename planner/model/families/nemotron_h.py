@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention, read_quantization
-from mcore_reshard.planner.model.parameters import Architecture, Catalogue, Mamba, ParameterGroup, Role
+from mcore_reshard.planner.model.parameters import Architecture, Mamba, ModelParameters, ParameterGroup, Role
 
 from .blocks import (
     Layers,
@@ -49,7 +49,7 @@ class _Mixture:
     latent: int = 0
 
 
-def nemotron_h(config: Mapping[str, Any]) -> Catalogue:
+def nemotron_h(config: Mapping[str, Any]) -> ModelParameters:
     """Which layer is what comes from `hybrid_override_pattern` (M, *, -, E) or `layers_block_type`.
 
     Sizes of a kind of layer that the model does not have need not be in the config.
@@ -100,7 +100,7 @@ def nemotron_h(config: Mapping[str, Any]) -> Catalogue:
         gated=False,
         mamba=mamba,
     )
-    return Catalogue(architecture, groups, dtype, quantization)
+    return ModelParameters(architecture, groups, dtype, quantization)
 
 
 def _places(pattern: str, letter: str) -> tuple[int, ...]:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention, read_quantization
-from mcore_reshard.planner.model.parameters import Architecture, Catalogue, Role
+from mcore_reshard.planner.model.parameters import Architecture, ModelParameters, Role
 
 from .blocks import Layers, attention, embedding, experts, final_norm, lm_head, mlp
 
 
-def qwen3_moe(config: Mapping[str, Any]) -> Catalogue:
+def qwen3_moe(config: Mapping[str, Any]) -> ModelParameters:
     """Layer `i` has experts where `decoder_sparse_step` divides `i + 1`, unless `mlp_only_layers` names it."""
     reader = ConfigReader(config)
     hidden, vocab = reader.size("hidden_size"), reader.size("vocab_size")
@@ -51,7 +51,7 @@ def qwen3_moe(config: Mapping[str, Any]) -> Catalogue:
         experts=expert_count,
         expert_intermediate=expert_width,
     )
-    return Catalogue(architecture, groups, dtype, quantization)
+    return ModelParameters(architecture, groups, dtype, quantization)
 
 
 def _layer_kinds(reader: ConfigReader, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -6,65 +6,70 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
-from mcore_reshard.planner.layout.partitions import Shards
+from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import Role
-from mcore_reshard.planner.plan.plan import Bundle, Holding, Move, Plan, Template
+from mcore_reshard.planner.plan.plan import Overlap, Plan, TransferGroup, TransferPattern
 from mcore_reshard.planner.plan.plan_file import digest_of
 
 Recut = Callable[[int, Sequence[Piece]], Sequence[Piece]]
 
 
-def bundles_of(plan: Plan, *roles: Role) -> list[int]:
-    return [i for i, bundle in enumerate(plan.bundles) if plan.groups[bundle.group].role in roles]
+def transfer_groups_of(plan: Plan, *roles: Role) -> list[int]:
+    return [i for i, transfers in enumerate(plan.transfer_groups) if plan.groups[transfers.group].role in roles]
 
 
-def edit_bundles(plan: Plan, indices: Sequence[int], change: Callable[[Bundle], Bundle]) -> Plan:
-    """The plan with some bundles changed, and all in stage order again."""
-    bundles = [change(bundle) if i in set(indices) else bundle for i, bundle in enumerate(plan.bundles)]
-    bundles.sort(key=lambda bundle: bundle.pp_stage)
-    return replace(plan, bundles=tuple(bundles))
+def edit_transfers(plan: Plan, indices: Sequence[int], change: Callable[[TransferGroup], TransferGroup]) -> Plan:
+    """The plan with some transfer groups changed, and all in stage order again."""
+    transfer_groups = [
+        change(transfers) if i in set(indices) else transfers for i, transfers in enumerate(plan.transfer_groups)
+    ]
+    transfer_groups.sort(key=lambda transfers: transfers.pp_stage)
+    return replace(plan, transfer_groups=tuple(transfer_groups))
 
 
-def without_bundles(plan: Plan, indices: Sequence[int]) -> Plan:
-    return replace(plan, bundles=tuple(bundle for i, bundle in enumerate(plan.bundles) if i not in set(indices)))
+def without_transfers(plan: Plan, indices: Sequence[int]) -> Plan:
+    return replace(
+        plan,
+        transfer_groups=tuple(transfers for i, transfers in enumerate(plan.transfer_groups) if i not in set(indices)),
+    )
 
 
 def without_groups(plan: Plan, *roles: Role) -> Plan:
-    """The plan as if the catalogue had never listed these parameters."""
+    """The plan as if the model's parameters had never listed these parameters."""
     kept = [i for i, group in enumerate(plan.groups) if group.role not in roles]
     new = {old: index for index, old in enumerate(kept)}
     return replace(
         plan,
         groups=tuple(plan.groups[i] for i in kept),
-        bundles=tuple(replace(b, group=new[b.group]) for b in plan.bundles if b.group in new),
+        transfer_groups=tuple(replace(b, group=new[b.group]) for b in plan.transfer_groups if b.group in new),
         misc=tuple(replace(u, group=new[u.group]) for u in plan.misc if u.group in new),
         excluded=tuple(replace(u, group=new[u.group]) for u in plan.excluded if u.group in new),
     )
 
 
-def with_holding(plan: Plan, ranks) -> tuple[Plan, int]:  # type: ignore[no-untyped-def]
-    return replace(plan, holdings=(*plan.holdings, Holding(ranks))), len(plan.holdings)
+def with_rank_grid(plan: Plan, ranks) -> tuple[Plan, int]:  # type: ignore[no-untyped-def]
+    return replace(plan, rank_grids=(*plan.rank_grids, ranks)), len(plan.rank_grids)
 
 
 def recut(plan: Plan, role: Role, *, src: Recut | None = None, dst: Recut | None = None) -> Plan:
-    """Other pieces for a role's shards, and the moves that follow: what a wrong layout rule gives."""
-    templates = list(plan.templates)
-    for index in {plan.bundles[i].template for i in bundles_of(plan, role)}:
-        template = templates[index]
-        source = _recut(template.src, src) if src else template.src
-        target = _recut(template.dst, dst) if dst else template.dst
-        templates[index] = Template(source, target, moves_between(source, target))
-    return replace(plan, templates=tuple(templates))
+    """Other pieces for a role's parts, and the moves that follow: what a wrong layout rule gives."""
+    patterns = list(plan.patterns)
+    for index in {plan.transfer_groups[i].pattern for i in transfer_groups_of(plan, role)}:
+        pattern = patterns[index]
+        source = _recut(pattern.src, src) if src else pattern.src
+        target = _recut(pattern.dst, dst) if dst else pattern.dst
+        patterns[index] = TransferPattern(source, target, overlaps_between(source, target))
+    return replace(plan, patterns=tuple(patterns))
 
 
-def _recut(shards: Shards, change: Recut) -> Shards:
-    return replace(shards, pieces=tuple(tuple(change(c, pieces)) for c, pieces in enumerate(shards.pieces)))
+def _recut(partition: Partition, change: Recut) -> Partition:
+    return replace(partition, pieces=tuple(tuple(change(c, pieces)) for c, pieces in enumerate(partition.pieces)))
 
 
-def moves_between(src: Shards, dst: Shards) -> tuple[Move, ...]:
+def overlaps_between(src: Partition, dst: Partition) -> tuple[Overlap, ...]:
     """Every source piece against every destination piece."""
     return tuple(
-        Move(a, i, b, j, common)
+        Overlap(a, i, b, j, common)
         for b, wanted in enumerate(dst.pieces)
         for j, to in enumerate(wanted)
         for a, held in enumerate(src.pieces)
@@ -75,15 +80,15 @@ def moves_between(src: Shards, dst: Shards) -> tuple[Move, ...]:
 
 def retensor(plan: Plan, role: Role, change: Callable[[LocalTensor], LocalTensor], *, source: bool) -> Plan:
     """Another name, shape or dtype for the tensors that a role lies in, on one side; moves stay."""
-    templates = list(plan.templates)
-    for index in {plan.bundles[i].template for i in bundles_of(plan, role)}:
-        template = templates[index]
-        shards = template.src if source else template.dst
-        pieces = tuple(tuple(replace(p, tensor=change(p.tensor)) for p in held) for held in shards.pieces)
-        padding = tuple(tuple(replace(p, tensor=change(p.tensor)) for p in held) for held in shards.padding)
-        shards = Shards(pieces, padding)
-        templates[index] = replace(template, src=shards) if source else replace(template, dst=shards)
-    return replace(plan, templates=tuple(templates))
+    patterns = list(plan.patterns)
+    for index in {plan.transfer_groups[i].pattern for i in transfer_groups_of(plan, role)}:
+        pattern = patterns[index]
+        partition = pattern.src if source else pattern.dst
+        pieces = tuple(tuple(replace(p, tensor=change(p.tensor)) for p in held) for held in partition.pieces)
+        padding = tuple(tuple(replace(p, tensor=change(p.tensor)) for p in held) for held in partition.padding)
+        partition = Partition(pieces, padding)
+        patterns[index] = replace(pattern, src=partition) if source else replace(pattern, dst=partition)
+    return replace(plan, patterns=tuple(patterns))
 
 
 def rows(piece: Piece, start: int, stop: int, at: int | None = None) -> Piece:

@@ -15,22 +15,22 @@ from mcore_reshard.planner.layout.megatron import MegatronBuild
 from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.layout.partitions import Padding
 from mcore_reshard.planner.model.parameters import Role
-from mcore_reshard.planner.plan.plan import BundleLayer, Plan, UnplannedGroup
+from mcore_reshard.planner.plan.plan import Plan, TransferLayer, UnplannedGroup
 from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import prove
 
 from .edits import (
-    bundles_of,
-    edit_bundles,
+    edit_transfers,
     moved,
     recut,
     retensor,
     rows,
     sealed,
+    transfer_groups_of,
     whole_of,
-    with_holding,
-    without_bundles,
+    with_rank_grid,
     without_groups,
+    without_transfers,
 )
 from .records import Mutant, Rejection
 
@@ -92,7 +92,7 @@ def _damage(case: Case, breaks: Break) -> list[str]:
 @mutant(1, LLAMA, "source")
 def rank_zero_slices(plan: Plan) -> Plan:
     """every training rank's share of o_proj is described as rank 0's"""
-    first = plan.templates[plan.bundles[bundles_of(plan, Role.O)[0]].template].src.pieces[0]
+    first = plan.patterns[plan.transfer_groups[transfer_groups_of(plan, Role.O)[0]].pattern].src.pieces[0]
     return recut(plan, Role.O, src=lambda c, pieces: first)
 
 
@@ -109,7 +109,7 @@ def rank_zero_offsets(plan: Plan) -> Plan:
 @mutant(1, LLAMA, "consumed")
 def rank_zero_wants(plan: Plan) -> Plan:
     """every generation rank is sent what rank 0 wants of down_proj"""
-    first = plan.templates[plan.bundles[bundles_of(plan, Role.DOWN)[0]].template].dst.pieces[0]
+    first = plan.patterns[plan.transfer_groups[transfer_groups_of(plan, Role.DOWN)[0]].pattern].dst.pieces[0]
     return recut(plan, Role.DOWN, dst=lambda c, pieces: first)
 
 
@@ -120,16 +120,19 @@ def rank_zero_wants(plan: Plan) -> Plan:
 def stages_regrouped(plan: Plan) -> Plan:
     """parameters are regrouped by size, across pipeline stages"""
     return replace(
-        plan, bundles=tuple(sorted(plan.bundles, key=lambda b: -plan.templates[b.template].move_bytes.sum()))
+        plan,
+        transfer_groups=tuple(
+            sorted(plan.transfer_groups, key=lambda b: -plan.patterns[b.pattern].overlap_bytes.sum())
+        ),
     )
 
 
 @mutant(2, DATA_PARALLEL, "holders")
 def replicas_exchanged(plan: Plan) -> Plan:
-    """generation shards are listed in another order than the ranks that hold them"""
-    dst = plan.holdings[plan.bundles[bundles_of(plan, Role.O)[0]].dst].ranks
-    plan, holding = with_holding(plan, dst[::-1].copy())
-    return edit_bundles(plan, bundles_of(plan, Role.O), lambda b: replace(b, dst=holding))
+    """generation parts are listed in another order than the ranks that hold them"""
+    dst = plan.rank_grids[plan.transfer_groups[transfer_groups_of(plan, Role.O)[0]].dst]
+    plan, grid = with_rank_grid(plan, dst[::-1].copy())
+    return edit_transfers(plan, transfer_groups_of(plan, Role.O), lambda b: replace(b, dst=grid))
 
 
 # --- 3, 4, 12, 17, 25: dtypes
@@ -171,7 +174,7 @@ def unknown_dtype(plan: Plan) -> Plan:
 
 @mutant(25, LLAMA, "bytes")
 def weight_without_its_scale(plan: Plan) -> Plan:
-    """the engine quantised down_proj to fp8; the plan has no scale for it"""
+    """the engine quantized down_proj to fp8; the plan has no scale for it"""
     return retensor(plan, Role.DOWN, lambda t: replace(t, dtype="float8_e4m3fn"), source=False)
 
 
@@ -192,7 +195,7 @@ def in_proj_cut_through_its_sections(plan: Plan) -> Plan:
 @mutant(5, NEMOTRON, "groups")
 def up_proj_has_no_route(plan: Plan) -> Plan:
     """up_proj of non-gated experts gets no route, there being no gate to pair it with"""
-    return without_bundles(plan, bundles_of(plan, Role.EXPERT_UP))
+    return without_transfers(plan, transfer_groups_of(plan, Role.EXPERT_UP))
 
 
 @mutant(5, NEMOTRON, "tensors")
@@ -214,7 +217,7 @@ def up_proj_as_half(plan: Plan) -> Plan:
 @mutant(6, LLAMA, "order")
 def gate_and_up_exchanged(plan: Plan) -> Plan:
     """gate_up_proj holds up first"""
-    half = plan.templates[plan.bundles[bundles_of(plan, Role.UP)[0]].template].dst.pieces[0][0].origin[0]
+    half = plan.patterns[plan.transfer_groups[transfer_groups_of(plan, Role.UP)[0]].pattern].dst.pieces[0][0].origin[0]
     plan = recut(plan, Role.GATE, dst=lambda c, pieces: [moved(piece, half) for piece in pieces])
     return recut(plan, Role.UP, dst=lambda c, pieces: [moved(piece, 0) for piece in pieces])
 
@@ -289,11 +292,13 @@ def experts_cut_by_dense_tp(plan: Plan) -> Plan:
 
 
 def _experts_at(plan: Plan, ranks_of) -> Plan:  # type: ignore[no-untyped-def]
-    experts = bundles_of(plan, Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN)
+    experts = transfer_groups_of(plan, Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN)
     local = 8 // plan.train.ep
     for index in experts:
-        plan, holding = with_holding(plan, np.ascontiguousarray(ranks_of(plan.bundles[index].experts[0] // local)))
-        plan = edit_bundles(plan, [index], lambda b, src=holding: replace(b, src=src))  # type: ignore[misc]
+        plan, grid = with_rank_grid(
+            plan, np.ascontiguousarray(ranks_of(plan.transfer_groups[index].experts[0] // local))
+        )
+        plan = edit_transfers(plan, [index], lambda b, src=grid: replace(b, src=src))  # type: ignore[misc]
     return plan
 
 
@@ -302,7 +307,11 @@ def _experts_at(plan: Plan, ranks_of) -> Plan:  # type: ignore[no-untyped-def]
 
 def _heads_of_rank(plan: Plan, head_of) -> Plan:  # type: ignore[no-untyped-def]
     for role in (Role.K, Role.V):
-        rows_each = plan.templates[plan.bundles[bundles_of(plan, role)[0]].template].dst.pieces[0][0].region.extents[0]
+        rows_each = (
+            plan.patterns[plan.transfer_groups[transfer_groups_of(plan, role)[0]].pattern]
+            .dst.pieces[0][0]
+            .region.extents[0]
+        )
 
         def change(c: int, pieces, rows_each: int = rows_each):  # type: ignore[no-untyped-def]
             head = head_of(c)
@@ -314,7 +323,7 @@ def _heads_of_rank(plan: Plan, head_of) -> Plan:  # type: ignore[no-untyped-def]
 
 @mutant(8, FEW_HEADS, "order")
 def heads_round_robin(plan: Plan) -> Plan:
-    """two KV heads over eight ranks are dealt out in turn, where neighbours share one"""
+    """two KV heads over eight ranks are dealt out in turn, where neighbors share one"""
     return _heads_of_rank(plan, lambda c: c % 2)
 
 
@@ -341,33 +350,33 @@ def one_head_for_all(plan: Plan) -> Plan:
 
 @mutant(9, NEMOTRON, "places")
 def stage_zero_by_default(plan: Plan) -> Plan:
-    """`backbone.` layers are not recognised and looked for on stage 0"""
-    later = [i for i, b in enumerate(plan.bundles) if b.pp_stage == 1 and b.layers[0].layer >= 0]
-    first = {b.group: b.src for b in reversed(plan.bundles) if b.pp_stage == 0}
-    at_zero = {plan.holdings[b.src].ranks.shape: b.src for b in plan.bundles if b.pp_stage == 0}
+    """`backbone.` layers are not recognized and looked for on stage 0"""
+    later = [i for i, b in enumerate(plan.transfer_groups) if b.pp_stage == 1 and b.layers[0].layer >= 0]
+    first = {b.group: b.src for b in reversed(plan.transfer_groups) if b.pp_stage == 0}
+    at_zero = {plan.rank_grids[b.src].shape: b.src for b in plan.transfer_groups if b.pp_stage == 0}
 
-    def default(bundle):  # type: ignore[no-untyped-def]
-        src = first.get(bundle.group, at_zero[plan.holdings[bundle.src].ranks.shape])
-        return replace(bundle, pp_stage=0, src=src)
+    def default(transfers):  # type: ignore[no-untyped-def]
+        src = first.get(transfers.group, at_zero[plan.rank_grids[transfers.src].shape])
+        return replace(transfers, pp_stage=0, src=src)
 
-    return edit_bundles(plan, later, default)
+    return edit_transfers(plan, later, default)
 
 
 @mutant(9, LLAMA, "holders")
 def stage_forgotten(plan: Plan) -> Plan:
     """the second stage's layers are sent by the first stage's ranks"""
-    first = {plan.holdings[b.src].ranks.shape: b.src for b in plan.bundles if b.pp_stage == 0}
-    later = [i for i, b in enumerate(plan.bundles) if b.pp_stage == 1]
-    return edit_bundles(plan, later, lambda b: replace(b, src=first[plan.holdings[b.src].ranks.shape]))
+    first = {plan.rank_grids[b.src].shape: b.src for b in plan.transfer_groups if b.pp_stage == 0}
+    later = [i for i, b in enumerate(plan.transfer_groups) if b.pp_stage == 1]
+    return edit_transfers(plan, later, lambda b: replace(b, src=first[plan.rank_grids[b.src].shape]))
 
 
 @mutant(9, Case("tiny-llama", "tp=2", "tp=2,pp=2"), "holders")
 def engine_stage_zero(plan: Plan) -> Plan:
     """all layers are written to the engine's first stage"""
-    for index in [i for i, b in enumerate(plan.bundles) if plan.holdings[b.dst].ranks.min() > 0]:
-        shape = plan.holdings[plan.bundles[index].dst].ranks.shape
-        plan, holding = with_holding(plan, plan.gen.dense_ranks(0).reshape(shape))
-        plan = edit_bundles(plan, [index], lambda b, dst=holding: replace(b, dst=dst))  # type: ignore[misc]
+    for index in [i for i, b in enumerate(plan.transfer_groups) if plan.rank_grids[b.dst].min() > 0]:
+        shape = plan.rank_grids[plan.transfer_groups[index].dst].shape
+        plan, grid = with_rank_grid(plan, plan.gen.dense_ranks(0).reshape(shape))
+        plan = edit_transfers(plan, [index], lambda b, dst=grid: replace(b, dst=dst))  # type: ignore[misc]
     return plan
 
 
@@ -377,33 +386,33 @@ def engine_stage_zero(plan: Plan) -> Plan:
 @mutant(10, LLAMA, "groups")
 def unmapped_parameter(plan: Plan) -> Plan:
     """a parameter without a mapping is skipped"""
-    return without_bundles(plan, bundles_of(plan, Role.LM_HEAD))
+    return without_transfers(plan, transfer_groups_of(plan, Role.LM_HEAD))
 
 
 @mutant(10, LLAMA, "groups")
 def excluded_with_a_reason(plan: Plan) -> Plan:
     """a parameter is declared excluded, as prediction layers may be"""
-    (group,) = {plan.bundles[i].group for i in bundles_of(plan, Role.O)}
-    plan = without_bundles(plan, bundles_of(plan, Role.O))
+    (group,) = {plan.transfer_groups[i].group for i in transfer_groups_of(plan, Role.O)}
+    plan = without_transfers(plan, transfer_groups_of(plan, Role.O))
     return replace(plan, excluded=(*plan.excluded, UnplannedGroup(group, "unmapped")))
 
 
 @mutant(10, LLAMA, "arrivals")
 def one_layer_skipped(plan: Plan) -> Plan:
     """the last layer of a stage is skipped for one parameter"""
-    index = bundles_of(plan, Role.O)[0]
-    return edit_bundles(plan, [index], lambda b: replace(b, layers=b.layers[:-1]))
+    index = transfer_groups_of(plan, Role.O)[0]
+    return edit_transfers(plan, [index], lambda b: replace(b, layers=b.layers[:-1]))
 
 
 @mutant(10, TIED, "arrivals")
 def tied_head_skipped(plan: Plan) -> Plan:
     """the tied embedding reaches the engine's first stage, not the last, where it is the head"""
-    return without_bundles(plan, bundles_of(plan, Role.EMBEDDING)[1:])
+    return without_transfers(plan, transfer_groups_of(plan, Role.EMBEDDING)[1:])
 
 
 @mutant(10, LLAMA, "tensors")
 def part_of_a_fused_tensor_unlisted(plan: Plan) -> Plan:
-    """the catalogue does not list v_proj"""
+    """the model's parameters does not list v_proj"""
     return without_groups(plan, Role.V)
 
 
@@ -413,7 +422,7 @@ def part_of_a_fused_tensor_unlisted(plan: Plan) -> Plan:
 @mutant(11, LLAMA, "groups", harm="one side enters the misc broadcast, the other does not")
 def decided_twice(plan: Plan) -> Plan:
     """the sending side takes a parameter for misc, the receiving side for bulk"""
-    (group,) = {plan.bundles[i].group for i in bundles_of(plan, Role.O)}
+    (group,) = {plan.transfer_groups[i].group for i in transfer_groups_of(plan, Role.O)}
     return replace(plan, misc=(*plan.misc, UnplannedGroup(group, "matches the blacklist")))
 
 
@@ -427,9 +436,9 @@ def hf_names_in_the_trainer(plan: Plan) -> Plan:
 @mutant(11, LLAMA, "groups", harm="reports and misc exports mean another parameter")
 def listed_under_two_names(plan: Plan) -> Plan:
     """two groups claim one HF name"""
-    o, down = (plan.bundles[bundles_of(plan, role)[0]].group for role in (Role.O, Role.DOWN))
+    o, down = (plan.transfer_groups[transfer_groups_of(plan, role)[0]].group for role in (Role.O, Role.DOWN))
     groups = list(plan.groups)
-    groups[down] = replace(groups[down], pattern=groups[o].pattern)
+    groups[down] = replace(groups[down], name_pattern=groups[o].name_pattern)
     return replace(plan, groups=tuple(groups))
 
 
@@ -464,24 +473,24 @@ def prediction_layer_as_decoder_layer(plan: Plan) -> Plan:
     (layer,) = plan.groups[number].layers
     groups = list(plan.groups)
     groups[number] = replace(groups[number], mtp=False)
-    like = plan.bundles[bundles_of(plan, Role.MLA_O)[-1]]
-    added = replace(like, group=number, layers=(BundleLayer(layer, 0, like.layers[-1].src_local + 1, layer),))
+    like = plan.transfer_groups[transfer_groups_of(plan, Role.MLA_O)[-1]]
+    added = replace(like, group=number, layers=(TransferLayer(layer, 0, like.layers[-1].src_local + 1, layer),))
     excluded = tuple(u for u in plan.excluded if u.group != number)
-    return replace(plan, groups=tuple(groups), bundles=(*plan.bundles, added), excluded=excluded)
+    return replace(plan, groups=tuple(groups), transfer_groups=(*plan.transfer_groups, added), excluded=excluded)
 
 
 @mutant(18, TIED, "places")
 def embedding_from_the_last_stage(plan: Plan) -> Plan:
     """the shared embedding is read from its copy on the last stage"""
-    last = next(b.src for b in plan.bundles if b.pp_stage == 1)
-    return edit_bundles(plan, bundles_of(plan, Role.EMBEDDING), lambda b: replace(b, pp_stage=1, src=last))
+    last = next(b.src for b in plan.transfer_groups if b.pp_stage == 1)
+    return edit_transfers(plan, transfer_groups_of(plan, Role.EMBEDDING), lambda b: replace(b, pp_stage=1, src=last))
 
 
 @mutant(18, TIED, "arrivals")
 def embedding_from_both_stages(plan: Plan) -> Plan:
     """both copies of the shared embedding are sent"""
-    return replace(plan, bundles=tuple(sorted(
-        (*plan.bundles, plan.bundles[bundles_of(plan, Role.EMBEDDING)[0]]), key=lambda b: b.pp_stage,
+    return replace(plan, transfer_groups=tuple(sorted(
+        (*plan.transfer_groups, plan.transfer_groups[transfer_groups_of(plan, Role.EMBEDDING)[0]]), key=lambda b: b.pp_stage,
     )))  # fmt: skip
 
 
@@ -491,13 +500,13 @@ def embedding_from_both_stages(plan: Plan) -> Plan:
 @mutant(20, LLAMA, "stages", harm="stages are waited for in a circle by ranks that count them upwards")
 def stages_backwards(plan: Plan) -> Plan:
     """the last stage goes first"""
-    return replace(plan, bundles=tuple(sorted(plan.bundles, key=lambda b: -b.pp_stage)))
+    return replace(plan, transfer_groups=tuple(sorted(plan.transfer_groups, key=lambda b: -b.pp_stage)))
 
 
 @mutant(23, NEMOTRON, "groups")
 def mixer_d_dropped(plan: Plan) -> Plan:
     """mixer.D is counted as loaded with A_log, and not sent"""
-    return without_bundles(plan, bundles_of(plan, Role.MAMBA_D))
+    return without_transfers(plan, transfer_groups_of(plan, Role.MAMBA_D))
 
 
 @mutant(23, NEMOTRON, "tensors")
@@ -514,15 +523,15 @@ def written_twice(plan: Plan) -> Plan:
 @mutant(26, MOE, "arrivals")
 def last_expert_left_in_the_next_bucket(plan: Plan) -> Plan:
     """the last expert of one rank is not sent"""
-    index = bundles_of(plan, Role.EXPERT_DOWN)[0]
-    return edit_bundles(plan, [index], lambda b: replace(b, experts=(b.experts[0], b.experts[1] - 1)))
+    index = transfer_groups_of(plan, Role.EXPERT_DOWN)[0]
+    return edit_transfers(plan, [index], lambda b: replace(b, experts=(b.experts[0], b.experts[1] - 1)))
 
 
 @mutant(26, MOE, "tensors")
 def half_of_a_fused_tensor_on_misc(plan: Plan) -> Plan:
     """gate of w13 goes to misc, up stays bulk"""
-    (group,) = {plan.bundles[i].group for i in bundles_of(plan, Role.EXPERT_GATE)}
-    plan = without_bundles(plan, bundles_of(plan, Role.EXPERT_GATE))
+    (group,) = {plan.transfer_groups[i].group for i in transfer_groups_of(plan, Role.EXPERT_GATE)}
+    plan = without_transfers(plan, transfer_groups_of(plan, Role.EXPERT_GATE))
     return replace(plan, misc=(UnplannedGroup(group, "a reason"),))
 
 
@@ -535,8 +544,8 @@ def stale_pipeline(plan: Plan) -> Plan:
 @mutant(26, SEQUENTIAL, "holders")
 def experts_shifted(plan: Plan) -> Plan:
     """local experts are counted from one"""
-    experts = bundles_of(plan, Role.EXPERT_DOWN)
-    return edit_bundles(plan, experts, lambda b: replace(b, src_slot=b.src_slot + 1))
+    experts = transfer_groups_of(plan, Role.EXPERT_DOWN)
+    return edit_transfers(plan, experts, lambda b: replace(b, src_slot=b.src_slot + 1))
 
 
 # --- 29
@@ -545,18 +554,18 @@ def experts_shifted(plan: Plan) -> Plan:
 @mutant(29, UNEVEN, "holders")
 def experts_left_over_go_last(plan: Plan) -> Plan:
     """ten experts over four ranks are placed 3, 3, 3, 1, where the engine has 3, 3, 2, 2"""
-    down = [plan.bundles[i] for i in bundles_of(plan, Role.EXPERT_DOWN)]
+    down = [plan.transfer_groups[i] for i in transfer_groups_of(plan, Role.EXPERT_DOWN)]
     rank_two, rank_three = (next(b for b in down if expert in range(*b.experts)) for expert in (7, 8))
     moved_on = replace(rank_three, experts=(8, 9), dst=rank_two.dst, dst_slot=2)
     stays = replace(rank_three, experts=(9, 10), src_slot=rank_three.src_slot + 1)
-    return replace(plan, bundles=(*(b for b in plan.bundles if b != rank_three), moved_on, stays))
+    return replace(plan, transfer_groups=(*(b for b in plan.transfer_groups if b != rank_three), moved_on, stays))
 
 
 @mutant(29, UNEVEN, "holders")
 def experts_rounded_up_at_the_source(plan: Plan) -> Plan:
     """experts per training rank are rounded up to a power of two"""
-    index = next(i for i in bundles_of(plan, Role.EXPERT_DOWN) if plan.bundles[i].experts[0] == 5)
-    return edit_bundles(plan, [index], lambda b: replace(b, src_slot=b.src_slot + 1))
+    index = next(i for i in transfer_groups_of(plan, Role.EXPERT_DOWN) if plan.transfer_groups[i].experts[0] == 5)
+    return edit_transfers(plan, [index], lambda b: replace(b, src_slot=b.src_slot + 1))
 
 
 # --- 30
@@ -588,12 +597,12 @@ def vocabulary_cut_before_it_is_padded(plan: Plan) -> Plan:
         return [rows(pieces[0], c * 125, (c + 1) * 125)]
 
     plan = recut(plan, Role.LM_HEAD, dst=equal_parts)
-    (index,) = {plan.bundles[i].template for i in bundles_of(plan, Role.LM_HEAD)}
-    template = plan.templates[index]
-    tensor = template.dst.pieces[0][0].tensor
+    (index,) = {plan.transfer_groups[i].pattern for i in transfer_groups_of(plan, Role.LM_HEAD)}
+    pattern = plan.patterns[index]
+    tensor = pattern.dst.pieces[0][0].tensor
     tail = Padding(tensor, Region((125, 0), tensor.shape))
-    padded = replace(template, dst=replace(template.dst, padding=((tail,), (tail,))))
-    return replace(plan, templates=(*plan.templates[:index], padded, *plan.templates[index + 1 :]))
+    padded = replace(pattern, dst=replace(pattern.dst, padding=((tail,), (tail,))))
+    return replace(plan, patterns=(*plan.patterns[:index], padded, *plan.patterns[index + 1 :]))
 
 
 @mutant(30, PADDED, "tensors")
@@ -607,11 +616,11 @@ def padding_over_data(plan: Plan) -> Plan:
 
 
 def _repad(plan: Plan, change) -> Plan:  # type: ignore[no-untyped-def]
-    templates = list(plan.templates)
-    for index in {plan.bundles[i].template for i in bundles_of(plan, Role.LM_HEAD)}:
-        dst = templates[index].dst
-        templates[index] = replace(templates[index], dst=replace(dst, padding=tuple(map(change, dst.padding))))
-    return replace(plan, templates=tuple(templates))
+    patterns = list(plan.patterns)
+    for index in {plan.transfer_groups[i].pattern for i in transfer_groups_of(plan, Role.LM_HEAD)}:
+        dst = patterns[index].dst
+        patterns[index] = replace(patterns[index], dst=replace(dst, padding=tuple(map(change, dst.padding))))
+    return replace(plan, patterns=tuple(patterns))
 
 
 # --- files
@@ -629,6 +638,6 @@ def file_mutant(bug: int, what: str, case: Case, damaged: Callable[[str], str]) 
 
 
 file_mutant(2, "two moves change places in the file", LLAMA, lambda text: text.replace("[0,0,0,0,", "[0,0,1,0,", 1))
-file_mutant(19, "a plan of another version is read", LLAMA, lambda text: text.replace('"version":2', '"version":0'))
+file_mutant(19, "a plan of another version is read", LLAMA, lambda text: text.replace('"version":3', '"version":0'))
 
 PLAN_MUTANTS: tuple[Mutant, ...] = tuple(_found)

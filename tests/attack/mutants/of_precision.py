@@ -1,4 +1,4 @@
-"""Mutants of quantised and cast plans: scales that are not their weights', and dtypes that change undeclared."""
+"""Mutants of quantized and cast plans: scales that are not their weights', and dtypes that change undeclared."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from helpers.plans import REFINED, Case
 
 from mcore_reshard.planner.layout.block_scales import in_dtype
 from mcore_reshard.planner.layout.geometry import Piece, Region
-from mcore_reshard.planner.layout.partitions import Padding, Shards
+from mcore_reshard.planner.layout.partitions import Padding, Partition
 from mcore_reshard.planner.model.parameters import Role
-from mcore_reshard.planner.plan.plan import GroupCast, Plan, Template
+from mcore_reshard.planner.plan.plan import GroupCast, Plan, TransferPattern
 
-from .edits import Recut, edit_bundles, moves_between, retensor
+from .edits import Recut, edit_transfers, overlaps_between, retensor
 from .in_plans import mutants_of
 from .records import Mutant
 
@@ -31,18 +31,18 @@ mutant = mutants_of(_found)
 def scales_of(plan: Plan, role: Role) -> list[int]:
     """Bundles of the scales of a role."""
     scales = {pair.scales for pair in plan.pairs if plan.groups[pair.scales].role is role}
-    return [index for index, bundle in enumerate(plan.bundles) if bundle.group in scales]
+    return [index for index, transfers in enumerate(plan.transfer_groups) if transfers.group in scales]
 
 
 def recut_scales(plan: Plan, role: Role, src: Recut) -> Plan:
     """Other source pieces for the scales of a role, padding as before, and the moves that follow."""
-    templates = list(plan.templates)
-    for index in {plan.bundles[i].template for i in scales_of(plan, role)}:
-        template = templates[index]
-        pieces = tuple(tuple(src(c, held)) for c, held in enumerate(template.src.pieces))
-        shards = replace(template.src, pieces=pieces)
-        templates[index] = Template(shards, template.dst, moves_between(shards, template.dst))
-    return replace(plan, templates=tuple(templates))
+    patterns = list(plan.patterns)
+    for index in {plan.transfer_groups[i].pattern for i in scales_of(plan, role)}:
+        pattern = patterns[index]
+        pieces = tuple(tuple(src(c, held)) for c, held in enumerate(pattern.src.pieces))
+        partition = replace(pattern.src, pieces=pieces)
+        patterns[index] = TransferPattern(partition, pattern.dst, overlaps_between(partition, pattern.dst))
+    return replace(plan, patterns=tuple(patterns))
 
 
 def pair_index(plan: Plan, role: Role) -> int:
@@ -53,26 +53,28 @@ def with_casts(plan: Plan, *casts: GroupCast) -> Plan:
     return replace(plan, casts=casts)
 
 
-# --- 32: a scale taken from another shard
+# --- 32: a scale taken from another part
 
 
 @mutant(32, LLAMA, "pairs")
 def scales_of_the_next_rank(plan: Plan) -> Plan:
     """scales of down_proj are taken for those of the other tensor-parallel rank"""
-    template = plan.templates[plan.bundles[scales_of(plan, Role.DOWN)[0]].template]
-    return recut_scales(plan, Role.DOWN, lambda c, _: template.src.pieces[1 - c])
+    pattern = plan.patterns[plan.transfer_groups[scales_of(plan, Role.DOWN)[0]].pattern]
+    return recut_scales(plan, Role.DOWN, lambda c, _: pattern.src.pieces[1 - c])
 
 
 @mutant(32, MOE, "pairs")
 def scales_of_the_next_expert(plan: Plan) -> Plan:
     """scales of w2 are read one expert further than its data"""
-    return edit_bundles(plan, scales_of(plan, Role.EXPERT_DOWN), lambda b: replace(b, src_slot=b.src_slot + 1))
+    return edit_transfers(plan, scales_of(plan, Role.EXPERT_DOWN), lambda b: replace(b, src_slot=b.src_slot + 1))
 
 
 @mutant(32, LLAMA, "pairs", harm="data of one replica goes with scales of another, which may be of another version")
 def scales_of_another_replica(plan: Plan) -> Plan:
     """data-parallel replicas take turns for scales and for data apart"""
-    return edit_bundles(plan, scales_of(plan, Role.O), lambda b: replace(b, rotation=b.rotation + 1))
+    return edit_transfers(
+        plan, scales_of(plan, Role.O), lambda b: replace(b, first_src_replica=b.first_src_replica + 1)
+    )
 
 
 @mutant(32, LLAMA, "pairs")
@@ -89,17 +91,17 @@ def scales_of_the_blocks_below(plan: Plan) -> Plan:
 
 
 @mutant(32, REFINED_MOE, "pairs")
-def scales_of_the_neighbours_blocks(plan: Plan) -> Plan:
+def scales_of_the_neighbors_blocks(plan: Plan) -> Plan:
     """where the engine cuts inside of blocks, each rank gets the scales of the blocks that the next one touches"""
-    templates = list(plan.templates)
-    for index in {plan.bundles[i].template for i in scales_of(plan, Role.EXPERT_DOWN)}:
-        template = templates[index]
-        held = template.dst.pieces
+    patterns = list(plan.patterns)
+    for index in {plan.transfer_groups[i].pattern for i in scales_of(plan, Role.EXPERT_DOWN)}:
+        pattern = patterns[index]
+        held = pattern.dst.pieces
         regions = [held[(c + 2) % len(held)][0].region for c in range(len(held))]
         pieces = tuple((replace(mine, region=region),) for ((mine,), region) in zip(held, regions, strict=True))
-        shards = replace(template.dst, pieces=pieces)
-        templates[index] = Template(template.src, shards, moves_between(template.src, shards))
-    return replace(plan, templates=tuple(templates))
+        partition = replace(pattern.dst, pieces=pieces)
+        patterns[index] = TransferPattern(pattern.src, partition, overlaps_between(pattern.src, partition))
+    return replace(plan, patterns=tuple(patterns))
 
 
 # --- 33: pairs exchanged
@@ -118,8 +120,8 @@ def k_with_scales_of_v(plan: Plan) -> Plan:
 def scales_in_each_others_place(plan: Plan) -> Plan:
     """scales of gate_proj are read where those of up_proj lie, and the other way round"""
 
-    def of(role: Role) -> Shards:
-        return plan.templates[plan.bundles[scales_of(plan, role)[0]].template].src
+    def of(role: Role) -> Partition:
+        return plan.patterns[plan.transfer_groups[scales_of(plan, role)[0]].pattern].src
 
     gate, up = of(Role.EXPERT_GATE), of(Role.EXPERT_UP)
     recut = recut_scales(plan, Role.EXPERT_GATE, lambda c, _: up.pieces[c])
@@ -133,7 +135,7 @@ def weight_on_its_own(plan: Plan) -> Plan:
     pair = plan.pairs[pair_index(plan, Role.DOWN)]
     return replace(
         plan,
-        bundles=tuple(bundle for index, bundle in enumerate(plan.bundles) if index not in gone),
+        transfer_groups=tuple(transfers for index, transfers in enumerate(plan.transfer_groups) if index not in gone),
         pairs=tuple(p for p in plan.pairs if p != pair),
     )
 
@@ -148,23 +150,23 @@ def padding_as_scales(plan: Plan) -> Plan:
     def shifted(_: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
         return [replace(piece, origin=(piece.origin[0], 1)) for piece in pieces]
 
-    templates = list(plan.templates)
-    for index in {plan.bundles[i].template for i in scales_of(plan, Role.DOWN)}:
-        template = templates[index]
-        pieces = tuple(tuple(shifted(c, held)) for c, held in enumerate(template.src.pieces))
+    patterns = list(plan.patterns)
+    for index in {plan.transfer_groups[i].pattern for i in scales_of(plan, Role.DOWN)}:
+        pattern = patterns[index]
+        pieces = tuple(tuple(shifted(c, held)) for c, held in enumerate(pattern.src.pieces))
         boxes = (Region((0, 0), (8, 1)), Region((0, 7), (8, 8)))
         padding = tuple(tuple(Padding(held[0].tensor, box) for box in boxes) for held in pieces)
-        templates[index] = replace(template, src=Shards(pieces, padding))
-    return replace(plan, templates=tuple(templates))
+        patterns[index] = replace(pattern, src=Partition(pieces, padding))
+    return replace(plan, patterns=tuple(patterns))
 
 
 @mutant(34, LLAMA, "tensors", harm="nobody says that these elements are no scales")
 def padding_undeclared(plan: Plan) -> Plan:
     """the trainer's padding of scales is not declared, as if its grid were the engine's"""
-    templates = list(plan.templates)
-    for index in {plan.bundles[i].template for i in scales_of(plan, Role.DOWN)}:
-        templates[index] = replace(templates[index], src=replace(templates[index].src, padding=()))
-    return replace(plan, templates=tuple(templates))
+    patterns = list(plan.patterns)
+    for index in {plan.transfer_groups[i].pattern for i in scales_of(plan, Role.DOWN)}:
+        patterns[index] = replace(patterns[index], src=replace(patterns[index].src, padding=()))
+    return replace(plan, patterns=tuple(patterns))
 
 
 # --- 35: a router bias narrowed
@@ -205,27 +207,27 @@ def cast_unknown(plan: Plan) -> Plan:
 @mutant(36, MOE_CAST, "pairs")
 def scales_computed_in_a_padded_grid(plan: Plan) -> Plan:
     """the scales that the source computes are placed as Transformer Engine would keep them, padded to four columns"""
-    templates = list(plan.templates)
-    for index in {plan.bundles[i].template for i in scales_of(plan, Role.EXPERT_DOWN)}:
-        src = templates[index].src
+    patterns = list(plan.patterns)
+    for index in {plan.transfer_groups[i].pattern for i in scales_of(plan, Role.EXPERT_DOWN)}:
+        src = patterns[index].src
         pieces = tuple(
             tuple(replace(p, tensor=replace(p.tensor, shape=(p.tensor.shape[0], 4)), view=()) for p in held)
             for held in src.pieces
         )
         filled = src.pieces[0][0].region.stop[1]
         padding = tuple(tuple(Padding(p.tensor, Region((0, filled), p.tensor.shape)) for p in held) for held in pieces)
-        templates[index] = replace(templates[index], src=Shards(pieces, padding))
-    return replace(plan, templates=tuple(templates))
+        patterns[index] = replace(patterns[index], src=Partition(pieces, padding))
+    return replace(plan, patterns=tuple(patterns))
 
 
 @mutant(36, LLAMA, "pairs")
 def scales_in_another_dtype(plan: Plan) -> Plan:
     """on both ends, the scales of down_proj are said to be E8M0 bytes, while the pair has float32"""
-    templates = list(plan.templates)
-    for index in {plan.bundles[i].template for i in scales_of(plan, Role.DOWN)}:
-        ends = (in_dtype(shards, "uint8") for shards in (templates[index].src, templates[index].dst))
-        templates[index] = Template(*ends, templates[index].moves)
-    return replace(plan, templates=tuple(templates))
+    patterns = list(plan.patterns)
+    for index in {plan.transfer_groups[i].pattern for i in scales_of(plan, Role.DOWN)}:
+        ends = (in_dtype(partition, "uint8") for partition in (patterns[index].src, patterns[index].dst))
+        patterns[index] = TransferPattern(*ends, patterns[index].overlaps)
+    return replace(plan, patterns=tuple(patterns))
 
 
 # --- 37: bf16 sent into FP8
@@ -235,10 +237,10 @@ def scales_in_another_dtype(plan: Plan) -> Plan:
 def bf16_sent_into_fp8(plan: Plan) -> Plan:
     """the trainer holds gate_up_proj in bf16, the plan sends it into FP8 tensors as it is"""
     for role in (Role.GATE, Role.UP):
-        scales = {plan.bundles[i].template for i in scales_of(plan, role)}
-        kept = {index: plan.templates[index] for index in scales}
+        scales = {plan.transfer_groups[i].pattern for i in scales_of(plan, role)}
+        kept = {index: plan.patterns[index] for index in scales}
         plan = retensor(plan, role, lambda t: replace(t, dtype="bfloat16"), source=True)
-        plan = replace(plan, templates=tuple(kept.get(i, t) for i, t in enumerate(plan.templates)))
+        plan = replace(plan, patterns=tuple(kept.get(i, t) for i, t in enumerate(plan.patterns)))
     return plan
 
 

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.gloo import DEFAULT_SLOTS, GlooExecutor
-from mcore_reshard.kernels.transports.pipeline import Step
+from mcore_reshard.kernels.transports.pipeline import BucketMessage
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
 
-from .edits import bundles_of, sealed, without_bundles
+from .edits import sealed, transfer_groups_of, without_transfers
 from .records import Mutant, Rejection
 
 CASE = Case("tiny-llama", "tp=2", "tp=1")  # two training ranks, one generation rank
@@ -40,9 +40,12 @@ _found: list[Mutant] = []
 def with_misc() -> Plan:
     """The plan with lm_head on the misc route."""
     plan = CASE.plan()
-    (group,) = {plan.bundles[i].group for i in bundles_of(plan, Role.LM_HEAD)}
+    (group,) = {plan.transfer_groups[i].group for i in transfer_groups_of(plan, Role.LM_HEAD)}
     return sealed(
-        replace(without_bundles(plan, bundles_of(plan, Role.LM_HEAD)), misc=(UnplannedGroup(group, "a test"),))
+        replace(
+            without_transfers(plan, transfer_groups_of(plan, Role.LM_HEAD)),
+            misc=(UnplannedGroup(group, "a test"),),
+        )
     )
 
 
@@ -71,7 +74,7 @@ class Rank:
         self.tensors = allocate(schedule, seed=1) if self.train else allocate(schedule)
         gloo = registry.resolve("gloo", "cpu")
         made = self.executor
-        registry.register(replace(gloo, name="gloo-mutant", connect=lambda link: made(link.group, link.program)))
+        registry.register(replace(gloo, name="gloo-mutant", connect=lambda context: made(context.group, context.bound)))
         common: dict[str, Any] = {
             "store": address, "transport": "gloo-mutant", "bucket_bytes": self.bucket_bytes, "timeout_s": TIMEOUT_S,
         }  # fmt: skip
@@ -154,7 +157,7 @@ def _raise(error: Exception) -> Callable[..., Any]:
 @session(2, "the receiver packs by another order of the plan", "session", "SessionError")
 def _(rank: Rank) -> None:
     if not rank.train:
-        rank.plan = sealed(replace(rank.plan, bundles=rank.plan.bundles[::-1]))
+        rank.plan = sealed(replace(rank.plan, transfer_groups=rank.plan.transfer_groups[::-1]))
 
 
 @session(11, "trainer and engine route by different policies", "session", "SessionError")
@@ -186,9 +189,9 @@ def _(rank: Rank) -> None:
 class Misnumbered(GlooExecutor):
     """Sends its second bucket under the number of its first."""
 
-    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
         super()._pack(step, message)
-        if self._steps.index(step) == 1:
+        if self._bucket_messages.index(step) == 1:
             message[12:16] = 0
 
 
@@ -197,13 +200,13 @@ class Reversed(GlooExecutor):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._steps: tuple[Step, ...] = self._steps[::-1]
+        self._bucket_messages: tuple[BucketMessage, ...] = self._bucket_messages[::-1]
 
 
 class Hasty(GlooExecutor):
     """Unpacks while the bucket may still be arriving."""
 
-    def _finish(self, step: Step, slot: torch.Tensor, message: Any, clock: Any) -> None:
+    def _finish(self, step: BucketMessage, slot: torch.Tensor, message: Any, clock: Any) -> None:
         slot.zero_()
         self._unpack(step, slot[: 16 + step.bucket.nbytes].numpy())
         super()._finish(step, slot, message, clock)
@@ -212,9 +215,9 @@ class Hasty(GlooExecutor):
 class Overwriting(GlooExecutor):
     """Packs the next bucket into the memory of the one in flight."""
 
-    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
         super()._pack(step, message)
-        if self._steps.index(step) == 1:
+        if self._bucket_messages.index(step) == 1:
             message[16:] = ~message[16:]
 
 
@@ -281,10 +284,10 @@ def _(rank: Rank) -> None:
 class Training(GlooExecutor):
     """Steps the optimizer while buckets are still being packed."""
 
-    def _pack(self, step: Step, message: NDArray[np.uint8]) -> None:
+    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
         super()._pack(step, message)
-        if self._steps.index(step) == 1:
-            for tensor in self._program.tensors:
+        if self._bucket_messages.index(step) == 1:
+            for tensor in self._bound.tensors:
                 tensor.view(torch.int16).add_(1)
 
 

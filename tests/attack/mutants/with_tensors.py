@@ -16,7 +16,7 @@ from helpers.golden import differences
 from helpers.handmade import allocate
 from helpers.plans import Case
 
-from mcore_reshard.kernels.copies.bind import Program, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.errors import BindError, StaleTensorError
@@ -177,12 +177,12 @@ def goes_stale(bug: int, what: str, harm: Callable[[str, Tensors], None]) -> Non
     def refused() -> Rejection | None:
         schedule = schedule_of(LLAMA.plan(), "gen", 2)
         tensors = allocate(schedule)
-        program = bind(schedule, tensors)
-        program.check_fresh(tensors)
+        bound = bind(schedule, tensors)
+        bound.check_fresh(tensors)
         name = _name_with(tensors, "gate_up_proj")
         harm(name, tensors)
         try:
-            program.check_fresh(tensors)
+            bound.check_fresh(tensors)
         except StaleTensorError as error:
             return Rejection("binding", "StaleTensorError", name, "gen:2", _first_line_with(error, name))
         return None
@@ -304,17 +304,18 @@ golden_shows(
 # --- aliases
 
 
-def deliver(trainers: list[Program], engine: Program) -> None:
+def deliver(trainers: list[BoundSchedule], engine: BoundSchedule) -> None:
     """One refit of one engine rank, bucket by bucket, without a network."""
     scratch = np.empty(engine.bucket_bytes, np.uint8)
     for stage, received in enumerate(engine.stages):
-        for lane in received.lanes:
-            sender = trainers[lane.peer]
-            (out,) = (o for o in sender.stages[stage].lanes if o.sends and o.peer == engine.schedule.rank)
-            for sent, wanted in zip(out.buckets, lane.buckets, strict=True):
+        for peer_copies in received.peer_copies:
+            sender = trainers[peer_copies.peer]
+            (out,) = (o for o in sender.stages[stage].peer_copies if o.sends and o.peer == engine.schedule.rank)
+            for sent, wanted in zip(out.buckets, peer_copies.buckets, strict=True):
                 run_copies(out.copies[sent.first_copy : sent.stop_copy], [*map(byte_array, sender.tensors), scratch])
                 run_copies(
-                    lane.copies[wanted.first_copy : wanted.stop_copy], [*map(byte_array, engine.tensors), scratch]
+                    peer_copies.copies[wanted.first_copy : wanted.stop_copy],
+                    [*map(byte_array, engine.tensors), scratch],
                 )
 
 
