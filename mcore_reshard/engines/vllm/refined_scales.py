@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mcore_renumber.planner.layout.block_scales import REPEATED
+
+from mcore_reshard.planner.layout.block_scales import REPEATED
 
 _SUFFIX = "_weight_scale_inv"
 _NOTHING = -1.0  # no scale is negative
