@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.handmade import schedule_of
-from helpers.quantised_standin import QuantizedStandIn
+from helpers.quantized_standin import QuantizedStandIn
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.tensors import dtype_name

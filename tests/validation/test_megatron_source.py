@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.quantised_standin import QuantizedStandIn, ends_in_bf16
+from helpers.quantized_standin import QuantizedStandIn, ends_in_bf16
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh

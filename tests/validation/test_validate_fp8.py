@@ -19,7 +19,7 @@ from mcore_reshard.planner.model.configs import load_config
 
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
-from helpers.quantised_standin import ends_in_bf16
+from helpers.quantized_standin import ends_in_bf16
 from helpers.validation_cases import FP8_DEFAULT, FP8_FULL, in_blocks
 
 from mcore_reshard.validation import runner

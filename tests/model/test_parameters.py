@@ -526,7 +526,7 @@ def test_the_catalogue_of_deepseek_v3_takes_under_20_ms() -> None:
     assert min(times) < 0.020
 
 
-def test_catalogues_need_neither_torch_nor_megatron() -> None:
+def test_parameters_need_neither_torch_nor_megatron() -> None:
     program = (
         "import sys, mcore_reshard.planner, mcore_reshard.planner.model.parameters\n"
         "from mcore_reshard.planner.model.configs import builtin_names, load_config\n"
