@@ -213,7 +213,7 @@ def in_triton(walk: str, memory: Memory, case: Case, config: Config) -> Copies:
 
 def bulk(memory: Memory, case: Case, config: Config) -> Copies:
     from cuda.bindings import driver
-    from cuda.core import BoundSchedule, Device, LaunchConfig, ProgramOptions, Stream, launch
+    from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
 
     (region,) = case.regions
     assert region.row_bytes % config["bytes"] == 0
@@ -223,7 +223,7 @@ def bulk(memory: Memory, case: Case, config: Config) -> Copies:
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(index))
     options = ProgramOptions(arch=arch, std="c++17", define_macro=macros)
     text = (Path(__file__).parent / "bench" / "bulk_copy.cu").read_text()
-    kernel = BoundSchedule(text, "c++", options).compile("cubin").get_kernel("bulk_copy")
+    kernel = Program(text, "c++", options).compile("cubin").get_kernel("bulk_copy")
     shared = config["bytes"] * config["stages"]
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     (error,) = driver.cuKernelSetAttribute(

@@ -1,5 +1,5 @@
 // Casts between two memories, and the scales that casts to block FP8 use. Compiled behind copy_kernel.cu, whose Tile
-// and Cursor these kernels use; precision.py has the same arithmetic on a CPU, and the two agree bit for bit.
+// and Cursor these kernels use; cast_arithmetic.py has the same arithmetic on a CPU, and the two agree bit for bit.
 //
 // A word has the same number of elements on both sides and so another size; a row of words lies within one row of
 // blocks, and a word within one block. Example: blocks of 32 columns, words of 8, a tile from column 16 of a block on:

@@ -1,5 +1,5 @@
 // One launch performs a table of strided copies between any two memories that the GPU can address: its own, a peer's
-// over NVLink, or both. kernels/tiles.py cuts the table into tiles; a CTA takes every gridDim.x-th of them.
+// over NVLink, or both. kernels/cuda/tiles.py cuts the table into tiles; a CTA takes every gridDim.x-th of them.
 //
 // A tile is a box of rows. Its words are numbered row by row, and thread i of T takes words i, i + T, i + 2 T, ...
 // Example: 3 rows of 4 words, 64 bytes apart at the source, packed at the destination, T = 8:
@@ -13,7 +13,7 @@
 // before its first store: a load from a peer takes microseconds, and only loads in flight fill the link. Nothing makes
 // threads wait for each other, so a warp that is done goes on with the next tile while others still copy.
 
-// Set by kernels/device_copies.py.
+// Set by copy_kernel.py.
 #ifndef THREADS
 #define THREADS 512
 #endif

@@ -14,7 +14,7 @@ from importlib.resources import files
 
 import numpy as np
 import torch
-from cuda.core import BoundSchedule, Device, Kernel, LaunchConfig, ProgramOptions, Stream, launch
+from cuda.core import Device, Kernel, LaunchConfig, Program, ProgramOptions, Stream, launch
 from numpy.typing import NDArray
 
 from .tiles import TILE
@@ -106,4 +106,4 @@ def compiled(
         arch="sm_{}{}".format(*capability), std="c++17", define_macro=[(name, str(value)) for name, value in macros]
     )
     text = "\n".join(files(__package__).joinpath(source).read_text() for source in sources)
-    return BoundSchedule(text, "c++", options).compile("cubin").get_kernel(name)
+    return Program(text, "c++", options).compile("cubin").get_kernel(name)
