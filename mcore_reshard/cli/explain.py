@@ -30,8 +30,9 @@ from mcore_reshard.planner.plan.explain import (
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import World
 from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planning import InputError
 
-from .inputs import InputError, read_plan
+from .inputs import read_plan
 from .render import facts, noted, ranges, say_what_is_left, shape, table, write, write_json
 
 _ROWS_SHOWN = 64

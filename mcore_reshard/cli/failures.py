@@ -9,8 +9,7 @@ from mcore_reshard.planner.model.families import ConfigError
 from mcore_reshard.planner.plan.explain import ExplainError
 from mcore_reshard.planner.plan.plan_file import PlanFileError
 from mcore_reshard.planner.proof.prove import ProofError
-
-from .inputs import InputError
+from mcore_reshard.planning import InputError
 
 _INPUT = (InputError, ConfigError, MeshError, PlanFileError, ExplainError)
 

@@ -6,11 +6,10 @@ import argparse
 import time
 from pathlib import Path
 
-from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan_file import save_plan
 from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planning import InputError, read_request
 
-from .inputs import InputError, read_request
 from .plan_tables import plan_report
 from .render import progress, write, write_json
 from .summary import summarize
@@ -20,15 +19,7 @@ def run(args: argparse.Namespace) -> int:
     request = read_request(args.config, args.train, args.gen, args.policy, args.train_dtype, args.gen_dtype)
     with progress(f"planning {request.model}"):
         started = time.perf_counter()
-        plan = make_plan(
-            request.model_parameters,
-            request.train,
-            request.gen,
-            model=request.model,
-            policy=request.policy,
-            train_dtype=request.train_dtype,
-            gen_dtype=request.gen_dtype,
-        )
+        plan = request.plan()
         proof = prove(plan)
         seconds = time.perf_counter() - started
     if args.out is not None and proof.ok:

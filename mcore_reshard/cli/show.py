@@ -15,8 +15,9 @@ from mcore_reshard.planner.layout.geometry import Region
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import World
 from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planning import InputError
 
-from .inputs import InputError, read_plan
+from .inputs import read_plan
 from .plan_tables import plan_report, routes
 from .render import count, facts, say_what_is_left, shape, size, table, write, write_json
 from .summary import summarize

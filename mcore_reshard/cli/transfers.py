@@ -13,8 +13,7 @@ from mcore_reshard.planner.layout.geometry import Piece, Region
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 from mcore_reshard.planner.plan.schedule import Schedule, TransferTable, World
-
-from .inputs import InputError
+from mcore_reshard.planning import InputError
 
 Selection = Callable[[str], bool]
 

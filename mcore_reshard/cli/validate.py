@@ -20,8 +20,9 @@ from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.plan.plan_file import load_plan
 from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planning import InputError, PlanRequest, read_request
 
-from .inputs import InputError, Request, is_plan_file, read_request
+from .inputs import is_plan_file
 from .render import count, facts, noted, say_what_is_left, size, table, verdict, write, write_json
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_MISMATCH
 
 
-def _read(args: argparse.Namespace) -> tuple[Request, Plan | None]:
+def _read(args: argparse.Namespace) -> tuple[PlanRequest, Plan | None]:
     """What to validate; with a plan file also the plan, whose meshes and policy then hold."""
     if is_plan_file(args.source):
         return _from_plan(args)
@@ -86,7 +87,7 @@ def _read(args: argparse.Namespace) -> tuple[Request, Plan | None]:
     return read_request(args.source, args.train, args.gen, policy, args.train_dtype, args.gen_dtype), None
 
 
-def _from_plan(args: argparse.Namespace) -> tuple[Request, Plan]:
+def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
     plan = load_plan(args.source)
     proof = prove(plan)
     if not proof.ok:

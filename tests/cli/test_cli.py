@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mcore_reshard import __version__
+from mcore_reshard import __version__, planning
 from mcore_reshard.cli import main as cli
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.plan.plan import Plan
@@ -151,7 +151,7 @@ def test_dtypes_both_ends_can_be_stated(run: Run, tmp_path: Path) -> None:
     assert {(cast["from"], cast["to"]) for cast in mixed["casts"]} == {("float32", "bfloat16")}
     single.write_text(json.dumps({**load_config("tiny-llama"), "torch_dtype": "float16"}))
     uncast = run("plan", single, *meshes, "--train-dtype", "bf16")
-    assert uncast.code == 2 and "the trainer would hold bfloat16 and the engine float16, which nothing" in uncast.err
+    assert uncast.code == 2 and "the trainer would hold bfloat16 and the engine float16, and no cast" in uncast.err
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
@@ -443,8 +443,8 @@ def test_plan_files_that_are_not_plans_are_told_apart(
     for content, expected in (
         ("not json", "it is not JSON"),
         ('{"format": "something else"}', "is not a plan"),
-        (good.replace('"version":2', '"version":99'), "is a plan of version 99"),
-        (good.replace('"rotation"', '"rotated"').replace("qkv", "qvk", 1), "is damaged"),
+        (re.sub('"version":[0-9]+', '"version":99', good), "is a plan of version 99"),
+        (good.replace("qkv", "qvk", 1), "is damaged"),
         (good[: len(good) // 2], "it is not JSON"),
     ):
         bad.write_text(content)
@@ -496,10 +496,8 @@ def test_an_unsound_plan_exits_with_3_and_names_the_parameter(run: Run, plan_of:
 def test_a_plan_that_fails_its_proof_is_not_written(
     run: Run, plan_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mcore_reshard.cli import plan as command
-
     broken = load_plan(_broken(plan_of(MOE)))
-    monkeypatch.setattr(command, "make_plan", lambda *_, **__: broken)
+    monkeypatch.setattr(planning, "make_plan", lambda *_, **__: broken)
     target = tmp_path / "unsound.json"
     outcome = run("plan", *MOE, "--out", target, "--json")
     assert outcome.code == 3 and outcome.json["proof"]["ok"] is False and not target.exists()

@@ -1,0 +1,250 @@
+"""Read what a plan is asked for, and report everything wrong with it at once. Imports numpy and the planner alone.
+
+request = read_request("tiny-qwen3-moe", "tp=2,pp=2,ep=2", "tp=2")
+plan = request.plan()
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, UnknownEngineError, engine_named
+from mcore_reshard.planner.layout.megatron import MegatronLayout
+from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh, parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.layout.partitions import Layout
+from mcore_reshard.planner.model.configs import find_config, load_config
+from mcore_reshard.planner.model.families import ConfigError, parameters_from_config
+from mcore_reshard.planner.model.parameters import ModelParameters
+from mcore_reshard.planner.model.precision import CASTS, PRECISIONS, Precision, PrecisionError, in_format, precision_of
+from mcore_reshard.planner.plan.make_plan import make_plan
+from mcore_reshard.planner.plan.plan import Plan, Policy
+from mcore_reshard.planner.plan.plan_file import FORMAT
+
+ConfigSource = str | Path | Mapping[str, Any]
+_Mesh = TypeVar("_Mesh", TrainMesh, GenMesh)
+
+
+class InputError(ValueError):
+    """The request cannot be met. `problems` lists every reason; `remedy` says what to do."""
+
+    def __init__(self, problems: Sequence[str], remedy: str = "") -> None:
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            lines = [self.problems[0]]
+        else:
+            lines = [f"{len(self.problems)} problems", *(f"  - {problem}" for problem in self.problems)]
+        super().__init__("\n".join([*lines, remedy] if remedy else lines))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """A model, two meshes that it fits, and the dtype of each side. `notes` are assumptions that the user should know."""
+
+    model: str
+    config: dict[str, Any]
+    model_parameters: ModelParameters
+    train: TrainMesh
+    gen: GenMesh
+    policy: Policy = "exact"
+    engine: str = DEFAULT_ENGINE
+    train_dtype: str | None = None  # None: the dtype of the model's parameters
+    gen_dtype: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def plan(self) -> Plan:
+        """Make the plan; it is not proven yet."""
+        return make_plan(
+            self.model_parameters,
+            self.train,
+            self.gen,
+            model=self.model,
+            policy=self.policy,
+            engine=self.engine,
+            train_dtype=self.train_dtype,
+            gen_dtype=self.gen_dtype,
+        )
+
+
+def read_request(
+    config: ConfigSource,
+    train: str | TrainMesh,
+    gen: str | GenMesh,
+    policy: Policy = "exact",
+    train_dtype: str | None = None,
+    gen_dtype: str | None = None,
+    engine: str = DEFAULT_ENGINE,
+) -> PlanRequest:
+    """Read a config and both meshes, and check that the model can be cut this way.
+
+    `config` is a built-in name, a config.json, a folder with one, or its content. Meshes may be texts, as "tp=2,pp=2".
+    Raises InputError with every violation of the training mesh, the generation mesh, the config and the dtypes.
+    """
+    others: list[str] = []
+    remedy = ""
+    fields: dict[str, Any] = {}
+    model_parameters: ModelParameters | None = None
+    precisions: tuple[Precision, Precision] | None = None
+    layout_of: Callable[[ModelParameters, GenMesh], Layout] | None = None
+    try:
+        fields, model_parameters = _read_config(config)
+        precisions = _precisions(model_parameters, train_dtype, gen_dtype, others)
+    except ConfigError as error:
+        others += [f"{error.subject}: {problem}" for problem in error.problems]
+        remedy = error.remedy
+    try:
+        layout_of = engine_named(engine).layout
+    except UnknownEngineError as error:
+        others.append(str(error))
+    if model_parameters is not None and precisions is not None and precisions[0] == precisions[1]:
+        dtype = precisions[0].dtype
+        if precisions[0].format is None and dtype != model_parameters.dtype:
+            fields = {name: value for name, value in fields.items() if name != "torch_dtype"} | {"dtype": dtype}
+            model_parameters = parameters_from_config(fields)
+        if precisions[0].format is None:
+            train_dtype = gen_dtype = None
+
+    train_mesh, training = _parse(parse_train_mesh, train, "training")
+    gen_mesh, generation = _parse(parse_gen_mesh, gen, "generation")
+    if model_parameters is not None:
+        training += _train_misfits(model_parameters, train_mesh, str(train))
+    if model_parameters is not None and layout_of is not None:
+        generation += _gen_misfits(model_parameters, gen_mesh, str(gen), layout_of)
+        if precisions is not None and precisions[1].format is not None and gen_mesh is not None:
+            generation += layout_of(in_format(model_parameters, precisions[1].format), gen_mesh).misquantized()
+
+    problems = [*training, *generation, *others]
+    if problems or model_parameters is None or train_mesh is None or gen_mesh is None or precisions is None:
+        raise InputError(problems, remedy)
+    notes = _notes(model_parameters, *precisions)
+    return PlanRequest(
+        model_name(config),
+        fields,
+        model_parameters,
+        train_mesh,
+        gen_mesh,
+        policy,
+        engine,
+        train_dtype,
+        gen_dtype,
+        notes,
+    )
+
+
+def model_name(config: ConfigSource) -> str:
+    """The model's name in a plan: a built-in name, the name of the config's folder or file, or its model_type.
+
+    Never a path: the digest covers the name, and plans of one model must agree between machines.
+    """
+    if isinstance(config, Mapping):
+        return str(config.get("model_type", ""))
+    path = Path(config).expanduser()
+    if path.is_file():
+        return path.resolve().parent.name if path.name == "config.json" else path.stem
+    return path.resolve().name if (path / "config.json").is_file() else str(config)
+
+
+def _read_config(config: ConfigSource) -> tuple[dict[str, Any], ModelParameters]:
+    """The config's fields and the model's parameters. Raises ConfigError, its subject the file that was read."""
+    subject = "config" if isinstance(config, Mapping) else str(find_config(config))
+    fields = dict(config) if isinstance(config, Mapping) else load_config(subject)
+    if fields.get("format") == FORMAT:
+        remedy = f"See what it does with `mcore-reshard show {config}`; `explain` and `validate` take plans too."
+        raise ConfigError(str(config), ["this is a plan, where the config of a model is wanted"], remedy)
+    try:
+        return fields, parameters_from_config(fields)
+    except ConfigError as error:
+        raise ConfigError(subject, error.problems, error.remedy) from error
+
+
+def _parse(parse: Callable[[str], _Mesh], mesh: str | _Mesh, side: str) -> tuple[_Mesh | None, list[str]]:
+    """The mesh that a text states; None, and every reason, where it is impossible."""
+    if not isinstance(mesh, str):
+        return mesh, []
+    try:
+        return parse(mesh), []
+    except MeshError as error:
+        return None, [f"{side}: {violation}" for violation in error.violations]
+
+
+def _train_misfits(model_parameters: ModelParameters, mesh: TrainMesh | None, text: str) -> list[str]:
+    """Why the model does not fit the training mesh.
+
+    An impossible mesh is replaced by one with the same degrees and enough replicas: no layout rule looks at dp. Its
+    pipeline is left out where that is the impossible part.
+    """
+    if mesh is None and (axes := _stated_axes(text)) is not None:
+        mesh = TrainMesh(tp=axes["tp"], ep=axes["ep"], etp=axes["etp"], dp=axes["ep"] * axes["etp"])
+        layers = re.search(r"layers=([0-9+]+)", text)
+        counts = tuple(map(int, re.findall("[0-9]+", layers[1]))) if layers else ()
+        with suppress(MeshError):
+            mesh = replace(mesh, pp=axes["pp"], vpp=axes["vpp"], layers=counts)
+    return [] if mesh is None else MegatronLayout(model_parameters, mesh).violations()
+
+
+def _gen_misfits(
+    model_parameters: ModelParameters,
+    mesh: GenMesh | None,
+    text: str,
+    layout_of: Callable[[ModelParameters, GenMesh], Layout],
+) -> list[str]:
+    """Why the model does not fit the generation mesh. Where its ep is impossible: what is wrong with either possible ep."""
+    if mesh is not None:
+        return layout_of(model_parameters, mesh).violations()
+    if (axes := _stated_axes(text)) is None:
+        return []
+    sizes = {axis: axes[axis] for axis in ("tp", "pp", "dp")}
+    without_ep, with_ep = (
+        layout_of(model_parameters, GenMesh(**sizes, ep=ep)).violations() for ep in (1, axes["tp"] * axes["dp"])
+    )
+    return [violation for violation in without_ep if violation in with_ep]
+
+
+def _stated_axes(text: str) -> dict[str, int] | None:
+    """The degrees that a mesh states, 1 for the rest; None where one is below 1 and nothing follows from it."""
+    axes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)=(-?[0-9]+)", text) if axis != "layers"}
+    return defaultdict(lambda: 1, axes) if all(size > 0 for size in axes.values()) else None
+
+
+def _precisions(
+    model_parameters: ModelParameters, train_dtype: str | None, gen_dtype: str | None, problems: list[str]
+) -> tuple[Precision, Precision] | None:
+    """The precision of the trainer and of the engine; None where one is unknown, or no cast leads from one to the other."""
+    precisions = []
+    for side, name in (("training", train_dtype), ("generation", gen_dtype)):
+        try:
+            precisions.append(precision_of(name, model_parameters))
+        except PrecisionError:
+            problems.append(f"{side}: unknown dtype {name!r}, known: {', '.join(PRECISIONS)}")
+    if len(precisions) < 2:
+        return None
+    src, dst = precisions
+    if src.dtype != dst.dtype and (src.dtype, dst.dtype) not in CASTS:
+        problems.append(
+            f"the trainer would hold {src.dtype} and the engine {dst.dtype}, and no cast leads from one to the other:"
+            f" give both --train-dtype and --gen-dtype (the config says {model_parameters.dtype})"
+        )
+        return None
+    return src, dst
+
+
+def _notes(model_parameters: ModelParameters, src: Precision, dst: Precision) -> tuple[str, ...]:
+    stated = model_parameters.quantization
+    if dst.format is None and src.format is None and stated is not None:
+        return (
+            f"the checkpoint is quantized ({stated.method}), the plan moves {dst.dtype} weights: the engine must hold"
+            " them unquantized; --gen-dtype and --train-dtype say otherwise",
+        )
+    if dst.format is None or (stated is not None and stated.method == dst.format.method):
+        return ()
+    other = "" if stated is None else f" ({stated.method} says nothing of it, and its list of modules is not read)"
+    block = "x".join(map(str, dst.format.block or ()))
+    return (
+        f"the config has no quantization_config for {dst.format.name}{other}: blocks of {block} are assumed in every"
+        " linear layer but routers and lm_head, and the engine needs a config that says so",
+    )
