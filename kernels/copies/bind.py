@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.errors import BindError, TornWeightsError
+from mcore_reshard.kernels.options import DEFAULT_BUCKET_BYTES
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import Schedule, StageSchedule, TransferTable
 
-from .buckets import DEFAULT_BUCKET_BYTES, check_bucket_bytes, cut, pack
+from .buckets import check_bucket_bytes, cut, pack
 from .casts import CastForm, Casts, band_copies, bound_casts, cast_problems
 from .checks import itemsizes, tensor_problems, transfer_problems
 from .copy_table import COPY, SCRATCH, StridedCopy, expand, strided_copies

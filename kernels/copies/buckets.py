@@ -14,9 +14,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-ALIGNMENT = 16  # bytes; where each part starts in a bucket, so that kernels may use 16-byte loads
-DEFAULT_BUCKET_BYTES = 32 << 20
-MAX_BUCKET_BYTES = 1 << 30  # transports count message bytes in 32 bits
+from mcore_reshard.kernels.options import ALIGNMENT, MAX_BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.host import is_importable
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 
 from .pipeline import Executor
-from .rounds import DEFAULT_SCRATCH_BYTES
 
 _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}
 
@@ -36,10 +36,7 @@ class TransportContext:
     another_store: Callable[[], Store]  # the same over a connection of its own: one who waits blocks all who share one
     group: GlooGroup  # every rank, for CPU messages
     bound: BoundSchedule
-    timeout_s: float
-    scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory, per rank; for transports that stage on the device
-    checksums: bool = False  # compare what is written with what was read, where a transport does not in any case
-    ctas: int | None = None  # multiprocessors that pulls may take; None: as many as the transport thinks fit
+    options: Options
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def _unavailable_reasons(
         Shelf("pairs", context.store),
         group_rank(schedule, schedule.world, schedule.rank),
         group_names(schedule),
-        timeout_s=context.timeout_s,
+        timeout_s=context.options.timeout_s,
     )
     sources: frozenset[int] = frozenset()
     relays: frozenset[int] = frozenset()

@@ -97,19 +97,21 @@ def _connect_direct(context: TransportContext) -> Executor:
     from mcore_reshard.kernels.transports.direct.executor import DirectExecutor
     from mcore_reshard.kernels.transports.direct.options import DirectOptions
 
-    shape = KernelShape() if context.ctas is None else KernelShape(ctas=context.ctas)
+    options = context.options
+    shape = KernelShape() if options.ctas is None else KernelShape(ctas=options.ctas)
     return DirectExecutor(
         context.store,
         context.bound,
-        timeout_s=context.timeout_s,
-        scratch_bytes=context.scratch_bytes,
-        options=DirectOptions(shape, checksums=context.checksums),
+        timeout_s=options.timeout_s,
+        scratch_bytes=options.scratch_bytes,
+        options=DirectOptions(shape, checksums=options.checksums),
     )
 
 
 def _connect_nccl(context: TransportContext) -> Executor:
-    budget = ScratchBudget(context.scratch_bytes, checksums=context.checksums)
-    return NcclExecutor(context.bound, context.store, timeout_s=context.timeout_s, budget=budget)
+    options = context.options
+    budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
+    return NcclExecutor(context.bound, context.store, timeout_s=options.timeout_s, budget=budget)
 
 
 def _connect_gloo(context: TransportContext) -> Executor:

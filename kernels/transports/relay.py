@@ -191,7 +191,7 @@ def _role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]
         Shelf("group", store),
         group_rank(role, role.world, role.rank),
         group_names(role),
-        timeout_s=context.timeout_s,
+        timeout_s=context.options.timeout_s,
     )
     with ExitStack() as undone:
         undone.callback(group.close)

@@ -23,12 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
-from mcore_reshard.kernels.copies.buckets import ALIGNMENT, MAX_BUCKET_BYTES
 from mcore_reshard.kernels.copies.copy_table import COPY
+from mcore_reshard.kernels.options import ALIGNMENT, DEFAULT_SCRATCH_BYTES, MAX_BUCKET_BYTES
 
 from .pipeline import BucketMessage, bucket_messages, group_rank, other_world
 
-DEFAULT_SCRATCH_BYTES = 512 << 20
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 
 

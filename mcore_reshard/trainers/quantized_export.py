@@ -14,7 +14,8 @@ import torch
 
 from mcore_reshard.kernels.copies.cast_arithmetic import quantized
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.session.endpoints import Export, NamedTensors
+from mcore_reshard.session.endpoints import Export
+from mcore_reshard.session.whole_tensors import NamedTensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_reshard.engines.vllm import refined_scales as vllm_refined_scales
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.megatron import ExpertsModule
 from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.model.parameters import Role
@@ -49,6 +50,10 @@ class Job:
     @property
     def ranks(self) -> int:
         return self.plan.train.world + self.plan.gen.world
+
+    @property
+    def options(self) -> Options:
+        return Options(transport=self.transport, timeout_s=self.timeout_s)
 
     @property
     def store_file(self) -> Path:
@@ -128,8 +133,7 @@ def _train(rank: int, job: Job, store: str) -> Results:
         lambda: source.tensors,
         store=store,
         export=model.export,
-        transport=job.transport,
-        timeout_s=job.timeout_s,
+        options=job.options,
     )
     endpoint.prepare()
     reports = []
@@ -266,8 +270,7 @@ def _generate(rank: int, job: Job, store: str) -> Results:
         store=store,
         load_weights=engine.load_weights,
         after_direct_writes=engine.after_direct_writes,
-        transport=job.transport,
-        timeout_s=job.timeout_s,
+        options=job.options,
     )
     endpoint.prepare()
     bulk = {tensor.name.removesuffix(".blocks") for tensor in schedule.tensors}

@@ -22,7 +22,7 @@ from mcore_reshard.validation.engine.slices import GenSizes, poison
 from mcore_reshard.validation.engine.vllm_engine import engine_config
 from mcore_reshard.validation.runner import validate
 
-EXTENSION = "mcore_reshard.engines.vllm.worker.RefitWorker"
+EXTENSION = "mcore_reshard.vllm.RefitWorker"
 
 
 def worker_of(folder: Path, sizes: GenSizes, gen_rank: int) -> Any:
@@ -63,7 +63,7 @@ def generate_by_worker(rank: int, job: ranks.Job, store: str) -> ranks.Results:
     worker = worker_of(job.engine_folder, sizes, rank)
     worker.worker.model_runner = SimpleNamespace(get_model=lambda: engine._model)
     replica = 0 if sizes.ep > 1 else rank // (sizes.tp * sizes.pp)
-    prepared = called(worker, "prepare_refit", store=store, replica=replica, transport=job.transport)
+    prepared = called(worker, "connect_refit", store=store, replica=replica, transport=job.transport)
     assert prepared == f"gen:{rank}"
     reports, results = [], []
     for version in range(1, job.refits + 1):
@@ -102,7 +102,7 @@ def test_kv_scales_land_on_the_stages_of_their_layers_and_a_wrong_name_costs_not
     refit, compare = TrainEndpoint.refit, ranks._compare_with_golden
 
     def with_scales(self, version):
-        scales = KV_SCALES if self.rank == "train:0" else {}
+        scales = KV_SCALES if self.rank_name == "train:0" else {}
         with pytest.raises(KvScalesError, match=r"1 of 5 scales .* cache has scales: model\.layers\.0\.k_scale; name"):
             refit(self, version, kv_scales=scales and {**scales, "model.layers.0.k_scale": 1.0})
         return refit(self, version, kv_scales=scales)
@@ -128,7 +128,7 @@ def test_kv_scales_land_on_the_stages_of_their_layers_and_a_wrong_name_costs_not
 def test_no_name_is_one_of_vllms(module, name):
     source = importlib.import_module(f"vllm.v1.worker.{module}")
     names = [name for name in dir(RefitWorker) if not name.startswith("__")]
-    assert {"prepare_refit", "refit", "close_refit"} < set(names)
+    assert {"connect_refit", "refit", "close_refit"} < set(names)
     assert not [own for own in names if hasattr(getattr(source, name), own)]
     assert not [own for own in names if f"self.{own} " in inspect.getsource(source)], "an attribute of its instances"
 
@@ -140,9 +140,9 @@ def test_a_worker_of_other_engines_than_the_plan_is_for_is_refused(config_folder
     for sizes, replica in ((GenSizes(tp=4), 0), (GenSizes(tp=2), 2)):
         worker = worker_of(folder, sizes, 0)
         with pytest.raises(MeshError, match=rf"planned tp=2,.*this engine tp={sizes.tp},.*, replica {replica}"):
-            called(worker, "prepare_refit", store="127.0.0.1:1", replica=replica)
+            called(worker, "connect_refit", store="127.0.0.1:1", replica=replica)
 
 
 def test_a_refit_needs_a_session(config_folder):
-    with pytest.raises(SessionError, match=r"prepare_refit\(\) was not called"):
+    with pytest.raises(SessionError, match=r"call connect_refit\(\) on all workers first"):
         called(worker_of(config_folder(tiny("llama")), GenSizes(), 0), "refit", 1)

@@ -8,6 +8,7 @@ import synthetic
 import torch
 from helpers.plans import Case
 
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
@@ -33,7 +34,7 @@ def refit(
     if train:
         synthetic.fill(plan, "train", rank, tensors)
     endpoint = (TrainEndpoint if train else GenerationEndpoint)(
-        schedule, tensors, store=address, timeout_s=timeout_s, **options
+        schedule, tensors, store=address, options=Options(timeout_s=timeout_s, **options)
     )
     endpoint.prepare()
     ways, wrong = set(), {}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.ranks import run_ranks, values
 
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import parameters_from_config
@@ -62,7 +63,7 @@ def moved_addresses(index, store, plan):
     }  # fmt: skip
     kind = TrainEndpoint if is_train else GenerationEndpoint
     by_name = {"export": lambda names: ((n, torch.zeros(1)) for n in names)} if is_train else {"load_weights": list}
-    endpoint = kind(schedule, tensors, store=store, timeout_s=30, **by_name)
+    endpoint = kind(schedule, tensors, store=store, options=Options(timeout_s=30), **by_name)
     endpoint.prepare()
     for digit in range(2):
         if is_train:

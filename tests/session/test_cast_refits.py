@@ -17,6 +17,7 @@ from helpers.ranks import run_ranks, values
 from helpers.simulate import held
 
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
@@ -100,7 +101,8 @@ def refit(number: int, address: str, case: Case) -> dict[str, int]:
         for local in schedule.tensors
         if local.name not in computed
     }
-    endpoint = (TrainEndpoint if train else GenerationEndpoint)(schedule, tensors, store=address, timeout_s=30.0)
+    options = Options(timeout_s=30.0)
+    endpoint = (TrainEndpoint if train else GenerationEndpoint)(schedule, tensors, store=address, options=options)
     endpoint.prepare()
     first = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])
     as_it_is = np.array([*plain(plan)], np.int64)

@@ -12,6 +12,7 @@ from helpers.handmade import allocate, random_transfers, schedule_of
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.errors import KvScalesError
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.meeting import Meeting
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
@@ -40,11 +41,12 @@ def refit(number: int, address: str, names: Names, given: Mapping[int, Mapping[s
 
     endpoint: TrainEndpoint | GenerationEndpoint
     if world == "train":
-        endpoint = TrainEndpoint(schedule, tensors, store=address, timeout_s=20.0)
+        endpoint = TrainEndpoint(schedule, tensors, store=address, options=Options(timeout_s=20.0))
     else:
         has = names[rank]
         endpoint = GenerationEndpoint(
-            schedule, tensors, store=address, timeout_s=20.0, after_direct_writes=lambda: landed.append("derived"),
+            schedule, tensors, store=address, options=Options(timeout_s=20.0),
+            after_direct_writes=lambda: landed.append("derived"),
             set_kv_scales=None if has is None else lambda scales: landed.append(dict(scales)),
             kv_scale_names=None if has is None else lambda: has,
         )  # fmt: skip
@@ -177,5 +179,5 @@ def test_setting_scales_and_naming_them_go_together() -> None:
     transfers = random_transfers(np.random.default_rng(7), WORLDS, parameters=5, stages=1)
     schedule = schedule_of(transfers, "gen", 0, WORLDS)
     for half in ({"set_kv_scales": lambda _: None}, {"kv_scale_names": lambda: SCALES}):
-        with pytest.raises(ValueError, match="set_kv_scales and kv_scale_names go together"):
+        with pytest.raises(ValueError, match="give set_kv_scales and kv_scale_names together"):
             GenerationEndpoint(schedule, {}, store="127.0.0.1:1", **half)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from helpers.handmade import allocate
 from helpers.plans import Case
 from helpers.ranks import run_ranks, values
 
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import Export, GenerationEndpoint, TrainEndpoint
 from mcore_reshard.trainers.quantized_export import quantized_export
@@ -85,10 +86,12 @@ def refit(number: int, address: str, case: Case, transport: str, broken: Callabl
     tensors = allocate(schedule)
     if number == 0:
         export = broken(quantized_export(lambda names: all_weights(case, names), plan))
-        endpoint = TrainEndpoint(schedule, tensors, store=address, export=export, transport=transport)
+        endpoint = TrainEndpoint(schedule, tensors, store=address, export=export, options=Options(transport=transport))
     else:
         load = lambda pairs: loaded.extend(name for name, _ in pairs)  # noqa: E731
-        endpoint = GenerationEndpoint(schedule, tensors, store=address, load_weights=load, transport=transport)
+        endpoint = GenerationEndpoint(
+            schedule, tensors, store=address, load_weights=load, options=Options(transport=transport)
+        )
     endpoint.prepare()
     endpoint.refit(1)
     endpoint.close()

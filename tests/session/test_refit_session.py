@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch.distributed import TCPStore
 
 from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, Waiting
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.board import Board
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports import registry
@@ -57,7 +58,7 @@ class Trainer:
         self.tensors = allocate(self.schedule)
         self.version = 0
         live = options.pop("tensors", lambda: self.tensors)
-        self.endpoint = TrainEndpoint(self.schedule, live, store=address, bucket_bytes=128, **options)
+        self.endpoint = TrainEndpoint(self.schedule, live, store=address, **arguments(bucket_bytes=128, **options))
 
     def step(self, version: int) -> None:
         self.version = version
@@ -85,7 +86,11 @@ class Engine:
         self.derived = 0
         live = options.pop("tensors", lambda: self.tensors)
         self.endpoint = GenerationEndpoint(
-            self.schedule, live, store=address, bucket_bytes=128, after_direct_writes=self.derive, **options
+            self.schedule,
+            live,
+            store=address,
+            after_direct_writes=self.derive,
+            **arguments(bucket_bytes=128, **options),
         )
 
     def load_weights(self, tensors: Any) -> None:
@@ -94,6 +99,12 @@ class Engine:
 
     def derive(self) -> None:
         self.derived += 1
+
+
+def arguments(**given: Any) -> dict[str, Any]:
+    """The arguments of an endpoint, those that are options in one record."""
+    options = {field.name: given.pop(field.name) for field in fields(Options) if field.name in given}
+    return {**given, "options": Options(**options)}
 
 
 def changed(options: dict[str, Any]) -> dict[str, Any]:
@@ -216,11 +227,6 @@ def test_checksums_are_asked_for_by_all_ranks_or_none() -> None:
     assert all("different checksums: False on train:0, train:1; True on gen:0" in str(o.error) for o in outcomes)
 
 
-def test_no_multiprocessor_is_too_few() -> None:
-    with pytest.raises(ValueError, match="ctas must be at least 1, not 0"):
-        seat(0, "127.0.0.1:1", (2, 1), ctas=0)
-
-
 def one_stays_away(rank: int, address: str) -> None:
     if rank != 1:
         seat(rank, address, (2, 1), timeout_s=1.0).endpoint.prepare()
@@ -256,16 +262,21 @@ def group_of_its_own(context: TransportContext) -> None:
         context.store,
         group_rank(schedule, schedule.world, schedule.rank),
         group_names(schedule),
-        timeout_s=context.timeout_s,
+        timeout_s=context.options.timeout_s,
     )
 
 
 def words_between_peers(context: TransportContext) -> None:
-    Words(context.store, context.bound, context.timeout_s)
+    Words(context.store, context.bound, context.options.timeout_s)
 
 
 def what_another_publishes(context: TransportContext) -> None:
-    fetch(context.store, "gen:1", Waiting(context.bound.rank, "gen:1", 0, "model.w", sends=False), context.timeout_s)
+    fetch(
+        context.store,
+        "gen:1",
+        Waiting(context.bound.rank, "gen:1", 0, "model.w", sends=False),
+        context.options.timeout_s,
+    )
 
 
 def one_cannot_connect(rank: int, address: str, waits: Callable[[TransportContext], None]) -> None:
@@ -781,6 +792,6 @@ def test_an_engine_tensor_that_nothing_fills_is_refused() -> None:
     schedule = schedule_of(transfers_of((1, 1)), "gen", 0, (1, 1))
     tensors = allocate(schedule) | {"model.extra.weight": torch.zeros(3)}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    endpoint = GenerationEndpoint(schedule, tensors, store=store, bucket_bytes=128, timeout_s=SHORT_S)
+    endpoint = GenerationEndpoint(schedule, tensors, store=store, options=Options(bucket_bytes=128, timeout_s=SHORT_S))
     with pytest.raises(BindError, match=r"model\.extra\.weight: nothing in the plan fills it"):
         endpoint.prepare()

@@ -34,6 +34,7 @@ from torch.distributed import PrefixStore, TCPStore
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.shelf import Shelf
 from mcore_reshard.planner.plan.schedule import Schedule
 
@@ -134,7 +135,7 @@ def refit_by_endpoint(
     tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
     tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
     endpoint = (TrainEndpoint if schedule.world == "train" else GenerationEndpoint)(
-        schedule, tensors, store=address, transport="direct", timeout_s=30.0, **options
+        schedule, tensors, store=address, options=Options(transport="direct", timeout_s=30.0, **options)
     )
     endpoint.prepare()
     for version in (1, 2):

@@ -10,6 +10,7 @@ from helpers.gpu import needs_gpus
 from helpers.handmade import End, HandTransfer, schedule_of, source_table_of
 from helpers.ranks import run_ranks, values
 
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.registry import transports
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
@@ -46,7 +47,7 @@ def refit(number: int, address: str, transport: str) -> dict[str, int]:
         held = {name: torch.full(shape, 0xFF, dtype=torch.uint8, device=device) for name, shape in shapes.items()}
     tensors = {name: tensor.view(torch.float8_e4m3fn) for name, tensor in held.items()}
     endpoint = (TrainEndpoint if number == 0 else GenerationEndpoint)(
-        schedule, tensors, store=address, transport=transport, timeout_s=120.0
+        schedule, tensors, store=address, options=Options(transport=transport, timeout_s=120.0)
     )
     endpoint.prepare()
     endpoint.refit(1)

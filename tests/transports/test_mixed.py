@@ -37,7 +37,7 @@ class OverGloo(GlooExecutor):
     def __init__(self, name: str, context: TransportContext) -> None:
         schedule = context.bound.schedule
         me = group_rank(schedule, schedule.world, schedule.rank)
-        self._own = GlooGroup(context.store, me, group_names(schedule), timeout_s=context.timeout_s)
+        self._own = GlooGroup(context.store, me, group_names(schedule), timeout_s=context.options.timeout_s)
         super().__init__(self._own, context.bound)
         self.name = name
 

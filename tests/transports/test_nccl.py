@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore, TCPStore, is_initialized
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import RefitError
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
 from mcore_reshard.kernels.transports.rounds import ScratchBudget
@@ -385,12 +386,16 @@ def session(number: int, address: str, transport: str) -> Any:
     schedule = replace(of(transfers, number, worlds), misc=(MISC,))
     schedule = replace(schedule, tensors=(*schedule.tensors, odd))
     held: list[Any] = []
-    options: dict[str, Any] = {"store": address, "transport": transport, "scratch_bytes": 4096, "timeout_s": TIMEOUT_S}
+    options = Options(transport=transport, scratch_bytes=4096, timeout_s=TIMEOUT_S)
     if number == 0:
         weights = {name: tensor.to(device) for name, tensor in allocate(schedule).items()}
         every = {**weights, MISC: weights["odd"]}
         train = TrainEndpoint(
-            schedule, weights, export=lambda names: ((n, every[n]) for n in (names or every)), **options
+            schedule,
+            weights,
+            store=address,
+            export=lambda names: ((n, every[n]) for n in (names or every)),
+            options=options,
         )
         train.prepare()
         for version in (1, 2, 3):
@@ -406,8 +411,9 @@ def session(number: int, address: str, transport: str) -> Any:
     gen = GenerationEndpoint(
         replace(schedule, padding=(padding,)),
         weights,
+        store=address,
         load_weights=lambda pairs: loaded.update((name, raw_bytes(tensor)) for name, tensor in pairs),
-        **options,
+        options=options,
     )
     gen.prepare()
     for version in (1, 2, 3):

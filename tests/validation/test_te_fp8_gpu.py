@@ -16,6 +16,7 @@ from helpers.handmade import End, HandTransfer, schedule_of, source_table_of
 from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.copies.cast_arithmetic import over_elements
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.trainers.megatron.model import local_tensors
 
@@ -62,8 +63,7 @@ def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray
             schedule_of(transfers(), "train", 0, (1, 1)),
             lambda: local_tensors([layer]),
             store=address,
-            transport=transport,
-            timeout_s=60.0,
+            options=Options(transport=transport, timeout_s=60.0),
         )
         with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=Float8BlockScaling()):
             product = layer(inputs)
@@ -71,7 +71,9 @@ def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray
     else:
         schedule = replace(schedule_of(transfers(), "gen", 0, (1, 1)), pulls=lambda: source_table_of(transfers(), 0))
         tensors = synthetic.allocate(schedule, torch.device("cuda"))
-        endpoint = GenerationEndpoint(schedule, tensors, store=address, transport=transport, timeout_s=60.0)
+        endpoint = GenerationEndpoint(
+            schedule, tensors, store=address, options=Options(transport=transport, timeout_s=60.0)
+        )
     endpoint.prepare()
     endpoint.refit(1)
     endpoint.close()

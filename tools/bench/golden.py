@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from mcore_reshard.kernels.options import Options as SessionOptions
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
@@ -26,13 +27,15 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 def broadcast(rank: Rank, options: Options) -> Prepared:
     if rank.on_cuda and rank.launch.gpus < rank.ranks:
         raise Unavailable("the trainer's export needs a GPU for every rank")
-    where = {"store": rank.address, "transport": "golden", "session": "bench-golden", "timeout_s": rank.timeout_s}
+    session = SessionOptions(transport="golden", session="bench-golden", timeout_s=rank.timeout_s)
     endpoint: TrainEndpoint | GenerationEndpoint
     if rank.world == "train":
-        endpoint = TrainEndpoint(rank.schedule, rank.tensors, export=_Export(rank), **where)  # type: ignore[arg-type]
+        endpoint = TrainEndpoint(rank.schedule, rank.tensors, store=rank.address, export=_Export(rank), options=session)
     else:
         cut = _Cut(rank)
-        endpoint = GenerationEndpoint(rank.schedule, rank.tensors, load_weights=cut, **where)  # type: ignore[arg-type]
+        endpoint = GenerationEndpoint(
+            rank.schedule, rank.tensors, store=rank.address, load_weights=cut, options=session
+        )
     endpoint.prepare()
 
     def refit() -> None:

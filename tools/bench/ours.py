@@ -10,6 +10,7 @@ from torch.distributed import PrefixStore
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import TransportUnavailable
+from mcore_reshard.kernels.options import Options as SessionOptions
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.shelf import Shelf
 from mcore_reshard.kernels.transports.base import TransportContext
@@ -53,9 +54,7 @@ def session(rank: Rank, options: Options) -> Prepared:
         schedule,
         rank.tensors,
         store=rank.address,
-        transport=transport,
-        session=f"bench-{transport}",
-        timeout_s=rank.timeout_s,
+        options=SessionOptions(transport=transport, session=f"bench-{transport}", timeout_s=rank.timeout_s),
     )
     endpoint.prepare()
 
@@ -80,7 +79,7 @@ def _prepared(rank: Rank, transport: str, connect: Callable[[TransportContext], 
             another_store=lambda: Shelf("link", rank.another_store()),
             group=group,
             bound=bind(rank.schedule, rank.tensors),
-            timeout_s=rank.timeout_s,
+            options=SessionOptions(timeout_s=rank.timeout_s),
         ),
     )
 
@@ -119,8 +118,8 @@ def _direct_with(options: Options, context: TransportContext) -> Executor:
     return DirectExecutor(
         context.store,
         context.bound,
-        timeout_s=context.timeout_s,
-        scratch_bytes=_scratch_bytes(options, context.scratch_bytes),
+        timeout_s=context.options.timeout_s,
+        scratch_bytes=_scratch_bytes(options, context.options.scratch_bytes),
         options=DirectOptions(
             shape,
             int(options["tile_kib"]) << 10 if "tile_kib" in options else usual.tile_bytes,
@@ -144,7 +143,7 @@ def _nccl_with(options: Options, context: TransportContext) -> Executor:
     return NcclExecutor(
         context.bound,
         context.store,
-        timeout_s=context.timeout_s,
+        timeout_s=context.options.timeout_s,
         budget=budget,
         copy_ctas=int(options.get("ctas", DEFAULT_COPY_CTAS)),
     )

@@ -40,8 +40,8 @@ from mcore_reshard.kernels.errors import (
     TransferError,
     Waiting,
 )
+from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.transports.pipeline import StageReport
-from mcore_reshard.kernels.transports.rounds import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .options import DirectOptions

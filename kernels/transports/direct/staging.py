@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import CopyExpander
-from mcore_reshard.kernels.copies.buckets import ALIGNMENT, MAX_BUCKET_BYTES
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.options import ALIGNMENT, MAX_BUCKET_BYTES
 from mcore_reshard.planner.plan.schedule import Schedule, SourceTable, TransferTable
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 

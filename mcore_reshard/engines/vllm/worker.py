@@ -1,11 +1,11 @@
-"""Refits as methods of vLLM's own workers: `LLM(..., worker_extension_cls="mcore_reshard.engines.vllm.worker.RefitWorker")`.
+"""Refits as methods of vLLM's own workers: `LLM(..., worker_extension_cls="mcore_reshard.vllm.RefitWorker")`.
 
-    llm.collective_rpc("prepare_refit", kwargs={"store": "10.0.0.1:29600"})
+    llm.collective_rpc("connect_refit", kwargs={"store": "10.0.0.1:29600"})
     llm.collective_rpc("refit", args=(step,))
     llm.collective_rpc("close_refit")
 
-vLLM makes the class a base of its worker (v1/worker/worker_base.py, WorkerWrapperBase.init_worker) and refuses names that
-the worker has. Arguments and results are plain data, which vLLM carries between processes.
+vLLM makes the class a base of its worker (v1/worker/worker_base.py, WorkerWrapperBase.init_worker) and refuses names
+that the worker has. Arguments and results are plain data, which vLLM carries between processes.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.engines.vllm import model as engine
 from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import MeshError, format_mesh
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import GenerationEndpoint
 from mcore_reshard.session.plan_exchange import fetch_plan
 
+from . import model as engine
+
 
 class RefitWorker:
-    """What a generation rank does: prepare once, refit after each step, close."""
+    """A generation rank's part: connect once, refit after each step, close."""
 
     vllm_config: Any  # these two are the worker's
     get_model: Callable[[], torch.nn.Module]
     _refit_endpoint: GenerationEndpoint | None = None
 
-    def prepare_refit(
-        self, store: str, *, replica: int = 0, session: str = "refit", prepare_timeout_s: float = 600.0, **options: Any
-    ) -> str:
+    def connect_refit(self, store: str, *, replica: int = 0, connect_timeout_s: float = 600.0, **options: Any) -> str:
         """Fetch the plan that the trainer publishes, bind this worker's parameters and meet all other ranks.
 
-        `replica` counts engines of the same mesh. `prepare_timeout_s` is how long to wait for the plan, and then for
-        ranks that are still starting. `options` are those of `GenerationEndpoint`. Returns the rank's name, as in "gen:3".
-        Raises MeshError where the plan is for other engines, and what `GenerationEndpoint.prepare` raises.
+        `replica` counts engines of the same mesh. `connect_timeout_s` is how long to wait for the plan, and then for
+        ranks that are still starting. `options` are the fields of `Options`. Returns the rank's name, as in "gen:3".
+        Raises MeshError where the plan is for other engines, ValueError for wrong options, and as
+        `GenerationEndpoint.prepare` does.
         """
         self.close_refit()
-        config = self.vllm_config
-        plan, mesh = fetch_plan(store, session=session, timeout_s=prepare_timeout_s), engine.gen_sizes_of(config)
+        session = Options(**options)
+        config, mesh = self.vllm_config, engine.gen_sizes_of(self.vllm_config)
+        plan = fetch_plan(store, session=session.session, timeout_s=connect_timeout_s)
         rank = engine.gen_rank_of(config) + replica * mesh.world
         if (plan.gen.tp, plan.gen.pp, plan.gen.ep) != (mesh.tp, mesh.pp, mesh.ep) or rank >= plan.gen.world:
             raise MeshError(
@@ -53,22 +55,21 @@ class RefitWorker:
             schedule_of(plan, "gen", rank),
             lambda: engine.local_tensors(self.get_model()),
             store=store,
-            session=session,
             load_weights=lambda tensors: engine.load_weights(self.get_model(), tensors),
             after_direct_writes=lambda: engine.after_direct_writes(self.get_model(), config.model_config.dtype),
             set_kv_scales=lambda scales: engine.set_kv_scales(self.get_model(), scales),
             kv_scale_names=lambda: engine.kv_scale_names(self.get_model()),
-            **options,
+            options=session,
         )
-        endpoint.prepare(timeout_s=prepare_timeout_s)
-        return endpoint.rank
+        endpoint.prepare(timeout_s=connect_timeout_s)
+        return endpoint.rank_name
 
     def refit(self, version: int) -> dict[str, Any]:
         """Take part in the trainer's refit of `version`; returns the fields of `RefitReport` once it is committed."""
         from vllm.config import set_current_vllm_config
 
         if self._refit_endpoint is None:
-            raise SessionError("no refit is possible: prepare_refit() was not called")
+            raise SessionError("no refit is possible: call connect_refit() on all workers first")
         with set_current_vllm_config(self.vllm_config):
             return asdict(self._refit_endpoint.refit(version))
 

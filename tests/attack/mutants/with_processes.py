@@ -17,6 +17,7 @@ from helpers.plans import Case
 from helpers.ranks import Outcome, run_ranks
 from numpy.typing import NDArray
 
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.gloo import DEFAULT_SLOTS, GlooExecutor
 from mcore_reshard.kernels.transports.pipeline import BucketMessage
@@ -76,8 +77,9 @@ class Rank:
         made = self.executor
         registry.register(replace(gloo, name="gloo-mutant", connect=lambda context: made(context.group, context.bound)))
         common: dict[str, Any] = {
-            "store": address, "transport": "gloo-mutant", "bucket_bytes": self.bucket_bytes, "timeout_s": TIMEOUT_S,
-        }  # fmt: skip
+            "store": address,
+            "options": Options(transport="gloo-mutant", bucket_bytes=self.bucket_bytes, timeout_s=TIMEOUT_S),
+        }
         endpoint: Any
         if self.train:
             endpoint = TrainEndpoint(schedule, lambda: self.tensors, export=self.export or self._export, **common)

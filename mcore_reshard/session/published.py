@@ -1,0 +1,40 @@
+"""One rank's error is every rank's: it is published on the store, and all ranks raise the same cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mcore_reshard.kernels.errors import RefitError
+from mcore_reshard.kernels.rendezvous.meeting import Failure, Meeting, SessionFailed
+
+
+class Published:
+    """Publish an error raised inside, then raise its cause: this error, or another rank's that led to it.
+
+    `end` is called with the cause. A class, not @contextmanager: contextlib's frames would keep a replaced exception,
+    and the tensors in its traceback, alive.
+    """
+
+    def __init__(self, meeting: Meeting, phase: str, end: Callable[[BaseException], None] = lambda error: None) -> None:
+        self._meeting, self._phase, self._end = meeting, phase, end
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            return
+        try:
+            self._publish(error)
+        except BaseException as cause:
+            self._end(cause)
+            raise
+        self._end(error)
+
+    def _publish(self, error: BaseException) -> None:
+        if isinstance(error, SessionFailed):
+            return  # the cause came from the store: every rank knows it
+        failure = self._meeting.fail(self._phase, error)
+        if failure != Failure.of(self._meeting.rank, error) and isinstance(error, RefitError):
+            raise SessionFailed(failure) from error

@@ -1,0 +1,5 @@
+"""The vLLM face of the package: `LLM(..., worker_extension_cls="mcore_reshard.vllm.RefitWorker")`."""
+
+from mcore_reshard.engines.vllm.worker import RefitWorker
+
+__all__ = ["RefitWorker"]
