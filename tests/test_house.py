@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -130,4 +131,5 @@ def test_the_planner_imports_neither_torch_nor_megatron() -> None:
 
 def test_planner_and_kernels_are_not_importable_under_their_bare_names(tmp_path: Path) -> None:
     code = "import importlib.util as u; assert u.find_spec('planner') is None and u.find_spec('kernels') is None"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
