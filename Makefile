@@ -14,7 +14,7 @@ BRIDGE := megatron-bridge==0.3.1
 # The demo: 4 training processes (TP2, EP2, PP2) to 2 generation processes (TP2).
 DEMO := tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2
 
-.PHONY: help setup demo test test-vllm test-gpu test-memcheck validate-all validate-gpu lint types bench bench-gpu clean
+.PHONY: help setup demo test test-vllm test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -56,10 +56,16 @@ validate-gpu: ## golden vs real on the GPUs, every family and mesh that fits; wr
 validate-all: $(VENV)/.ready ## golden vs real over every family and mesh
 	$(BIN)/python -m pytest -m "slow or not slow" tests/validation/test_validate.py tests/validation/test_validate_fp8.py
 
-lint: $(VENV)/.ready ## ruff, and that the README's figures are those of the data files
+lint: $(VENV)/.ready ## ruff, and that the pages hold: data, figures, links (no code runs)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python tools/readme.py --check
+	$(BIN)/python tools/docs.py --check --no-run
+
+docs: $(VENV)/.ready ## fill the pages from data, draw figures, run their code, check links
+	$(BIN)/python tools/docs.py
+
+docs-check: $(VENV)/.ready ## the same, but change nothing and fail if a page is stale
+	$(BIN)/python tools/docs.py --check
 
 types: $(VENV)/.ready ## mypy
 	$(BIN)/mypy -p mcore_reshard

@@ -9,7 +9,6 @@ from typing import Any
 
 import bench_refit
 import pytest
-import readme
 import torch
 from bench import ours
 from bench.goals import verdicts
@@ -17,6 +16,7 @@ from bench.methods import Method, Prepared, parse_method
 from bench.ranks import Launch
 from bench.results import ResultFile, row_of, skipped, with_share
 from bench.workloads import WORKLOADS, Case, case_of
+from pages import tables
 
 ON_CPU = ["--device", "cpu", "--ranks", "4", "--moe", "tiny-qwen3-moe", "--dense", "tiny-qwen3", "--repeats", "2"]
 
@@ -163,7 +163,7 @@ def test_goals_are_judged_by_the_rows() -> None:
     assert found["direct, one trainer, replicas"] == ("not measured in this run", None)
 
 
-def test_the_readme_shows_rows_goals_and_what_was_not_measured(tmp_path: Path) -> None:
+def test_the_docs_show_rows_goals_and_what_was_not_measured(tmp_path: Path) -> None:
     data = {
         "hardware": "4 x GPU", "driver": "1.2", "date": "2026-01-02", "versions": {"torch": "2.11"},
         "environment": {"NCCL_NVLS_ENABLE": "0", "NCCL_VERSION": "2"},
@@ -174,20 +174,18 @@ def test_the_readme_shows_rows_goals_and_what_was_not_measured(tmp_path: Path) -
         ],
     }  # fmt: skip
     (tmp_path / "refit-x4.json").write_text(json.dumps(data))
-    section = readme.gpu_section(tmp_path)
-    assert (
-        "4 x GPU, driver 1.2, torch 2.11, NCCL_NVLS_ENABLE=0, 2026-01-02 ([data](tools/results/refit-x4.json)):"
-        in section
-    )
+    section = tables.gpu_section(tmp_path)
+    assert "4 x GPU, driver 1.2, torch 2.11, NCCL_NVLS_ENABLE=0, 2026-01-02" in section
+    assert "([data](../tools/results/refit-x4.json)):" in section
     assert "|  |  | `direct` | 100.0 | 376 | 0.940 of copy-engine | 110 ms | 1.0 s | 12 MB | 1.5 ms |" in section
     assert "- `nemo-rl`, m: all: not given." in section
     assert "| direct, whole MoE | >= 0.94 of the copy engine, no scratch | not measured in this run |  |" in (
-        readme.goals_section(tmp_path)
+        tables.goals_section(tmp_path)
     )
 
 
-def test_the_readme_shows_what_ranks_that_share_gpus_reach(tmp_path: Path) -> None:
-    assert readme.shared_section(tmp_path) == ""
+def test_the_docs_show_what_ranks_that_share_gpus_reach(tmp_path: Path) -> None:
+    assert tables.shared_section(tmp_path) == ""
     workload = {"what": "all", "model": "m", "train": "ep=2", "gen": "tp=2", "ranks": "2 -> 2"}
     data = {
         "hardware": "2 x GPU", "driver": "1.2", "date": "2026-01-02", "versions": {"torch": "2.11"},
@@ -198,7 +196,7 @@ def test_the_readme_shows_what_ranks_that_share_gpus_reach(tmp_path: Path) -> No
     (tmp_path / "refit-colocated-x2.json").write_text(json.dumps(data))
     data["environment"] = {"CUDA_MPS_PIPE_DIRECTORY": "/mps"}
     (tmp_path / "refit-colocated-mps-x2.json").write_text(json.dumps(data))
-    section = readme.shared_section(tmp_path)
+    section = tables.shared_section(tmp_path)
     assert "| ranks | processes on a GPU | method | BF16 -> BF16 | BF16 -> FP8 | data |" in section
     assert "| every GPU has a rank of both sides | in turns | `direct` | 100.0 ms | 52.2 ms | [data](" in section
     assert "| at the same time (MPS) | `nccl` |  |  | [data](" in section

@@ -9,9 +9,9 @@ from typing import Any
 import bench_kernels
 import numpy as np
 import pytest
-import readme
 import torch
 from bench_kernels import POISON, Case, Launches, Memory, Method, attempted, cases, row_of
+from pages import tables
 
 from mcore_reshard.kernels.copies.cpu import run_copies
 
@@ -105,7 +105,7 @@ def test_triton_kernels_copy_what_torch_says(
         pytest.skip("Triton's interpreter takes arrays of one element for numbers, which numpy 2.4 refuses")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     path = Path(bench_kernels.__file__).parent / "bench" / "triton_copies.py"
-    triton_copies = readme._module(path)  # of this test: decorated for the interpreter
+    triton_copies = tables._module(path)  # of this test: decorated for the interpreter
 
     def prepare(memory: Memory, case: Case, config: dict[str, Any]) -> Any:
         return triton_copies.TritonCopies(memory.tiles(case, TILE_BYTES), CPU, walk, **config)
@@ -116,8 +116,8 @@ def test_triton_kernels_copy_what_torch_says(
     assert found["launches"] == (4 if name == "odd rows" else 1)
 
 
-def test_the_readme_shows_what_was_measured_and_nothing_without_data(tmp_path: Path) -> None:
-    assert readme.kernels_section(tmp_path) == ""
+def test_the_docs_show_what_was_measured_and_nothing_without_data(tmp_path: Path) -> None:
+    assert tables.kernels_section(tmp_path) == ""
 
     def attempt(gb_per_s: float, launches: int = 1, **config: int) -> dict[str, Any]:
         return {"ms": 1e3 / gb_per_s, "gb_per_s": gb_per_s, "launches": launches, "config": config}
@@ -140,7 +140,7 @@ def test_the_readme_shows_what_was_measured_and_nothing_without_data(tmp_path: P
         ],
     }  # fmt: skip
     (tmp_path / "kernels-x2.json").write_text(json.dumps(data))
-    section = readme.kernels_section(tmp_path)
+    section = tables.kernels_section(tmp_path)
     assert "2 x GPU, driver 1.2, torch 2.11, 2026-01-02" in section
     for line in (
         "| method | one region | odd rows | launches | first launch |",

@@ -1,35 +1,58 @@
-"""Fill the README's marked sections from data: the demo's output, planning and refit figures, goals, the support table.
+"""The tables of README.md and docs/ that are made from data files, and from the list of validated cases.
 
-python tools/readme.py            rewrite README.md
-python tools/readme.py --check    fail if a section that comes from data files is stale (the demo is not rerun)
+`SECTIONS` has a function for every marked section; `docs.py` writes what it returns between the marks.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import importlib.util
-import io
 import json
+import re
 import sys
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "results"
-PLANNER = RESULTS / "planner.json"
-DEMO = ["tiny-qwen3-moe", "--train", "tp=2,pp=2,ep=2", "--gen", "tp=2"]
+LINKS = "../tools/results"  # as pages in docs/ name the data files
+
+
+def numbers_section() -> str:
+    """Three figures for the README."""
+    refit = json.loads((RESULTS / "refit-x4.json").read_text())
+    direct = next(row for row in refit["rows"] if (row["workload"], row["method"]) == ("moe-ep-tp", "direct"))
+    gigabytes = direct["gb_per_receiver"] * 2
+    planner = json.loads((RESULTS / "planner.json").read_text())
+    case = next(c for c in planner["cases"] if c["train_ranks"] == 256 and "ep=" not in c["gen"])
+    seconds = case["seconds"]["plan"] + case["seconds"]["proof"]
+    attack = json.loads((RESULTS / "mutation_score.json").read_text())
+    here = "tools/results"
+    return "\n".join(
+        [
+            "| | |",
+            "|---|---|",
+            f"| **{direct['ms']:.0f} ms** | refit of Qwen3-30B-A3B, {gigabytes:.0f} GB, from 2 H200s to 2 H200s:"
+            f" {direct['share']:.0%} of the copy engines' rate ([data]({here}/refit-x4.json)) |",
+            f"| **{seconds:.2f} s** | planning and proof of DeepSeek-V3, {case['train_ranks']} to {case['gen_ranks']}"
+            f" ranks, {case['transfers'] / 1e6:.1f} million transfers ([data]({here}/planner.json)) |",
+            f"| **{attack['found']} of {attack['mutants']}** | bugs put in on purpose, of {attack['classes']} classes"
+            f" that refits are known for, were found ([data]({here}/mutation_score.json)) |",
+        ]
+    )
 
 
 def planner_section() -> str:
-    data = json.loads(PLANNER.read_text())
+    data = json.loads((RESULTS / "planner.json").read_text())
     lines = [
-        f"DeepSeek-V3, every HF parameter, proof included; {data['what']}; {data['cpu']}, Python {data['python']}, numpy"
-        f" {data['numpy']}, {data['date']} (`make bench`, [data](tools/results/planner.json)):",
+        _wrapped(
+            f"DeepSeek-V3, every HF parameter: {data['what']}. {data['cpu']}, Python {data['python']}, numpy"
+            f" {data['numpy']}, {data['date']} (`make bench`, [data]({LINKS}/planner.json))."
+        ),
         "",
-        "| ranks | transfers | bundles | plan | proof | one rank's schedule (train / gen) | peak memory | plan file |",
+        "| ranks | transfers | transfer groups | plan | proof | one rank's schedule (train / gen) | peak memory | plan file |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for case in sorted(data["cases"], key=lambda c: (c["train_ranks"], c["transfers"])):
@@ -41,11 +64,6 @@ def planner_section() -> str:
             f" {seconds['train_schedule']:.2f} / {seconds['gen_schedule']:.2f} s |"
             f" {case['peak_rss_mb']:.0f} MB | {case['plan_file_bytes'] / 1e3:.0f} kB |"
         )
-    lines += [
-        "",
-        "A template is how a parameter is cut on both ends, a bundle the parameters that share one and the ranks. A plan",
-        "stores these, neither ranks nor parameters one by one, so its cost follows the number of distinct layouts.",
-    ]
     return "\n".join(lines)
 
 
@@ -61,11 +79,11 @@ def support_section() -> str:
 
 def attack_section() -> str:
     data = json.loads((RESULTS / "mutation_score.json").read_text())
-    return (
-        f"The attack ({data['date']}, [data](tools/results/mutation_score.json), `python tools/mutation_score.py`):"
-        f" {data['mutants']} mutants of the {data['classes']} bug classes, {data['found']} found: {data['refused_by_the_product']}"
-        f" are refused before or while bytes move, {data['shown_by_validation_or_tests']} are of kinds that only golden or"
-        " tests can show, and those do."
+    return _wrapped(
+        f"The attack ({data['date']}, [data]({LINKS}/mutation_score.json), `python tools/mutation_score.py`):"
+        f" {data['found']} of {data['mutants']} mutants of {data['classes']} bug classes are found. The product refuses"
+        f" {data['refused_by_the_product']} before or while bytes move. Only golden or tests can show the other"
+        f" {data['shown_by_validation_or_tests']}, and they do."
     )
 
 
@@ -77,7 +95,7 @@ def gpu_section(folder: Path = RESULTS) -> str:
         named = _versions(data)
         driver = f", driver {data['driver']}" if "driver" in data else ""
         named += "".join(f", {name}={value}" for name, value in data["environment"].items() if name != "NCCL_VERSION")
-        parts.append(f"{data['hardware']}{driver}, {named}, {data['date']} ([data](tools/results/{file.name})):")
+        parts.append(_wrapped(f"{data['hardware']}{driver}, {named}, {data['date']} ([data]({LINKS}/{file.name})):"))
         parts.append(_measured_table(data))
         if lines := _not_measured(data):
             parts.append("\n".join(["Not measured:", "", *lines]))
@@ -92,8 +110,10 @@ def shared_section(folder: Path = RESULTS) -> str:
     first = runs[0][1]
     dtypes = {name: workload["dtypes"] for name, workload in first["workloads"].items()}
     lines = [
-        f"{first['hardware']}, driver {first['driver']}, {_versions(first)}, {first['date']}"
-        " (`python tools/bench_refit.py --colocated`, or `--ranks 4` on two GPUs):",
+        _wrapped(
+            f"{first['hardware']}, driver {first['driver']}, {_versions(first)}, {first['date']}"
+            " (`python tools/bench_refit.py --colocated`, or `--ranks 4` on two GPUs):"
+        ),
         "",
         f"| ranks | processes on a GPU | method | {' | '.join(name.upper() for name in dtypes.values())} | data |",
         f"|{'---|' * (len(dtypes) + 4)}",
@@ -104,7 +124,7 @@ def shared_section(folder: Path = RESULTS) -> str:
         for method in dict.fromkeys(row["method"] for row in data["rows"]):
             found = {row["workload"]: row for row in data["rows"] if row["method"] == method and "skipped" not in row}
             cells = [f"{found[name]['ms']:.1f} ms" if name in found else "" for name in dtypes]
-            link = f"[data](tools/results/{file.name})"
+            link = f"[data]({LINKS}/{file.name})"
             lines.append(f"| {data['shared']} | {runs_on} | `{method}` | {' | '.join(cells)} | {link} |")
     return "\n".join(lines)
 
@@ -112,8 +132,10 @@ def shared_section(folder: Path = RESULTS) -> str:
 def links_section() -> str:
     data = json.loads((RESULTS / "links-x4.json").read_text())
     lines = [
-        f"{data['what']}, {data['hardware']}, driver {data['driver']}, torch {data['versions']['torch']}, {data['date']}"
-        f" (`python tools/bench_links.py`, [data](tools/results/links-x4.json){_noted(data)}):",
+        _wrapped(
+            f"{data['what']}, {data['hardware']}, driver {data['driver']}, torch {data['versions']['torch']},"
+            f" {data['date']} (`python tools/bench_links.py`, [data]({LINKS}/links-x4.json){_noted(data)}):"
+        ),
         "",
         "| GPUs | copy engines | our kernel, one source after another | in turns of a tile | pushing | two kernels |",
         "|---|---|---|---|---|---|",
@@ -143,9 +165,13 @@ def kernels_section(folder: Path = RESULTS) -> str:
 
     described = "; ".join(f"{name}: {case['what']}" for name, case in data["cases"].items())
     lines = [
-        f"{data['what']}, {data['hardware']}, driver {data['driver']}, {_versions(data)}, {data['date']}"
-        f" (`python tools/bench_kernels.py`, [data](tools/results/{file.name}){_noted(data)}); the best of several"
-        f" configurations. First launch: of a small table in a process of its own, compiling included. {described}.",
+        _wrapped(
+            f"{data['what']}, {data['hardware']}, driver {data['driver']}, {_versions(data)}, {data['date']}"
+            f" (`python tools/bench_kernels.py`, [data]({LINKS}/{file.name}){_noted(data)}). Each figure is the best of"
+            " several configurations. The first launch is that of a small table in a fresh process, compiling included."
+        ),
+        "",
+        _wrapped(f"Columns: {described}."),
         "",
         f"| method | {' | '.join(cases)} | launches | first launch |",
         f"|{'---|' * (len(cases) + 3)}",
@@ -166,7 +192,7 @@ def kernels_section(folder: Path = RESULTS) -> str:
         lines.append(f"| {label} | {rates} | {' to '.join(map(str, launches))} | {first} |")
     if failed := [row for row in data["rows"] if "error" in row]:
         lines += ["", "Not measured:", ""]
-        lines += [f"- {row['method']}, {row['case']}: {row['error']}." for row in failed]
+        lines += [_wrapped(f"- {row['method']}, {row['case']}: {row['error']}.", "  ") for row in failed]
     return "\n".join(lines)
 
 
@@ -237,7 +263,9 @@ def _not_measured(data: dict[str, Any]) -> list[str]:
             workload = data["workloads"][row["workload"]]
             what = f"{workload['model']}: {workload['what']}"
             reasons.setdefault((row["method"], row["skipped"]), []).append(what)
-    return [f"- `{method}`, {'; '.join(names)}: {reason}." for (method, reason), names in reasons.items()]
+    return [
+        _wrapped(f"- `{method}`, {'; '.join(names)}: {reason}.", "  ") for (method, reason), names in reasons.items()
+    ]
 
 
 def gpu_validation_section() -> str:
@@ -261,7 +289,7 @@ def gpu_validation_section() -> str:
         said = [
             f"- On {data['hardware']} ({'; '.join(sorted({case['source'] for case in compared}))}; torch"
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
-            f" [data](tools/results/{file.name}){_noted(data)}), cases compared of those that fit: {', '.join(counts)};"
+            f" [data]({LINKS}/{file.name}){_noted(data)}), cases compared of those that fit: {', '.join(counts)};"
             f" {sum(case.get('tensors', 0) for case in compared):,} tensors,"
             f" {sum(case.get('wrong', 1) for case in compared)} with a wrong byte.",
             *(
@@ -271,30 +299,8 @@ def gpu_validation_section() -> str:
             ),
             *(["The others were not run."] if left else []),
         ]
-        lines.append("\n  ".join(said))
+        lines.append(_wrapped(" ".join(said), "  "))
     return "\n".join(lines)
-
-
-def demo_section() -> str:
-    from mcore_reshard.cli.main import main
-
-    shown = []
-    for command in (["plan", *DEMO], ["validate", *DEMO, "--refits", "2"]):
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            if code := main(command):
-                raise SystemExit(code)
-        shown.append(f"$ mcore-reshard {' '.join(command)}\n{out.getvalue().rstrip()}")
-    return "```\n" + "\n\n".join(shown) + "\n```"
-
-
-def replaced(text: str, name: str, section: str) -> str:
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    head, found, rest = text.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not found or not closed:
-        raise SystemExit(f"README.md has no section {name}")
-    return f"{head}{begin}\n{section}\n{end}{tail}"
 
 
 def _module(path: Path) -> ModuleType:
@@ -304,24 +310,41 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a section is stale")
-    arguments = parser.parse_args()
-    text = README.read_text()
-    wanted = replaced(text, "planner", planner_section())
-    wanted = replaced(wanted, "support", support_section())
-    wanted = replaced(wanted, "attack", attack_section())
-    wanted = replaced(wanted, "gpu", gpu_section())
-    wanted = replaced(wanted, "goals", goals_section())
-    wanted = replaced(wanted, "shared", shared_section())
-    wanted = replaced(wanted, "links", links_section())
-    wanted = replaced(wanted, "kernels", kernels_section())
-    wanted = replaced(wanted, "gpu-validation", gpu_validation_section())
-    if arguments.check:
-        sys.exit("README.md is stale: run python tools/readme.py" if wanted != text else 0)
-    README.write_text(replaced(wanted, "demo", demo_section()))
+def json_keys_section() -> str:
+    """The keys that --json prints, with those of nested objects in brackets; lists have one entry's."""
+    frozen = json.loads((ROOT / "tests" / "cli" / "frozen.json").read_text())["json"]
+    commands: dict[str, dict[str, set[str]]] = {}
+    for case, paths in frozen.items():
+        keys = commands.setdefault(case if case.startswith("show") else case.split()[0], {})
+        for path in paths:
+            key, _, nested = path.partition(".")
+            keys.setdefault(key.removesuffix("[]"), set()).update({nested.split(".")[0].removesuffix("[]")} - {""})
+    lines = ["| command | keys |", "|---|---|"]
+    for command, keys in commands.items():
+        cells = [
+            f"`{key}`" + (f" ({', '.join(sorted(below))})" if below else "") for key, below in sorted(keys.items())
+        ]
+        lines.append(f"| `{command}` | {', '.join(cells)} |")
+    return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    main()
+def _wrapped(text: str, indent: str = "") -> str:
+    """A paragraph at 100 columns. Links and `code` stay whole."""
+    joined = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    filled = textwrap.fill(joined, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return filled.replace("\0", " ")
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "numbers": numbers_section,
+    "planner": planner_section,
+    "gpu": gpu_section,
+    "goals": goals_section,
+    "shared": shared_section,
+    "links": links_section,
+    "kernels": kernels_section,
+    "support": support_section,
+    "json-keys": json_keys_section,
+    "gpu-validation": gpu_validation_section,
+    "attack": attack_section,
+}
