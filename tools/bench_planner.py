@@ -20,7 +20,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 MODEL = "deepseek-v3"
 REPEATS = 5
-# Training ranks -> generation ranks; the second is the case the README quotes.
+# Training ranks -> generation ranks; the second is the case the README and docs/performance.md quote.
 CASES = [
     ("tp=2,pp=1,ep=32,dp=16", "tp=16,dp=1"),
     ("tp=8,pp=8,ep=32,etp=1,dp=4,layers=8+8+8+8+8+7+7+7", "tp=32,dp=4"),

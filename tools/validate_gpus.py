@@ -151,7 +151,7 @@ def _machine(gpus: int) -> dict[str, Any]:
 
 
 def _cases() -> ModuleType:
-    """tests/helpers/validation_cases.py, which the tests and the README's support table use too."""
+    """tests/helpers/validation_cases.py, which the tests and the support table of docs/support.md use too."""
     spec: Any = importlib.util.spec_from_file_location(CASES.stem, CASES)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

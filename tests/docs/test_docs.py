@@ -10,6 +10,10 @@ from pages import blocks, checks
 from pages.figures import HeadMove, head_moves, qkv_figure
 
 import docs
+from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planner.model.families import parameters_from_config
+from mcore_reshard.planner.plan.make_plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +52,16 @@ def test_the_commands_of_cli_md_print_what_it_shows(tmp_path: Path) -> None:
 
 def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
     assert blocks.run_page((ROOT / "README.md").read_text(), tmp_path)[1] == []
+
+
+def test_the_numbers_in_design_md_are_those_of_its_plan() -> None:
+    config = {**load_config("tiny-qwen3"), "num_key_value_heads": 2}
+    plan = make_plan(parameters_from_config(config), TrainMesh(tp=2), GenMesh(tp=4))
+    ((_, transfers, nbytes),) = plan.stage_totals
+    assert (
+        f"{sum(group.count for group in plan.groups)} parameters -> {len(plan.transfer_groups)} transfer groups,"
+        f" {len(plan.patterns)} patterns -> {transfers} transfers, {nbytes:,} bytes"
+    ) in (ROOT / "docs" / "design.md").read_text()
 
 
 # --- each check can fail

@@ -1,7 +1,8 @@
 """The code of a page: find it, run it, and compare what commands print with what the page shows.
 
-Every `python` and `console` block runs, in the order of the page and in one folder a page, unless the line above it says
-`<!-- not run: REASON -->`. A console block holds `$ command` lines, each followed by its output.
+Every `python` and `console` block runs, in the order of the page and in one folder a page, unless the line above it is
+`<!-- not run: REASON -->`, or begins the front door, which has a test of its own. A console block holds `$ command`
+lines, each followed by its output.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RUNNABLE = ("python", "console")
 TIMEOUT_S = 180
-_REASON = re.compile(r"<!-- not run: (.+) -->")
+_REASON = re.compile(r"<!-- (?:not run: (.+)|(front-door):begin) -->")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def blocks_of(page: str) -> Iterator[Block]:
             continue
         reason = _REASON.fullmatch(lines[start - 1]) if start else None
         text = "\n".join(lines[start + 1 : number])
-        yield Block(lines[start][3:].strip(), text, start + 1, reason[1] if reason else "")
+        yield Block(lines[start][3:].strip(), text, start + 1, (reason[1] or reason[2]) if reason else "")
         start = None
 
 
