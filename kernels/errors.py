@@ -17,10 +17,10 @@ class RefitError(RuntimeError):
 class BindError(RefitError):
     """A schedule does not fit the tensors it was bound to; `problems` lists everything that is wrong."""
 
-    def __init__(self, rank: str, problems: Sequence[str]) -> None:
+    def __init__(self, rank_name: str, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        super().__init__("\n  ".join((f"{rank} cannot bind its schedule, {count}:", *problems)))
+        super().__init__("\n  ".join((f"{rank_name} cannot bind its schedule, {count}:", *problems)))
 
 
 class StaleTensorError(RefitError):
@@ -51,7 +51,7 @@ class KvScalesError(RefitError):
 class Waiting:
     """What a rank is about to wait for: enough to name the culprit if it never comes."""
 
-    rank: str  # who waits, as "gen:1"
+    rank_name: str  # who waits, as "gen:1"
     peer: str  # for whom, as "train:0"
     stage: int | None  # pp_stage; None on the misc route
     parameter: str  # first parameter of the bucket
@@ -60,7 +60,7 @@ class Waiting:
     def __str__(self) -> str:
         where = "misc route" if self.stage is None else f"stage {self.stage}"
         verb = "to take" if self.sends else "to send"
-        return f"{where}: {self.rank} waiting for {self.peer} {verb} {self.parameter}"
+        return f"{where}: {self.rank_name} waiting for {self.peer} {verb} {self.parameter}"
 
 
 class TransferError(RefitError):

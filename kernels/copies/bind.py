@@ -89,7 +89,7 @@ class BoundSchedule:
     stages: tuple[BoundStage, ...]
 
     @property
-    def rank(self) -> str:
+    def rank_name(self) -> str:
         return self.schedule.name
 
     @property
@@ -110,7 +110,7 @@ class BoundSchedule:
 
         Returns how often each has been written by now.
         """
-        return WriteCounts.of(check_fresh(self.rank, self.fingerprints, tensors))
+        return WriteCounts.of(check_fresh(self.rank_name, self.fingerprints, tensors))
 
     def check_unwritten(self, before: WriteCounts) -> None:
         """Raise `TornWeightsError` naming what was written since `check_fresh` returned `before`."""
@@ -119,7 +119,9 @@ class BoundSchedule:
             return
         names = zip(self.fingerprints, before.counts, now.counts, strict=True)
         written = [name for name, a, b in names if a != b]
-        raise TornWeightsError(f"{self.rank}: {len(written)} tensors were written while they were read: {written[0]}")
+        raise TornWeightsError(
+            f"{self.rank_name}: {len(written)} tensors were written while they were read: {written[0]}"
+        )
 
     def zero_padding(self) -> None:
         """Zero the elements of destination tensors that no parameter fills, such as a padded vocabulary's tail."""

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroupGloo, Store
 
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, TransferError, Waiting
 
-from .board import Board
+from .exchange import StoreExchange
 
 _TAG = 0  # one tag: gloo keeps messages of a pair and tag in order
 _UNUSED_TAG = 5040  # of the same connections as _TAG: gloo goes by the remainder where it has several networks
@@ -77,8 +77,8 @@ class GlooGroup:
         self._pending: set[GlooMessage] = set()
         self._slots: list[torch.Tensor] = []
         self._group: ProcessGroupGloo | None
-        board = Board(store, rank, names, timeout_s=timeout_s)
-        board.gather("here", "")  # gloo itself would wait for each missing rank in turn, and name none
+        exchange = StoreExchange(store, rank, names, timeout_s=timeout_s)
+        exchange.gather("here", "")  # gloo itself would wait for each missing rank in turn, and name none
         self._group = _connected(store, rank, len(names), timeout_s)
         self._store = store  # gloo keeps it, but not alive where it is written in Python
 
@@ -124,7 +124,7 @@ class GlooGroup:
 
 def _closed_here(waiting: Waiting) -> TransferError:
     """No peer is lost: the rank itself has left, and says so at once."""
-    return TransferError(waiting, f"{waiting.rank} has closed its connections")
+    return TransferError(waiting, f"{waiting.rank_name} has closed its connections")
 
 
 def _connected(store: Store, rank: int, size: int, timeout_s: float) -> ProcessGroupGloo:

@@ -18,7 +18,7 @@ from torch.distributed import DistNetworkError, Store, TCPStore
 
 from mcore_reshard.kernels.errors import SessionError
 
-from .caller import Caller, Overdue
+from .deadline_thread import DeadlineThread, Overdue
 
 # To connect, or half as many, as torch may double one. At each end torch asks the DNS for the name of the other's address:
 # an answer that is lost holds the client up, or the store and all its clients, for the resolver's 5 s.
@@ -33,7 +33,7 @@ def store_address(store: TCPStore | str) -> str:
     return store if isinstance(store, str) else f"{store.host}:{store.port}"
 
 
-def connected(address: str, timeout_s: float) -> AnsweringStore:
+def connect_store(address: str, timeout_s: float) -> AnsweringStore:
     """A connection of one's own to the store at `address`, which must be up.
 
     Raises `SessionError` after `timeout_s`, and 2 s at most to see what is there instead.
@@ -46,14 +46,14 @@ def connected(address: str, timeout_s: float) -> AnsweringStore:
     connect = partial(TCPStore, host, int(port), is_master=False, wait_for_workers=False, timeout=one_try)
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        caller = Caller("store")
+        caller = DeadlineThread("store")
         try:
             store = caller.call(connect, limit_s=min(left_s, 2 * one_try.total_seconds()))
         except (RuntimeError, Overdue):
             continue
         return AnsweringStore(store, address, timeout_s, caller)
     try:
-        found = Caller("store").call(partial(_found, host, int(port)), limit_s=_LOOK_S)
+        found = DeadlineThread("store").call(partial(_found, host, int(port)), limit_s=_LOOK_S)
     except Overdue:
         found = "the host does not answer"
     raise SessionError(
@@ -68,10 +68,10 @@ class AnsweringStore(Store):
     That is `timeout_s`, or what `set_timeout` says. A call that may wait for a key gets the time for that besides. On
     a lost connection every call raises `DistNetworkError` at once.
 
-    torch calls it back from C++ but does not keep it alive: hold it, or a Shelf on it, where a PrefixStore is on it.
+    torch calls it back from C++ but does not keep it alive: hold it, or a FailFastStore on it, where a PrefixStore is on it.
     """
 
-    def __init__(self, store: TCPStore, address: str, timeout_s: float, caller: Caller) -> None:
+    def __init__(self, store: TCPStore, address: str, timeout_s: float, caller: DeadlineThread) -> None:
         super().__init__()
         self._for_keys = timedelta(seconds=timeout_s)
         self.set_timeout(self._for_keys)
@@ -127,7 +127,7 @@ class AnsweringStore(Store):
     def _connect_anew(self, limit: timedelta) -> None:
         """Leave the connection to a call that a signal has interrupted: it may be waiting for a key, for minutes."""
         try:
-            other = connected(self._address, limit.total_seconds())
+            other = connect_store(self._address, limit.total_seconds())
         except SessionError as error:
             self._lost = str(error)
         else:

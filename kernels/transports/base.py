@@ -32,7 +32,7 @@ def gpu_unavailable_reason(*packages: str) -> str | None:
 class TransportContext:
     """What a transport may build on when it connects: all ranks of the session do so at the same time."""
 
-    store: Store  # keys are the transport's own; in a session a Shelf, and so should be what is made over it
+    store: Store  # keys are the transport's own; in a session a FailFastStore, and so should be what is made over it
     another_store: Callable[[], Store]  # the same over a connection of its own: one who waits blocks all who share one
     group: GlooGroup  # every rank, for CPU messages
     bound: BoundSchedule

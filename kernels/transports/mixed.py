@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import TransportUnavailable
-from mcore_reshard.kernels.rendezvous.board import Board
-from mcore_reshard.kernels.rendezvous.shelf import Shelf
+from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
+from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 from .base import Transport, TransportContext
@@ -29,7 +29,7 @@ def connect_by_pair(context: TransportContext, direct: Transport, nccl: Transpor
     assert direct.connect is not None
     unavailable_reasons = _unavailable_reasons(context, direct.unavailable_reason())
     if not any(unavailable_reasons.values()):
-        return direct.connect(replace(context, store=Shelf(direct.name, context.store)))
+        return direct.connect(replace(context, store=FailFastStore(direct.name, context.store)))
     far = {pair: why for pair, why in unavailable_reasons.items() if why is not None and not pair.relays}
     if far and (unavailable_reason := nccl.unavailable_reason()):
         raise TransportUnavailable(f"{_some(far)}, and nccl cannot take their place: {unavailable_reason}")
@@ -42,8 +42,8 @@ def _unavailable_reasons(
 ) -> dict[RankPair, str | None]:
     """Of every pair that the plan has, relaying or not."""
     schedule = context.bound.schedule
-    board = Board(
-        Shelf("pairs", context.store),
+    exchange = StoreExchange(
+        FailFastStore("pairs", context.store),
         group_rank(schedule, schedule.world, schedule.rank),
         group_names(schedule),
         timeout_s=context.options.timeout_s,
@@ -53,7 +53,9 @@ def _unavailable_reasons(
     if schedule.world == "gen":
         sources = peers_of(schedule) | (peers_of(schedule.unrelayed()) if schedule.unrelayed else frozenset())
         relays = peers_of(schedule.relay().receives) if schedule.relay else frozenset()
-    return unavailable_reasons_by_pair(board, context.bound, direct_unavailable_reason, sources=sources, relays=relays)
+    return unavailable_reasons_by_pair(
+        exchange, context.bound, direct_unavailable_reason, sources=sources, relays=relays
+    )
 
 
 def _mixed(
@@ -84,7 +86,7 @@ def _part(context: TransportContext, transport: Transport, peers: frozenset[int]
     if peers != peers_of(bound.schedule):
         part = with_peers(bound.schedule, peers)
         bound = bind(part, bound.by_name, bucket_bytes=bound.bucket_bytes)
-    return transport.connect(replace(context, bound=bound, store=Shelf(transport.name, context.store)))
+    return transport.connect(replace(context, bound=bound, store=FailFastStore(transport.name, context.store)))
 
 
 def _some(far: Mapping[RankPair, str]) -> str:

@@ -20,7 +20,7 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.host import host
-from mcore_reshard.kernels.rendezvous.board import Board
+from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.planner.plan.schedule import Schedule
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
@@ -41,7 +41,7 @@ class RankPair:
 
 
 def unavailable_reasons_by_pair(
-    board: Board,
+    exchange: StoreExchange,
     bound: BoundSchedule,
     direct_unavailable_reason: str | None,
     *,
@@ -55,7 +55,7 @@ def unavailable_reasons_by_pair(
     where any rank's MCORE_RESHARD_UNREACHABLE has what is no pair.
     """
     schedule = bound.schedule
-    seats = board.gather("seat", _seat(bound, direct_unavailable_reason))
+    seats = exchange.gather("seat", _seat(bound, direct_unavailable_reason))
     if wrong := sorted({word for seat in seats for word in seat["malformed"]}):
         raise TransportUnavailable(
             f"{UNREACHABLE_VARIABLE} has {', '.join(map(repr, wrong))}: pairs are written train:0-gen:1 or relay:1-gen:0,"
@@ -72,7 +72,9 @@ def unavailable_reasons_by_pair(
         )
         for pair in asked
     ]
-    return {RankPair(src, dst, relayed): why for said in board.gather("reach", mine) for src, dst, relayed, why in said}
+    return {
+        RankPair(src, dst, relayed): why for said in exchange.gather("reach", mine) for src, dst, relayed, why in said
+    }
 
 
 def _seat_number(schedule: Schedule, pair: RankPair) -> int:

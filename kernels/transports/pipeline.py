@@ -152,4 +152,4 @@ def bucket_messages(bound: BoundSchedule) -> tuple[BucketMessage, ...]:
 
 def _waiting(bound: BoundSchedule, pp_stage: int, peer_copies: PeerCopies, bucket: Bucket) -> Waiting:
     peer = bound.schedule.name_of(other_world(bound.schedule.world), peer_copies.peer)
-    return Waiting(bound.rank, peer, pp_stage, bound.parameter(bucket), peer_copies.sends)
+    return Waiting(bound.rank_name, peer, pp_stage, bound.parameter(bucket), peer_copies.sends)

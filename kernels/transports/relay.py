@@ -21,8 +21,8 @@ import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.errors import first_of
+from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.shelf import Shelf
 from mcore_reshard.planner.plan.schedule import Relay, Schedule
 
 from .base import TransportContext
@@ -43,7 +43,7 @@ def relayed(connect: Connect, context: TransportContext) -> Executor:
     with ExitStack() as undone:
         first: list[Executor] = []
         for bound in waves:
-            store = Shelf(f"first/{len(first)}", context.store)
+            store = FailFastStore(f"first/{len(first)}", context.store)
             first.append(connect(replace(context, bound=bound, store=store)))
             undone.callback(first[-1].close)
         relays = [wave.schedule.relay() for wave in waves if wave.schedule.relay is not None]
@@ -186,9 +186,9 @@ def _close(role: Future[Role]) -> None:
 def _role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]) -> Role:
     """Connect one role of this rank in every wave."""
     role = waves[0]
-    store = Shelf("second", context.another_store())
+    store = FailFastStore("second", context.another_store())
     group = GlooGroup(
-        Shelf("group", store),
+        FailFastStore("group", store),
         group_rank(role, role.world, role.rank),
         group_names(role),
         timeout_s=context.options.timeout_s,
@@ -197,7 +197,7 @@ def _role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]
         undone.callback(group.close)
         parts: list[Executor] = []
         for wave in waves:
-            here = Shelf(f"wave/{len(parts)}", store)
+            here = FailFastStore(f"wave/{len(parts)}", store)
             bound = _part(context.bound, wave)
             parts.append(connect(replace(context, bound=bound, group=group, store=here)))
             undone.callback(parts[-1].close)

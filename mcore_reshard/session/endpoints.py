@@ -26,9 +26,9 @@ from mcore_reshard import __version__
 from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts, bind
 from mcore_reshard.kernels.errors import BindError, SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.caller import Caller
+from mcore_reshard.kernels.rendezvous.deadline_thread import DeadlineThread
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.meeting import Meeting, SessionFailed
+from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
 from mcore_reshard.kernels.rendezvous.store import store_address
 from mcore_reshard.kernels.transports.base import Transport, TransportContext
 from mcore_reshard.kernels.transports.broadcast import Tree, broadcast, receive
@@ -41,7 +41,7 @@ from .agreement import agreed_kv_scales, check_alike, check_kv_names, check_vers
 from .published import Published
 from .whole_tensors import NamedTensors, exactly, exhaust
 
-PROTOCOL = 5  # of the ranks' words to each other; both worlds must speak the same
+PROTOCOL = 6  # of the ranks' words to each other; both worlds must speak the same
 _LOOK_S = 0.5  # while bytes move: the time between looks at whether another rank has failed
 _GRACE_S = 2.0  # for this rank's own transport to notice that failure
 
@@ -68,12 +68,12 @@ class RefitReport:
 class _Connection:
     """`prepare` makes it and `close` undoes it."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     transport: Transport
     group: GlooGroup
     bound: BoundSchedule | None  # None under golden
     executor: Executor | None
-    caller: Caller  # the executor runs on its thread
+    caller: DeadlineThread  # the executor runs on its thread
 
 
 class _Endpoint(ABC):
@@ -105,13 +105,15 @@ class _Endpoint(ABC):
             raise SessionError(f"{self.rank_name}: {self._ended or 'already prepared'}")
         self._ended = "prepare() failed"
         options, members = self._options, group_names(self._schedule)
-        meeting = Meeting(self._store_address, options.session, self.rank_name, members, timeout_s=options.timeout_s)
-        with Published(meeting, "hello"):
+        rendezvous = Rendezvous(
+            self._store_address, options.session, self.rank_name, members, timeout_s=options.timeout_s
+        )
+        with Published(rendezvous, "hello"):
             transport, bound = self._bind()
-        check_alike(meeting.gather("hello", self._hello(transport), timeout_s=timeout_s))
-        self._connection = self._connect(meeting, transport, bound)
-        with self._ends_on_error(meeting, "connected"):
-            meeting.gather("connected", {})
+        check_alike(rendezvous.gather("hello", self._hello(transport), timeout_s=timeout_s))
+        self._connection = self._connect(rendezvous, transport, bound)
+        with self._ends_on_error(rendezvous, "connected"):
+            rendezvous.gather("connected", {})
         self._ended = None
 
     def refit(self, version: int, *, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
@@ -129,25 +131,25 @@ class _Endpoint(ABC):
         connection = self._connected()
         start = time.perf_counter()
         self._refits += 1
-        meeting, phase = connection.meeting, f"refit-{self._refits}"
-        with self._ends_on_error(meeting, f"{phase}/start"):
+        rendezvous, phase = connection.rendezvous, f"refit-{self._refits}"
+        with self._ends_on_error(rendezvous, f"{phase}/start"):
             writes = connection.bound.check_fresh(self._live_tensors()) if connection.bound is not None else None
-            words = meeting.gather(f"{phase}/start", {"version": version, **kv_scales_word(kv_scales)})
+            words = rendezvous.gather(f"{phase}/start", {"version": version, **kv_scales_word(kv_scales)})
         check_versions(words, self.rank_name, self.committed_version)
         all_scales = agreed_kv_scales(words, self._schedule.name_of("train", 0))
-        own_scales = self._own_kv_scales(meeting, f"{phase}/kv_scales", all_scales) if all_scales else {}
+        own_scales = self._own_kv_scales(rendezvous, f"{phase}/kv_scales", all_scales) if all_scales else {}
         stages: tuple[StageReport, ...] = ()
         exports = bool(self._schedule.misc)
         if exports:  # in collectives: no rank enters one while another's transfer has failed
-            with self._ends_on_error(meeting, f"{phase}/bulk"):
+            with self._ends_on_error(rendezvous, f"{phase}/bulk"):
                 stages = self._move_bulk(connection, f"{phase}/bulk", writes)
-                meeting.gather(f"{phase}/bulk", {})
-        with ExitStack() as afterwards, self._ends_on_error(meeting, f"{phase}/commit"):
+                rendezvous.gather(f"{phase}/bulk", {})
+        with ExitStack() as afterwards, self._ends_on_error(rendezvous, f"{phase}/commit"):
             if not exports:
                 stages = self._move_bulk(connection, f"{phase}/commit", writes)
             misc_bytes = self._move_misc(connection, afterwards)
             self._finish_weights(own_scales)
-            meeting.gather(f"{phase}/commit", {})
+            rendezvous.gather(f"{phase}/commit", {})
         self.committed_version = version
         nbytes = sum(stage.nbytes for stage in stages)
         seconds = time.perf_counter() - start
@@ -170,7 +172,7 @@ class _Endpoint(ABC):
         """
         connection, self._connection = self._connection, None
         if connection is not None and self._ended is None:
-            connection.meeting.leave()
+            connection.rendezvous.leave()
         self._ended = self._ended or "closed"
         if connection is None:
             return
@@ -223,11 +225,11 @@ class _Endpoint(ABC):
     def _pairs(self) -> Mapping[str, tuple[str, str]]:
         return self._schedule.pair_names()
 
-    def _own_kv_scales(self, meeting: Meeting, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
+    def _own_kv_scales(self, rendezvous: Rendezvous, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
         """The scales that this rank is to set, once all ranks know that each of `scales` belongs to some rank."""
-        with self._ends_on_error(meeting, phase):
+        with self._ends_on_error(rendezvous, phase):
             names = self._kv_names()
-            words = meeting.gather(phase, kv_names_word(scales, names) if self.world == "gen" else {})
+            words = rendezvous.gather(phase, kv_names_word(scales, names) if self.world == "gen" else {})
         check_kv_names(words, scales)
         return {name: scale for name, scale in scales.items() if name in (names or ())}
 
@@ -247,11 +249,11 @@ class _Endpoint(ABC):
             return transport, None
         return transport, bind(schedule, tensors, bucket_bytes=self._options.bucket_bytes)
 
-    def _connect(self, meeting: Meeting, transport: Transport, bound: BoundSchedule | None) -> _Connection:
+    def _connect(self, rendezvous: Rendezvous, transport: Transport, bound: BoundSchedule | None) -> _Connection:
         schedule = self._schedule
-        with Published(meeting, "connected"):
+        with Published(rendezvous, "connected"):
             group = GlooGroup(
-                meeting.shelf("gloo"),
+                rendezvous.store_for("gloo"),
                 group_rank(schedule, schedule.world, schedule.rank),
                 group_names(schedule),
                 timeout_s=self._options.timeout_s,
@@ -261,8 +263,8 @@ class _Endpoint(ABC):
                 if bound is not None and transport.connect is not None:
                     executor = transport.connect(
                         TransportContext(
-                            store=meeting.shelf(transport.name),
-                            another_store=lambda: meeting.another_shelf(transport.name),
+                            store=rendezvous.store_for(transport.name),
+                            another_store=lambda: rendezvous.another_store_for(transport.name),
                             group=group,
                             bound=bound,
                             options=self._options,
@@ -271,7 +273,7 @@ class _Endpoint(ABC):
             except BaseException:
                 group.close()
                 raise
-        return _Connection(meeting, transport, group, bound, executor, Caller("refit"))
+        return _Connection(rendezvous, transport, group, bound, executor, DeadlineThread("refit"))
 
     def _hello(self, transport: Transport) -> dict[str, Any]:
         return {
@@ -290,9 +292,9 @@ class _Endpoint(ABC):
             raise SessionError(f"{self.rank_name}: no refit is possible: {self._ended or 'prepare() was not called'}")
         return self._connection
 
-    def _ends_on_error(self, meeting: Meeting, phase: str) -> Published:
+    def _ends_on_error(self, rendezvous: Rendezvous, phase: str) -> Published:
         """An error in here is published, and the session is over."""
-        return Published(meeting, phase, self._end)
+        return Published(rendezvous, phase, self._end)
 
     def _end(self, error: BaseException) -> None:
         self._ended = f"the session ended with: {error}"
@@ -436,7 +438,7 @@ def _run_attended(
     run = connection.caller.start(in_context_of(stream, executor.run))
     try:
         while not wait([run], _LOOK_S).done:
-            failure = connection.meeting.failure(phase)
+            failure = connection.rendezvous.failure(phase)
             if failure and not wait([run], _GRACE_S).done:
                 raise SessionFailed(failure)
         return run.result()

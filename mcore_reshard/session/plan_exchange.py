@@ -7,8 +7,8 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.kernels.rendezvous.shelf import Shelf
-from mcore_reshard.kernels.rendezvous.store import connected, store_address
+from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
+from mcore_reshard.kernels.rendezvous.store import connect_store, store_address
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import ProofError, prove
@@ -18,10 +18,10 @@ _PLAN = "plan"
 
 def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> None:
     """Put the plan where `fetch_plan` finds it: as JSON on the session's store. One rank does this."""
-    shelf = _shelf(store, session, timeout_s)
+    plan_store = _plan_store(store, session, timeout_s)
     try:
-        shelf.set(_PLAN, dump_plan(plan))
-        shelf.check([_PLAN])  # answers once it has it: a frozen store takes what is set, too
+        plan_store.set(_PLAN, dump_plan(plan))
+        plan_store.check([_PLAN])  # answers once it has it: a frozen store takes what is set, too
     except DistNetworkError as error:
         raise SessionError(f"the plan was not published, lost {error}") from error
 
@@ -31,10 +31,10 @@ def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: floa
 
     Raises SessionError when none appears within `timeout_s`, PlanFileError for a damaged one and ProofError.
     """
-    shelf = _shelf(store, session, timeout_s)
+    plan_store = _plan_store(store, session, timeout_s)
     try:
-        shelf.wait([_PLAN], timedelta(seconds=timeout_s))
-        text = shelf.get(_PLAN).decode()
+        plan_store.wait([_PLAN], timedelta(seconds=timeout_s))
+        text = plan_store.get(_PLAN).decode()
     except DistNetworkError as error:
         raise SessionError(f"no plan was read, lost {error}") from error
     except DistStoreError as error:
@@ -48,5 +48,5 @@ def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: floa
     return plan
 
 
-def _shelf(store: TCPStore | str, session: str, timeout_s: float) -> Shelf:
-    return Shelf(f"mcore-reshard/{session}/plan", connected(store_address(store), timeout_s))
+def _plan_store(store: TCPStore | str, session: str, timeout_s: float) -> FailFastStore:
+    return FailFastStore(f"mcore-reshard/{session}/plan", connect_store(store_address(store), timeout_s))

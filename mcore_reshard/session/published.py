@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_reshard.kernels.errors import RefitError
-from mcore_reshard.kernels.rendezvous.meeting import Failure, Meeting, SessionFailed
+from mcore_reshard.kernels.rendezvous.rendezvous import Failure, Rendezvous, SessionFailed
 
 
 class Published:
@@ -16,8 +16,10 @@ class Published:
     and the tensors in its traceback, alive.
     """
 
-    def __init__(self, meeting: Meeting, phase: str, end: Callable[[BaseException], None] = lambda error: None) -> None:
-        self._meeting, self._phase, self._end = meeting, phase, end
+    def __init__(
+        self, rendezvous: Rendezvous, phase: str, end: Callable[[BaseException], None] = lambda error: None
+    ) -> None:
+        self._rendezvous, self._phase, self._end = rendezvous, phase, end
 
     def __enter__(self) -> None:
         pass
@@ -35,6 +37,6 @@ class Published:
     def _publish(self, error: BaseException) -> None:
         if isinstance(error, SessionFailed):
             return  # the cause came from the store: every rank knows it
-        failure = self._meeting.fail(self._phase, error)
-        if failure != Failure.of(self._meeting.rank, error) and isinstance(error, RefitError):
+        failure = self._rendezvous.fail(self._phase, error)
+        if failure != Failure.of(self._rendezvous.rank_name, error) and isinstance(error, RefitError):
             raise SessionFailed(failure) from error

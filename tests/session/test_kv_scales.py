@@ -13,7 +13,7 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.errors import KvScalesError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.meeting import Meeting
+from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 WORLDS = (2, 2)
@@ -147,13 +147,13 @@ def test_what_is_no_mapping_of_names_is_refused_before_anything_moves(given: Any
 def words_said(number: int, address: str) -> list[tuple[str, list[str]]]:
     """The phases of two refits, the second with scales, and what one of two ranks had to say at each."""
     said: list[tuple[str, list[str]]] = []
-    gather = Meeting.gather
+    gather = Rendezvous.gather
 
-    def noted(self: Meeting, phase: str, word: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    def noted(self: Rendezvous, phase: str, word: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         said.append((phase, sorted(word)))
         return gather(self, phase, word, **options)
 
-    Meeting.gather = noted  # type: ignore[method-assign]
+    Rendezvous.gather = noted  # type: ignore[method-assign]
     transfers = random_transfers(np.random.default_rng(7), (1, 1), parameters=5, stages=1)
     schedule = schedule_of(transfers, "gen" if number else "train", 0, (1, 1))
     takes = {"set_kv_scales": lambda _: None, "kv_scale_names": lambda: SCALES}

@@ -23,11 +23,11 @@ from torch.distributed import TCPStore
 
 from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, Waiting
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.board import Board
+from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.base import TransportContext
-from mcore_reshard.kernels.transports.direct.words import Words, fetch
+from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals, fetch
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.pipeline import BucketMessage, StageReport, group_names, group_rank
 from mcore_reshard.kernels.transports.registry import TRANSPORT_VARIABLE
@@ -267,14 +267,14 @@ def group_of_its_own(context: TransportContext) -> None:
 
 
 def words_between_peers(context: TransportContext) -> None:
-    Words(context.store, context.bound, context.options.timeout_s)
+    PeerSignals(context.store, context.bound, context.options.timeout_s)
 
 
 def what_another_publishes(context: TransportContext) -> None:
     fetch(
         context.store,
         "gen:1",
-        Waiting(context.bound.rank, "gen:1", 0, "model.w", sends=False),
+        Waiting(context.bound.rank_name, "gen:1", 0, "model.w", sends=False),
         context.options.timeout_s,
     )
 
@@ -728,11 +728,13 @@ def test_the_process_that_hosts_the_store_may_end_first(tmp_path: Path) -> None:
 def freeze_together(rank: int, address: str, host: StoreProcess) -> None:
     """Freeze the session's store when both ranks have come; go on when it is frozen. They meet at another store."""
     name, port = address.split(":")
-    board = Board(TCPStore(name, int(port), is_master=False, wait_for_workers=False), rank, "01", timeout_s=TIMEOUT_S)
-    board.gather("here", None)
+    exchange = StoreExchange(
+        TCPStore(name, int(port), is_master=False, wait_for_workers=False), rank, "01", timeout_s=TIMEOUT_S
+    )
+    exchange.gather("here", None)
     if rank == 0:
         host.freeze()
-    board.gather("frozen", None)
+    exchange.gather("frozen", None)
 
 
 def store_freezes(rank: int, address: str, host: StoreProcess, where: str) -> tuple[float, str]:

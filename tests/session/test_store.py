@@ -19,11 +19,11 @@ from helpers.ranks import Outcome, StoreProcess, run_ranks, store_process, value
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from mcore_reshard.kernels.errors import DeadlineError, Waiting
-from mcore_reshard.kernels.rendezvous.board import Board
+from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
+from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.meeting import Meeting, SessionFailed
-from mcore_reshard.kernels.rendezvous.shelf import Shelf
-from mcore_reshard.kernels.rendezvous.store import connected
+from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
+from mcore_reshard.kernels.rendezvous.store import connect_store
 
 LIMIT_S = 1.0
 SLOW_S = 3.0  # what a busy machine adds
@@ -72,7 +72,7 @@ def test_what_is_no_store_is_left_at_the_deadline(serve: Callable[[socket.socket
 
     def connect() -> None:
         Thread(target=accept, daemon=True).start()
-        connected(address, LIMIT_S)
+        connect_store(address, LIMIT_S)
 
     refused = alone(connect)
     assert (refused.kind, refused.error) == (
@@ -87,7 +87,7 @@ def test_a_port_where_nobody_listens_is_told_with_one_figure_and_it_is_right() -
     with socket.socket() as taken:  # and nobody listens
         taken.bind(("127.0.0.1", 0))
         nowhere = f"127.0.0.1:{taken.getsockname()[1]}"
-        refused = alone(lambda: connected(nowhere, 3.0))
+        refused = alone(lambda: connect_store(nowhere, 3.0))
     assert refused.kind == "SessionError" and refused.error is not None
     assert refused.error.startswith(f"no store answers at {nowhere} within 3 s: nothing listens there; ")
     assert 2.9 < refused.seconds < 4.8
@@ -101,14 +101,14 @@ def test_a_host_that_drops_packets_is_left_at_the_deadline() -> None:
     for each in queued:
         each.setblocking(False)
         each.connect_ex(address)
-    refused = alone(lambda: connected(f"127.0.0.1:{address[1]}", LIMIT_S))
+    refused = alone(lambda: connect_store(f"127.0.0.1:{address[1]}", LIMIT_S))
     assert refused.kind == "SessionError" and "within 1 s: the host does not answer; " in str(refused.error)
     assert refused.seconds < LIMIT_S + 2.0 + SLOW_S
 
 
 def test_a_store_that_is_frozen_from_the_start_is_left_at_the_deadline(host: StoreProcess) -> None:
     host.freeze()
-    refused = alone(lambda: connected(host.address, LIMIT_S))
+    refused = alone(lambda: connect_store(host.address, LIMIT_S))
     assert refused.kind == "SessionError" and f"no store answers at {host.address} within 1 s" in str(refused.error)
     assert refused.seconds < LIMIT_S + SLOW_S
 
@@ -116,11 +116,11 @@ def test_a_store_that_is_frozen_from_the_start_is_left_at_the_deadline(host: Sto
 def test_a_process_that_gave_up_on_a_store_can_exit(host: StoreProcess) -> None:
     """What is left behind with the unanswered call does not keep it."""
     bound = f"""
-from mcore_reshard.kernels.rendezvous.store import connected
-store = connected({host.address!r}, 2.0)
+from mcore_reshard.kernels.rendezvous.store import connect_store
+store = connect_store({host.address!r}, 2.0)
 print("connected", flush=True)
 input()
-for frozen in (lambda: store.check(["key"]), lambda: connected({host.address!r}, 1.0)):
+for frozen in (lambda: store.check(["key"]), lambda: connect_store({host.address!r}, 1.0)):
     try:
         frozen()
     except RuntimeError as error:
@@ -143,8 +143,8 @@ def test_what_runs_as_a_process_exits_may_call(host: StoreProcess) -> None:
 import atexit
 stores = []
 atexit.register(lambda: print(stores[0].add("count", 1), flush=True))  # the first one, so it runs last
-from mcore_reshard.kernels.rendezvous.store import connected
-stores.append(connected({host.address!r}, {LIMIT_S}))
+from mcore_reshard.kernels.rendezvous.store import connect_store
+stores.append(connect_store({host.address!r}, {LIMIT_S}))
 """
     told = subprocess.run([sys.executable, "-c", bound], capture_output=True, text=True, timeout=30)
     assert (told.stdout, told.stderr, told.returncode) == ("1\n", "", 0)
@@ -152,7 +152,7 @@ stores.append(connected({host.address!r}, {LIMIT_S}))
 
 def test_a_signal_handler_may_call_while_its_thread_waits(host: StoreProcess) -> None:
     def use() -> None:
-        store = connected(host.address, LIMIT_S)
+        store = connect_store(host.address, LIMIT_S)
         signal.signal(signal.SIGALRM, lambda *_: store.set("key", "value"))
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         store.wait(["key"], timedelta(seconds=20.0))
@@ -163,14 +163,14 @@ def test_a_signal_handler_may_call_while_its_thread_waits(host: StoreProcess) ->
 
 def test_a_rank_that_is_interrupted_while_it_waits_says_so(host: StoreProcess) -> None:
     def meet() -> tuple[str, str]:
-        meeting = Meeting(host.address, "s", "gen:0", ("gen:0", "train:0"), timeout_s=LIMIT_S)
+        rendezvous = Rendezvous(host.address, "s", "gen:0", ("gen:0", "train:0"), timeout_s=LIMIT_S)
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt) as interrupted:
-            meeting.gather("prepare", {}, timeout_s=20.0)
-        said = str(meeting.fail("prepare", interrupted.value))
+            rendezvous.gather("prepare", {}, timeout_s=20.0)
+        said = str(rendezvous.fail("prepare", interrupted.value))
         with pytest.raises(SessionFailed) as heard:
-            Meeting(host.address, "s", "train:0", ("gen:0", "train:0"), timeout_s=LIMIT_S).gather("prepare", {})
+            Rendezvous(host.address, "s", "train:0", ("gen:0", "train:0"), timeout_s=LIMIT_S).gather("prepare", {})
         return said, str(heard.value)
 
     said, heard = values([alone(meet)])[0]
@@ -189,11 +189,11 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("shelf", [PrefixStore, Shelf, lambda name, store: Shelf(name, store, "failed")])
-def test_no_call_waits_longer_for_a_frozen_store(host: StoreProcess, call: str, shelf: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", [PrefixStore, FailFastStore, lambda name, store: FailFastStore(name, store, "failed")])
+def test_no_call_waits_longer_for_a_frozen_store(host: StoreProcess, call: str, kind: Callable[..., Any]) -> None:
     def waits() -> tuple[list[float], str]:
-        store = connected(host.address, LIMIT_S)
-        on_it = shelf("name", store)
+        store = connect_store(host.address, LIMIT_S)
+        on_it = kind("name", store)
         on_it.set("key", "value")
         assert on_it.get("key") == b"value"
         host.freeze()
@@ -215,7 +215,7 @@ def test_no_call_waits_longer_for_a_frozen_store(host: StoreProcess, call: str, 
 
 def test_it_is_a_store_like_any_other(host: StoreProcess) -> None:
     def use() -> None:
-        store = Shelf("outer", Shelf("inner", connected(host.address, LIMIT_S)))
+        store = FailFastStore("outer", FailFastStore("inner", connect_store(host.address, LIMIT_S)))
         store.set("key", b"\0\xff")  # type: ignore[arg-type]  # torch takes bytes
         assert store.get("key") == b"\0\xff" and store.multi_get(["key", "key"]) == [b"\0\xff"] * 2
         assert store.add("count", 2) == 2 and store.add("count", 3) == 5
@@ -232,7 +232,7 @@ def test_it_is_a_store_like_any_other(host: StoreProcess) -> None:
 
 def test_a_store_that_ends_is_lost(host: StoreProcess) -> None:
     def use() -> None:
-        store = connected(host.address, LIMIT_S)
+        store = connect_store(host.address, LIMIT_S)
         os.kill(host.pid, signal.SIGKILL)
         for _ in range(100):
             store.check(["key"])
@@ -242,10 +242,10 @@ def test_a_store_that_ends_is_lost(host: StoreProcess) -> None:
     assert lost.kind == "DistNetworkError" and str(lost.error).startswith(f"the store at {host.address}: ")
 
 
-ENDS: dict[str, Callable[[Meeting], Any]] = {
-    "gather": lambda meeting: meeting.gather("second", {}),
-    "fail": lambda meeting: meeting.fail("second", ValueError("no")),
-    "fail for a late peer": lambda meeting: meeting.fail(
+ENDS: dict[str, Callable[[Rendezvous], Any]] = {
+    "gather": lambda rendezvous: rendezvous.gather("second", {}),
+    "fail": lambda rendezvous: rendezvous.fail("second", ValueError("no")),
+    "fail for a late peer": lambda rendezvous: rendezvous.fail(
         "second", DeadlineError(Waiting("gen:0", "train:0", 0, "w", sends=False), "nothing within 1 s")
     ),
 }
@@ -254,10 +254,10 @@ ENDS: dict[str, Callable[[Meeting], Any]] = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_meeting_at_a_frozen_store_ends_with_its_name(host: StoreProcess, end: str) -> None:
     def meet() -> None:
-        meeting = Meeting(host.address, "s", "gen:0", ("gen:0",), timeout_s=LIMIT_S)
-        meeting.gather("first", {})
+        rendezvous = Rendezvous(host.address, "s", "gen:0", ("gen:0",), timeout_s=LIMIT_S)
+        rendezvous.gather("first", {})
         host.freeze()
-        ENDS[end](meeting)
+        ENDS[end](rendezvous)
 
     lost = alone(meet)
     assert lost.kind == "SessionError" and str(lost.error).startswith(f"gen:0 lost the store at {host.address}: ")
@@ -266,9 +266,9 @@ def test_a_meeting_at_a_frozen_store_ends_with_its_name(host: StoreProcess, end:
 
 def test_a_store_that_freezes_while_ranks_wait_in_a_meeting_ends_it(host: StoreProcess) -> None:
     def meet() -> None:
-        meeting = Meeting(host.address, "s", "gen:0", ("gen:0", "train:0"), timeout_s=LIMIT_S)
+        rendezvous = Rendezvous(host.address, "s", "gen:0", ("gen:0", "train:0"), timeout_s=LIMIT_S)
         Timer(0.3, host.freeze).start()
-        meeting.gather("first", {})
+        rendezvous.gather("first", {})
 
     lost = alone(meet)
     assert lost.kind == "SessionError" and str(lost.error).startswith(f"gen:0 lost the store at {host.address}: ")
@@ -276,33 +276,35 @@ def test_a_store_that_freezes_while_ranks_wait_in_a_meeting_ends_it(host: StoreP
 
 
 def test_leaving_takes_no_longer_at_a_frozen_store(host: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.meeting._LEAVE_GRACE_S", 0.5)
+    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.rendezvous._LEAVE_GRACE_S", 0.5)
 
     def leave() -> float:
-        meeting = Meeting(host.address, "s", "gen:0", ("gen:0",), timeout_s=60.0)
-        meeting.gather("first", {})
+        rendezvous = Rendezvous(host.address, "s", "gen:0", ("gen:0",), timeout_s=60.0)
+        rendezvous.gather("first", {})
         host.freeze()
         start = time.monotonic()
-        meeting.leave()
+        rendezvous.leave()
         return time.monotonic() - start
 
     assert values([alone(leave)])[0] < 0.5 + SLOW_S
 
 
 def connects_in_vain(rank: int, address: str, host: StoreProcess) -> None:
-    gather = Board.gather
+    gather = StoreExchange.gather
 
-    def freezing(board: Board, *args: Any) -> Any:
-        words = gather(board, *args)
-        gather(board, "again", None)
+    def freezing(exchange: StoreExchange, *args: Any) -> Any:
+        words = gather(exchange, *args)
+        gather(exchange, "again", None)
         time.sleep(0.3)
         if rank == 0:
             host.freeze()
         time.sleep(0.3)
         return words
 
-    Board.gather = freezing  # type: ignore[method-assign]
-    GlooGroup(Shelf("gloo", connected(host.address, LIMIT_S)), rank, ("train:0", "gen:0"), timeout_s=LIMIT_S)
+    StoreExchange.gather = freezing  # type: ignore[method-assign]
+    GlooGroup(
+        FailFastStore("gloo", connect_store(host.address, LIMIT_S)), rank, ("train:0", "gen:0"), timeout_s=LIMIT_S
+    )
 
 
 def test_gloo_connects_in_vain_through_a_store_that_freezes(host: StoreProcess) -> None:

@@ -35,7 +35,7 @@ from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.shelf import Shelf
+from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.planner.plan.schedule import Schedule
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
@@ -62,7 +62,7 @@ class Rank:
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
         try:
             self.executor = direct.DirectExecutor(
-                Shelf("direct", store, "failed"), bind(schedule, self.tensors), timeout_s=timeout_s,
+                FailFastStore("direct", store, "failed"), bind(schedule, self.tensors), timeout_s=timeout_s,
                 scratch_bytes=scratch_bytes, options=direct.DirectOptions(**options),
             )  # fmt: skip
         except Exception as error:

@@ -18,8 +18,8 @@ from torch.distributed import TCPStore, is_initialized
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import SessionError, Waiting
+from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.shelf import Shelf
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.pipeline import BucketMessage
 
@@ -167,7 +167,7 @@ def late_last_rank(rank: int, address: str, late_s: float) -> None:
     host, port = address.split(":")
     store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     try:
-        GlooGroup(Shelf("group", store, "failed"), rank, [f"rank {each}" for each in range(4)], timeout_s=2.0)
+        GlooGroup(FailFastStore("group", store, "failed"), rank, [f"rank {each}" for each in range(4)], timeout_s=2.0)
     except SessionError as error:
         store.set("failed", str(error))  # as a session does
         raise

@@ -11,8 +11,8 @@ from torch.distributed import PrefixStore
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.options import Options as SessionOptions
+from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.shelf import Shelf
 from mcore_reshard.kernels.transports.base import TransportContext
 from mcore_reshard.kernels.transports.pipeline import Executor
 from mcore_reshard.kernels.transports.registry import AUTO, resolve
@@ -76,7 +76,7 @@ def _prepared(rank: Rank, transport: str, connect: Callable[[TransportContext], 
     executor = (connect or usual)(
         TransportContext(
             store=PrefixStore("link", rank.store),
-            another_store=lambda: Shelf("link", rank.another_store()),
+            another_store=lambda: FailFastStore("link", rank.another_store()),
             group=group,
             bound=bind(rank.schedule, rank.tensors),
             options=SessionOptions(timeout_s=rank.timeout_s),

@@ -22,9 +22,9 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import Waiting
+from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.shelf import Shelf
-from mcore_reshard.kernels.rendezvous.store import connected
+from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World
@@ -80,8 +80,8 @@ class Rank:
             torch.cuda.set_device(self.device)
         self._root = self._met(launch.folder / "port")
         self.address = f"{self._root.host}:{self._root.port}"
-        self._shelf = "bench"
-        self.store: torch.distributed.Store = PrefixStore(self._shelf, self._root)
+        self._method_key = "bench"
+        self.store: torch.distributed.Store = PrefixStore(self._method_key, self._root)
         self.names = [f"rank {each}" for each in range(self.ranks)]
         self._group = GlooGroup(PrefixStore("bench/words", self._root), number, self.names, timeout_s=self.timeout_s)
         self._words = 0
@@ -114,8 +114,8 @@ class Rank:
         return tensors
 
     def another_store(self) -> torch.distributed.Store:
-        """The method's shelf on the store, over a connection of its own."""
-        return Shelf(self._shelf, connected(self.address, self.timeout_s))
+        """The method's keys on the store, over a connection of its own."""
+        return FailFastStore(self._method_key, connect_store(self.address, self.timeout_s))
 
     def run(self) -> None:
         for method in self.launch.methods:
@@ -146,8 +146,8 @@ class Rank:
         return TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False, timeout=timeout)
 
     def _measure(self, method: Method) -> None:
-        self._shelf = f"bench/{method.text}"
-        self.store = PrefixStore(self._shelf, self._root)
+        self._method_key = f"bench/{method.text}"
+        self.store = PrefixStore(self._method_key, self._root)
         if method.kind.holds:
             self._hold()
         self.settle(release=True)

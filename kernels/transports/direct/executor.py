@@ -4,7 +4,7 @@ Training ranks export their allocations once. Each generation rank maps what it 
 everything with one kernel launch: nothing is staged, and the host does nothing per parameter. One launch takes from all
 stages and sources, in an order that differs from receiver to receiver, so that no source has to serve all of them.
 
-Ordering takes three words of 16 bytes between each pair of ranks, over CPU connections of their own, and an IPC event
+Ordering takes three signals of 16 bytes between each pair of ranks, over CPU connections of their own, and an IPC event
 for each reader. A training rank says `ready` when all that it has queued on its current stream is done; its readers
 launch, record their events and say `started`; it returns when all these events have happened. So a source is not read
 before it is ready, and may be overwritten as soon as `run` returns. On the path are one word, for which the reader has
@@ -45,11 +45,11 @@ from mcore_reshard.kernels.transports.pipeline import StageReport
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .options import DirectOptions
+from .peer_signals import PeerSignals, fetch
 from .slots import SlotReader, SlotSource
 from .staging import parted
-from .words import Words, fetch
 
-_READY, _STARTED, _DONE = -1, -2, -3  # words; those of 0 and more number rounds of casts
+_READY, _STARTED, _DONE = -1, -2, -3  # signals; those of 0 and more number rounds of casts
 _POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
 _POLLING = 0.0005  # the same as a share of the fastest refit's time, where that is more
 _NAPPING = 0.99  # share of the fastest refit's time that is slept through before polling
@@ -78,15 +78,15 @@ class DirectExecutor:
         self._bound = bound
         self._runs = 0
         self._closed = False
-        self._words = Words(store, bound, timeout_s)
+        self._signals = PeerSignals(store, bound, timeout_s)
         self._end: _Source | _Reader
         try:
             if bound.schedule.world == "train":
-                self._end = _Source(store, bound, self._words, scratch_bytes)
+                self._end = _Source(store, bound, self._signals, scratch_bytes)
             else:
-                self._end = _Reader(store, bound, self._words, options)
+                self._end = _Reader(store, bound, self._signals, options)
         except BaseException:
-            self._words.close()
+            self._signals.close()
             raise
 
     @property
@@ -106,7 +106,7 @@ class DirectExecutor:
         is not known, and nor is when they stop reading: they may do so until the session is closed everywhere.
         """
         if self._closed:
-            raise SessionError(f"{self._bound.rank}: this executor is closed")
+            raise SessionError(f"{self._bound.rank_name}: this executor is closed")
         self._runs += 1
         start = time.perf_counter()
         self._end.run(self._runs)
@@ -122,26 +122,26 @@ class DirectExecutor:
         May be called twice.
         """
         self._closed = True
-        self._words.close()
+        self._signals.close()
         self._end.close()
 
 
 class _Source:
     """A training rank: its memory is read, and it waits for that to end."""
 
-    def __init__(self, store: Store, bound: BoundSchedule, words: Words, scratch_bytes: int) -> None:
+    def __init__(self, store: Store, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int) -> None:
         self._bound = bound
-        self._words = words
-        self._settling = _Patience(words.timeout_s, "what was queued before the refit")
-        self._reading = _Patience(words.timeout_s, "the pull")
+        self._signals = signals
+        self._settling = _Patience(signals.timeout_s, "what was queued before the refit")
+        self._reading = _Patience(signals.timeout_s, "the pull")
         self._not_done: int | None = None  # the run whose `done` has not been taken yet
-        store.set(bound.rank, export(bound.by_name).to_json())
+        store.set(bound.rank_name, export(bound.by_name).to_json())
         self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
-        for peer, waiting in words.peers.items():
+        for peer, waiting in signals.peers.items():
             assert bound.device is not None, "there are transfers, so there are tensors"
-            text = fetch(store, bound.schedule.name_of("gen", peer), waiting, words.timeout_s)
+            text = fetch(store, bound.schedule.name_of("gen", peer), waiting, signals.timeout_s)
             self._read[peer] = open_event(text, bound.device)
-        self._slots = SlotSource(store, bound, parted(bound.schedule)[1], words, scratch_bytes)
+        self._slots = SlotSource(store, bound, parted(bound.schedule)[1], signals, scratch_bytes)
 
     @property
     def scratch_bytes(self) -> int:
@@ -156,16 +156,16 @@ class _Source:
         self._slots.rounds(run)
         stream = self._slots.stream or torch.cuda.current_stream(self._bound.device)
         settled = stream.record_event()
-        self._settling.wait(dict.fromkeys(self._words.peers, settled), self._words.peers)
-        self._words.tell(run, _READY)
-        self._words.hear(run, _STARTED)
+        self._settling.wait(dict.fromkeys(self._signals.peers, settled), self._signals.peers)
+        self._signals.tell(run, _READY)
+        self._signals.hear(run, _STARTED)
         self._not_done = run
-        self._reading.wait(self._read, self._words.peers, self._hear_done)
+        self._reading.wait(self._read, self._signals.peers, self._hear_done)
 
     def _hear_done(self) -> None:
         run, self._not_done = self._not_done, None
         if run is not None:
-            self._words.hear(run, _DONE)
+            self._signals.hear(run, _DONE)
 
     def close(self) -> None:
         self._read.clear()
@@ -177,13 +177,13 @@ class _Reader:
 
     scratch_bytes = 0
 
-    def __init__(self, store: Store, bound: BoundSchedule, words: Words, options: DirectOptions) -> None:
+    def __init__(self, store: Store, bound: BoundSchedule, signals: PeerSignals, options: DirectOptions) -> None:
         schedule = bound.schedule
         plain, cast = parted(schedule)
         assert plain.source_table is not None
         self._bound = bound
-        self._words = words
-        self._pulling = _Patience(words.timeout_s, "the pull")
+        self._signals = signals
+        self._pulling = _Patience(signals.timeout_s, "the pull")
         self._table = pull_table(plain, plain.source_table())
         device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(device)
@@ -191,10 +191,10 @@ class _Reader:
         store.set(schedule.name, export_event(self._pulled, device))
         self._mappings = Mappings(device)
         try:
-            self._slots = SlotReader(store, bound, cast, words, self._mappings, self._stream, options)
+            self._slots = SlotReader(store, bound, cast, signals, self._mappings, self._stream, options)
             exports = {
-                peer: Export.from_json(fetch(store, schedule.name_of("train", peer), waiting, words.timeout_s))
-                for peer, waiting in words.peers.items()
+                peer: Export.from_json(fetch(store, schedule.name_of("train", peer), waiting, signals.timeout_s))
+                for peer, waiting in signals.peers.items()
             }
             addresses = self._addresses(exports)
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
@@ -216,13 +216,13 @@ class _Reader:
         """Copy everything, after all that is queued on the current stream; return when it is in place."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._slots.rounds(run)
-        self._words.hear(run, _READY)
+        self._signals.hear(run, _READY)
         self._copies.launch(self._stream)
         self._pulled.record(self._stream)
-        self._words.tell(run, _STARTED)
-        self._pulling.wait(dict.fromkeys(self._words.peers, self._pulled), self._words.peers)
+        self._signals.tell(run, _STARTED)
+        self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), self._signals.peers)
         with suppress(PeerLostError):  # a trainer that is done may be gone by now: everything is here
-            self._words.tell(run, _DONE)
+            self._signals.tell(run, _DONE)
         for copy in self._copies.damaged().tolist():
             raise ChecksumError(self._waiting_for(copy), "other bytes were written than were read")
         self._slots.check_sums()
@@ -258,7 +258,7 @@ class _Reader:
         stage = self._bound.stages[int(table.stage[copy])].pp_stage
         name = self._bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
         peer = self._bound.schedule.name_of("train", int(table.peer[copy]))
-        return Waiting(self._bound.rank, peer, stage, name, sends=False)
+        return Waiting(self._bound.rank_name, peer, stage, name, sends=False)
 
 
 def _together(schedule: Schedule, options: DirectOptions, *, shared: bool) -> int | None:

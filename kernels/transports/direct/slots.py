@@ -26,8 +26,8 @@ from mcore_reshard.planner.plan.schedule import Schedule
 from mcore_reshard.planner.plan.subset import peers_of
 
 from .options import DirectOptions
+from .peer_signals import PeerSignals, fetch
 from .staging import SLOTS, SlotPlan, Staged, divide_slots, in_round, joined, placed, round_count, staged
-from .words import Words, fetch
 
 _SLOTS = "slots/"  # what a rank publishes of its slots, and of its events
 _TILE_BYTES = 128 << 10
@@ -56,9 +56,9 @@ class SlotSource:
     """A training rank that casts. `schedule` is the part of the program's that does."""
 
     def __init__(
-        self, store: Store, bound: BoundSchedule, schedule: Schedule, words: Words, scratch_bytes: int
+        self, store: Store, bound: BoundSchedule, schedule: Schedule, signals: PeerSignals, scratch_bytes: int
     ) -> None:
-        self._words = words
+        self._signals = signals
         self._rounds: list[_Casting] = []
         self._cast: list[torch.cuda.Event] = []  # by slot: has happened when the last cast into it is done
         self._taken: dict[int, list[torch.cuda.Event]] = {}  # by reader and slot: when the reader has last read it
@@ -67,7 +67,7 @@ class SlotSource:
         try:
             plan, buckets = divide_slots(schedule, scratch_bytes)
         except ValueError as error:
-            raise SessionError(f"{bound.rank}: {error}") from error
+            raise SessionError(f"{bound.rank_name}: {error}") from error
         if not buckets:
             return
         device = bound.device
@@ -81,10 +81,10 @@ class SlotSource:
             "slots": export({str(number): slot for number, slot in enumerate(self._slots)}).to_json(),
             "cast": [export_event(event, device) for event in self._cast],
         }
-        store.set(_SLOTS + bound.rank, json.dumps(word))
+        store.set(_SLOTS + bound.rank_name, json.dumps(word))
         self._rounds = self._bind_rounds(bound, plan, buckets)
         for peer in buckets:
-            texts = _fetched(store, bound.schedule.name_of("gen", peer), peer, words)
+            texts = _fetched(store, bound.schedule.name_of("gen", peer), peer, signals)
             self._taken[peer] = [open_event(text, device) for text in texts["taken"]]
 
     @property
@@ -105,7 +105,7 @@ class SlotSource:
                 each.scales.launch(self.stream)
             each.gather.launch(self.stream)
             self._cast[slot].record(self.stream)
-            self._words.tell(run, number, each.peers)
+            self._signals.tell(run, number, each.peers)
         for number in range(max(0, len(self._rounds) - SLOTS), len(self._rounds)):
             self._heard(run, number)
 
@@ -117,7 +117,7 @@ class SlotSource:
     def _heard(self, run: int, number: int) -> tuple[int, ...]:
         """The readers of a round, all of which have queued their pull."""
         peers = self._rounds[number].peers
-        self._words.hear(run, number, peers)
+        self._signals.hear(run, number, peers)
         return peers
 
     def _bind_rounds(
@@ -148,12 +148,12 @@ class SlotReader:
         store: Store,
         bound: BoundSchedule,
         schedule: Schedule,
-        words: Words,
+        signals: PeerSignals,
         mappings: Mappings,
         stream: torch.cuda.Stream,
         options: DirectOptions,
     ) -> None:
-        self._words = words
+        self._signals = signals
         self._bound = bound
         self._stream = stream
         self._rounds: list[_Pulling] = []
@@ -165,14 +165,14 @@ class SlotReader:
         device = stream.device
         self._taken = [torch.cuda.Event(interprocess=True) for _ in range(SLOTS)]
         word = {"taken": [export_event(event, device) for event in self._taken]}
-        store.set(_SLOTS + bound.rank, json.dumps(word))
+        store.set(_SLOTS + bound.rank_name, json.dumps(word))
         addresses = [tensor.data_ptr() for tensor in bound.tensors]
         own = len(addresses)
         buckets: dict[int, tuple[Staged, ...]] = {}
         places: dict[int, int] = {}
         for peer in sources:
             owner = bound.schedule.name_of("train", peer)
-            said = _fetched(store, owner, peer, words)
+            said = _fetched(store, owner, peer, signals)
             plan = SlotPlan.from_json(said["plan"])
             self._cast[peer] = [open_event(text, device) for text in said["cast"]]
             addresses += mappings.addresses(Export.from_json(said["slots"]), map(str, range(SLOTS)), owner)
@@ -200,12 +200,12 @@ class SlotReader:
         """Queue all pulls. Returns when they are queued."""
         for number, each in enumerate(self._rounds):
             slot, peers = number % SLOTS, tuple(each.buckets)
-            self._words.hear(run, number, peers)
+            self._signals.hear(run, number, peers)
             for peer in peers:
                 self._stream.wait_event(self._cast[peer][slot])
             each.copies.launch(self._stream)
             self._taken[slot].record(self._stream)
-            self._words.tell(run, number, peers)
+            self._signals.tell(run, number, peers)
 
     def check_sums(self) -> None:
         """Raise `ChecksumError` for bytes that were written otherwise than read. Everything queued must be done."""
@@ -214,7 +214,7 @@ class SlotReader:
                 peer = each.source[copy]
                 bucket, schedule = each.buckets[peer], self._bound.schedule
                 waiting = Waiting(
-                    self._bound.rank,
+                    self._bound.rank_name,
                     schedule.name_of("train", peer),
                     schedule.stages[bucket.stage].pp_stage,
                     schedule.parameter_name(*bucket.parameter),
@@ -228,5 +228,5 @@ class SlotReader:
         self._cast.clear()
 
 
-def _fetched(store: Store, rank: str, peer: int, words: Words) -> Any:
-    return json.loads(fetch(store, rank, words.peers[peer], words.timeout_s, what=_SLOTS))
+def _fetched(store: Store, rank: str, peer: int, signals: PeerSignals) -> Any:
+    return json.loads(fetch(store, rank, signals.peers[peer], signals.timeout_s, what=_SLOTS))

@@ -30,7 +30,7 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError
-from mcore_reshard.kernels.rendezvous.board import Board
+from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.transports.pipeline import StageClock, StageReport, group_names, group_rank, other_world
 from mcore_reshard.kernels.transports.rounds import (
     DIGEST_BYTES,
@@ -81,7 +81,7 @@ class NcclExecutor:
     ) -> None:
         schedule = bound.schedule
         self._timeout_s = timeout_s
-        self._board = Board(
+        self._store_exchange = StoreExchange(
             store, group_rank(schedule, schedule.world, schedule.rank), group_names(schedule), timeout_s=timeout_s
         )
         self._device = bound.device or torch.device("cpu")
@@ -105,7 +105,7 @@ class NcclExecutor:
                 with torch.cuda.device(self._device):
                     self._prepare(division, copy_ctas)
         except BaseException:
-            self._board.give_up()
+            self._store_exchange.give_up()
             self.close()
             raise
 
@@ -135,7 +135,7 @@ class NcclExecutor:
         Raises `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError`; the executor is then closed.
         """
         if self._closed:
-            raise SessionError(f"{self._bound.rank}: the nccl transport has been closed")
+            raise SessionError(f"{self._bound.rank_name}: the nccl transport has been closed")
         self._runs += 1
         clock = StageClock(len(self._bound.stages))
         with self._gives_up_on_error():
@@ -300,7 +300,7 @@ class NcclExecutor:
             if now > look:
                 look = now + _LOOK_S
                 waiting = awaited.placed_messages[0].bucket_message.waiting
-                if who := self._board.who_gave_up():  # asked first: NCCL may only report what that does to it
+                if who := self._store_exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
                     raise PeerLostError(waiting, f"{who} gave up")
                 for link in self._links.values():
                     link.communicator.is_idle(waiting)
@@ -317,7 +317,7 @@ class NcclExecutor:
             ): placed.bucket_message.waiting
             for placed in where.placed_messages
         }
-        silent = self._board.silent(f"run-{self._runs}", list(by_peer))
+        silent = self._store_exchange.silent(f"run-{self._runs}", list(by_peer))
         waiting = by_peer[silent[0]] if silent else where.placed_messages[0].bucket_message.waiting
         return DeadlineError(waiting, f"nothing within {self._timeout_s:g} s")
 
@@ -326,13 +326,13 @@ class NcclExecutor:
         try:
             yield
         except BaseException:
-            self._board.give_up()
+            self._store_exchange.give_up()
             self.close()
             raise
 
     def _agreed(self, bound: BoundSchedule, budget: ScratchBudget) -> Division:
         word = {"peers": sorted(peers_by_stage(bound).items()), "budget": repr(budget)}
-        words = self._board.gather("word", word)
+        words = self._store_exchange.gather("word", word)
         if len(budgets := sorted({said["budget"] for said in words})) > 1:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}")
         try:
@@ -351,9 +351,9 @@ class NcclExecutor:
         for stage, stream in places:
             members, topic = division.members[stage], f"id/{stage}/{stream}"
             if me == members[0]:
-                self._board.publish(topic, new_unique_id())
+                self._store_exchange.publish(topic, new_unique_id())
             waiting = firsts[stage].placed_messages[0].bucket_message.waiting
-            communicator = NcclCommunicator(self._board.read(topic), members.index(me), len(members), waiting)
+            communicator = NcclCommunicator(self._store_exchange.read(topic), members.index(me), len(members), waiting)
             self._links[stage, stream] = _Link(communicator, *pairs[stream])
         for place in places:
             self._settle(self._links[place], firsts[place[0]])

@@ -1,4 +1,4 @@
-"""Words between ranks that exchange bytes on the direct transport, and what they publish of themselves."""
+"""PeerSignals between ranks that exchange bytes on the direct transport, and what they publish of themselves."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.distributed import DistStoreError, Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import DeadlineError, TransferError, Waiting
+from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.shelf import Shelf
 from mcore_reshard.kernels.transports.pipeline import Message, group_names, group_rank, other_world
 from mcore_reshard.planner.plan.schedule import TransferTable, World
 
 _WORD = struct.Struct("<qq")  # the run it belongs to, and the word
 
 
-class Words:
+class PeerSignals:
     """What is said between this rank and the peers that it exchanges bytes with.
 
     The group is not the session's: a buffer posted there would get the next message of whatever kind.
@@ -33,7 +33,7 @@ class Words:
         self._other: World = other_world(schedule.world)
         self.peers = _waiting_by_peer(bound)
         self._group = GlooGroup(
-            Shelf("words", store),
+            FailFastStore("words", store),
             group_rank(schedule, schedule.world, schedule.rank),
             group_names(schedule),
             timeout_s=timeout_s,
@@ -97,6 +97,6 @@ def _waiting_by_peer(bound: BoundSchedule) -> dict[int, Waiting]:
         for peer, row in zip(*(column.tolist() for column in np.unique(table.peer, return_index=True)), strict=True):
             name = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
             other = schedule.name_of(other_world(schedule.world), peer)
-            found.setdefault(peer, Waiting(bound.rank, other, stage.pp_stage, name, sends))
+            found.setdefault(peer, Waiting(bound.rank_name, other, stage.pp_stage, name, sends))
     size = max(schedule.train_ranks, schedule.gen_ranks)
     return dict(sorted(found.items(), key=lambda item: (item[0] - schedule.rank) % size))

@@ -13,7 +13,7 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.1
 _NAPPING = 0.1  # share of the time waited: a key that comes is seen that much later at most
 
 
-class Shelf(PrefixStore):
+class FailFastStore(PrefixStore):
     """The keys under `name` of a store.
 
     `failure` is the key of `store` under which a rank that fails says why; shelves on this shelf have the same one. Once it

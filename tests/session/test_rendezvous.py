@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting, first_of
-from mcore_reshard.kernels.rendezvous.meeting import Failure, Meeting, SessionFailed
+from mcore_reshard.kernels.rendezvous.rendezvous import Failure, Rendezvous, SessionFailed
 from mcore_reshard.kernels.rendezvous.store import store_address
 
 MEMBERS = ("train:0", "train:1", "gen:0")
@@ -23,8 +23,8 @@ def address() -> Iterator[str]:
     yield store_address(store)
 
 
-def meeting(address: str, rank: str) -> Meeting:
-    return Meeting(address, "s", rank, MEMBERS, timeout_s=5.0)
+def rendezvous(address: str, rank: str) -> Rendezvous:
+    return Rendezvous(address, "s", rank, MEMBERS, timeout_s=5.0)
 
 
 def waiting(rank: str, peer: str) -> Waiting:
@@ -33,22 +33,22 @@ def waiting(rank: str, peer: str) -> Waiting:
 
 def test_everyone_hears_everyone(address: str) -> None:
     with ThreadPoolExecutor() as pool:
-        heard = list(pool.map(lambda rank: meeting(address, rank).gather("p", {"is": rank}), MEMBERS))
+        heard = list(pool.map(lambda rank: rendezvous(address, rank).gather("p", {"is": rank}), MEMBERS))
     assert [{rank: word["is"] for rank, word in words.items()} for words in heard] == [
         dict(zip(MEMBERS, MEMBERS, strict=True))
     ] * 3
 
 
 def test_one_failure_is_everyones_and_the_first_one_stands(address: str) -> None:
-    assert meeting(address, "gen:0").fail("p", ValueError("no")).message == "no"
-    assert meeting(address, "train:1").fail("p", ValueError("later")) == Failure("gen:0", "ValueError", "no")
+    assert rendezvous(address, "gen:0").fail("p", ValueError("no")).message == "no"
+    assert rendezvous(address, "train:1").fail("p", ValueError("later")) == Failure("gen:0", "ValueError", "no")
     with pytest.raises(SessionFailed, match="gen:0: ValueError: no"):
-        meeting(address, "train:0").gather("p", {})
+        rendezvous(address, "train:0").gather("p", {})
 
 
 def test_a_success_cannot_be_undone(address: str) -> None:
     with ThreadPoolExecutor() as pool:
-        ranks = [meeting(address, rank) for rank in MEMBERS]
+        ranks = [rendezvous(address, rank) for rank in MEMBERS]
         list(pool.map(lambda rank: rank.gather("p", {}), ranks))
     ranks[0]._declare("p", Failure("train:0", "ValueError", "too late"))
     assert ranks[1]._outcome("p") is None
@@ -58,9 +58,9 @@ def test_a_chain_of_waits_is_followed_to_the_rank_that_waits_for_nobody(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mcore_reshard.kernels.rendezvous.meeting._STUCK_GRACE_S", 3.0
+        "mcore_reshard.kernels.rendezvous.rendezvous._STUCK_GRACE_S", 3.0
     )  # a busy machine is slow to say for whom it waits
-    first, second = meeting(address, "train:0"), meeting(address, "gen:0")
+    first, second = rendezvous(address, "train:0"), rendezvous(address, "gen:0")
     with ThreadPoolExecutor() as pool:
         early = pool.submit(first.fail, "p", DeadlineError(waiting("train:0", "gen:0"), "nothing within 5 s"))
         time.sleep(0.3)
@@ -71,8 +71,8 @@ def test_a_chain_of_waits_is_followed_to_the_rank_that_waits_for_nobody(
 
 
 def test_a_chain_of_waits_leads_through_replicas_that_pass_on(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.meeting._STUCK_GRACE_S", 3.0)
-    replica, relay = meeting(address, "gen:1"), meeting(address, "gen:0")
+    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.rendezvous._STUCK_GRACE_S", 3.0)
+    replica, relay = rendezvous(address, "gen:1"), rendezvous(address, "gen:0")
     with ThreadPoolExecutor() as pool:
         early = pool.submit(replica.fail, "p", DeadlineError(waiting("gen:1", "relay:0"), "nothing within 5 s"))
         time.sleep(0.3)
@@ -83,32 +83,32 @@ def test_a_chain_of_waits_leads_through_replicas_that_pass_on(address: str, monk
 def test_ranks_that_wait_for_each_other_name_the_one_for_whom_both_wait_too(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.meeting._STUCK_GRACE_S", 3.0)
+    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.rendezvous._STUCK_GRACE_S", 3.0)
     with ThreadPoolExecutor() as pool:
 
         def stuck(rank: str, relay: str, peer: str) -> Failure:
             errors = [
                 DeadlineError(waiting(*ends), "nothing within 5 s") for ends in ((relay, peer), (rank, "relay:2"))
             ]
-            return meeting(address, rank).fail("p", first_of(errors))
+            return rendezvous(address, rank).fail("p", first_of(errors))
 
         told = list(pool.map(stuck, ("gen:0", "gen:1"), ("relay:0", "relay:1"), ("gen:1", "gen:0")))
     assert {failure.peer for failure in told} == {"gen:2"}
 
 
 def test_of_several_ranks_that_are_late_those_that_wait_say_for_whom(address: str) -> None:
-    done = Meeting(address, "s", "train:0", ("train:0", "gen:0", "gen:1"), timeout_s=3.0)
+    done = Rendezvous(address, "s", "train:0", ("train:0", "gen:0", "gen:1"), timeout_s=3.0)
     with ThreadPoolExecutor() as pool:
         heard = pool.submit(done.gather, "p", {}, timeout_s=0.3)
         time.sleep(0.6)  # gen:0 began to wait later
-        meeting(address, "gen:0").fail("p", DeadlineError(waiting("gen:0", "relay:1"), "nothing within 5 s"))
+        rendezvous(address, "gen:0").fail("p", DeadlineError(waiting("gen:0", "relay:1"), "nothing within 5 s"))
         with pytest.raises(SessionFailed, match="gen:0: DeadlineError: stage 2: gen:0 waiting for relay:1") as failed:
             heard.result()
     assert failed.value.failure.peer == "gen:1"
 
 
 def test_a_rank_that_lost_a_peer_takes_that_peers_own_cause(address: str) -> None:
-    loser, failed = meeting(address, "train:0"), meeting(address, "gen:0")
+    loser, failed = rendezvous(address, "train:0"), rendezvous(address, "gen:0")
     with ThreadPoolExecutor() as pool:
         lost = pool.submit(loser.fail, "p", PeerLostError(waiting("train:0", "gen:0"), "the connection was closed"))
         time.sleep(0.3)
@@ -119,8 +119,8 @@ def test_a_rank_that_lost_a_peer_takes_that_peers_own_cause(address: str) -> Non
 def test_a_chain_of_lost_peers_is_followed_to_the_rank_that_lost_nobody(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.meeting._CAUSE_GRACE_S", 1.5)
-    third, second = meeting(address, "gen:0"), meeting(address, "train:0")
+    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.rendezvous._CAUSE_GRACE_S", 1.5)
+    third, second = rendezvous(address, "gen:0"), rendezvous(address, "train:0")
     with ThreadPoolExecutor() as pool:  # train:1 died, and train:0 is the slower one to say so
         early = pool.submit(third.fail, "p", PeerLostError(waiting("gen:0", "train:0"), "the connection was closed"))
         time.sleep(0.3)
@@ -130,7 +130,7 @@ def test_a_chain_of_lost_peers_is_followed_to_the_rank_that_lost_nobody(
 
 def test_worlds_that_count_differently_do_not_hang(address: str) -> None:
     def attend(members: tuple[str, ...]) -> None:
-        Meeting(address, "s", members[0], members, timeout_s=2.0).gather("p", {})
+        Rendezvous(address, "s", members[0], members, timeout_s=2.0).gather("p", {})
 
     with ThreadPoolExecutor() as pool:
         small = pool.submit(attend, ("gen:0",))
@@ -158,7 +158,7 @@ class EndingStore:
 
 def test_a_rank_that_has_said_that_it_heard_needs_the_store_no_more(address: str) -> None:
     """Once all ranks have, the process that hosts the store may end."""
-    alone = Meeting(address, "s", "gen:0", ("gen:0",), timeout_s=5.0)
+    alone = Rendezvous(address, "s", "gen:0", ("gen:0",), timeout_s=5.0)
     for phase in ("first", "second"):
         alone.gather(phase, {})
     alone.store = EndingStore(alone.store)  # type: ignore[assignment]
@@ -169,4 +169,4 @@ def test_a_rank_that_has_said_that_it_heard_needs_the_store_no_more(address: str
 @pytest.mark.parametrize("bad", ["somewhere", "host:", ":80", "host:port"])
 def test_an_address_is_host_and_port(bad: str) -> None:
     with pytest.raises(SessionError, match="not the address of a store"):
-        meeting(bad, "gen:0")
+        rendezvous(bad, "gen:0")

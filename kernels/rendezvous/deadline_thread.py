@@ -10,12 +10,12 @@ from threading import Thread
 from typing import Any, TypeVar
 from weakref import finalize, ref
 
-__all__ = ["Caller", "Overdue"]
+__all__ = ["DeadlineThread", "Overdue"]
 
 T = TypeVar("T")
 
 
-class Caller:
+class DeadlineThread:
     """Makes one call after another. It is left behind with one that does not return, and ends with the process.
 
     No pool of `concurrent.futures`: the interpreter would wait for its threads before it exits.

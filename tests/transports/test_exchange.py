@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.kernels.rendezvous.board import Board
+from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
 from mcore_reshard.kernels.transports.rounds import ScratchBudget
 
@@ -26,20 +26,20 @@ def connected(address: str) -> PrefixStore:
 
 
 def conversation(rank: int, address: str) -> Any:
-    board = Board(connected(address), rank, NAMES, timeout_s=10.0)
-    words = board.gather("word", {"rank": rank})
+    exchange = StoreExchange(connected(address), rank, NAMES, timeout_s=10.0)
+    words = exchange.gather("word", {"rank": rank})
     if rank == 1:
-        board.publish("id/0", b"\x00\xff secret")
-    content = board.read("id/0")
-    before = board.who_gave_up()
-    board.gather("asked", None)
+        exchange.publish("id/0", b"\x00\xff secret")
+    content = exchange.read("id/0")
+    before = exchange.who_gave_up()
+    exchange.gather("asked", None)
     if rank == 2:
-        board.give_up()
-    board.gather("given up", None)
+        exchange.give_up()
+    exchange.gather("given up", None)
     if rank == 1:
-        board.give_up()  # too late to be the first
-    board.gather("again", None)
-    return words, content, before, board.who_gave_up()
+        exchange.give_up()  # too late to be the first
+    exchange.gather("again", None)
+    return words, content, before, exchange.who_gave_up()
 
 
 def test_words_bytes_and_failures_reach_everyone() -> None:
@@ -48,12 +48,12 @@ def test_words_bytes_and_failures_reach_everyone() -> None:
 
 
 def stuck(rank: int, address: str) -> list[int]:
-    board = Board(connected(address), rank, NAMES, timeout_s=10.0)
-    board.gather("word", None)
+    exchange = StoreExchange(connected(address), rank, NAMES, timeout_s=10.0)
+    exchange.gather("word", None)
     if rank == 0:
         time.sleep(2)
         return []
-    return board.silent("run-1", [other for other in range(3) if other != rank])
+    return exchange.silent("run-1", [other for other in range(3) if other != rank])
 
 
 def test_those_who_wait_themselves_are_not_to_blame() -> None:
@@ -62,7 +62,7 @@ def test_those_who_wait_themselves_are_not_to_blame() -> None:
 
 def silent_world(rank: int, address: str) -> None:
     if rank != 1:
-        Board(connected(address), rank, NAMES, timeout_s=1.0).gather("word", None)
+        StoreExchange(connected(address), rank, NAMES, timeout_s=1.0).gather("word", None)
 
 
 def test_who_does_not_come_is_named() -> None:
@@ -72,13 +72,13 @@ def test_who_does_not_come_is_named() -> None:
     assert outcomes[2].error == "gen:0: train:1 did not come within 1 s"
 
 
-def test_a_board_whose_store_is_gone_can_still_give_up() -> None:
+def test_an_exchange_whose_store_is_gone_can_still_give_up() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    board = Board(client, 0, NAMES[:1], timeout_s=1.0)
-    board.gather("word", None)
+    exchange = StoreExchange(client, 0, NAMES[:1], timeout_s=1.0)
+    exchange.gather("word", None)
     del store
-    board.give_up()
+    exchange.give_up()
 
 
 def with_budget(rank: int, address: str, budgets: tuple[ScratchBudget, ScratchBudget]) -> None:

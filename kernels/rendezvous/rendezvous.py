@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, TransferError
 
-from .shelf import Shelf
-from .store import connected
+from .fail_fast_store import FailFastStore
+from .store import connect_store
 
 _AGREED = json.dumps({"agreed": True})
 _FAILED = "failed"  # the key of the session's failure, for those who wait on a shelf
@@ -36,7 +36,7 @@ _STUCK_GRACE_S = 1.0  # how long a rank that waited in vain lets others say for 
 class Failure:
     """Why a session failed, as told to every rank."""
 
-    rank: str  # who noticed
+    rank_name: str  # who noticed
     error: str  # the error's class
     message: str
     stage: int | None = None
@@ -44,15 +44,15 @@ class Failure:
     peer: str | None = None  # for whom it waited, if it did
 
     @classmethod
-    def of(cls, rank: str, error: BaseException) -> Failure:
+    def of(cls, rank_name: str, error: BaseException) -> Failure:
         if not isinstance(error, TransferError):
-            return cls(rank, type(error).__name__, str(error))
+            return cls(rank_name, type(error).__name__, str(error))
         waiting = error.waiting
         peer = waiting.peer.replace("relay:", "gen:")  # the session knows a replica that passes on by its own name
-        return cls(rank, type(error).__name__, str(error), waiting.stage, waiting.parameter, peer)
+        return cls(rank_name, type(error).__name__, str(error), waiting.stage, waiting.parameter, peer)
 
     def __str__(self) -> str:
-        return f"{self.rank}: {self.error}: {self.message}"
+        return f"{self.rank_name}: {self.error}: {self.message}"
 
 
 class SessionFailed(SessionError):
@@ -63,7 +63,7 @@ class SessionFailed(SessionError):
         super().__init__(str(failure))
 
 
-class Meeting:
+class Rendezvous:
     """One rank's place among all ranks of a session.
 
     It has a connection of its own to the store at `address` ("host:port"). That must be up until `leave` has returned in
@@ -73,8 +73,8 @@ class Meeting:
     store; each name serves once.
     """
 
-    def __init__(self, address: str, session: str, rank: str, members: Sequence[str], *, timeout_s: float) -> None:
-        self.rank = rank
+    def __init__(self, address: str, session: str, rank_name: str, members: Sequence[str], *, timeout_s: float) -> None:
+        self.rank_name = rank_name
         self.timeout_s = timeout_s
         self._address = address
         self._prefix = f"mcore-reshard/{session}"
@@ -85,13 +85,13 @@ class Meeting:
         self._met = False
         self.store = self._another_store()
 
-    def shelf(self, name: str) -> Shelf:
+    def store_for(self, name: str) -> FailFastStore:
         """A place for what ranks tell each other besides meetings."""
-        return Shelf(name, self.store, _FAILED)
+        return FailFastStore(name, self.store, _FAILED)
 
-    def another_shelf(self, name: str) -> Shelf:
+    def another_store_for(self, name: str) -> FailFastStore:
         """The same place, over a connection of its own."""
-        return Shelf(name, self._another_store(), _FAILED)
+        return FailFastStore(name, self._another_store(), _FAILED)
 
     def gather(self, phase: str, word: Mapping[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Publish this rank's `word` and return everyone's by rank name, once all have arrived at `phase`.
@@ -114,7 +114,7 @@ class Meeting:
 
     def fail(self, phase: str, error: BaseException) -> Failure:
         """Tell everyone that `phase` cannot succeed. Returns the cause that stands: perhaps an earlier one."""
-        failure = Failure.of(self.rank, error)
+        failure = Failure.of(self.rank_name, error)
         with self._store_is_up():
             if isinstance(error, (DeadlineError, PeerLostError)):
                 failure = self._culprit(phase, error)
@@ -135,11 +135,13 @@ class Meeting:
                 self._await_cause(phase)
             missing = self._missing(phase)
             message = f"{', '.join(missing) or 'nobody'} did not arrive at {phase!r} within {timeout_s:g} s"
-            self._declare(phase, Failure(self.rank, "DeadlineError", message, peer=missing[0] if missing else None))
+            self._declare(
+                phase, Failure(self.rank_name, "DeadlineError", message, peer=missing[0] if missing else None)
+            )
         if failure := self._outcome(phase):
             raise SessionFailed(failure)
         if not self.store.check([f"{phase}/{name}" for name in self._members]):
-            raise SessionError(f"ranks disagree on how many they are: {self.rank} counts {len(self._members)}")
+            raise SessionError(f"ranks disagree on how many they are: {self.rank_name} counts {len(self._members)}")
         words = self.store.multi_get([f"{phase}/{name}" for name in self._members])
         self._forget_past(phase)
         self.store.add(f"{phase}/read", 1)  # last: the store may go once all have said so
@@ -149,21 +151,21 @@ class Meeting:
     def _missing(self, phase: str) -> list[str]:
         return [name for name in self._members if not self.store.check([f"{phase}/{name}"])]
 
-    def _another_store(self) -> Shelf:
-        return Shelf(self._prefix, connected(self._address, self.timeout_s))
+    def _another_store(self) -> FailFastStore:
+        return FailFastStore(self._prefix, connect_store(self._address, self.timeout_s))
 
     @contextmanager
     def _store_is_up(self) -> Iterator[None]:
         try:
             yield
         except dist.DistNetworkError as error:
-            raise SessionError(f"{self.rank} lost {error}") from error
+            raise SessionError(f"{self.rank_name} lost {error}") from error
 
     def _arrive(self, phase: str, word: Mapping[str, Any]) -> None:
         mine = json.dumps({**word, "process": self._process})
-        if self.store.compare_set(f"{phase}/{self.rank}", "", mine).decode() != mine:
+        if self.store.compare_set(f"{phase}/{self.rank_name}", "", mine).decode() != mine:
             raise SessionError(
-                f"another process has been {self.rank} at {phase!r} of this session: "
+                f"another process has been {self.rank_name} at {phase!r} of this session: "
                 "give every session on a store a name of its own, and every process a rank of its own"
             )
         if self.store.add(f"{phase}/arrived", 1) == len(self._members):
@@ -186,13 +188,13 @@ class Meeting:
 
     def _culprit(self, phase: str, error: DeadlineError | PeerLostError) -> Failure:
         """Follow who waits for whom, or lost whom: a rank that says nothing of the kind is the one to name."""
-        mine = [Failure.of(self.rank, each) for each in (error, *error.others)]
-        self.store.set(f"{phase}/stuck/{self.rank}", json.dumps([asdict(failure) for failure in mine]))
+        mine = [Failure.of(self.rank_name, each) for each in (error, *error.others)]
+        self.store.set(f"{phase}/stuck/{self.rank_name}", json.dumps([asdict(failure) for failure in mine]))
         if isinstance(error, PeerLostError):
             self._await_cause(phase)
         else:
             time.sleep(min(_STUCK_GRACE_S, self.timeout_s))
-        seen, left = {self.rank}, mine[::-1]
+        seen, left = {self.rank_name}, mine[::-1]
         while left:
             failure = left.pop()
             if not failure.peer or not self.store.check([stuck := f"{phase}/stuck/{failure.peer}"]):
@@ -205,8 +207,8 @@ class Meeting:
     def _forget_past(self, phase: str) -> None:
         """All have arrived at `phase`, so all have left the one before: its keys have no reader left."""
         if self._past is not None:
-            self.store.delete_key(f"{self._past}/{self.rank}")
-            if self.rank == self._members[0]:
+            self.store.delete_key(f"{self._past}/{self.rank_name}")
+            if self.rank_name == self._members[0]:
                 self.store.delete_key(f"{self._past}/arrived")
                 self.store.delete_key(f"{self._past}/outcome")
                 self.store.delete_key(f"{self._past}/read")

@@ -16,7 +16,7 @@ from mcore_reshard.kernels.errors import SessionError
 _GRACE_S = 1.0  # for others who wait as well to say so
 
 
-class Board:
+class StoreExchange:
     """One rank's access to the words of all. `names` are the ranks in group order, as messages call them."""
 
     def __init__(self, store: Store, rank: int, names: Sequence[str], *, timeout_s: float) -> None:
