@@ -118,7 +118,7 @@ PURE = """
 import sys
 from dataclasses import replace
 import mcore_reshard.planner.plan.make_plan, mcore_reshard.planner.proof.prove
-import mcore_reshard.planning, mcore_reshard.planner.plan.make_schedule, mcore_reshard.planner.plan.explain
+import mcore_reshard.planning, mcore_reshard.planner.plan.make_schedule, mcore_reshard.planner.plan.transfers
 import mcore_reshard.planner.model.families, mcore_reshard.planner.model.configs, mcore_reshard.planner.plan.plan_file
 heavy = {name.partition(".")[0] for name in sys.modules} & {"torch", "megatron", "transformers", "vllm", "triton"}
 sys.exit(f"imported {heavy}" if heavy else 0)

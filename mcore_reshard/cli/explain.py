@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,22 +13,17 @@ from rich.text import Text
 
 from mcore_reshard.planner.layout.block_scales import KV_SCALES, REPEATED
 from mcore_reshard.planner.model.precision import FP8
-from mcore_reshard.planner.plan.explain import (
-    Element,
-    ExplainError,
-    Origin,
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.schedule import World
+from mcore_reshard.planner.plan.transfers import (
     Place,
-    check_rank,
-    explain_engine_tensor,
-    explain_parameter,
-    explain_trainer_tensor,
+    Transfer,
+    UnknownElementError,
     find_parameter,
     holders_of,
     local_tensors,
-    parse_element,
+    parse_rank,
 )
-from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import World
 from mcore_reshard.planner.proof.prove import ProofError, prove
 from mcore_reshard.planning import InputError
 
@@ -39,9 +34,17 @@ _ROWS_SHOWN = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Element:
+    """What a user points at: `name[i,j]`, or a whole tensor where there is no index."""
+
+    name: str
+    index: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Answer:
     kind: str  # what the element was taken for: "parameter", "gen tensor" or "train tensor"
-    origins: list[Origin]
+    transfers: list[Transfer]
     holders: list[Place]
     notes: list[str]
 
@@ -55,23 +58,40 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(_as_dict(plan, args, answer))
     else:
-        write(*_text(plan, args, answer))
+        write(*_text(args, answer))
     return 0
+
+
+def parse_element(text: str) -> Element:
+    """`model.norm.weight[5]` -> name and index; the name alone means no index. Raises InputError."""
+    match = re.fullmatch(r"\s*([^\[\]\s]+)\s*(?:\[([^\[\]]*)\])?\s*", text)
+    if match is None:
+        raise InputError([f"cannot read {text!r}, write NAME[i,j], for example model.norm.weight[5]"])
+    name, inside = match.groups()
+    if inside is None:
+        return Element(name)
+    try:
+        return Element(name, tuple(int(part) for part in inside.split(",")))
+    except ValueError as error:
+        message = f"cannot read the index [{inside}], write whole numbers, for example {name}[5,3]"
+        raise InputError([message]) from error
 
 
 def _answer(plan: Plan, text: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
     """Raises InputError with all that is wrong with the ranks and the element."""
     problems: list[str] = []
-    ranks: dict[World, int | None] = {"gen": gen_rank, "train": train_rank}
+    ranks = {"gen": gen_rank, "train": train_rank}
     for world, rank in ranks.items():
         try:
-            check_rank(plan, world, rank)
-        except ExplainError as error:
+            _ = None if rank is None else parse_rank(plan, f"{world}:{rank}")
+        except UnknownElementError as error:
             problems.append(str(error))
             ranks[world] = None
     try:
         answer = _of_element(plan, text, ranks["gen"], ranks["train"])
-    except ExplainError as error:
+    except InputError as error:
+        problems += error.problems
+    except UnknownElementError as error:
         problems.append(str(error))
     if problems:
         raise InputError(problems)
@@ -84,11 +104,10 @@ def _of_element(plan: Plan, text: str, gen_rank: int | None, train_rank: int | N
     if world is None:
         try:
             find_parameter(plan, element.name)
-        except ExplainError as unknown:
+        except UnknownElementError as unknown:
             if element.name.rpartition(".")[2] in KV_SCALES:
-                raise ExplainError(
-                    f"{element.name}: no plan has scales of the KV cache, refit(kv_scales=...) brings them"
-                ) from unknown
+                message = f"{element.name}: no plan has scales of the KV cache, refit(kv_scales=...) brings them"
+                raise InputError([message]) from unknown
             world = _world_of(plan, element.name, gen_rank, train_rank, unknown)
     if world is None:
         return _parameter(plan, element, gen_rank, train_rank)
@@ -98,7 +117,7 @@ def _of_element(plan: Plan, text: str, gen_rank: int | None, train_rank: int | N
 def _parameter(plan: Plan, element: Element, gen_rank: int | None, train_rank: int | None) -> _Answer:
     group = plan.groups[find_parameter(plan, element.name)[0]]
     index = _index(element, group.shape)
-    origins = explain_parameter(plan, element.name, index, gen_rank, train_rank)
+    transfers = _between(plan.transfers(element.name, element=index), gen_rank, train_rank)
     notes = list(_precision(plan, element.name, index))
     if gen_rank is not None:
         own = local_tensors(plan, "gen", gen_rank).get(element.name)
@@ -107,7 +126,16 @@ def _parameter(plan: Plan, element: Element, gen_rank: int | None, train_rank: i
                 f"{element.name} is also a tensor of gen:{gen_rank}, {shape(own.shape)} of {shape(group.shape)};"
                 f" for an element of that one write 'gen:{element.name}[...]'"
             )
-    return _Answer("parameter", origins, holders_of(plan, element.name, index), notes)
+    return _Answer("parameter", transfers, holders_of(plan, element.name, index), notes)
+
+
+def _between(transfers: Iterable[Transfer], gen_rank: int | None, train_rank: int | None) -> list[Transfer]:
+    """The transfers between these ranks; one that has no places is everyone's."""
+
+    def concerns(place: Place | None, rank: int | None) -> bool:
+        return place is None or rank is None or place.rank == rank
+
+    return [t for t in transfers if concerns(t.dst, gen_rank) and concerns(t.src, train_rank)]
 
 
 def _precision(plan: Plan, name: str, index: tuple[int, ...]) -> Iterator[str]:
@@ -135,35 +163,35 @@ def _precision(plan: Plan, name: str, index: tuple[int, ...]) -> Iterator[str]:
                 yield "the trainer holds no scales: it computes this one as it casts the block"
 
 
-def _tensor(plan: Plan, element: Element, world: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
-    rank, explain = (gen_rank, explain_engine_tensor) if world == "gen" else (train_rank, explain_trainer_tensor)
+def _tensor(plan: Plan, element: Element, world: World, gen_rank: int | None, train_rank: int | None) -> _Answer:
+    rank = gen_rank if world == "gen" else train_rank
     if rank is None:
-        raise ExplainError(
+        message = (
             f"{element.name} is a tensor of every {world} rank, with other content: name one with --{world}-rank N"
         )
-    held = local_tensors(plan, "gen" if world == "gen" else "train", rank).get(element.name)
-    index = element.index if element.index is not None or held is None else _index(element, held.shape)
-    origins = explain(plan, element.name, index or (), rank)
-    other = train_rank if world == "gen" else gen_rank
-    if other is not None:
-        end = "src" if world == "gen" else "dst"
-        origins = [o for o in origins if (place := getattr(o, end)) is not None and place.rank == other]
-    first = origins[0] if origins else None
-    holders = holders_of(plan, first.parameter, first.index) if first is not None and first.parameter else []
-    notes = [
-        note for origin in origins if origin.parameter for note in _precision(plan, origin.parameter, origin.index)
-    ]
+        raise InputError([message])
+    local = local_tensors(plan, world, rank).get(element.name)
+    index = element.index if element.index is not None or local is None else _index(element, local.shape)
+    transfers = _between(
+        plan.transfers(tensor=element.name, rank=f"{world}:{rank}", element=index or ()), gen_rank, train_rank
+    )
+    moved = {(t.parameter, t.element): None for t in transfers if t.element is not None}
+    holders = [place for name, point in list(moved)[:1] for place in holders_of(plan, name, point)]
+    notes = [note for name, point in moved for note in _precision(plan, name, point)]
     if element.name.endswith(REPEATED):
         notes.append(f"a tensor beside the engine's own, which repeats {element.name.removesuffix(REPEATED)} from it")
-    return _Answer(f"{world} tensor", origins, holders, list(dict.fromkeys(notes)))
+    return _Answer(f"{world} tensor", transfers, holders, list(dict.fromkeys(notes)))
 
 
-def _prefix(text: str) -> tuple[str | None, str]:
-    world, colon, rest = text.partition(":")
-    return (world, rest) if colon and world in {"gen", "train"} else (None, text)
+def _prefix(text: str) -> tuple[World | None, str]:
+    if text.startswith("gen:"):
+        return "gen", text.removeprefix("gen:")
+    return ("train", text.removeprefix("train:")) if text.startswith("train:") else (None, text)
 
 
-def _world_of(plan: Plan, name: str, gen_rank: int | None, train_rank: int | None, unknown: ExplainError) -> str:
+def _world_of(
+    plan: Plan, name: str, gen_rank: int | None, train_rank: int | None, unknown: UnknownElementError
+) -> World:
     """Whose local tensor a name is that is no HF parameter. Raises where it is nobody's."""
     trainers = re.match(r"vp[0-9]+\.", name) is not None
     if trainers:
@@ -181,10 +209,11 @@ def _index(element: Element, sizes: tuple[int, ...]) -> tuple[int, ...]:
     if element.index is not None:
         return element.index
     zeros = ",".join("0" * len(sizes))
-    raise ExplainError(
+    message = (
         f"{element.name} has shape {shape(sizes)}: name one element, for example '{element.name}[{zeros}]';"
         f" `show PLAN --parameter '{element.name}'` lists the transfers of all"
     )
+    raise InputError([message])
 
 
 def _as_dict(plan: Plan, args: argparse.Namespace, answer: _Answer) -> dict[str, Any]:
@@ -194,35 +223,49 @@ def _as_dict(plan: Plan, args: argparse.Namespace, answer: _Answer) -> dict[str,
         "kind": answer.kind,
         "gen_rank": args.gen_rank,
         "train_rank": args.train_rank,
-        "origins": [_origin_as_dict(plan, origin) for origin in answer.origins],
+        "origins": [_transfer_as_dict(transfer) for transfer in answer.transfers],
         "holders": [_place_as_dict(place) for place in answer.holders],
         "notes": answer.notes,
     }
 
 
-def _origin_as_dict(plan: Plan, origin: Origin) -> dict[str, Any]:
-    ends = {end: None if place is None else _place_as_dict(place) for end, place in _ends(origin).items()}
-    view = list(plan.groups[find_parameter(plan, origin.parameter)[0]].view) if origin.parameter else None
-    return {**asdict(origin), **ends, "view": view}
-
-
-def _ends(origin: Origin) -> dict[str, Place | None]:
-    return {"src": origin.src, "dst": origin.dst}
+def _transfer_as_dict(transfer: Transfer) -> dict[str, Any]:
+    return {
+        "parameter": transfer.parameter,
+        "index": transfer.element or (),
+        "route": transfer.route,
+        "reason": transfer.reason,
+        "pp_stage": transfer.pp_stage,
+        "region": transfer.region and asdict(transfer.region),
+        "src": transfer.src and _place_as_dict(transfer.src),
+        "dst": transfer.dst and _place_as_dict(transfer.dst),
+        "relayed_by": transfer.relayed_by,
+        "view": transfer.view if transfer.parameter else None,
+    }
 
 
 def _place_as_dict(place: Place) -> dict[str, Any]:
-    return {**asdict(place), "byte_offset": place.byte_offset}
+    return {
+        "world": place.world,
+        "rank": place.rank,
+        "tensor": place.tensor,
+        "shape": place.shape,
+        "dtype": place.dtype,
+        "index": place.index,
+        "offset": place.offset,
+        "byte_offset": place.byte_offset,
+    }
 
 
 # --- text
 
 
-def _text(plan: Plan, args: argparse.Namespace, answer: _Answer) -> Iterator[RenderableType]:
+def _text(args: argparse.Namespace, answer: _Answer) -> Iterator[RenderableType]:
     yield from noted(answer.notes)
-    if not answer.origins:
+    if not answer.transfers:
         yield _nothing(args, answer)
-    for group in _alike(answer.origins):
-        yield from _group(plan, group, answer.holders)
+    for alike in _alike(answer.transfers):
+        yield from _group(alike, answer.holders)
 
 
 def _nothing(args: argparse.Namespace, answer: _Answer) -> str:
@@ -238,25 +281,24 @@ def _nothing(args: argparse.Namespace, answer: _Answer) -> str:
     return f"train:{args.train_rank} holds this element and sends it to nobody: its replicas serve every pull{held}"
 
 
-def _alike(origins: list[Origin]) -> list[list[Origin]]:
-    """Origins grouped by everything but ranks and offsets."""
-    groups: dict[tuple[Any, ...], list[Origin]] = {}
-    for origin in origins:
-        tensors = tuple(place.tensor if place else None for place in (origin.src, origin.dst))
-        key = (origin.parameter, origin.index, origin.route, origin.pp_stage, origin.region, tensors)
-        groups.setdefault(key, []).append(origin)
+def _alike(transfers: list[Transfer]) -> list[list[Transfer]]:
+    """Transfers grouped by everything but ranks and offsets."""
+    groups: dict[tuple[Any, ...], list[Transfer]] = {}
+    for transfer in transfers:
+        tensors = tuple(place.tensor if place else None for place in (transfer.src, transfer.dst))
+        key = (transfer.parameter, transfer.element, transfer.route, transfer.pp_stage, transfer.region, tensors)
+        groups.setdefault(key, []).append(transfer)
     return list(groups.values())
 
 
-def _group(plan: Plan, origins: list[Origin], holders: list[Place]) -> Iterator[RenderableType]:
-    first = origins[0]
+def _group(transfers: list[Transfer], holders: list[Place]) -> Iterator[RenderableType]:
+    first = transfers[0]
     rows: list[tuple[str, str | Text]] = []
     if first.parameter:
-        rows.append(("parameter", Text(f"{first.parameter}{_at(first.index)}", style="bold")))
+        rows.append(("parameter", Text(f"{first.parameter}{_at(first.element or ())}", style="bold")))
     rows.append(("route", first.route + (f": {first.reason}" if first.reason else "")))
     if first.region is not None:
-        view = plan.groups[find_parameter(plan, first.parameter)[0]].view
-        rows.append(("stage", f"{first.pp_stage}, in region {first.region} of {shape(view)}"))
+        rows.append(("stage", f"{first.pp_stage}, in region {first.region} of {shape(first.view)}"))
     for what, place in (("trainer tensor", first.src), ("engine tensor", first.dst)):
         if place is not None:
             rows.append((what, f"{place.tensor}  {place.dtype} {shape(place.shape)}"))
@@ -267,11 +309,11 @@ def _group(plan: Plan, origins: list[Origin], holders: list[Place]) -> Iterator[
         return
     columns = ("index", "element", "byte")
     shown = table(None, "to", *columns, "from", *columns, numbers=("element", "byte"))
-    for origin in origins[:_ROWS_SHOWN]:
-        sender, *where = _cells(origin.src)
-        via = "" if origin.relayed_by is None else f" via gen:{origin.relayed_by}"
-        shown.add_row(*_cells(origin.dst), sender + via, *where)
-    say_what_is_left(shown, len(origins) - _ROWS_SHOWN, "transfer")
+    for transfer in transfers[:_ROWS_SHOWN]:
+        sender, *where = _cells(transfer.src)
+        via = "" if transfer.relayed_by is None else f" via gen:{transfer.relayed_by}"
+        shown.add_row(*_cells(transfer.dst), sender + via, *where)
+    say_what_is_left(shown, len(transfers) - _ROWS_SHOWN, "transfer")
     yield shown
 
 

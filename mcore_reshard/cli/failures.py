@@ -6,12 +6,12 @@ import sys
 
 from mcore_reshard.planner.layout.mesh import MeshError
 from mcore_reshard.planner.model.families import ConfigError
-from mcore_reshard.planner.plan.explain import ExplainError
 from mcore_reshard.planner.plan.plan_file import PlanFileError
+from mcore_reshard.planner.plan.transfers import UnknownElementError
 from mcore_reshard.planner.proof.prove import ProofError
 from mcore_reshard.planning import InputError
 
-_INPUT = (InputError, ConfigError, MeshError, PlanFileError, ExplainError)
+_INPUT = (InputError, ConfigError, MeshError, PlanFileError, UnknownElementError)
 
 
 def exit_code_of(error: Exception) -> int | None:

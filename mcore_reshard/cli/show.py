@@ -11,9 +11,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mcore_reshard.planner.layout.geometry import Region
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import World
+from mcore_reshard.planner.plan.transfers import Transfer, UnknownElementError, parse_rank
 from mcore_reshard.planner.proof.prove import ProofError, prove
 from mcore_reshard.planning import InputError
 
@@ -21,7 +21,7 @@ from .inputs import read_plan
 from .plan_tables import plan_report, routes
 from .render import count, facts, say_what_is_left, shape, size, table, write, write_json
 from .summary import summarize
-from .transfers import parameter_rows, parse_rank, rank_report
+from .transfers import rank_report, transfer_as_dict
 
 _ROWS_SHOWN = 40
 
@@ -39,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
         report = rank_report(plan, *rank)
         write_json(report) if args.json else write(*_rank_tables(report))
         return 0
-    rows = parameter_rows(plan, args.parameter, rank)
+    transfers = plan.transfers(args.parameter, rank=args.rank)
     if args.json:
-        transfers = list(rows)
-        write_json({"digest": plan.digest, "parameter": args.parameter, "rank": args.rank, "transfers": transfers})
+        rows = [transfer_as_dict(transfer) for transfer in transfers]
+        write_json({"digest": plan.digest, "parameter": args.parameter, "rank": args.rank, "transfers": rows})
     else:
-        found = list(islice(rows, _ROWS_SHOWN))
-        write(*_transfers(args.parameter, args.rank, found, sum(1 for _ in rows)))
+        shown = list(islice(transfers, _ROWS_SHOWN))
+        write(*_transfers(args.parameter, args.rank, shown, sum(1 for _ in transfers)))
     return 0
 
 
@@ -53,13 +53,14 @@ def _rank(plan: Plan, text: str | None, glob: str | None) -> tuple[World, int] |
     """The rank asked for, if any. Raises InputError if the plan lacks it, or parameters that match, or both."""
     rank = None
     problems: list[str] = []
-    if text is not None:
-        try:
-            rank = parse_rank(plan, text)
-        except InputError as error:
-            problems += error.problems
-    if glob is not None and next(parameter_rows(plan, glob), None) is None:
-        problems.append(f"no parameter of the plan matches {glob!r}; `show PLAN` lists them")
+    try:
+        rank = None if text is None else parse_rank(plan, text)
+    except UnknownElementError as error:
+        problems.append(str(error))
+    try:
+        plan.transfers(glob)
+    except UnknownElementError as error:
+        problems.append(str(error))
     if problems:
         raise InputError(problems)
     return rank
@@ -111,39 +112,37 @@ def _peers(title: str, stages: list[dict[str, Any]], way: str) -> Table:
     return shown
 
 
-def _transfers(glob: str, rank: str | None, rows: list[dict[str, Any]], left: int) -> Iterator[RenderableType]:
-    if not rows:
+def _transfers(glob: str, rank: str | None, transfers: list[Transfer], left: int) -> Iterator[RenderableType]:
+    if not transfers:
         yield f"{rank} has no part in moving {glob}"
-    for alike in _between_two_tensors(rows):
+    for alike in _between_two_tensors(transfers):
         first = alike[0]
-        lines: list[tuple[str, str | Text]] = [("parameter", Text(first["parameter"], style="bold"))]
-        if first["route"] != "bulk":
-            yield facts([*lines, ("route", f"{first['route']}: {first['reason']}"), ("bytes", size(first["bytes"]))])
+        lines: list[tuple[str, str | Text]] = [("parameter", Text(first.parameter, style="bold"))]
+        if first.src is None or first.dst is None:
+            yield facts([*lines, ("route", f"{first.route}: {first.reason}"), ("bytes", size(first.nbytes))])
             continue
-        for what, end in (("trainer tensor", first["src"]), ("engine tensor", first["dst"])):
-            lines.append((what, f"{end['tensor']}  {end['dtype']} {shape(end['shape'])}"))
-        lines.append(("regions", f"in coordinates of {shape(first['view'])}"))
+        for what, place in (("trainer tensor", first.src), ("engine tensor", first.dst)):
+            lines.append((what, f"{place.tensor}  {place.dtype} {shape(place.shape)}"))
+        lines.append(("regions", f"in coordinates of {shape(first.view)}"))
         yield facts(lines)
         numbers = ("stage", "bytes", "at element")
         shown = table(None, "stage", "region", "bytes", "from", "at element", "to", "at element", numbers=numbers)
-        for row in alike:
-            region = Region(tuple(row["region"]["start"]), tuple(row["region"]["stop"]))
-            ends = [(f"{world}:{row[end]['rank']}", f"{row[end]['offset']:,}") for world, end in _ENDS]
-            if row["relayed_by"] is not None:
-                ends[0] = (f"{ends[0][0]} via gen:{row['relayed_by']}", ends[0][1])
-            shown.add_row(str(row["pp_stage"]), str(region), size(row["bytes"]), *ends[0], *ends[1])
+        for transfer in alike:
+            assert transfer.src is not None and transfer.dst is not None
+            via = "" if transfer.relayed_by is None else f" via gen:{transfer.relayed_by}"
+            source = (f"train:{transfer.src.rank}{via}", f"{transfer.src.offset:,}")
+            destination = (f"gen:{transfer.dst.rank}", f"{transfer.dst.offset:,}")
+            row = (str(transfer.pp_stage), str(transfer.region), size(transfer.nbytes))
+            shown.add_row(*row, *source, *destination)
         yield shown
     if left:
         yield f"and {count(left, 'transfer')} more: --json lists all"
 
 
-_ENDS = (("train", "src"), ("gen", "dst"))
-
-
-def _between_two_tensors(rows: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Rows of one parameter, one trainer tensor and one engine tensor, together."""
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        tensors = (row[end]["tensor"] for _, end in _ENDS) if row["route"] == "bulk" else ()
-        groups.setdefault((row["parameter"], *tensors), []).append(row)
-    yield from groups.values()
+def _between_two_tensors(transfers: list[Transfer]) -> list[list[Transfer]]:
+    """Transfers of one parameter, one trainer tensor and one engine tensor, together."""
+    groups: dict[tuple[str | None, ...], list[Transfer]] = {}
+    for transfer in transfers:
+        tensors = (None if place is None else place.tensor for place in (transfer.src, transfer.dst))
+        groups.setdefault((transfer.parameter, *tensors), []).append(transfer)
+    return list(groups.values())

@@ -49,6 +49,9 @@ class Region:
             a >= b for a, b in zip(self.stop, other.stop, strict=True)
         )
 
+    def holds(self, point: tuple[int, ...]) -> bool:
+        return all(low <= at < high for low, at, high in zip(self.start, point, self.stop, strict=True))
+
     def within(self, dim: int, start: int, stop: int) -> Region:
         """This region with `dim` replaced by `[start, stop)`."""
         return Region(
@@ -65,6 +68,16 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]
     return tuple(strides)
+
+
+def ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Element offset of an index in a contiguous tensor: (1, 2, 3) of (2, 3, 4) -> 23."""
+    return sum(at * stride for at, stride in zip(index, row_major_strides(shape), strict=True))
+
+
+def unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index at an element offset of a contiguous tensor: 23 of (2, 3, 4) -> (1, 2, 3)."""
+    return tuple(offset // stride % size for stride, size in zip(row_major_strides(shape), shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -123,6 +136,13 @@ class Piece:
         return base + sum(
             (point - low) * stride for point, low, stride in zip(at, self.region.start, self.strides, strict=True)
         )
+
+    def coordinate(self, offset: int, slot: int = 0) -> tuple[int, ...] | None:
+        """The global coordinate stored at an element offset of the local tensor; None where the piece is not there."""
+        local, box = unravel(offset, self.view), self.local(slot)
+        if not box.holds(local):
+            return None
+        return tuple(low + local[dim] - box.start[dim] for low, dim in zip(self.region.start, self.dims, strict=True))
 
     def _origin(self, slot: int) -> tuple[int, ...]:
         if self.slot_dim < 0 or not slot:

@@ -38,6 +38,9 @@ class Partition:
     pieces: tuple[tuple[Piece, ...], ...]
     padding: tuple[tuple[Padding, ...], ...] = ()
 
+    def padding_of(self, part: int) -> tuple[Padding, ...]:
+        return self.padding[part] if self.padding else ()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartitionOwners:

@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.planner.layout.geometry import Region
+from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
+
+from .schedule import World
+
+if TYPE_CHECKING:
+    from .transfers import Transfer
 
 Policy = Literal["exact", "conservative"]
 Numbers = NDArray[np.int64] | int
@@ -42,6 +47,20 @@ class TransferPattern:
     src: Partition
     dst: Partition
     overlaps: tuple[Overlap, ...]
+
+    def ends(self, overlap: Overlap) -> tuple[Piece, Piece]:
+        """The source piece and the destination piece of an overlap."""
+        return self.src.pieces[overlap.src][overlap.src_piece], self.dst.pieces[overlap.dst][overlap.dst_piece]
+
+    @cached_property
+    def src_parts(self) -> NDArray[np.int64]:
+        """The source part of each overlap."""
+        return np.array([overlap.src for overlap in self.overlaps], dtype=np.int64)
+
+    @cached_property
+    def dst_parts(self) -> NDArray[np.int64]:
+        """The destination part of each overlap."""
+        return np.array([overlap.dst for overlap in self.overlaps], dtype=np.int64)
 
     @cached_property
     def order_in_source(self) -> NDArray[np.int64]:
@@ -125,6 +144,36 @@ class TransferGroup:
     def members(self) -> int:
         return len(self.layers) * self.expert_count
 
+    def member(self, layer: int | None, expert: int | None) -> int | None:
+        """The number of the member that is this layer and expert; None where the group does not carry it."""
+        number = -1 if layer is None else layer
+        position = next((i for i, place in enumerate(self.layers) if place.layer == number), None)
+        if position is None or (expert is not None and not self.experts[0] <= expert < self.experts[1]):
+            return None
+        return position * self.expert_count + (0 if expert is None else expert - self.experts[0])
+
+    def slot(self, world: World, member: int) -> int:
+        """The slot of a member's expert in the tensors of one end that stack experts."""
+        return (self.src_slot if world == "train" else self.dst_slot) + member % self.expert_count
+
+    def tensor_name(self, tensor: LocalTensor, world: World, member: int) -> str:
+        """The name of the tensor that holds a member, of which the plan has the pattern."""
+        place = self.layers[member // self.expert_count]
+        vp, layer = (place.vp_stage, place.src_local) if world == "train" else (0, place.dst_local)
+        return tensor.name.format(vp=vp, layer=layer, expert=self.slot(world, member))
+
+
+@dataclass(frozen=True, slots=True)
+class RankInGroup:
+    """Where one rank stands in a transfer group: the part that it holds, and which replica of it it is."""
+
+    index: int  # into Plan.transfer_groups
+    transfers: TransferGroup
+    pattern: TransferPattern
+    partition: Partition  # of the pattern, on the rank's own side
+    part: int
+    replica: int
+
 
 @dataclass(frozen=True, slots=True)
 class UnplannedGroup:
@@ -183,6 +232,31 @@ class Plan:
         held = self.transfer_groups[transfers]
         at, expert = divmod(member, held.expert_count)
         return self.groups[held.group].name(held.layers[at].layer, held.experts[0] + expert)
+
+    def transfers(
+        self,
+        parameter: str | None = None,
+        *,
+        tensor: str | None = None,
+        rank: str | None = None,
+        element: Sequence[int] | None = None,
+    ) -> Iterator[Transfer]:
+        """Every transfer of one refit, or those that concern a parameter, a rank, a tensor or an element: `transfers_of`."""
+        from .transfers import transfers_of  # late: it builds on this module
+
+        return transfers_of(self, parameter, tensor=tensor, rank=rank, element=element)
+
+    def groups_of(self, world: World, rank: int) -> Iterator[RankInGroup]:
+        """The transfer groups that a rank takes part in, in order."""
+        places: dict[int, tuple[int, int] | None] = {}  # by rank grid
+        for index, transfers in enumerate(self.transfer_groups):
+            pattern = self.patterns[transfers.pattern]
+            grid, partition = (transfers.src, pattern.src) if world == "train" else (transfers.dst, pattern.dst)
+            if grid not in places:
+                entries = np.argwhere(self.rank_grids[grid] == rank)
+                places[grid] = (int(entries[0, 0]), int(entries[0, 1])) if len(entries) else None
+            if (place := places[grid]) is not None:
+                yield RankInGroup(index, transfers, pattern, partition, *place)
 
     def src_replicas(self, transfers: TransferGroup) -> int:
         return self.rank_grids[transfers.src].shape[1]

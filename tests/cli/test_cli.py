@@ -20,9 +20,11 @@ import pytest
 
 from mcore_reshard import __version__, planning
 from mcore_reshard.cli import main as cli
+from mcore_reshard.cli.explain import parse_element
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import digest_of, dump_plan, load_plan, save_plan
+from mcore_reshard.planning import InputError
 
 DEEPSEEK = ["deepseek-v3", "--train", "tp=8,pp=8,ep=32,etp=1,dp=4,layers=8+8+8+8+8+7+7+7", "--gen", "tp=32,dp=4"]
 MOE = ["tiny-qwen3-moe", "--train", "tp=2,pp=2,ep=2,dp=2", "--gen", "tp=2,dp=2"]
@@ -635,7 +637,7 @@ def test_explain_says_padding_misc_and_nobody(run: Run, plan_of: Any, tmp_path: 
         (["model.norm.weight[64]"], "index [64] is outside of model.norm.weight"),
         (["model.nrm.weight[0]"], "did you mean model.norm.weight"),
         (["model.norm.weight[a]"], "cannot read the index [a]"),
-        (["model.norm.weight[0]", "--gen-rank", "9"], "generation rank 9 is outside of the 4 ranks"),
+        (["model.norm.weight[0]", "--gen-rank", "9"], "gen:9 is outside of the 4 gen ranks"),
         (["model.layers.0.self_attn.qkv_proj.weight[0,0]"], "name one with --gen-rank N"),
         (["vp0.decoder.final_layernorm.weight[0]"], "name one with --train-rank N"),
         (["vp0.decoder.final_layernorm.weight[0]", "--train-rank", "0"], "no planned transfer touches"),
@@ -647,8 +649,8 @@ def test_explain_refuses_what_it_cannot_answer(run: Run, plan_of: Any, arguments
 
 
 _NO_RANKS = [
-    "generation rank 77 is outside of the 4 ranks of the plan (0 to 3)",
-    "training rank 99 is outside of the 8 ranks of the plan (0 to 7)",
+    "gen:77 is outside of the 4 gen ranks of the plan (0 to 3)",
+    "train:99 is outside of the 8 train ranks of the plan (0 to 7)",
 ]
 
 
@@ -682,6 +684,15 @@ def test_explain_names_everything_that_is_wrong(
         f"mcore-reshard: {len(expected)} problems",
         *(f"  - {problem}" for problem in expected),
     ]
+
+
+def test_elements_are_read_and_misread() -> None:
+    element = parse_element(" a.b[5, 3] ")
+    assert (element.name, element.index) == ("a.b", (5, 3))
+    assert parse_element("a.b").index is None
+    for text in ("a[1", "a[x]", "a[]", "[1]", "a b[1]", "a[1:2]", "a[1][2]"):
+        with pytest.raises(InputError, match="write"):
+            parse_element(text)
 
 
 # --- doctor

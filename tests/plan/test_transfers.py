@@ -1,4 +1,4 @@
-"""`explain` says of every element exactly what the schedules of both worlds do with it."""
+"""`plan.transfers` says of every element exactly what the schedules of both worlds do with it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import prod
+from typing import Any
 
 import numpy as np
 import pytest
 from helpers import plans
 
 from mcore_reshard.planner.layout.geometry import Region
-from mcore_reshard.planner.plan.explain import (
-    ExplainError,
-    Origin,
-    explain_engine_tensor,
-    explain_parameter,
-    explain_trainer_tensor,
-    holders_of,
-    local_tensors,
-    parse_element,
-)
 from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, StridedBox, World
+from mcore_reshard.planner.plan.transfers import (
+    Transfer,
+    UnknownElementError,
+    holders_of,
+    local_tensors,
+)
 
 # parameter, train rank, tensor, offset, gen rank, tensor, offset
 Moved = tuple[str, int, str, int, int, str, int]
@@ -104,15 +101,15 @@ def _offsets(strided_box: StridedBox, start: int) -> list[int]:
     return (start + np.array(strided_box.strides, dtype=np.int64) @ indices).reshape(-1).tolist()
 
 
-def explained(origins: list[Origin]) -> set[Moved]:
+def explained(transfers: list[Transfer]) -> set[Moved]:
     found = set()
-    for origin in origins:
-        assert origin.route == "bulk" and origin.src is not None and origin.dst is not None
-        src, dst = origin.src, origin.dst
+    for transfer in transfers:
+        assert transfer.route == "bulk" and transfer.src is not None and transfer.dst is not None
+        src, dst = transfer.src, transfer.dst
         for place in (src, dst):
             assert np.ravel_multi_index(place.index, place.shape) == place.offset
-        found.add((origin.parameter, src.rank, src.tensor, src.offset, dst.rank, dst.tensor, dst.offset))
-    assert len(found) == len(origins)
+        found.add((transfer.parameter, src.rank, src.tensor, src.offset, dst.rank, dst.tensor, dst.offset))
+    assert len(found) == len(transfers)
     return found
 
 
@@ -135,9 +132,9 @@ def test_parameters_are_explained_as_they_move(case: plans.Case) -> None:
             continue
         seen = set()
         for index in some_indices(group.shape):
-            origins = explain_parameter(plan, name, index)
-            seen |= explained(origins)
-            assert all(o.index == index and o.src in holders_of(plan, name, index) for o in origins)
+            transfers = [*plan.transfers(name, element=index)]
+            seen |= explained(transfers)
+            assert all(o.element == index and o.src in holders_of(plan, name, index) for o in transfers)
         moved = moves_of(case).of_parameter(name)
         assert seen and seen <= moved
         assert seen == moved or prod(group.shape) > MOST_ELEMENTS
@@ -158,7 +155,7 @@ def test_every_element_of_large_tensors_is_explained_as_it_moves() -> None:
             shape = next(group.shape for group in plan.groups if name in set(group.names()))
             seen = set()
             for index in product(*map(range, shape)):
-                seen |= explained(explain_parameter(plan, name, index))
+                seen |= explained([*plan.transfers(name, element=index)])
             assert seen == moves_of(case).of_parameter(name)
 
 
@@ -172,12 +169,12 @@ def test_engine_tensors_are_explained_as_they_are_written(case: plans.Case) -> N
         for name in _spread(sorted(held)):
             arriving = {overlap[-1]: overlap for overlap in moves_of(case).into_tensor(rank, name)}
             for index in some_indices(held[name].shape):
-                (origin,) = explain_engine_tensor(plan, name, index, rank)
+                (transfer,) = plan.transfers(tensor=name, rank=f"gen:{rank}", element=index)
                 offset = int(np.ravel_multi_index(index, held[name].shape))
-                if origin.route == "padding":
+                if transfer.route == "padding":
                     assert (name, offset) in padding and offset not in arriving
                 else:
-                    assert explained([origin]) == {arriving[offset]}
+                    assert explained([transfer]) == {arriving[offset]}
 
 
 @cases
@@ -190,12 +187,12 @@ def test_trainer_tensors_are_explained_as_they_are_sent(case: plans.Case) -> Non
             for overlap in moves_of(case).from_tensor(rank, name):
                 leaving[overlap[3]].add(overlap)
             for index in some_indices(held[name].shape):
-                origins = explain_trainer_tensor(plan, name, index, rank)
+                transfers = [*plan.transfers(tensor=name, rank=f"train:{rank}", element=index)]
                 offset = int(np.ravel_multi_index(index, held[name].shape))
-                if [origin.route for origin in origins] == ["padding"]:
+                if [transfer.route for transfer in transfers] == ["padding"]:
                     assert not leaving[offset]
                 else:
-                    assert explained(origins) == leaving[offset]
+                    assert explained(transfers) == leaving[offset]
 
 
 def _spread(names: list[str]) -> list[str]:
@@ -217,51 +214,55 @@ def _padding(schedule: Schedule) -> set[tuple[str, int]]:
 def test_padded_vocabulary_rows_come_from_nowhere() -> None:
     narrow = (("num_key_value_heads", 2), ("vocab_size", 250))  # 250 rows, padded by the engine to 256 over 8 ranks
     plan = plans.Case("tiny-llama", "tp=4", "tp=8", changes=narrow).plan()
-    (origin,) = explain_engine_tensor(plan, "lm_head.weight", (30, 3), gen_rank=7)
-    assert (origin.route, origin.parameter, origin.src) == ("padding", "", None)
-    assert origin.dst is not None and origin.dst.offset == 30 * 64 + 3
-    (last,) = explain_engine_tensor(plan, "lm_head.weight", (25, 3), gen_rank=7)
-    assert (last.route, last.parameter, last.index) == ("bulk", "lm_head.weight", (249, 3))
+    (transfer,) = plan.transfers(tensor="lm_head.weight", rank="gen:7", element=(30, 3))
+    assert (transfer.route, transfer.parameter, transfer.src) == ("padding", "", None)
+    assert transfer.dst is not None and transfer.dst.offset == 30 * 64 + 3
+    (last,) = plan.transfers(tensor="lm_head.weight", rank="gen:7", element=(25, 3))
+    assert (last.route, last.parameter, last.element) == ("bulk", "lm_head.weight", (249, 3))
 
 
 def test_an_explanation_in_numbers() -> None:
     """KV group 1 of a fused Megatron matrix starts at row 32: its k rows follow its two query heads of 8 rows."""
     plan = plans.Case("tiny-llama", "tp=1", "tp=2").plan()
-    (origin,) = explain_parameter(plan, "model.layers.3.self_attn.k_proj.weight", (9, 5))
-    assert origin.src is not None and origin.dst is not None
-    assert (origin.src.tensor, origin.src.index) == ("vp0.decoder.layers.3.self_attention.linear_qkv.weight", (49, 5))
-    assert (origin.src.offset, origin.src.byte_offset) == (49 * 64 + 5, 2 * (49 * 64 + 5))
-    assert (origin.dst.rank, origin.dst.tensor) == (0, "model.layers.3.self_attn.qkv_proj.weight")
-    assert origin.dst.index == (32 + 9, 5)
-    assert (origin.pp_stage, origin.region) == (0, Region((8, 0), (16, 64)))
+    (transfer,) = [*plan.transfers("model.layers.3.self_attn.k_proj.weight", element=(9, 5))]
+    assert transfer.src is not None and transfer.dst is not None
+    assert (transfer.src.tensor, transfer.src.index) == (
+        "vp0.decoder.layers.3.self_attention.linear_qkv.weight",
+        (49, 5),
+    )
+    assert (transfer.src.offset, transfer.src.byte_offset) == (49 * 64 + 5, 2 * (49 * 64 + 5))
+    assert (transfer.dst.rank, transfer.dst.tensor) == (0, "model.layers.3.self_attn.qkv_proj.weight")
+    assert transfer.dst.index == (32 + 9, 5)
+    assert (transfer.pp_stage, transfer.region) == (0, Region((8, 0), (16, 64)))
 
 
 def test_replicas_share_the_pulls_of_a_replicated_parameter() -> None:
     plan = plans.Case("tiny-llama", "dp=4", "tp=4").plan()
-    origins = explain_parameter(plan, "model.norm.weight", (7,))
-    assert sorted(o.src.rank for o in origins if o.src) == [0, 1, 2, 3]
-    assert [o.dst.rank for o in origins if o.dst] == [0, 1, 2, 3]
+    transfers = [*plan.transfers("model.norm.weight", element=(7,))]
+    assert sorted(o.src.rank for o in transfers if o.src) == [0, 1, 2, 3]
+    assert [o.dst.rank for o in transfers if o.dst] == [0, 1, 2, 3]
     assert [place.rank for place in holders_of(plan, "model.norm.weight", (7,))] == [0, 1, 2, 3]
-    served = explain_parameter(plan, "model.norm.weight", (7,), train_rank=2)
-    assert served == [o for o in origins if o.src is not None and o.src.rank == 2]
+    served = [*plan.transfers("model.norm.weight", rank="train:2", element=(7,))]
+    assert served == [o for o in transfers if o.src is not None and o.src.rank == 2]
 
 
-def test_a_replica_that_serves_nobody_has_no_origins_but_holds_the_element() -> None:
+def test_a_replica_that_serves_nobody_has_no_transfers_but_holds_the_element() -> None:
     plan = plans.Case("tiny-llama", "dp=4", "tp=1").plan()
-    serving = {o.src.rank for o in explain_parameter(plan, "model.norm.weight", (0,)) if o.src}
+    serving = {o.src.rank for o in [*plan.transfers("model.norm.weight", element=(0,))] if o.src}
     idle = min(set(range(4)) - serving)
-    assert explain_trainer_tensor(plan, "vp0.decoder.final_layernorm.weight", (0,), idle) == []
+    final_norm = "vp0.decoder.final_layernorm.weight"
+    assert [*plan.transfers(tensor=final_norm, rank=f"train:{idle}", element=(0,))] == []
     assert idle in {place.rank for place in holders_of(plan, "model.norm.weight", (0,))}
 
 
 def test_misc_and_excluded_parameters_say_why() -> None:
     nemotron = plans.Case("tiny-nemotron-h", "tp=2", "tp=2").plan()
-    (origin,) = explain_parameter(nemotron, "backbone.layers.0.mixer.A_log", (1,))
-    assert (origin.route, origin.src, origin.dst) == ("misc", None, None)
-    assert "not a byte copy" in origin.reason
+    (transfer,) = [*nemotron.transfers("backbone.layers.0.mixer.A_log", element=(1,))]
+    assert (transfer.route, transfer.src, transfer.dst) == ("misc", None, None)
+    assert "not a byte copy" in transfer.reason
     mtp = plans.Case("tiny-deepseek-v3", "tp=1", "tp=1", changes=(("num_nextn_predict_layers", 1),)).plan()
-    (origin,) = explain_parameter(mtp, "model.layers.4.enorm.weight", (0,))
-    assert origin.route == "excluded" and "multi-token-prediction" in origin.reason
+    (transfer,) = [*mtp.transfers("model.layers.4.enorm.weight", element=(0,))]
+    assert transfer.route == "excluded" and "multi-token-prediction" in transfer.reason
     assert holders_of(mtp, "model.layers.4.enorm.weight", (0,)) == []
 
 
@@ -276,29 +277,65 @@ def test_misc_and_excluded_parameters_say_why() -> None:
     ],
 )
 def test_unknown_elements_are_named(name: str, index: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ExplainError, match=message):
-        explain_parameter(DENSE.plan(), name, index)
+    with pytest.raises(UnknownElementError, match=message):
+        DENSE.plan().transfers(name, element=index)
 
 
 def test_unknown_tensors_and_ranks_are_named() -> None:
     plan = DENSE.plan()
-    with pytest.raises(ExplainError, match=r"on gen:0; did you mean .*gate_up_proj"):
-        explain_engine_tensor(plan, "model.layers.0.mlp.gate_up.weight", (0, 0), 0)
-    with pytest.raises(ExplainError, match="misc route carries 5 parameters"):
-        explain_engine_tensor(plans.Case("tiny-nemotron-h", "tp=2", "tp=2").plan(), "model.layers.0.mixer.A", (0,), 0)
-    with pytest.raises(ExplainError, match="generation rank 4 is outside of the 4 ranks"):
-        explain_parameter(plan, "model.norm.weight", (0,), gen_rank=4)
-    with pytest.raises(ExplainError, match="training rank 8 is outside"):
-        explain_trainer_tensor(plan, "vp0.decoder.final_layernorm.weight", (0,), 8)
+    with pytest.raises(UnknownElementError, match=r"on gen:0; did you mean .*gate_up_proj"):
+        plan.transfers(tensor="model.layers.0.mlp.gate_up.weight", rank="gen:0", element=(0, 0))
+    with pytest.raises(UnknownElementError, match="misc route carries 5 parameters"):
+        plans.Case("tiny-nemotron-h", "tp=2", "tp=2").plan().transfers(tensor="model.layers.0.mixer.A", rank="gen:0")
+    with pytest.raises(UnknownElementError, match="gen:4 is outside of the 4 gen ranks"):
+        plan.transfers("model.norm.weight", rank="gen:4")
+    with pytest.raises(UnknownElementError, match="train:8 is outside of the 8 train ranks"):
+        plan.transfers(rank="train:8")
 
 
-def test_elements_are_read_and_misread() -> None:
-    element = parse_element(" a.b[5, 3] ")
-    assert (element.name, element.index) == ("a.b", (5, 3))
-    assert parse_element("a.b").index is None
-    for text in ("a[1", "a[x]", "a[]", "[1]", "a b[1]", "a[1:2]", "a[1][2]"):
-        with pytest.raises(ExplainError, match="write"):
-            parse_element(text)
+@pytest.mark.parametrize(
+    "asked", [{"element": (0,)}, {"parameter": "*", "element": (0,)}, {"tensor": "lm_head.weight"}]
+)
+def test_half_a_question_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(UnknownElementError, match=r"[Nn]ame one"):
+        DENSE.plan().transfers(**asked)
+
+
+@cases
+def test_what_a_rank_moves_is_what_its_schedule_lists(case: plans.Case) -> None:
+    plan = case.plan()
+    relayed = plan.relay
+    for rank in range(0, plan.train.world, 3):
+        stages = schedule_of(plan, "train", rank).stages
+        sent = [t for t in plan.transfers(rank=f"train:{rank}") if t.relayed_by is None]
+        assert sum(t.nbytes for t in sent) == sum(int(stage.sends.nbytes.sum()) for stage in stages)
+        assert len(sent) == sum(len(stage.sends) for stage in stages)
+    for rank in range(0, plan.gen.world, 3):
+        received = [*plan.transfers(rank=f"gen:{rank}")]
+        assert sum(t.nbytes for t in received) == plan.recv_bytes[rank]
+        stages = schedule_of(plan, "gen", rank).stages
+        assert len([t for t in received if t.relayed_by is None]) == sum(len(stage.recvs) for stage in stages)
+        assert relayed or all(t.relayed_by is None for t in received)
+
+
+def test_a_pattern_gives_what_its_parameters_give() -> None:
+    plan = plans.Case("tiny-nemotron-h", "tp=2,ep=2,pp=2", "tp=2,pp=2").plan()
+    names = [name for group in plan.groups for name in group.names()]
+    apart = [transfer for name in names for transfer in plan.transfers(name)]
+    together = [*plan.transfers()]
+    assert set(together) == set(apart) and len(together) == len(apart)
+    layer = [*plan.transfers("*.layers.1.*", rank="gen:0")]
+    assert layer and set(layer) == {t for t in together if ".layers.1." in t.parameter and t.dst and t.dst.rank == 0}
+    with pytest.raises(UnknownElementError, match="no parameter of the plan matches 'zzz"):
+        plan.transfers("zzz*")
+
+
+def test_a_tensor_gives_what_lies_in_it() -> None:
+    plan = DENSE.plan()
+    tensor = "model.layers.1.self_attn.qkv_proj.weight"
+    asked = [*plan.transfers(tensor=tensor, rank="gen:2")]
+    assert asked == [t for t in plan.transfers(rank="gen:2") if t.dst is not None and t.dst.tensor == tensor]
+    assert {t.parameter.split(".")[-2] for t in asked} == {"q_proj", "k_proj", "v_proj"}
 
 
 def test_the_comparison_above_can_fail() -> None:
@@ -308,9 +345,9 @@ def test_the_comparison_above_can_fail() -> None:
     turned: Plan = replace(
         plan, transfer_groups=tuple(replace(b, first_src_replica=b.first_src_replica + 1) for b in plan.transfer_groups)
     )
-    assert explained(explain_parameter(plan, "model.norm.weight", (0,))) <= moves_of(case).of_parameter(
+    assert explained([*plan.transfers("model.norm.weight", element=(0,))]) <= moves_of(case).of_parameter(
         "model.norm.weight"
     )
-    assert not explained(explain_parameter(turned, "model.norm.weight", (0,))) <= moves_of(case).of_parameter(
+    assert not explained([*turned.transfers("model.norm.weight", element=(0,))]) <= moves_of(case).of_parameter(
         "model.norm.weight"
     )

@@ -1,4 +1,4 @@
-"""`explain` against bytes that really moved: real processes, real gloo, every element carrying its own address."""
+"""`plan.transfers` against bytes that really moved: real processes, real gloo, every element carrying its own address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import parameters_from_config
-from mcore_reshard.planner.plan.explain import explain_engine_tensor
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
@@ -88,7 +87,7 @@ def test_every_sampled_element_came_from_where_explain_says(model, train, gen):
     for gen_rank, arrived in enumerate(moved):
         for name in pick.choices(sorted(arrived), k=SAMPLES // len(moved)):
             index = tuple(pick.randrange(size) for size in arrived[name].shape)
-            (origin,) = explain_engine_tensor(plan, name, index, gen_rank)
-            assert origin.src is not None
-            expected = firsts[origin.src.rank][origin.src.tensor] + origin.src.offset
-            assert int(arrived[name][index]) == expected, (name, index, origin)
+            (transfer,) = plan.transfers(tensor=name, rank=f"gen:{gen_rank}", element=index)
+            assert transfer.src is not None
+            expected = firsts[transfer.src.rank][transfer.src.tensor] + transfer.src.offset
+            assert int(arrived[name][index]) == expected, (name, index, transfer)

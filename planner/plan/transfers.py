@@ -1,0 +1,395 @@
+"""Where everything goes: one `Transfer` for each region, source rank and destination rank of a refit.
+
+    plan.transfers("model.layers.0.*")                                     # parameters, by a shell pattern
+    plan.transfers(rank="gen:3")                                           # what one rank receives
+    plan.transfers("model.norm.weight", element=(5,))                      # one element of a parameter
+    plan.transfers(tensor="lm_head.weight", rank="gen:3", element=(72, 0)) # one element of a local tensor
+
+Answers come from the plan alone, one transfer group after another; what is not asked for is not expanded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import translate
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from mcore_reshard.planner.layout.block_scales import REPEATED
+from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ravel, unravel
+from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
+
+from .schedule import World
+
+if TYPE_CHECKING:
+    from .plan import Plan, RankInGroup, TransferGroup
+
+Route = Literal["bulk", "misc", "excluded", "padding"]
+
+
+class UnknownElementError(LookupError):
+    """The plan has no such parameter, tensor or rank, or the index is outside of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the first element of a region, or the one element asked for, lies in a local tensor of one rank."""
+
+    world: World
+    rank: int
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int  # in elements, from the start of the tensor
+    strides: tuple[int, ...]  # in elements, of each dim of the parameter's view
+
+    @property
+    def index(self) -> tuple[int, ...]:
+        """The same element in the tensor's own shape."""
+        return unravel(self.offset, self.shape)
+
+    @property
+    def byte_offset(self) -> int:
+        return self.offset * ITEMSIZE[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.world}:{self.rank} {self.tensor}{list(self.index)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One region of one parameter, from one training rank to one generation rank.
+
+    Off the bulk route there are no places: misc tensors travel whole and the engine's loader puts them where they
+    belong, and excluded ones do not travel. Padding has one place and no parameter.
+    """
+
+    parameter: str  # HF name
+    route: Route
+    reason: str = ""  # for a route other than bulk
+    view: tuple[int, ...] = ()  # the parameter's shape as `region` sees it
+    region: Region | None = None
+    nbytes: int = 0  # on the wire; of a misc or excluded parameter, all of it
+    pp_stage: int | None = None  # of the trainer
+    src: Place | None = None
+    dst: Place | None = None
+    relayed_by: int | None = None  # the generation rank that passes it on; None where it comes straight from `src`
+    element: tuple[int, ...] | None = None  # the element asked for, in the HF parameter's shape
+
+
+def transfers_of(
+    plan: Plan,
+    parameter: str | None = None,
+    *,
+    tensor: str | None = None,
+    rank: str | None = None,
+    element: Sequence[int] | None = None,
+) -> Iterator[Transfer]:
+    """The transfers that move a parameter or a tensor's content, in the plan's order; all of them if nothing is named.
+
+    `parameter` is an HF name or a shell pattern of them, `tensor` the name of a local tensor of `rank`. `rank` ("train:0",
+    "gen:3") keeps what it sends or receives. `element` is an index in the shape of either and keeps what carries it.
+
+    Raises UnknownElementError at once, before the first transfer is taken.
+    """
+    seat = None if rank is None else parse_rank(plan, rank)
+    if tensor is not None:
+        if seat is None or parameter is not None:
+            raise UnknownElementError(f"{tensor} is another tensor on every rank: name one rank, and no parameter")
+        return _of_tensor(plan, tensor, *seat, element)
+    if parameter is None or set("*?[") & set(parameter):
+        return _of_glob(plan, parameter, seat, element)
+    return _of_parameter(plan, parameter, seat, element)
+
+
+def parse_rank(plan: Plan, text: str) -> tuple[World, int]:
+    """ "gen:3" -> ("gen", 3). Raises UnknownElementError for anything that is no rank of the plan."""
+    match = re.fullmatch(r"(train|gen):([0-9]+)", text)
+    if match is None:
+        raise UnknownElementError(f"cannot read the rank {text!r}, write train:0 or gen:3")
+    world: World = "train" if match[1] == "train" else "gen"
+    size = plan.train.world if world == "train" else plan.gen.world
+    if int(match[2]) >= size:
+        raise UnknownElementError(f"{text} is outside of the {size} {world} ranks of the plan (0 to {size - 1})")
+    return world, int(match[2])
+
+
+def find_parameter(plan: Plan, name: str) -> tuple[int, int | None, int | None]:
+    """The group, layer and expert of an HF name. Raises UnknownElementError with the names that come close."""
+    for number, group in enumerate(plan.groups):
+        match = _regex(group.name_pattern).fullmatch(name)
+        if match is None:
+            continue
+        layer, expert = (int(match[field]) if field in match.groupdict() else None for field in ("layer", "expert"))
+        if (layer is None or layer in group.layers) and (expert is None or expert < group.experts):
+            return number, layer, expert
+    raise UnknownElementError(f"the plan has no parameter {name!r}{_parameter_hint(plan, name)}")
+
+
+def holders_of(plan: Plan, name: str, element: Sequence[int]) -> list[Place]:
+    """Every training rank that holds an element of a parameter, also those that serve nobody; [] off the bulk route."""
+    number, layer, expert = find_parameter(plan, name)
+    point = _point(plan.groups[number], name, element)
+    places: dict[Place, None] = {}
+    for transfers in plan.transfer_groups:
+        if transfers.group != number or (member := transfers.member(layer, expert)) is None:
+            continue
+        for part, pieces in enumerate(plan.patterns[transfers.pattern].src.pieces):
+            for piece in pieces:
+                if piece.region.holds(point):
+                    ranks = plan.rank_grids[transfers.src][part].tolist()
+                    places.update((_place("train", rank, piece, transfers, member, point), None) for rank in ranks)
+    return sorted(places, key=lambda place: (place.rank, place.offset))
+
+
+def local_tensors(plan: Plan, world: World, rank: int) -> dict[str, LocalTensor]:
+    """The tensors of one rank that planned transfers read or write, by name."""
+    tensors: dict[str, LocalTensor] = {}
+    for seat in plan.groups_of(world, rank):
+        patterns = [piece.tensor for piece in seat.partition.pieces[seat.part]]
+        patterns += [padding.tensor for padding in seat.partition.padding_of(seat.part)]
+        for pattern in dict.fromkeys(patterns):
+            for member in _one_a_tensor(seat.transfers, pattern):
+                name = seat.transfers.tensor_name(pattern, world, member)
+                tensors[name] = LocalTensor(name, pattern.shape, pattern.dtype)
+    return tensors
+
+
+# --- by parameter
+
+
+def _of_parameter(
+    plan: Plan, name: str, seat: tuple[World, int] | None, element: Sequence[int] | None
+) -> Iterator[Transfer]:
+    number, layer, expert = find_parameter(plan, name)
+    point = None if element is None else _point(plan.groups[number], name, element)
+
+    def members_of(index: int, transfers: TransferGroup) -> Sequence[int]:
+        member = transfers.member(layer, expert) if transfers.group == number else None
+        return () if member is None else (member,)
+
+    return _of_members(plan, members_of, {number: [name]}, seat, point)
+
+
+def _of_glob(
+    plan: Plan, glob: str | None, seat: tuple[World, int] | None, element: Sequence[int] | None
+) -> Iterator[Transfer]:
+    matches: Callable[[str], Any] = re.compile(translate(glob or "*")).match
+    if element is not None:
+        raise UnknownElementError(f"element {list(element)} of which parameter? Name one in place of {glob!r}")
+    if not any(matches(name) for group in plan.groups for name in group.names()):
+        raise UnknownElementError(f"no parameter of the plan matches {glob!r}; `show PLAN` lists them")
+
+    def members_of(index: int, transfers: TransferGroup) -> Sequence[int]:
+        every = range(transfers.members)
+        return every if glob is None else [m for m in every if matches(plan.parameter_name(index, m))]
+
+    unplanned = {
+        entry.group: [name for name in plan.groups[entry.group].names() if matches(name)]
+        for entry in (*plan.misc, *plan.excluded)
+    }
+    return _of_members(plan, members_of, unplanned, seat, None)
+
+
+def _of_members(
+    plan: Plan,
+    members_of: Callable[[int, TransferGroup], Sequence[int]],
+    names: dict[int, list[str]],  # by group, where it may be off the bulk route
+    seat: tuple[World, int] | None,
+    point: tuple[int, ...] | None,
+) -> Iterator[Transfer]:
+    for route, unplanned in (("misc", plan.misc), ("excluded", plan.excluded)) if seat is None else ():
+        for entry in unplanned:
+            group = plan.groups[entry.group]
+            element = None if point is None else _element(group, point)
+            for name in names.get(entry.group, ()):
+                yield Transfer(name, route, entry.reason, group.view, None, group.nbytes, element=element)  # type: ignore[arg-type]
+    if seat is None:
+        groups = enumerate(plan.transfer_groups)
+        parts: Iterator[tuple[int, TransferGroup, int | None]] = ((i, transfers, None) for i, transfers in groups)
+    else:
+        parts = ((at.index, at.transfers, at.part) for at in plan.groups_of(*seat))
+    for index, transfers, part in parts:
+        if len(members := members_of(index, transfers)):
+            numbered = enumerate(plan.patterns[transfers.pattern].overlaps)
+            overlaps = [
+                number
+                for number, overlap in numbered
+                if (seat is None or part == (overlap.src if seat[0] == "train" else overlap.dst))
+                and (point is None or overlap.region.holds(point))
+            ]
+            yield from _of_overlaps(plan, index, members, overlaps, seat, point)
+
+
+def _of_overlaps(
+    plan: Plan,
+    index: int,
+    members: Sequence[int],
+    overlaps: Sequence[int],
+    seat: tuple[World, int] | None,
+    point: tuple[int, ...] | None,
+) -> Iterator[Transfer]:
+    """What each destination replica gets of some members and overlaps of a transfer group."""
+    if not overlaps:
+        return
+    transfers = plan.transfer_groups[index]
+    pattern, group = plan.patterns[transfers.pattern], plan.groups[transfers.group]
+    src_ranks, dst_ranks = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
+    member, overlap = np.array(members)[:, None, None], np.array(overlaps)[None, :, None]
+    replica = np.arange(dst_ranks.shape[1])[None, None, :]
+    served_by = plan.served_by(transfers, member, overlap, replica)
+    src = src_ranks[pattern.src_parts[overlap], served_by]  # [members, overlaps, replicas]
+    dst = np.broadcast_to(dst_ranks[pattern.dst_parts[overlap], replica], src.shape)
+    landing = dst
+    if plan.relay:
+        landed = dst_ranks[pattern.dst_parts[overlap], plan.lands_on(transfers, member, overlap)]
+        landing = np.broadcast_to(landed, src.shape)
+    chosen = np.ones(src.shape, bool) if seat is None else (src if seat[0] == "train" else dst) == seat[1]
+    element = None if point is None else _element(group, point)
+    for i, j, r in np.argwhere(chosen).tolist():
+        region = pattern.overlaps[overlaps[j]].region
+        src_piece, dst_piece = pattern.ends(pattern.overlaps[overlaps[j]])
+        first = region.start if point is None else point
+        yield Transfer(
+            parameter=plan.parameter_name(index, members[i]),
+            route="bulk",
+            view=group.view,
+            region=region,
+            nbytes=int(pattern.overlap_bytes[overlaps[j]]),
+            pp_stage=transfers.pp_stage,
+            src=_place("train", int(src[i, j, r]), src_piece, transfers, members[i], first),
+            dst=_place("gen", int(dst[i, j, r]), dst_piece, transfers, members[i], first),
+            relayed_by=None if landing[i, j, r] == dst[i, j, r] else int(landing[i, j, r]),
+            element=element,
+        )
+
+
+def _place(
+    world: World, rank: int, piece: Piece, transfers: TransferGroup, member: int, point: tuple[int, ...]
+) -> Place:
+    tensor, offset = piece.tensor, piece.offset(point, transfers.slot(world, member))
+    name = transfers.tensor_name(tensor, world, member)
+    return Place(world, rank, name, tensor.shape, tensor.dtype, offset, piece.strides)
+
+
+# --- by local tensor
+
+
+def _of_tensor(plan: Plan, name: str, world: World, rank: int, element: Sequence[int] | None) -> Iterator[Transfer]:
+    """What one rank moves of one of its tensors; an element that is padding gives one transfer with one place."""
+    held: list[tuple[RankInGroup, int, list[int]]] = []
+    known: LocalTensor | None = None
+    padding: list[Region] = []
+    for seat in plan.groups_of(world, rank):
+        for number, piece in enumerate(seat.partition.pieces[seat.part]):
+            if members := _members_in(seat.transfers, piece.tensor, world, name):
+                known = piece.tensor
+                held.append((seat, number, members))
+        for entry in seat.partition.padding_of(seat.part):
+            if _members_in(seat.transfers, entry.tensor, world, name):
+                known = entry.tensor
+                padding.append(entry.box)
+    if known is None:
+        hint = _tensor_hint(plan, world, rank, name)
+        raise UnknownElementError(f"no planned transfer touches {name!r} on {world}:{rank}{hint}")
+    offset = None if element is None else _checked_offset(f"{world}:{rank} {name}", known.shape, element)
+    if offset is not None and any(box.holds(unravel(offset, known.shape)) for box in padding):
+        place = Place(world, rank, name, known.shape, known.dtype, offset, ())
+        src, dst = (place, None) if world == "train" else (None, place)
+        return iter([Transfer("", "padding", "no parameter fills it", src=src, dst=dst)])
+    return _of_pieces(plan, held, world, rank, offset)
+
+
+def _of_pieces(
+    plan: Plan, held: Sequence[tuple[RankInGroup, int, list[int]]], world: World, rank: int, offset: int | None
+) -> Iterator[Transfer]:
+    """What one rank moves of some of its pieces (by number, with the members that lie in the tensor)."""
+    for seat, number, members in held:
+        piece = seat.partition.pieces[seat.part][number]
+        ends = [(o.src, o.src_piece) if world == "train" else (o.dst, o.dst_piece) for o in seat.pattern.overlaps]
+        overlaps = [i for i, end in enumerate(ends) if end == (seat.part, number)]
+        if offset is None:
+            yield from _of_overlaps(plan, seat.index, members, overlaps, (world, rank), None)
+            continue
+        for member in members:
+            point = piece.coordinate(offset, seat.transfers.slot(world, member))
+            if point is not None:
+                here = [i for i in overlaps if seat.pattern.overlaps[i].region.holds(point)]
+                yield from _of_overlaps(plan, seat.index, [member], here, (world, rank), point)
+
+
+def _members_in(transfers: TransferGroup, tensor: LocalTensor, world: World, name: str) -> list[int]:
+    """The members whose tensor has this name."""
+    if _regex(tensor.name).fullmatch(name) is None:
+        return []
+    return [m for m in range(transfers.members) if transfers.tensor_name(tensor, world, m) == name]
+
+
+def _one_a_tensor(transfers: TransferGroup, tensor: LocalTensor) -> range:
+    """The first member in each of the tensors that a pattern stands for."""
+    return range(0, transfers.members, 1 if "{expert}" in tensor.name else transfers.expert_count)
+
+
+# --- indices
+
+
+def _point(group: ParameterGroup, name: str, element: Sequence[int]) -> tuple[int, ...]:
+    """An index of the HF parameter, in coordinates of the group's view."""
+    offset = _checked_offset(name, group.shape, element)
+    return tuple(element) if group.shape == group.view else unravel(offset, group.view)
+
+
+def _element(group: ParameterGroup, point: tuple[int, ...]) -> tuple[int, ...]:
+    return point if group.shape == group.view else unravel(ravel(point, group.view), group.shape)
+
+
+def _checked_offset(what: str, shape: tuple[int, ...], index: Sequence[int]) -> int:
+    if len(index) != len(shape) or not all(0 <= at < size for at, size in zip(index, shape, strict=True)):
+        last = ",".join(str(size - 1) for size in shape)
+        raise UnknownElementError(
+            f"index [{','.join(map(str, index))}] is outside of {what}, which has shape {list(shape)}:"
+            f" write [{','.join('0' * len(shape))}] to [{last}]"
+        )
+    return ravel(tuple(index), shape)
+
+
+# --- names
+
+
+@lru_cache(maxsize=4096)
+def _regex(name: str) -> re.Pattern[str]:
+    """`a.{layer}.b` matches `a.3.b`, with the number as group `layer`."""
+    return re.compile(re.sub(r"\\\{(layer|expert|vp)\\\}", r"(?P<\1>0|[1-9][0-9]*)", re.escape(name)))
+
+
+def _parameter_hint(plan: Plan, name: str) -> str:
+    """Which layers and experts a right pattern has, or the patterns that come close."""
+    for group in plan.groups:
+        if _regex(group.name_pattern).fullmatch(name):
+            spans = [f"layers {min(group.layers)} to {max(group.layers)}"] if group.layers else []
+            spans += [f"experts 0 to {group.experts - 1}"] if group.experts else []
+            return f": {group.name_pattern} has {' and '.join(spans)}"
+    generic = re.sub(r"(?<=\.)[0-9]+(?=\.)", "#", name)
+    examples = {re.sub(r"\{\w+\}", "#", group.name_pattern): next(group.names()) for group in plan.groups}
+    return _did_you_mean(examples[close] for close in get_close_matches(generic, examples, n=3, cutoff=0.6))
+
+
+def _tensor_hint(plan: Plan, world: World, rank: int, name: str) -> str:
+    known = local_tensors(plan, world, rank)
+    if (blocks := name + REPEATED) in known:
+        return f": the engine repeats it from {blocks}, which the plan fills"
+    hint = _did_you_mean(get_close_matches(name, known, n=3, cutoff=0.6))
+    if plan.misc:
+        count = sum(1 for _ in plan.misc_names())
+        hint += f". The misc route carries {count} parameters, into tensors that no plan names"
+    return hint
+
+
+def _did_you_mean(names: Iterable[str]) -> str:
+    listed = " or ".join(names)
+    return f"; did you mean {listed}?" if listed else ""
