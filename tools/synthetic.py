@@ -14,8 +14,10 @@ from math import prod
 
 import torch
 
-from mcore_reshard.kernels.copies.cast_arithmetic import block_scales, scaled_to_e4m3
+from mcore_reshard.kernels.copies.cast_arithmetic import block_scales, quantized
+from mcore_reshard.planner.layout.block_scales import blocks_touched
 from mcore_reshard.planner.layout.geometry import Piece, Region, row_major_strides
+from mcore_reshard.planner.model.precision import Block
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup, TransferLayer
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
@@ -112,22 +114,29 @@ def _held_bits(plan: Plan, world: World, held: Held, tensor: torch.Tensor) -> to
     scaled = {pair.scales: pair for pair in plan.pairs if pair.weight in casts}
     if (pair := scaled.get(held.group)) is not None:  # the scales of a weight that was cast
         weight = plan.groups[pair.weight]
-        low, high = (
-            tuple(at * size for at, size in zip(end, pair.block, strict=True)) for end in (region.start, region.stop)
-        )
-        inside = Region(low, tuple(map(min, high, weight.view)))
         suffix = plan.groups[pair.scales].name_pattern.removeprefix(weight.name_pattern)
-        values = _content(held.parameter.removesuffix(suffix), weight.view, inside, torch.bfloat16, device)
+        covered = _covered(region, pair.block, weight.view)
+        values = _content(held.parameter.removesuffix(suffix), weight.view, covered, torch.bfloat16, device)
         return bits(block_scales(values, pair.block))
     cast = casts.get(held.group)
     if cast is None:
         return bits(_content(held.parameter, held.shape, region, tensor.dtype, device))
-    values = _content(held.parameter, held.shape, region, getattr(torch, cast.src), device)
     block = next((pair.block for pair in plan.pairs if pair.weight == held.group), None)
     if block is None:
-        return bits(values.to(tensor.dtype))
-    scales = block_scales(values, block).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return bits(scaled_to_e4m3(values, scales[: values.shape[0], : values.shape[1]]))
+        return bits(_content(held.parameter, held.shape, region, getattr(torch, cast.src), device).to(tensor.dtype))
+    # A scale is that of a whole block of the parameter, also where the piece has only a part of the block.
+    covered = _covered(blocks_touched(region, block), block, held.shape)
+    data, _ = quantized(_content(held.parameter, held.shape, covered, torch.bfloat16, device), block)
+    top, left = (start - outer for start, outer in zip(region.start, covered.start, strict=True))
+    rows, columns = region.extents
+    return bits(data)[top : top + rows, left : left + columns]
+
+
+def _covered(blocks: Region, block: Block, shape: tuple[int, ...]) -> Region:
+    """The elements of a region of the block grid: blocks [1, 3) of 128 in a matrix of 300 rows are rows [128, 300)."""
+    start = tuple(number * size for number, size in zip(blocks.start, block, strict=True))
+    stop = tuple(number * size for number, size in zip(blocks.stop, block, strict=True))
+    return Region(start, tuple(map(min, stop, shape)))
 
 
 def _content(
@@ -145,6 +154,11 @@ def _content(
     if itemsize in {2, 4}:
         content &= ~(1 << (8 * itemsize - 2))  # the exponent's highest bit: below 2
     return content.view(dtype)
+
+
+def slices(region: Region) -> tuple[slice, ...]:
+    """The region as an index of a tensor of the whole parameter."""
+    return tuple(map(slice, region.start, region.stop))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

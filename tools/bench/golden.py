@@ -70,7 +70,7 @@ class _Export:
         whole = torch.empty(pieces[0][1].shape, dtype=dtype, device=rank.device)
         bits = synthetic.bits(whole)
         for holder, held in pieces:
-            place = bits[tuple(map(slice, held.piece.region.start, held.piece.region.stop))]
+            place = bits[synthetic.slices(held.piece.region)]
             if holder == rank.rank:
                 box = synthetic.box(held, rank.tensors)
                 if rank.rank == 0:
@@ -97,9 +97,8 @@ class _Cut:
         for name, tensor in tensors:
             whole = synthetic.bits(tensor.to(self._rank.device))
             for held in self._held.get(name, ()):
-                region = held.piece.region
-                place = tuple(map(slice, region.start, region.stop))
-                synthetic.box(held, self._rank.tensors).copy_(whole.reshape(held.shape)[place])
+                part = whole.reshape(held.shape)[synthetic.slices(held.piece.region)]
+                synthetic.box(held, self._rank.tensors).copy_(part)
 
 
 def _first_holders(plan: Plan) -> dict[str, list[tuple[int, synthetic.Held]]]:
