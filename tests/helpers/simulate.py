@@ -8,9 +8,8 @@ plan's pieces want there. Of the planner only `schedule_of` and `relay_of` are u
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 
 import numpy as np
@@ -221,29 +220,29 @@ def scale_damage(plan: Plan) -> list[str]:
             pair = next((pair for pair in plan.pairs if pair.weight == group), None)
             if pair is None:
                 continue
+            wanted = _scale_ids(plan, first_id, ids)
             rows, columns = ids.shape[-2:]
             one = plan.groups[pair.scales].shape == (1,)
             if pair.touched and world == "gen":
-                faults += _touched_damage(f"{world} {rank} {local.name}", ids, by_name[rank, local.name + "_scale_inv.blocks"],
-                                          partial(_scale_id, plan, first_id))  # fmt: skip
+                touched = by_name[rank, local.name + "_scale_inv.blocks"]
+                faults += _touched_damage(f"{world} {rank} {local.name}", wanted, touched)
                 continue
             block = (rows, columns) if one else pair.block
             name = next(n for n in _scale_names(local.name) if (rank, n) in by_name)
             scales = by_name[rank, name].reshape((*ids.shape[:-2], 1, 1) if one else by_name[rank, name].shape)
             nearby = scales[..., np.arange(rows)[:, None] // block[0], np.arange(columns) // block[1]]
-            wanted = np.vectorize(partial(_scale_id, plan, first_id))(ids)
             if (nearby != wanted).any():
                 at = tuple(np.argwhere(nearby != wanted)[0].tolist())
                 faults.append(f"{world} {rank} {local.name}{list(at)}: scale {nearby[at]}, wanted {wanted[at]}")
     return faults
 
 
-def _touched_damage(where: str, ids: Ids, scales: Ids, scale_of: Callable[[int], int]) -> list[str]:
+def _touched_damage(where: str, wanted: Ids, scales: Ids) -> list[str]:
     """Experts that do not lie with the scales of all blocks that they have a part of, and of no others."""
     return [
         f"{where}[{expert}]: other scales than those of its blocks"
-        for expert in range(len(ids))
-        if {scale_of(element) for element in ids[expert].ravel()} != set(scales[expert].ravel().tolist())
+        for expert in range(len(wanted))
+        if not np.array_equal(np.unique(wanted[expert]), np.unique(scales[expert]))
     ]
 
 
@@ -251,15 +250,18 @@ def _scale_names(weight: str) -> tuple[str, ...]:
     return tuple(weight + suffix for suffix in ("._rowwise_scale_inv", "._scale_inv", "_scale_inv", "_scale"))
 
 
-def _scale_id(plan: Plan, first_id: Ids, element: int) -> int:
-    """The number of the scale of a numbered element of a weight."""
-    weight = int(np.searchsorted(first_id, element, side="right")) - 1
-    pair = next(pair for pair in plan.pairs if pair.weight == weight)
-    group, scales = plan.groups[weight], plan.groups[pair.scales]
-    member, at = divmod(int(element) - int(first_id[weight]), prod(group.shape))
-    row, column = divmod(at, group.shape[1])
-    grid = row // pair.block[0] * scales.view[1] + column // pair.block[1]
-    return int(first_id[pair.scales]) + member * prod(scales.shape) + grid
+def _scale_ids(plan: Plan, first_id: Ids, ids: Ids) -> Ids:
+    """The numbers of the scales of numbered elements of weights."""
+    scale_ids = np.full_like(ids, UNTOUCHED)
+    groups = np.searchsorted(first_id, ids, side="right") - 1
+    for pair in (pair for pair in plan.pairs if (groups == pair.weight).any()):
+        weight, scales = plan.groups[pair.weight], plan.groups[pair.scales]
+        member, element = np.divmod(ids - first_id[pair.weight], prod(weight.shape))
+        row, column = np.divmod(element, weight.shape[1])
+        block = row // pair.block[0] * scales.view[1] + column // pair.block[1]
+        of_this_pair = first_id[pair.scales] + member * prod(scales.shape) + block
+        scale_ids = np.where(groups == pair.weight, of_this_pair, scale_ids)
+    return scale_ids
 
 
 def _differing(good: Plan, plan: Plan) -> tuple[Plan, Plan]:

@@ -37,6 +37,17 @@ def test_every_element_lies_with_the_scale_of_its_own_block(case: Case) -> None:
     assert scale_damage(case.plan()) == []
 
 
+@pytest.mark.parametrize("case", QUANTIZED, ids=str)
+def test_scales_of_another_part_are_seen(case: Case) -> None:
+    plan = case.plan()
+    in_blocks = {pair.scales for pair in plan.pairs if plan.groups[pair.scales].shape != (1,)}
+    patterns = list(plan.patterns)
+    for pattern in {transfers.pattern for transfers in plan.transfer_groups if transfers.group in in_blocks}:
+        dst = patterns[pattern].dst
+        patterns[pattern] = replace(patterns[pattern], dst=replace(dst, pieces=dst.pieces[::-1]))
+    assert bool(in_blocks) == bool(scale_damage(replace(plan, patterns=tuple(patterns))))
+
+
 FP8 = Case("tiny-llama", "tp=2", "tp=4", dtypes=("fp8", "fp8"), block=(8, 8))
 CAST = Case("tiny-llama", "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8))
 
