@@ -25,6 +25,7 @@ from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
 from mcore_reshard.trainers.megatron.plan_refit import plan_refit
 from mcore_reshard.trainers.quantized_export import Pairs
 from mcore_reshard.validation.engine import vllm_engine
+from mcore_reshard.validation.engine.fp8 import BLOCKS
 from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine, poison
 from mcore_reshard.validation.trainer import build as trainer
 
@@ -204,14 +205,14 @@ def _write_golden(file: Path, exported: Iterable[tuple[str, torch.Tensor]], keep
 class _Engine(Protocol):
     """What holds a generation rank's tensors: a vLLM model, or the stand-in.
 
-    A refit writes `tensors`; `compared` with golden is what the engine's own loader writes.
+    A refit writes `tensors`; the engine's own loader writes `loaded`, which is compared with golden.
     """
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]: ...
 
     @property
-    def compared(self) -> Mapping[str, torch.Tensor]: ...
+    def loaded(self) -> Mapping[str, torch.Tensor]: ...
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Any: ...
 
@@ -230,7 +231,7 @@ class _VllmEngine:
         return self._vllm.local_tensors(self._model)
 
     @property
-    def compared(self) -> Mapping[str, torch.Tensor]:
+    def loaded(self) -> Mapping[str, torch.Tensor]:
         return self._vllm.loaded_tensors(self._model)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -242,14 +243,6 @@ class _VllmEngine:
         )  # attention derives its own where kernels are, and nothing here reads that
 
 
-class _Slices(StandInEngine):
-    @property
-    def compared(self) -> Mapping[str, torch.Tensor]:
-        return self.tensors
-
-    def after_direct_writes(self) -> None: ...
-
-
 def gen_sizes(mesh: GenMesh) -> GenSizes:
     """The mesh as the engine's tables take it."""
     return GenSizes(mesh.tp, mesh.pp, mesh.dp, mesh.ep)
@@ -259,7 +252,7 @@ def _generate(rank: int, job: Job, store: str) -> Results:
     engine: _Engine = (
         _VllmEngine(job, rank)
         if job.engine == "vllm"
-        else _Slices(
+        else StandInEngine(
             job.precision.engine_config, gen_sizes(job.plan.gen), rank, _device(job, job.plan.train.world + rank)
         )
     )
@@ -273,10 +266,10 @@ def _generate(rank: int, job: Job, store: str) -> Results:
         options=job.options,
     )
     endpoint.prepare()
-    bulk = {tensor.name.removesuffix(".blocks") for tensor in schedule.tensors}
+    bulk = {tensor.name.removesuffix(BLOCKS) for tensor in schedule.tensors}
     reports, results = [], []
     for version in range(1, job.refits + 1):
-        for tensor in engine.tensors.values():
+        for tensor in engine.loaded.values():
             poison(tensor)
         reports.append(endpoint.refit(version))
         results.append(
@@ -292,13 +285,13 @@ def _compare_with_golden(
     """Load golden into the same engine, compare, and leave golden in place: the next refit must overwrite all of it."""
     from safetensors.torch import load_file
 
-    got = {name: tensor.detach().clone() for name, tensor in engine.compared.items()}
-    for tensor in engine.compared.values():
+    got = {name: tensor.detach().clone() for name, tensor in engine.loaded.items()}
+    for tensor in engine.loaded.values():
         poison(tensor)
     golden: Iterable[tuple[str, torch.Tensor]] = load_file(job.golden_file(version)).items()
     if job.precision.quantized_on_the_way:
         device = next(iter(engine.tensors.values())).device
         golden = quantized_by_engine(golden, job.pairs, device, by_vllm=job.engine == "vllm")
     engine.load_weights(golden)
-    held = engine.compared
+    held = engine.loaded
     return [compare(name, rank, route(name), got.get(name), held.get(name)) for name in sorted({*got, *held})]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints import checkpoint, fp8_checkpoint, tiny
-from helpers.validation_cases import in_blocks
+from helpers.validation_cases import REFINED_EXPERTS, in_blocks
 
-from mcore_reshard.engines.vllm.model import load_weights, local_tensors
-from mcore_reshard.validation.engine.slices import GenSizes, expected_tensors
+from mcore_reshard.engines.vllm.model import after_direct_writes, load_weights, loaded_tensors, local_tensors
+from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine, expected_tensors
 from mcore_reshard.validation.engine.vllm_engine import build_engine
 
 DENSE = ("llama", "llama-tied", "qwen2", "qwen3")
@@ -86,30 +86,56 @@ def test_oracle_equals_vllm(name, changes, sizes, config_folder):
 
 
 IN_BLOCKS = [
-    *(("llama", (8, 8), GenSizes(tp=tp)) for tp in (1, 2, 4)),
-    ("llama", (16, 8), GenSizes(tp=2, pp=2)),
-    ("qwen2", (8, 16), GenSizes(tp=2, dp=2)),
-    ("qwen3-fp8", (128, 128), GenSizes(tp=2)),
-    ("qwen3-moe", (8, 8), GenSizes(tp=4)),
-    ("qwen3-moe", (8, 8), GenSizes(tp=2, dp=2, ep=4)),
-    ("qwen3-moe-fp8", (128, 128), GenSizes(tp=2, pp=2)),
-    ("deepseek-v3", (8, 8), GenSizes(tp=2)),
-    ("deepseek-v3", (8, 8), GenSizes(tp=2, ep=2)),
-    ("deepseek-v3-fp8", (128, 128), GenSizes(tp=2)),
-    ("kimi-k2", (8, 8), GenSizes(tp=4)),
+    *(("qwen3-moe", block, changes, GenSizes(tp=4)) for block, changes in REFINED_EXPERTS),
+    *(("llama", (8, 8), {}, GenSizes(tp=tp)) for tp in (1, 2, 4)),
+    ("llama", (16, 8), {}, GenSizes(tp=2, pp=2)),
+    ("qwen2", (8, 16), {}, GenSizes(tp=2, dp=2)),
+    ("qwen3-fp8", (128, 128), {}, GenSizes(tp=2)),
+    ("qwen3-moe", (8, 8), {}, GenSizes(tp=4)),
+    ("qwen3-moe", (8, 8), {}, GenSizes(tp=2, dp=2, ep=4)),
+    ("qwen3-moe-fp8", (128, 128), {}, GenSizes(tp=2, pp=2)),
+    ("deepseek-v3", (8, 8), {}, GenSizes(tp=2)),
+    ("deepseek-v3", (8, 8), {}, GenSizes(tp=2, ep=2)),
+    ("deepseek-v3-fp8", (128, 128), {}, GenSizes(tp=2)),
+    ("kimi-k2", (8, 8), {}, GenSizes(tp=4)),
 ]
 
 
-@pytest.mark.parametrize(("name", "block", "sizes"), IN_BLOCKS, ids=case_id)
-def test_oracle_equals_vllm_in_block_fp8(name, block, sizes, config_folder):
-    config = in_blocks(name, block)
+@pytest.mark.parametrize(("name", "block", "changes", "sizes"), IN_BLOCKS, ids=case_id)
+def test_oracle_equals_vllm_in_block_fp8(name, block, changes, sizes, config_folder):
+    config = in_blocks(name, block, **changes)
     folder = config_folder(config)
     versions = [fp8_checkpoint(config, block, version) for version in (1, 2)]
     for gen_rank in range(sizes.world):
         model = build_engine(folder, sizes, gen_rank)
         for tensors in versions:
             load_weights(model, ((tensor_name, tensor.clone()) for tensor_name, tensor in tensors.items()))
-            assert not differences(expected_tensors(config, tensors, sizes, gen_rank), local_tensors(model))
+            assert not differences(expected_tensors(config, tensors, sizes, gen_rank), loaded_tensors(model))
+
+
+@pytest.mark.parametrize(("block", "changes"), REFINED_EXPERTS, ids=str)
+def test_refits_write_the_same_tensors_and_scales_are_repeated_alike(block, changes, config_folder):
+    config = in_blocks("qwen3-moe", block, **changes)
+    for gen_rank in range(4):
+        model = build_engine(config_folder(config), GenSizes(tp=4), gen_rank)
+        stand_in = StandInEngine(config, GenSizes(tp=4), gen_rank)
+        tensors = local_tensors(model)
+        assert {name: (t.shape, t.dtype) for name, t in stand_in.tensors.items()} == {
+            name: (t.shape, t.dtype) for name, t in tensors.items()
+        }
+        for number, name in enumerate(sorted(name for name in tensors if name.endswith(".blocks"))):
+            written = torch.rand(tensors[name].shape, generator=torch.Generator().manual_seed(number))
+            for engine in (tensors, stand_in.tensors):
+                engine[name].copy_(written)
+        after_direct_writes(model, torch.bfloat16)
+        stand_in.after_direct_writes()
+        scales = {
+            name: t
+            for name, t in loaded_tensors(model).items()
+            if name.endswith(("w13_weight_scale_inv", "w2_weight_scale_inv"))
+        }
+        assert len(scales) == 8
+        assert not differences({name: stand_in.loaded[name] for name in scales}, scales)
 
 
 def test_linear_layers_cut_inside_of_blocks_are_refused_by_both(config_folder):

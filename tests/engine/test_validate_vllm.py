@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from helpers.validation_cases import in_blocks
+from helpers.validation_cases import REFINED_EXPERTS, in_blocks
 
 from mcore_reshard.cli.main import main
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
@@ -50,20 +50,12 @@ def test_a_parameter_that_no_rule_knows_is_loaded_by_vllm_itself():
     assert {p.name.rpartition(".")[2] for p in report.parameters if p.route == "misc"} == {"w2_weight"}
 
 
-REFINED = {
-    "hidden_size": 128,
-    "head_dim": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 384,
-}
 IN_FP8 = [
     ("llama", "tp=2,pp=2", "tp=2", "fp8", (16, 16), {}),  # heads of 8 rows: QKV goes to misc
     ("qwen3", "tp=2", "tp=4", "bf16", (8, 8), {}),
     ("qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2", "fp8", (8, 8), {}),
     ("qwen3-moe", "ep=2,dp=2", "tp=2,dp=2,ep=4", "bf16", (16, 16), {}),
-    ("qwen3-moe", "ep=2,dp=2", "tp=4", "fp8", (64, 64), REFINED),  # 96 columns a rank: vLLM makes its blocks smaller
-    ("qwen3-moe", "ep=2,dp=2", "tp=4", "bf16", (64, 64), REFINED),
+    *(("qwen3-moe", "ep=2,dp=2", "tp=4", dtype, *refined) for dtype in ("fp8", "bf16") for refined in REFINED_EXPERTS),
     ("deepseek-v3", "tp=2,ep=2,pp=2", "tp=2", "fp8", (8, 8), {}),
     ("deepseek-v3", "tp=2,ep=2", "tp=2,ep=2", "bf16", (8, 16), {}),
     ("deepseek-v3-fp8", "tp=2", "tp=2", "fp8", (128, 128), {}),
@@ -72,7 +64,7 @@ IN_FP8 = [
 
 @pytest.mark.parametrize(("family", "train", "gen", "train_dtype", "block", "changes"), IN_FP8)
 def test_refit_into_real_vllm_in_fp8_equals_golden(family, train, gen, train_dtype, block, changes):
-    config = {**in_blocks(family, block), **changes}
+    config = in_blocks(family, block, **changes)
     report = validate(
         config, parse_train_mesh(train), parse_gen_mesh(gen), model=family, refits=2, engine="vllm",
         train_dtype=train_dtype, gen_dtype="fp8",
@@ -80,7 +72,10 @@ def test_refit_into_real_vllm_in_fp8_equals_golden(family, train, gen, train_dty
     assert report.engine.startswith("vllm ")
     assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
     scales = {p.name.rpartition(".")[2]: p.route for p in report.parameters if p.name.endswith("_scale_inv")}
-    assert scales and (not changes or {scales["w13_weight_scale_inv"], scales["w2_weight_scale_inv"]} == {"bulk"})
+    assert scales
+    if changes:
+        route = "bulk" if block == (64, 64) else "misc"
+        assert {scales["w13_weight_scale_inv"], scales["w2_weight_scale_inv"]} == {route}
 
 
 REFUSED = [

@@ -65,7 +65,7 @@ def _loaded(config: Any, sizes: GenSizes, rank: int, plan: Plan, checkpoint: Any
     engine = StandInEngine(config, sizes, rank)
     written = engine.load_weights((name, checkpoint[name]) for name in plan.misc_names())
     poison = int.from_bytes(bytes([POISON] * 4), "little")
-    arrays = {name: engine.tensors[name].numpy() for name in written}
+    arrays = {name: engine.loaded[name].numpy() for name in written}
     return {name: np.where(array.view(np.uint32) == poison, UNTOUCHED, array) for name, array in arrays.items()}
 
 

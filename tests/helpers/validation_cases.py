@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from helpers.plans import REFINED
+
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 
@@ -185,9 +187,17 @@ FP8_FULL = [
 ]
 
 
-def in_blocks(family: str, block: tuple[int, int]) -> dict[str, Any]:
+# Experts that tp = 4 cuts inside of blocks, so that vLLM refines them: (blocks, config overrides). In the second case
+# some ranks have a part of one block and some of two; a plan sends such experts by misc.
+REFINED_EXPERTS = [
+    ((64, 64), dict(REFINED)),
+    ((128, 128), {**dict(REFINED), "head_dim": 128, "num_key_value_heads": 4}),
+]
+
+
+def in_blocks(family: str, block: tuple[int, int], **changes: Any) -> dict[str, Any]:
     """The tiny config of a family as an FP8 checkpoint in these blocks, which names routers as published ones do."""
-    config = load_config(f"tiny-{family}")
+    config = {**load_config(f"tiny-{family}"), **changes}
     routers = [f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"])]
     stated = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     return {**config, "quantization_config": {**stated, "modules_to_not_convert": routers}}

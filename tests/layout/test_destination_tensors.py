@@ -31,7 +31,7 @@ CASES = [
         (name, mesh)
         for name in TINY
         for mesh in MESHES
-        if not (name.endswith("-fp8") and name in WITH_EXPERTS and mesh.tp == 4)  # inside of blocks: see tests/engine
+        if (name, mesh.tp) != ("tiny-deepseek-v3-fp8", 4)  # shared experts cut inside of blocks: vLLM refuses them
     ),
     *((name, mesh) for name in TINY for mesh in EXPERT_MESHES if name in WITH_EXPERTS),
     *PUBLISHED,

@@ -20,16 +20,16 @@ from mcore_reshard.planner.model.configs import load_config
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
 from helpers.quantized_standin import ends_in_bf16
-from helpers.validation_cases import FP8_DEFAULT, FP8_FULL, in_blocks
+from helpers.validation_cases import FP8_DEFAULT, FP8_FULL, REFINED_EXPERTS, in_blocks
 
 from mcore_reshard.validation import runner
 from mcore_reshard.validation.runner import ValidationError, validate
 from mcore_reshard.validation.trainer import build as trainer
 
 
-def check(family, train, gen, train_dtype, block, refits=2, **options):
+def check(family, train, gen, train_dtype, block, changes=None, refits=2, **options):
     return validate(
-        in_blocks(family, block), parse_train_mesh(train), parse_gen_mesh(gen), model=family, refits=refits,
+        in_blocks(family, block, **changes or {}), parse_train_mesh(train), parse_gen_mesh(gen), model=family, refits=refits,
         train_dtype=train_dtype, gen_dtype="fp8", **options,
     )  # fmt: skip
 
@@ -58,6 +58,19 @@ def test_refit_equals_golden(family, train, gen, train_dtype, block):
     assert {name for name in scales if found[name] == {"misc"}} == (
         {"self_attn.qkv_proj.weight_scale_inv"} if small_heads else set()
     )
+
+
+@pytest.mark.parametrize("train_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize(("block", "changes"), REFINED_EXPERTS, ids=["one part a block", "one or two parts a block"])
+def test_experts_whose_blocks_vllm_refines(block, changes, train_dtype):
+    report = check("qwen3-moe", "ep=2,dp=2", "tp=4", train_dtype, block, changes, engine="slices")
+    assert report.ok, show(report)
+    routes_of = {p.name.rpartition(".")[2]: p.route for p in report.parameters}
+    route = "bulk" if block == (64, 64) else "misc"
+    assert {routes_of["w13_weight_scale_inv"], routes_of["w2_weight_scale_inv"]} == {route}
+    width = changes["moe_intermediate_size"] // 4
+    scales = [p for p in report.parameters if p.name.endswith("w2_weight_scale_inv")]
+    assert {p.nbytes for p in scales} == {8 * (128 // 32) * (width // 32) * 4}
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def _gpt_oss_experts(table: Table, held: bool, name: str, config: Config) -> Non
     """HF stacks experts as [E, in, out], gate and up alternating; vLLM keeps them alternating, transposed."""
     count, hidden, inner = config["num_local_experts"], config["hidden_size"], config["intermediate_size"]
     local = table.local_experts(count)
-    ways, which = (table.sizes.tp, table.tp_index) if table.sizes.ep == 1 else (1, 0)
+    ways, which = table.experts_cut
     low, high = which * inner // ways, (which + 1) * inner // ways
     here = slice(local.start, local.stop)
 

@@ -2,18 +2,22 @@
 
 The other half of the oracle's tables, and again no code of the planner's: the scale of every element is taken the same
 way as the element, and one of each block is kept. Mirrors vLLM 0.32's layers/quantization/fp8.py (Fp8LinearMethod,
-Fp8MoEMethod, for checkpoints that are in FP8).
+Fp8MoEMethod, for checkpoints that are in FP8). Blocks of experts are made smaller where tensor parallelism cuts inside
+of them; a plan then fills a tensor of the checkpoint's blocks, and the engine repeats them.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 
 from .tables import Config, Index, Shape, Table, Take, Target
 
 SUFFIX = "_scale_inv"
+BLOCKS = ".blocks"  # what a plan calls the tensor that scales are repeated from: their name and this
+_SMALLEST = 32  # blocks that vLLM makes
 _FAMILIES = {"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2"}
 
 _FUSED_IN = {
@@ -25,27 +29,73 @@ _FUSED_IN = {
 Block = tuple[int, int]
 
 
-def quantize(table: Table, config: Config) -> None:
+@dataclass(frozen=True, slots=True)
+class Refined:
+    """Scales that vLLM repeats from a tensor of the checkpoint's blocks, `blocks_shape`: [experts, rows, columns].
+
+    Scale [e, i, j] of the engine is [e, rows[i], columns[j]] of that tensor.
+    """
+
+    blocks_shape: Shape
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+
+def quantize(table: Table, config: Config) -> dict[str, Refined]:
     """Turn the linear layers of a filled table into block FP8, if the config's quantization_config says so.
 
-    Raises ValueError for another quantization, and for parts of tensors that do not begin and end on block edges: vLLM
-    refuses those, or for experts makes the blocks smaller, which is not written down here.
+    Returns the scales whose blocks vLLM makes smaller, by name. Raises ValueError for another quantization, and for
+    parts of tensors that do not begin and end on block edges, which vLLM refuses.
     """
     stated = config.get("quantization_config")
     if not stated:
-        return
+        return {}
     if stated.get("quant_method") != "fp8" or not stated.get("weight_block_size"):
         raise ValueError(f"only block FP8 is written down here, not {stated}")
     if config["model_type"] not in _FAMILIES:
         raise ValueError(f"{config['model_type']} in FP8 is not written down here")
     block = (int(stated["weight_block_size"][0]), int(stated["weight_block_size"][1]))
     kept = stated.get("ignored_layers") or stated.get("modules_to_not_convert") or ()
+    expert_block = _expert_block(table, config, block)
+    numbers: dict[str, list[torch.Tensor]] = {}  # of the checkpoint's blocks, for each matrix in a refined tensor
     for name, (shape, targets) in list(table.sources.items()):
-        if _is_linear(name) and not _is_kept(name, kept):
-            scales = [_beside(table, target, shape, block) for target in targets]
-            table.sources[name + SUFFIX] = (_grid(shape, block), scales)
-            for target in targets:
-                _add_scales(table, target.tensor, block)
+        if not _is_linear(name) or _is_kept(name, kept):
+            continue
+        grid, is_expert = _grid(shape, block), ".experts." in name
+        fine = expert_block if is_expert else block
+        table.sources[name + SUFFIX] = (grid, [])
+        for target in targets:
+            scales = _beside(table, target, shape, block, fine)
+            table.sources[name + SUFFIX][1].append(scales)
+            _add_scales(table, target.tensor, fine)
+            if fine != block and scales.index[0] == 0:  # all experts are alike
+                block_numbers = torch.arange(grid[0] * grid[1]).reshape(grid)
+                numbers.setdefault(scales.tensor, []).append(scales.take(block_numbers))
+    return {name: _refined(table.tensors[name][0], parts) for name, parts in numbers.items()}
+
+
+def _expert_block(table: Table, config: Config, block: Block) -> Block:
+    """vLLM makes the blocks of experts smaller where it cuts inside of them: fused_moe/oracle/fp8.py,
+    refine_fp8_moe_block_shape."""
+    if "moe_intermediate_size" not in config:
+        return block
+    ways, _ = table.experts_cut
+    width = config["moe_intermediate_size"] // ways
+    if width % block[0] == 0 and (ways == 1 or width % block[1] == 0):
+        return block
+    size = gcd(*block, width, config["hidden_size"])
+    return (size, size) if size >= _SMALLEST else block
+
+
+def _refined(shape: Shape, parts: list[torch.Tensor]) -> Refined:
+    """`parts`: for each matrix of an expert, gate above up, the numbers of the checkpoint's blocks that its scales are of."""
+    rows, first = [], 0
+    for numbers in parts:
+        touched, of_row = numbers[:, 0].unique(return_inverse=True)
+        rows.append(first + of_row)
+        first += len(touched)
+    touched, columns = parts[0][0].unique(return_inverse=True)
+    return Refined((shape[0], first, len(touched)), torch.cat(rows), columns)
 
 
 def _is_linear(name: str) -> bool:
@@ -73,29 +123,28 @@ def _grid(shape: Shape, block: Block) -> Block:
     return -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
 
 
-def _beside(table: Table, target: Target, whole: Shape, block: Block) -> Target:
-    """Where the scales of a matrix `whole` go, of which the target takes a part."""
+def _beside(table: Table, target: Target, whole: Shape, block: Block, fine: Block) -> Target:
+    """Where the scales of a matrix `whole` go, of which the target takes a part: one for each `fine` block of it."""
     shape, _ = table.tensors[target.tensor]
     box = torch.empty(shape, device="meta")[target.index].shape
     rows = [part for part in target.index if isinstance(part, slice)]
-    for part, full, size in zip(box, whole, block, strict=True):
+    for part, full, size in zip(box, whole, fine, strict=True):
         if part % size and part != full:
             raise ValueError(f"{target.tensor} holds {part} of {full} rows or columns: not whole blocks of {size}")
-    if any(part.start % block[0] for part in rows):
-        raise ValueError(f"{target.tensor}: parts share a block of {block[0]} rows")
-    index: Index = tuple(_in_blocks(part, block[0]) if isinstance(part, slice) else part for part in target.index)
-    return replace(
-        target, tensor=target.tensor + SUFFIX, index=index, take=_one_of_each_block(target.take, whole, block)
-    )
+    if any(part.start % fine[0] for part in rows):
+        raise ValueError(f"{target.tensor}: parts share a block of {fine[0]} rows")
+    index: Index = tuple(_in_blocks(part, fine[0]) if isinstance(part, slice) else part for part in target.index)
+    take = _one_of_each_block(target.take, whole, block, fine)
+    return replace(target, tensor=target.tensor + SUFFIX, index=index, take=take)
 
 
 def _in_blocks(rows: slice, size: int) -> slice:
     return slice(rows.start // size, -(-rows.stop // size))
 
 
-def _one_of_each_block(take: Take, whole: Shape, block: Block) -> Take:
+def _one_of_each_block(take: Take, whole: Shape, block: Block, fine: Block) -> Take:
     def scales(grid: torch.Tensor) -> torch.Tensor:
         by_row = grid.repeat_interleave(block[0], 0)[: whole[0]]
-        return take(by_row.repeat_interleave(block[1], 1)[:, : whole[1]])[:: block[0], :: block[1]]
+        return take(by_row.repeat_interleave(block[1], 1)[:, : whole[1]])[:: fine[0], :: fine[1]]
 
     return scales

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from .families import FAMILIES
-from .fp8 import quantize
+from .fp8 import BLOCKS, Refined, quantize
 from .tables import Config, GenSizes, Table, empty_table
 
 __all__ = ["GenSizes", "StandInEngine", "engine_tensors", "expected_tensors", "poison"]
 
 POISON = 0xFF  # NaN in every floating-point dtype
+_UNWRITTEN = -1.0  # no scale is negative
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -25,13 +26,31 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 class StandInEngine:
     """The tensors of one generation rank, without vLLM: same names, shapes and dtypes, poisoned, and a loader.
 
+    `loaded` is what the loader writes. `tensors` is what a refit writes: the same, but for scales of which vLLM makes the
+    blocks smaller the checkpoint's blocks, negative until they are written.
     Raises ValueError for an unknown family or sizes that vLLM cannot serve the model with.
     """
 
     def __init__(self, config: Config, sizes: GenSizes, gen_rank: int, device: torch.device | str = "cpu") -> None:
         self._config = config
-        self._table = _table(config, sizes, gen_rank)
-        self.tensors = {name: poisoned(shape, dtype, device) for name, (shape, dtype) in self._table.tensors.items()}
+        self._table, self._refined = _table(config, sizes, gen_rank)
+        self.loaded = {name: poisoned(shape, dtype, device) for name, (shape, dtype) in self._table.tensors.items()}
+        self._blocks = {
+            name: torch.full(refined.blocks_shape, _UNWRITTEN, device=device) for name, refined in self._refined.items()
+        }
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        as_loaded = {name: tensor for name, tensor in self.loaded.items() if name not in self._blocks}
+        return as_loaded | {name + BLOCKS: blocks for name, blocks in self._blocks.items()}
+
+    def after_direct_writes(self) -> None:
+        """Repeat the checkpoint's blocks that a refit has written, once: the loader may write their scales next."""
+        for name, blocks in self._blocks.items():
+            if not (blocks < 0).any():
+                refined = self._refined[name]
+                self.loaded[name].copy_(blocks[:, refined.rows][:, :, refined.columns])
+                blocks.fill_(_UNWRITTEN)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
         """Write what these HF tensors determine; elements written per engine tensor.
@@ -50,7 +69,7 @@ class StandInEngine:
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, wants {shape}")
             for target in targets:
-                box = self.tensors[target.tensor][target.index]
+                box = self.loaded[target.tensor][target.index]
                 box.copy_(target.take(tensor))
                 written[target.tensor] = written.get(target.tensor, 0) + box.numel()
         return written
@@ -78,17 +97,17 @@ def expected_tensors(
     if missing:
         raise ValueError(f"{len(missing)} HF tensors are missing: {', '.join(missing[:5])}")
     written = engine.load_weights(hf.items())
-    for name, tensor in engine.tensors.items():
+    for name, tensor in engine.loaded.items():
         if written.get(name, 0) != tensor.numel():
             raise AssertionError(f"{name}: {written.get(name, 0)} of {tensor.numel()} elements written")
-    return engine.tensors
+    return engine.loaded
 
 
 def engine_tensors(
     config: Config, mesh: GenSizes, gen_rank: int, device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """The poisoned parameter tensors of a vLLM rank, by vLLM name."""
-    return StandInEngine(config, mesh, gen_rank, device).tensors
+    return StandInEngine(config, mesh, gen_rank, device).loaded
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -115,7 +134,7 @@ def is_dropped(name: str, config: Config) -> bool:
     return layer is not None and 0 <= int(layer[1]) - config["num_hidden_layers"] < extra
 
 
-def _table(config: Config, sizes: GenSizes, gen_rank: int) -> Table:
+def _table(config: Config, sizes: GenSizes, gen_rank: int) -> tuple[Table, dict[str, Refined]]:
     family = config["model_type"]
     if family not in FAMILIES:
         raise ValueError(f"unknown model family {family!r}, known: {', '.join(sorted(FAMILIES))}")
@@ -125,7 +144,7 @@ def _table(config: Config, sizes: GenSizes, gen_rank: int) -> Table:
     layers = len(config["hybrid_override_pattern"]) if family == "nemotron_h" else config["num_hidden_layers"]
     table = empty_table(sizes, gen_rank, layers, _DTYPES[name])
     FAMILIES[family](table, config)
-    quantize(table, config)
+    refined = quantize(table, config)
     if sizes.ep > 1 and not any(".experts." in source for source in table.sources):
         raise ValueError(f"{family} has no experts: ep must be 1, not {sizes.ep}")
-    return table
+    return table, refined

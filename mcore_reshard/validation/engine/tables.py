@@ -143,10 +143,15 @@ class Table:
         start = self.ep_index * base + min(self.ep_index, more)
         return range(start, start + base + (self.ep_index < more))
 
+    @property
+    def experts_cut(self) -> tuple[int, int]:
+        """(into how many parts experts are cut, the number of this rank's part)."""
+        return (self.sizes.tp, self.tp_index) if self.sizes.ep == 1 else (1, 0)
+
     def experts(self, held: bool, tensor: str, source: str, count: int, inner: int, hidden: int, gated: bool) -> None:
         """w13 `[E, (2) inner / tp, hidden]` and w2 `[E, hidden, inner / tp]` (fused_moe/routed_experts.py)."""
         local = self.local_experts(count)
-        ways, which = (self.sizes.tp, self.tp_index) if self.sizes.ep == 1 else (1, 0)
+        ways, which = self.experts_cut
         width = _divide(inner, ways, f"the experts of {source}")
         cut = (which * width, (which + 1) * width)
         projections = ("gate_proj", "up_proj") if gated else ("up_proj",)
