@@ -1,7 +1,10 @@
-"""What must happen before any test imports torch or Megatron."""
+"""What must happen before any test imports torch or Megatron, and the option --fast."""
 
 import os
 from importlib.util import find_spec
+
+import pytest
+from helpers.inner_loop import forbid_what_is_slow
 
 from mcore_reshard.validation.trainer import te_standin
 
@@ -11,3 +14,12 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Megatron decides at import whether it has Transformer Engine, and some tests import it in this very process.
 if find_spec("megatron") is not None:
     te_standin.install()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="skip tests as they start a process or import Megatron")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        forbid_what_is_slow()
