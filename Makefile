@@ -14,7 +14,7 @@ BRIDGE := megatron-bridge==0.3.1
 # The demo: 4 training processes (TP2, EP2, PP2) to 2 generation processes (TP2).
 DEMO := tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2
 
-.PHONY: help setup demo test test-vllm test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
+.PHONY: help setup demo test-fast test nightly test-vllm test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -36,8 +36,15 @@ demo: $(VENV)/.ready ## refit a real tiny MoE model from 4 training processes to
 	@$(BIN)/mcore-reshard plan $(DEMO)
 	@$(BIN)/mcore-reshard validate $(DEMO) --refits 2
 
+test-fast: $(VENV)/.ready ## the default tests without those that start processes or import Megatron: for the inner loop
+	$(BIN)/python -m pytest --fast
+
 test: $(VENV)/.ready ## the default tests: no GPU, no vLLM
 	$(BIN)/python -m pytest
+
+nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow, and the attack with more damage
+	$(BIN)/python -m pytest -m slow
+	$(BIN)/python tools/mutation_score.py --out build/mutation_score.json
 
 test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 8 minutes)
 	PYTHON=$(PYTHON) bash tools/make_vllm_cpu.sh $(VENV_VLLM)
