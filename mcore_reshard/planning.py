@@ -21,7 +21,7 @@ from mcore_reshard.planner.layout.partitions import Layout
 from mcore_reshard.planner.model.configs import find_config, load_config
 from mcore_reshard.planner.model.families import ConfigError, parameters_from_config
 from mcore_reshard.planner.model.parameters import ModelParameters
-from mcore_reshard.planner.model.precision import CASTS, PRECISIONS, Precision, PrecisionError, in_format, precision_of
+from mcore_reshard.planner.model.precision import CASTS, PRECISIONS, Precision, PrecisionError, precision_of, with_format
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.plan.plan_file import FORMAT
@@ -90,7 +90,7 @@ def read_request(
     fields: dict[str, Any] = {}
     model_parameters: ModelParameters | None = None
     precisions: tuple[Precision, Precision] | None = None
-    layout_of: Callable[[ModelParameters, GenMesh], Layout] | None = None
+    rules: Engine | None = None
     try:
         fields, model_parameters = _read_config(config)
         precisions = _precisions(model_parameters, train_dtype, gen_dtype, others)
@@ -98,7 +98,7 @@ def read_request(
         others += [f"{error.subject}: {problem}" for problem in error.problems]
         remedy = error.remedy
     try:
-        layout_of = engine_named(engine).layout
+        rules = engine_named(engine)
     except UnknownEngineError as error:
         others.append(str(error))
     if model_parameters is not None and precisions is not None and precisions[0] == precisions[1]:
@@ -113,10 +113,10 @@ def read_request(
     gen_mesh, generation = _parse(parse_gen_mesh, gen, "generation")
     if model_parameters is not None:
         training += _train_misfits(model_parameters, train_mesh, str(train))
-    if model_parameters is not None and layout_of is not None:
-        generation += _gen_misfits(model_parameters, gen_mesh, str(gen), layout_of)
+    if model_parameters is not None and rules is not None:
+        generation += _gen_misfits(model_parameters, gen_mesh, str(gen), rules.layout)
         if precisions is not None and precisions[1].format is not None and gen_mesh is not None:
-            generation += layout_of(in_format(model_parameters, precisions[1].format), gen_mesh).misquantized()
+            generation += rules.misquantized(with_format(model_parameters, precisions[1].format))
 
     problems = [*training, *generation, *others]
     if problems or model_parameters is None or train_mesh is None or gen_mesh is None or precisions is None:
@@ -180,10 +180,8 @@ def _train_misfits(model_parameters: ModelParameters, mesh: TrainMesh | None, te
     """
     if mesh is None and (axes := _stated_axes(text)) is not None:
         mesh = TrainMesh(tp=axes["tp"], ep=axes["ep"], etp=axes["etp"], dp=axes["ep"] * axes["etp"])
-        layers = re.search(r"layers=([0-9+]+)", text)
-        counts = tuple(map(int, re.findall("[0-9]+", layers[1]))) if layers else ()
         with suppress(MeshError):
-            mesh = replace(mesh, pp=axes["pp"], vpp=axes["vpp"], layers=counts)
+            mesh = replace(mesh, pp=axes["pp"], vpp=axes["vpp"], layers=_stated_layers(text))
     return [] if mesh is None else MegatronLayout(model_parameters, mesh).violations()
 
 
@@ -198,9 +196,11 @@ def _gen_misfits(
         return layout_of(model_parameters, mesh).violations()
     if (axes := _stated_axes(text)) is None:
         return []
-    sizes = {axis: axes[axis] for axis in ("tp", "pp", "dp")}
+    stated = GenMesh(tp=axes["tp"], pp=axes["pp"], dp=axes["dp"])
+    with suppress(MeshError):
+        stated = replace(stated, layers=_stated_layers(text))
     without_ep, with_ep = (
-        layout_of(model_parameters, GenMesh(**sizes, ep=ep)).violations() for ep in (1, axes["tp"] * axes["dp"])
+        layout_of(model_parameters, replace(stated, ep=ep)).violations() for ep in (1, stated.tp * stated.dp)
     )
     return [violation for violation in without_ep if violation in with_ep]
 
@@ -209,6 +209,11 @@ def _stated_axes(text: str) -> dict[str, int] | None:
     """The degrees that a mesh states, 1 for the rest; None where one is below 1 and nothing follows from it."""
     axes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)=(-?[0-9]+)", text) if axis != "layers"}
     return defaultdict(lambda: 1, axes) if all(size > 0 for size in axes.values()) else None
+
+
+def _stated_layers(text: str) -> tuple[int, ...]:
+    layers = re.search(r"layers=([0-9+]+)", text)
+    return tuple(map(int, re.findall("[0-9]+", layers[1]))) if layers else ()
 
 
 def _precisions(

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from mcore_reshard.planner.layout.block_scales import KV_SCALES, REPEATED
+from mcore_reshard.planner.layout.block_scales import KV_SCALES
+from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.model.precision import FP8
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import World
@@ -178,8 +179,8 @@ def _tensor(plan: Plan, element: Element, world: World, gen_rank: int | None, tr
     moved = {(t.parameter, t.element): None for t in transfers if t.element is not None}
     holders = [place for name, point in list(moved)[:1] for place in holders_of(plan, name, point)]
     notes = [note for name, point in moved for note in _precision(plan, name, point)]
-    if element.name.endswith(REPEATED):
-        notes.append(f"a tensor beside the engine's own, which repeats {element.name.removesuffix(REPEATED)} from it")
+    if world == "gen" and (repeated := engine_named(plan.engine).repeated_tensor(element.name)):
+        notes.append(f"a tensor beside the engine's own, which repeats {repeated} from it")
     return _Answer(f"{world} tensor", transfers, holders, list(dict.fromkeys(notes)))
 
 

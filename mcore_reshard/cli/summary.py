@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
-from mcore_reshard.planner.layout.vllm_scales import REFUSES
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof
@@ -129,11 +129,8 @@ def _notes(plan: Plan) -> list[str]:
             f"{plan.misc_bytes / total:.1%} of the bytes go by misc, in every refit: whole tensors, over CPU memory, to every"
             " rank; the reasons are above"
         )
-    if refused := [plan.groups[entry.group].name_pattern for entry in plan.misc if REFUSES in entry.reason]:
-        first, *others = map(starred, refused)
-        more = f" and {len(others)} more" if others else ""
-        notes.append(f"{REFUSES} this model on these ranks: {first}{more}; the reasons are above")
-    return notes
+    reasons = [(starred(plan.groups[entry.group].name_pattern), entry.reason) for entry in plan.misc]
+    return notes + engine_named(plan.engine).notes(reasons)
 
 
 def starred(pattern: str) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mcore_reshard.engines.vllm import refined_scales as vllm_refined_scales
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.megatron import ExpertsModule
 from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.model.parameters import Role
@@ -266,7 +267,8 @@ def _generate(rank: int, job: Job, store: str) -> Results:
         options=job.options,
     )
     endpoint.prepare()
-    bulk = {tensor.name.removesuffix(BLOCKS) for tensor in schedule.tensors}
+    repeated_tensor = engine_named(job.plan.engine).repeated_tensor
+    bulk = {repeated_tensor(tensor.name) or tensor.name for tensor in schedule.tensors}
     reports, results = [], []
     for version in range(1, job.refits + 1):
         for tensor in engine.loaded.values():

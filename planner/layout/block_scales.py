@@ -17,7 +17,6 @@ from .geometry import LocalTensor, Piece, Region
 from .partitions import Misc, Padding, Partition
 
 KV_SCALES = ("k_scale", "v_scale", "q_scale")  # how names of a KV cache's scales end; no plan has them
-REPEATED = ".blocks"  # after the name of an engine's scales: a tensor beside them that it repeats them from
 
 # (weight, block grid of it, with the dim of stacked experts in front) -> the tensor of its scales
 ScalesTensor = Callable[[LocalTensor, tuple[int, ...]], LocalTensor]

@@ -1,16 +1,16 @@
-"""Generation engines by name. An engine is one module of this package, named after it:
+"""All that the planner, the proof and the command line ask of a generation engine: one record, `Engine`.
 
-LAYOUT       its Layout class, called with a model's parameters and a generation mesh
-TRANSPOSED   what it keeps in another order of dims than Hugging Face, declared apart from its rules for the proof
+An engine is one module of this package, named after it, with its record as `ENGINE`. A second engine is one new file.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_reshard.planner.model.parameters import ModelParameters, Role
+from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup, Role
+from mcore_reshard.planner.model.precision import Format, divided, with_format
 
 from .mesh import GenMesh
 from .partitions import Layout
@@ -25,20 +25,43 @@ class UnknownEngineError(ValueError):
     """No module of this package is an engine of that name."""
 
 
+def _no_notes(_: Sequence[tuple[str, str]]) -> list[str]:
+    return []
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What planning and the proof need of an engine."""
+    """What an engine keeps where, what it quantizes, and what users should hear of a plan for it.
+
+    `quantizes(group, layer, model)`: whether an engine that is asked to quantize has these matrices quantized; `layer` is None
+    for a group outside of layers. `misquantized(model)`: what it would then hold otherwise than any trainer can send it.
+    `transposed`: what it keeps in another order of dims than Hugging Face, declared apart from its layout for the proof.
+    `notes`: what to say of a plan, given (name, reason) of all groups that travel by misc.
+    `repeated_suffix`: a tensor `x` + this suffix stands for the engine's tensor `x`, which its adapter repeats from it.
+    """
 
     name: str
     layout: Callable[[ModelParameters, GenMesh], Layout]
+    quantizes: Callable[[ParameterGroup, int | None, ModelParameters], bool]
+    misquantized: Callable[[ModelParameters], list[str]]
     transposed: Transposed
+    notes: Callable[[Sequence[tuple[str, str]]], list[str]] = _no_notes
+    repeated_suffix: str = ""
+
+    def quantized(self, model_parameters: ModelParameters, form: Format) -> ModelParameters:
+        """The model that the engine quantizes to a format: groups are divided where it leaves some layers unquantized."""
+        model_parameters = with_format(model_parameters, form)
+        return divided(model_parameters, lambda group, layer: not self.quantizes(group, layer, model_parameters))
+
+    def repeated_tensor(self, name: str) -> str:
+        """The engine's own tensor that is repeated from `name`; empty where none is."""
+        suffix = self.repeated_suffix
+        return name.removesuffix(suffix) if suffix and name.endswith(suffix) else ""
 
 
 def engine_named(name: str) -> Engine:
     """The engine whose module is `planner/layout/<name>.py`. Raises UnknownEngineError where there is none."""
-    unknown = UnknownEngineError(
-        f"no engine {name!r}: planner/layout/{name}.py would have to define LAYOUT and TRANSPOSED"
-    )
+    unknown = UnknownEngineError(f"no engine {name!r}: planner/layout/{name}.py would have to define ENGINE")
     if not name.isidentifier():
         raise unknown
     try:
@@ -47,6 +70,7 @@ def engine_named(name: str) -> Engine:
         if error.name != f"{__package__}.{name}":
             raise
         raise unknown from None
-    if not hasattr(module, "LAYOUT") or not hasattr(module, "TRANSPOSED"):
+    engine = getattr(module, "ENGINE", None)
+    if not isinstance(engine, Engine):
         raise unknown
-    return Engine(name, module.LAYOUT, module.TRANSPOSED)
+    return engine

@@ -2,13 +2,14 @@
 
 A `Region` is a half-open box in the coordinates of one global parameter. A `Piece` says where such a region lies inside
 a local tensor. Everything else (fused projections, stacked experts, padded vocabularies, transposed storage) is a list
-of pieces, and a transfer is the intersection of a held piece with a wanted one. Nothing here knows of ranks or bytes.
+of pieces. A transfer is the intersection of a source piece with a destination piece. Nothing here knows of ranks or bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from operator import mul
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -21,7 +22,7 @@ class Region:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise ValueError(f"region start {self.start} and stop {self.stop} have different ranks")
-        if any(low < 0 or high < low for low, high in zip(self.start, self.stop, strict=True)):
+        if any(start < 0 or stop < start for start, stop in zip(self.start, self.stop, strict=True)):
             raise ValueError(f"region [{self.start}, {self.stop}) is not a box")
 
     @classmethod
@@ -30,7 +31,7 @@ class Region:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def elements(self) -> int:
@@ -38,16 +39,15 @@ class Region:
 
     def intersect(self, other: Region) -> Region | None:
         """The common box, or None where the two share no element."""
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
-        if any(low >= high for low, high in zip(start, stop, strict=True)):
+        starts = tuple(map(max, self.start, other.start))
+        stops = tuple(map(min, self.stop, other.stop))
+        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
             return None
-        return Region(start, stop)
+        return Region(starts, stops)
 
     def contains(self, other: Region) -> bool:
-        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
-            a >= b for a, b in zip(self.stop, other.stop, strict=True)
-        )
+        bounds = zip(self.start, other.start, other.stop, self.stop, strict=True)
+        return all(start <= other_start and other_stop <= stop for start, other_start, other_stop, stop in bounds)
 
     def holds(self, point: tuple[int, ...]) -> bool:
         return all(low <= at < high for low, at, high in zip(self.start, point, self.stop, strict=True))
@@ -59,7 +59,7 @@ class Region:
         )
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{low}:{high}" for low, high in zip(self.start, self.stop, strict=True)) + "]"
+        return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(self.start, self.stop, strict=True)) + "]"
 
 
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -97,10 +97,10 @@ class LocalTensor:
 class Piece:
     """A region of a global parameter and the box of a local tensor that stores it.
 
-    `view` is the local tensor's shape or another row-major factoring of the same elements, for storage that interleaves
-    or nests what its shape does not show: a `[2 I, H]` matrix whose rows alternate gate and up is `(I, 2, H)`. Global
-    dim `d` runs along local dim `dims[d]`; local dims that no global dim runs along have extent one. Where experts are
-    stacked in one tensor, `slot_dim` is the local dim they follow each other along and `origin` is that of slot 0.
+    `view` is the local tensor's shape, or another row-major factoring of the same elements. Storage that interleaves needs
+    one: a `[2 I, H]` matrix whose rows alternate gate and up has the view `(I, 2, H)`. `origin` is in coordinates of `view`.
+    Global dim `d` runs along local dim `dims[d]`; the box has extent one in every other local dim. Experts that are stacked
+    in one tensor follow each other along local dim `slot_dim`, and `origin` is that of slot 0.
     """
 
     region: Region
@@ -119,7 +119,7 @@ class Piece:
     def local(self, slot: int = 0) -> Region:
         """The box of the local tensor, in the coordinates of `view`."""
         start = self._origin(slot)
-        stop = [low + 1 for low in start]
+        stop = [coordinate + 1 for coordinate in start]
         for extent, dim in zip(self.region.extents, self.dims, strict=True):
             stop[dim] = start[dim] + extent
         return Region(start, tuple(stop))
@@ -130,12 +130,10 @@ class Piece:
         local = row_major_strides(self.view)
         return tuple(local[dim] for dim in self.dims)
 
-    def offset(self, at: tuple[int, ...], slot: int = 0) -> int:
-        """Element offset, in the local tensor, of the global coordinate `at`, which lies in `region`."""
-        base = sum(low * stride for low, stride in zip(self._origin(slot), row_major_strides(self.view), strict=True))
-        return base + sum(
-            (point - low) * stride for point, low, stride in zip(at, self.region.start, self.strides, strict=True)
-        )
+    def offset(self, point: tuple[int, ...], slot: int = 0) -> int:
+        """Element offset, in the local tensor, of the global coordinate `point`, which lies in `region`."""
+        inside = (coordinate - start for coordinate, start in zip(point, self.region.start, strict=True))
+        return sum(map(mul, self._origin(slot), row_major_strides(self.view))) + sum(map(mul, inside, self.strides))
 
     def coordinate(self, offset: int, slot: int = 0) -> tuple[int, ...] | None:
         """The global coordinate stored at an element offset of the local tensor; None where the piece is not there."""

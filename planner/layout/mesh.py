@@ -22,10 +22,10 @@ MAX_RANKS = 1 << 16
 
 
 class MeshError(ValueError):
-    """A mesh that cannot exist; `violations` lists every reason."""
+    """A mesh that cannot exist, or that a model does not fit; `violations` lists every reason."""
 
-    def __init__(self, what: str, violations: list[str]) -> None:
-        super().__init__(f"{what}: " + "; ".join(violations))
+    def __init__(self, subject: str, violations: list[str]) -> None:
+        super().__init__(f"{subject}: " + "; ".join(violations))
         self.violations = tuple(violations)
 
 
@@ -58,7 +58,7 @@ class TrainMesh:
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        violations = _axis_faults(self, ("tp", "cp", "dp", "pp"))
+        violations = _axis_violations(self, ("tp", "cp", "dp", "pp"))
         replicas = self.tp * self.cp * self.dp
         if not violations and replicas % (self.ep * self.etp):
             violations.append(
@@ -124,10 +124,7 @@ class TrainMesh:
                 raise MeshError("impossible training mesh", [problem])
             counts = (num_layers // chunks,) * chunks
         if sum(counts) != num_layers:
-            raise MeshError(
-                "impossible training mesh",
-                [f"layers={'+'.join(map(str, self.layers))} adds up to {sum(counts)}, the model has {num_layers}"],
-            )
+            raise MeshError("impossible training mesh", [_wrong_sum(self.layers, num_layers)])
         return counts
 
     def canonical(self, num_layers: int) -> TrainMesh:
@@ -150,20 +147,29 @@ class TrainMesh:
 
 @dataclass(frozen=True, slots=True)
 class GenMesh:
-    """A generation engine's parallel sizes; world = tp * pp * dp. `ep` is 1 (experts cut by tp) or tp * dp."""
+    """A generation engine's parallel sizes; world = tp * pp * dp. `ep` is 1 (experts cut by tp) or tp * dp.
+
+    `layers` gives the decoder layers of every pipeline stage, as vLLM's variable VLLM_PP_LAYER_PARTITION does. Empty: vLLM's
+    own split.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        violations = _axis_faults(self, ("tp", "pp", "dp"))
+        violations = _axis_violations(self, ("tp", "pp", "dp"))
         if not violations and self.ep not in {1, self.tp * self.dp}:
             violations.append(
                 f"ep = {self.ep} must be 1 (experts cut by tp) or tp*dp = {self.tp}*{self.dp} = {self.tp * self.dp}"
                 " (the engine's expert parallelism)"
             )
+        if self.layers and len(self.layers) != self.pp:
+            violations.append(f"layers has {len(self.layers)} entries, wants pp = {self.pp} (one per stage)")
+        if any(count < 1 for count in self.layers):
+            violations.append(f"layers must be at least 1 on every stage, got {'+'.join(map(str, self.layers))}")
         if violations:
             raise MeshError("impossible generation mesh", violations)
 
@@ -184,23 +190,44 @@ class GenMesh:
         """Ranks of a stage in expert-parallel order [tp * dp], data parallel outermost."""
         return np.arange(self.world, dtype=np.int32).reshape(self.dp, self.pp, self.tp)[:, pp_stage].reshape(-1)
 
+    def stage_layers(self, num_layers: int) -> tuple[int, ...]:
+        """How many decoder layers every pipeline stage has. Raises MeshError where they do not fit the mesh.
+
+        Source: vllm/distributed/utils.py get_pp_indices. By default layers left over go to the stages before the last, later
+        ones first: 5 layers on 2 stages are 3 + 2, 6 on 4 are 1 + 2 + 2 + 1.
+        """
+        counts = self.layers or _even_counts(num_layers, self.pp, spare_last=True)
+        if sum(counts) != num_layers:
+            raise MeshError("impossible generation mesh", [_wrong_sum(self.layers, num_layers)])
+        if min(counts) < 1:
+            raise MeshError("impossible generation mesh", [f"pp = {self.pp} exceeds the {num_layers} layers"])
+        return counts
+
     def stage_of_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Pipeline stage of every layer. Source: vllm/distributed/utils.py get_pp_indices: layers left over go to the
-        stages before the last, later ones first."""
-        counts = list(_even_counts(num_layers, self.pp, spare_last=True))
-        return tuple(stage for stage, count in enumerate(counts) for _ in range(count))
+        """Pipeline stage of every layer."""
+        return tuple(stage for stage, count in enumerate(self.stage_layers(num_layers)) for _ in range(count))
+
+    def canonical(self, num_layers: int) -> GenMesh:
+        """The same pipeline in one spelling: no `layers` where the split is vLLM's own."""
+        default = replace(self, layers=())
+        is_default = not self.layers or default.stage_of_layers(num_layers) == self.stage_of_layers(num_layers)
+        return default if is_default else self
 
 
 _Mesh = TypeVar("_Mesh", TrainMesh, GenMesh)
 
 
-def _axis_faults(mesh: TrainMesh | GenMesh, ranks: tuple[str, ...]) -> list[str]:
-    """Sizes below one, or more ranks (the product of the axes `ranks`) than anyone has."""
+def _axis_violations(mesh: TrainMesh | GenMesh, ranks: tuple[str, ...]) -> list[str]:
+    """Sizes below one, or more ranks (the product of the axes `ranks`) than a plan may have."""
     sizes = {f.name: getattr(mesh, f.name) for f in fields(mesh) if f.name != "layers"}
-    faults = [f"{axis} = {size} must be at least 1" for axis, size in sizes.items() if size < 1]
-    if not faults and (world := prod(sizes[axis] for axis in ranks)) > MAX_RANKS:
-        faults.append(f"{'*'.join(ranks)} = {world} ranks exceed the {MAX_RANKS} that a plan may have")
-    return faults
+    violations = [f"{axis} = {size} must be at least 1" for axis, size in sizes.items() if size < 1]
+    if not violations and (world := prod(sizes[axis] for axis in ranks)) > MAX_RANKS:
+        violations.append(f"{'*'.join(ranks)} = {world} ranks exceed the {MAX_RANKS} that a plan may have")
+    return violations
+
+
+def _wrong_sum(layers: tuple[int, ...], num_layers: int) -> str:
+    return f"layers={'+'.join(map(str, layers))} adds up to {sum(layers)}, the model has {num_layers}"
 
 
 def _even_counts(total: int, parts: int, spare_last: bool = False) -> tuple[int, ...]:
@@ -217,7 +244,7 @@ def parse_train_mesh(text: str) -> TrainMesh:
 
 
 def parse_gen_mesh(text: str) -> GenMesh:
-    """`tp=4,pp=1,dp=1[,ep=4]`; axes left out are 1."""
+    """`tp=4,pp=2,dp=1[,ep=4][,layers=3+1]`; axes left out are 1."""
     return _parsed(text, "generation", GenMesh)
 
 
@@ -256,7 +283,5 @@ def _axes(text: str, known: set[str]) -> tuple[dict[str, Any], list[str]]:
 
 def format_mesh(mesh: TrainMesh | GenMesh) -> str:
     """The text that parses back to this mesh; every axis stays, also at size one."""
-    parts = [f"{f.name}={getattr(mesh, f.name)}" for f in fields(mesh) if f.name != "layers"]
-    if isinstance(mesh, TrainMesh) and mesh.layers:
-        parts.append("layers=" + "+".join(map(str, mesh.layers)))
-    return ",".join(parts)
+    axes = [f"{f.name}={getattr(mesh, f.name)}" for f in fields(mesh) if f.name != "layers"]
+    return ",".join([*axes, "layers=" + "+".join(map(str, mesh.layers))] if mesh.layers else axes)

@@ -1,13 +1,13 @@
-"""What a layout says: for a group of parameters, who holds which part, and where in which local tensor.
+"""What a layout says: for a group of parameters, which rank holds which part, and where in which local tensor.
 
-A layout (planner/megatron.py, planner/vllm.py) answers `place(group)` with placements. A placement covers some layers
-and experts of the group on one pipeline stage; its parts are shared by everything that is cut alike, so the 256 experts
-of 58 layers have one `Partition` between them. The builders below are the few ways in which parameters are cut.
+A layout (megatron.py, vllm.py) answers `place(group)` with `PartitionOwners`, one for each pipeline stage and, for experts,
+each expert-parallel rank. Groups that are cut alike share one `Partition`: the 256 experts of 58 layers have one between
+them. The functions at the end are the few ways in which parameters are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +25,7 @@ _UP_ROLES = {Role.UP, Role.EXPERT_UP, Role.SHARED_UP}
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """A box of a local tensor that no parameter fills (the tail of a padded vocabulary)."""
+    """A box of a local tensor that no parameter fills, such as the tail of a padded vocabulary."""
 
     tensor: LocalTensor
     box: Region
@@ -33,7 +33,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The parts one parameter is cut into: `pieces[c]` and `padding[c]` are what coordinate `c` of the cut holds."""
+    """The parts that one parameter is cut into: `pieces[c]` and `padding[c]` are in part `c`."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     padding: tuple[tuple[Padding, ...], ...] = ()
@@ -44,9 +44,10 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartitionOwners:
-    """One share of a group: `ranks[c, r]` is replica `r` of part `c`. Layer places are -1 where there is no layer.
+    """The ranks that hold a partition of some layers and experts: `ranks[c, r]` is replica `r` of part `c`.
 
-    `experts` is a half-open range of expert numbers; expert `e` sits in slot `e - experts[0]` of its holders.
+    Parameters outside of layers have one `LayerPlace` of layer -1. `experts` is a half-open range of expert numbers: expert
+    `e` sits in slot `e - experts[0]` of its ranks.
     """
 
     partition: Partition
@@ -71,94 +72,118 @@ class Excluded:
 
 
 class Layout(Protocol):
-    """One side of a plan. `violations` lists why the model cannot be cut this way (empty: it can).
-
-    `scales` says where the scales of a quantized group lie, whose weights are cut into `partition`; `misquantized` lists what
-    this side would quantize though it must not.
-    """
+    """One side of a plan: where every group of a model lies on a mesh."""
 
     name: str
 
-    def violations(self) -> list[str]: ...
+    def violations(self) -> list[str]:
+        """Why the model cannot be cut this way; empty where it can."""
 
-    def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded: ...
+    def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded:
+        """The ranks that hold the group, or the reason why no rank receives it point to point."""
 
-    def misquantized(self) -> list[str]: ...
+    def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
+        """Where the scales of a quantized group lie, whose weights are cut into `partition`."""
 
-    def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc: ...
+
+def layers_by_stage(layers: Iterable[int], places: Sequence[LayerPlace]) -> dict[int, tuple[LayerPlace, ...]]:
+    """The places of some layers, by pipeline stage; `places[layer]` is where the pipeline keeps a layer."""
+    stages: dict[int, list[LayerPlace]] = {}
+    for layer in layers:
+        stages.setdefault(places[layer].pp_stage, []).append(places[layer])
+    return {stage: tuple(places_of_stage) for stage, places_of_stage in sorted(stages.items())}
+
+
+def ranks_of_parts(partition: Partition, ranks: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Ranks [degree, replicas] as [parts, replicas]: every rank is a replica of a partition in one part."""
+    return ranks.reshape(1, -1) if len(partition.pieces) == 1 else ranks
 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows `[start, start + rows)` of a global parameter, at local row `at`."""
+    """Rows `[start, start + rows)` of a global parameter, from row `local_start` of the local tensor on."""
 
     start: int
     rows: int
-    at: int
+    local_start: int
 
 
-def whole(group: ParameterGroup, name: str, dtype: str = "") -> Partition:
-    """Every holder has the whole parameter in a tensor of its own: shape -> shape."""
+def whole(group: ParameterGroup, name: str) -> Partition:
+    """Every rank has the whole parameter in a tensor of its own: shape -> shape."""
     view = group.view
-    tensor = LocalTensor(name, group.shape, dtype or group.dtype)
+    tensor = LocalTensor(name, group.shape, group.dtype)
     return Partition(((Piece(Region.whole(view), tensor, (0,) * len(view), tuple(range(len(view))), view),),))
 
 
-def split(
-    group: ParameterGroup, name: str, dim: int, degree: int, stack: int = 0, shape: tuple[int, ...] = ()
-) -> Partition:
+def split(group: ParameterGroup, name: str, dim: int, degree: int, stack: int = 0) -> Partition:
     """Equal parts along `dim`: (R, C) -> (R / degree, C) for dim 0. `stack` experts per tensor: (stack, R / degree, C)."""
-    local_view = (*group.view[:dim], group.view[dim] // degree, *group.view[dim + 1 :])
-    runs = [(RowRange(c * local_view[dim], local_view[dim], 0),) for c in range(degree)]
-    return runs_along(group, name, dim, local_view[dim], runs, stack, shape)
+    rows = group.view[dim] // degree
+    return rows_along(group, name, dim, rows, [(RowRange(c * rows, rows, 0),) for c in range(degree)], stack)
 
 
-def runs_along(
+def rows_along(
     group: ParameterGroup,
     name: str,
     dim: int,
     local_rows: int,
-    runs: Sequence[Sequence[RowRange]],
+    row_ranges: Sequence[Sequence[RowRange]],
     stack: int = 0,
-    shape: tuple[int, ...] = (),
 ) -> Partition:
-    """Runs of rows placed in a (possibly fused) local tensor: `runs[c]` lists what coordinate `c` holds along `dim`.
+    """Ranges of rows placed in a (possibly fused) local tensor: `row_ranges[c]` lists what part `c` holds along `dim`.
 
-    The local tensor has `local_rows` along `dim` and the parameter's extents elsewhere, and a leading dim of `stack`
-    experts if that is not 0. `shape` is the tensor's own shape where it differs from that.
+    The local tensor has `local_rows` along `dim` and the parameter's extents elsewhere. With `stack` experts per tensor it
+    has a leading dim of that extent.
     """
-    view = (*group.view[:dim], local_rows, *group.view[dim + 1 :])
     lead = (stack,) if stack else ()
-    tensor = LocalTensor(name, shape or lead + view, group.dtype)
-    dims = tuple(d + len(lead) for d in range(len(view)))
-    pieces = []
-    for held in runs:
-        row = []
-        for run in held:
-            region = Region.whole(group.view).within(dim, run.start, run.start + run.rows)
-            origin = [0] * len(lead + view)
-            origin[dims[dim]] = run.at
-            row.append(Piece(region, tensor, tuple(origin), dims, lead + view, 0 if stack else -1))
-        pieces.append(tuple(row))
-    return Partition(tuple(pieces))
+    shape = (*lead, *group.view[:dim], local_rows, *group.view[dim + 1 :])
+    tensor = LocalTensor(name, shape, group.dtype)
+    dims = tuple(range(len(lead), len(shape)))
+
+    def piece(rows: RowRange) -> Piece:
+        region = Region.whole(group.view).within(dim, rows.start, rows.start + rows.rows)
+        origin = [0] * len(shape)
+        origin[dims[dim]] = rows.local_start
+        return Piece(region, tensor, tuple(origin), dims, shape, 0 if stack else -1)
+
+    return Partition(tuple(tuple(map(piece, rows_of_part)) for rows_of_part in row_ranges))
 
 
 def gate_up(group: ParameterGroup, name: str, degree: int, gated: bool, stack: int = 0) -> Partition:
     """Gate or up, (I, H), in a tensor of [gate_c; up_c] = (2 I / degree, H) per part; up alone where nothing gates it."""
     rows = group.view[0] // degree
-    at = rows if gated and group.role in _UP_ROLES else 0
-    runs = [(RowRange(c * rows, rows, at),) for c in range(degree)]
-    return runs_along(group, name, 0, rows * (2 if gated else 1), runs, stack)
+    local_start = rows if gated and group.role in _UP_ROLES else 0
+    row_ranges = [(RowRange(c * rows, rows, local_start),) for c in range(degree)]
+    return rows_along(group, name, 0, rows * (2 if gated else 1), row_ranges, stack)
+
+
+def split_sections(
+    group: ParameterGroup, name: str, sections: Sequence[int], degree: int, uncut: Collection[int] = ()
+) -> Partition:
+    """Sections of rows, each cut in equal parts, one after another in every part; sections with an index in `uncut` stay whole.
+
+    Sections (4, 2) at degree 2: part 0 holds rows 0, 1, 4 and part 1 holds rows 2, 3, 5.
+    """
+    row_ranges: list[tuple[RowRange, ...]] = []
+    local_start = 0
+    for c in range(degree):
+        part, start, local_start = [], 0, 0
+        for index, rows in enumerate(sections):
+            first, count = (start, rows) if index in uncut else (start + c * (rows // degree), rows // degree)
+            part.append(RowRange(first, count, local_start))
+            start, local_start = start + rows, local_start + count
+        row_ranges.append(tuple(part))
+    return rows_along(group, name, 0, local_start, row_ranges)
 
 
 def padded_rows(group: ParameterGroup, name: str, padded: int, degree: int) -> Partition:
     """Rows padded to `padded`, then cut in equal parts; the tail is declared padding: (V, H) -> (padded / degree, H)."""
-    rows, held = padded // degree, group.view[0]
-    runs, padding = [], []
-    tensor = LocalTensor(name, (rows, *group.view[1:]), group.dtype)
+    local_rows, rows = padded // degree, group.view[0]
+    tensor = LocalTensor(name, (local_rows, *group.view[1:]), group.dtype)
+    row_ranges: list[tuple[RowRange, ...]] = []
+    padding: list[tuple[Padding, ...]] = []
     for c in range(degree):
-        start, stop = min(c * rows, held), min((c + 1) * rows, held)
-        runs.append((RowRange(start, stop - start, 0),) if start < stop else ())
-        tail = Region.whole(tensor.shape).within(0, stop - start, rows)
+        start, stop = min(c * local_rows, rows), min((c + 1) * local_rows, rows)
+        row_ranges.append((RowRange(start, stop - start, 0),) if start < stop else ())
+        tail = Region.whole(tensor.shape).within(0, stop - start, local_rows)
         padding.append((Padding(tensor, tail),) if tail.elements else ())
-    return Partition(runs_along(group, name, 0, rows, runs).pieces, tuple(padding))
+    return Partition(rows_along(group, name, 0, local_rows, row_ranges).pieces, tuple(padding))

@@ -88,6 +88,13 @@ class Role(str, Enum):
     UNKNOWN = "unknown"  # no rule: travels by the misc route
 
 
+EXPERT_ROLES = frozenset({Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN})
+# All experts of a layer in one parameter.
+STACKED_ROLES = frozenset({
+    Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN, Role.STACKED_DOWN_BIAS,
+})  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
     """Parameters that differ in nothing but layer and expert number.

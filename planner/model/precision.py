@@ -1,21 +1,21 @@
-"""What each side of a refit holds: main dtype, format of quantized matrices, and which matrices those are.
+"""What each side of a refit holds: its main dtype, and the format of quantized matrices.
 
-A quantized weight is a pair of groups: its data, and a grid of scales, one for every block of the matrix.
+A quantized weight is a pair of groups: its data, and a grid of scales, one for every block of the matrix. Which matrices an
+engine quantizes, its own file in planner/layout says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
-from .parameters import ModelParameters, ParameterGroup, Quantization, Role
+from .parameters import ModelParameters, ParameterGroup, Role
 
 Block = tuple[int, int]  # rows, columns
 
 FP8 = "float8_e4m3fn"
 
-# The linear layers that Transformer Engine's fp8_param and vLLM's Fp8LinearMethod and Fp8MoEMethod quantize.
+# The linear layers that trainers (Transformer Engine's fp8_param) and engines quantize.
 QUANTIZED = frozenset({
     Role.Q, Role.K, Role.V, Role.O,
     Role.MLA_Q, Role.MLA_Q_A, Role.MLA_Q_B, Role.MLA_KV_A, Role.MLA_KV_B, Role.MLA_O,
@@ -24,12 +24,7 @@ QUANTIZED = frozenset({
     Role.MAMBA_IN, Role.MAMBA_OUT, Role.MTP_PROJ,
 })  # fmt: skip
 
-# What vLLM fuses, by the name that a list of modules may give instead of each part's (packed_modules_mapping of models/).
-_FUSED = {
-    **dict.fromkeys((Role.Q, Role.K, Role.V), "qkv_proj"),
-    **dict.fromkeys((Role.GATE, Role.UP, Role.SHARED_GATE, Role.SHARED_UP), "gate_up_proj"),
-    **dict.fromkeys((Role.MLA_Q_A, Role.MLA_KV_A), "fused_qkv_a_proj"),
-}
+UnquantizedRule = Callable[[ParameterGroup, int], bool]  # (group, HF layer)
 
 # What may change on the way: the source casts, and the wire carries the dtype of the destination.
 CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", FP8))
@@ -60,14 +55,14 @@ PRECISION_OF = {dtype: name for name, dtype in UNQUANTIZED.items()}
 
 
 class PrecisionError(ValueError):
-    """A precision that nobody has heard of."""
+    """An unknown precision, or layers that the model does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What one side holds: the dtype of everything that is not quantized, and the format of what is.
+    """What one side holds: `dtype` where nothing is quantized, and the format of quantized matrices.
 
-    `unquantized_layers` are those whose matrices a trainer that quantizes keeps in `dtype`.
+    A trainer that quantizes keeps the matrices of `unquantized_layers` in `dtype` all the same.
     """
 
     dtype: str
@@ -75,7 +70,7 @@ class Precision:
     unquantized_layers: frozenset[int] = frozenset()
 
     def main(self, model_parameters: ModelParameters) -> ModelParameters:
-        """The model before quantization, in this side's dtype; what has a dtype of its own stays in it."""
+        """The model before quantization, in this side's dtype; parameters with a dtype of their own stay in it."""
         if self.dtype == model_parameters.dtype:
             return model_parameters
         groups = (
@@ -86,10 +81,10 @@ class Precision:
 
 
 def precision_of(name: str | None, model_parameters: ModelParameters) -> Precision:
-    """`bf16`, `fp32`, `fp8` or `mxfp8` for one side of a model; None: the model's parameters's dtype, unquantized.
+    """`bf16`, `fp32`, `fp8` or `mxfp8` for one side of a model; None: the config's dtype, unquantized.
 
-    FP8 has the blocks that the checkpoint's quantization_config names, one scale a tensor where it names none, and 128
-    by 128 where the checkpoint is not in FP8. Raises PrecisionError for any other name.
+    FP8 has the blocks that the config's quantization_config names. It has one scale a tensor where an FP8 config names no
+    block, and 128 by 128 where the config is not of FP8. Raises PrecisionError for any other name.
     """
     if name is None:
         return Precision(model_parameters.dtype)
@@ -99,10 +94,11 @@ def precision_of(name: str | None, model_parameters: ModelParameters) -> Precisi
         return Precision(model_parameters.dtype, MXFP8)
     if name != "fp8":
         raise PrecisionError(f"unknown precision {name!r}, known: {', '.join(PRECISIONS)}")
-    stated = model_parameters.quantization
-    if stated is None or stated.method != BLOCK_FP8.method:
+    quantization = model_parameters.quantization
+    if quantization is None or quantization.method != BLOCK_FP8.method:
         return Precision(model_parameters.dtype, BLOCK_FP8)
-    return Precision(model_parameters.dtype, replace(BLOCK_FP8, block=stated.block) if stated.block else TENSOR_FP8)
+    block = quantization.block
+    return Precision(model_parameters.dtype, replace(BLOCK_FP8, block=block) if block else TENSOR_FP8)
 
 
 def with_unquantized_layers(
@@ -110,7 +106,7 @@ def with_unquantized_layers(
 ) -> Precision:
     """The precision of a trainer that keeps the matrices of whole layers in its main dtype (`first_last_layers_bf16`).
 
-    Raises PrecisionError for layers that the model has not.
+    Raises PrecisionError for layers that the model does not have.
     """
     count = model_parameters.architecture.layers
     if unknown := sorted(set(layers).difference(range(count))):
@@ -120,11 +116,11 @@ def with_unquantized_layers(
     return replace(precision, unquantized_layers=frozenset(layers)) if precision.format is not None else precision
 
 
-def divided(model_parameters: ModelParameters, is_kept: Callable[[ParameterGroup, int], bool]) -> ModelParameters:
-    """Divide groups of matrices of which `is_kept(group, layer)` leaves some layers unquantized."""
+def divided(model_parameters: ModelParameters, is_unquantized: UnquantizedRule) -> ModelParameters:
+    """The model with every group of matrices divided where `is_unquantized(group, layer)` holds for a part of its layers."""
     groups: list[ParameterGroup] = []
     for group in model_parameters.groups:
-        kept = tuple(layer for layer in group.layers if group.role in QUANTIZED and is_kept(group, layer))
+        kept = tuple(layer for layer in group.layers if group.role in QUANTIZED and is_unquantized(group, layer))
         if len(kept) in {0, len(group.layers)}:
             groups.append(group)
         else:
@@ -133,63 +129,16 @@ def divided(model_parameters: ModelParameters, is_kept: Callable[[ParameterGroup
     return replace(model_parameters, groups=tuple(groups))
 
 
-def in_format(model_parameters: ModelParameters, form: Format) -> ModelParameters:
-    """The model's parameters of an engine that quantizes, its groups divided where a part of their layers is not converted.
+def with_format(model_parameters: ModelParameters, form: Format) -> ModelParameters:
+    """The model as an engine sees it that keeps this format: the quantization_config of another method is left out.
 
-    The quantization_config of another method is left out: it says nothing about this one, and vLLM loads no checkpoint by
-    another method than its config's (vllm/config/model.py, _verify_quantization).
+    Such a config says nothing about this format. No engine loads a checkpoint by another method than its config's
+    (vllm/config/model.py, _verify_quantization).
     """
-    stated = model_parameters.quantization
-    if stated is None or stated.method != form.method:
-        return replace(model_parameters, quantization=None)
-    if not stated.not_converted:
+    quantization = model_parameters.quantization
+    if quantization is None or quantization.method == form.method:
         return model_parameters
-    return divided(model_parameters, lambda group, layer: _is_kept(group, layer, stated))
-
-
-def is_converted(group: ParameterGroup, model_parameters: ModelParameters) -> bool:
-    """Whether the engine quantizes a group, all of it or none (see `in_format`).
-
-    vLLM's MXFP8 takes the output layer too (modelopt.py, ModelOptQuantConfigBase.get_quant_method), but that of gpt-oss,
-    which models/gpt_oss.py builds without a config. Where the config states nothing of the format, one that lists what no
-    trainer quantizes is assumed: the output layer, and routers.
-    """
-    stated = model_parameters.quantization
-    if group.role is Role.LM_HEAD and stated is not None and stated.method == MXFP8.method:
-        return model_parameters.architecture.family != "gpt_oss" and not _is_kept(group, None, stated)
-    if group.role not in QUANTIZED:
-        return False
-    return stated is None or not any(_is_kept(group, layer, stated) for layer in group.layers or (None,))
-
-
-def _is_kept(group: ParameterGroup, layer: int | None, stated: Quantization) -> bool:
-    """Whether a module is listed: by its name, by that of the module it is fused in, or for experts by any inside of theirs.
-
-    Source: vllm/model_executor/layers/quantization/utils/quant_utils.py, is_layer_skipped, which matches exactly.
-    """
-    if group.experts:
-        experts = group.name_pattern.partition(".{expert}")[0].format(layer=layer)
-        inside = any(listed.startswith(experts + ".") for listed in stated.not_converted)
-        return inside or is_listed(experts, experts, stated)
-    return is_listed(*module_names(group, layer), stated)
-
-
-def is_listed(module: str, fused: str, stated: Quantization) -> bool:
-    """Whether a module is listed by its name or that of the module it is fused in; MXFP8 takes parts of names, and patterns.
-
-    Source: vllm/model_executor/layers/quantization/modelopt.py, ModelOptQuantConfigBase.is_layer_excluded.
-    """
-    if module in stated.not_converted or fused in stated.not_converted:
-        return True
-    return stated.method == MXFP8.method and any(
-        listed in fused or fnmatchcase(fused, listed) for listed in stated.not_converted
-    )
-
-
-def module_names(group: ParameterGroup, layer: int | None) -> tuple[str, str]:
-    """The module of a weight that is no expert's, and the module that vLLM fuses it in: the same where it does not."""
-    module = group.name(layer, None).removesuffix(".weight")
-    return module, f"{module.rpartition('.')[0]}.{_FUSED[group.role]}" if group.role in _FUSED else module
+    return replace(model_parameters, quantization=None)
 
 
 def scales_group(group: ParameterGroup, form: Format) -> ParameterGroup:

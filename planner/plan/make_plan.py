@@ -18,7 +18,7 @@ from mcore_reshard.planner.layout.megatron import MegatronBuild, MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc, Partition, PartitionOwners
 from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup
-from mcore_reshard.planner.model.precision import divided, in_format, precision_of, with_unquantized_layers
+from mcore_reshard.planner.model.precision import divided, precision_of, with_unquantized_layers
 
 from .plan import (
     GroupCast,
@@ -60,20 +60,22 @@ def make_plan(
     be cut this way.
     """
     held, wanted = precision_of(train_dtype, model_parameters), precision_of(gen_dtype, model_parameters)
+    engine_rules = engine_named(engine)
     if wanted.format is not None:
-        model_parameters = in_format(model_parameters, wanted.format)
+        model_parameters = engine_rules.quantized(model_parameters, wanted.format)
     held = with_unquantized_layers(held, train_unquantized_layers, model_parameters)
     model_parameters = divided(model_parameters, lambda _, layer: layer in held.unquantized_layers)
     held_parameters, wanted_parameters = held.main(model_parameters), wanted.main(model_parameters)
     source = MegatronLayout(held_parameters, train, build)
-    destination = engine_named(engine).layout(wanted_parameters, gen)
+    destination = engine_rules.layout(wanted_parameters, gen)
     violations = source.violations() + destination.violations()
-    violations += destination.misquantized() if wanted.format is not None else []
+    violations += engine_rules.misquantized(wanted_parameters) if wanted.format is not None else []
     if violations:
         raise MeshError(f"{model or model_parameters.architecture.family} does not fit these meshes", violations)
     train = train.canonical(model_parameters.architecture.layers)
+    gen = gen.canonical(model_parameters.architecture.layers)
     sides = Side(held_parameters, source, held), Side(wanted_parameters, destination, wanted)
-    routed = Router(*sides, train, gen, policy).routes()
+    routed = Router(*sides, engine_rules, train, gen, policy).routes()
     return _Planner(train, gen, model, policy, destination.name).plan(routed)
 
 

@@ -184,7 +184,7 @@ _PARTITION = {"pieces": [[_PIECE]], "padding": [[(int, _SIZES, _SIZES)]]}
 _FORM = {
     "model": str,
     "train": {**dict.fromkeys(TrainMesh.__dataclass_fields__, int), "layers": _SIZES},
-    "gen": dict.fromkeys(GenMesh.__dataclass_fields__, int),
+    "gen": {**dict.fromkeys(GenMesh.__dataclass_fields__, int), "layers": _SIZES},
     "engine": str,
     "policy": str,
     "groups": [(str, str, _SIZES, str, _SIZES, int, _SIZES, bool)],
@@ -225,7 +225,7 @@ def _decode(body: dict[str, Any]) -> Plan:
         raise ValueError(f"unknown policy {body['policy']!r}")
     try:
         train = TrainMesh(**{**body["train"], "layers": tuple(body["train"]["layers"])})
-        gen = GenMesh(**body["gen"])
+        gen = GenMesh(**{**body["gen"], "layers": tuple(body["gen"]["layers"])})
     except MeshError as error:
         raise ValueError(str(error)) from error
     return Plan(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mcore_reshard.planner.layout.block_scales import in_dtype, splits_blocks
+from mcore_reshard.planner.layout.engines import Engine
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Layout, Misc, Partition, PartitionOwners
 from mcore_reshard.planner.layout.transformer_engine import computed_scales
@@ -21,7 +22,6 @@ from mcore_reshard.planner.model.precision import (
     Block,
     Format,
     Precision,
-    is_converted,
     scales_group,
 )
 
@@ -66,8 +66,10 @@ class Side:
 class Router:
     """Routes the groups of one model; both sides list the same groups in the same order."""
 
-    def __init__(self, source: Side, destination: Side, train: TrainMesh, gen: GenMesh, policy: Policy) -> None:
-        self._source, self._destination = source, destination
+    def __init__(
+        self, source: Side, destination: Side, engine: Engine, train: TrainMesh, gen: GenMesh, policy: Policy
+    ) -> None:
+        self._source, self._destination, self._engine = source, destination, engine
         self._train, self._gen, self._policy = train, gen, policy
         self._tensor_names: dict[int, list[tuple[str, int]]] = {}
 
@@ -79,7 +81,8 @@ class Router:
 
     def _routed(self, held: ParameterGroup, wanted: ParameterGroup) -> Routed:
         gen = self._destination.precision
-        form = gen.format if is_converted(wanted, self._destination.model_parameters) else None
+        layer = next(iter(wanted.layers), None)  # groups are divided: its layers are alike
+        form = gen.format if self._engine.quantizes(wanted, layer, self._destination.model_parameters) else None
         destination = self._destination.layout.place(wanted)
         if form is not None and len(wanted.view) != 2:
             reason = (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from mcore_reshard.planner.layout.block_scales import REPEATED
+from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ravel, unravel
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 
@@ -381,8 +381,9 @@ def _parameter_hint(plan: Plan, name: str) -> str:
 
 def _tensor_hint(plan: Plan, world: World, rank: int, name: str) -> str:
     known = local_tensors(plan, world, rank)
-    if (blocks := name + REPEATED) in known:
-        return f": the engine repeats it from {blocks}, which the plan fills"
+    suffix = engine_named(plan.engine).repeated_suffix if world == "gen" else ""
+    if suffix and name + suffix in known:
+        return f": the engine repeats it from {name}{suffix}, which the plan fills"
     hint = _did_you_mean(get_close_matches(name, known, n=3, cutoff=0.6))
     if plan.misc:
         count = sum(1 for _ in plan.misc_names())

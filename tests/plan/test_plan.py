@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mcore_reshard.planner.layout.engines import UnknownEngineError
+from mcore_reshard.cli.summary import summarize
+from mcore_reshard.planner.layout.engines import UnknownEngineError, engine_named
 from mcore_reshard.planner.layout.mesh import MeshError, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import parameters_from_config
@@ -198,12 +199,15 @@ def test_violations_of_both_worlds_come_together():
 
 
 SECOND_ENGINE = '''
-"""An engine that differs from vLLM in names and in the order of gate and up: one file, nothing else."""
+"""An engine that differs from vLLM in names, in what it quantizes and in what it says of a plan: one file, nothing else."""
 
 from dataclasses import replace
 
+from mcore_reshard.planner.model.parameters import Role
+
 from .partitions import Partition
-from .vllm import TRANSPOSED, VllmLayout
+from .vllm import ENGINE as VLLM
+from .vllm import VllmLayout
 
 
 class ToyLayout(VllmLayout):
@@ -228,23 +232,62 @@ class ToyLayout(VllmLayout):
         return replace(owners, partition=Partition(pieces, padding))
 
 
-LAYOUT = ToyLayout
+def quantizes(group, layer, model_parameters):
+    return group.role in {Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN} and layer != 0
+
+
+def misquantized(model_parameters):
+    return ["generation: toy engines want untied embeddings"] if model_parameters.architecture.tied else []
+
+
+ENGINE = replace(
+    VLLM,
+    name="toy",
+    layout=ToyLayout,
+    quantizes=quantizes,
+    misquantized=misquantized,
+    notes=lambda misc: [f"toy: {len(misc)} groups by misc"],
+    repeated_suffix=".toy",
+)
 '''
 
 
-def test_a_second_engine_is_one_new_file(tmp_path, monkeypatch):
+@pytest.fixture
+def second_engine(tmp_path, monkeypatch):
     import mcore_reshard.planner.layout
 
     (tmp_path / "toy.py").write_text(SECOND_ENGINE)
     monkeypatch.setattr(
         mcore_reshard.planner.layout, "__path__", [*mcore_reshard.planner.layout.__path__, str(tmp_path)]
     )
+    yield "toy"
+    sys.modules.pop("mcore_reshard.planner.layout.toy", None)
+
+
+def test_a_second_engine_is_one_new_file(second_engine):
     model_parameters = parameters_from_config(load_config("tiny-qwen3-moe"))
-    plan = make_plan(model_parameters, parse_train_mesh("tp=2,ep=2"), parse_gen_mesh("tp=2"), engine="toy")
-    monkeypatch.delitem(sys.modules, "mcore_reshard.planner.layout.toy")
+    plan = make_plan(model_parameters, parse_train_mesh("tp=2,ep=2"), parse_gen_mesh("tp=2"), engine=second_engine)
     assert plan.engine == "toy" and prove(plan).ok
     assert all(tensor.name.startswith("toy.") for tensor in schedule_of(plan, "gen", 1).tensors)
     assert prove(parse_plan(dump_plan(plan))).ok
+
+
+def test_a_second_engine_says_in_that_file_what_it_quantizes(second_engine):
+    config = load_config("tiny-qwen3-moe-fp8")
+    meshes = parse_train_mesh("tp=1,ep=2,dp=2"), parse_gen_mesh("tp=1")
+    plan = make_plan(parameters_from_config(config), *meshes, engine=second_engine, gen_dtype="fp8")
+    quantized = {(plan.groups[pair.weight].role.value, plan.groups[pair.weight].layers) for pair in plan.pairs}
+    assert {role for role, _ in quantized} == {"expert_gate", "expert_up", "expert_down"}
+    assert all(0 not in layers for _, layers in quantized) and prove(plan).ok
+    with pytest.raises(MeshError, match="toy engines want untied embeddings"):
+        tied = parameters_from_config({**config, "tie_word_embeddings": True})
+        make_plan(tied, *meshes, engine=second_engine, gen_dtype="fp8")
+
+
+def test_a_second_engine_says_in_that_file_what_users_should_hear_of_a_plan(second_engine):
+    plan = replace(plan_of("tiny-nemotron-h", "tp=2", "tp=2"), engine=second_engine)
+    assert f"toy: {len(plan.misc)} groups by misc" in summarize(plan, prove(plan))["notes"]
+    assert engine_named(second_engine).repeated_tensor("weight_scale_inv.toy") == "weight_scale_inv"
 
 
 def test_an_unknown_engine_is_refused_by_planner_and_proof():

@@ -17,6 +17,7 @@ import torch
 from mcore_reshard.engines.vllm import refined_scales as vllm_refined_scales
 from mcore_reshard.planner.layout.block_scales import KV_SCALES
 from mcore_reshard.planner.layout.mesh import GenMesh
+from mcore_reshard.planner.layout.vllm_scales import CHECKPOINT_BLOCKS
 from mcore_reshard.session.agreement import is_positive_float32
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     _refuse_kernel_layouts(model)
     blocks = vllm_refined_scales.blocks_of(model)
-    left_out = {name.removesuffix(".blocks") for name in blocks}
+    left_out = {name.removesuffix(CHECKPOINT_BLOCKS) for name in blocks}
     for prefix, layer in _layers_with_parameters(model):
         if _is_attention(layer):
             left_out |= {f"{prefix}.{name}" for name in (*KV_SCALES, "prob_scale")}
@@ -71,7 +72,7 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor that the model's own loader writes, by vLLM name: as `local_tensors`, refined scales themselves."""
     refined = vllm_refined_scales.refined_names(model)
-    held = {name: tensor for name, tensor in local_tensors(model).items() if not name.endswith(".blocks")}
+    held = {name: tensor for name, tensor in local_tensors(model).items() if not name.endswith(CHECKPOINT_BLOCKS)}
     return held | {name: model.get_parameter(name).detach() for name in refined}
 
 

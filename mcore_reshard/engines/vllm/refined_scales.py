@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.planner.layout.block_scales import REPEATED
+from mcore_reshard.planner.layout.vllm_scales import CHECKPOINT_BLOCKS
 
 _SUFFIX = "_weight_scale_inv"
 _NOTHING = -1.0  # no scale is negative
@@ -33,7 +33,7 @@ class _Refined:
 
 def blocks_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """`...w13_weight_scale_inv.blocks` -> the tensor that a plan fills; made on the first call, negative until it is filled."""
-    return {entry.name + REPEATED: entry.blocks for entry in _refined(model)}
+    return {entry.name + CHECKPOINT_BLOCKS: entry.blocks for entry in _refined(model)}
 
 
 def refine(model: torch.nn.Module) -> None:

@@ -1,0 +1,267 @@
+"""Which local tensor of Megatron-Core holds a parameter, and how it is cut: one function a rule, keyed by role.
+
+Names and row orders are those of megatron-core 0.16 to 0.19 as built by Megatron-Bridge. Every rule names the class that it
+mirrors. Parallel degrees come from the mesh. The attributes of parameters are wrong in places: grouped experts at ETP = 1
+still claim tensor parallelism, and TE's duplicated linears claim a TP dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from mcore_reshard.planner.model.parameters import Attention, Mamba, ParameterGroup, Role
+
+from .geometry import LocalTensor, Piece, Region
+from .megatron_build import Context
+from .partitions import Misc, Partition, RowRange, gate_up, padded_rows, rows_along, split, split_sections, whole
+
+_LAYER = "vp{vp}.decoder.layers.{layer}."
+_EXPERTS = _LAYER + "mlp.experts."
+
+Rule = Callable[[Context, ParameterGroup], Partition | Misc]
+
+
+# --- vocabulary: megatron.core.tensor_parallel.layers.VocabParallelEmbedding, ColumnParallelLinear (output_layer)
+
+
+def _embedding(context: Context, group: ParameterGroup) -> Partition:
+    return padded_rows(group, "vp{vp}.embedding.word_embeddings.weight", context.padded_vocab, context.mesh.tp)
+
+
+def _lm_head(context: Context, group: ParameterGroup) -> Partition:
+    return padded_rows(group, "vp{vp}.output_layer.weight", context.padded_vocab, context.mesh.tp)
+
+
+# --- attention: megatron.core.transformer.attention.SelfAttention
+
+
+def _fused_qkv(context: Context, group: ParameterGroup) -> Partition:
+    """linear_qkv rows are group-major: for each KV group its query heads, then k, then v; tp cuts equal row ranges.
+
+    The cut may fall inside a group when tp exceeds the KV heads. Source: SelfAttention.get_query_key_value_tensors.
+    """
+    attention = context.architecture.attention
+    assert isinstance(attention, Attention)
+    dim = attention.head_dim
+    query_rows = attention.heads // attention.kv_heads * dim
+    fused_rows = query_rows + 2 * dim  # of one KV group
+    # rows of one KV group that this parameter has, and where they start among the fused ones
+    index = {Role.Q: 0, Role.K: 1, Role.V: 2, Role.Q_BIAS: 0, Role.K_BIAS: 1, Role.V_BIAS: 2}[group.role]
+    rows, offset = ((query_rows, 0), (dim, query_rows), (dim, query_rows + dim))[index]
+    local_rows = attention.kv_heads * fused_rows // context.mesh.tp
+    row_ranges = []
+    for tp in range(context.mesh.tp):
+        part_start, part_stop = tp * local_rows, (tp + 1) * local_rows
+        part = []
+        for kv_group in range(part_start // fused_rows, -(-part_stop // fused_rows)):
+            fused_start = kv_group * fused_rows + offset
+            start, stop = max(fused_start, part_start), min(fused_start + rows, part_stop)
+            if start < stop:
+                part.append(RowRange(kv_group * rows + start - fused_start, stop - start, start - part_start))
+        row_ranges.append(tuple(part))
+    leaf = "weight" if len(group.shape) == 2 else "bias"
+    return rows_along(group, _LAYER + f"self_attention.linear_qkv.{leaf}", 0, local_rows, row_ranges)
+
+
+def _attention_norm(context: Context, group: ParameterGroup) -> Partition:
+    """Fused in TELayerNormColumnParallelLinear, except for MLA, whose down projections have none."""
+    fused = context.build.fused_norms and isinstance(context.architecture.attention, Attention)
+    return whole(group, _LAYER + ("self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"))
+
+
+def _mlp_norm(context: Context, group: ParameterGroup) -> Partition:
+    fused = context.build.fused_norms
+    return whole(group, _LAYER + ("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"))
+
+
+def _mla_norm(linear: str, separate: str) -> Rule:
+    """megatron.core.transformer.multi_latent_attention.MLASelfAttention: the norm of the latent, before its up projection."""
+
+    def rule(context: Context, group: ParameterGroup) -> Partition:
+        leaf = f"{linear}.layer_norm_weight" if context.build.fused_norms else f"{separate}.weight"
+        return whole(group, _LAYER + "self_attention." + leaf)
+
+    return rule
+
+
+# --- MLP: megatron.core.transformer.mlp.MLP
+
+
+def _gate_up(path: str) -> Rule:
+    """linear_fc1 is [gate_r; up_r] when gated (partition_stride 2), up alone otherwise."""
+    return lambda context, group: gate_up(group, _LAYER + path, context.mesh.tp, context.architecture.gated)
+
+
+def _cut(path: str, dim: int) -> Rule:
+    """Column (dim 0) or row (dim 1) parallel over tp, in a tensor of its own."""
+    return lambda context, group: split(group, _LAYER + path, dim, context.mesh.tp)
+
+
+def _replicated(path: str) -> Rule:
+    return lambda context, group: whole(group, _LAYER + path)
+
+
+# --- experts: megatron.core.transformer.moe.experts
+
+
+def _expert_fc1(context: Context, group: ParameterGroup) -> Partition:
+    """linear_fc1 of one expert is [gate_r; up_r] over etp."""
+    if context.build.experts == "stacked":
+        return _stacked_fc1(context, group)
+    return gate_up(group, _expert_tensor(context, "linear_fc1.weight"), context.mesh.etp, context.architecture.gated)
+
+
+def _expert_fc2(context: Context, group: ParameterGroup) -> Partition:
+    if context.build.experts == "stacked":
+        return _stacked_fc2(context, group)
+    return split(group, _expert_tensor(context, "linear_fc2.weight"), 1, context.mesh.etp)
+
+
+def _expert_tensor(context: Context, leaf: str, slot: str = "{expert}") -> str:
+    """TEGroupedMLP numbers the tensors of its linears, SequentialMLP has a module for each expert."""
+    return _EXPERTS + (f"{leaf}{slot}" if context.build.experts == "grouped" else f"local_experts.{slot}.{leaf}")
+
+
+def _stacked_fc1(context: Context, group: ParameterGroup) -> Partition:
+    """GroupedMLP.weight1 is declared [H, E * 2 I / etp] but used as (E, H, 2 I / etp): forward() views it so."""
+    etp, local = context.mesh.etp, context.architecture.experts // context.mesh.ep
+    rows, hidden = group.view[0] // etp, group.view[1]
+    halves = 2 if context.architecture.gated else 1
+    half = 1 if context.architecture.gated and group.role is Role.EXPERT_UP else 0
+    tensor = LocalTensor(_EXPERTS + "weight1", (hidden, local * halves * rows), group.dtype)
+    pieces = tuple(
+        (Piece(Region((c * rows, 0), ((c + 1) * rows, hidden)), tensor, (0, 0, half, 0), (3, 1),
+               (local, hidden, halves, rows), 0),)
+        for c in range(etp)
+    )  # fmt: skip
+    return Partition(pieces)
+
+
+def _stacked_fc2(context: Context, group: ParameterGroup) -> Partition:
+    """GroupedMLP.weight2 is [E * I / etp, H], used as (E, I / etp, H)."""
+    etp, local = context.mesh.etp, context.architecture.experts // context.mesh.ep
+    hidden, rows = group.view[0], group.view[1] // etp
+    tensor = LocalTensor(_EXPERTS + "weight2", (local * rows, hidden), group.dtype)
+    pieces = tuple(
+        (Piece(Region((0, c * rows), (hidden, (c + 1) * rows)), tensor, (0, 0, 0), (2, 1), (local, rows, hidden), 0),)
+        for c in range(etp)
+    )
+    return Partition(pieces)
+
+
+def _stacked_experts(context: Context, group: ParameterGroup) -> Partition | Misc:
+    """gpt-oss keeps all experts of a layer in one HF tensor, transposed and with gate and up alternating.
+
+    TEGroupedMLP holds each expert as [gate; up] rows. Source: megatron.bridge GPTOSSMLPGateUpProjMapping and
+    GPTOSSMLPDownProjMapping. Megatron refuses expert tensor parallelism for this model (biases in experts).
+    """
+    if context.build.experts == "stacked":
+        return Misc("no layout rule for experts with biases in GroupedMLP")
+    local = context.architecture.experts // context.mesh.ep
+    return Partition(
+        tuple(
+            tuple(piece for slot in range(local) for piece in _expert_pieces(context, group, ep * local + slot, slot))
+            for ep in range(context.mesh.ep)
+        )
+    )
+
+
+def _expert_pieces(context: Context, group: ParameterGroup, expert: int, slot: int) -> list[Piece]:
+    linear = "linear_fc1" if group.role in {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS} else "linear_fc2"
+    kind = "bias" if group.role in {Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN_BIAS} else "weight"
+    name = _expert_tensor(context, f"{linear}.{kind}", str(slot))
+    region = Region.whole(group.view).within(0, expert, expert + 1)
+    sizes = group.view[1:]
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    dims: tuple[int, ...]
+    if group.role is Role.STACKED_GATE_UP:  # (E, H, I, 2) -> [2 I, H] = (1, 2, I, H)
+        hidden, inner, _ = sizes
+        shape, view, dims = (2 * inner, hidden), (1, 2, inner, hidden), (0, 3, 2, 1)
+    elif group.role is Role.STACKED_GATE_UP_BIAS:  # (E, I, 2) -> [2 I] = (1, 2, I)
+        inner, _ = sizes
+        shape, view, dims = (2 * inner,), (1, 2, inner), (0, 2, 1)
+    elif group.role is Role.STACKED_DOWN:  # (E, I, H) -> [H, I] = (1, H, I)
+        inner, hidden = sizes
+        shape, view, dims = (hidden, inner), (1, hidden, inner), (0, 2, 1)
+    else:  # (E, H) -> [H] = (1, H)
+        shape, view, dims = sizes, (1, *sizes), (0, 1)
+    tensor, origin = LocalTensor(name, shape, group.dtype), (0,) * len(view)
+    if linear == "linear_fc2":
+        return [Piece(region, tensor, origin, dims, view)]
+    return [
+        Piece(region.within(len(sizes), half, half + 1), tensor, (0, half, *origin[2:]), dims, view)
+        for half in range(2)
+    ]
+
+
+# --- Mamba: megatron.core.ssm.mamba_mixer.MambaMixer
+
+
+def _mamba_sections(sections_of: Callable[[Mamba], tuple[int, ...]], path: str) -> Rule:
+    """Sections (z, x, B, C, dt or x, B, C) are each cut by tp and kept one after another on every rank."""
+
+    def rule(context: Context, group: ParameterGroup) -> Partition:
+        assert context.architecture.mamba is not None
+        return split_sections(group, _LAYER + path, sections_of(context.architecture.mamba), context.mesh.tp)
+
+    return rule
+
+
+def _expert_bias(context: Context, group: ParameterGroup) -> Partition:
+    """TopKRouter.expert_bias: a persistent buffer, replicated, and kept in fp32."""
+    return whole(replace(group, dtype="float32"), _LAYER + "mlp.router.expert_bias")
+
+
+RULES: Mapping[Role, Rule] = {
+    Role.EMBEDDING: _embedding,
+    Role.LM_HEAD: _lm_head,
+    Role.ATTENTION_NORM: _attention_norm,
+    Role.MLP_NORM: _mlp_norm,
+    Role.MOE_NORM: _replicated("pre_mlp_layernorm.weight"),
+    Role.MAMBA_NORM: _replicated("mixer.in_proj.layer_norm_weight"),
+    Role.Q: _fused_qkv,
+    Role.K: _fused_qkv,
+    Role.V: _fused_qkv,
+    Role.Q_BIAS: _fused_qkv,
+    Role.K_BIAS: _fused_qkv,
+    Role.V_BIAS: _fused_qkv,
+    Role.O: _cut("self_attention.linear_proj.weight", 1),
+    Role.O_BIAS: _replicated("self_attention.linear_proj.bias"),
+    Role.Q_NORM: _replicated("self_attention.q_layernorm.weight"),
+    Role.K_NORM: _replicated("self_attention.k_layernorm.weight"),
+    Role.SINKS: _cut("self_attention.core_attention.softmax_offset", 0),
+    Role.MLA_Q: _cut("self_attention.linear_q_proj.weight", 0),
+    Role.MLA_Q_A: _replicated("self_attention.linear_q_down_proj.weight"),
+    Role.MLA_Q_A_NORM: _mla_norm("linear_q_up_proj", "q_layernorm"),
+    Role.MLA_Q_B: _cut("self_attention.linear_q_up_proj.weight", 0),
+    Role.MLA_KV_A: _replicated("self_attention.linear_kv_down_proj.weight"),
+    Role.MLA_KV_A_NORM: _mla_norm("linear_kv_up_proj", "kv_layernorm"),
+    Role.MLA_KV_B: _cut("self_attention.linear_kv_up_proj.weight", 0),
+    Role.MLA_O: _cut("self_attention.linear_proj.weight", 1),
+    Role.GATE: _gate_up("mlp.linear_fc1.weight"),
+    Role.UP: _gate_up("mlp.linear_fc1.weight"),
+    Role.DOWN: _cut("mlp.linear_fc2.weight", 1),
+    Role.ROUTER: _replicated("mlp.router.weight"),
+    Role.ROUTER_BIAS: _replicated("mlp.router.bias"),
+    Role.EXPERT_BIAS: _expert_bias,
+    Role.EXPERT_GATE: _expert_fc1,
+    Role.EXPERT_UP: _expert_fc1,
+    Role.EXPERT_DOWN: _expert_fc2,
+    Role.SHARED_GATE: _gate_up("mlp.shared_experts.linear_fc1.weight"),
+    Role.SHARED_UP: _gate_up("mlp.shared_experts.linear_fc1.weight"),
+    Role.SHARED_DOWN: _cut("mlp.shared_experts.linear_fc2.weight", 1),
+    Role.STACKED_GATE_UP: _stacked_experts,
+    Role.STACKED_GATE_UP_BIAS: _stacked_experts,
+    Role.STACKED_DOWN: _stacked_experts,
+    Role.STACKED_DOWN_BIAS: _stacked_experts,
+    Role.MAMBA_IN: _mamba_sections(lambda mamba: mamba.in_sections, "mixer.in_proj.weight"),
+    Role.MAMBA_CONV: _mamba_sections(lambda mamba: mamba.conv_sections, "mixer.conv1d.weight"),
+    Role.MAMBA_CONV_BIAS: _mamba_sections(lambda mamba: mamba.conv_sections, "mixer.conv1d.bias"),
+    Role.MAMBA_A_LOG: _cut("mixer.A_log", 0),
+    Role.MAMBA_D: _cut("mixer.D", 0),
+    Role.MAMBA_DT_BIAS: _cut("mixer.dt_bias", 0),
+    Role.MAMBA_GATE_NORM: _cut("mixer.norm.weight", 0),
+    Role.MAMBA_OUT: _cut("mixer.out_proj.weight", 1),
+}

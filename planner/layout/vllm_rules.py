@@ -1,0 +1,294 @@
+"""Which local tensor of vLLM holds a parameter, and how it is cut: one function a rule, keyed by role.
+
+These are the bf16 forms of vLLM 0.26 to 0.33; vllm_scales.py has the scales of quantized ones. Every rule names the file
+under vllm/model_executor that it mirrors. MLA derives W_UV and W_UK_T after loading: the engine adapter recomputes them, no
+plan moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from mcore_reshard.planner.model.parameters import (
+    Architecture,
+    Attention,
+    LatentAttention,
+    Mamba,
+    ParameterGroup,
+    Role,
+)
+
+from .geometry import LocalTensor, Piece, Region
+from .mesh import GenMesh
+from .partitions import Misc, Partition, RowRange, gate_up, padded_rows, rows_along, split, split_sections, whole
+
+_VOCAB_PADDING = 64  # layers/vocab_parallel_embedding.py DEFAULT_VOCAB_PADDING_SIZE
+_LAYER = "model.layers.{layer}."
+_ROUTED = "experts.routed_experts."
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a rule sees beside the group it places."""
+
+    architecture: Architecture
+    mesh: GenMesh
+    dtype: str
+
+    @property
+    def family(self) -> str:
+        return self.architecture.family
+
+    @property
+    def expert_tp(self) -> int:
+        """Experts are cut by tp, or kept whole under expert parallelism."""
+        return self.mesh.tp if self.mesh.ep == 1 else 1
+
+    @property
+    def shared_experts_replicated(self) -> bool:
+        """vllm/config/parallel.py use_sequence_parallel_moe: expert parallelism with tp and dp both above 1."""
+        return self.mesh.ep > 1 and self.mesh.tp > 1 and self.mesh.dp > 1
+
+
+Rule = Callable[[Context, ParameterGroup, int], Partition | Misc]  # the int: local experts of the rank
+
+
+def _attention(context: Context) -> str:
+    return _LAYER + {"nemotron_h": "mixer.", "gpt_oss": "attn."}.get(context.family, "self_attn.")
+
+
+def _mlp(context: Context) -> str:
+    return _LAYER + ("mixer." if context.family == "nemotron_h" else "mlp.")
+
+
+# --- vocabulary: layers/vocab_parallel_embedding.py
+
+
+def padded_vocab(vocab: int) -> int:
+    return -(-vocab // _VOCAB_PADDING) * _VOCAB_PADDING
+
+
+def _embedding(context: Context, group: ParameterGroup, _: int) -> Partition:
+    name = "model.embedding.weight" if context.family == "gpt_oss" else "model.embed_tokens.weight"
+    return padded_rows(group, name, padded_vocab(context.architecture.vocab), context.mesh.tp)
+
+
+def _lm_head(context: Context, group: ParameterGroup, _: int) -> Partition:
+    return padded_rows(group, "lm_head.weight", padded_vocab(context.architecture.vocab), context.mesh.tp)
+
+
+def _final_norm(context: Context, group: ParameterGroup, _: int) -> Partition:
+    return whole(group, "model.norm_f.weight" if context.family == "nemotron_h" else "model.norm.weight")
+
+
+def _norm(leaf: str) -> Rule:
+    """Replicated; Nemotron-H has one norm a layer, named so (models/nemotron_h.py)."""
+    return lambda context, group, _: whole(
+        group, _LAYER + ("norm.weight" if context.family == "nemotron_h" else f"{leaf}.weight")
+    )
+
+
+# --- attention: layers/linear.py QKVParallelLinear
+
+
+def _qkv(context: Context, group: ParameterGroup, _: int) -> Partition:
+    """Rows [q_r; k_r; v_r]; with more ranks than KV heads, rank r holds head r // (tp / kv_heads), so neighbors replicate."""
+    attention, tp = context.architecture.attention, context.mesh.tp
+    assert isinstance(attention, Attention)
+    q_rows = attention.heads // tp * attention.head_dim
+    kv_rows = max(1, attention.kv_heads // tp) * attention.head_dim
+    copies = max(1, tp // attention.kv_heads)
+    if group.role in {Role.Q, Role.Q_BIAS}:
+        row_ranges = [(RowRange(r * q_rows, q_rows, 0),) for r in range(tp)]
+    else:
+        local_start = q_rows + (kv_rows if group.role in {Role.V, Role.V_BIAS} else 0)
+        row_ranges = [(RowRange(r // copies * kv_rows, kv_rows, local_start),) for r in range(tp)]
+    leaf = "weight" if len(group.shape) == 2 else "bias"
+    return rows_along(group, _attention(context) + f"qkv_proj.{leaf}", 0, q_rows + 2 * kv_rows, row_ranges)
+
+
+def _attention_cut(leaf: str, dim: int) -> Rule:
+    return lambda context, group, _: split(group, _attention(context) + leaf, dim, context.mesh.tp)
+
+
+def _attention_whole(leaf: str) -> Rule:
+    return lambda context, group, _: whole(group, _attention(context) + leaf)
+
+
+# --- latent attention: models/deepseek_v2.py
+
+
+def _latent_a(context: Context, group: ParameterGroup, _: int) -> Partition:
+    """fused_qkv_a_proj = [q_a; kv_a_with_mqa], replicated (DeepSeekV2FusedQkvAProjLinear, disable_tp)."""
+    attention = context.architecture.attention
+    assert isinstance(attention, LatentAttention)
+    if not attention.q_lora_rank:
+        return whole(group, _attention(context) + "kv_a_proj_with_mqa.weight")
+    rows = attention.q_lora_rank + attention.kv_lora_rank + attention.qk_rope_dim
+    local_start = 0 if group.role is Role.MLA_Q_A else attention.q_lora_rank
+    row_ranges = [(RowRange(0, group.view[0], local_start),)]
+    return rows_along(group, _attention(context) + "fused_qkv_a_proj.weight", 0, rows, row_ranges)
+
+
+# --- MLP: layers/linear.py MergedColumnParallelLinear
+
+
+def _gate_up(context: Context, group: ParameterGroup, _: int) -> Partition:
+    if not context.architecture.gated:
+        return split(group, _mlp(context) + "up_proj.weight", 0, context.mesh.tp)
+    return gate_up(group, _mlp(context) + "gate_up_proj.weight", context.mesh.tp, gated=True)
+
+
+def _mlp_cut(leaf: str, dim: int) -> Rule:
+    return lambda context, group, _: split(group, _mlp(context) + leaf, dim, context.mesh.tp)
+
+
+def _mlp_whole(leaf: str) -> Rule:
+    return lambda context, group, _: whole(group, _mlp(context) + leaf)
+
+
+def _shared_fc1(context: Context, group: ParameterGroup, _: int) -> Partition:
+    tp = 1 if context.shared_experts_replicated else context.mesh.tp
+    gated = context.architecture.gated
+    name = _mlp(context) + f"shared_experts.{'gate_up_proj' if gated else 'up_proj'}.weight"
+    return gate_up(group, name, tp, gated)
+
+
+def _shared_fc2(context: Context, group: ParameterGroup, _: int) -> Partition:
+    tp = 1 if context.shared_experts_replicated else context.mesh.tp
+    return split(group, _mlp(context) + "shared_experts.down_proj.weight", 1, tp)
+
+
+# --- experts: layers/fused_moe/layer.py FusedMoE
+
+
+def _expert_fc1(context: Context, group: ParameterGroup, local: int) -> Partition:
+    """w13 is (E, 2 I / tp, H) = [gate_r; up_r] per expert, or (E, I / tp, H) without a gate."""
+    name = _mlp(context) + _ROUTED + "w13_weight"
+    return gate_up(group, name, context.expert_tp, context.architecture.gated, local)
+
+
+def _expert_fc2(context: Context, group: ParameterGroup, local: int) -> Partition:
+    """w2 is (E, H, I / tp)."""
+    return split(group, _mlp(context) + _ROUTED + "w2_weight", 1, context.expert_tp, local)
+
+
+def _stacked(context: Context, group: ParameterGroup, _: int) -> Partition | Misc:
+    """gpt-oss in bf16 (models/gpt_oss.py _load_weights_other): w13 rows keep gate and up alternating, transposed from HF."""
+    tp, ep = context.expert_tp, context.mesh.ep
+    if group.role is Role.STACKED_DOWN_BIAS and tp > 1:
+        return Misc("w2_bias is whole on tensor-parallel rank 0 and zero on the others: not a byte copy")
+    local = context.architecture.experts // ep
+    if ep > 1:
+        return Partition(tuple((_stacked_piece(context, group, 0, rank * local, local),) for rank in range(ep)))
+    return Partition(tuple((_stacked_piece(context, group, rank, 0, local),) for rank in range(tp)))
+
+
+def _stacked_piece(context: Context, group: ParameterGroup, tp_rank: int, first_expert: int, local: int) -> Piece:
+    path = _mlp(context) + _ROUTED
+    region = Region.whole(group.view).within(0, first_expert, first_expert + local)
+    sizes = group.view[1:]
+    if group.role is Role.STACKED_DOWN_BIAS:  # (E, H)
+        return Piece(region, LocalTensor(path + "w2_bias", (local, *sizes), group.dtype), (0, 0), (0, 1))
+    inner_dim = 2 if group.role is Role.STACKED_GATE_UP else 1  # the dim that tp cuts
+    inner = group.view[inner_dim] // context.expert_tp
+    region = region.within(inner_dim, tp_rank * inner, (tp_rank + 1) * inner)
+    if group.role is Role.STACKED_GATE_UP:  # (E, H, I, 2) -> (E, I / tp, 2, H) stored as [E, 2 I / tp, H]
+        hidden = sizes[0]
+        tensor = LocalTensor(path + "w13_weight", (local, 2 * inner, hidden), group.dtype)
+        return Piece(region, tensor, (0, 0, 0, 0), (0, 3, 1, 2), (local, inner, 2, hidden))
+    if group.role is Role.STACKED_GATE_UP_BIAS:  # (E, I, 2) -> [E, 2 I / tp]
+        tensor = LocalTensor(path + "w13_bias", (local, 2 * inner), group.dtype)
+        return Piece(region, tensor, (0, 0, 0), (0, 1, 2), (local, inner, 2))
+    tensor = LocalTensor(path + "w2_weight", (local, sizes[1], inner), group.dtype)  # (E, I, H) -> [E, H, I / tp]
+    return Piece(region, tensor, (0, 0, 0), (0, 2, 1))
+
+
+# --- Mamba2: layers/mamba/mamba_mixer2.py
+
+
+def _mamba_sections(sections_of: Callable[[Mamba], tuple[int, ...]], leaf: str, groups_start: int) -> Rule:
+    """Sections cut by tp one after another; of a single group, B and C (from `groups_start` on) are whole on every rank."""
+
+    def rule(context: Context, group: ParameterGroup, _: int) -> Partition:
+        mamba, tp = context.architecture.mamba, context.mesh.tp
+        assert mamba is not None
+        uncut = (groups_start, groups_start + 1) if mamba.groups == 1 else ()
+        return split_sections(group, _LAYER + "mixer." + leaf, sections_of(mamba), tp, uncut)
+
+    return rule
+
+
+def _mamba_a(context: Context, group: ParameterGroup, _: int) -> Misc:
+    return Misc("vLLM stores A = -exp(A_log): not a byte copy")
+
+
+def _model_dtype(leaf: str) -> Rule:
+    """D and dt_bias are cut by heads and kept in the model's dtype, also where the checkpoint has fp32."""
+    return lambda context, group, _: split(replace(group, dtype=context.dtype), _LAYER + leaf, 0, context.mesh.tp)
+
+
+def _expert_bias(context: Context, group: ParameterGroup, _: int) -> Partition:
+    return whole(replace(group, dtype="float32"), _mlp(context) + "gate.e_score_correction_bias")
+
+
+def _router(context: Context, group: ParameterGroup, _: int) -> Partition | Misc:
+    """A plain replicated linear; Nemotron-H's GateLinear keeps fp32 where it has no bf16 kernel."""
+    if context.family == "nemotron_h":
+        return Misc("the engine keeps this router in float32 or bfloat16 depending on the device")
+    return whole(group, _mlp(context) + ("router.weight" if context.family == "gpt_oss" else "gate.weight"))
+
+
+RULES: Mapping[Role, Rule] = {
+    Role.EMBEDDING: _embedding,
+    Role.LM_HEAD: _lm_head,
+    Role.FINAL_NORM: _final_norm,
+    Role.ATTENTION_NORM: _norm("input_layernorm"),
+    Role.MLP_NORM: _norm("post_attention_layernorm"),
+    Role.MOE_NORM: _norm("post_attention_layernorm"),
+    Role.MAMBA_NORM: _norm("norm"),
+    Role.Q: _qkv,
+    Role.K: _qkv,
+    Role.V: _qkv,
+    Role.Q_BIAS: _qkv,
+    Role.K_BIAS: _qkv,
+    Role.V_BIAS: _qkv,
+    Role.O: _attention_cut("o_proj.weight", 1),
+    Role.O_BIAS: _attention_whole("o_proj.bias"),
+    Role.Q_NORM: _attention_whole("q_norm.weight"),
+    Role.K_NORM: _attention_whole("k_norm.weight"),
+    Role.SINKS: _attention_cut("sinks", 0),
+    Role.MLA_Q: _attention_cut("q_proj.weight", 0),
+    Role.MLA_Q_A: _latent_a,
+    Role.MLA_Q_A_NORM: _attention_whole("q_a_layernorm.weight"),
+    Role.MLA_Q_B: _attention_cut("q_b_proj.weight", 0),
+    Role.MLA_KV_A: _latent_a,
+    Role.MLA_KV_A_NORM: _attention_whole("kv_a_layernorm.weight"),
+    Role.MLA_KV_B: _attention_cut("kv_b_proj.weight", 0),
+    Role.MLA_O: _attention_cut("o_proj.weight", 1),
+    Role.GATE: _gate_up,
+    Role.UP: _gate_up,
+    Role.DOWN: _mlp_cut("down_proj.weight", 1),
+    Role.ROUTER: _router,
+    Role.ROUTER_BIAS: _mlp_whole("router.bias"),
+    Role.EXPERT_BIAS: _expert_bias,
+    Role.EXPERT_GATE: _expert_fc1,
+    Role.EXPERT_UP: _expert_fc1,
+    Role.EXPERT_DOWN: _expert_fc2,
+    Role.SHARED_GATE: _shared_fc1,
+    Role.SHARED_UP: _shared_fc1,
+    Role.SHARED_DOWN: _shared_fc2,
+    Role.STACKED_GATE_UP: _stacked,
+    Role.STACKED_GATE_UP_BIAS: _stacked,
+    Role.STACKED_DOWN: _stacked,
+    Role.STACKED_DOWN_BIAS: _stacked,
+    Role.MAMBA_IN: _mamba_sections(lambda mamba: mamba.in_sections, "in_proj.weight", 2),
+    Role.MAMBA_CONV: _mamba_sections(lambda mamba: mamba.conv_sections, "conv1d.weight", 1),
+    Role.MAMBA_CONV_BIAS: _mamba_sections(lambda mamba: mamba.conv_sections, "conv1d.bias", 1),
+    Role.MAMBA_A_LOG: _mamba_a,
+    Role.MAMBA_D: _model_dtype("mixer.D"),
+    Role.MAMBA_DT_BIAS: _model_dtype("mixer.dt_bias"),
+    Role.MAMBA_GATE_NORM: _mlp_cut("norm.weight", 0),
+    Role.MAMBA_OUT: _mlp_cut("out_proj.weight", 1),
+}
