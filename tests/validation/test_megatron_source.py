@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -242,6 +243,51 @@ def _planned(trainer: Trainer, folder: Path, config: dict[str, Any], gen_dtype: 
 def test_a_trainer_in_float32_is_planned_as_one(in_world, dtype: str, gen_dtype: str | None, casts: set) -> None:
     config = tiny.tiny_config("qwen3_moe") | {"torch_dtype": dtype}
     assert in_world(config, TrainMesh(pp=2), _planned, config, gen_dtype, "") == [(casts, 0)] * 2
+
+
+def _planned_error(trainer: Trainer, _: Path, config: dict[str, Any], change: Callable[[Trainer], None]) -> str:
+    change(trainer)
+    with pytest.raises(ValueError) as error:
+        plan_refit(config, trainer.model_chunks, GenMesh(tp=2))
+    return str(error.value)
+
+
+def _wrap_for_lora(trainer: Trainer) -> None:
+    """Megatron-Bridge's own wrapper around one linear of the last stage, as LoRA.transform leaves it."""
+    from megatron.bridge.peft.lora_layers import LoRALinear
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        mlp = unwrapped(trainer.model_chunks[0]).decoder.layers[0].mlp
+        mlp.linear_fc2 = LoRALinear(mlp.linear_fc2, torch.nn.Linear(8, 8, bias=False))
+
+
+def test_a_model_with_lora_adapters_is_refused_on_every_rank_with_the_cause(in_world) -> None:
+    config = tiny.tiny_config("qwen3")
+    told = in_world(config, TrainMesh(pp=2), _planned_error, config, _wrap_for_lora)
+    assert len(set(told)) == 1
+    assert "the model has adapters (LoRA), as in vp0.decoder.layers.0.mlp.linear_fc2.to_wrap.weight" in told[0]
+    assert "Merge the adapters" in told[0]
+
+
+def _planned_in_another_order(trainer: Trainer, folder: Path, config: dict[str, Any]) -> str:
+    from megatron.core import parallel_state
+
+    initialize = parallel_state.initialize_model_parallel
+
+    def initialize_with_data_outermost(**sizes: Any) -> None:
+        initialize(**sizes, order="tp-cp-ep-pp-dp")  # as Megatron-Bridge's use_tp_pp_dp_mapping (training/initialize.py)
+
+    with mock.patch.object(parallel_state, "initialize_model_parallel", initialize_with_data_outermost):
+        trainer = build_trainer(folder / "1", TrainMesh(pp=2, dp=2))
+    return _planned_error(trainer, folder, config, lambda _: None)
+
+
+def test_another_order_of_ranks_is_refused_on_every_rank_with_the_cause(in_world) -> None:
+    config = tiny.tiny_config("qwen3")
+    told = in_world(config, TrainMesh(pp=2, dp=2), _planned_in_another_order, config)
+    assert len(set(told)) == 1
+    assert "Megatron-Core has rank 1 at pp=1 dp=0, a plan has it at pp=0 dp=1" in told[0]
+    assert "use_tp_pp_dp_mapping=False" in told[0]
 
 
 def test_a_trainer_in_two_dtypes_is_refused_on_every_rank_with_both(in_world) -> None:

@@ -109,6 +109,12 @@ def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     return {**sizes, "layers": tuple(len(chunk) for chunk in in_model_order)}
 
 
+def rank_coordinate(model_chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
+    """Where the process groups put this rank: `{tp, pp, cp, ep, etp, dp}`, all 0 without process groups."""
+    groups = _process_groups(model_chunks)
+    return {axis: 0 if group is None else group.rank() for axis, group in groups.items()}
+
+
 def require(module: str) -> ModuleType:
     """Import a Megatron module, or raise ImportError naming the extra that brings it."""
     try:

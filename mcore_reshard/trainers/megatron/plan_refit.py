@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
 from mcore_reshard.planner.layout.megatron import ExpertsModule, MegatronBuild, MegatronLayout
-from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
+from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc
 from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.model.parameters import ModelParameters
@@ -23,7 +24,7 @@ from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.proof.prove import ProofError, prove
 
-from .model import local_tensors, precisions_of, train_mesh_of
+from .model import local_tensors, precisions_of, rank_coordinate, train_mesh_of
 
 _T = TypeVar("_T")
 
@@ -39,18 +40,21 @@ def plan_refit(
     *,
     model: str = "",
     policy: Policy = "exact",
+    engine: str = DEFAULT_ENGINE,
     gen_dtype: str | None = None,
 ) -> Plan:
-    """Plan the refit of a live Megatron-Core model into a vLLM mesh, and prove it.
+    """Plan the refit of a live Megatron-Core model into the mesh of an engine, and prove it.
 
-    `config` is the model's HF config.json. `gen_dtype` is what the engine holds, as in `planner.precision.precision_of`;
-    what the trainer holds is read off its parameters, layer by layer. Collective over the training world (torch's default
+    `config` is the model's HF config.json. `engine` and `gen_dtype` (what the engine holds) are as in `make_plan`. The
+    precision of the trainer is read off its parameters, layer by layer. Collective over the training world (torch's default
     group): every rank must call it and all get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a
-    model that no plan describes.
+    model that no plan describes, such as one with LoRA adapters.
     """
     model_parameters = parameters_from_config(config)
     train = TrainMesh(**dict(train_mesh_of(model_chunks)))
+    _refuse_other_rank_orders(train, rank_coordinate(model_chunks))
     tensors = local_tensors(model_chunks)
+    _refuse_adapters(tensors)
     build = _build_of(tensors, train.tp)
     train_dtype = _agreed_precision(precisions_of(tensors), model_parameters.dtype)
     unquantized: list[int] = []
@@ -64,6 +68,7 @@ def plan_refit(
         gen,
         model=model,
         policy=policy,
+        engine=engine,
         build=build,
         train_dtype=train_dtype,
         gen_dtype=gen_dtype,
@@ -75,48 +80,79 @@ def plan_refit(
     return plan
 
 
-def _agreed_precision(mine: dict[str, str], main: str) -> str | None:
-    """The `train_dtype` of a world whose ranks hold matrices in `mine`; `main` is the config's dtype.
+def _refuse_other_rank_orders(train: TrainMesh, coordinate: dict[str, int]) -> None:
+    """Raise MeshError on every rank where one of them is elsewhere than RankGenerator's default order puts it.
 
-    Ranks tell each other, since a stage may hold no quantized parameters.
+    Megatron-Bridge's `use_tp_pp_dp_mapping` initializes Megatron with order="tp-cp-ep-pp-dp" (training/initialize.py).
     """
-    held = {precision: name for rank in reversed(_told(mine)) for precision, name in rank.items()}
-    formats, dtypes = held.keys() & _FORMATS, held.keys() - _FORMATS
+    for global_rank, actual in enumerate(_told(coordinate)):
+        planned = train.coordinate(global_rank)
+        if wrong := [axis for axis in actual if actual[axis] != planned[axis]]:
+            in_megatron, in_plan = (" ".join(f"{axis}={at[axis]}" for axis in wrong) for at in (actual, planned))
+            raise MeshError(
+                "no plan fits this order of training ranks",
+                [
+                    f"Megatron-Core has rank {global_rank} at {in_megatron}, a plan has it at {in_plan}",
+                    "initialize Megatron-Core with order='tp-cp-ep-dp-pp', its default"
+                    " (Megatron-Bridge: use_tp_pp_dp_mapping=False)",
+                ],
+            )
+
+
+def _refuse_adapters(names: Iterable[str]) -> None:
+    """Raise ValueError on every rank where one holds a module that Megatron-Bridge wraps (peft/adapter_wrapper.py)."""
+    wrapped = [name for name in _told(next((name for name in names if ".to_wrap." in name), "")) if name]
+    if wrapped:
+        raise ValueError(
+            f"the model has adapters (LoRA), as in {wrapped[0]}: no tensor of the trainer holds the weights that the engine"
+            " needs. Merge the adapters (megatron.bridge.peft.lora.LoRAMerge), put every `to_wrap` module in the place of"
+            " its wrapper, and plan that model"
+        )
+
+
+def _agreed_precision(first_in: dict[str, str], main: str) -> str | None:
+    """The `train_dtype` of a world whose ranks hold matrices in these precisions; `main` is the config's dtype.
+
+    `first_in` names a matrix of this rank for each precision. Ranks tell each other, since a stage may hold no quantized
+    parameters.
+    """
+    name_in = {precision: name for rank in reversed(_told(first_in)) for precision, name in rank.items()}
+    formats, dtypes = name_in.keys() & _FORMATS, name_in.keys() - _FORMATS
     known = {main} if formats else {main, *PRECISION_OF}
     if len(formats) > 1 or len(dtypes) > 1 or dtypes - known:
-        found = ", ".join(f"{held[precision]} in {precision}" for precision in sorted(held))
+        mixture = ", ".join(f"{name_in[precision]} in {precision}" for precision in sorted(name_in))
         raise ValueError(
-            f"no plan can say what training ranks hold their matrices in: {found}; they may all be in bfloat16,"
+            f"no plan can say what training ranks hold their matrices in: {mixture}; they may all be in bfloat16,"
             f" in float32 or in the config's {main}, which FP8 parameters leave the others in"
         )
     return next(iter(formats), None) or next((PRECISION_OF[dtype] for dtype in dtypes if dtype != main), None)
 
 
 def _unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[tuple[int, str]]) -> list[int]:
-    """The layers of an FP8 trainer of which no rank holds a quantized linear weight, though some hold others.
+    """The layers of an FP8 trainer in which no rank holds a quantized linear weight.
 
     `weights` are (layer, name) of what this rank may hold. Ranks tell each other, since a layer may be on several. Raises
-    ValueError for layers of which only a part is quantized.
+    ValueError for layers that are quantized in part.
     """
-    mine: dict[int, dict[bool, str]] = {}  # by layer, the first weight that is quantized and the first that is not
+    local: dict[int, dict[bool, str]] = {}  # by layer, the first weight that is quantized and the first that is not
     for layer, name in weights:
         if name in tensors:
-            mine.setdefault(layer, {}).setdefault(tensors[name].dtype is torch.float8_e4m3fn, name)
-    held: dict[int, dict[bool, str]] = {}
-    for rank in _told(mine):
+            local.setdefault(layer, {}).setdefault(tensors[name].dtype is torch.float8_e4m3fn, name)
+    weight_of: dict[int, dict[bool, str]] = {}  # the same over all ranks
+    for rank in _told(local):
         for layer, names in rank.items():
-            held[layer] = names | held.get(layer, {})
-    parts = [
+            weight_of[layer] = names | weight_of.get(layer, {})
+    mixed = [
         f"of layer {layer} {names[True]} is, {names[False]} is not"
-        for layer, names in sorted(held.items())
+        for layer, names in sorted(weight_of.items())
         if len(names) == 2
     ]
-    if parts:
+    if mixed:
         raise ValueError(
-            f"no plan can say what training ranks keep quantized: {'; '.join(parts)}; it must be all linear weights of a"
+            f"no plan can say what training ranks keep quantized: {'; '.join(mixed)}; it must be all linear weights of a"
             " layer or none, as fp8_param and first_last_layers_bf16 leave them"
         )
-    return sorted(layer for layer, names in held.items() if True not in names)
+    return sorted(layer for layer, names in weight_of.items() if True not in names)
 
 
 def _linear_weights(
@@ -132,30 +168,30 @@ def _linear_weights(
             continue
         placed = layout.place(group)
         for owners in () if isinstance(placed, (Misc, Excluded)) else placed:
-            patterns = {piece.tensor.name for held in owners.partition.pieces for piece in held}
+            patterns = {piece.tensor.name for part in owners.partition.pieces for piece in part}
             slots = range(max(1, owners.experts[1] - owners.experts[0]))
             for pattern, place, slot in product(sorted(patterns), owners.layers, slots):
                 if place.pp_stage == pp_stage:
                     yield place.layer, pattern.format(vp=place.vp_stage, layer=place.local, expert=slot)
 
 
-def _told(mine: _T) -> list[_T]:
-    """What every training rank says, in their order."""
+def _told(value: _T) -> list[_T]:
+    """The values of all training ranks, in their order."""
     if not torch.distributed.is_initialized():
-        return [mine]
-    told: list[_T] = [mine] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(told, mine)
-    return told
+        return [value]
+    values: list[_T] = [value] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
     """How the model was built, put together from what every training rank holds.
 
-    A rank may hold none of what tells (a stage without experts, or without the embedding), so ranks tell each other.
+    A rank may lack the evidence, as a stage without experts or without the embedding does: ranks tell each other.
     """
     rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)}
-    mine: dict[str, Any] = {"experts": _experts_of(tensors), "fused": _fused_norms_of(tensors), "rows": sorted(rows)}
-    told = _told(mine)
+    evidence: dict[str, Any] = {"experts": _experts_of(tensors), "fused": _fused_norms_of(tensors), "rows": sorted(rows)}
+    told = _told(evidence)
     experts: set[ExpertsModule] = {kind for rank in told for kind in rank["experts"]}
     fused = {answer for rank in told for answer in rank["fused"]}
     rows = {count for rank in told for count in rank["rows"]}
@@ -174,8 +210,8 @@ def _experts_of(names: Iterable[str]) -> list[ExpertsModule]:
     """How local experts are kept: modules of their own, one tensor for all, or one tensor each; nothing without experts."""
     kinds: dict[ExpertsModule, bool] = {"sequential": False, "stacked": False, "grouped": False}
     for name in names:
-        _, found, leaf = name.partition(".mlp.experts.")
-        if found:
+        _, experts, leaf = name.partition(".mlp.experts.")
+        if experts:
             kinds["sequential"] |= leaf.startswith("local_experts.")
             kinds["stacked"] |= leaf in {"weight1", "weight2"}
             kinds["grouped"] |= leaf.startswith(("linear_fc1.weight", "linear_fc2.weight"))
@@ -184,5 +220,5 @@ def _experts_of(names: Iterable[str]) -> list[ExpertsModule]:
 
 def _fused_norms_of(names: Iterable[str]) -> list[bool]:
     """Whether norms live inside the linear they precede; nothing on a rank without layers."""
-    held = [name for name in names if ".decoder.layers." in name]
-    return [any(name.endswith(_FUSED_NORM) for name in held)] if held else []
+    in_layers = [name for name in names if ".decoder.layers." in name]
+    return [any(name.endswith(_FUSED_NORM) for name in in_layers)] if in_layers else []
