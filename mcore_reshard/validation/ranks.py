@@ -246,7 +246,7 @@ class _VllmEngine:
 
 def gen_sizes(mesh: GenMesh) -> GenSizes:
     """The mesh as the engine's tables take it."""
-    return GenSizes(mesh.tp, mesh.pp, mesh.dp, mesh.ep)
+    return GenSizes(mesh.tp, mesh.pp, mesh.dp, mesh.ep, mesh.layers)
 
 
 def _generate(rank: int, job: Job, store: str) -> Results:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,11 +198,13 @@ def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
 
 
 def gen_sizes_of(vllm_config: VllmConfig) -> GenMesh:
-    """The generation mesh of a vLLM configuration.
+    """The generation mesh of a vLLM configuration, and of the variable VLLM_PP_LAYER_PARTITION of this process.
 
-    Raises ValueError for what a `GenMesh` cannot say: experts cut over data parallelism, experts that move at run time
+    Raises MeshError for a partition that does not fit the model, and ValueError for what a `GenMesh` cannot say: experts cut over data parallelism, experts that move at run time
     or are not placed linearly, and prefill context parallelism.
     """
+    from vllm import envs
+
     parallel = vllm_config.parallel_config
     tp, pp, dp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size
     moe = vllm_config.model_config.is_moe
@@ -217,7 +220,12 @@ def gen_sizes_of(vllm_config: VllmConfig) -> GenMesh:
         problems.append("prefill context parallelism is not supported")
     if problems:
         raise ValueError("; ".join(problems))
-    return GenMesh(tp=tp, pp=pp, dp=dp, ep=tp * dp if expert_parallel else 1)
+    mesh = GenMesh(tp=tp, pp=pp, dp=dp, ep=tp * dp if expert_parallel else 1)
+    partition = envs.VLLM_PP_LAYER_PARTITION  # "1,3"; read as in vllm/distributed/utils.py, get_pp_indices
+    if partition is None:
+        return mesh
+    mesh = replace(mesh, layers=tuple(int(count) for count in partition.split(",")))
+    return mesh.canonical(vllm_config.model_config.hf_text_config.num_hidden_layers)
 
 
 def gen_rank_of(vllm_config: VllmConfig) -> int:

@@ -46,7 +46,8 @@ class RefitWorker:
         config, mesh = self.vllm_config, engine.gen_sizes_of(self.vllm_config)
         plan = fetch_plan(store, session=session.session, timeout_s=connect_timeout_s)
         rank = engine.gen_rank_of(config) + replica * mesh.world
-        if (plan.gen.tp, plan.gen.pp, plan.gen.ep) != (mesh.tp, mesh.pp, mesh.ep) or rank >= plan.gen.world:
+        planned, actual = ((m.tp, m.pp, m.ep, m.layers) for m in (plan.gen, mesh))
+        if planned != actual or rank >= plan.gen.world:
             raise MeshError(
                 f"the plan is for other engines than that of generation rank {rank}",
                 [f"planned {format_mesh(plan.gen)}", f"this engine {format_mesh(mesh)}, replica {replica}"],

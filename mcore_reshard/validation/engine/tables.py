@@ -6,7 +6,7 @@ with vLLM's own `load_weights` (tests/engine). Mirrors vLLM 0.32; every table na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -24,13 +24,15 @@ class GenSizes:
     """Sizes of a vLLM deployment. A rank is dp_index * tp * pp + pp_index * tp + tp_index.
 
     `ep` 1: experts are cut by tp, and every data-parallel replica is an engine of its own. `ep` tp * dp: one engine
-    with expert parallelism, whole experts spread over the tp * dp ranks of a pipeline stage.
+    with expert parallelism, whole experts spread over the tp * dp ranks of a pipeline stage. `layers` is what the variable
+    VLLM_PP_LAYER_PARTITION says: the layers of every pipeline stage; empty where it is not set.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.tp, self.pp, self.dp, self.ep) < 1:
@@ -210,21 +212,27 @@ def empty_table(sizes: GenSizes, gen_rank: int, layers: int, dtype: torch.dtype)
         sizes=sizes,
         tp_index=tp_index,
         ep_index=dp_index * sizes.tp + tp_index if sizes.ep > 1 else 0,
-        stage=stage_layers(layers, pp_index, sizes.pp),
+        stage=stage_layers(layers, pp_index, sizes.pp, sizes.layers),
         first=pp_index == 0,
         last=pp_index == sizes.pp - 1,
         dtype=dtype,
     )
 
 
-def stage_layers(layers: int, pp_index: int, pp: int) -> range:
-    """Layers of a pipeline stage; left-over layers go to the stages before the last (distributed/utils.py,
-    get_pp_indices): 5 layers on 2 stages are 3 + 2, 6 on 4 are 1 + 2 + 2 + 1."""
-    if layers < pp:
-        raise ValueError(f"{layers} layers do not go around pp = {pp} stages")
-    counts = [layers // pp] * pp
-    for i in range(layers % pp):
-        counts[-2 - i] += 1
+def stage_layers(layers: int, pp_index: int, pp: int, partition: Sequence[int] = ()) -> range:
+    """Layers of a pipeline stage (distributed/utils.py, get_pp_indices): as `partition` says, or vLLM's own split.
+
+    Left-over layers go to the stages before the last: 5 layers on 2 stages are 3 + 2, 6 on 4 are 1 + 2 + 2 + 1.
+    """
+    counts = list(partition)
+    if not counts:
+        if layers < pp:
+            raise ValueError(f"{layers} layers do not go around pp = {pp} stages")
+        counts = [layers // pp] * pp
+        for i in range(layers % pp):
+            counts[-2 - i] += 1
+    if len(counts) != pp or sum(counts) != layers:
+        raise ValueError(f"the partition {counts} is not one of {layers} layers on {pp} stages")
     ends = list(accumulate(counts))
     return range(ends[pp_index] - counts[pp_index], ends[pp_index])
 

@@ -31,6 +31,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+_PARTITION = "VLLM_PP_LAYER_PARTITION"
 _GROUPS = ("_WORLD", "_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
 
 
@@ -70,6 +71,7 @@ def build_engine(
     with (
         set_current_vllm_config(config),
         place,
+        layer_partition(sizes),
         triton_expert_layout(),
         fp8_without_kernels(),
         _expert_maps_on_cpu(),
@@ -145,6 +147,16 @@ def engine_config(config_folder: Path | str, sizes: GenSizes, gen_rank: int) -> 
             device_config=DeviceConfig("cpu"),
             load_config=LoadConfig(load_format="dummy"),
         )
+
+
+@contextlib.contextmanager
+def layer_partition(sizes: GenSizes) -> Iterator[None]:
+    """VLLM_PP_LAYER_PARTITION as `sizes` says it, also where the environment says otherwise (vllm/envs.py)."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop(_PARTITION, None)
+        if sizes.layers:
+            os.environ[_PARTITION] = ",".join(map(str, sizes.layers))
+        yield
 
 
 @contextlib.contextmanager
