@@ -14,14 +14,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, UnknownEngineError, engine_named
+from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, Engine, UnknownEngineError, engine_named
 from mcore_reshard.planner.layout.megatron import MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.layout.partitions import Layout
 from mcore_reshard.planner.model.configs import find_config, load_config
 from mcore_reshard.planner.model.families import ConfigError, parameters_from_config
 from mcore_reshard.planner.model.parameters import ModelParameters
-from mcore_reshard.planner.model.precision import CASTS, PRECISIONS, Precision, PrecisionError, precision_of, with_format
+from mcore_reshard.planner.model.precision import (
+    CASTS,
+    PRECISIONS,
+    Precision,
+    PrecisionError,
+    precision_of,
+    with_format,
+)
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.plan.plan_file import FORMAT

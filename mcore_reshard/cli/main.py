@@ -125,7 +125,12 @@ def _plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _mesh_arguments(command: argparse.ArgumentParser, required: bool) -> None:
     command.add_argument("--train", metavar="MESH", required=required, help="training mesh, e.g. tp=2,pp=2,ep=4,dp=2")
-    command.add_argument("--gen", metavar="MESH", required=required, help="generation mesh, e.g. tp=4,dp=2")
+    command.add_argument(
+        "--gen",
+        metavar="MESH",
+        required=required,
+        help="generation mesh, e.g. tp=4,dp=2 or tp=4,pp=2,layers=15+17 (VLLM_PP_LAYER_PARTITION)",
+    )
     for side, what in (("train", "the trainer"), ("gen", "the engine")):
         command.add_argument(
             f"--{side}-dtype",

@@ -34,6 +34,8 @@ CASES = [
     ("llama", {"attention_bias": True}, GenSizes(tp=2)),
     ("llama", {"num_hidden_layers": 5}, GenSizes(pp=2)),
     ("qwen3", {"num_hidden_layers": 6}, GenSizes(pp=4)),
+    ("qwen3", {"num_hidden_layers": 6}, GenSizes(pp=4, layers=(2, 1, 2, 1))),  # VLLM_PP_LAYER_PARTITION
+    ("gpt-oss", {"num_hidden_layers": 4}, GenSizes(tp=2, pp=2, layers=(1, 3))),
     ("qwen3", {"head_dim": 16}, GenSizes(tp=4)),
     ("qwen3", {"tie_word_embeddings": True}, GenSizes(tp=2, pp=2)),
     ("qwen3-moe", {"num_experts": 10}, GenSizes(tp=4, ep=4)),
@@ -53,7 +55,7 @@ CASES = [
 
 def case_id(case: object) -> str:
     if isinstance(case, GenSizes):
-        return f"tp{case.tp}-pp{case.pp}-dp{case.dp}-ep{case.ep}"
+        return f"tp{case.tp}-pp{case.pp}-dp{case.dp}-ep{case.ep}" + "".join(f"-{count}" for count in case.layers)
     return "-".join(f"{key}={value}" for key, value in case.items()) if isinstance(case, dict) else str(case)
 
 

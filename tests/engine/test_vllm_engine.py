@@ -19,8 +19,9 @@ from mcore_reshard.engines.vllm.model import (
     local_tensors,
     set_kv_scales,
 )
-from mcore_reshard.planner.layout.mesh import GenMesh
+from mcore_reshard.planner.layout.mesh import GenMesh, MeshError
 from mcore_reshard.validation.engine.slices import POISON, GenSizes, StandInEngine, expected_tensors
+from mcore_reshard.validation.engine.tables import stage_layers
 from mcore_reshard.validation.engine.vllm_engine import build_engine, engine_config, prepare
 from mcore_reshard.validation.processes import run_processes
 
@@ -123,6 +124,28 @@ def test_mesh_and_rank_of_a_configuration(mesh, config_folder):
     for gen_rank in range(mesh.world):
         config = engine_config(folder, sizes, gen_rank)
         assert (gen_sizes_of(config), gen_rank_of(config)) == (mesh, gen_rank)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "partition"), [(4, 2, None), (5, 2, None), (6, 4, None), (7, 4, None), (4, 2, "1,3")]
+)
+def test_stages_have_the_layers_that_vllm_gives_them(layers, pp, partition, config_folder, monkeypatch):
+    from vllm.distributed.utils import get_pp_indices
+
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+    if partition is not None:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    config = tiny("llama") | {"num_hidden_layers": layers}
+    mesh = gen_sizes_of(engine_config(config_folder(config), GenSizes(pp=pp), 0))
+    ends = [get_pp_indices(layers, stage, pp) for stage in range(pp)]
+    assert [stop - start for start, stop in ends] == list(mesh.stage_layers(layers))
+    assert [range(*end) for end in ends] == [stage_layers(layers, stage, pp, mesh.layers) for stage in range(pp)]
+
+
+def test_a_partition_that_does_not_fit_the_model_is_refused(config_folder, monkeypatch):
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,2")
+    with pytest.raises(MeshError, match=r"layers=1\+2 adds up to 3, the model has 4"):
+        gen_sizes_of(engine_config(config_folder(tiny("llama")), GenSizes(pp=2), 0))
 
 
 def test_independent_replicas_of_one_engine_have_ranks_of_their_own(config_folder):

@@ -17,6 +17,7 @@ from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine
 
 TINY = [name for name in builtin_names() if name.startswith("tiny-")]
 MESHES = (GenMesh(tp=2, pp=2), GenMesh(tp=4), GenMesh(tp=2, dp=2))
+UNEVEN = [("tiny-llama", GenMesh(tp=2, pp=2, layers=(1, 3))), ("tiny-qwen3-moe", GenMesh(pp=2, layers=(3, 1)))]
 EXPERT_MESHES = (GenMesh(tp=2, ep=2), GenMesh(tp=2, dp=2, ep=4), GenMesh(pp=2, dp=2, ep=2))
 PUBLISHED = [
     ("llama-3.1-8b", GenMesh(tp=8)),
@@ -34,6 +35,7 @@ CASES = [
         if (name, mesh.tp) != ("tiny-deepseek-v3-fp8", 4)  # shared experts cut inside of blocks: vLLM refuses them
     ),
     *((name, mesh) for name in TINY for mesh in EXPERT_MESHES if name in WITH_EXPERTS),
+    *UNEVEN,
     *PUBLISHED,
 ]
 
@@ -45,7 +47,7 @@ def test_planned_tensors_are_the_engines(name, mesh):
     if dtype == "bf16":  # published checkpoints may be quantized; the engine then holds what an unquantized one gives
         config.pop("quantization_config", None)
     plan = make_plan(parameters_from_config(config), TrainMesh(), mesh, train_dtype=dtype, gen_dtype=dtype)
-    sizes = GenSizes(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, ep=mesh.ep)
+    sizes = GenSizes(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, ep=mesh.ep, layers=mesh.layers)
     for gen_rank in range(mesh.world) if name in TINY else (0, mesh.world - 1):
         schedule = schedule_of(plan, "gen", gen_rank)
         planned = {tensor.name: (tensor.shape, tensor.dtype) for tensor in schedule.tensors}

@@ -38,6 +38,14 @@ def test_vllm_gives_spare_layers_to_the_stages_before_the_last(layers, pp, stage
     assert GenMesh(pp=pp).stage_of_layers(layers) == stages
 
 
+def test_a_generation_mesh_may_say_how_many_layers_each_stage_has():
+    mesh = parse_gen_mesh("tp=2,pp=2,layers=1+3")
+    assert mesh.stage_of_layers(4) == (0, 1, 1, 1)
+    assert format_mesh(mesh) == "tp=2,pp=2,dp=1,ep=1,layers=1+3" and parse_gen_mesh(format_mesh(mesh)) == mesh
+    assert GenMesh(pp=2, layers=(3, 2)).canonical(5) == GenMesh(pp=2)  # vLLM's own split
+    assert mesh.canonical(4) == mesh
+
+
 def test_interleaved_chunks_take_layers_in_turns():
     places = TrainMesh(pp=2, vpp=2).place_layers(8)
     assert [(p.pp_stage, p.vp_stage, p.local) for p in places] == [
@@ -71,6 +79,10 @@ def test_mesh_text_round_trips_with_every_axis():
         (lambda: TrainMesh(tp=0, dp=-1), ["tp = 0 must be at least 1", "dp = -1 must be at least 1"]),
         (lambda: TrainMesh(pp=3, layers=(1, 2)), ["layers has 2 entries, wants pp = 3"]),
         (lambda: GenMesh(tp=2, dp=2, ep=2), ["ep = 2 must be 1", "tp*dp = 2*2 = 4"]),
+        (lambda: GenMesh(pp=3, layers=(0, 4)), ["layers has 2 entries, wants pp = 3", "at least 1 on every stage, got 0+4"]),
+        (lambda: GenMesh(pp=2, layers=(3, 1)).stage_of_layers(5), ["layers=3+1 adds up to 4, the model has 5"]),
+        (lambda: GenMesh(pp=5).stage_of_layers(4), ["pp = 5 exceeds the 4 layers"]),
+        (lambda: parse_gen_mesh("tp=2,pp=2,layers=1+x"), ["'layers=1+x' is not a number, write for example layers=3+1"]),
         (lambda: parse_train_mesh("tp=two,xp=1,pp=1,pp=2"), ["'tp=two' is not a number", "unknown axis 'xp'", "pp is given twice"]),
         (lambda: TrainMesh(pp=8).place_layers(61), ["61 layers do not divide over pp*vpp = 8", "layers=8+8+8+8+8+7+7+7"]),
         (lambda: TrainMesh(pp=2, vpp=2).place_layers(9), ["9 layers do not divide over pp*vpp = 4", "layers=3+2+2+2"]),

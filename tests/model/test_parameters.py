@@ -481,7 +481,10 @@ def test_a_misspelled_field_is_asked_about_wherever_it_is_missed() -> None:
         ({}, "model_type is missing"),
         ({"model_type": "qwen3moe"}, "did you mean qwen3_moe"),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not known"),
-        ({"model_type": "kimi_k25", "text_config": {}}, "pass its text_config"),
+        (
+            {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}},
+            "model_type 'kimi_k25' is not known: no multimodal model is planned. Its text_config alone will not do",
+        ),
     ],
 )
 def test_an_unknown_family_is_refused_with_those_known(config: dict[str, Any], expected: str) -> None:

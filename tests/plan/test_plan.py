@@ -190,6 +190,22 @@ def test_a_missing_file_is_refused(tmp_path):
         load_plan(tmp_path / "none.json")
 
 
+def test_an_engine_with_a_partition_of_its_own_is_planned_and_written_to_a_file():
+    plan = plan_of("tiny-llama", "tp=2,pp=2", "tp=2,pp=2,layers=1+3")
+    assert plan.gen.layers == (1, 3) and prove(plan).ok
+    assert parse_plan(dump_plan(plan)) == plan
+    stage = {t.name.split(".")[2] for t in schedule_of(plan, "gen", 2).tensors if t.name.startswith("model.layers.")}
+    assert stage == {"1", "2", "3"}
+    assert (
+        plan_of("tiny-llama", "tp=2", "tp=2,pp=2,layers=2+2").digest
+        == plan_of("tiny-llama", "tp=2", "tp=2,pp=2").digest
+    )
+    with pytest.raises(
+        MeshError, match=r"heads cannot be divided by tp = 3.*; generation: layers=1\+2 adds up to 3, the model has 4"
+    ):
+        plan_of("tiny-llama", "tp=2", "tp=3,pp=2,layers=1+2")
+
+
 def test_violations_of_both_worlds_come_together():
     with pytest.raises(MeshError) as error:
         plan_of("tiny-qwen3", "tp=3,pp=3", "tp=5")

@@ -151,6 +151,13 @@ def test_layers_left_over_go_before_the_last_stage(layers, pp, counts):
     assert [layer for stage in stages for layer in stage] == list(range(layers))
 
 
+def test_a_partition_says_how_many_layers_each_stage_has():
+    assert [stage_layers(5, stage, 2, (1, 4)) for stage in range(2)] == [range(1), range(1, 5)]
+    for partition in ((1, 3), (1, 2, 2)):
+        with pytest.raises(ValueError, match="is not one of 5 layers on 2 stages"):
+            stage_layers(5, 0, 2, partition)
+
+
 def tiny_checkpoint(config, version=1):
     return dict(payload(checkpoint_shapes(config), version))
 

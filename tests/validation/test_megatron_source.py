@@ -275,7 +275,9 @@ def _planned_in_another_order(trainer: Trainer, folder: Path, config: dict[str, 
     initialize = parallel_state.initialize_model_parallel
 
     def initialize_with_data_outermost(**sizes: Any) -> None:
-        initialize(**sizes, order="tp-cp-ep-pp-dp")  # as Megatron-Bridge's use_tp_pp_dp_mapping (training/initialize.py)
+        initialize(
+            **sizes, order="tp-cp-ep-pp-dp"
+        )  # as Megatron-Bridge's use_tp_pp_dp_mapping (training/initialize.py)
 
     with mock.patch.object(parallel_state, "initialize_model_parallel", initialize_with_data_outermost):
         trainer = build_trainer(folder / "1", TrainMesh(pp=2, dp=2))

@@ -200,8 +200,8 @@ def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
 def gen_sizes_of(vllm_config: VllmConfig) -> GenMesh:
     """The generation mesh of a vLLM configuration, and of the variable VLLM_PP_LAYER_PARTITION of this process.
 
-    Raises MeshError for a partition that does not fit the model, and ValueError for what a `GenMesh` cannot say: experts cut over data parallelism, experts that move at run time
-    or are not placed linearly, and prefill context parallelism.
+    Raises MeshError for a partition that does not fit the model, and ValueError for whatever a `GenMesh` cannot say: experts
+    cut over data parallelism, experts that move at run time or are not placed linearly, and prefill context parallelism.
     """
     from vllm import envs
 

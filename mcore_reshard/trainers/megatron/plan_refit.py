@@ -190,7 +190,11 @@ def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
     A rank may lack the evidence, as a stage without experts or without the embedding does: ranks tell each other.
     """
     rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)}
-    evidence: dict[str, Any] = {"experts": _experts_of(tensors), "fused": _fused_norms_of(tensors), "rows": sorted(rows)}
+    evidence: dict[str, Any] = {
+        "experts": _experts_of(tensors),
+        "fused": _fused_norms_of(tensors),
+        "rows": sorted(rows),
+    }
     told = _told(evidence)
     experts: set[ExpertsModule] = {kind for rank in told for kind in rank["experts"]}
     fused = {answer for rank in told for answer in rank["fused"]}

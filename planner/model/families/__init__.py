@@ -53,8 +53,10 @@ def parameters_from_config(config: Mapping[str, Any]) -> ModelParameters:
     if family is None:
         problem = f"model_type is missing{looks_like('model_type', config)}"
     if "text_config" in config:
-        problem += "; if this is a multimodal model, pass its text_config"
-    close = get_close_matches(str(family), FAMILIES, n=2, cutoff=0.6)
-    if close:
+        problem += (
+            ": no multimodal model is planned. Its text_config alone will not do: trainer and engine keep those tensors under"
+            " other names than a text model's"
+        )
+    elif close := get_close_matches(str(family), FAMILIES, n=2, cutoff=0.6):
         problem += f"; did you mean {' or '.join(close)}?"
     raise ConfigError("config", [problem], f"Known families: {', '.join(FAMILIES)}.")
