@@ -26,7 +26,6 @@ from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
 from mcore_reshard.trainers.megatron.plan_refit import plan_refit
 from mcore_reshard.trainers.quantized_export import Pairs
 from mcore_reshard.validation.engine import vllm_engine
-from mcore_reshard.validation.engine.fp8 import BLOCKS
 from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine, poison
 from mcore_reshard.validation.trainer import build as trainer
 
