@@ -42,6 +42,7 @@ class InputError(ValueError):
 
     def __init__(self, problems: Sequence[str], remedy: str = "") -> None:
         self.problems = tuple(problems)
+        self.remedy = remedy
         if len(self.problems) == 1:
             lines = [self.problems[0]]
         else:

@@ -14,12 +14,11 @@ from importlib import metadata
 from typing import Any
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from mcore_reshard import __version__
 from mcore_reshard.kernels.host import is_importable
 
-from .render import facts, size, table, verdict, write, write_json
+from .render import Cell, facts, print_report, size, styled, table, verdict
 
 # distribution -> (module that shows it is really there, what it is for, extra that installs it)
 _PACKAGES = {
@@ -38,10 +37,7 @@ _PACKAGES = {
 
 def run(args: argparse.Namespace) -> int:
     report = examine()
-    if args.json:
-        write_json(report)
-    else:
-        write(*_tables(report))
+    print_report(args.json, report, _tables(report))
     return 0
 
 
@@ -74,8 +70,12 @@ def _package(name: str, module: str, purpose: str, extra: str) -> dict[str, Any]
 
 
 def _wanted(name: str) -> str | None:
-    """The versions that this package asks for, from its own metadata."""
-    for requirement in metadata.requires("mcore-reshard") or ():
+    """The versions that this package asks for, from its own metadata; None in a checkout that is not installed."""
+    try:
+        requirements = metadata.requires("mcore-reshard") or []
+    except metadata.PackageNotFoundError:
+        return None
+    for requirement in requirements:
         match = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)", requirement)
         if match and match[1].lower().replace("_", "-") == name and match[2].strip():
             return match[2].strip()
@@ -98,12 +98,12 @@ def _cuda() -> dict[str, Any]:
         "devices": [
             {
                 "device": device,
-                "name": found.name,
-                "memory_bytes": found.total_memory,
-                "capability": f"{found.major}.{found.minor}",
+                "name": gpu.name,
+                "memory_bytes": gpu.total_memory,
+                "capability": f"{gpu.major}.{gpu.minor}",
                 "peer_access": [p for p in devices if p != device and torch.cuda.can_device_access_peer(device, p)],
             }
-            for device, found in zip(devices, properties, strict=True)
+            for device, gpu in zip(devices, properties, strict=True)
         ],
     }
 
@@ -114,8 +114,8 @@ def _transports() -> list[dict[str, Any]]:
     return [
         {
             "name": transport.name,
-            "ok": (unavailable_reason := transport.unavailable_reason()) is None,
-            "reason": unavailable_reason,
+            "ok": (reason := transport.unavailable_reason()) is None,
+            "reason": reason,
             "devices": sorted(transport.devices),
             "reach": transport.reach,
         }
@@ -126,14 +126,14 @@ def _transports() -> list[dict[str, Any]]:
 def _auto(transports: list[dict[str, Any]], cuda: dict[str, Any]) -> list[str]:
     """What a session that asks for no transport gets here, and why."""
     usable = {row["name"] for row in transports if row["ok"]}
-    said = ["CPU tensors: gloo, the only transport that moves them point to point"] if "gloo" in usable else []
+    lines = ["CPU tensors: gloo, the only transport that moves them point to point"] if "gloo" in usable else []
     if not cuda["available"]:
-        return [*said, "CUDA tensors: none, there is no CUDA device"]
+        return [*lines, "CUDA tensors: none, there is no CUDA device"]
     missing = {row["name"]: row["reason"] for row in transports}
     if "direct" not in usable and "nccl" not in usable:
-        return [*said, f"CUDA tensors: none ({missing['auto']})"]
+        return [*lines, f"CUDA tensors: none ({missing['auto']})"]
     if "direct" not in usable:
-        return [*said, f"CUDA tensors: nccl for every pair of ranks (direct: {missing['direct']})"]
+        return [*lines, f"CUDA tensors: nccl for every pair of ranks (direct: {missing['direct']})"]
     apart = [
         f"{device['device']}-{other['device']}"
         for device in cuda["devices"]
@@ -143,24 +143,30 @@ def _auto(transports: list[dict[str, Any]], cuda: dict[str, Any]) -> list[str]:
     elsewhere = "nccl" if "nccl" in usable else f"nothing (nccl: {missing['nccl']})"
     within = f"direct, except between GPUs {', '.join(apart)}, which cannot access each other" if apart else "direct"
     rest = "to and from other hosts, or GPUs that the reader does not see"
-    return [*said, f"CUDA tensors: {within}, for pairs of ranks on this host; {elsewhere} {rest}"]
+    return [*lines, f"CUDA tensors: {within}, for pairs of ranks on this host; {elsewhere} {rest}"]
 
 
 def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
-    """Which commands run here, and how the others could."""
-    missing = [name for name in ("torch", "megatron-core", "megatron-bridge", "transformers") if name not in has]
-    why = f"{', '.join(missing)} not installed; from a clone: pip install '.[megatron]'" if missing else ""
+    """Which commands run here, and what the others lack."""
+    lacking = [name for name in ("torch", "megatron-core", "megatron-bridge", "transformers") if name not in has]
+    why_not = f"{', '.join(lacking)} not installed; from a clone: pip install '.[megatron]'" if lacking else ""
+    if not lacking and not sys.platform.startswith("linux"):
+        why_not = "ranks are forked processes, which only Linux is known to carry"
     engine = "a real vLLM model" if "vllm" in has else "plain slices of the golden tensors (vLLM is not installed)"
     trainer = "gloo: a Megatron model on the CPU, its Transformer Engine modules a parameters-only stand-in"
     if cuda and "transformer-engine" in has:
         trainer += "; direct, nccl, auto: one on the GPUs, with the real Transformer Engine, into plain slices"
     elif cuda:
         trainer += "; direct, nccl, auto: the same, copied to the GPUs (transformer-engine is not installed)"
-    if not missing and not sys.platform.startswith("linux"):
-        why = "ranks are forked processes, which only Linux is known to carry"
+    torch = "torch" in has
     return [
         {"command": "plan, show, explain", "ok": True, "detail": "need numpy only"},
-        {"command": "validate", "ok": not why, "detail": why or f"destination: {engine}; source with {trainer}"},
+        {
+            "command": "validate",
+            "ok": not why_not,
+            "detail": why_not or f"destination: {engine}; source with {trainer}",
+        },
+        {"command": "store", "ok": torch, "detail": "needs torch only" if torch else "torch is not installed"},
     ]
 
 
@@ -168,47 +174,36 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
 
 
 def _tables(report: dict[str, Any]) -> Iterator[RenderableType]:
-    yield facts(
-        [
-            ("mcore-reshard", report["mcore_reshard"]),
-            ("Python", report["python"]),
-            ("platform", report["platform"]),
-        ]
-    )
-    packages = table("Packages", "package", "version", "wanted", "for", "")
+    names = {"mcore-reshard": "mcore_reshard", "Python": "python", "platform": "platform"}
+    yield facts((name, report[key]) for name, key in names.items())
+    rows: list[list[Cell]] = []
     for package in report["packages"]:
-        missing = Text("missing", style="yellow")
+        version = package["version"] or styled("missing", "yellow")
         hint = (
-            f"from a clone: pip install '.[{package['extra']}]'" if package["extra"] and not package["version"] else ""
+            "" if package["version"] or not package["extra"] else f"from a clone: pip install '.[{package['extra']}]'"
         )
-        packages.add_row(
-            package["name"], package["version"] or missing, package["wanted"] or "any", package["purpose"], hint
-        )
-    yield packages
+        rows.append([package["name"], version, package["wanted"] or "any", package["purpose"], hint])
+    yield table("Packages", ("package", "version", "wanted", "for", ""), rows)
     yield _devices(report["cuda"])
-    transports = table("Transports", "transport", "", "tensors on", "reach")
-    for row in report["transports"]:
-        if row["name"] == "auto":  # what it comes to is said below
-            continue
-        transports.add_row(
-            row["name"], verdict(row["ok"], row["reason"] or "", bad="no"), ", ".join(row["devices"]), row["reach"]
-        )
-    yield transports
+    rows = [
+        [row["name"], verdict(row["ok"], row["reason"] or "", bad="no"), ", ".join(row["devices"]), row["reach"]]
+        for row in report["transports"]
+        if row["name"] != "auto"  # the lines below say what it comes to
+    ]
+    yield table("Transports", ("transport", "", "tensors on", "reach"), rows)
     if report["auto"]:
-        yield facts([("auto" if number == 0 else "", said) for number, said in enumerate(report["auto"])])
-    commands = table("Commands", "command", "")
-    for row in report["commands"]:
-        commands.add_row(row["command"], verdict(row["ok"], row["detail"], bad="no"))
-    yield commands
+        yield facts(("" if number else "auto", line) for number, line in enumerate(report["auto"]))
+    rows = [[row["command"], verdict(row["ok"], row["detail"], bad="no")] for row in report["commands"]]
+    yield table("Commands", ("command", ""), rows)
 
 
 def _devices(cuda: dict[str, Any]) -> RenderableType:
     if not cuda["available"]:
         return facts([("CUDA", f"none: {cuda['reason']}")])
-    title = f"CUDA {cuda['cuda']}, NCCL {cuda['nccl']}"
-    shown = table(title, "device", "name", "memory", "capability", "peer access to", numbers=("device", "memory"))
+    rows = []
     for device in cuda["devices"]:
         peers = ", ".join(map(str, device["peer_access"])) or "none"
         memory = size(device["memory_bytes"])
-        shown.add_row(str(device["device"]), device["name"], memory, device["capability"], peers)
-    return shown
+        rows.append([str(device["device"]), device["name"], memory, device["capability"], peers])
+    columns = ("device", "name", "memory", "capability", "peer access to")
+    return table(f"CUDA {cuda['cuda']}, NCCL {cuda['nccl']}", columns, rows, numbers=("device", "memory"))

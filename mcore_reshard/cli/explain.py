@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from mcore_reshard.planner.layout.block_scales import KV_SCALES
 from mcore_reshard.planner.layout.engines import engine_named
@@ -25,304 +24,229 @@ from mcore_reshard.planner.plan.transfers import (
     local_tensors,
     parse_rank,
 )
-from mcore_reshard.planner.proof.prove import ProofError, prove
 from mcore_reshard.planning import InputError
 
-from .inputs import read_plan
-from .render import facts, noted, ranges, say_what_is_left, shape, table, write, write_json
+from .inputs import collected, read_proven_plan
+from .render import Cell, facts, grouped, noted, print_report, ranges, shape, styled, table
+from .transfers import holder_as_dict, origin_as_dict, sender, tensor_lines
 
 _ROWS_SHOWN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Element:
-    """What a user points at: `name[i,j]`, or a whole tensor where there is no index."""
+class Question:
+    """An element, `name[i,j]`, and the ranks that the user asks about. `world`: the name is one of its local tensors."""
 
     name: str
-    index: tuple[int, ...] | None = None
+    index: tuple[int, ...] | None  # None: the user named a whole tensor
+    world: World | None = None
+    gen_rank: int | None = None
+    train_rank: int | None = None
+
+    def index_in(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """The index of the element. Raises InputError, with an example, where the user gave none."""
+        if self.index is not None:
+            return self.index
+        zeros = ",".join("0" * len(sizes))
+        problem = f"{self.name} has shape {shape(sizes)}: name one element, for example '{self.name}[{zeros}]'"
+        raise InputError([f"{problem}; `show PLAN --parameter '{self.name}'` lists the transfers of all"])
+
+    def concerns(self, transfer: Transfer) -> bool:
+        """Whether the transfer is between these ranks. One without places concerns everyone."""
+        ends = ((transfer.src, self.train_rank), (transfer.dst, self.gen_rank))
+        return all(place is None or rank is None or place.rank == rank for place, rank in ends)
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    kind: str  # what the element was taken for: "parameter", "gen tensor" or "train tensor"
+class Answer:
+    kind: str  # what the name was taken for: "parameter", "gen tensor" or "train tensor"
     transfers: list[Transfer]
     holders: list[Place]
     notes: list[str]
 
 
 def run(args: argparse.Namespace) -> int:
-    plan = read_plan(args.plan)
-    proof = prove(plan)
-    if not proof.ok:
-        raise ProofError(proof)
-    answer = _answer(plan, args.element, args.gen_rank, args.train_rank)
-    if args.json:
-        write_json(_as_dict(plan, args, answer))
-    else:
-        write(*_text(args, answer))
-    return 0
-
-
-def parse_element(text: str) -> Element:
-    """`model.norm.weight[5]` -> name and index; the name alone means no index. Raises InputError."""
-    match = re.fullmatch(r"\s*([^\[\]\s]+)\s*(?:\[([^\[\]]*)\])?\s*", text)
-    if match is None:
-        raise InputError([f"cannot read {text!r}, write NAME[i,j], for example model.norm.weight[5]"])
-    name, inside = match.groups()
-    if inside is None:
-        return Element(name)
-    try:
-        return Element(name, tuple(int(part) for part in inside.split(",")))
-    except ValueError as error:
-        message = f"cannot read the index [{inside}], write whole numbers, for example {name}[5,3]"
-        raise InputError([message]) from error
-
-
-def _answer(plan: Plan, text: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
-    """Raises InputError with all that is wrong with the ranks and the element."""
-    problems: list[str] = []
-    ranks = {"gen": gen_rank, "train": train_rank}
-    for world, rank in ranks.items():
-        try:
-            _ = None if rank is None else parse_rank(plan, f"{world}:{rank}")
-        except UnknownElementError as error:
-            problems.append(str(error))
-            ranks[world] = None
-    try:
-        answer = _of_element(plan, text, ranks["gen"], ranks["train"])
-    except InputError as error:
-        problems += error.problems
-    except UnknownElementError as error:
-        problems.append(str(error))
-    if problems:
-        raise InputError(problems)
-    return answer
-
-
-def _of_element(plan: Plan, text: str, gen_rank: int | None, train_rank: int | None) -> _Answer:
-    world, rest = _prefix(text)
-    element = parse_element(rest)
-    if world is None:
-        try:
-            find_parameter(plan, element.name)
-        except UnknownElementError as unknown:
-            if element.name.rpartition(".")[2] in KV_SCALES:
-                message = f"{element.name}: no plan has scales of the KV cache, refit(kv_scales=...) brings them"
-                raise InputError([message]) from unknown
-            world = _world_of(plan, element.name, gen_rank, train_rank, unknown)
-    if world is None:
-        return _parameter(plan, element, gen_rank, train_rank)
-    return _tensor(plan, element, world, gen_rank, train_rank)
-
-
-def _parameter(plan: Plan, element: Element, gen_rank: int | None, train_rank: int | None) -> _Answer:
-    group = plan.groups[find_parameter(plan, element.name)[0]]
-    index = _index(element, group.shape)
-    transfers = _between(plan.transfers(element.name, element=index), gen_rank, train_rank)
-    notes = list(_precision(plan, element.name, index))
-    if gen_rank is not None:
-        own = local_tensors(plan, "gen", gen_rank).get(element.name)
-        if own is not None and own.shape != group.shape:
-            notes.append(
-                f"{element.name} is also a tensor of gen:{gen_rank}, {shape(own.shape)} of {shape(group.shape)};"
-                f" for an element of that one write 'gen:{element.name}[...]'"
-            )
-    return _Answer("parameter", transfers, holders_of(plan, element.name, index), notes)
-
-
-def _between(transfers: Iterable[Transfer], gen_rank: int | None, train_rank: int | None) -> list[Transfer]:
-    """The transfers between these ranks; one that has no places is everyone's."""
-
-    def concerns(place: Place | None, rank: int | None) -> bool:
-        return place is None or rank is None or place.rank == rank
-
-    return [t for t in transfers if concerns(t.dst, gen_rank) and concerns(t.src, train_rank)]
-
-
-def _precision(plan: Plan, name: str, index: tuple[int, ...]) -> Iterator[str]:
-    """Where the scale of an element is, what a scale is of, and what is cast on the way."""
-    number, layer, expert = find_parameter(plan, name)
-    for cast in plan.casts:
-        if cast.group == number:
-            yield f"the trainer holds {cast.src} and sends {cast.dst}"
-    computed = {cast.group for cast in plan.casts if cast.dst == FP8}
-    for pair in plan.pairs:
-        rows, columns = pair.block
-        if pair.weight == number:
-            scales = plan.groups[pair.scales]
-            at = (index[0] // rows, index[1] // columns) if len(scales.shape) == 2 else (0,)
-            yield f"its scale is {scales.name(layer, expert)}{_at(at)}, of a block of {rows}x{columns}"
-        elif pair.scales == number:
-            at = (*index, 0)[:2] if len(index) == 2 else (0, 0)
-            last = [
-                min(size, (i + 1) * n) - 1
-                for size, i, n in zip(plan.groups[pair.weight].shape, at, pair.block, strict=True)
-            ]
-            box = f"[{at[0] * rows}:{last[0] + 1}, {at[1] * columns}:{last[1] + 1}]"
-            yield f"it is the scale of {plan.groups[pair.weight].name(layer, expert)}{box}"
-            if pair.weight in computed:
-                yield "the trainer holds no scales: it computes this one as it casts the block"
-
-
-def _tensor(plan: Plan, element: Element, world: World, gen_rank: int | None, train_rank: int | None) -> _Answer:
-    rank = gen_rank if world == "gen" else train_rank
-    if rank is None:
-        message = (
-            f"{element.name} is a tensor of every {world} rank, with other content: name one with --{world}-rank N"
-        )
-        raise InputError([message])
-    local = local_tensors(plan, world, rank).get(element.name)
-    index = element.index if element.index is not None or local is None else _index(element, local.shape)
-    transfers = _between(
-        plan.transfers(tensor=element.name, rank=f"{world}:{rank}", element=index or ()), gen_rank, train_rank
-    )
-    moved = {(t.parameter, t.element): None for t in transfers if t.element is not None}
-    holders = [place for name, point in list(moved)[:1] for place in holders_of(plan, name, point)]
-    notes = [note for name, point in moved for note in _precision(plan, name, point)]
-    if world == "gen" and (repeated := engine_named(plan.engine).repeated_tensor(element.name)):
-        notes.append(f"a tensor beside the engine's own, which repeats {repeated} from it")
-    return _Answer(f"{world} tensor", transfers, holders, list(dict.fromkeys(notes)))
-
-
-def _prefix(text: str) -> tuple[World | None, str]:
-    if text.startswith("gen:"):
-        return "gen", text.removeprefix("gen:")
-    return ("train", text.removeprefix("train:")) if text.startswith("train:") else (None, text)
-
-
-def _world_of(
-    plan: Plan, name: str, gen_rank: int | None, train_rank: int | None, unknown: UnknownElementError
-) -> World:
-    """Whose local tensor a name is that is no HF parameter. Raises where it is nobody's."""
-    trainers = re.match(r"vp[0-9]+\.", name) is not None
-    if trainers:
-        return "train"
-    if gen_rank is not None or any(name in local_tensors(plan, "gen", rank) for rank in _one_a_stage(plan)):
-        return "gen"
-    raise unknown
-
-
-def _one_a_stage(plan: Plan) -> list[int]:
-    return [int(plan.gen.dense_ranks(stage)[0, 0]) for stage in range(plan.gen.pp)]
-
-
-def _index(element: Element, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    if element.index is not None:
-        return element.index
-    zeros = ",".join("0" * len(sizes))
-    message = (
-        f"{element.name} has shape {shape(sizes)}: name one element, for example '{element.name}[{zeros}]';"
-        f" `show PLAN --parameter '{element.name}'` lists the transfers of all"
-    )
-    raise InputError([message])
-
-
-def _as_dict(plan: Plan, args: argparse.Namespace, answer: _Answer) -> dict[str, Any]:
-    return {
+    plan = read_proven_plan(args.plan)
+    answer = _answer(plan, args.element, {"gen": args.gen_rank, "train": args.train_rank})
+    report: dict[str, Any] = {
         "digest": plan.digest,
         "element": args.element,
         "kind": answer.kind,
         "gen_rank": args.gen_rank,
         "train_rank": args.train_rank,
-        "origins": [_transfer_as_dict(transfer) for transfer in answer.transfers],
-        "holders": [_place_as_dict(place) for place in answer.holders],
+        "origins": [origin_as_dict(transfer) for transfer in answer.transfers],
+        "holders": [holder_as_dict(place) for place in answer.holders],
         "notes": answer.notes,
     }
+    print_report(args.json, report, _text(args, answer))
+    return 0
 
 
-def _transfer_as_dict(transfer: Transfer) -> dict[str, Any]:
-    return {
-        "parameter": transfer.parameter,
-        "index": transfer.element or (),
-        "route": transfer.route,
-        "reason": transfer.reason,
-        "pp_stage": transfer.pp_stage,
-        "region": transfer.region and asdict(transfer.region),
-        "src": transfer.src and _place_as_dict(transfer.src),
-        "dst": transfer.dst and _place_as_dict(transfer.dst),
-        "relayed_by": transfer.relayed_by,
-        "view": transfer.view if transfer.parameter else None,
-    }
+def parse_element(text: str) -> Question:
+    """`gen:model.norm.weight[5]` -> world, name and index; no index where there are no brackets. Raises InputError."""
+    match = re.fullmatch(r"\s*(?:(gen|train):)?([^\[\]\s]+)\s*(?:\[([^\[\]]*)\])?\s*", text)
+    if match is None:
+        raise InputError([f"cannot read {text!r}, write NAME[i,j], for example model.norm.weight[5]"])
+    world: World | None = "gen" if match[1] == "gen" else "train" if match[1] else None
+    name, inside = match[2], match[3]
+    try:
+        return Question(name, None if inside is None else tuple(int(part) for part in inside.split(",")), world)
+    except ValueError as error:
+        problem = f"cannot read the index [{inside}], write whole numbers, for example {name}[5,3]"
+        raise InputError([problem]) from error
 
 
-def _place_as_dict(place: Place) -> dict[str, Any]:
-    return {
-        "world": place.world,
-        "rank": place.rank,
-        "tensor": place.tensor,
-        "shape": place.shape,
-        "dtype": place.dtype,
-        "index": place.index,
-        "offset": place.offset,
-        "byte_offset": place.byte_offset,
-    }
+def _answer(plan: Plan, text: str, ranks: dict[World, int | None]) -> Answer:
+    """Raises InputError with every problem of the ranks and the element."""
+    problems: list[str] = []
+    for world, rank in ranks.items():
+        if rank is not None:
+            ranks[world] = None  # of a rank that is unknown nothing else is said
+            with collected(problems):
+                _, ranks[world] = parse_rank(plan, f"{world}:{rank}")
+    with collected(problems):
+        question = replace(parse_element(text), gen_rank=ranks["gen"], train_rank=ranks["train"])
+        owner = question.world or _world_of(plan, question)
+        answer = _of_parameter(plan, question) if owner is None else _of_tensor(plan, question, owner)
+    if problems:
+        raise InputError(problems)
+    return answer
+
+
+def _world_of(plan: Plan, question: Question) -> World | None:
+    """Whose local tensor the name is, None for an HF parameter. Raises UnknownElementError where it is nobody's."""
+    name = question.name
+    try:
+        find_parameter(plan, name)
+        return None
+    except UnknownElementError as error:
+        if name.rpartition(".")[2] in KV_SCALES:
+            problem = f"{name}: no plan has scales of the KV cache, refit(kv_scales=...) brings them"
+            raise UnknownElementError(problem) from error
+        if re.match(r"vp[0-9]+\.", name):
+            return "train"
+        one_a_stage = (int(plan.gen.dense_ranks(stage)[0, 0]) for stage in range(plan.gen.pp))
+        if question.gen_rank is not None or any(name in local_tensors(plan, "gen", rank) for rank in one_a_stage):
+            return "gen"
+        raise
+
+
+def _of_parameter(plan: Plan, question: Question) -> Answer:
+    name = question.name
+    group = plan.groups[find_parameter(plan, name)[0]]
+    index = question.index_in(group.shape)
+    transfers = filter(question.concerns, plan.transfers(name, element=index))
+    notes = list(_precision_notes(plan, name, index))
+    if question.gen_rank is not None:
+        tensor = local_tensors(plan, "gen", question.gen_rank).get(name)
+        if tensor is not None and tensor.shape != group.shape:
+            notes.append(
+                f"{name} is also a tensor of gen:{question.gen_rank}, {shape(tensor.shape)} of {shape(group.shape)};"
+                f" for an element of that one write 'gen:{name}[...]'"
+            )
+    return Answer("parameter", list(transfers), holders_of(plan, name, index), notes)
+
+
+def _of_tensor(plan: Plan, question: Question, world: World) -> Answer:
+    name, rank = question.name, question.gen_rank if world == "gen" else question.train_rank
+    if rank is None:
+        raise InputError(
+            [f"{name} is a tensor of every {world} rank, with other content: name one with --{world}-rank N"]
+        )
+    tensor = local_tensors(plan, world, rank).get(name)
+    index = question.index or () if tensor is None else question.index_in(tensor.shape)
+    moved = plan.transfers(tensor=name, rank=f"{world}:{rank}", element=index)
+    transfers = list(filter(question.concerns, moved))
+    elements = list(dict.fromkeys((t.parameter, t.element) for t in transfers if t.element is not None))
+    holders = [place for parameter, element in elements[:1] for place in holders_of(plan, parameter, element)]
+    notes = [note for parameter, element in elements for note in _precision_notes(plan, parameter, element)]
+    if world == "gen" and (repeated := engine_named(plan.engine).repeated_tensor(name)):
+        notes.append(f"a tensor beside the engine's own, which repeats {repeated} from it")
+    return Answer(f"{world} tensor", transfers, holders, list(dict.fromkeys(notes)))
+
+
+def _precision_notes(plan: Plan, name: str, index: tuple[int, ...]) -> Iterator[str]:
+    """Where the scale of an element is, which block a scale is of, and what is cast on the way."""
+    number, layer, expert = find_parameter(plan, name)
+    for cast in plan.casts:
+        if cast.group == number:
+            yield f"the trainer holds {cast.src} and sends {cast.dst}"
+    for pair in plan.pairs:
+        rows, columns = pair.block
+        weight, scales = plan.groups[pair.weight], plan.groups[pair.scales]
+        if pair.weight == number:
+            block = (index[0] // rows, index[1] // columns) if len(scales.shape) == 2 else (0,)
+            yield f"its scale is {scales.name(layer, expert)}{_brackets(block)}, of a block of {rows}x{columns}"
+        elif pair.scales == number:
+            row, column = index if len(index) == 2 else (0, 0)
+            stop = min(weight.shape[0], (row + 1) * rows), min(weight.shape[1], (column + 1) * columns)
+            box = f"[{row * rows}:{stop[0]}, {column * columns}:{stop[1]}]"
+            yield f"it is the scale of {weight.name(layer, expert)}{box}"
+            if any(cast.group == pair.weight and cast.dst == FP8 for cast in plan.casts):
+                yield "the trainer holds no scales: it computes this one as it casts the block"
 
 
 # --- text
 
 
-def _text(args: argparse.Namespace, answer: _Answer) -> Iterator[RenderableType]:
+def _text(args: argparse.Namespace, answer: Answer) -> Iterator[RenderableType]:
     yield from noted(answer.notes)
     if not answer.transfers:
-        yield _nothing(args, answer)
-    for alike in _alike(answer.transfers):
-        yield from _group(alike, answer.holders)
+        yield _why_none(args, answer)
+    groups = grouped(
+        answer.transfers,
+        lambda t: (
+            t.parameter,
+            t.element,
+            t.route,
+            t.pp_stage,
+            t.region,
+            t.src and t.src.tensor,
+            t.dst and t.dst.tensor,
+        ),
+    )
+    for alike in groups.values():
+        yield from _transfer_tables(alike, answer.holders)
 
 
-def _nothing(args: argparse.Namespace, answer: _Answer) -> str:
-    """Why no transfer fits the question."""
+def _why_none(args: argparse.Namespace, answer: Answer) -> str:
+    """Why no transfer is between the ranks of the question."""
     holders = {place.rank for place in answer.holders}
-    held = f" (held by train {ranges(holders)})" if holders else ""
+    held_by = f" (held by train {ranges(holders)})" if holders else ""
     if args.train_rank is None:
         return f"gen:{args.gen_rank} does not hold this element: another generation rank or stage does"
     if args.gen_rank is not None:
-        return f"train:{args.train_rank} does not send this element to gen:{args.gen_rank}{held}"
+        return f"train:{args.train_rank} does not send this element to gen:{args.gen_rank}{held_by}"
     if holders and args.train_rank not in holders:
-        return f"train:{args.train_rank} does not hold this element{held}"
-    return f"train:{args.train_rank} holds this element and sends it to nobody: its replicas serve every pull{held}"
+        return f"train:{args.train_rank} does not hold this element{held_by}"
+    return f"train:{args.train_rank} holds this element and sends it to nobody: its replicas serve every pull{held_by}"
 
 
-def _alike(transfers: list[Transfer]) -> list[list[Transfer]]:
-    """Transfers grouped by everything but ranks and offsets."""
-    groups: dict[tuple[Any, ...], list[Transfer]] = {}
-    for transfer in transfers:
-        tensors = tuple(place.tensor if place else None for place in (transfer.src, transfer.dst))
-        key = (transfer.parameter, transfer.element, transfer.route, transfer.pp_stage, transfer.region, tensors)
-        groups.setdefault(key, []).append(transfer)
-    return list(groups.values())
-
-
-def _group(transfers: list[Transfer], holders: list[Place]) -> Iterator[RenderableType]:
+def _transfer_tables(transfers: list[Transfer], holders: list[Place]) -> Iterator[RenderableType]:
+    """Transfers that differ in ranks and offsets alone."""
     first = transfers[0]
-    rows: list[tuple[str, str | Text]] = []
+    lines: list[tuple[str, Cell]] = []
     if first.parameter:
-        rows.append(("parameter", Text(f"{first.parameter}{_at(first.element or ())}", style="bold")))
-    rows.append(("route", first.route + (f": {first.reason}" if first.reason else "")))
+        lines.append(("parameter", styled(f"{first.parameter}{_brackets(first.element or ())}", "bold")))
+    lines.append(("route", first.route + (f": {first.reason}" if first.reason else "")))
     if first.region is not None:
-        rows.append(("stage", f"{first.pp_stage}, in region {first.region} of {shape(first.view)}"))
-    for what, place in (("trainer tensor", first.src), ("engine tensor", first.dst)):
-        if place is not None:
-            rows.append((what, f"{place.tensor}  {place.dtype} {shape(place.shape)}"))
+        lines.append(("stage", f"{first.pp_stage}, in region {first.region} of {shape(first.view)}"))
+    lines += tensor_lines(first)
     if holders and first.src is not None:
-        rows.append(("held by", f"train {ranges({place.rank for place in holders})}"))
-    yield facts(rows)
-    if first.src is None and first.dst is None:
-        return
-    columns = ("index", "element", "byte")
-    shown = table(None, "to", *columns, "from", *columns, numbers=("element", "byte"))
-    for transfer in transfers[:_ROWS_SHOWN]:
-        sender, *where = _cells(transfer.src)
-        via = "" if transfer.relayed_by is None else f" via gen:{transfer.relayed_by}"
-        shown.add_row(*_cells(transfer.dst), sender + via, *where)
-    say_what_is_left(shown, len(transfers) - _ROWS_SHOWN, "transfer")
-    yield shown
+        lines.append(("held by", f"train {ranges({place.rank for place in holders})}"))
+    yield facts(lines)
+    if first.src is not None or first.dst is not None:
+        rows = ((f"gen:{t.dst.rank}" if t.dst else "-", *_where(t.dst), sender(t), *_where(t.src)) for t in transfers)
+        where = ("index", "element", "byte")
+        columns = ("to", *where, "from", *where)
+        yield table(None, columns, rows, numbers=("element", "byte"), most=_ROWS_SHOWN, noun="transfer")
 
 
-def _cells(place: Place | None) -> tuple[str, str, str, str]:
+def _where(place: Place | None) -> tuple[str, str, str]:
     if place is None:
-        return "-", "", "", ""
-    return f"{place.world}:{place.rank}", _at(place.index), f"{place.offset:,}", f"{place.byte_offset:,}"
+        return "", "", ""
+    return _brackets(place.index), f"{place.offset:,}", f"{place.byte_offset:,}"
 
 
-def _at(index: tuple[int, ...]) -> str:
+def _brackets(index: Iterable[int]) -> str:
     return "[" + ",".join(map(str, index)) + "]"

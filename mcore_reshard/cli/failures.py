@@ -1,4 +1,4 @@
-"""Which errors are whose fault, as exit codes. See cli.py for what the codes mean."""
+"""The exit code of an error; main.py says what the codes mean."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INPUT = (InputError, ConfigError, MeshError, PlanFileError, UnknownElementError
 
 
 def exit_code_of(error: Exception) -> int | None:
-    """The documented code of an error that says all a user needs; None for one that should not have happened."""
+    """The documented code of an error that tells the user what to do; None for an unexpected one."""
     if isinstance(error, ProofError):
         return 3
     if isinstance(error, _INPUT):
@@ -24,13 +24,13 @@ def exit_code_of(error: Exception) -> int | None:
         return 2
     if isinstance(error, _loaded("kernels.errors", "RefitError", "validation.processes", "ProcessError")):
         return 1
-    if isinstance(error, ImportError) and "pip install" in str(error):  # an extra is missing, and the message names it
+    if isinstance(error, ImportError) and "pip install" in str(error):  # the message names the extra that is missing
         return 1
     return None
 
 
 def _loaded(*names: str) -> tuple[type[Exception], ...]:
-    """Those of the errors (module, name, ...) whose modules are loaded: no others can have been raised."""
+    """The errors (module, name, ...) of loaded modules. An error of a module that is not loaded cannot have been raised."""
     pairs = zip(names[::2], names[1::2], strict=True)
     modules = [(sys.modules.get(f"mcore_reshard.{module}"), name) for module, name in pairs]
     return tuple(getattr(module, name) for module, name in modules if module is not None)

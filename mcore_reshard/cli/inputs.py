@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import ConfigError
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import FORMAT, PlanFileError, load_plan
+from mcore_reshard.planner.plan.transfers import UnknownElementError
+from mcore_reshard.planner.proof.prove import ProofError, prove
 from mcore_reshard.planning import InputError
+
+
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Add what is wrong to `problems` instead of raising it, so that everything is reported at once."""
+    try:
+        yield
+    except InputError as error:
+        problems += error.problems
+    except UnknownElementError as error:
+        problems.append(str(error))
 
 
 def read_plan(source: str) -> Plan:
@@ -23,6 +38,15 @@ def read_plan(source: str) -> Plan:
             [f"{source}: this is the config of a model, where a plan is wanted"],
             f"Make a plan of it with `mcore-reshard plan {source} --train ... --gen ... --out plan.json`.",
         ) from None
+
+
+def read_proven_plan(source: str) -> Plan:
+    """The plan in a file. Raises ProofError, besides what `read_plan` raises, where it is not sound."""
+    plan = read_plan(source)
+    proof = prove(plan)
+    if not proof.ok:
+        raise ProofError(proof)
+    return plan
 
 
 def is_plan_file(source: str) -> bool:

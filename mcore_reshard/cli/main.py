@@ -1,4 +1,4 @@
-"""The command line. Arguments are parsed here, before anything is imported that takes time; one module a command does the work.
+"""The command line. This module parses the arguments, and imports nothing that takes time; one module a command runs it.
 
 Exit codes: 0 done; 1 unexpected; 2 bad input or an impossible mesh; 3 the proof of a plan failed; 4 a validation found
 bytes that differ. Errors are text on stderr, also with --json.
@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Sequence
 
 from mcore_reshard import __version__
+
+from .printable import printable
 
 EXIT_UNEXPECTED, EXIT_INPUT, EXIT_PROOF, EXIT_MISMATCH, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_UNEXPECTED
     except Exception as error:
         if args.debug:
-            traceback.print_exc()
+            print(printable(traceback.format_exc()), file=sys.stderr)
         return _fail(*_outcome(error, args.debug))
 
 
@@ -69,7 +71,7 @@ def _outcome(error: Exception, debug: bool) -> tuple[str, int]:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"mcore-reshard: {message}", file=sys.stderr)
+    print(printable(f"mcore-reshard: {message}"), file=sys.stderr)
     return code
 
 
@@ -86,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _show_arguments(commands)
     _explain_arguments(commands)
     _validate_arguments(commands)
+    _store_arguments(commands)
     _command(commands, "doctor", "Say what this machine can run, and why not the rest.", "mcore-reshard doctor")
     return parser
 
@@ -208,6 +211,19 @@ def _validate_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
     command.add_argument(
         "--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of every wait (default: 60)"
     )
+
+
+def _store_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = _command(
+        commands,
+        "store",
+        "Serve the store at which a refit's ranks meet, in a process that outlives them, until it is interrupted.",
+        "mcore-reshard store --port 29600",
+    )
+    command.add_argument(
+        "--host", metavar="HOST", help="listen at this address alone (default: at all of this machine)"
+    )
+    command.add_argument("--port", metavar="PORT", type=int, default=29600, help="0: any that is free (default: 29600)")
 
 
 if __name__ == "__main__":

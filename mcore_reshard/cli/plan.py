@@ -3,38 +3,62 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
 from pathlib import Path
 
-from mcore_reshard.planner.plan.plan_file import save_plan
-from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.plan_file import dump_plan, save_plan
+from mcore_reshard.planner.proof.prove import prove
 from mcore_reshard.planning import InputError, read_request
 
-from .plan_tables import plan_report
-from .render import progress, write, write_json
-from .summary import summarize
+from .plan_tables import print_plan
+from .render import progress
 
 
 def run(args: argparse.Namespace) -> int:
-    request = read_request(args.config, args.train, args.gen, args.policy, args.train_dtype, args.gen_dtype)
+    unwritable = [] if args.out is None else _unwritable(args.out)
+    try:
+        request = read_request(args.config, args.train, args.gen, args.policy, args.train_dtype, args.gen_dtype)
+    except InputError as error:
+        raise InputError([*error.problems, *unwritable], error.remedy) from None
+    if unwritable:
+        raise InputError(unwritable)
     with progress(f"planning {request.model}"):
         started = time.perf_counter()
         plan = request.plan()
         proof = prove(plan)
         seconds = time.perf_counter() - started
+    more = []
     if args.out is not None and proof.ok:
         try:
-            save_plan(plan, args.out)
-        except (OSError, ValueError) as error:  # ValueError: a path that names no file
-            raise InputError(
-                [f"cannot write {args.out or repr(args.out)}: {getattr(error, 'strerror', None) or error}"]
-            ) from error
-    summary = summarize(plan, proof, seconds, request.notes)
-    if args.json:
-        write_json(summary)
-    else:
-        written = [f"plan written to {Path(args.out)}"] if args.out is not None and proof.ok else []
-        write(*plan_report(plan, proof, summary), *written)
-    if not proof.ok:
-        raise ProofError(proof)
+            _write_plan(plan, args.out)
+        except OSError as error:
+            raise InputError([_cannot_write(args.out, error.strerror or str(error))]) from error
+        more = [f"plan written to {Path(args.out)}"]
+    print_plan(plan, proof, args.json, seconds, request.notes, more)
     return 0
+
+
+def _write_plan(plan: Plan, path: str) -> None:
+    if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1)):
+        sys.stdout.write(dump_plan(plan))  # /dev/stdout, wherever it leads: the report follows
+    else:
+        save_plan(plan, path)
+
+
+def _unwritable(path: str) -> list[str]:
+    """Why a plan cannot be written there, as far as it can be told without writing: one reason, or none."""
+    target = Path(path)
+    reasons = {
+        "the path is empty": not path,
+        "it is a directory": target.is_dir(),
+        f"{target.parent} is no directory": not target.parent.is_dir(),
+        "permission denied": not os.access(target if target.exists() else target.parent, os.W_OK),
+    }
+    return [_cannot_write(path, reason) for reason, holds in reasons.items() if holds][:1]
+
+
+def _cannot_write(path: str, reason: str) -> str:
+    return f"cannot write {path or repr(path)}: {reason}; give --out a file in a folder that exists and is yours"

@@ -2,169 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
+from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
 from mcore_reshard.planner.layout.partitions import Partition
-from mcore_reshard.planner.model.parameters import ParameterGroup
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
-from mcore_reshard.planner.proof.prove import Proof
+from mcore_reshard.planner.proof.prove import Proof, ProofError
 
-from .render import axes, count, facts, noted, ranges, say_what_is_left, shape, size, table, verdict
-from .summary import busiest, starred
+from .render import Cell, count, facts, grouped, noted, print_report, ranges, shape, size, styled, table, verdict
+from .summary import starred, summarize, unplanned_routes
 
-_STAGES_SHOWN, _VIOLATIONS_SHOWN, _ALIKE_SHOWN = 64, 20, 8
+_STAGES_SHOWN, _VIOLATIONS_SHOWN, _ALIKE_SHOWN, _BLOCKS_SHOWN = 64, 20, 8, 4
+_ROUTES = ("bulk", "misc", "excluded")
 
 
-def plan_report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> list[RenderableType]:
+def print_plan(
+    plan: Plan,
+    proof: Proof,
+    as_json: bool,
+    seconds: float | None = None,
+    notes: Iterable[str] = (),
+    more: Iterable[RenderableType] = (),
+) -> None:
+    """Print a whole plan, then `more` where the proof holds. Raises ProofError, after printing, where it does not."""
+    summary = summarize(plan, proof, seconds, notes)
+    print_report(as_json, summary, chain(_report(plan, proof, summary), more if proof.ok else ()))
+    if not proof.ok:
+        raise ProofError(proof)
+
+
+def _report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> Iterator[RenderableType]:
     """Summary, proof, stages, loads, and what does not travel point to point."""
-    parts: list[RenderableType] = [_head(plan, summary), _proof(proof), _stages(summary), _loads(plan)]
-    for title, found in (("Misc route", plan.misc), ("Excluded", plan.excluded)):
-        if found:
-            parts.append(_unplanned(plan, title, found))
-    return parts + noted(summary["notes"])
+    yield facts(_head(plan, summary))
+    yield from _proof(proof)
+    total = sum(stage["bytes"] for stage in summary["stages"]) or 1
+    rows = [
+        [str(stage["pp_stage"]), f"{stage['transfers']:,}", size(stage["bytes"]), f"{stage['bytes'] / total:.1%}"]
+        for stage in summary["stages"]
+    ]
+    numbers = ("stage", "transfers", "bytes", "share")
+    yield table("Stages", numbers, rows, numbers, most=_STAGES_SHOWN, noun="stage")
+    yield _loads(plan)
+    for title, entries in (("Misc route", plan.misc), ("Excluded", plan.excluded)):
+        if entries:
+            columns = ("parameter", "layers", "count", "bytes", "reason")
+            yield table(title, columns, _unplanned(plan, entries), numbers=("count", "bytes"))
+    yield from noted(summary["notes"])
 
 
-def _head(plan: Plan, summary: dict[str, Any]) -> Table:
-    parameters, nbytes = summary["parameters"], summary["bytes"]
-    rows: list[tuple[str, str | Text]] = [
-        ("model", Text(plan.model or "(unnamed)", style="bold")),
-        ("training", "Megatron-Core  " + axes(summary["meshes"]["train"])),
-        ("generation", f"{plan.engine}  " + axes(summary["meshes"]["gen"])),
-        ("policy", plan.policy),
-        ("dtypes", _dtypes(summary["wire_bytes"])),
-    ]
-    rows += [
-        (route, f"{size(nbytes[route]):>8}  {count(parameters[route], 'parameter')}")
-        for route in ("bulk", "misc", "excluded")
-    ]
-    rows.append(("total", f"{size(nbytes['total']):>8}  bulk and misc, each parameter once"))
-    received, share = int(plan.recv_bytes.sum()), int(plan.recv_bytes.max())
-    rows.append(("moved", f"{size(received):>8}  point to point in one refit, at most {size(share)} into one rank"))
-    if plan.pairs:
-        rows.append(("pairs", _pairs(summary["pairs"])))
-    for (src, dst), found in _casts(summary["casts"]).items():
-        nbytes_cast = size(sum(cast["bytes"] for cast in found))
-        rows.append(
-            ("casts", f"{src} -> {dst} in the trainer: {count(_number(found), 'parameter')}, {nbytes_cast} sent")
-        )
+def _head(plan: Plan, summary: dict[str, Any]) -> Iterator[tuple[str, Cell]]:
+    parameters, nbytes, wire_bytes = summary["parameters"], summary["bytes"], summary["wire_bytes"]
+    yield "model", styled(plan.model or "(unnamed)", "bold")
+    yield "training", f"Megatron-Core  {_axes(plan.train)}"
+    yield "generation", f"{plan.engine}  {_axes(plan.gen)}"
+    yield "policy", plan.policy
+    if len(wire_bytes) > 1:
+        yield "dtypes", "bytes moved: " + ", ".join(f"{dtype} {size(moved)}" for dtype, moved in wire_bytes.items())
+    else:
+        yield "dtypes", ", ".join(wire_bytes) or "-"
+    for route in _ROUTES:
+        yield route, f"{size(nbytes[route]):>8}  {count(parameters[route], 'parameter')}"
+    yield "total", f"{size(nbytes['total']):>8}  bulk and misc, each parameter once"
+    received, most = int(plan.recv_bytes.sum()), int(plan.recv_bytes.max())
+    yield "moved", f"{size(received):>8}  point to point in one refit, at most {size(most)} into one rank"
+    if summary["pairs"]:
+        yield "pairs", _pairs(summary["pairs"])
+    for (src, dst), casts in grouped(summary["casts"], lambda cast: (cast["from"], cast["to"])).items():
+        number, sent = _sum(casts, "count"), size(_sum(casts, "bytes"))
+        yield "casts", f"{src} -> {dst} in the trainer: {count(number, 'parameter')}, {sent} sent"
     if summary["plan_seconds"] is not None:
-        rows.append(("planned in", f"{summary['plan_seconds']:.2f} s, proof included"))
-    rows.append(("digest", plan.digest))
-    return facts(rows)
+        yield "planned in", f"{summary['plan_seconds']:.2f} s, proof included"
+    yield "digest", plan.digest
 
 
-def _dtypes(wire_bytes: dict[str, int]) -> str:
-    """Dtypes on the wire, with their shares of the moved bytes where there are several."""
-    if len(wire_bytes) < 2:
-        return ", ".join(wire_bytes) or "-"
-    return "bytes moved: " + ", ".join(f"{dtype} {size(nbytes)}" for dtype, nbytes in wire_bytes.items())
+def _axes(mesh: TrainMesh | GenMesh) -> str:
+    return f"{format_mesh(mesh).replace(',', ' ')}  ({count(mesh.world, 'rank')})"
 
 
 def _pairs(pairs: list[dict[str, Any]]) -> str:
-    routes = {route: [pair for pair in pairs if pair["route"] == route] for route in ("bulk", "misc", "excluded")}
+    by_route = grouped(pairs, lambda pair: str(pair["route"]))
     blocks = sorted({"x".join(map(str, pair["block"])) for pair in pairs})
-    where = ", ".join(f"{_number(found):,} {route}" for route, found in routes.items() if found)
-    return f"weights with scales: {where}; blocks {', '.join(blocks[:4])}{', ...' if len(blocks) > 4 else ''}"
+    numbers = ", ".join(f"{_sum(by_route[route], 'count'):,} {route}" for route in _ROUTES if route in by_route)
+    more = ", ..." if len(blocks) > _BLOCKS_SHOWN else ""
+    return f"weights with scales: {numbers}; blocks {', '.join(blocks[:_BLOCKS_SHOWN])}{more}"
 
 
-def _casts(casts: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for cast in casts:
-        found.setdefault((cast["from"], cast["to"]), []).append(cast)
-    return found
+def _sum(entries: list[dict[str, Any]], key: str) -> int:
+    return sum(entry[key] for entry in entries)
 
 
-def _number(found: list[dict[str, Any]]) -> int:
-    return sum(entry["count"] for entry in found)
-
-
-def _proof(proof: Proof) -> RenderableType:
+def _proof(proof: Proof) -> Iterator[RenderableType]:
     covered = f"{proof.covered_bytes:,} of {proof.destination_bytes:,} destination bytes of the bulk route covered"
-    if proof.ok:
-        return facts([("proof", verdict(True, f"{covered}, each exactly once"))])
-    shown = table(f"Proof violations ({len(proof.violations)})", "rule", "parameter", "ranks", "what is wrong")
-    for violation in proof.violations[:_VIOLATIONS_SHOWN]:
-        shown.add_row(violation.rule, violation.parameter, violation.ranks, violation.message)
-    return Group(facts([("proof", verdict(False, covered))]), "", shown)
-
-
-def _stages(summary: dict[str, Any]) -> Table:
-    shown = table("Stages", "stage", "transfers", "bytes", "share", numbers=("stage", "transfers", "bytes", "share"))
-    total = sum(stage["bytes"] for stage in summary["stages"]) or 1
-    for stage in summary["stages"][:_STAGES_SHOWN]:
-        share = f"{100 * stage['bytes'] / total:.1f}%"
-        shown.add_row(str(stage["pp_stage"]), f"{stage['transfers']:,}", size(stage["bytes"]), share)
-    say_what_is_left(shown, len(summary["stages"]) - _STAGES_SHOWN, "stage")
-    return shown
+    yield facts([("proof", verdict(proof.ok, covered + ", each exactly once" * proof.ok))])
+    if not proof.ok:
+        title, columns = f"Proof violations ({len(proof.violations)})", ("rule", "parameter", "ranks", "what is wrong")
+        shown = proof.violations[:_VIOLATIONS_SHOWN]
+        yield table(title, columns, ((v.rule, v.parameter, v.ranks, v.message) for v in shown))
 
 
 def _loads(plan: Plan) -> Table:
+    """Least, mean and most bytes over the ranks of each world, and which rank is the busiest."""
+    rows = []
+    loads = [("train", "send", plan.send_bytes), ("gen", "receive", plan.recv_bytes)]
+    for world, verb, load in [*loads, ("gen", "pass on", plan.relay_bytes)] if plan.relay else loads:
+        mean, most = float(load.mean()), int(load.max())
+        as_busy = int(np.count_nonzero(load == most)) - 1
+        busiest = f"{world}:{int(load.argmax())}" + (f" and {as_busy} more" if as_busy else "")
+        sizes = [size(int(load.min())), size(mean), size(most), f"{most / mean:.2f}" if mean else "-"]
+        rows.append([f"{world}, {verb}", str(len(load)), *sizes, busiest])
     numbers = ("ranks", "least", "mean", "most", "most / mean")
-    shown = table("Load per rank", "world", *numbers, "busiest", numbers=numbers)
-    ways = [("train", "send", plan.send_bytes), ("gen", "receive", plan.recv_bytes)]
-    if plan.relay:
-        ways.append(("gen", "pass on", plan.relay_bytes))
-    for world, verb, loads in ways:
-        load = busiest(loads)
-        ratio = f"{load['max'] / load['mean']:.2f}" if load["mean"] else "-"
-        same = int(np.count_nonzero(loads == load["max"])) - 1
-        shown.add_row(
-            f"{world}, {verb}", str(len(loads)), size(load["min"]), size(load["mean"]), size(load["max"]), ratio,
-            f"{world}:{load['rank']}" + (f" and {same} more" if same else ""),
-        )  # fmt: skip
-    return shown
+    return table("Load per rank", ("world", *numbers, "busiest"), rows, numbers=numbers)
 
 
-def _unplanned(plan: Plan, title: str, found: tuple[UnplannedGroup, ...]) -> Table:
+def _unplanned(plan: Plan, entries: tuple[UnplannedGroup, ...]) -> Iterator[tuple[str, ...]]:
     """One line a group, or one for many groups that share a reason."""
-    shown = table(title, "parameter", "layers", "count", "bytes", "reason", numbers=("count", "bytes"))
-    by_reason: dict[str, list[ParameterGroup]] = {}
-    for entry in found:
-        by_reason.setdefault(entry.reason, []).append(plan.groups[entry.group])
-    for reason, groups in by_reason.items():
+    for reason, sharing in grouped(entries, lambda entry: entry.reason).items():
+        groups = [plan.groups[entry.group] for entry in sharing]
         for alike in [groups] if len(groups) > _ALIKE_SHOWN else [[group] for group in groups]:
-            name = parameter_names(alike[0]) + (f" and {len(alike) - 1} more names" if len(alike) > 1 else "")
+            more = f" and {len(alike) - 1} more names" if len(alike) > 1 else ""
             layers = ranges({layer for group in alike for layer in group.layers}) or "-"
             nbytes = size(sum(group.nbytes * group.count for group in alike))
-            shown.add_row(name, layers, f"{sum(group.count for group in alike):,}", nbytes, reason)
-    return shown
+            number = f"{sum(group.count for group in alike):,}"
+            yield starred(alike[0].name_pattern) + more, layers, number, nbytes, reason
 
 
-def routes(plan: Plan) -> Table:
+def parameters_table(plan: Plan) -> Iterator[RenderableType]:
     """One line a group of parameters: where the trainer keeps them and where the engine wants them."""
-    shown = table(
-        "Parameters", "parameter", "count", "shape", "route", "trainer tensor", "engine tensor", "cuts",
-        numbers=("count",),
-    )  # fmt: skip
-    unplanned = {entry.group: "misc" for entry in plan.misc} | {entry.group: "excluded" for entry in plan.excluded}
-    pattern_of: dict[int, int] = {}
-    for transfers in plan.transfer_groups:
-        pattern_of.setdefault(transfers.group, transfers.pattern)
+    routes = unplanned_routes(plan)
+    patterns = {transfers.group: plan.patterns[transfers.pattern] for transfers in reversed(plan.transfer_groups)}
+    rows: list[list[Cell]] = []
     for number, group in enumerate(plan.groups):
-        row: list[str | Text] = [parameter_names(group), f"{group.count:,}", shape(group.shape)]
-        if number in pattern_of:
-            pattern = plan.patterns[pattern_of[number]]
-            ends = [", ".join(_tensors(partition)) for partition in (pattern.src, pattern.dst)]
-            row += ["bulk", *ends, f"{len(pattern.src.pieces)} -> {len(pattern.dst.pieces)}"]
+        row: list[Cell] = [starred(group.name_pattern), f"{group.count:,}", shape(group.shape)]
+        if pattern := patterns.get(number):
+            tensors = [_tensors(partition) for partition in (pattern.src, pattern.dst)]
+            row += ["bulk", *tensors, f"{len(pattern.src.pieces)} -> {len(pattern.dst.pieces)}"]
         else:
-            row += [Text(unplanned[number], style="yellow"), "", "", ""]
-        shown.add_row(*row)
-    return shown
+            row += [styled(routes[number][0], "yellow"), "", "", ""]
+        rows.append(row)
+    columns = ("parameter", "count", "shape", "route", "trainer tensor", "engine tensor", "cuts")
+    yield table("Parameters", columns, rows, numbers=("count",))
 
 
-def _tensors(partition: Partition) -> Iterator[str]:
+def _tensors(partition: Partition) -> str:
     """Names of the local tensors of a cut, stars for what varies."""
-    names = dict.fromkeys(starred(piece.tensor.name) for held in partition.pieces for piece in held)
-    yield from list(names)[:2]
-    if len(names) > 2:
-        yield f"... {len(names)} in all"
-
-
-def parameter_names(group: ParameterGroup) -> str:
-    return starred(group.name_pattern)
+    names = list(dict.fromkeys(starred(piece.tensor.name) for pieces in partition.pieces for piece in pieces))
+    return ", ".join([*names[:2], *([f"... {len(names)} in all"] if len(names) > 2 else [])])

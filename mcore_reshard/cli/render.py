@@ -1,4 +1,7 @@
-"""How reports look: tables on stdout, progress on stderr, numbers with their units."""
+"""How reports look: tables on stdout, progress on stderr, numbers with their units.
+
+Every text passes through `printable` here, so that no name out of a config or a plan file commands the terminal.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,22 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .printable import printable
+
 _PIPED_WIDTH = 250  # columns where no terminal says otherwise; names of tensors are long
+
+Cell = str | Text
+_Row = TypeVar("_Row")
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 def write(*parts: RenderableType) -> None:
@@ -26,13 +35,14 @@ def write(*parts: RenderableType) -> None:
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _piped_width())
     with console.capture() as captured:
         for number, part in enumerate(parts):
-            console.print(*([""] if number else []), part, sep="\n")
+            shown = printable(part) if isinstance(part, str) else part
+            console.print(*([""] if number else []), shown, sep="\n")
     sys.stdout.write(re.sub(r"[ \t]+$", "", captured.get(), flags=re.MULTILINE))
 
 
 def _piped_width() -> int:
-    asked = os.environ.get("COLUMNS", "")
-    return int(asked) if asked.isdigit() else _PIPED_WIDTH
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdigit() else _PIPED_WIDTH
 
 
 def write_json(report: Mapping[str, Any]) -> None:
@@ -41,23 +51,36 @@ def write_json(report: Mapping[str, Any]) -> None:
     sys.stdout.write("\n")
 
 
-def noted(notes: Iterable[str]) -> list[Text]:
-    """What a reader should know besides, a line each."""
-    return [Text(f"note: {note}", style="yellow") for note in notes]
+def print_report(as_json: bool, report: Mapping[str, Any], parts: Iterable[RenderableType]) -> None:
+    """Print a command's answer: its JSON object, or the parts of its text, which are drawn only then."""
+    if as_json:
+        write_json(report)
+    else:
+        write(*parts)
 
 
 @contextmanager
-def progress(what: str) -> Iterator[None]:
+def progress(text: str) -> Iterator[None]:
     """A spinner on stderr while something runs, and nothing at all where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield
         return
-    with Console(stderr=True).status(what):
+    with Console(stderr=True, markup=False).status(printable(text)):
         yield
 
 
-def table(title: str | None, *columns: str, numbers: Iterable[str] = ()) -> Table:
-    """A table with a heading, or none; columns named in `numbers` are right-aligned, the others fold."""
+def table(
+    title: str | None,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    numbers: Iterable[str] = (),
+    most: int | None = None,
+    noun: str = "row",
+) -> Table:
+    """A table with a heading, or none. Columns named in `numbers` are right-aligned, the others fold.
+
+    After `most` rows a last line says how many more there are.
+    """
     made = Table(title=title, title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     made.title_justify = made.caption_justify = "left"
     for column in columns:
@@ -65,28 +88,52 @@ def table(title: str | None, *columns: str, numbers: Iterable[str] = ()) -> Tabl
             made.add_column(column, justify="right", no_wrap=True)
         else:
             made.add_column(column, overflow="fold")
+    rows = list(rows)
+    for row in rows[:most]:
+        made.add_row(*map(_shown, row))
+    if most is not None and len(rows) > most:
+        made.caption = and_more(len(rows) - most, noun)
     return made
 
 
-def say_what_is_left(shown: Table, left: int, noun: str) -> None:
-    """Under a table that was cut short: how many rows are missing, and how to see them."""
-    if left > 0:
-        shown.caption = f"and {count(left, noun)} more: --json lists all"
-
-
-def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:
+def facts(rows: Iterable[tuple[str, Cell]]) -> Table:
     """Aligned `name  value` lines, without a heading."""
     made = Table.grid(padding=(0, 2))
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in rows:
-        made.add_row(name, value)
+        made.add_row(name, _shown(value))
     return made
+
+
+def _shown(cell: Cell) -> Cell:
+    return printable(cell) if isinstance(cell, str) else cell
+
+
+def styled(text: str, style: str) -> Text:
+    return Text(printable(text), style=style)
 
 
 def verdict(ok: bool, text: str, bad: str = "FAILED") -> Text:
     """`text` behind a green or red word that also reads without colors."""
-    return Text.assemble(("ok  ", "bold green") if ok else (f"{bad}  ", "bold red"), text)
+    return Text.assemble(("ok  ", "bold green") if ok else (f"{bad}  ", "bold red"), printable(text))
+
+
+def noted(notes: Iterable[str]) -> list[Text]:
+    """What a reader should know besides, a line each."""
+    return [styled(f"note: {note}", "yellow") for note in notes]
+
+
+def and_more(left: int, noun: str) -> str:
+    return f"and {count(left, noun)} more: --json lists all"
+
+
+def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, list[_Row]]:
+    """Rows by their key, in the order in which the keys first appear."""
+    groups: dict[_Key, list[_Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def size(nbytes: float) -> str:
@@ -112,16 +159,8 @@ def ranges(numbers: Iterable[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def shape(sizes: Iterable[int]) -> str:
     return "[" + ", ".join(map(str, sizes)) + "]"
-
-
-def axes(mesh: Mapping[str, Any]) -> str:
-    """`tp 2  pp 2  ...  = 8 ranks`, every axis, also those of size one."""
-    parts = [f"{axis}={size}" for axis, size in mesh.items() if axis not in {"world", "layers"}]
-    if mesh.get("layers"):
-        parts.append("layers=" + "+".join(map(str, mesh["layers"])))
-    return " ".join(parts) + f"  ({count(mesh['world'], 'rank')})"

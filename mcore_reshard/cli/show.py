@@ -9,140 +9,105 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
-from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import World
-from mcore_reshard.planner.plan.transfers import Transfer, UnknownElementError, parse_rank
-from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planner.plan.transfers import Transfer, parse_rank
+from mcore_reshard.planner.proof.prove import prove
 from mcore_reshard.planning import InputError
 
-from .inputs import read_plan
-from .plan_tables import plan_report, routes
-from .render import count, facts, say_what_is_left, shape, size, table, write, write_json
-from .summary import summarize
-from .transfers import rank_report, transfer_as_dict
+from .inputs import collected, read_plan, read_proven_plan
+from .plan_tables import parameters_table, print_plan
+from .rank_report import rank_report
+from .render import and_more, count, facts, grouped, print_report, shape, size, styled, table, write, write_json
+from .transfers import sender, tensor_lines, transfer_as_dict
 
 _ROWS_SHOWN = 40
 
 
 def run(args: argparse.Namespace) -> int:
-    plan = read_plan(args.plan)
     if args.rank is None and args.parameter is None:
-        return _whole(plan, args.json)
-    proof = prove(plan)
-    if not proof.ok:
-        raise ProofError(proof)
-    rank = _rank(plan, args.rank, args.parameter)
-    if args.parameter is None:
-        assert rank is not None
-        report = rank_report(plan, *rank)
-        write_json(report) if args.json else write(*_rank_tables(report))
+        plan = read_plan(args.plan)
+        print_plan(plan, prove(plan), args.json, more=parameters_table(plan))
         return 0
-    transfers = plan.transfers(args.parameter, rank=args.rank)
-    if args.json:
-        rows = [transfer_as_dict(transfer) for transfer in transfers]
-        write_json({"digest": plan.digest, "parameter": args.parameter, "rank": args.rank, "transfers": rows})
-    else:
-        shown = list(islice(transfers, _ROWS_SHOWN))
-        write(*_transfers(args.parameter, args.rank, shown, sum(1 for _ in transfers)))
-    return 0
-
-
-def _rank(plan: Plan, text: str | None, glob: str | None) -> tuple[World, int] | None:
-    """The rank asked for, if any. Raises InputError if the plan lacks it, or parameters that match, or both."""
-    rank = None
-    problems: list[str] = []
-    try:
-        rank = None if text is None else parse_rank(plan, text)
-    except UnknownElementError as error:
-        problems.append(str(error))
-    try:
-        plan.transfers(glob)
-    except UnknownElementError as error:
-        problems.append(str(error))
+    plan = read_proven_plan(args.plan)
+    rank, problems = None, list[str]()
+    with collected(problems):
+        rank = None if args.rank is None else parse_rank(plan, args.rank)
+    with collected(problems):
+        plan.transfers(args.parameter)
     if problems:
         raise InputError(problems)
-    return rank
-
-
-def _whole(plan: Plan, as_json: bool) -> int:
-    proof = prove(plan)
-    summary = summarize(plan, proof)
-    if as_json:
-        write_json(summary)
-    else:
-        write(*plan_report(plan, proof, summary), *([routes(plan)] if proof.ok else []))
-    if not proof.ok:
-        raise ProofError(proof)
+    if args.parameter is not None:
+        transfers = plan.transfers(args.parameter, rank=args.rank)
+        if args.json:
+            rows = [transfer_as_dict(transfer) for transfer in transfers]
+            write_json({"digest": plan.digest, "parameter": args.parameter, "rank": args.rank, "transfers": rows})
+        else:
+            write(*_transfers(args, transfers))
+    elif rank is not None:
+        report = rank_report(plan, *rank)
+        print_report(args.json, report, _rank_tables(report))
     return 0
+
+
+# --- text
 
 
 def _rank_tables(report: dict[str, Any]) -> Iterator[RenderableType]:
     sends = report["rank"].startswith("train")
-    verb = "sends" if sends else "receives"
-    yield facts(
-        [
-            ("rank", report["rank"]),
-            ("coordinate", " ".join(f"{axis}={at}" for axis, at in report["coordinate"].items())),
-            (verb, f"{size(report['bytes'])} in {count(report['transfers'], 'transfer')}"),
-        ]
-    )
-    yield _peers("Stages and peers", report["stages"], "to gen" if sends else "from train")
+    moved = f"{size(report['bytes'])} in {count(report['transfers'], 'transfer')}"
+    coordinate = " ".join(f"{axis}={number}" for axis, number in report["coordinate"].items())
+    yield facts([("rank", report["rank"]), ("coordinate", coordinate), ("sends" if sends else "receives", moved)])
+    yield _peers("Stages and peers", report["stages"], *(("to", "gen") if sends else ("from", "train")))
     if report["relay"] is not None:
-        yield _peers("Passed on by other replicas", report["relay"]["receives"], "from gen")
-        yield _peers("Passed on to other replicas", report["relay"]["sends"], "to gen")
+        yield _peers("Passed on by other replicas", report["relay"]["receives"], "from", "gen")
+        yield _peers("Passed on to other replicas", report["relay"]["sends"], "to", "gen")
+    rows = (
+        (tensor["tensor"], shape(tensor["shape"]), tensor["dtype"], f"{tensor['transfers']:,}", size(tensor["bytes"]))
+        for tensor in report["tensors"]
+    )
     numbers = ("transfers", "bytes")
-    tensors = table("Tensors", "tensor", "shape", "dtype", "transfers", "bytes", numbers=numbers)
-    for held in report["tensors"][:_ROWS_SHOWN]:
-        tensors.add_row(
-            held["tensor"], shape(held["shape"]), held["dtype"], f"{held['transfers']:,}", size(held["bytes"])
+    yield table("Tensors", ("tensor", "shape", "dtype", *numbers), rows, numbers, most=_ROWS_SHOWN, noun="tensor")
+
+
+def _peers(title: str, stages: list[dict[str, Any]], direction: str, world: str) -> Table:
+    rows = (
+        (str(stage["pp_stage"]), f"{world}:{peer['rank']}", f"{peer['transfers']:,}", size(peer["bytes"]))
+        for stage in stages
+        for peer in stage["peers"]
+    )
+    return table(title, ("stage", direction, "transfers", "bytes"), rows, numbers=("stage", "transfers", "bytes"))
+
+
+def _transfers(args: argparse.Namespace, transfers: Iterator[Transfer]) -> Iterator[RenderableType]:
+    """The first transfers, those between the same two tensors together."""
+    shown = list(islice(transfers, _ROWS_SHOWN))
+    if not shown:
+        yield f"{args.rank} has no part in moving {args.parameter}"
+    for alike in grouped(shown, lambda t: (t.parameter, t.src and t.src.tensor, t.dst and t.dst.tensor)).values():
+        yield from _transfer_tables(alike)
+    if left := sum(1 for _ in transfers):
+        yield and_more(left, "transfer")
+
+
+def _transfer_tables(transfers: list[Transfer]) -> Iterator[RenderableType]:
+    first = transfers[0]
+    lines = [("parameter", styled(first.parameter, "bold"))]
+    if first.route != "bulk":
+        yield facts([*lines, ("route", f"{first.route}: {first.reason}"), ("bytes", size(first.nbytes))])
+        return
+    yield facts([*lines, *tensor_lines(first), ("regions", f"in coordinates of {shape(first.view)}")])
+    rows = (
+        (
+            str(transfer.pp_stage),
+            str(transfer.region),
+            size(transfer.nbytes),
+            sender(transfer),
+            f"{transfer.src.offset:,}",
+            f"gen:{transfer.dst.rank}",
+            f"{transfer.dst.offset:,}",
         )
-    say_what_is_left(tensors, len(report["tensors"]) - _ROWS_SHOWN, "tensor")
-    yield tensors
-
-
-def _peers(title: str, stages: list[dict[str, Any]], way: str) -> Table:
-    direction, world = way.split()
-    shown = table(title, "stage", direction, "transfers", "bytes", numbers=("stage", "transfers", "bytes"))
-    for stage in stages:
-        for peer in stage["peers"]:
-            name = f"{world}:{peer['rank']}"
-            shown.add_row(str(stage["pp_stage"]), name, f"{peer['transfers']:,}", size(peer["bytes"]))
-    return shown
-
-
-def _transfers(glob: str, rank: str | None, transfers: list[Transfer], left: int) -> Iterator[RenderableType]:
-    if not transfers:
-        yield f"{rank} has no part in moving {glob}"
-    for alike in _between_two_tensors(transfers):
-        first = alike[0]
-        lines: list[tuple[str, str | Text]] = [("parameter", Text(first.parameter, style="bold"))]
-        if first.src is None or first.dst is None:
-            yield facts([*lines, ("route", f"{first.route}: {first.reason}"), ("bytes", size(first.nbytes))])
-            continue
-        for what, place in (("trainer tensor", first.src), ("engine tensor", first.dst)):
-            lines.append((what, f"{place.tensor}  {place.dtype} {shape(place.shape)}"))
-        lines.append(("regions", f"in coordinates of {shape(first.view)}"))
-        yield facts(lines)
-        numbers = ("stage", "bytes", "at element")
-        shown = table(None, "stage", "region", "bytes", "from", "at element", "to", "at element", numbers=numbers)
-        for transfer in alike:
-            assert transfer.src is not None and transfer.dst is not None
-            via = "" if transfer.relayed_by is None else f" via gen:{transfer.relayed_by}"
-            source = (f"train:{transfer.src.rank}{via}", f"{transfer.src.offset:,}")
-            destination = (f"gen:{transfer.dst.rank}", f"{transfer.dst.offset:,}")
-            row = (str(transfer.pp_stage), str(transfer.region), size(transfer.nbytes))
-            shown.add_row(*row, *source, *destination)
-        yield shown
-    if left:
-        yield f"and {count(left, 'transfer')} more: --json lists all"
-
-
-def _between_two_tensors(transfers: list[Transfer]) -> list[list[Transfer]]:
-    """Transfers of one parameter, one trainer tensor and one engine tensor, together."""
-    groups: dict[tuple[str | None, ...], list[Transfer]] = {}
-    for transfer in transfers:
-        tensors = (None if place is None else place.tensor for place in (transfer.src, transfer.dst))
-        groups.setdefault((transfer.parameter, *tensors), []).append(transfer)
-    return list(groups.values())
+        for transfer in transfers
+        if transfer.src is not None and transfer.dst is not None
+    )
+    columns = ("stage", "region", "bytes", "from", "at element", "to", "at element")
+    yield table(None, columns, rows, numbers=("stage", "bytes", "at element"))

@@ -8,30 +8,35 @@ from dataclasses import asdict
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof
 
-_MUCH = 0.1  # share of the bytes by misc that a plan makes a note of
+_MUCH_MISC = 0.1  # share of the bytes by misc from which on a note says so
 
 
 def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes: Iterable[str] = ()) -> dict[str, Any]:
-    """Everything there is to say about a whole plan. `plan_seconds` covers planning and proof; None: read from a file.
+    """Everything about a whole plan. `plan_seconds` covers planning and proof; None: the plan was read from a file.
 
-    Parameters count once in `bytes` and `parameters`, whatever the number of ranks that receive them; `total` is bulk
-    and misc together, what is excluded does not travel. `proof` and `wire_bytes` count bytes over all generation ranks.
+    `bytes` and `parameters` count each parameter once, however many ranks receive it. `bytes.total` is bulk and misc
+    together, as excluded parameters do not travel. `proof` and `wire_bytes` count bytes over all generation ranks.
     """
-    bulk, misc = plan.bulk_bytes, plan.misc_bytes
+    routes = unplanned_routes(plan)
+    parameters, nbytes = (dict.fromkeys(("total", "bulk", "misc", "excluded"), 0) for _ in range(2))
+    for number, group in enumerate(plan.groups):
+        route, _ = routes.get(number, ("bulk", ""))
+        for key in (route, "total"):
+            parameters[key] += group.count
+            nbytes[key] += group.count * group.nbytes
+    nbytes["total"] -= nbytes["excluded"]
     return {
         "model": plan.model,
         "engine": plan.engine,
         "policy": plan.policy,
         "digest": plan.digest,
-        "meshes": {"train": mesh_as_dict(plan.train), "gen": mesh_as_dict(plan.gen)},
+        "meshes": {"train": _mesh_as_dict(plan.train), "gen": _mesh_as_dict(plan.gen)},
         "dtypes": list(plan.wire_bytes),
         "wire_bytes": plan.wire_bytes,
         "proof": {
@@ -40,15 +45,10 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
             "destination_bytes": proof.destination_bytes,
             "covered_bytes": proof.covered_bytes,
         },
-        "bytes": {
-            "total": bulk + misc,
-            "bulk": bulk,
-            "misc": misc,
-            "excluded": sum(plan.groups[u.group].nbytes * plan.groups[u.group].count for u in plan.excluded),
-        },
-        "parameters": _parameter_counts(plan),
-        "pairs": pairs_of(plan),
-        "casts": casts_of(plan),
+        "bytes": nbytes,
+        "parameters": parameters,
+        "pairs": _pairs(plan),
+        "casts": _casts(plan),
         "misc": _unplanned(plan, plan.misc),
         "excluded": _unplanned(plan, plan.excluded),
         "stages": [
@@ -58,32 +58,41 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
         "ranks": {
             "train": [{"rank": rank, "send_bytes": sent} for rank, sent in enumerate(plan.send_bytes.tolist())],
             "gen": [
-                {"rank": rank, "recv_bytes": received, "relay_bytes": passed_on}
-                for rank, (received, passed_on) in enumerate(
+                {"rank": rank, "recv_bytes": received, "relay_bytes": relayed}
+                for rank, (received, relayed) in enumerate(
                     zip(plan.recv_bytes.tolist(), plan.relay_bytes.tolist(), strict=True)
                 )
             ],
         },
         "relay": plan.relay,
         "plan_seconds": plan_seconds,
-        "notes": [*notes, *_notes(plan)],
+        "notes": [*notes, *_notes(plan, nbytes)],
     }
 
 
-def mesh_as_dict(mesh: TrainMesh | GenMesh) -> dict[str, Any]:
+def unplanned_routes(plan: Plan) -> dict[int, tuple[str, str]]:
+    """Group -> its route and the reason for it, of groups that do not go by bulk."""
+    lists = (("misc", plan.misc), ("excluded", plan.excluded))
+    return {entry.group: (route, entry.reason) for route, entries in lists for entry in entries}
+
+
+def starred(pattern: str) -> str:
+    """A pattern of names with stars for what varies: `layers.{layer}.mlp` -> `layers.*.mlp`."""
+    return re.sub(r"\{\w+\}", "*", pattern)
+
+
+def _mesh_as_dict(mesh: TrainMesh | GenMesh) -> dict[str, Any]:
     return {**asdict(mesh), "world": mesh.world}
 
 
-def pairs_of(plan: Plan) -> list[dict[str, Any]]:
+def _pairs(plan: Plan) -> list[dict[str, Any]]:
     """Quantized weights and their scales, one entry a group, with the route of both and why it is misc."""
-    unplanned = {u.group: ("misc", u.reason) for u in plan.misc} | {
-        u.group: ("excluded", u.reason) for u in plan.excluded
-    }
-    found = []
+    routes = unplanned_routes(plan)
+    entries = []
     for pair in plan.pairs:
         weight, scales = plan.groups[pair.weight], plan.groups[pair.scales]
-        route, reason = unplanned.get(pair.weight, ("bulk", ""))
-        found.append(
+        route, reason = routes.get(pair.weight, ("bulk", ""))
+        entries.append(
             {
                 "weight": weight.name_pattern,
                 "scales": scales.name_pattern,
@@ -95,10 +104,10 @@ def pairs_of(plan: Plan) -> list[dict[str, Any]]:
                 "reason": reason,
             }
         )
-    return found
+    return entries
 
 
-def casts_of(plan: Plan) -> list[dict[str, Any]]:
+def _casts(plan: Plan) -> list[dict[str, Any]]:
     """Groups that change their dtype on the way; `bytes` are those on the wire, each parameter once."""
     groups = [(plan.groups[cast.group], cast) for cast in plan.casts]
     return [
@@ -114,39 +123,21 @@ def casts_of(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def busiest(loads: np.ndarray) -> dict[str, Any]:
-    """Least, mean and most bytes over ranks, and the first rank with the most."""
-    most = int(loads.argmax())
-    return {"min": int(loads.min()), "mean": float(loads.mean()), "max": int(loads[most]), "rank": most}
+def _unplanned(plan: Plan, entries: Iterable[UnplannedGroup]) -> list[dict[str, Any]]:
+    return [
+        {"parameter": name, "reason": entry.reason, "bytes": plan.groups[entry.group].nbytes}
+        for entry in entries
+        for name in plan.groups[entry.group].names()
+    ]
 
 
-def _notes(plan: Plan) -> list[str]:
-    """What makes a proven plan a bad one."""
-    total = plan.bulk_bytes + plan.misc_bytes
+def _notes(plan: Plan, nbytes: dict[str, int]) -> list[str]:
+    """Why a proven plan may still be a bad one."""
     notes = []
-    if plan.misc_bytes > _MUCH * total:
+    if nbytes["misc"] > _MUCH_MISC * nbytes["total"]:
         notes.append(
-            f"{plan.misc_bytes / total:.1%} of the bytes go by misc, in every refit: whole tensors, over CPU memory, to every"
-            " rank; the reasons are above"
+            f"{nbytes['misc'] / nbytes['total']:.1%} of the bytes go by misc, in every refit: whole tensors, over CPU memory,"
+            " to every rank; the reasons are above"
         )
     reasons = [(starred(plan.groups[entry.group].name_pattern), entry.reason) for entry in plan.misc]
     return notes + engine_named(plan.engine).notes(reasons)
-
-
-def starred(pattern: str) -> str:
-    """A name of parameters or tensors with stars for what varies."""
-    return re.sub(r"\{\w+\}", "*", pattern)
-
-
-def _parameter_counts(plan: Plan) -> dict[str, int]:
-    misc, excluded = (sum(plan.groups[u.group].count for u in found) for found in (plan.misc, plan.excluded))
-    total = sum(group.count for group in plan.groups)
-    return {"total": total, "bulk": total - misc - excluded, "misc": misc, "excluded": excluded}
-
-
-def _unplanned(plan: Plan, found: Iterable[UnplannedGroup]) -> list[dict[str, Any]]:
-    return [
-        {"parameter": name, "reason": entry.reason, "bytes": plan.groups[entry.group].nbytes}
-        for entry in found
-        for name in plan.groups[entry.group].names()
-    ]

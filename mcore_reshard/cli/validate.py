@@ -8,22 +8,20 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
-from rich.text import Text
 
 from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.model.configs import builtin_names, load_config
 from mcore_reshard.planner.model.precision import BLOCK_FP8, PRECISION_OF
-from mcore_reshard.planner.plan.make_plan import make_plan
-from mcore_reshard.planner.plan.plan import Plan, Policy
-from mcore_reshard.planner.plan.plan_file import load_plan
-from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planning import InputError, PlanRequest, read_request
 
-from .inputs import is_plan_file
-from .render import count, facts, noted, say_what_is_left, size, table, verdict, write, write_json
+from .inputs import is_plan_file, read_proven_plan
+from .printable import printable
+from .render import Cell, count, facts, grouped, noted, print_report, size, styled, table, verdict
 
 if TYPE_CHECKING:
     from mcore_reshard.validation.report import Mismatch, ParameterResult, ValidationReport
@@ -35,7 +33,7 @@ _ROWS_SHOWN = 40
 def run(args: argparse.Namespace) -> int:
     if args.refits < 1 or not 0 < args.timeout < math.inf:
         raise InputError(["--refits and --timeout must be above zero, and finite"])
-    request, plan = _read(args)
+    request, plan = _from_plan(args) if is_plan_file(args.source) else (_from_config(args), None)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not keep ranks from being forked
     from mcore_reshard.kernels.transports.registry import device_of  # torch: not before the input is known to be good
 
@@ -44,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
     if sys.stderr.isatty():  # no spinner: the ranks are forked from here, and threads do not survive that
         ranks = count(request.train.world + request.gen.world, "process", "processes")
-        print(f"validating {request.model} in {ranks}, {count(args.refits, 'refit')} ...", file=sys.stderr)
+        refits = count(args.refits, "refit")
+        print(f"validating {printable(request.model)} in {ranks}, {refits} ...", file=sys.stderr)
     report = validate(
         request.config,
         request.train,
@@ -59,69 +58,57 @@ def run(args: argparse.Namespace) -> int:
         train_dtype=request.train_dtype,
         gen_dtype=request.gen_dtype,
     )
-    if args.json:
-        write_json({**report.as_dict(), "notes": list(request.notes)})
-    else:
-        write(*_tables(report), *noted(request.notes))
+    print_report(
+        args.json, {**report.as_dict(), "notes": list(request.notes)}, chain(_tables(report), noted(request.notes))
+    )
     if report.ok:
         return 0
-    wrong = [(refit.version, result) for refit in report.refits for result in refit.wrong]
     print(f"mcore-reshard: {_verdict(report)}", file=sys.stderr)
-    if wrong:
-        version, result = wrong[0]
-        print(f"  first: refit {version}, gen:{result.gen_rank} {result.name}: {_what(result)}", file=sys.stderr)
+    for version, result in _differences(report)[:1]:
+        first = f"refit {version}, gen:{result.gen_rank} {result.name}: {_difference(result)}"
+        print(f"  first: {printable(first)}", file=sys.stderr)
     return EXIT_MISMATCH
 
 
-def _read(args: argparse.Namespace) -> tuple[PlanRequest, Plan | None]:
-    """What to validate; with a plan file also the plan, whose meshes and policy then hold."""
-    if is_plan_file(args.source):
-        return _from_plan(args)
-    load_config(args.source)  # what cannot be read at all is the first thing to say
+def _from_config(args: argparse.Namespace) -> PlanRequest:
+    load_config(args.source)  # a source that cannot be read at all is the first thing to report
     missing = [f"--{side}" for side in ("train", "gen") if getattr(args, side) is None]
     if missing:
         raise InputError([f"{' and '.join(missing)} wanted: {args.source} is no plan file, which would say"])
     if args.config is not None:
         raise InputError(["--config goes with a plan file; here CONFIG itself is the config"])
-    policy: Policy = args.policy or "exact"
-    return read_request(args.source, args.train, args.gen, policy, args.train_dtype, args.gen_dtype), None
+    return read_request(args.source, args.train, args.gen, args.policy or "exact", args.train_dtype, args.gen_dtype)
 
 
 def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
-    plan = load_plan(args.source)
-    proof = prove(plan)
-    if not proof.ok:
-        raise ProofError(proof)
-    source = args.config or (plan.model if plan.model in builtin_names() else None)
-    if source is None:
+    """The plan, and the request that leads to it. Raises InputError with every option that says otherwise."""
+    plan = read_proven_plan(args.source)
+    config = args.config or (plan.model if plan.model in builtin_names() else None)
+    if config is None:
         raise InputError([f"the plan is of {plan.model!r}, which is not built in: give its config with --config"])
-    meshes = {"train": format_mesh(plan.train), "gen": format_mesh(plan.gen)}
-    ends = args.train or meshes["train"], args.gen or meshes["gen"]
-    asked, planned_dtypes = (args.train_dtype, args.gen_dtype), _dtypes_of(plan)
-    dtypes = asked if any(asked) else planned_dtypes
-    request = read_request(source, *ends, plan.policy, *dtypes)
-    problems = [
-        f"--{side} is {format_mesh(asked)}, the plan is for {meshes[side]}"
-        for side, asked, planned in (
-            ("train", request.train.canonical(request.model_parameters.architecture.layers), plan.train),
-            ("gen", request.gen, plan.gen),
-        )
-        if asked != planned
-    ]
-    said, wanted = (" -> ".join(dtype or "bf16" for dtype in both) for both in (dtypes, planned_dtypes))
-    again = make_plan(
-        request.model_parameters, request.train, request.gen, policy=plan.policy,
-        train_dtype=request.train_dtype, gen_dtype=request.gen_dtype,
-    )  # fmt: skip
-    if said != wanted and any(getattr(again, of) != getattr(plan, of) for of in ("groups", "pairs", "casts", "misc")):
-        problems.append(f"--train-dtype and --gen-dtype say {said}, the plan is of {wanted}")
+    train, gen, planned_dtypes = format_mesh(plan.train), format_mesh(plan.gen), _dtypes_of(plan)
+    asked_dtypes = (args.train_dtype, args.gen_dtype)
+    dtypes = asked_dtypes if any(asked_dtypes) else planned_dtypes
+    request = read_request(config, args.train or train, args.gen or gen, plan.policy, dtypes[0], dtypes[1], plan.engine)
+    planned_again = request.plan()
+    problems = []
+    if planned_again.train != plan.train:
+        problems.append(f"--train is {format_mesh(planned_again.train)}, the plan is for {train}")
+    if planned_again.gen != plan.gen:
+        problems.append(f"--gen is {format_mesh(planned_again.gen)}, the plan is for {gen}")
+    asked, planned = (" -> ".join(dtype or "bf16" for dtype in both) for both in (dtypes, planned_dtypes))
+    differs = {
+        name for name in ("groups", "pairs", "casts", "misc") if getattr(planned_again, name) != getattr(plan, name)
+    }
+    if asked != planned and differs:
+        problems.append(f"--train-dtype and --gen-dtype say {asked}, the plan is of {planned}")
     if args.policy not in {None, plan.policy}:
         problems.append(f"--policy is {args.policy}, the plan follows {plan.policy}")
-    if again.groups != plan.groups:
-        problems.append(f"the plan is of another model than {source}: their parameters differ")
-    elif not problems and again.misc != plan.misc:
+    if "groups" in differs:
+        problems.append(f"the plan is of another model than {config}: their parameters differ")
+    elif "misc" in differs and not problems:
         problems.append(
-            f"the plan sends other parameters by misc than one of {said} does: it is of other dtypes, give them as"
+            f"the plan sends other parameters by misc than one of {asked} does: it is of other dtypes, give them as"
             " --train-dtype and --gen-dtype"
         )
     if problems:
@@ -130,75 +117,79 @@ def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
 
 
 def _dtypes_of(plan: Plan) -> tuple[str | None, str | None]:
-    """What the sides of a plan seem to hold: where nothing is cast, the trainer has what the engine has, or all is misc."""
-    wanted = PRECISION_OF.get(plan.groups[0].dtype)
+    """The dtypes that a plan was probably made for.
+
+    A plan without casts names the engine's alone: the trainer has the same, or everything goes by misc.
+    """
+    gen_dtype = PRECISION_OF.get(plan.groups[0].dtype)
     if plan.pairs:
-        wanted = "fp8" if plan.groups[plan.pairs[0].scales].dtype == BLOCK_FP8.scales else "mxfp8"
-    return PRECISION_OF[plan.casts[0].src] if plan.casts else wanted, wanted
+        gen_dtype = "fp8" if plan.groups[plan.pairs[0].scales].dtype == BLOCK_FP8.scales else "mxfp8"
+    return PRECISION_OF[plan.casts[0].src] if plan.casts else gen_dtype, gen_dtype
 
 
 # --- text
 
 
 def _tables(report: ValidationReport) -> Iterator[RenderableType]:
-    yield facts(
+    lines: list[tuple[str, Cell]] = [
+        ("model", styled(report.model, "bold")),
+        ("training", f"{report.train}  {report.source}"),
+        ("generation", f"{report.gen}  {report.engine}"),
+        ("precision", report.precision),
+        ("policy", report.policy),
+        ("transport", report.transport),
+        ("digest", report.digest),
+    ]
+    yield facts((name, value) for name, value in lines if value)
+    rows = [
         [
-            ("model", Text(report.model, style="bold")),
-            ("training", f"{report.train}  {report.source}"),
-            ("generation", f"{report.gen}  {report.engine}"),
-            *([("precision", report.precision)] if report.precision else []),
-            ("policy", report.policy),
-            ("transport", report.transport),
-            ("digest", report.digest),
+            *(str(refit.version), refit.change, f"{refit.seconds:.2f}", size(refit.bulk_bytes), size(refit.misc_bytes)),
+            *(f"{len(refit.parameters):,}", f"{len(refit.wrong):,}"),
         ]
-    )
-    numbers = ("refit", "seconds", "bulk", "misc", "tensors", "wrong")
-    refits = table("Refits", "refit", "weights", "seconds", "bulk", "misc", "tensors", "wrong", numbers=numbers)
-    for refit in report.refits:
-        refits.add_row(
-            str(refit.version), refit.change, f"{refit.seconds:.2f}", size(refit.bulk_bytes), size(refit.misc_bytes),
-            f"{len(refit.parameters):,}", f"{len(refit.wrong):,}",
-        )  # fmt: skip
-    yield refits
-    yield _by_name(report.parameters)
-    wrong = [(refit.version, result) for refit in report.refits for result in refit.wrong]
-    if wrong:
-        shown = table("Differences from golden", "refit", "rank", "tensor", "route", "what", numbers=("refit",))
-        for version, result in wrong[:_ROWS_SHOWN]:
-            shown.add_row(str(version), f"gen:{result.gen_rank}", result.name, result.route, _what(result))
-        say_what_is_left(shown, len(wrong) - _ROWS_SHOWN, "tensor")
-        yield shown
+        for refit in report.refits
+    ]
+    columns: tuple[str, ...] = ("refit", "weights", "seconds", "bulk", "misc", "tensors", "wrong")
+    yield table("Refits", columns, rows, numbers=(columns[0], *columns[2:]))
+    columns = ("tensor", "route", "compared", "bytes", "differing elements")
+    yield table("Engine tensors", columns, _by_name(report.parameters), numbers=columns[2:])
+    if differences := _differences(report):
+        rows = [
+            [str(version), f"gen:{result.gen_rank}", result.name, result.route, _difference(result)]
+            for version, result in differences
+        ]
+        columns = ("refit", "rank", "tensor", "route", "what")
+        yield table("Differences from golden", columns, rows, numbers=("refit",), most=_ROWS_SHOWN, noun="tensor")
     yield facts([("golden", verdict(report.ok, _verdict(report)))])
 
 
-def _by_name(results: Iterable[ParameterResult]) -> RenderableType:
+def _by_name(results: Iterable[ParameterResult]) -> Iterator[tuple[str, ...]]:
     """Results over all layers, ranks and refits, one line a tensor name and route."""
-    groups: dict[tuple[str, str], list[ParameterResult]] = {}
-    for result in results:
-        groups.setdefault((re.sub(r"\.[0-9]+\.", ".*.", result.name), result.route), []).append(result)
-    numbers = ("compared", "bytes", "differing elements")
-    shown = table("Engine tensors", "tensor", "route", *numbers, numbers=numbers)
+    groups = grouped(results, lambda result: (re.sub(r"\.[0-9]+\.", ".*.", result.name), result.route))
     for (name, route), alike in groups.items():
-        nbytes, differing = sum(r.nbytes for r in alike), sum(r.mismatches for r in alike)
-        shown.add_row(name, route, f"{len(alike):,}", size(nbytes), f"{differing:,}")
-    return shown
+        nbytes, mismatches = sum(result.nbytes for result in alike), sum(result.mismatches for result in alike)
+        yield name, route, f"{len(alike):,}", size(nbytes), f"{mismatches:,}"
+
+
+def _differences(report: ValidationReport) -> list[tuple[int, ParameterResult]]:
+    """(refit, result) of every tensor that differs from golden."""
+    return [(refit.version, result) for refit in report.refits for result in refit.wrong]
 
 
 def _verdict(report: ValidationReport) -> str:
     if not report.parameters:
         return "nothing was compared"
-    wrong = sum(len(refit.wrong) for refit in report.refits)
+    wrong = len(_differences(report))
     compared = f"{count(len(report.parameters), 'tensor')} compared over {count(len(report.refits), 'refit')}"
     return f"{wrong:,} of {compared} differ from golden" if wrong else f"{compared}, every byte is golden's"
 
 
-def _what(result: ParameterResult) -> str:
+def _difference(result: ParameterResult) -> str:
     if result.problem or result.first is None:
         return result.problem
     return f"{count(result.mismatches, 'element')} differ, {_first(result.first)}"
 
 
 def _first(first: Mismatch) -> str:
-    at = ",".join(map(str, first.index))
+    index = ",".join(map(str, first.index))
     got, golden = (f"{value:g}" if value is not None else "nan or inf" for value in (first.got, first.expected))
-    return f"first [{at}]: got {got} (0x{first.got_bits}), golden {golden} (0x{first.expected_bits})"
+    return f"first [{index}]: got {got} (0x{first.got_bits}), golden {golden} (0x{first.expected_bits})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -48,8 +49,12 @@ def dump_plan(plan: Plan) -> str:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write the plan whole or not at all."""
-    target = Path(path)
+    """Write a file whole or not at all. A device, a pipe or a terminal is written into: renaming would replace it."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "w") as stream:
+            stream.write(dump_plan(plan))
+        return
+    target = Path(os.path.realpath(path))  # a link stays a link
     temporary = target.with_name(target.name + ".partial")
     temporary.write_text(dump_plan(plan))
     temporary.replace(target)

@@ -1,0 +1,208 @@
+"""What `plan` prints, as tables and as JSON, and what it makes of dtypes and quantized configs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.cli import FP8, HYBRID, MOE, Run
+
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planner.plan.plan_file import dump_plan, load_plan
+
+DEEPSEEK = ["deepseek-v3", "--train", "tp=8,pp=8,ep=32,etp=1,dp=4,layers=8+8+8+8+8+7+7+7", "--gen", "tp=32,dp=4"]
+
+
+def test_plan_prints_the_contract_as_json(run: Run) -> None:
+    outcome = run("plan", *MOE, "--json")
+    report = outcome.json
+    assert (outcome.code, outcome.err) == (0, "")
+    assert set(report) >= {"digest", "proof", "bytes", "misc", "stages", "ranks", "plan_seconds"}
+    assert set(report["proof"]) >= {"ok", "violations", "destination_bytes", "covered_bytes"}
+    assert set(report["bytes"]) >= {"total", "bulk", "misc"}
+    assert re.fullmatch("[0-9a-f]{64}", report["digest"])
+    assert report["proof"]["ok"] is True and report["proof"]["violations"] == []
+    assert [set(stage) for stage in report["stages"]] == [{"pp_stage", "transfers", "bytes"}] * 2
+    assert [row["rank"] for row in report["ranks"]["train"]] == list(range(8))
+    assert [row["rank"] for row in report["ranks"]["gen"]] == list(range(4))
+    moved = report["proof"]["destination_bytes"]
+    assert moved == report["proof"]["covered_bytes"] == sum(stage["bytes"] for stage in report["stages"])
+    assert moved == sum(row["send_bytes"] for row in report["ranks"]["train"])
+    assert moved == sum(row["recv_bytes"] for row in report["ranks"]["gen"])
+    assert isinstance(report["plan_seconds"], float)
+
+
+def test_misc_and_excluded_parameters_are_listed_one_by_one(run: Run, tmp_path: Path) -> None:
+    report = run("plan", *HYBRID, "--json").json
+    assert {"parameter", "reason", "bytes"} == set(report["misc"][0])
+    names = {entry["parameter"] for entry in report["misc"]}
+    assert {"backbone.layers.0.mixer.A_log", "backbone.layers.2.mixer.A_log"} <= names
+    assert sum(entry["bytes"] for entry in report["misc"]) == report["bytes"]["misc"] > 0
+    assert report["bytes"]["total"] == report["bytes"]["bulk"] + report["bytes"]["misc"]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**load_config("tiny-deepseek-v3"), "num_nextn_predict_layers": 1}))
+    report = run("plan", config, "--train", "ep=2,dp=2", "--gen", "tp=2", "--json").json
+    assert all("multi-token-prediction" in entry["reason"] for entry in report["excluded"])
+    assert sum(entry["bytes"] for entry in report["excluded"]) == report["bytes"]["excluded"] > 0
+
+
+def test_the_conservative_policy_sends_narrow_attention_to_misc(run: Run) -> None:
+    arguments = ["plan", "tiny-llama", "--train", "tp=2", "--gen", "tp=8", "--json"]
+    assert run(*arguments).json["misc"] == []
+    reasons = {entry["reason"] for entry in run(*arguments, "--policy", "conservative").json["misc"]}
+    assert len(reasons) == 1 and "4 KV heads < max(train tp 2, gen tp 8)" in reasons.pop()
+
+
+def test_tables_say_what_the_json_says(run: Run) -> None:
+    report, text = run("plan", *HYBRID, "--json").json, run("plan", *HYBRID).out
+    for shown in (report["digest"], f"{report['proof']['covered_bytes']:,}", "tiny-nemotron-h", "A = -exp(A_log)"):
+        assert shown in text
+    assert "\x1b" not in text and not re.search(r"[ \t]+$", text, re.MULTILINE)
+
+
+def test_a_plan_file_survives_a_round_trip_to_the_byte(run: Run, tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    digest = run("plan", *MOE, "--out", first, "--json").json["digest"]
+    assert run("plan", *MOE, "--out", second).out.endswith(f"plan written to {second}\n")
+    plan = load_plan(first)
+    assert plan.digest == digest
+    assert first.read_bytes() == second.read_bytes() == dump_plan(plan).encode()
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_config_may_be_a_file_or_a_folder_and_the_digest_does_not_see_where(
+    run: Run, tmp_path: Path, as_folder: bool
+) -> None:
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(load_config("tiny-llama")))
+    source = folder if as_folder else folder / "config.json"
+    meshes = ["--train", "tp=2", "--gen", "tp=2", "--json"]
+    assert run("plan", source, *meshes).json["digest"] == run("plan", "tiny-llama", *meshes).json["digest"]
+
+
+def test_dtypes_both_ends_can_be_stated(run: Run, tmp_path: Path) -> None:
+    single = tmp_path / "config.json"
+    single.write_text(json.dumps({**load_config("tiny-llama"), "torch_dtype": "float32"}))
+    meshes = ["--train", "tp=2", "--gen", "tp=2"]
+    full = run("plan", single, *meshes, "--json").json
+    half = run("plan", single, *meshes, "--train-dtype", "bf16", "--gen-dtype", "bf16", "--json").json
+    assert (full["dtypes"], half["dtypes"]) == (["float32"], ["bfloat16"])
+    assert full["bytes"]["bulk"] == 2 * half["bytes"]["bulk"]
+    mixed = run("plan", single, *meshes, "--gen-dtype", "bf16", "--json").json
+    assert (mixed["dtypes"], mixed["bytes"]["bulk"]) == (["bfloat16"], half["bytes"]["bulk"])
+    assert {(cast["from"], cast["to"]) for cast in mixed["casts"]} == {("float32", "bfloat16")}
+    single.write_text(json.dumps({**load_config("tiny-llama"), "torch_dtype": "float16"}))
+    uncast = run("plan", single, *meshes, "--train-dtype", "bf16")
+    assert uncast.code == 2 and "the trainer would hold bfloat16 and the engine float16, and no cast" in uncast.err
+
+
+def test_fp8_is_reported_by_dtype_pair_cast_and_reason(run: Run, tmp_path: Path) -> None:
+    quantized = tmp_path / "config.json"
+    quantized.write_text(
+        json.dumps({**load_config("tiny-llama"), "quantization_config": {**FP8, "weight_block_size": [8, 32]}})
+    )
+    asked = ["plan", quantized, "--train", "tp=2", "--gen", "tp=4", "--gen-dtype", "fp8"]
+    report = run(*asked, "--json").json
+    assert report["proof"]["ok"] and report["dtypes"] == ["float8_e4m3fn", "bfloat16", "float32"]
+    assert sum(report["wire_bytes"].values()) == sum(rank["recv_bytes"] for rank in report["ranks"]["gen"])
+    pairs = {pair["weight"].split(".")[-2]: pair for pair in report["pairs"]}
+    assert (pairs["q_proj"]["route"], pairs["q_proj"]["block"], pairs["q_proj"]["count"]) == ("bulk", [8, 32], 4)
+    assert pairs["down_proj"]["route"] == "misc"
+    assert pairs["down_proj"]["reason"].endswith("splits a block of 8x32: vLLM refuses to build a linear layer cut so")
+    assert {entry["reason"] for entry in report["misc"] if "down_proj" in entry["parameter"]} == {
+        pairs["down_proj"]["reason"]
+    }
+    assert {(cast["from"], cast["to"]) for cast in report["casts"]} == {("bfloat16", "float8_e4m3fn")}
+    text = run(*asked).out
+    assert "weights with scales: 20 bulk, 8 misc; blocks 8x32" in re.sub(r"\s+", " ", text)
+    assert "bfloat16 -> float8_e4m3fn in the trainer: 20 parameters" in re.sub(r"\s+", " ", text)
+    assert re.search(
+        r"^dtypes +bytes moved: float8_e4m3fn [0-9.]+ kB, bfloat16 [0-9.]+ kB, float32", text, re.MULTILINE
+    )
+    both = run(*asked, "--train-dtype", "fp8", "--json").json
+    assert both["casts"] == [] and both["wire_bytes"] == report["wire_bytes"]
+
+
+ASSUMED = " in every linear layer but routers and lm_head, and the engine needs a config that says so"
+
+
+def test_a_config_without_fp8_is_assumed_to_have_the_usual_blocks(run: Run) -> None:
+    report = run("plan", "qwen3-30b-a3b", "--train", "ep=4,dp=4", "--gen", "tp=2", "--gen-dtype", "fp8", "--json").json
+    assert report["misc"] == [] and {tuple(pair["block"]) for pair in report["pairs"]} == {(128, 128)}
+    assert report["notes"] == [
+        "the config has no quantization_config for block FP8: blocks of 128x128 are assumed" + ASSUMED
+    ]
+
+
+def test_a_plan_that_is_proven_but_bad_says_so(run: Run) -> None:
+    def notes(*arguments: str) -> list[str]:
+        notes: list[str] = run("plan", *arguments, "--json").json["notes"]
+        return [note for note in notes if "the config has no quantization_config" not in note]
+
+    usual = ("qwen3-30b-a3b", "--train", "ep=8,dp=8", "--gen")
+    assert notes(*usual, "tp=4") == notes(*usual, "tp=4", "--gen-dtype", "fp8") == []
+    (much,) = notes(*usual, "tp=4", "--train-dtype", "fp8")
+    assert re.fullmatch(r"9\d\.\d% of the bytes go by misc, .*", much)
+    _, refused = notes(*usual, "tp=16", "--gen-dtype", "fp8")
+    assert refused.startswith("vLLM refuses to build this model on these ranks: model.layers.*.mlp.experts.*.gate_proj")
+
+
+@pytest.mark.parametrize(
+    ("method", "gen_dtype", "note"),
+    [
+        ("awq", "fp8", "block FP8 (awq says nothing of it, and its list of modules is not read): blocks of 128x128"),
+        ("awq", "mxfp8", "MXFP8 (awq says nothing of it, and its list of modules is not read): blocks of 1x32"),
+        ("fp8", "mxfp8", "MXFP8 (fp8 says nothing of it, and its list of modules is not read): blocks of 1x32"),
+        (
+            "mxfp8",
+            "fp8",
+            "block FP8 (mxfp8 says nothing of it, and its list of modules is not read): blocks of 128x128",
+        ),
+        ("fp8", "fp8", None),
+        ("mxfp8", "mxfp8", None),
+    ],
+)
+def test_another_methods_list_of_modules_is_not_for_the_engine(
+    run: Run, tmp_path: Path, method: str, gen_dtype: str, note: str | None
+) -> None:
+    """Neither what it lists stays as it is, nor what it leaves out is an error."""
+    config, kept = tmp_path / "config.json", "model.layers.1.self_attn.o_proj"
+    listed = [kept] if note else [kept, "lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(4))]
+    stated = {"quant_method": method, "ignored_layers": listed, "weight_block_size": [8, 8]}
+    config.write_text(json.dumps({**load_config("tiny-qwen3-moe"), "quantization_config": stated}))
+    dtypes = ("--train-dtype", gen_dtype, "--gen-dtype", gen_dtype)
+    report = run("plan", config, "--train", "tp=1", "--gen", "tp=1", *dtypes, "--json").json
+    assert [said for said in report["notes"] if "go by misc" not in said] == (
+        [f"the config has no quantization_config for {note} are assumed{ASSUMED}"] if note else []
+    )
+    layers = sum(pair["count"] for pair in report["pairs"] if pair["weight"].endswith("o_proj.weight"))
+    assert layers == (4 if note else 3)
+
+
+def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_and_300_mb() -> None:
+    script = (
+        "import sys; from pathlib import Path; from mcore_reshard.cli.main import main; code = main(); "
+        "print(Path('/proc/self/status').read_text(), file=sys.stderr); sys.exit(code)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "plan", *DEEPSEEK, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        report = json.load(process.stdout)
+        peak_kb = int(re.search(r"VmHWM:\s+(\d+) kB", process.stderr.read())[1])  # type: ignore[index]
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0 and report["proof"]["ok"]
+    assert usage.ru_utime + usage.ru_stime < 2.0  # processor time: the machine may be busy with other things
+    assert peak_kb < 300 * 1024
+    assert len(report["ranks"]["train"]) == 256 and len(report["ranks"]["gen"]) == 128
+    assert any("quantized (fp8)" in note for note in report["notes"])
