@@ -122,8 +122,10 @@ def shared_section(folder: Path = RESULTS) -> str:
         by_mps = any(name.startswith("CUDA_MPS_") for name in data["environment"])
         runs_on = "at the same time (MPS)" if by_mps else "in turns"
         for method in dict.fromkeys(row["method"] for row in data["rows"]):
-            found = {row["workload"]: row for row in data["rows"] if row["method"] == method and "skipped" not in row}
-            cells = [f"{found[name]['ms']:.1f} ms" if name in found else "" for name in dtypes]
+            by_workload = {
+                row["workload"]: row for row in data["rows"] if row["method"] == method and "skipped" not in row
+            }
+            cells = [f"{by_workload[name]['ms']:.1f} ms" if name in by_workload else "" for name in dtypes]
             link = f"[data]({LINKS}/{file.name})"
             lines.append(f"| {data['shared']} | {runs_on} | `{method}` | {' | '.join(cells)} | {link} |")
     return "\n".join(lines)
@@ -160,8 +162,12 @@ def kernels_section(folder: Path = RESULTS) -> str:
     ]
 
     def best(method: str, case: str, most_ctas: int) -> dict[str, Any] | None:
-        of = [a for m, c, a in tried if m.startswith(method) and c == case and a["config"].get("ctas", 0) <= most_ctas]
-        return min(of, key=lambda attempt: attempt["ms"], default=None)
+        fitting = [
+            attempt
+            for row_method, row_case, attempt in tried
+            if row_method.startswith(method) and row_case == case and attempt["config"].get("ctas", 0) <= most_ctas
+        ]
+        return min(fitting, key=lambda attempt: attempt["ms"], default=None)
 
     described = "; ".join(f"{name}: {case['what']}" for name, case in data["cases"].items())
     lines = [
@@ -184,9 +190,9 @@ def kernels_section(folder: Path = RESULTS) -> str:
         ("Triton, up to 264 CTAs", "Triton", 264),
         ("bulk copies (TMA), up to 132 CTAs", "bulk", 132),
     ):
-        found = [best(method, case, most_ctas) for case in cases]
-        rates = " | ".join(f"{row['gb_per_s']:.0f}" if row else "" for row in found)
-        launches = sorted({row["launches"] for row in found if row})
+        attempts = [best(method, case, most_ctas) for case in cases]
+        rates = " | ".join(f"{attempt['gb_per_s']:.0f}" if attempt else "" for attempt in attempts)
+        launches = sorted({attempt["launches"] for attempt in attempts if attempt})
         firsts = [s for name, s in data["first_launch_s"].items() if name.startswith(method) and not isinstance(s, str)]
         first = f"{min(firsts):.2f} s" if firsts else ""
         lines.append(f"| {label} | {rates} | {' to '.join(map(str, launches))} | {first} |")
@@ -207,10 +213,10 @@ def _noted(data: dict[str, Any]) -> str:
 def goals_section(folder: Path = RESULTS) -> str:
     """The goals of every run; one that a run did not measure is left out there if another did."""
     runs = [json.loads(file.read_text()) for file in _runs(folder)]
-    found = [_goals(data["rows"]) for data in runs]
-    measured = {verdict.figure for verdicts in found for verdict in verdicts if verdict.reached is not None}
+    by_run = [_goals(data["rows"]) for data in runs]
+    measured = {verdict.figure for verdicts in by_run for verdict in verdicts if verdict.reached is not None}
     parts = []
-    for data, verdicts in zip(runs, found, strict=True):
+    for data, verdicts in zip(runs, by_run, strict=True):
         lines = [f"| on {data['hardware']} | goal | measured | |", "|---|---|---|---|"]
         for verdict in verdicts:
             if verdict.reached is None and verdict.figure in measured:
@@ -280,13 +286,13 @@ def gpu_validation_section() -> str:
             if "refused" in case:
                 refused.setdefault(case["refused"].rpartition(": ")[2], []).append(case["family"])
         counts = []
-        left = -len(data["cases"])
+        not_run = -len(data["cases"])
         for transport in sorted({case["transport"] for case in data["cases"]}):
-            found = sum(case["transport"] == transport for case in compared)
+            done = sum(case["transport"] == transport for case in compared)
             fitting = len(cases.on_gpus(gpus, shared=transport == "direct"))
-            left += fitting
-            counts.append(f"`{transport}` {found} of {fitting}")
-        said = [
+            not_run += fitting
+            counts.append(f"`{transport}` {done} of {fitting}")
+        sentences = [
             f"- On {data['hardware']} ({'; '.join(sorted({case['source'] for case in compared}))}; torch"
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
             f" [data]({LINKS}/{file.name}){_noted(data)}), cases compared of those that fit: {', '.join(counts)};"
@@ -297,9 +303,9 @@ def gpu_validation_section() -> str:
                 f" Megatron-Bridge: {why}."
                 for why, families in sorted(refused.items())
             ),
-            *(["The others were not run."] if left else []),
+            *(["The others were not run."] if not_run else []),
         ]
-        lines.append(_wrapped(" ".join(said), "  "))
+        lines.append(_wrapped(" ".join(sentences), "  "))
     return "\n".join(lines)
 
 
