@@ -8,6 +8,7 @@ python tools/docs.py --check --no-run    the same in a second: no code runs
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -28,19 +29,19 @@ def pages() -> dict[Path, str]:
 
 def filled(text: str, sections: Mapping[str, Callable[[], str]]) -> str:
     """The page with each of its marked sections as the data has it."""
-    for name in sections:
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        head, found, rest = text.partition(begin)
-        _, closed, tail = rest.partition(end)
-        if found and closed:
-            text = f"{head}{begin}\n{sections[name]()}\n{end}{tail}"
+    for name, section in sections.items():
+        text = _section(name).sub(lambda marks, section=section: f"{marks[1]}{section()}\n{marks[2]}", text)
     return text
+
+
+def _section(name: str) -> re.Pattern[str]:
+    return re.compile(f"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
 
 
 def misplaced(texts: Mapping[Path, str]) -> list[str]:
     """Sections and figures that no page shows, and sections that several show."""
     everything = "\n".join(texts.values())
-    counts = {name: everything.count(f"<!-- {name}:begin -->") for name in tables.SECTIONS}
+    counts = {name: len(_section(name).findall(everything)) for name in tables.SECTIONS}
     return [
         *(f"section {name} is on {count} pages, wants one" for name, count in counts.items() if count != 1),
         *(f"no page shows figures/{name}" for name in figures.FIGURES if f"figures/{name}" not in everything),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.plan.make_plan import make_plan
+from mcore_reshard.planner.plan.make_schedule import schedule_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,10 +61,14 @@ def test_the_numbers_in_design_md_are_those_of_its_plan() -> None:
     config = {**load_config("tiny-qwen3"), "num_key_value_heads": 2}
     plan = make_plan(parameters_from_config(config), TrainMesh(tp=2), GenMesh(tp=4))
     ((_, transfers, nbytes),) = plan.stage_totals
+    received = schedule_of(plan, "gen", 3).stages[0].recvs
+    page = (ROOT / "docs" / "design.md").read_text()
+    assert f"schedule of gen:3, stage 0: {len(received)} receives" in page
+    assert f"one bucket of {received.nbytes[received.peer == 1].sum():,} bytes" in page
     assert (
         f"{sum(group.count for group in plan.groups)} parameters -> {len(plan.transfer_groups)} transfer groups,"
         f" {len(plan.patterns)} patterns -> {transfers} transfers, {nbytes:,} bytes"
-    ) in (ROOT / "docs" / "design.md").read_text()
+    ) in page
 
 
 # --- each check can fail
@@ -81,10 +88,25 @@ def test_a_stale_page_fails_the_check(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_a_section_or_figure_that_no_page_shows_is_seen() -> None:
-    problems = docs.misplaced({Path("a.md"): "<!-- planner:begin -->\n<!-- planner:begin --> figures/qkv.svg"})
+    problems = docs.misplaced(
+        {Path("a.md"): 2 * "<!-- planner:begin -->\n<!-- planner:end -->\n" + "figures/qkv.svg <!-- gpu:begin -->"}
+    )
     assert "section planner is on 2 pages, wants one" in problems
     assert "section goals is on 0 pages, wants one" in problems
+    assert "section gpu is on 0 pages, wants one" in problems  # it begins and does not end
     assert "no page shows figures/refit.svg" in problems
+
+
+def test_the_code_of_the_guide_imports_what_exists(tmp_path: Path) -> None:
+    assert blocks.run_page((ROOT / "docs" / "guide.md").read_text(), tmp_path)[1] == []
+
+
+def test_the_names_that_the_changelog_leads_to_exist() -> None:
+    table = (ROOT / "CHANGELOG.md").read_text().partition("| in 0.1 | in 0.2 |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[2] for line in table.splitlines()[2:]]
+    for name in (name for row in rows for name in re.findall(r"`(mcore_reshard[\w.]*)`", row)):
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute) or importlib.util.find_spec(name), name
 
 
 @pytest.mark.parametrize(
@@ -95,6 +117,7 @@ def test_a_section_or_figure_that_no_page_shows_is_seen() -> None:
         ('<img src="gone.png">', "gone.png leads to no file"),
         ("[a](#gone)", "#gone leads to no heading"),
         ("[a](other.md#gone)", "other.md#gone leads to no heading"),
+        ("see `planner/gone.py`", "`planner/gone.py` is no path of the repository"),
         ("x" * 101, "101 columns, at most 100"),
         ("```sh\nls\n```", "a sh block: write ```console with `$ command`, which is run"),
         ("```\nmcore-reshard doctor\n```", "commands in a block that is not run: write ```console"),
@@ -122,6 +145,12 @@ def test_code_with_a_reason_is_not_run(tmp_path: Path) -> None:
     page = "<!-- not run: needs a GPU -->\n```python\nraise ValueError('no')\n```\n"
     assert blocks.run_page(page, tmp_path) == (page, [])
     assert blocks.run_page(page.replace(": needs a GPU", ""), tmp_path)[1] != []
+
+
+def test_code_that_is_not_run_imports_what_exists(tmp_path: Path) -> None:
+    page = "<!-- not run: why -->\n```python\nimport vllm\nfrom mcore_reshard.planner import gone\nvllm.go()\n```\n"
+    _, (problem,) = blocks.run_page(page, tmp_path)
+    assert problem.startswith("line 2: the code ends with ImportError: cannot import name 'gone'")
 
 
 def test_outputs_become_those_of_now_unless_times_alone_differ(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 Every `python` and `console` block runs, in the order of the page and in one folder a page, unless the line above it is
 `<!-- not run: REASON -->`, or begins the front door, which has a test of its own. A console block holds `$ command`
-lines, each followed by its output.
+lines, each followed by its output. Of python that is not run, the imports of this package are.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -58,11 +59,12 @@ def run_page(page: str, folder: Path) -> tuple[str, list[str]]:
     lines = page.splitlines()
     replaced: list[tuple[Block, str]] = []
     for block in blocks_of(page):
-        if not block.runs:
-            continue
         if block.language == "python":
-            if failure := _run_python(block.text, folder, environment):
+            code = block.text if block.runs else _own_imports(block.text)
+            if failure := _run_python(code, folder, environment):
                 problems.append(f"line {block.line}: {failure}")
+            continue
+        if not block.runs:
             continue
         text, failures = _run_console(block.text, folder, environment)
         problems += [f"line {block.line}: {failure}" for failure in failures]
@@ -86,6 +88,12 @@ def _run_python(text: str, folder: Path, environment: dict[str, str]) -> str:
         [sys.executable, "-c", text], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     return "" if run.returncode == 0 else f"the code ends with {(run.stderr.strip() or 'an error').splitlines()[-1]}"
+
+
+def _own_imports(text: str) -> str:
+    """What can be run of code that is not: what it imports of this package. Raises SyntaxError."""
+    lines = ast.parse(text).body
+    return "\n".join(line for line in map(ast.unparse, lines) if re.match(r"(from|import) mcore_reshard\b", line))
 
 
 def _run_console(text: str, folder: Path, environment: dict[str, str]) -> tuple[str, list[str]]:

@@ -1,4 +1,4 @@
-"""What must hold of the pages besides their data: links lead somewhere, lines are short, every code block has a verdict."""
+"""What must hold of the pages besides their data: links and paths lead somewhere, lines are short, commands run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 from .blocks import RUNNABLE, blocks_of
 
+ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = 100
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)[^)]*\)|(?:src|srcset|href)=\"([^\"]+)\"")
+_PATH = re.compile(r"`((?:planner|kernels|mcore_reshard|tests|tools|docs)/[\w./-]*)`")
 _SHELLS = ("sh", "bash", "shell")
 
 
@@ -18,7 +20,9 @@ def problems(pages: Mapping[Path, str]) -> list[str]:
     return [
         f"{page.name}:{line}: {what}"
         for page, text in pages.items()
-        for line, what in sorted([*_bad_links(page, text, pages), *_long_lines(text), *_unclear_blocks(text)])
+        for line, what in sorted(
+            [*_bad_links(page, text, pages), *_bad_paths(text), *_long_lines(text), *_unclear_blocks(text)]
+        )
     ]
 
 
@@ -34,6 +38,13 @@ def _bad_links(page: Path, text: str, pages: Mapping[Path, str]) -> Iterator[tup
                 yield number, f"{target} leads to no file"
             elif anchor and anchor not in anchors(pages[file] if file in pages else file.read_text()):
                 yield number, f"{target} leads to no heading"
+
+
+def _bad_paths(text: str) -> Iterator[tuple[int, str]]:
+    for number, line in _prose(text):
+        for match in _PATH.finditer(line):
+            if not (ROOT / match[1]).exists():
+                yield number, f"`{match[1]}` is no path of the repository"
 
 
 def anchors(text: str) -> set[str]:
