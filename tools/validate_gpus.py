@@ -12,7 +12,6 @@ versions wrote is gone on with: its cases are not run again. Exit code 1 if any 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -41,7 +40,7 @@ from bench import machine
 
 TRANSPORTS = ("direct", "nccl", "auto")
 SHARING = {"direct"}  # transports whose ranks may share a GPU
-CASES = Path(__file__).parents[1] / "tests" / "helpers" / "validation_cases.py"
+TESTS = Path(__file__).parents[1] / "tests"
 TIMEOUT_S = 60.0
 WHAT = "golden vs real with real Megatron-Core models on GPUs: every tensor of every generation rank, byte by byte"
 ONE_PAIR = "train:0-gen:0"
@@ -152,10 +151,10 @@ def _machine(gpus: int) -> dict[str, Any]:
 
 def _cases() -> ModuleType:
     """tests/helpers/validation_cases.py, which the tests and the support table of docs/support.md use too."""
-    spec: Any = importlib.util.spec_from_file_location(CASES.stem, CASES)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(TESTS))
+    from helpers import validation_cases
+
+    return validation_cases
 
 
 if __name__ == "__main__":

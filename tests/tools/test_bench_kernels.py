@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,9 @@ def test_triton_kernels_copy_what_torch_says(
         pytest.skip("Triton's interpreter takes arrays of one element for numbers, which numpy 2.4 refuses")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     path = Path(bench_kernels.__file__).parent / "bench" / "triton_copies.py"
-    triton_copies = tables._module(path)  # of this test: decorated for the interpreter
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    triton_copies = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(triton_copies)  # of this test: decorated for the interpreter
 
     def prepare(memory: Memory, case: Case, config: dict[str, Any]) -> Any:
         return triton_copies.TritonCopies(memory.tiles(case, TILE_BYTES), CPU, walk, **config)

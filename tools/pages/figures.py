@@ -12,7 +12,6 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
-from mcore_reshard.planner.layout.geometry import Piece, Region
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import parameters_from_config
@@ -43,36 +42,20 @@ def head_moves(heads: int, kv_heads: int, train_tp: int, gen_tp: int) -> list[He
     config = {**load_config("tiny-qwen3"), "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     plan = make_plan(parameters_from_config(config), TrainMesh(tp=train_tp), GenMesh(tp=gen_tp))
     head_dim = config["head_dim"]
-    moves = []
-    for transfers in plan.transfer_groups:
-        name = plan.groups[transfers.group].name(0, None)
-        if transfers.layers[0].layer != 0 or not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            continue
-        pattern = plan.patterns[transfers.pattern]
-        for index, overlap in enumerate(pattern.overlaps):
-            src_piece = pattern.src.pieces[overlap.src][overlap.src_piece]
-            dst_piece = pattern.dst.pieces[overlap.dst][overlap.dst_piece]
-            for replica, gen_rank in enumerate(plan.rank_grids[transfers.dst][overlap.dst].tolist()):
-                train_rank = plan.rank_grids[transfers.src][overlap.src][
-                    int(plan.served_by(transfers, 0, index, replica))
-                ]
-                moves.append(
-                    HeadMove(
-                        kind=name[-len("q_proj.weight")],
-                        first_head=overlap.region.start[0] // head_dim,
-                        heads=overlap.region.extents[0] // head_dim,
-                        src=int(train_rank),
-                        src_row=_local_row(src_piece, overlap.region) // head_dim,
-                        dst=int(gen_rank),
-                        dst_row=_local_row(dst_piece, overlap.region) // head_dim,
-                    )
-                )
-    return moves
-
-
-def _local_row(piece: Piece, region: Region) -> int:
-    """The row of the local tensor at which `region`, a part of the piece, begins."""
-    return piece.local().start[piece.dims[0]] + region.start[0] - piece.region.start[0]
+    return [
+        HeadMove(
+            kind=kind,
+            first_head=transfer.region.start[0] // head_dim,
+            heads=transfer.region.extents[0] // head_dim,
+            src=transfer.src.rank,
+            src_row=transfer.src.index[0] // head_dim,
+            dst=transfer.dst.rank,
+            dst_row=transfer.dst.index[0] // head_dim,
+        )
+        for kind in HEAD_COLORS
+        for transfer in plan.transfers(f"model.layers.0.self_attn.{kind}_proj.weight")
+        if transfer.region and transfer.src and transfer.dst
+    ]
 
 
 def qkv_figure(heads: int, kv_heads: int, train_tp: int = 2, gen_tp: int = 4) -> str:

@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +65,8 @@ def planner_section() -> str:
 
 
 def support_section() -> str:
-    cases = _module(ROOT / "tests" / "helpers" / "validation_cases.py")
+    from helpers import validation_cases as cases  # of the tests
+
     families = list(cases.FAMILIES)
     lines = ["| mesh | " + " | ".join(families) + " |", "|---|" + "---|" * len(families)]
     for mesh in cases.MESHES:
@@ -233,7 +231,6 @@ def _runs(folder: Path) -> list[Path]:
 
 
 def _goals(rows: list[dict[str, Any]]) -> list[Any]:
-    sys.path.insert(0, str(ROOT / "tools"))
     from bench.goals import verdicts
 
     return verdicts(rows)
@@ -275,7 +272,8 @@ def _not_measured(data: dict[str, Any]) -> list[str]:
 
 
 def gpu_validation_section() -> str:
-    cases = _module(ROOT / "tests" / "helpers" / "validation_cases.py")
+    from helpers import validation_cases as cases
+
     lines = []
     for file in sorted(RESULTS.glob("validate-x*.json")):
         data = json.loads(file.read_text())
@@ -307,13 +305,6 @@ def gpu_validation_section() -> str:
         ]
         lines.append(_wrapped(" ".join(sentences), "  "))
     return "\n".join(lines)
-
-
-def _module(path: Path) -> ModuleType:
-    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def json_keys_section() -> str:
