@@ -50,7 +50,7 @@ def test_the_commands_of_cli_md_print_what_it_shows(tmp_path: Path) -> None:
     assert quick != page
     after, problems = blocks.run_page(quick, tmp_path)
     assert problems == []
-    assert after == quick
+    assert after == quick, "the commands print something else now: run make docs"
 
 
 def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
