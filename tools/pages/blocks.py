@@ -75,12 +75,12 @@ def run_page(page: str, folder: Path) -> tuple[str, list[str]]:
 
 
 def alike(shown: str, printed: str) -> bool:
-    """Whether two outputs differ in nothing but times and the width of columns."""
+    """Whether two outputs differ in nothing but times, digests and the width of columns."""
     return _masked(shown) == _masked(printed)
 
 
 def _masked(text: str) -> str:
-    return re.sub(r"[ ─]+", " ", re.sub(r"\b\d+\.\d\d\b(?! [kMG]?B)", "#", text))
+    return re.sub(r"[ ─]+", " ", re.sub(r"\b\d+\.\d\d\b(?! [kMG]?B)|\b[0-9a-f]{64}\b", "#", text))
 
 
 def _run_python(text: str, folder: Path, environment: dict[str, str]) -> str:
