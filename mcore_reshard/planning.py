@@ -79,6 +79,28 @@ class PlanRequest:
         )
 
 
+def plan(
+    config: ConfigSource,
+    train: str | TrainMesh,
+    gen: str | GenMesh,
+    *,
+    train_dtype: str | None = None,
+    gen_dtype: str | None = None,
+    policy: Policy = "exact",
+    engine: str = DEFAULT_ENGINE,
+    model: str | None = None,
+) -> Plan:
+    """Plan the refit of a model from a training mesh to the mesh of an engine. Imports neither torch nor Megatron.
+
+    `config` is a built-in name, a config.json, a folder with one, or its content as a dict. Meshes are texts, as in
+    "tp=2,pp=2,ep=4,dp=2", or records. The dtypes say what either side holds: bf16, fp32, fp8 or mxfp8; None: the
+    config's. `model` is the plan's name for the model, by default that of `config`.
+    Raises InputError with every violation of the meshes, the config and the dtypes.
+    """
+    request = read_request(config, train, gen, policy, train_dtype, gen_dtype, engine)
+    return (request if model is None else replace(request, model=model)).plan()
+
+
 def read_request(
     config: ConfigSource,
     train: str | TrainMesh,

@@ -100,7 +100,7 @@ def test_imports_run_one_way(file: Path) -> None:
         ("mcore_reshard.kernels.copies", "from mcore_reshard.kernels.transports import gloo"),
         ("mcore_reshard.kernels.rendezvous", "def late():\n    from mcore_reshard.planner.plan.plan import Plan"),
         ("mcore_reshard.session", "from mcore_reshard.trainers.megatron import model"),
-        ("mcore_reshard.trainers.megatron", "from mcore_reshard.engines.vllm.model import gen_sizes_of"),
+        ("mcore_reshard.trainers.megatron", "from mcore_reshard.engines.vllm.model import gen_mesh_of"),
     ],
 )
 def test_an_import_against_the_arrows_is_seen(package: str, line: str) -> None:

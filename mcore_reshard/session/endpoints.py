@@ -42,6 +42,7 @@ from .published import Published
 from .whole_tensors import NamedTensors, exactly, exhaust
 
 PROTOCOL = 6  # of the ranks' words to each other; both worlds must speak the same
+_CLOSED = "closed"
 _LOOK_S = 0.5  # while bytes move: the time between looks at whether another rank has failed
 _GRACE_S = 2.0  # for this rank's own transport to notice that failure
 
@@ -162,6 +163,11 @@ class _Endpoint(ABC):
         executor = self._connection.executor if self._connection else None
         return executor.scratch_bytes if executor else 0
 
+    @property
+    def failure(self) -> str | None:
+        """Why the session ended, if an error ended it."""
+        return None if self._ended in {None, _CLOSED} else self._ended
+
     def close(self) -> None:
         """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice.
 
@@ -173,7 +179,7 @@ class _Endpoint(ABC):
         connection, self._connection = self._connection, None
         if connection is not None and self._ended is None:
             connection.rendezvous.leave()
-        self._ended = self._ended or "closed"
+        self._ended = self._ended or _CLOSED
         if connection is None:
             return
         connection.group.close()

@@ -11,8 +11,8 @@ from checkpoints import checkpoint, tiny
 
 from mcore_reshard.engines.vllm.model import (
     after_direct_writes,
+    gen_mesh_of,
     gen_rank_of,
-    gen_sizes_of,
     kernel_layouts,
     kv_scale_names,
     load_weights,
@@ -123,7 +123,7 @@ def test_mesh_and_rank_of_a_configuration(mesh, config_folder):
     sizes = GenSizes(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, ep=mesh.ep)
     for gen_rank in range(mesh.world):
         config = engine_config(folder, sizes, gen_rank)
-        assert (gen_sizes_of(config), gen_rank_of(config)) == (mesh, gen_rank)
+        assert (gen_mesh_of(config), gen_rank_of(config)) == (mesh, gen_rank)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_stages_have_the_layers_that_vllm_gives_them(layers, pp, partition, conf
     if partition is not None:
         monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
     config = tiny("llama") | {"num_hidden_layers": layers}
-    mesh = gen_sizes_of(engine_config(config_folder(config), GenSizes(pp=pp), 0))
+    mesh = gen_mesh_of(engine_config(config_folder(config), GenSizes(pp=pp), 0))
     ends = [get_pp_indices(layers, stage, pp) for stage in range(pp)]
     assert [stop - start for start, stop in ends] == list(mesh.stage_layers(layers))
     assert [range(*end) for end in ends] == [stage_layers(layers, stage, pp, mesh.layers) for stage in range(pp)]
@@ -145,21 +145,21 @@ def test_stages_have_the_layers_that_vllm_gives_them(layers, pp, partition, conf
 def test_a_partition_that_does_not_fit_the_model_is_refused(config_folder, monkeypatch):
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,2")
     with pytest.raises(MeshError, match=r"layers=1\+2 adds up to 3, the model has 4"):
-        gen_sizes_of(engine_config(config_folder(tiny("llama")), GenSizes(pp=2), 0))
+        gen_mesh_of(engine_config(config_folder(tiny("llama")), GenSizes(pp=2), 0))
 
 
 def test_independent_replicas_of_one_engine_have_ranks_of_their_own(config_folder):
     config = engine_config(config_folder(tiny("llama")), GenSizes(tp=2), 1)
     config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_index = 3, 2
     config.parallel_config.reconfigure_for_independent_dp_rank()  # as vLLM's engine core does
-    assert (gen_sizes_of(config), gen_rank_of(config)) == (GenMesh(tp=2), 5)
+    assert (gen_mesh_of(config), gen_rank_of(config)) == (GenMesh(tp=2), 5)
 
 
 def test_experts_cut_over_data_parallelism_are_refused(config_folder):
     config = engine_config(config_folder(tiny("qwen3-moe")), GenSizes(tp=2), 0)
     config.parallel_config.data_parallel_size = 2
     with pytest.raises(ValueError, match=r"cuts experts by tp\*dp = 4"):
-        gen_sizes_of(config)
+        gen_mesh_of(config)
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}

@@ -197,7 +197,7 @@ def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
     return changed
 
 
-def gen_sizes_of(vllm_config: VllmConfig) -> GenMesh:
+def gen_mesh_of(vllm_config: VllmConfig) -> GenMesh:
     """The generation mesh of a vLLM configuration, and of the variable VLLM_PP_LAYER_PARTITION of this process.
 
     Raises MeshError for a partition that does not fit the model, and ValueError for whatever a `GenMesh` cannot say: experts

@@ -43,7 +43,7 @@ class RefitWorker:
         """
         self.close_refit()
         session = Options(**options)
-        config, mesh = self.vllm_config, engine.gen_sizes_of(self.vllm_config)
+        config, mesh = self.vllm_config, engine.gen_mesh_of(self.vllm_config)
         plan = fetch_plan(store, session=session.session, timeout_s=connect_timeout_s)
         rank = engine.gen_rank_of(config) + replica * mesh.world
         planned, actual = ((m.tp, m.pp, m.ep, m.layers) for m in (plan.gen, mesh))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,8 +25,7 @@ from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.proof.prove import ProofError, prove
 
 from .model import local_tensors, precisions_of, rank_coordinate, train_mesh_of
-
-_T = TypeVar("_T")
+from .world import own_rank, told_by_all
 
 _FUSED_NORM = ".layer_norm_weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -59,7 +58,7 @@ def plan_refit(
     train_dtype = _agreed_precision(precisions_of(tensors), model_parameters.dtype)
     unquantized: list[int] = []
     if train_dtype in _FORMATS:
-        pp_stage = train.coordinate(torch.distributed.get_rank())["pp"] if torch.distributed.is_initialized() else 0
+        pp_stage = train.coordinate(own_rank())["pp"]
         weights = _linear_weights(model_parameters, train, build, pp_stage)
         unquantized = _unquantized_layers(tensors, weights)
     plan = make_plan(
@@ -85,7 +84,7 @@ def _refuse_other_rank_orders(train: TrainMesh, coordinate: dict[str, int]) -> N
 
     Megatron-Bridge's `use_tp_pp_dp_mapping` initializes Megatron with order="tp-cp-ep-pp-dp" (training/initialize.py).
     """
-    for global_rank, actual in enumerate(_told(coordinate)):
+    for global_rank, actual in enumerate(told_by_all(coordinate)):
         planned = train.coordinate(global_rank)
         if wrong := [axis for axis in actual if actual[axis] != planned[axis]]:
             in_megatron, in_plan = (" ".join(f"{axis}={at[axis]}" for axis in wrong) for at in (actual, planned))
@@ -101,7 +100,7 @@ def _refuse_other_rank_orders(train: TrainMesh, coordinate: dict[str, int]) -> N
 
 def _refuse_adapters(names: Iterable[str]) -> None:
     """Raise ValueError on every rank where one holds a module that Megatron-Bridge wraps (peft/adapter_wrapper.py)."""
-    wrapped = [name for name in _told(next((name for name in names if ".to_wrap." in name), "")) if name]
+    wrapped = [name for name in told_by_all(next((name for name in names if ".to_wrap." in name), "")) if name]
     if wrapped:
         raise ValueError(
             f"the model has adapters (LoRA), as in {wrapped[0]}: no tensor of the trainer holds the weights that the engine"
@@ -116,7 +115,7 @@ def _agreed_precision(first_in: dict[str, str], main: str) -> str | None:
     `first_in` names a matrix of this rank for each precision. Ranks tell each other, since a stage may hold no quantized
     parameters.
     """
-    name_in = {precision: name for rank in reversed(_told(first_in)) for precision, name in rank.items()}
+    name_in = {precision: name for rank in reversed(told_by_all(first_in)) for precision, name in rank.items()}
     formats, dtypes = name_in.keys() & _FORMATS, name_in.keys() - _FORMATS
     known = {main} if formats else {main, *PRECISION_OF}
     if len(formats) > 1 or len(dtypes) > 1 or dtypes - known:
@@ -139,7 +138,7 @@ def _unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[t
         if name in tensors:
             local.setdefault(layer, {}).setdefault(tensors[name].dtype is torch.float8_e4m3fn, name)
     weight_of: dict[int, dict[bool, str]] = {}  # the same over all ranks
-    for rank in _told(local):
+    for rank in told_by_all(local):
         for layer, names in rank.items():
             weight_of[layer] = names | weight_of.get(layer, {})
     mixed = [
@@ -175,15 +174,6 @@ def _linear_weights(
                     yield place.layer, pattern.format(vp=place.vp_stage, layer=place.local, expert=slot)
 
 
-def _told(value: _T) -> list[_T]:
-    """The values of all training ranks, in their order."""
-    if not torch.distributed.is_initialized():
-        return [value]
-    values: list[_T] = [value] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
-    return values
-
-
 def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
     """How the model was built, put together from what every training rank holds.
 
@@ -195,7 +185,7 @@ def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
         "fused": _fused_norms_of(tensors),
         "rows": sorted(rows),
     }
-    told = _told(evidence)
+    told = told_by_all(evidence)
     experts: set[ExpertsModule] = {kind for rank in told for kind in rank["experts"]}
     fused = {answer for rank in told for answer in rank["fused"]}
     rows = {count for rank in told for count in rank["rows"]}

@@ -25,6 +25,7 @@ from mcore_reshard.planner.model.precision import Block, grid_of
 from mcore_reshard.trainers.quantized_export import Pairs, Scales, quantized_pair
 
 from .model import conversion_tasks, export_tasks, hf_names
+from .world import told_by_all
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -72,9 +73,7 @@ def _quantized_tasks(tasks: Sequence[Any], pairs: Pairs) -> set[int]:
         for index, task in enumerate(tasks)
         if _has_blocks(task.param_weight) and not pairs.keys().isdisjoint(hf_names(task))
     }
-    told: list[set[int]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(told, mine)
-    return set().union(*told)
+    return set().union(*told_by_all(mine))
 
 
 def _has_blocks(weight: Any) -> bool:

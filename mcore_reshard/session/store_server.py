@@ -1,0 +1,100 @@
+"""The store where the ranks of both worlds meet: start one, or use the one that answers already.
+
+    with StoreServer(29600) as server:   # a store that outlives the ranks
+        wait_for_a_signal()
+
+A store must stay up until all ranks have left the session: `close` of an endpoint says how long that takes.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from uuid import uuid4
+
+from torch.distributed import DistNetworkError, TCPStore
+
+from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.rendezvous.store import connect_store
+
+_PROBE_S = 2.0  # for a TCP connection to open; a store is asked with the session's own deadline
+_START_S = 10.0  # for a store of this process to start
+_IDENTITY = "mcore-reshard/store"
+
+
+class StoreServer:
+    """A TCPStore that this process serves on all its network interfaces, until `close`.
+
+    `port` 0 takes a free one. Raises SessionError where the port is taken.
+    """
+
+    def __init__(self, port: int) -> None:
+        try:
+            self._store: TCPStore | None = TCPStore(
+                "localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_S)
+            )
+        except (DistNetworkError, RuntimeError) as error:
+            raise SessionError(
+                f"no store can be started on port {port}: {_first_line(error)}; choose a free port"
+            ) from error
+        self.port = self._store.port
+        self.identity = uuid4().hex
+        self._store.set(_IDENTITY, self.identity)
+
+    def close(self) -> None:
+        """Stop serving: ranks that are still connected lose the store. May be called twice."""
+        self._store = None
+
+    def __enter__(self) -> StoreServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def start_store_if_absent(address: str, timeout_s: float) -> StoreServer | None:
+    """Start a store at `address` ("host:port") where nothing listens; None where a store answers already.
+
+    Raises SessionError where something else listens, and where `address` does not lead to this host.
+    """
+    host, port = split_address(address)
+    if _listens(host, port):
+        connect_store(address, timeout_s)
+        return None
+    server = StoreServer(port)
+    try:
+        if not _listens(host, port) or not _is_served_by(server, address, timeout_s):
+            raise SessionError(
+                f"nothing answers at {address}, and a store that was started on {socket.gethostname()} is not reached"
+                f" there: give an address of this host, or run `mcore-reshard store --port {port}` on {host}"
+            )
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """'host:port' -> (host, port). Raises SessionError."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise SessionError(f"{address!r} is not the address of a store: write 'host:port', with a port of 1 to 65535")
+    return host, int(port)
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=_PROBE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_served_by(server: StoreServer, address: str, timeout_s: float) -> bool:
+    client = connect_store(address, timeout_s)
+    return client.check([_IDENTITY]) and client.get(_IDENTITY).decode() == server.identity
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(".")

@@ -1,0 +1,45 @@
+"""What the ranks of the training world tell each other, over torch's default process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from mcore_reshard.kernels.errors import SessionError
+
+_T = TypeVar("_T")
+
+
+def own_rank() -> int:
+    """This process's rank in the training world; 0 where no process group is initialized."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def told_by_all(value: _T) -> list[_T]:
+    """The `value` of every training rank, in their order. Collective."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values: list[_T] = [value] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def on_all_ranks(step: Callable[[], _T]) -> _T:
+    """Run `step` on every training rank and return this rank's result. Collective.
+
+    If it raises on any rank, all raise: a rank of its own error that one, the others SessionError with the first cause.
+    """
+    result, failure = None, None
+    try:
+        result = step()
+    except Exception as error:
+        failure = error
+    causes = told_by_all(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, cause in enumerate(causes):
+        if cause is not None:
+            raise SessionError(f"train:{rank}: {cause}")
+    return result  # type: ignore[return-value]
