@@ -14,6 +14,9 @@ BRIDGE := megatron-bridge==0.3.1
 # The demo: 4 training processes (TP2, EP2, PP2) to 2 generation processes (TP2).
 DEMO := tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2
 
+# `make test-fast` runs these folders beside all others.
+FAST_HALF := copies transports session
+
 .PHONY: help setup demo test-fast test nightly test-vllm test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
 
 help:
@@ -37,7 +40,8 @@ demo: $(VENV)/.ready ## refit a real tiny MoE model from 4 training processes to
 	@$(BIN)/mcore-reshard validate $(DEMO) --refits 2
 
 test-fast: $(VENV)/.ready ## the default tests without those that start processes or import Megatron: for the inner loop
-	$(BIN)/python -m pytest --fast
+	@$(BIN)/python -m pytest --fast $(addprefix tests/,$(FAST_HALF)) & half=$$!; \
+	$(BIN)/python -m pytest --fast $(addprefix --ignore=tests/,$(FAST_HALF)); rest=$$?; wait $$half && exit $$rest
 
 test: $(VENV)/.ready ## the default tests: no GPU, no vLLM
 	$(BIN)/python -m pytest

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from helpers.validation_cases import REFINED_EXPERTS
+
 from mcore_reshard.planner.layout.megatron import MegatronBuild
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
@@ -101,8 +103,7 @@ TINY = (
 _KEPT = ("model.layers.1.mlp.down_proj", "model.layers.2.self_attn.o_proj", "lm_head", "model.layers.0.input_layernorm")
 
 # Experts of width 384, which tp = 4 cuts inside of blocks of 64: vLLM refines them to blocks of 32.
-REFINED = (("hidden_size", 128), ("head_dim", 64), ("num_attention_heads", 4), ("num_key_value_heads", 2),
-           ("moe_intermediate_size", 384))  # fmt: skip
+REFINED = tuple(REFINED_EXPERTS[0][1].items())
 
 _LINEARS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 LAST_LAYER = tuple(f"model.layers.3.{linear}" for linear in _LINEARS)

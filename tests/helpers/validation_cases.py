@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.plans import REFINED
-
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 
@@ -189,9 +187,10 @@ FP8_FULL = [
 
 # Experts that tp = 4 cuts inside of blocks, so that vLLM refines them: (blocks, config overrides). In the second case
 # some ranks have a part of one block and some of two; a plan sends such experts by misc.
+_EXPERTS_OF_384 = {"hidden_size": 128, "num_attention_heads": 4, "moe_intermediate_size": 384}
 REFINED_EXPERTS = [
-    ((64, 64), dict(REFINED)),
-    ((128, 128), {**dict(REFINED), "head_dim": 128, "num_key_value_heads": 4}),
+    ((64, 64), {**_EXPERTS_OF_384, "head_dim": 64, "num_key_value_heads": 2}),
+    ((128, 128), {**_EXPERTS_OF_384, "head_dim": 128, "num_key_value_heads": 4}),
 ]
 
 
