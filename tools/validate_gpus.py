@@ -28,11 +28,12 @@ from typing import Any
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not keep ranks from being forked
 import torch
 
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
-from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planning import read_request
 from mcore_reshard.validation.processes import run_processes
-from mcore_reshard.validation.runner import ValidationError, validate
+from mcore_reshard.validation.runner import ValidationError, ValidationRequest, validate
 from mcore_reshard.validation.trainer import build as trainer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -106,15 +107,9 @@ def _run(transport: str, family: str, mesh: str, refits: int) -> dict[str, Any]:
     start = time.perf_counter()
     os.environ[UNREACHABLE_VARIABLE] = ONE_PAIR if transport == "auto" else ""
     try:
-        report = validate(
-            {**load_config(f"tiny-{family}"), **overrides},
-            parse_train_mesh(train),
-            parse_gen_mesh(gen),
-            model=family,
-            transport=transport,
-            refits=refits,
-            timeout_s=TIMEOUT_S,
-        )
+        planning = read_request({**load_config(f"tiny-{family}"), **overrides}, train, gen)
+        options = Options(transport=transport, timeout_s=TIMEOUT_S)
+        report = validate(ValidationRequest(planning, options=options, refits=refits))
     except ValidationError as error:
         return {**case, "refused": str(error)}
     except Exception:

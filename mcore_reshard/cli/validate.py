@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.model.configs import builtin_names, load_config
 from mcore_reshard.planner.model.precision import BLOCK_FP8, PRECISION_OF
@@ -38,25 +39,20 @@ def run(args: argparse.Namespace) -> int:
     from mcore_reshard.kernels.transports.registry import device_of  # torch: not before the input is known to be good
 
     device_of(args.transport)
-    from mcore_reshard.validation.runner import validate
+    from mcore_reshard.validation.runner import ValidationRequest, validate
 
     if sys.stderr.isatty():  # no spinner: the ranks are forked from here, and threads do not survive that
         ranks = count(request.train.world + request.gen.world, "process", "processes")
         refits = count(args.refits, "refit")
         print(f"validating {printable(request.model)} in {ranks}, {refits} ...", file=sys.stderr)
     report = validate(
-        request.config,
-        request.train,
-        request.gen,
-        model=request.model,
-        policy=request.policy,
-        transport=args.transport,
-        refits=args.refits,
-        timeout_s=args.timeout,
-        engine=args.engine,
-        plan=plan,
-        train_dtype=request.train_dtype,
-        gen_dtype=request.gen_dtype,
+        ValidationRequest(
+            request,
+            plan,
+            Options(transport=args.transport, timeout_s=args.timeout),
+            engine=args.engine,
+            refits=args.refits,
+        )
     )
     print_report(
         args.json, {**report.as_dict(), "notes": list(request.notes)}, chain(_tables(report), noted(request.notes))

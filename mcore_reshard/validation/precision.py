@@ -7,16 +7,17 @@ on the way are Bridge's bfloat16 export, quantized by the engine's own arithmeti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mcore_reshard.kernels.copies.cast_arithmetic import quantized
-from mcore_reshard.planner.model.families import parameters_from_config
+from mcore_reshard.planner.model.families import as_published
 from mcore_reshard.planner.model.parameters import ModelParameters, Role
 from mcore_reshard.planner.model.precision import BLOCK_FP8, Block
+from mcore_reshard.planning import PlanRequest
 from mcore_reshard.trainers.quantized_export import Pairs
 
 from .errors import ValidationError
@@ -26,7 +27,7 @@ _COMPARED = {("bf16", "fp8"), ("fp8", "fp8")}
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
+class SidePrecisions:
     """What both sides of a validation hold. `block` is None where neither quantizes."""
 
     train_dtype: str | None
@@ -44,36 +45,43 @@ class Precision:
     def quantized_on_the_way(self) -> bool:
         return self.block is not None and self.trainer_block is None
 
+    def __str__(self) -> str:
+        if self.block is None:
+            return ""
+        block = "x".join(map(str, self.block))
+        quantizer = "quantized on the way" if self.quantized_on_the_way else "kept by the trainer"
+        return f"{self.train_dtype} -> {self.gen_dtype} in blocks of {block}, {quantizer}"
 
-def precision_of(config: Mapping[str, Any], train_dtype: str | None, gen_dtype: str | None) -> Precision:
+
+def side_precisions(planning: PlanRequest) -> SidePrecisions:
     """What the sides hold of a model; a config in FP8 is in the blocks that it says, another one in 128 by 128.
 
     Raises ValidationError for dtypes that cannot be compared, models that are not in bfloat16 and FP8 not in blocks.
     """
+    config, model_parameters = as_published(planning.config), planning.model_parameters
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
-    model_parameters = parameters_from_config(plain)
     if model_parameters.dtype != "bfloat16":
         raise ValidationError(
             f"models are validated in bfloat16, or FP8 beside bfloat16, and this one is in {model_parameters.dtype}: give a"
             " config in bfloat16"
         )
-    if train_dtype == gen_dtype and gen_dtype not in {"fp8", "mxfp8"}:
-        return Precision(None, None, plain, plain, None)
-    asked = (train_dtype or "bf16", gen_dtype or "bf16")
-    if asked not in _COMPARED:
+    dtypes = (planning.train_dtype or "bf16", planning.gen_dtype or "bf16")
+    if dtypes == ("bf16", "bf16"):
+        return SidePrecisions(None, None, plain, plain, None)
+    if dtypes not in _COMPARED:
         pairs = ", ".join(f"{train} -> {gen}" for train, gen in sorted(_COMPARED))
         raise ValidationError(
-            f"{asked[0]} -> {asked[1]} is not validated here: what can be compared is {pairs}, and bf16 on both sides"
+            f"{dtypes[0]} -> {dtypes[1]} is not validated here: what can be compared is {pairs}, and bf16 on both sides"
         )
     stated = config.get("quantization_config") or _published_as(model_parameters)
     if stated.get("quant_method") != "fp8" or not stated.get("weight_block_size"):
         raise ValidationError(f"only FP8 in blocks is validated here, and the config's quantization_config is {stated}")
     rows, columns = stated["weight_block_size"]
-    return Precision(*asked, plain, {**plain, "quantization_config": stated}, (int(rows), int(columns)))
+    return SidePrecisions(*dtypes, plain, {**plain, "quantization_config": stated}, (int(rows), int(columns)))
 
 
 def _published_as(model_parameters: ModelParameters) -> dict[str, Any]:
-    """The quantization_config that a checkpoint in FP8 would come with: it names the routers, which stay as they are."""
+    """The quantization_config of a checkpoint in FP8. It names the routers, which stay as they are."""
     routers = [name for group in model_parameters.groups if group.role is Role.ROUTER for name in group.names()]
     return {
         "quant_method": "fp8",

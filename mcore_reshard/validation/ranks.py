@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_reshard.engines.vllm import refined_scales as vllm_refined_scales
-from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.engines import engine_named
-from mcore_reshard.planner.layout.megatron import ExpertsModule
 from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_schedule import schedule_of
@@ -30,31 +28,35 @@ from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine, pois
 from mcore_reshard.validation.trainer import build as trainer
 
 from .errors import ValidationError
-from .precision import Precision, quantized_by_engine
+from .precision import SidePrecisions, quantized_by_engine
 from .report import ParameterResult, compare
+from .request import ValidationRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    precision: Precision
+    """A validation as all its processes see it."""
+
+    request: ValidationRequest
     plan: Plan
+    precisions: SidePrecisions
     pairs: Pairs
     folder: Path
-    transport: str
     device: str  # torch device type of the tensors that the transport moves
-    engine: str
-    experts: ExpertsModule
-    refits: int
-    timeout_s: float
-    live: bool  # the plan must be the one that the live model gives
+    engine: str  # "vllm" or "slices"
 
     @property
     def ranks(self) -> int:
         return self.plan.train.world + self.plan.gen.world
 
     @property
-    def options(self) -> Options:
-        return Options(transport=self.transport, timeout_s=self.timeout_s)
+    def timeout_s(self) -> float:
+        return self.request.options.timeout_s
+
+    @property
+    def plan_is_the_live_models(self) -> bool:
+        """Whether the plan must be the one that the live model gives."""
+        return self.request.plan is None and not self.request.unknown
 
     @property
     def store_file(self) -> Path:
@@ -64,6 +66,10 @@ class Job:
     def engine_folder(self) -> Path:
         """Where the engine's config.json is."""
         return self.folder / "engine"
+
+    def payload_folder(self, version: int) -> Path:
+        """The checkpoint that the trainer loads before refit 1 or 2."""
+        return self.folder / f"payload{version}"
 
     def golden_file(self, version: int) -> Path:
         return self.folder / f"golden{version}.safetensors"
@@ -116,14 +122,14 @@ def _train(rank: int, job: Job, store: str) -> Results:
     os.environ["MEGATRON_CONFIG_LOCK_DIR"] = str(job.folder / f"locks{rank}")  # else ranks queue for the config
     _join_world(job, "train", rank, mesh.world)
     model = trainer.build_trainer(
-        job.folder / "payload1",
+        job.payload_folder(1),
         mesh,
-        grouped_experts=job.experts == "grouped",
+        grouped_experts=job.request.experts == "grouped",
         vocab_multiple=_vocab_multiple(job),
-        fp8_block=job.precision.trainer_block,
+        fp8_block=job.precisions.trainer_block,
         pairs=job.pairs,
     )
-    if job.live:
+    if job.plan_is_the_live_models:
         _check_live_plan(job, model)
     if rank == 0:
         publish_plan(job.plan, store)
@@ -134,17 +140,17 @@ def _train(rank: int, job: Job, store: str) -> Results:
         lambda: source.tensors,
         store=store,
         export=model.export,
-        options=job.options,
+        options=job.request.options,
     )
     endpoint.prepare()
     reports = []
-    for version in range(1, job.refits + 1):
+    for version in range(1, job.request.refits + 1):
         if version == 2:
-            model.load(job.folder / "payload2")
+            model.load(job.payload_folder(2))
         elif version > 2:
             model.step()
         source.refresh()
-        golden = model.export_held() if job.precision.quantized_on_the_way else model.export()
+        golden = model.export_held() if job.precisions.quantized_on_the_way else model.export()
         _write_golden(job.golden_file(version), golden, keep=rank == 0)
         reports.append(endpoint.refit(version))
     endpoint.close()
@@ -163,12 +169,12 @@ def _device(job: Job, index: int) -> torch.device:
 def _check_live_plan(job: Job, model: trainer.Trainer) -> None:
     """What the model itself says of its mesh and its build must lead to the plan that was made from the config."""
     live = plan_refit(
-        job.precision.engine_config,
+        job.precisions.engine_config,
         model.model_chunks,
         job.plan.gen,
         model=job.plan.model,
         policy=job.plan.policy,
-        gen_dtype=job.precision.gen_dtype,
+        gen_dtype=job.precisions.gen_dtype,
     )
     if live.digest != job.plan.digest:
         raise ValidationError(f"the live model gives plan {live.digest}, its config and mesh {job.plan.digest}")
@@ -253,7 +259,7 @@ def _generate(rank: int, job: Job, store: str) -> Results:
         _VllmEngine(job, rank)
         if job.engine == "vllm"
         else StandInEngine(
-            job.precision.engine_config, gen_sizes(job.plan.gen), rank, _device(job, job.plan.train.world + rank)
+            job.precisions.engine_config, gen_sizes(job.plan.gen), rank, _device(job, job.plan.train.world + rank)
         )
     )
     schedule = schedule_of(fetch_plan(store, timeout_s=job.timeout_s), "gen", rank)
@@ -263,13 +269,13 @@ def _generate(rank: int, job: Job, store: str) -> Results:
         store=store,
         load_weights=engine.load_weights,
         after_direct_writes=engine.after_direct_writes,
-        options=job.options,
+        options=job.request.options,
     )
     endpoint.prepare()
     repeated_tensor = engine_named(job.plan.engine).repeated_tensor
     bulk = {repeated_tensor(tensor.name) or tensor.name for tensor in schedule.tensors}
     reports, results = [], []
-    for version in range(1, job.refits + 1):
+    for version in range(1, job.request.refits + 1):
         for tensor in engine.loaded.values():
             poison(tensor)
         reports.append(endpoint.refit(version))
@@ -290,7 +296,7 @@ def _compare_with_golden(
     for tensor in engine.loaded.values():
         poison(tensor)
     golden: Iterable[tuple[str, torch.Tensor]] = load_file(job.golden_file(version)).items()
-    if job.precision.quantized_on_the_way:
+    if job.precisions.quantized_on_the_way:
         device = next(iter(engine.tensors.values())).device
         golden = quantized_by_engine(golden, job.pairs, device, by_vllm=job.engine == "vllm")
     engine.load_weights(golden)

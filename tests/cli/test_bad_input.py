@@ -39,7 +39,10 @@ def test_every_violation_of_both_meshes_and_the_model_is_listed_at_once(run: Run
         (["tiny-lama", "--train", "tp=2", "--gen", "tp=2"], "did you mean tiny-llama"),
         (["tiny-llama", "--train", "tp=two", "--gen", "tp=2"], "'tp=two' is not a number, write for example tp=2"),
         (["tiny-llama", "--train", "xp=2", "--gen", "tp=2"], "training: unknown axis 'xp', known: cp, dp"),
-        (["tiny-llama", "--train", "tp=2", "--gen", "cp=2"], "generation: unknown axis 'cp', known: dp, ep, layers, pp, tp"),
+        (
+            ["tiny-llama", "--train", "tp=2", "--gen", "cp=2"],
+            "generation: unknown axis 'cp', known: dp, ep, layers, pp, tp",
+        ),
         (["tiny-llama", "--train", "tp=2,pp=2,layers=3+2", "--gen", "tp=2"], "adds up to 5, the model has 4"),
         (["tiny-llama", "--train", "", "--gen", "tp=2", "--train-dtype", "fp4"], "training: unknown dtype 'fp4'"),
         (["tiny-llama", "--train", "", "--gen", "tp=2", "--gen-dtype", "int4"], "generation: unknown dtype 'int4'"),

@@ -6,16 +6,15 @@ import json
 
 import pytest
 import torch
+from helpers.validating import assert_golden, validated
 from helpers.validation_cases import REFINED_EXPERTS, in_blocks
 
 from mcore_reshard.cli.main import main
-from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.validation.engine import vllm_engine
 from mcore_reshard.validation.engine.slices import GenSizes
 from mcore_reshard.validation.processes import ProcessError
-from mcore_reshard.validation.runner import validate
 
 CASES = [
     ("llama", "tp=2", "tp=4", {}),
@@ -36,17 +35,15 @@ CASES = [
 @pytest.mark.parametrize(("family", "train", "gen", "overrides"), CASES)
 def test_refit_into_real_vllm_equals_golden(family, train, gen, overrides):
     config = {**load_config(f"tiny-{family}"), **overrides}
-    report = validate(config, parse_train_mesh(train), parse_gen_mesh(gen), model=family, refits=2, engine="vllm")
+    report = validated(config, train, gen, engine="vllm")
     assert report.engine.startswith("vllm ")
-    assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
+    assert_golden(report)
 
 
 def test_a_parameter_that_no_rule_knows_is_loaded_by_vllm_itself():
-    report = validate(
-        load_config("tiny-qwen3-moe"), parse_train_mesh("tp=2,ep=2"), parse_gen_mesh("tp=2"), refits=2, engine="vllm",
-        unknown=(Role.EXPERT_DOWN,),
-    )  # fmt: skip
-    assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
+    unknown = frozenset({Role.EXPERT_DOWN})
+    report = validated(load_config("tiny-qwen3-moe"), "tp=2,ep=2", "tp=2", engine="vllm", unknown=unknown)
+    assert_golden(report)
     assert {p.name.rpartition(".")[2] for p in report.parameters if p.route == "misc"} == {"w2_weight"}
 
 
@@ -65,12 +62,9 @@ IN_FP8 = [
 @pytest.mark.parametrize(("family", "train", "gen", "train_dtype", "block", "changes"), IN_FP8)
 def test_refit_into_real_vllm_in_fp8_equals_golden(family, train, gen, train_dtype, block, changes):
     config = in_blocks(family, block, **changes)
-    report = validate(
-        config, parse_train_mesh(train), parse_gen_mesh(gen), model=family, refits=2, engine="vllm",
-        train_dtype=train_dtype, gen_dtype="fp8",
-    )  # fmt: skip
+    report = validated(config, train, gen, engine="vllm", train_dtype=train_dtype, gen_dtype="fp8")
     assert report.engine.startswith("vllm ")
-    assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
+    assert_golden(report)
     scales = {p.name.rpartition(".")[2]: p.route for p in report.parameters if p.name.endswith("_scale_inv")}
     assert scales
     if changes:
@@ -115,7 +109,7 @@ def test_what_else_goes_wrong_in_vllm_is_no_refusal(error, monkeypatch):
 
     monkeypatch.setattr(vllm_engine, "build_engine", build)
     with pytest.raises(ProcessError, match=f"{error.__name__}: a bug"):
-        validate(load_config("tiny-llama"), parse_train_mesh("tp=1"), parse_gen_mesh("tp=1"), engine="vllm")
+        validated(load_config("tiny-llama"), "tp=1", "tp=1", engine="vllm")
 
 
 @pytest.mark.parametrize("error", [KeyError, NotImplementedError, RuntimeError])

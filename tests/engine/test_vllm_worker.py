@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 from checkpoints import tiny
+from helpers.validating import assert_golden, validated
 
 from mcore_reshard.engines.vllm.worker import RefitWorker
 from mcore_reshard.kernels.errors import KvScalesError, SessionError
-from mcore_reshard.planner.layout.mesh import MeshError, parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.layout.mesh import MeshError, parse_gen_mesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
 from mcore_reshard.validation import ranks
 from mcore_reshard.validation.engine.slices import GenSizes, poison
 from mcore_reshard.validation.engine.vllm_engine import engine_config
-from mcore_reshard.validation.runner import validate
 
 EXTENSION = "mcore_reshard.vllm.RefitWorker"
 
@@ -63,10 +63,10 @@ def generate_by_worker(rank: int, job: ranks.Job, store: str) -> ranks.Results:
     worker = worker_of(job.engine_folder, sizes, rank)
     worker.worker.model_runner = SimpleNamespace(get_model=lambda: engine._model)
     replica = 0 if sizes.ep > 1 else rank // (sizes.tp * sizes.pp)
-    prepared = called(worker, "connect_refit", store=store, replica=replica, transport=job.transport)
+    prepared = called(worker, "connect_refit", store=store, replica=replica, transport=job.request.options.transport)
     assert prepared == f"gen:{rank}"
     reports, results = [], []
-    for version in range(1, job.refits + 1):
+    for version in range(1, job.request.refits + 1):
         for tensor in engine.tensors.values():
             poison(tensor)
         told = called(worker, "refit", version)
@@ -87,10 +87,8 @@ def generate_by_worker(rank: int, job: ranks.Job, store: str) -> ranks.Results:
 )
 def test_refits_through_vllm_workers_equal_golden(family, train, gen, monkeypatch):
     monkeypatch.setattr(ranks, "_generate", generate_by_worker)
-    report = validate(
-        load_config(f"tiny-{family}"), parse_train_mesh(train), parse_gen_mesh(gen), refits=2, engine="vllm"
-    )
-    assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
+    report = validated(load_config(f"tiny-{family}"), train, gen, engine="vllm")
+    assert_golden(report)
     assert all(refit.bulk_bytes and bool(refit.misc_bytes) == (family == "nemotron-h") for refit in report.refits)
 
 
@@ -116,9 +114,7 @@ def test_kv_scales_land_on_the_stages_of_their_layers_and_a_wrong_name_costs_not
     monkeypatch.setattr(ranks, "_compare_with_golden", compare_scales_too)
     for endpoint in (TrainEndpoint, GenerationEndpoint):
         monkeypatch.setattr(endpoint, "refit", with_scales)
-    report = validate(
-        load_config("tiny-qwen3"), parse_train_mesh("tp=2"), parse_gen_mesh("pp=2"), refits=2, engine="vllm"
-    )
+    report = validated(load_config("tiny-qwen3"), "tp=2", "pp=2", engine="vllm")
     assert report.ok
 
 

@@ -11,53 +11,39 @@ import pytest
 import torch
 
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
-from mcore_reshard.planner.layout.mesh import MeshError, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.parameters import Role
+from mcore_reshard.planning import InputError
 
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
+from helpers.validating import assert_golden, validated
 from helpers.validation_cases import DEFAULT, FAMILIES, FULL, MESHES, REFUSED, arguments, covering, on_gpus
 
-from mcore_reshard.validation.runner import ValidationError, validate
-
-TIMEOUT_S = 60.0
+from mcore_reshard.validation.errors import ValidationError
 
 
-def check(family, mesh, refits=2, **options):
+def check(family, mesh, **how):
     train, gen, overrides = arguments(family, mesh)
-    config = {**load_config(f"tiny-{family}"), **overrides}
-    return validate(
-        config,
-        parse_train_mesh(train),
-        parse_gen_mesh(gen),
-        model=family,
-        refits=refits,
-        timeout_s=TIMEOUT_S,
-        **options,
-    )
-
-
-def show(report):
-    return [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
+    return validated({**load_config(f"tiny-{family}"), **overrides}, train, gen, **how)
 
 
 @pytest.mark.parametrize(("family", "mesh"), DEFAULT)
 def test_refit_equals_golden(family, mesh):
     report = check(family, mesh)
-    assert report.ok, show(report)
+    assert_golden(report)
     assert len(report.refits) == 2 and all(refit.parameters for refit in report.refits)
 
 
 def test_an_optimizer_step_between_refits_arrives():
     report = check("qwen3", "TP2 -> TP4", refits=3)
-    assert report.ok, show(report)
+    assert_golden(report)
     assert report.refits[2].change == "an SGD step"
 
 
 def test_experts_as_modules_of_their_own():
     report = check("qwen3-moe", "EP2 -> gen EP2", experts="sequential")
-    assert report.ok, show(report)
+    assert_golden(report)
 
 
 def test_the_default_cases_cover_every_family_and_every_mesh():
@@ -80,21 +66,21 @@ def test_the_cases_for_gpus_cover_what_fits_and_nothing_else():
 
 @pytest.mark.parametrize(("family", "mesh"), REFUSED)
 def test_what_megatron_or_vllm_refuse_is_refused_before_anything_starts(family, mesh):
-    with pytest.raises(MeshError):
+    with pytest.raises(InputError):
         check(family, mesh)
 
 
 @pytest.mark.parametrize("policy", ["exact", "conservative"])
 def test_both_policies_give_the_same_weights(policy):
     report = check("qwen2", "2 KV heads, TP2 -> TP4", policy=policy)
-    assert report.ok, show(report)
+    assert_golden(report)
     misc = {p.name.rpartition("self_attn.")[2] for p in report.parameters if p.route == "misc"}
     assert misc == ({"qkv_proj.weight", "qkv_proj.bias"} if policy == "conservative" else set())
 
 
 def test_a_parameter_that_no_rule_knows_arrives_by_the_misc_route():
-    report = check("qwen3", "TP2 -> TP4", unknown=(Role.DOWN, Role.K_NORM))
-    assert report.ok, show(report)
+    report = check("qwen3", "TP2 -> TP4", unknown=frozenset({Role.DOWN, Role.K_NORM}))
+    assert_golden(report)
     assert {p.name.rpartition("layers.")[2][2:] for p in report.parameters if p.route == "misc"} == {
         "mlp.down_proj.weight",
         "self_attn.k_norm.weight",
@@ -105,7 +91,7 @@ def test_a_parameter_that_no_rule_knows_arrives_by_the_misc_route():
 def test_golden_transport_moves_everything_by_name(monkeypatch):
     monkeypatch.setenv("MCORE_RESHARD_TRANSPORT", "golden")
     report = check("qwen3-moe", "TP1 EP4 -> TP2")
-    assert report.ok, show(report)
+    assert_golden(report)
     assert report.transport == "golden" and report.refits[0].bulk_bytes == 0 < report.refits[0].misc_bytes
 
 
@@ -134,7 +120,7 @@ def test_one_flipped_bit_is_reported_with_rank_tensor_and_coordinate(monkeypatch
 
 def test_a_model_that_is_too_large_for_one_machine_is_refused():
     with pytest.raises(ValidationError, match="validate a small config of the same family"):
-        validate(load_config("qwen3-30b-a3b"), parse_train_mesh("ep=4,dp=4"), parse_gen_mesh("tp=4"))
+        validated(load_config("qwen3-30b-a3b"), "ep=4,dp=4", "tp=4")
 
 
 @pytest.mark.parametrize(
@@ -149,17 +135,17 @@ def test_a_model_that_is_too_large_for_one_machine_is_refused():
 )
 def test_a_model_that_megatron_bridge_does_not_make_is_refused(name, changes, train, why):
     with pytest.raises(ValidationError, match=re.escape(why)):
-        validate({**load_config(name), **changes}, parse_train_mesh(train), parse_gen_mesh("tp=1"))
+        validated({**load_config(name), **changes}, train, "tp=1")
 
 
 def test_no_shared_experts_at_all():
     config = {**load_config("tiny-deepseek-v3"), "n_shared_experts": 0}
-    report = validate(config, parse_train_mesh("tp=2,ep=2"), parse_gen_mesh("tp=2"), refits=1, timeout_s=TIMEOUT_S)
-    assert report.ok, show(report)
+    report = validated(config, "tp=2,ep=2", "tp=2", refits=1)
+    assert_golden(report)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), FULL)
 def test_refit_equals_golden_everywhere(family, mesh):
     report = check(family, mesh)
-    assert report.ok, show(report)
+    assert_golden(report)

@@ -14,28 +14,22 @@ import pytest
 import torch
 
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
-from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
 from helpers.quantized_standin import ends_in_bf16
+from helpers.validating import assert_golden, validated
 from helpers.validation_cases import FP8_DEFAULT, FP8_FULL, REFINED_EXPERTS, in_blocks
 
 from mcore_reshard.validation import runner
-from mcore_reshard.validation.runner import ValidationError, validate
+from mcore_reshard.validation.errors import ValidationError
 from mcore_reshard.validation.trainer import build as trainer
 
 
-def check(family, train, gen, train_dtype, block, changes=None, refits=2, **options):
-    return validate(
-        in_blocks(family, block, **changes or {}), parse_train_mesh(train), parse_gen_mesh(gen), model=family, refits=refits,
-        train_dtype=train_dtype, gen_dtype="fp8", **options,
-    )  # fmt: skip
-
-
-def show(report):
-    return [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
+def check(family, train, gen, train_dtype, block, changes=None, **how):
+    config = in_blocks(family, block, **changes or {})
+    return validated(config, train, gen, train_dtype=train_dtype, gen_dtype="fp8", **how)
 
 
 def routes(report):
@@ -49,7 +43,7 @@ def routes(report):
 @pytest.mark.parametrize(("family", "train", "gen", "train_dtype", "block"), FP8_DEFAULT)
 def test_refit_equals_golden(family, train, gen, train_dtype, block):
     report = check(family, train, gen, train_dtype, block)
-    assert report.ok, show(report)
+    assert_golden(report)
     assert report.precision.startswith(f"{train_dtype} -> fp8 in blocks of {block[0]}x{block[1]}")
     found = routes(report)
     scales = {name for name in found if name.endswith("_scale_inv")}
@@ -64,7 +58,7 @@ def test_refit_equals_golden(family, train, gen, train_dtype, block):
 @pytest.mark.parametrize(("block", "changes"), REFINED_EXPERTS, ids=["one part a block", "one or two parts a block"])
 def test_experts_whose_blocks_vllm_refines(block, changes, train_dtype):
     report = check("qwen3-moe", "ep=2,dp=2", "tp=4", train_dtype, block, changes, engine="slices")
-    assert report.ok, show(report)
+    assert_golden(report)
     routes_of = {p.name.rpartition(".")[2]: p.route for p in report.parameters}
     route = "bulk" if block == (64, 64) else "misc"
     assert {routes_of["w13_weight_scale_inv"], routes_of["w2_weight_scale_inv"]} == {route}
@@ -90,8 +84,8 @@ def test_a_trainer_that_keeps_first_and_last_layers_in_bf16(monkeypatch, family,
     modules = {"qkv_proj": "self_attn", "o_proj": "self_attn", "gate_up_proj": "mlp", "down_proj": "mlp"}
     names = [f"model.layers.{layer}.{modules[name]}.{name}" for name in kept for layer in (2, 3)]
     config["quantization_config"]["modules_to_not_convert"] += names
-    report = validate(config, parse_train_mesh(train), parse_gen_mesh(gen), train_dtype="fp8", gen_dtype="fp8")
-    assert report.ok, show(report)
+    report = validated(config, train, gen, train_dtype="fp8", gen_dtype="fp8")
+    assert_golden(report)
     routes = {p.name: p.route for p in report.parameters if p.name.endswith("proj.weight")}
     assert {name for name, route in routes.items() if route == "misc"} == {
         f"{name}.weight" for name in names if ".2." in name
@@ -101,7 +95,7 @@ def test_a_trainer_that_keeps_first_and_last_layers_in_bf16(monkeypatch, family,
 @pytest.mark.parametrize("train_dtype", ["bf16", "fp8"])
 def test_after_an_optimizer_step_and_with_float32_beside(train_dtype):
     report = check("deepseek-v3", "ep=2,dp=2", "tp=2", train_dtype, (8, 16), refits=3)
-    assert report.ok, show(report)
+    assert_golden(report)
     assert report.refits[2].change == "an SGD step"
     biases = [p for p in report.parameters if p.name.endswith("e_score_correction_bias")]
     assert {(p.route, p.nbytes, p.mismatches) for p in biases} == {("bulk", 8 * 4, 0)}
@@ -110,7 +104,7 @@ def test_after_an_optimizer_step_and_with_float32_beside(train_dtype):
 def test_golden_transport_moves_pairs_by_name(monkeypatch):
     monkeypatch.setenv("MCORE_RESHARD_TRANSPORT", "golden")
     report = check("qwen3-moe", "ep=2,dp=2", "tp=2", "fp8", (8, 8), refits=1)
-    assert report.ok, show(report)
+    assert_golden(report)
     assert report.transport == "golden" and report.refits[0].bulk_bytes == 0
 
 
@@ -144,21 +138,25 @@ def test_one_flipped_bit_of_a_scale_is_reported_with_rank_tensor_and_coordinate(
         ("tiny-qwen3-fp8", {"quantization_config": {"quant_method": "fp8"}}, ("fp8", "fp8"), "only FP8 in blocks"),
         ("tiny-qwen3-fp8", {"torch_dtype": "float32"}, ("bf16", "fp8"), "beside bfloat16, and this one is in float32"),
         ("tiny-llama", {"torch_dtype": "float32"}, (None, None), "validated in bfloat16, or FP8"),
-        ("tiny-llama", {"torch_dtype": "float16"}, ("fp32", "fp32"), "this one is in float16"),
+        ("tiny-llama", {"torch_dtype": "float16"}, (None, None), "this one is in float16"),
         ("tiny-qwen3", {}, ("bf16", "fp8"), "parts share a block of 128 rows; tiny models with matrices of several"),
         ("tiny-gpt-oss", {}, ("bf16", "fp8"), "gpt_oss in FP8 is not written down here"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused(name, changes, dtypes, why):
     with pytest.raises(ValidationError, match=re.escape(why)):
-        validate(
-            {**load_config(name), **changes}, parse_train_mesh("tp=1"), parse_gen_mesh("tp=1"), engine="slices",
-            train_dtype=dtypes[0], gen_dtype=dtypes[1],
-        )  # fmt: skip
+        validated(
+            {**load_config(name), **changes},
+            "tp=1",
+            "tp=1",
+            engine="slices",
+            train_dtype=dtypes[0],
+            gen_dtype=dtypes[1],
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "train", "gen", "train_dtype", "block"), FP8_FULL)
 def test_refit_equals_golden_everywhere(family, train, gen, train_dtype, block):
     report = check(family, train, gen, train_dtype, block)
-    assert report.ok, show(report)
+    assert_golden(report)

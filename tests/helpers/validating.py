@@ -1,0 +1,32 @@
+"""Validations as tests ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.plan.plan import Policy
+from mcore_reshard.planning import read_request
+from mcore_reshard.validation.report import ValidationReport
+from mcore_reshard.validation.runner import ValidationRequest, validate
+
+OPTIONS = Options(transport="gloo", timeout_s=60.0)
+
+
+def validated(
+    config: dict[str, Any],
+    train: str,
+    gen: str,
+    *,
+    policy: Policy = "exact",
+    train_dtype: str | None = None,
+    gen_dtype: str | None = None,
+    **how: Any,
+) -> ValidationReport:
+    """The report of two refits, or as `how` says: other fields of a ValidationRequest."""
+    planning = read_request(config, train, gen, policy, train_dtype, gen_dtype)
+    return validate(ValidationRequest(planning, **{"options": OPTIONS, "refits": 2, **how}))
+
+
+def assert_golden(report: ValidationReport) -> None:
+    assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
