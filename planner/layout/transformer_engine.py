@@ -1,8 +1,8 @@
-"""Where Transformer Engine keeps the scales of quantized parameters, and where a cast in flight would put its own.
+"""Where Transformer Engine keeps the scales of quantized parameters, and where a cast in flight puts those it computes.
 
-A quantized parameter is a tensor of its own class. In a plan its E4M3 data has the parameter's name, and its scales have
-that name with the attribute they are in. Source: transformer_engine/pytorch/tensor/{float8_blockwise,mxfp8,float8}_tensor.py,
-shapes read off real parameters.
+A quantized parameter is a tensor of its own class. In a plan its E4M3 data has the parameter's name. Its scales have that
+name and the attribute's, as in `linear_fc2.weight._rowwise_scale_inv`.
+Source: transformer_engine/pytorch/tensor/{float8_blockwise,mxfp8,float8}_tensor.py; shapes read off real parameters.
 """
 
 from __future__ import annotations

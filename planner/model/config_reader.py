@@ -12,12 +12,12 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST_SIZE = 1 << 24  # bytes of a tensor stay countable in 64 bits
 _LARGEST_DEPTH = 1 << 12  # layers are enumerated
 _DEPTHS = {"num_hidden_layers", "num_nextn_predict_layers"}
-# of published configs, where they look like one that is: Mamba's n_groups, and the pattern of the main layers
+# Fields of published configs that nothing reads, though they look like misspellings of n_groups and hybrid_override_pattern.
 _FIELDS_NOT_READ = {"n_group", "mtp_hybrid_override_pattern"}
 
 
 class ConfigError(ValueError):
-    """A config that no model's parameters can be made from. `problems` lists all that is wrong; the message says what to do."""
+    """A config that describes no model. `problems` lists all that is wrong with it, `remedy` says what to do."""
 
     def __init__(self, subject: str, problems: Sequence[str], remedy: str = "") -> None:
         self.subject = subject
@@ -32,16 +32,16 @@ class ConfigError(ValueError):
 
 
 def looks_like(name: str, keys: Iterable[str]) -> str:
-    """Asks about the key that may be a misspelled `name`; empty where none comes close.
+    """`; did you mean it by 'num_layer'?` for the key that may be a misspelled `name`; empty where none comes close.
 
-    Real fields differ by a few letters too (`qk_nope_head_dim`, `qk_rope_head_dim`): leave those out that are read.
+    Pass no keys that are read: real fields differ by a few letters too (`qk_nope_head_dim`, `qk_rope_head_dim`).
     """
     close = _closest(name, keys)
     return f"; did you mean it by {close!r}?" if close else ""
 
 
 def _closest(name: str, names: Iterable[str]) -> str:
-    """The one that a slip of a letter or two turns into `name`; empty where there is none."""
+    """The name that differs from `name` by a letter or two; empty where there is none."""
     return next(iter(get_close_matches(name, names, n=1, cutoff=0.9)), "")
 
 
@@ -52,23 +52,23 @@ def _count(problems: Sequence[str]) -> str:
 class ConfigReader:
     """Typed access to one config. Bad fields are noted, not raised, so that `finish` can report all of them.
 
-    A size has no default unless the family's modeling code derives one: a config that leaves out a width is incomplete,
-    and a width guessed from another model would be wrong without a sound.
+    A size has no default unless the family's modeling code derives one. A config without a width is incomplete, and a width
+    guessed from another model would be silently wrong.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
         self._read: set[str] = set()
         self._bad: set[str] = set()
-        self._problems: list[tuple[str, str]] = []  # and the field that is missing, if one is
+        self._problems: list[tuple[str, str]] = []  # (problem, the field that is missing or "")
 
     def size(self, name: str, *aliases: str, minimum: int = 1, default: int | None = None) -> int:
-        """An integer field from `minimum` up to what can be planned; null or absent means `default`, an error without one."""
-        found, value = self._look_up(name, aliases)
+        """An integer field from `minimum` to the largest that can be planned. Null or absent: `default`, else an error."""
+        is_there, value = self._look_up(name, aliases)
         if value is None:
             if default is not None:
                 return default
-            if found:
+            if is_there:
                 self._note(name, f"{name} is null, an integer is needed")
             else:
                 self.note_missing(name)
@@ -135,8 +135,8 @@ class ConfigReader:
 
     def dtype(self) -> str:
         """`dtype`, or `torch_dtype` as it was called before transformers 4.56; bfloat16 where neither is set."""
-        found = {self.text(name) for name in ("dtype", "torch_dtype")} - {None}
-        names = {str(value).removeprefix("torch.") for value in found}
+        values = {self.text(name) for name in ("dtype", "torch_dtype")} - {None}
+        names = {str(value).removeprefix("torch.") for value in values}
         if len(names) > 1:
             self._note("dtype", f"dtype and torch_dtype differ: {' and '.join(sorted(names))}")
         name = min(names, default="bfloat16")
@@ -146,7 +146,7 @@ class ConfigReader:
         return name
 
     def check(self, holds: bool, problem: str, *fields: str) -> None:
-        """Notes `problem` unless it `holds`; silent where one of `fields` is bad itself, which is the news then."""
+        """Notes `problem` unless it `holds`. Silent where one of `fields` is bad itself: that was noted already."""
         if not holds and not self._bad.intersection(fields):
             self._problems.append((problem, ""))
 
@@ -155,16 +155,18 @@ class ConfigReader:
         self._problems.append((f"{name} is missing{remark}", name))
 
     def problems(self) -> list[str]:
-        """All that was noted. Once every field has been read, one of another name may be a misspelled absent one: missing,
-        or with a default that nobody asked for."""
-        others = [name for name in self._config if name not in self._read | _FIELDS_NOT_READ]
-        found = [problem + (looks_like(missing, others) if missing else "") for problem, missing in self._problems]
+        """All that was noted, and unknown fields that may be misspelled.
+
+        Call it once every field has been read: an unknown field may stand for one that is missing or took its default.
+        """
+        unknown = [name for name in self._config if name not in self._read | _FIELDS_NOT_READ]
+        problems = [problem + (looks_like(missing, unknown) if missing else "") for problem, missing in self._problems]
         defaulted = self._read - self._config.keys() - {missing for _, missing in self._problems}
-        meant = {name: _closest(name, sorted(defaulted)) for name in others}
-        return found + [f"unknown field {name!r}: is {right!r} meant?" for name, right in meant.items() if right]
+        meant = {name: _closest(name, sorted(defaulted)) for name in unknown}
+        return problems + [f"unknown field {name!r}: is {right!r} meant?" for name, right in meant.items() if right]
 
     def finish(self) -> None:
-        """Raises `ConfigError` with all that was noted, if anything was."""
+        """Raises `ConfigError` with all problems, if there are any."""
         if problems := self.problems():
             family = self._config.get("model_type")
             raise ConfigError(f"{family} config", problems, "Correct these fields in config.json.")
@@ -193,7 +195,8 @@ def read_attention(
 ) -> Attention:
     """Heads, key/value heads (as many where null) and the head size (`hidden / heads` where absent and derivable).
 
-    Absent key/value heads are as many in Llama alone: transformers takes a number from some checkpoint in other families.
+    Only Llama has as many key/value heads where the field is absent. In other families transformers defaults to the number
+    of some checkpoint, so that the config must say it.
     """
     heads = reader.size("num_attention_heads")
     if not derive_kv_heads:
@@ -217,15 +220,15 @@ def read_attention(
 
 
 def read_quantization(reader: ConfigReader) -> Quantization | None:
-    """The config's `quantization_config`, None where it has none. Of two lists of modules the first that lists any counts;
-    MXFP8 has the first alone.
+    """The config's `quantization_config`, None where it has none.
 
+    Of its two lists of unquantized modules the first counts that is not empty; MXFP8 has the first alone.
     Source: vllm/model_executor/layers/quantization/fp8.py, Fp8Config.from_config; modelopt.py, ModelOptMxFp8Config.
     """
-    stated = reader.mapping("quantization_config")
-    if stated is None:
+    quantization = reader.mapping("quantization_config")
+    if quantization is None:
         return None
-    inner = ConfigReader(stated)
+    inner = ConfigReader(quantization)
     method = inner.text("quant_method")
     if not inner.has("quant_method"):
         inner.note_missing("quant_method")
@@ -242,7 +245,7 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
         "activation_scheme is 'static', and block-wise quantization only supports dynamic activation: vLLM refuses it",
     )
     lists = [inner.items(name, str) for name in ("ignored_layers", "modules_to_not_convert")]
-    not_converted = next((found for found in lists[: 1 if method == "mxfp8" else 2] if found), ())
+    not_converted = next((modules for modules in lists[: 1 if method == "mxfp8" else 2] if modules), ())
     problems = inner.problems()
     for problem in problems:
         reader.check(False, f"quantization_config: {problem}")

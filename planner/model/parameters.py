@@ -1,8 +1,7 @@
 """What a model consists of: parameters in HF names, with global shapes and dtypes, grouped where only numbers differ.
 
-A model's parameters never lists parameter by parameter: the 256 experts of 58 layers are one `ParameterGroup`, because every
-layout rule treats them alike. `role` says which rule that is; it is the only thing rules dispatch on, so no rule ever
-matches a name.
+Parameters are never listed one by one: the 256 experts of 58 layers are one `ParameterGroup`, because every layout rule
+treats them alike. Layout rules dispatch on a group's `role` alone; no rule matches a name.
 """
 
 from __future__ import annotations
@@ -99,9 +98,8 @@ STACKED_ROLES = frozenset({
 class ParameterGroup:
     """Parameters that differ in nothing but layer and expert number.
 
-    `name_pattern` is an HF name with `{layer}` and `{expert}` where they vary. `view` is the shape that regions refer to: it
-    equals `shape` except where HF interleaves or fuses things in one dim that layouts cut apart (a row-major factoring
-    of `shape`).
+    `name_pattern` is an HF name with `{layer}` and `{expert}` where they vary. Regions refer to `view`. It equals `shape`,
+    unless HF interleaves in one dim what layouts cut apart; then it is a row-major factoring of `shape`.
     """
 
     name_pattern: str
@@ -215,7 +213,7 @@ class Architecture:
 class Quantization:
     """How a checkpoint's matrices are stored, from its `quantization_config`.
 
-    A model's parameters lists parameters in the form they have before quantization; this says what the files hold instead.
+    `ModelParameters` lists matrices as they are before quantization; the checkpoint's files hold them in this form.
     """
 
     method: str  # quant_method: "fp8", "mxfp4", ...
@@ -298,9 +296,9 @@ class ModelParameters:
         pattern, layer, expert = _parse(name)
         for group in self._index.get(pattern, ()):
             if not group.layers or layer in group.layers:
-                found = Parameter(group, layer, expert)
-                if (expert is None or expert < group.experts) and found.name == name:
-                    return found
+                parameter = Parameter(group, layer, expert)
+                if (expert is None or expert < group.experts) and parameter.name == name:
+                    return parameter
         raise UnknownParameter(f"{self.architecture.family} has no parameter {name!r}{self._hint(name, pattern)}")
 
     def select(self, glob: str) -> tuple[Parameter, ...]:
@@ -324,10 +322,10 @@ def _parse(name: str) -> tuple[str, int | None, int | None]:
     The first number in a name is its layer, the second its expert.
     """
     parts = name.split(".")
-    places = [place for place, part in enumerate(parts) if part.isascii() and part.isdigit()]
-    numbers: list[int | None] = [int(parts[place]) for place in places[:2]]
-    for place, field_name in zip(places, ("{layer}", "{expert}"), strict=False):
-        parts[place] = field_name
+    positions = [position for position, part in enumerate(parts) if part.isascii() and part.isdigit()]
+    numbers: list[int | None] = [int(parts[position]) for position in positions[:2]]
+    for position, placeholder in zip(positions, ("{layer}", "{expert}"), strict=False):
+        parts[position] = placeholder
     layer, expert = (*numbers, None, None)[:2]
     return ".".join(parts), layer, expert
 
@@ -340,4 +338,4 @@ def _ranges(numbers: list[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)

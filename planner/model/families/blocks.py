@@ -102,8 +102,10 @@ def attention(
 
 
 def latent_attention(layers: Layers, numbers: LatentAttention, bias: bool = False) -> Iterator[ParameterGroup]:
-    """Multi-head latent attention as DeepSeek-V2/V3 name it. `bias` is on the down projections and the output, as in
-    transformers' `DeepseekV3Attention`; no layout rule knows those biases."""
+    """Multi-head latent attention as DeepSeek-V2/V3 name it.
+
+    `bias` is on the down projections and the output, as in transformers' `DeepseekV3Attention`. No layout rule knows it.
+    """
     hidden, heads = layers.hidden, numbers.heads
     query_dim = numbers.qk_nope_dim + numbers.qk_rope_dim
     unknown = Role.UNKNOWN if bias else None

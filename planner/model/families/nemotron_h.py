@@ -104,7 +104,7 @@ def nemotron_h(config: Mapping[str, Any]) -> ModelParameters:
 
 
 def _places(pattern: str, letter: str) -> tuple[int, ...]:
-    return tuple(place for place, found in enumerate(pattern) if found == letter)
+    return tuple(layer for layer, kind in enumerate(pattern) if kind == letter)
 
 
 def _read_pattern(reader: ConfigReader) -> str:
