@@ -24,7 +24,8 @@ meshes:
   --train  tp=2,pp=2,ep=4,etp=1,cp=1,dp=2[,vpp=2][,layers=3+1]   axes left out are 1
            dp counts dense replicas; ranks = tp*pp*cp*dp; the experts' mesh (ep, etp) lies over the same ranks
            layers gives uneven pipelines: decoder layers per stage, or per model chunk where vpp > 1
-  --gen    tp=4,pp=1,dp=1[,ep=4]   ep is 1 (experts cut by tp) or tp*dp (the engine's expert parallelism)
+  --gen    tp=4,pp=1,dp=1[,ep=4][,layers=3+1]   ep is 1 (experts cut by tp) or tp*dp (the engine's expert parallelism)
+           layers are the decoder layers per stage, as vLLM's variable VLLM_PP_LAYER_PARTITION gives them
 """
 
 _ELEMENTS = """\
@@ -128,12 +129,7 @@ def _plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 def _mesh_arguments(command: argparse.ArgumentParser, required: bool) -> None:
     command.add_argument("--train", metavar="MESH", required=required, help="training mesh, e.g. tp=2,pp=2,ep=4,dp=2")
-    command.add_argument(
-        "--gen",
-        metavar="MESH",
-        required=required,
-        help="generation mesh, e.g. tp=4,dp=2 or tp=4,pp=2,layers=15+17 (VLLM_PP_LAYER_PARTITION)",
-    )
+    command.add_argument("--gen", metavar="MESH", required=required, help="generation mesh, e.g. tp=4,dp=2")
     for side, what in (("train", "the trainer"), ("gen", "the engine")):
         command.add_argument(
             f"--{side}-dtype",
