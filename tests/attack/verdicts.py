@@ -24,11 +24,11 @@ NAMES_TENSORS = frozenset({"LocalTensor.name", "TransferGroup.pattern"})
 # Fields that may change without changing what arrives. The simulator shows it for each such mutant.
 EQUIVALENT: dict[str, str] = {
     "TransferGroup.first_src_replica": "other replicas serve, with the same bytes",
-    "rank_grid.exchanged": "replicas of one shard are listed in another order",
+    "rank_grid.exchanged": "replicas of one part are listed in another order",
     "TransferGroup.src": "another list of the same ranks",
     "TransferGroup.dst": "another list of the same ranks",
-    "Overlap.order": "moves are listed, sent and received in another order",
-    "TransferGroup.order": "bundles of one stage are listed, sent and received in another order",
+    "Overlap.order": "overlaps are listed, sent and received in another order",
+    "TransferGroup.order": "transfer groups of one stage are listed, sent and received in another order",
     "TransferGroup.layers": "layers are listed, sent and received in another order",
     "Group.layers": "layers are listed in another order",
     "TransferGroup.src_slot": "means nothing outside of experts",
@@ -39,7 +39,7 @@ EQUIVALENT: dict[str, str] = {
     "train mesh.etp": "means nothing without experts",
     "gen mesh.ep": "means nothing without experts",
     "Piece.view": "an empty view is the tensor's own shape",
-    "Group.dtype": "what the checkpoint says; both ends of a move say what they hold",
+    "Group.dtype": "what the checkpoint says; both ends of a transfer say what they hold",
     "Group.name_pattern": "the name in reports, where no other parameter has it",
     "Group.shape": "of a parameter on the misc route, or excluded",
     "Group.view": "of a parameter on the misc route, or excluded",

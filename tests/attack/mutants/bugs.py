@@ -34,7 +34,7 @@ BUGS: dict[int, str] = {
     29: "uneven sizes divided differently on both paths",
     30: "padding rows and small buckets",
     31: "planning in every refit",
-    32: "scales taken from another shard, expert or replica",
+    32: "scales taken from another part, expert or replica",
     33: "weights paired with scales that are not theirs, or with none",
     34: "padding of scales taken for scales",
     35: "router bias narrowed by a declared cast",

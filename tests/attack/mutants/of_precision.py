@@ -29,7 +29,7 @@ mutant = mutants_of(_found)
 
 
 def scales_of(plan: Plan, role: Role) -> list[int]:
-    """Bundles of the scales of a role."""
+    """The transfer groups of the scales of a role."""
     scales = {pair.scales for pair in plan.pairs if plan.groups[pair.scales].role is role}
     return [index for index, transfers in enumerate(plan.transfer_groups) if transfers.group in scales]
 
