@@ -184,15 +184,12 @@ def _vocab_multiple(job: Job) -> int | None:
     """The divisor that makes Megatron pad to what the plan's embedding says; None where it does not pad."""
     plan = job.plan
     embedding = next(i for i, group in enumerate(plan.groups) if group.role in {Role.EMBEDDING, Role.UNKNOWN})
-    for transfers in plan.transfer_groups:
-        if transfers.group == embedding:
-            padded = len(plan.patterns[transfers.pattern].src.pieces) * _rows(plan, transfers.pattern)
-            return padded // plan.train.tp if padded != plan.groups[embedding].shape[0] else None
-    return None
-
-
-def _rows(plan: Plan, pattern: int) -> int:
-    return next(p.tensor.shape[0] for pieces in plan.patterns[pattern].src.pieces for p in pieces)
+    pattern = next((transfers.pattern for transfers in plan.transfer_groups if transfers.group == embedding), None)
+    if pattern is None:
+        return None
+    parts = plan.patterns[pattern].src.pieces
+    rows = len(parts) * next(piece.tensor.shape[0] for pieces in parts for piece in pieces)
+    return rows // plan.train.tp if rows != plan.groups[embedding].shape[0] else None
 
 
 def _write_golden(file: Path, exported: Iterable[tuple[str, torch.Tensor]], keep: bool) -> None:
@@ -244,9 +241,15 @@ class _VllmEngine:
         self._vllm.load_weights(self._model, named_tensors)
 
     def after_direct_writes(self) -> None:
-        vllm_refined_scales.refine(
-            self._model
-        )  # attention derives its own where kernels are, and nothing here reads that
+        # What attention derives is left out: it takes kernels, and nothing here reads it.
+        vllm_refined_scales.refine(self._model)
+
+
+def _engine(job: Job, rank: int) -> _Engine:
+    if job.engine == "vllm":
+        return _VllmEngine(job, rank)
+    device = _device(job, job.plan.train.world + rank)
+    return StandInEngine(job.precisions.engine_config, gen_sizes(job.plan.gen), rank, device)
 
 
 def gen_sizes(mesh: GenMesh) -> GenSizes:
@@ -255,13 +258,7 @@ def gen_sizes(mesh: GenMesh) -> GenSizes:
 
 
 def _generate(rank: int, job: Job, store: str) -> Results:
-    engine: _Engine = (
-        _VllmEngine(job, rank)
-        if job.engine == "vllm"
-        else StandInEngine(
-            job.precisions.engine_config, gen_sizes(job.plan.gen), rank, _device(job, job.plan.train.world + rank)
-        )
-    )
+    engine = _engine(job, rank)
     schedule = schedule_of(fetch_plan(store, timeout_s=job.timeout_s), "gen", rank)
     endpoint = GenerationEndpoint(
         schedule,

@@ -1,10 +1,9 @@
 """A parameters-only stand-in for Transformer Engine: a test fixture for models on the CPU.
 
-Megatron-Core wraps Transformer Engine's linears and norms, and Megatron-Bridge refuses to import without it, yet
-building a model and moving its weights needs only their parameters. This module registers modules of the same names
-in `sys.modules` whose classes own the parameters of the real ones (name, shape, dtype, tensor-parallel attributes of
-Transformer Engine 2.11) and cannot run forward. Megatron's own wrappers then run unmodified. The same is done for
-`mamba_ssm` and `triton`, each only where it is absent.
+Megatron-Core wraps Transformer Engine's linears and norms, and Megatron-Bridge refuses to import without it. Building a
+model and moving its weights needs only their parameters. `install` registers modules of the same names in `sys.modules`;
+their classes (te_standin_modules) own the parameters of the real ones and cannot run forward. Megatron's own wrappers
+then run unmodified. `mamba_ssm` and `triton` are stood in for where they are absent.
 
 Call `install()` before anything imports megatron, which keeps what it finds then. On a GPU the real Transformer Engine
 is used where it is installed.
@@ -25,6 +24,7 @@ from unittest import mock
 import torch
 
 from mcore_reshard.validation.trainer import te_standin_fp8
+from mcore_reshard.validation.trainer import te_standin_modules as modules
 
 VERSION = "2.11.0"
 
@@ -88,203 +88,10 @@ def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return unpinned
 
 
-class _ParameterOwner(torch.nn.Module):
-    """What Megatron's wrappers call on any Transformer Engine module besides its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fp8_initialized = False
-        self.save_original_input = False  # Megatron sets it where it builds for FP8
-        self.tp_group: Any = None
-
-    def set_tensor_parallel_group(self, group: Any) -> None:
-        self.tp_group = group
-
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        del num_gemms
-
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("the stand-in for Transformer Engine holds parameters and cannot run forward")
-
-
-class Linear(_ParameterOwner):
-    """`weight` [out, in] and optional `bias` [out], cut over `tp_size` on the side that `parallel_mode` names."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        init_method: Callable[[torch.Tensor], object] | None = None,
-        bias: bool = True,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: torch.device | str = "cuda",
-        **ignored: Any,
-    ) -> None:
-        super().__init__()
-        del ignored
-        self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
-        self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
-        self.tp_size, self.tp_group, self.parallel_mode = tp_size, tp_group, parallel_mode
-        self.sequence_parallel, self.use_bias = sequence_parallel, bias
-        self._placement: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
-        self._init_method = init_method
-        self._add_weights()
-
-    def _add_weights(self) -> None:
-        self._add_weight("weight", "bias")
-
-    def _add_weight(self, weight_name: str, bias_name: str) -> None:
-        shape = (self.out_features, self.in_features)
-        weight = te_standin_fp8.parameter(shape, self._init_method, **self._placement)
-        self.register_parameter(weight_name, weight)
-        _mark_tensor_parallel(weight, 1 if self.parallel_mode == "row" else 0)
-        if not self.use_bias:
-            setattr(self, bias_name, torch.Tensor())  # the real one leaves an empty tensor that is no parameter
-            return
-        bias = torch.nn.Parameter(torch.zeros(self.out_features, **self._placement))
-        self.register_parameter(bias_name, bias)
-        if self.parallel_mode == "column":
-            _mark_tensor_parallel(bias, 0)
-        elif self.parallel_mode == "row":
-            _set(bias, sequence_parallel=self.sequence_parallel)
-
-
-class LayerNormLinear(Linear):
-    """A `Linear` that also owns the norm before it: `layer_norm_weight` [in] and, for LayerNorm, its bias."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        normalization: str = "LayerNorm",
-        zero_centered_gamma: bool = False,
-        **linear: Any,
-    ) -> None:
-        self._norm = (in_features, normalization, 0.0 if zero_centered_gamma else 1.0)
-        super().__init__(in_features, out_features, **linear)
-
-    def _add_weights(self) -> None:
-        size, normalization, fill = self._norm
-        self.layer_norm_weight = torch.nn.Parameter(torch.full((size,), fill, **self._placement))
-        _set(self.layer_norm_weight, sequence_parallel=self.sequence_parallel)
-        if normalization == "LayerNorm":
-            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(size, **self._placement))
-            _set(self.layer_norm_bias, sequence_parallel=self.sequence_parallel)
-        super()._add_weights()
-
-
-class GroupedLinear(Linear):
-    """One `weight{i}` and optional `bias{i}` for each of `num_gemms` experts."""
-
-    def __init__(self, num_gemms: int, in_features: int, out_features: int, **linear: Any) -> None:
-        self._num_gemms = num_gemms
-        super().__init__(in_features, out_features, **linear)
-        self.num_gemms = num_gemms
-
-    def _add_weights(self) -> None:
-        for expert in range(self._num_gemms):
-            self._add_weight(f"weight{expert}", f"bias{expert}")
-
-
-class RMSNorm(_ParameterOwner):
-    """`weight` [hidden]."""
-
-    def __init__(
-        self,
-        normalized_shape: int | None = None,
-        eps: float = 1e-5,
-        sequence_parallel: bool | None = None,
-        params_dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cuda",
-        **ignored: Any,
-    ) -> None:
-        super().__init__()
-        del eps, ignored
-        size = hidden_size if hidden_size is not None else normalized_shape
-        assert size is not None, "a norm needs its size"
-        owners: dict[str, Any] = {"dtype": params_dtype or dtype or torch.get_default_dtype(), "device": device}
-        self.weight = torch.nn.Parameter(torch.full((size,), 0.0 if zero_centered_gamma else 1.0, **owners))
-        if isinstance(self, LayerNorm):
-            self.bias = torch.nn.Parameter(torch.zeros(size, **owners))
-        if sequence_parallel is not None:
-            for parameter in self.parameters(recurse=False):
-                _set(parameter, sequence_parallel=sequence_parallel)
-
-
-class LayerNorm(RMSNorm):
-    """`weight` and `bias` [hidden]."""
-
-
-class DotProductAttention(_ParameterOwner):
-    """Owns nothing, or with learnable sinks `softmax_offset`: float32 [heads / tp]."""
-
-    # Megatron inspects this signature to learn which arguments the installed version takes.
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int,
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: bool = False,
-    ) -> None:
-        super().__init__()
-        if softmax_type == "learnable":
-            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads // tp_size, dtype=torch.float32))
-
-
-class GatedRMSNorm(torch.nn.Module):
-    """mamba_ssm's `RMSNorm` with a gate: `weight` [hidden], no bias."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        group_size: int | None = None,
-        norm_before_gate: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        del eps, group_size, norm_before_gate
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
-
-
 class _Format(enum.Enum):
     E4M3 = "e4m3"
     E5M2 = "e5m2"
     HYBRID = "hybrid"
-
-
-def _set(parameter: torch.nn.Parameter, **attributes: Any) -> None:
-    for name, value in attributes.items():
-        setattr(parameter, name, value)
-
-
-def _mark_tensor_parallel(parameter: torch.nn.Parameter, dim: int) -> None:
-    _set(parameter, tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
 
 
 def _inert(name: str, *bases: type) -> type:
@@ -316,44 +123,43 @@ def _place(module: types.ModuleType, **contents: Any) -> None:
 
 
 def _register_transformer_engine() -> None:
-    inert = _inert
     _register("transformer_engine", __version__=VERSION)
     _register("transformer_engine.common")
     _register(
         "transformer_engine.common.recipe",
         Format=_Format,
-        Recipe=inert("Recipe"),
-        DelayedScaling=inert("DelayedScaling"),
+        Recipe=_inert("Recipe"),
+        DelayedScaling=_inert("DelayedScaling"),
         Float8BlockScaling=te_standin_fp8.Float8BlockScaling,
     )
     _register(
         "transformer_engine.pytorch",
-        Linear=Linear,
-        LayerNormLinear=LayerNormLinear,
-        GroupedLinear=GroupedLinear,
-        LayerNorm=LayerNorm,
-        RMSNorm=RMSNorm,
-        DotProductAttention=DotProductAttention,
-        TransformerLayer=inert("TransformerLayer", torch.nn.Module),
+        Linear=modules.Linear,
+        LayerNormLinear=modules.LayerNormLinear,
+        GroupedLinear=modules.GroupedLinear,
+        LayerNorm=modules.LayerNorm,
+        RMSNorm=modules.RMSNorm,
+        DotProductAttention=modules.DotProductAttention,
+        TransformerLayer=_inert("TransformerLayer", torch.nn.Module),
         fp8_model_init=te_standin_fp8.fp8_model_init,
-        Fp8Padding=inert("Fp8Padding"),
-        Fp8Unpadding=inert("Fp8Unpadding"),
+        Fp8Padding=_inert("Fp8Padding"),
+        Fp8Unpadding=_inert("Fp8Unpadding"),
     )
     _register(
         "transformer_engine.pytorch.fp8",
-        FP8GlobalStateManager=inert("FP8GlobalStateManager"),
+        FP8GlobalStateManager=_inert("FP8GlobalStateManager"),
         fp8_autocast=_null_context,
         fp8_model_init=te_standin_fp8.fp8_model_init,
     )
     _register(
         "transformer_engine.pytorch.distributed",
-        CudaRNGStatesTracker=inert("CudaRNGStatesTracker"),
+        CudaRNGStatesTracker=_inert("CudaRNGStatesTracker"),
         activation_recompute_forward=_null_context,
     )
     _register(
         "transformer_engine.pytorch.ops",
-        Sequential=inert("Sequential", torch.nn.Sequential),
-        FusibleOperation=inert("FusibleOperation", torch.nn.Module),
+        Sequential=_inert("Sequential", torch.nn.Sequential),
+        FusibleOperation=_inert("FusibleOperation", torch.nn.Module),
     )
     _register(
         "transformer_engine.pytorch.router",
@@ -368,7 +174,7 @@ def _register_transformer_engine() -> None:
 def _register_mamba_ssm() -> None:
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
         _register(name)
-    _register("mamba_ssm.ops.triton.layernorm_gated", RMSNorm=GatedRMSNorm)
+    _register("mamba_ssm.ops.triton.layernorm_gated", RMSNorm=modules.GatedRMSNorm)
     _register(
         "mamba_ssm.ops.triton.ssd_combined",
         mamba_chunk_scan_combined=_unavailable,
