@@ -1,7 +1,7 @@
-"""How the transfers between two ranks share messages: a pure function of what both ends know.
+"""A schedule's transfers, cut and packed into buckets: one message between two ranks each.
 
-Transfers are packed in schedule order into buckets of at most `bucket_bytes`; one that is larger is cut first. Cuts
-depend on the extents and the element size alone, which are equal on both ends, so sender and receiver arrive at the
+Transfers are packed in schedule order into buckets of at most `bucket_bytes`; a larger one is cut into segments first.
+All of this depends on extents and element sizes alone. They are equal on both ends, so sender and receiver arrive at the
 same buckets without a word.
 """
 
@@ -10,11 +10,164 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.options import ALIGNMENT, MAX_BUCKET_BYTES
+from mcore_reshard.kernels.errors import Waiting
+from mcore_reshard.kernels.options import ALIGNMENT
+from mcore_reshard.planner.layout.geometry import row_major_strides
+from mcore_reshard.planner.plan.schedule import Schedule, TransferTable
+
+from .casts import CastForm, band_copies, bound_casts
+from .checks import itemsizes
+from .copy_table import SCRATCH, distinct, expand, expand_copies, strided_copies
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """One message between this rank and a peer. Both ends number the buckets of a stage alike.
+
+    In `copies` (dtype COPY) base indices are those of `Schedule.tensors`, and SCRATCH is the bucket.
+    """
+
+    stage: int  # index into Schedule.stages
+    number: int  # among the buckets of this stage and peer
+    peer: int  # rank in the other world
+    sends: bool
+    copies: NDArray[np.void]
+    nbytes: int  # up to the end of the last segment
+    waiting: Waiting  # for whom, and for the first parameter in it
+
+    def copies_at(self, base: int, offset: int) -> NDArray[np.void]:
+        """Its copies where the bucket begins `offset` bytes into base `base`."""
+        copies = self.copies.copy()
+        bucket_end = "dst" if self.sends else "src"
+        copies[bucket_end] = base
+        copies[bucket_end + "_offset"] += offset
+        return copies
+
+
+def cut_buckets(schedule: Schedule, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """All buckets of a rank by stage, peer and number, each of at most `bucket_bytes`, a multiple of ALIGNMENT.
+
+    `schedule` has no problems that `bind` would find.
+    """
+    cutter = _Cutter(schedule, bucket_bytes)
+    return tuple(
+        bucket
+        for stage, each in enumerate(schedule.stages)
+        for table, sends in ((each.sends, True), (each.recvs, False))
+        for bucket in cutter.buckets(stage, table, sends=sends)
+    )
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes`, rounded up to where a segment may start."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class _SegmentCopies(NamedTuple):
+    """A segment of any transfer of one kind; offsets count from the transfer's first element."""
+
+    nbytes: int  # on the wire
+    offset: int  # bytes in the local tensor
+    copies: NDArray[np.void]  # from the segment's beginning on both sides
+
+
+class _Cutter:
+    """Cuts whole tables at once: Python runs once for each kind of transfer, numpy for each transfer.
+
+    Transfers of a kind have one strided box, element size and cast. Where blocks are cast, they also start at the same
+    place of a matrix.
+    """
+
+    def __init__(self, schedule: Schedule, bucket_bytes: int) -> None:
+        self._schedule = schedule
+        self._itemsizes = itemsizes(schedule)
+        self._bucket_bytes = bucket_bytes
+        casts = bound_casts(schedule)
+        self._forms = tuple({cast.form: None for cast in casts.values()})
+        self._form_of = np.full(len(schedule.tensors), -1, np.int64)  # index into forms
+        self._matrix = np.ones(len(schedule.tensors), np.int64)  # elements after which places repeat
+        for tensor, cast in casts.items():
+            self._form_of[tensor] = self._forms.index(cast.form)
+            self._matrix[tensor] = max(1, prod(cast.form.matrix))
+
+    def buckets(self, stage: int, table: TransferTable, *, sends: bool) -> Iterator[Bucket]:
+        order = np.argsort(table.peer, kind="stable")
+        tensor, offset = table.tensor[order], table.offset[order]
+        itemsize = self._itemsizes[tensor]
+        kinds, kind_of = distinct(
+            table.strided_box[order], itemsize, self._form_of[tensor], offset % self._matrix[tensor]
+        )
+        cuts = [self._cut(*kind, sends=sends) for kind in kinds]
+        known = [segment for cut in cuts for segment in cut]
+        transfer, segment_of = expand(kind_of, np.array([len(cut) for cut in cuts], np.int64))
+        if not len(transfer):
+            return
+        peers = table.peer[order[transfer]].astype(np.int64)
+        nbytes = np.array([segment.nbytes for segment in known], np.int64)[segment_of]
+        starts, bucket_offsets = _pack_by_peer(peers, nbytes, self._bucket_bytes)
+
+        segment, copies = expand_copies(segment_of, [each.copies for each in known])
+        local, scratch = ("src", "dst") if sends else ("dst", "src")
+        in_tensor = (offset * itemsize)[transfer] + np.array([each.offset for each in known], np.int64)[segment_of]
+        copies[local] = tensor[transfer[segment]]
+        copies[local + "_offset"] += in_tensor[segment]
+        copies[scratch] = SCRATCH
+        copies[scratch + "_offset"] += bucket_offsets[segment]
+
+        bounds = np.append(starts, len(nbytes))
+        first_copies = np.searchsorted(segment, bounds).tolist()
+        last = bounds[1:] - 1
+        bucket_nbytes = (bucket_offsets[last] + nbytes[last]).tolist()
+        rows = order[transfer[starts]].tolist()  # the first transfer in each bucket
+        numbers = np.arange(len(starts)) - np.searchsorted(peers[starts], peers[starts])
+        columns = (numbers.tolist(), peers[starts].tolist(), rows, first_copies, first_copies[1:], bucket_nbytes)
+        for number, peer, row, first, stop, size in zip(*columns, strict=False):
+            waiting = self._waiting(stage, table, row, sends=sends)
+            yield Bucket(stage, number, peer, sends, copies[first:stop], size, waiting)
+
+    def _waiting(self, stage: int, table: TransferTable, row: int, *, sends: bool) -> Waiting:
+        schedule = self._schedule
+        peer = schedule.name_of("gen" if schedule.world == "train" else "train", int(table.peer[row]))
+        parameter = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
+        return Waiting(schedule.name, peer, schedule.stages[stage].pp_stage, parameter, sends)
+
+    def _cut(self, strided_box: int, itemsize: int, form: int, place: int, *, sends: bool) -> list[_SegmentCopies]:
+        """The segments of a kind of transfers; `place` is where in a matrix they start, in elements."""
+        box = self._schedule.strided_boxes[strided_box]
+        cast = self._forms[form] if form >= 0 else None
+        wire_itemsize = cast.to_bytes if cast else itemsize
+        segments = []
+        for segment in cut(box.extents, wire_itemsize, self._bucket_bytes):
+            start = sum(index * stride for index, stride in zip(segment.start, box.strides, strict=True))
+            if cast:
+                copies = _cast_copies(cast, place + start, segment.extents, box.strides)
+            else:
+                copies = _plain_copies(segment.extents, box.strides, itemsize, sends=sends)
+            segments.append(_SegmentCopies(prod(segment.extents) * wire_itemsize, start * itemsize, copies))
+        return segments
+
+
+def _plain_copies(
+    extents: tuple[int, ...], strides: tuple[int, ...], itemsize: int, *, sends: bool
+) -> NDArray[np.void]:
+    """A segment's copies between its place in the local tensor and its packed bytes."""
+    packed = row_major_strides(extents)
+    src, dst = (strides, packed) if sends else (packed, strides)
+    return strided_copies(extents, src, dst, itemsize)
+
+
+def _cast_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.void]:
+    """The same for a segment that is cast when it is sent, from `place` elements into a matrix on."""
+    if form.block != (0, 0):
+        return band_copies(form, place, extents, strides)
+    return strided_copies(extents, strides, row_major_strides(extents), form.to_bytes, src_itemsize=form.src_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +178,8 @@ class Segment:
     extents: tuple[int, ...]
 
 
-def check_bucket_bytes(bucket_bytes: int) -> int:
-    if not ALIGNMENT <= bucket_bytes <= MAX_BUCKET_BYTES or bucket_bytes % ALIGNMENT:
-        raise ValueError(
-            f"bucket_bytes must be a multiple of {ALIGNMENT} between {ALIGNMENT} and {MAX_BUCKET_BYTES}: {bucket_bytes}"
-        )
-    return bucket_bytes
-
-
 def cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> tuple[Segment, ...]:
-    """The parts of at most `bucket_bytes` that make up a transfer, in wire order; none where it is empty."""
+    """The segments of at most `bucket_bytes` that make up a transfer, in wire order; none where it is empty."""
     if prod(extents) == 0:
         return ()
     return tuple(_cut(extents, itemsize, bucket_bytes))
@@ -50,16 +195,16 @@ def _cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> Iterator
         for start in range(0, outer, rows):
             yield Segment((start, *(0,) * len(inner)), (min(rows, outer - start), *inner))
         return
-    inner_parts = tuple(_cut(inner, itemsize, bucket_bytes))
+    inner_segments = tuple(_cut(inner, itemsize, bucket_bytes))
     for start in range(outer):
-        for segment in inner_parts:
+        for segment in inner_segments:
             yield Segment((start, *segment.start), (1, *segment.extents))
 
 
-def pack(nbytes: NDArray[np.int64], bucket_bytes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where each part goes: (first part of each bucket [buckets], byte offset of each part in its bucket [parts]).
+def pack(nbytes: Ints, bucket_bytes: int) -> tuple[Ints, Ints]:
+    """Where segments go: (first segment of each bucket [buckets], byte offset of each segment in its bucket [segments]).
 
-    `nbytes` [parts] are the sizes of the parts in order, each at most `bucket_bytes`.
+    `nbytes` [segments] are their sizes in order, each at most `bucket_bytes`.
     """
     padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
     ends = np.cumsum(padded)
@@ -73,3 +218,11 @@ def pack(nbytes: NDArray[np.int64], bucket_bytes: int) -> tuple[NDArray[np.int64
         offsets[first:stop] = starts[first:stop] - starts[first]
         first = stop
     return np.array(firsts, np.int64), offsets
+
+
+def _pack_by_peer(peers: Ints, nbytes: Ints, bucket_bytes: int) -> tuple[Ints, Ints]:
+    """`pack` for each of several peers; `peers` [segments] ascend."""
+    firsts = np.unique(peers, return_index=True)[1]
+    packed = [pack(of_peer, bucket_bytes) for of_peer in np.split(nbytes, firsts[1:])]
+    starts = [first + starts for first, (starts, _) in zip(firsts.tolist(), packed, strict=True)]
+    return np.concatenate(starts), np.concatenate([offsets for _, offsets in packed])

@@ -26,7 +26,7 @@ from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
 from mcore_reshard.planner.plan.schedule import Cast, Schedule, StridedBox
 
 from .cast_arithmetic import block_scales
-from .copy_table import StridedCopy
+from .copy_table import COPY
 
 Ints = NDArray[np.int64]
 
@@ -95,26 +95,31 @@ def compute_scales(casts: Casts, tensors: tuple[torch.Tensor, ...]) -> None:
             tensors[cast.scales].copy_(block_scales(tensors[index].detach(), cast.form.block))
 
 
-def band_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> list[StridedCopy]:
-    """The copies of a box that starts `place` elements into a matrix, in wire order; offsets are relative to its start.
+def band_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.void]:
+    """The copies (dtype COPY) of a box that starts `place` elements into a matrix, in wire order.
 
-    `extents` and element `strides` are those of `StridedBox`, without the problems that `cast_problems` would find.
+    Offsets count from the box's start. `extents` and element `strides` are those of a `StridedBox` in which
+    `cast_problems` finds nothing.
     """
     dims = [(extent, stride) for extent, stride in zip(extents, strides, strict=True) if extent > 1]
     height, width = form.matrix
     columns = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
-    first = place // width
-    rows = np.array([first], np.int64)
+    first_row = place // width
+    rows = np.array([first_row], np.int64)
     for extent, stride in dims:
         rows = (rows[:, None] + np.arange(extent) * (stride // width)).reshape(-1)
     bands = rows // height * form.blocks[0] + rows % height // form.block[0]
     starts = np.flatnonzero(np.append(True, (np.diff(rows) != 1) | (np.diff(bands) != 0)))
-    counts = np.diff(np.append(starts, len(rows)))
     src_row, dst_row = width * form.src_bytes, columns * form.to_bytes
-    return [
-        StridedCopy((row - first) * src_row, at * dst_row, (1, 1, count), (0, 0, src_row), (0, 0, dst_row), dst_row)
-        for row, at, count in zip(rows[starts].tolist(), starts.tolist(), counts.tolist(), strict=True)
-    ]
+    copies = np.zeros(len(starts), COPY)
+    copies["src_offset"] = (rows[starts] - first_row) * src_row
+    copies["dst_offset"] = starts * dst_row
+    copies["extents"] = 1
+    copies["extents"][:, -1] = np.diff(np.append(starts, len(rows)))
+    copies["src_strides"][:, -1] = src_row
+    copies["dst_strides"][:, -1] = dst_row
+    copies["row_bytes"] = dst_row
+    return copies
 
 
 def cast_problems(schedule: Schedule) -> list[str]:

@@ -1,18 +1,19 @@
 """The record that every executor walks: a strided copy between two base addresses.
 
 A copy moves `extents[0] * extents[1] * extents[2]` rows of `row_bytes` contiguous bytes. A base is a bound tensor, a
-bucket, or (for an executor that reads a peer's memory) a remote allocation; the record does not care which. Where the
-source is a tensor with a cast, so is the copy: see `casts`.
+bucket, or memory of a peer; the record does not care which. A copy from a tensor with a cast is a cast: see `casts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 SCRATCH = -1  # base index of the bucket: interpreters append it after the tensors, so that -1 indexes it
 OUTER_DIMS = 3
@@ -32,18 +33,6 @@ COPY = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class StridedCopy:
-    """One copy relative to two starting points; all numbers are bytes except `extents`."""
-
-    src_offset: int
-    dst_offset: int
-    extents: tuple[int, int, int]
-    src_strides: tuple[int, int, int]
-    dst_strides: tuple[int, int, int]
-    row_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Dim:
     extent: int
     src: int  # stride in bytes
@@ -57,16 +46,16 @@ def strided_copies(
     itemsize: int,
     *,
     src_itemsize: int | None = None,
-) -> tuple[StridedCopy, ...]:
-    """The fewest copies that move a box of elements: `extents` with element strides on each side.
+) -> NDArray[np.void]:
+    """The fewest copies (dtype COPY) that move a box of elements: `extents` with element strides on each side.
 
-    Dims that are contiguous on both sides become one; the innermost, where contiguous, becomes the row. Boxes with more
-    than three dims left are unrolled along the outermost ones. An empty box needs no copy. Where copies cast, elements
-    have another size at the source, and rows are those of the destination.
+    Bases are 0, and offsets count from the box's first element. Dims that are contiguous on both sides become one; the
+    innermost, where contiguous, becomes the row. More than three dims are unrolled along the outermost ones. An empty
+    box needs no copy. Where copies cast, elements have another size at the source; rows count the destination's bytes.
     """
     src_itemsize = itemsize if src_itemsize is None else src_itemsize
     if any(extent == 0 for extent in extents):
-        return ()
+        return np.empty(0, COPY)
     dims = [
         _Dim(extent, src * src_itemsize, dst * itemsize)
         for extent, src, dst in zip(extents, src_strides, dst_strides, strict=True)
@@ -78,29 +67,15 @@ def strided_copies(
         row_bytes *= dims.pop().extent
     unrolled, looped = dims[:-OUTER_DIMS], dims[-OUTER_DIMS:]
     looped = [_Dim(1, 0, 0)] * (OUTER_DIMS - len(looped)) + looped
-    a, b, c = looped
-    return tuple(
-        StridedCopy(
-            sum(index * dim.src for index, dim in zip(at, unrolled, strict=True)),
-            sum(index * dim.dst for index, dim in zip(at, unrolled, strict=True)),
-            (a.extent, b.extent, c.extent),
-            (a.src, b.src, c.src),
-            (a.dst, b.dst, c.dst),
-            row_bytes,
-        )
-        for at in product(*(range(dim.extent) for dim in unrolled))
-    )
-
-
-def expand(kinds: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Replace every entry by the members of its kind: (index of the entry, index among all kinds' members).
-
-    `counts` says how many members each kind has: kinds [1, 0, 1], counts [1, 2] -> [0, 0, 1, 2, 2], [1, 2, 0, 1, 2].
-    """
-    repeats = counts[kinds]
-    owner = np.repeat(np.arange(len(kinds)), repeats)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-    return owner, (np.cumsum(counts) - counts)[kinds][owner] + within
+    copies = np.zeros(prod(dim.extent for dim in unrolled), COPY)
+    indices = np.indices([dim.extent for dim in unrolled]).reshape(len(unrolled), len(copies))
+    copies["src_offset"] = np.array([dim.src for dim in unrolled], np.int64) @ indices
+    copies["dst_offset"] = np.array([dim.dst for dim in unrolled], np.int64) @ indices
+    copies["extents"] = [dim.extent for dim in looped]
+    copies["src_strides"] = [dim.src for dim in looped]
+    copies["dst_strides"] = [dim.dst for dim in looped]
+    copies["row_bytes"] = row_bytes
+    return copies
 
 
 def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
@@ -111,3 +86,31 @@ def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
         else:
             merged.append(dim)
     return merged
+
+
+def joined(tables: Sequence[NDArray[np.void]]) -> NDArray[np.void]:
+    """One table of copies out of several, or of none."""
+    return np.concatenate([np.empty(0, COPY), *tables])
+
+
+def distinct(*keys: NDArray[np.integer]) -> tuple[list[list[int]], Ints]:
+    """The kinds of entries, each once, and the index of every entry's kind. `keys` are columns: a kind is a row of them."""
+    kinds, kind_of = np.unique(np.stack(keys), axis=1, return_inverse=True)
+    return kinds.T.tolist(), kind_of.reshape(-1)
+
+
+def expand(kind_of: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Replace every entry by the members of its kind: (index of the entry, index among all kinds' members).
+
+    `counts` says how many members each kind has: kinds [1, 0, 1], counts [1, 2] -> [0, 0, 1, 2, 2], [1, 2, 0, 1, 2].
+    """
+    repeats = counts[kind_of]
+    entry = np.repeat(np.arange(len(kind_of)), repeats)
+    within = np.arange(len(entry)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    return entry, (np.cumsum(counts) - counts)[kind_of][entry] + within
+
+
+def expand_copies(kind_of: Ints, tables: Sequence[NDArray[np.void]]) -> tuple[Ints, NDArray[np.void]]:
+    """Replace every entry by the copies of its kind: (index of the entry, its copies). `tables` has those of each kind."""
+    entry, members = expand(kind_of, np.array([len(table) for table in tables], np.int64))
+    return entry, joined(tables)[members]

@@ -11,7 +11,7 @@ from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.planner.plan.schedule import Schedule, SourceTable, StageSchedule, TransferTable
 
 from .checks import itemsizes
-from .copy_table import COPY, expand, strided_copies
+from .copy_table import distinct, expand_copies, joined, strided_copies
 
 Ints = NDArray[np.int64]
 
@@ -47,68 +47,39 @@ def pull_table(schedule: Schedule, source_table: SourceTable) -> PullTable:
     """
     if problems := _disagreements(schedule, source_table):
         raise BindError(schedule.name, problems)
-    keys = np.concatenate(
-        [_source_keys(table, source_table) for table in source_table.stages] or [np.zeros(0, np.int64)]
-    )
-    held, source_of = np.unique(keys, return_inverse=True)
-    sources = tuple(
-        Source(rank, source_table.tensors[tensor].name)
-        for rank, tensor in (divmod(key, len(source_table.tensors)) for key in held.tolist())
-    )
-    ends = np.cumsum([len(table) for table in source_table.stages])
-    parts = [
-        _stage_copies(
-            schedule,
-            source_table,
-            index,
-            source_of[end - len(source_table.stages[index]) : end] + len(schedule.tensors),
+    count = len(source_table.tensors)
+    keys = [table.peer * np.int64(count) + table.tensor for table in source_table.stages]
+    known = np.unique(np.concatenate([np.zeros(0, np.int64), *keys]))
+    sources = tuple(Source(key // count, source_table.tensors[key % count].name) for key in known.tolist())
+    copies, columns = [], []
+    for index, (stage, table) in enumerate(zip(schedule.stages, source_table.stages, strict=True)):
+        source = np.searchsorted(known, keys[index]) + len(schedule.tensors)
+        transfer, pulled = _stage_copies(schedule, source_table, stage.recvs, table, source)
+        copies.append(pulled)
+        stage_of = np.full(len(transfer), index)
+        columns.append(
+            np.stack([table.peer[transfer], stage_of, table.transfer_group[transfer], table.member[transfer]])
         )
-        for index, end in enumerate(ends.tolist())
-    ]
-    copies = np.concatenate([copies for copies, _ in parts]) if parts else np.empty(0, COPY)
-
-    def column(name: str) -> Ints:
-        columns = [
-            getattr(source_table.stages[index], name)[rows].astype(np.int64) for index, (_, rows) in enumerate(parts)
-        ]
-        return np.concatenate(columns) if columns else np.zeros(0, np.int64)
-
-    stage = np.repeat(np.arange(len(parts)), [len(rows) for _, rows in parts])
-    return PullTable(copies, sources, column("peer"), stage, column("transfer_group"), column("member"))
-
-
-def _source_keys(table: TransferTable, source_table: SourceTable) -> Ints:
-    return table.peer * np.int64(len(source_table.tensors)) + table.tensor
+    peer, stage_of, transfer_group, member = np.concatenate([np.zeros((4, 0), np.int64), *columns], axis=1)
+    return PullTable(joined(copies), sources, peer, stage_of, transfer_group, member)
 
 
 def _stage_copies(
-    schedule: Schedule, source_table: SourceTable, index: int, source: Ints
-) -> tuple[NDArray[np.void], Ints]:
-    """(copies of one stage, the transfer each belongs to). `source` is the base index of each transfer's source."""
-    recvs, table = schedule.stages[index].recvs, source_table.stages[index]
+    schedule: Schedule, source_table: SourceTable, recvs: TransferTable, table: TransferTable, source: Ints
+) -> tuple[Ints, NDArray[np.void]]:
+    """(the transfer of each copy, the copies) of one stage. `source` is the base index of each transfer's source."""
+
+    def copies_of(src_box: int, dst_box: int, itemsize: int) -> NDArray[np.void]:
+        src, dst = source_table.strided_boxes[src_box], schedule.strided_boxes[dst_box]
+        return strided_copies(dst.extents, src.strides, dst.strides, itemsize)
+
     itemsize = itemsizes(schedule)[recvs.tensor]
-    kinds = np.stack([table.strided_box, recvs.strided_box, itemsize])
-    kinds, kind_of = np.unique(kinds, axis=1, return_inverse=True)
-    recipes = [_recipe(schedule, source_table, *kind) for kind in kinds.T.tolist()]
-    rows, members = expand(kind_of.reshape(-1), np.array([len(recipe) for recipe in recipes], np.int64))
-    copies = np.concatenate(recipes)[members] if recipes else np.empty(0, COPY)
-    copies["src"], copies["dst"] = source[rows], recvs.tensor[rows]
-    copies["src_offset"] += (table.offset * itemsize)[rows]
-    copies["dst_offset"] += (recvs.offset * itemsize)[rows]
-    return copies, rows
-
-
-def _recipe(schedule: Schedule, source_table: SourceTable, src: int, dst: int, itemsize: int) -> NDArray[np.void]:
-    """The copies of a transfer between two geometries, with offsets from its first element on both sides."""
-    extents = schedule.strided_boxes[dst].extents
-    src_strides, dst_strides = source_table.strided_boxes[src].strides, schedule.strided_boxes[dst].strides
-    return np.array(
-        [
-            (0, 0, c.src_offset, c.dst_offset, c.extents, c.src_strides, c.dst_strides, c.row_bytes)
-            for c in strided_copies(extents, src_strides, dst_strides, itemsize)
-        ],
-        COPY,
-    )
+    kinds, kind_of = distinct(table.strided_box, recvs.strided_box, itemsize)
+    transfer, copies = expand_copies(kind_of, [copies_of(*kind) for kind in kinds])
+    copies["src"], copies["dst"] = source[transfer], recvs.tensor[transfer]
+    copies["src_offset"] += (table.offset * itemsize)[transfer]
+    copies["dst_offset"] += (recvs.offset * itemsize)[transfer]
+    return transfer, copies
 
 
 def _disagreements(schedule: Schedule, source_table: SourceTable) -> list[str]:

@@ -1,31 +1,24 @@
-"""What a transport is, and what it is given when a session connects."""
+"""What a transport is, what it is given when a session connects, and what it reports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.host import is_importable
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-
-from .pipeline import Executor
+from mcore_reshard.planner.plan.schedule import Schedule, World
 
 _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}
-
-
-def gpu_unavailable_reason(*packages: str) -> str | None:
-    """What keeps a transport that needs these packages from moving tensors on this machine's GPUs; None: nothing."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    missing = [package for package in packages if not is_importable(_MODULES[package])]
-    if not missing:
-        return None
-    return f"{' and '.join(missing)} not installed; from a clone of mcore-reshard: pip install '.[gpu]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +34,115 @@ class TransportContext:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """A way to move a program's bytes. `connect` is None for golden, which moves whole tensors without a program."""
+    """A way to move a schedule's bytes. Golden has no `connect`: it moves whole tensors, by name."""
 
     name: str
     devices: frozenset[str]  # torch device types of the tensors it can move
     reach: str  # how far apart ranks may be
     unavailable_reason: Callable[[], str | None]  # what keeps it from running on this machine
     connect: Callable[[TransportContext], Executor] | None
+
+
+class Executor(Protocol):
+    """Runs a bound schedule, as often as its weights change."""
+
+    @property
+    def name(self) -> str:
+        """The transports that it moves bytes by, as in "direct+nccl"."""
+
+    @property
+    def scratch_bytes(self) -> int: ...
+
+    def run(self) -> tuple[StageReport, ...]:
+        """Move every byte once; return when they are where they belong. A session calls it on a thread of its own."""
+
+    def close(self) -> None:
+        """Free scratch and connections of its own; the session's group is not its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What one rank moved in one stage, and the time from its first message's start to its last one's end."""
+
+    pp_stage: int
+    transfers: int
+    buckets: int
+    nbytes: int
+    seconds: float
+
+
+class StageClock:
+    """First start and last end of each stage; stages overlap, so these do not add up to the whole."""
+
+    def __init__(self, bound: BoundSchedule, buckets: Sequence[Bucket]) -> None:
+        self._stages = bound.stages
+        self._buckets = Counter(bucket.stage for bucket in buckets)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all times, before a run."""
+        self._starts: dict[int, float] = {}
+        self._ends: dict[int, float] = {}
+
+    def started(self, stage: int) -> None:
+        self._starts.setdefault(stage, time.perf_counter())
+
+    def finished(self, stage: int) -> None:
+        self._ends[stage] = time.perf_counter()
+
+    def reports(self) -> tuple[StageReport, ...]:
+        """What was bound, with the times taken here."""
+        return tuple(
+            StageReport(
+                stage.pp_stage,
+                stage.transfers,
+                self._buckets[index],
+                stage.nbytes,
+                self._ends.get(index, 0.0) - self._starts.get(index, 0.0),
+            )
+            for index, stage in enumerate(self._stages)
+        )
+
+
+def merged_reports(reports: Sequence[tuple[StageReport, ...]]) -> tuple[StageReport, ...]:
+    """What several executors moved in each stage. They run at the same time, so the slowest one's seconds count."""
+    return tuple(
+        StageReport(
+            stage[0].pp_stage,
+            sum(part.transfers for part in stage),
+            sum(part.buckets for part in stage),
+            sum(part.nbytes for part in stage),
+            max(part.seconds for part in stage),
+        )
+        for stage in zip(*reports, strict=True)
+    )
+
+
+def other_world(world: World) -> World:
+    return "gen" if world == "train" else "train"
+
+
+def group_rank(schedule: Schedule, world: World, rank: int) -> int:
+    """Where a rank of a world stands in the session's group: training ranks come first."""
+    return rank if world == "train" else schedule.train_ranks + rank
+
+
+def peer_group_rank(schedule: Schedule, peer: int) -> int:
+    """Where a rank of the other world stands in the session's group."""
+    return group_rank(schedule, other_world(schedule.world), peer)
+
+
+def group_names(schedule: Schedule) -> list[str]:
+    """How messages call the ranks of the session's group, in order."""
+    train = [schedule.name_of("train", rank) for rank in range(schedule.train_ranks)]
+    return [*train, *(schedule.name_of("gen", rank) for rank in range(schedule.gen_ranks))]
+
+
+def gpu_unavailable_reason(*packages: str) -> str | None:
+    """What keeps a transport that needs these packages from moving tensors on this machine's GPUs; None: nothing."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    missing = [package for package in packages if not is_importable(_MODULES[package])]
+    if not missing:
+        return None
+    return f"{' and '.join(missing)} not installed; from a clone of mcore-reshard: pip install '.[gpu]'"

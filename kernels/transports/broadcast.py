@@ -18,8 +18,7 @@ import torch
 
 from mcore_reshard.kernels.copies.tensors import byte_view, dtype_name
 from mcore_reshard.kernels.errors import ChecksumError, SessionError, Waiting
-
-from .pipeline import Group, Message
+from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup, GlooMessage
 
 DEFAULT_FRAME_BYTES = 8 << 20
 _FRAME = struct.Struct("<III")  # CRC-32 of the frame, its bytes, its number
@@ -52,7 +51,7 @@ class Tree:
 
 
 def broadcast(
-    group: Group,
+    group: GlooGroup,
     tree: Tree,
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
@@ -78,7 +77,9 @@ def broadcast(
     return nbytes
 
 
-def receive(group: Group, tree: Tree, *, frame_bytes: int = DEFAULT_FRAME_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
+def receive(
+    group: GlooGroup, tree: Tree, *, frame_bytes: int = DEFAULT_FRAME_BYTES
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, CPU tensor) as they arrive, passing the frames on. Every tensor owns its memory.
 
     The iterator must be exhausted: what is not read is not passed on either.
@@ -109,7 +110,7 @@ class _Slot:
     def __init__(self, frame_bytes: int) -> None:
         self.header = torch.empty(_FRAME.size, dtype=torch.uint8)
         self.frame = torch.empty(frame_bytes, dtype=torch.uint8)
-        self.passed_on: list[Message] = []
+        self.passed_on: list[GlooMessage] = []
 
     def reclaim(self) -> None:
         for message in self.passed_on:
@@ -120,7 +121,7 @@ class _Slot:
 class _Frames:
     """Two frames in turn: one is read or filled while the other is on its way to the children."""
 
-    def __init__(self, group: Group, tree: Tree, frame_bytes: int) -> None:
+    def __init__(self, group: GlooGroup, tree: Tree, frame_bytes: int) -> None:
         self._group = group
         self._tree = tree
         self._slots = (_Slot(frame_bytes), _Slot(frame_bytes))
@@ -176,7 +177,7 @@ class _FrameWriter(_Frames):
 
 
 class _FrameReader(_Frames):
-    def __init__(self, group: Group, tree: Tree, frame_bytes: int) -> None:
+    def __init__(self, group: GlooGroup, tree: Tree, frame_bytes: int) -> None:
         super().__init__(group, tree, frame_bytes)
         self._filled = 0  # bytes of the current frame; none before the first one
 

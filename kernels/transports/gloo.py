@@ -11,37 +11,47 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.casts import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.errors import ChecksumError
+from mcore_reshard.kernels.options import DEFAULT_BUCKET_BYTES
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup, GlooMessage
 
-from .pipeline import BucketMessage, StageClock, StageReport, bucket_messages, group_rank, other_world
+from .base import StageClock, StageReport, peer_group_rank
+from .rounds import stage_rounds
 
 DEFAULT_SLOTS = 4
 _HEADER = struct.Struct("<IIII")  # CRC-32 of the rest, run, stage index, bucket number; 16 bytes keep parts aligned
 
 
 class GlooExecutor:
-    """Runs a program over a group: packs, sends, receives and unpacks a window of `slots` buckets at a time.
+    """Runs a bound schedule over a group: packs, sends, receives and unpacks a window of `slots` buckets at a time.
 
     Packing and unpacking overlap with gloo's own threads. Scratch is `scratch_bytes`, whatever the number of peers.
     """
 
     name = "gloo"
 
-    def __init__(self, group: GlooGroup, bound: BoundSchedule, *, slots: int = DEFAULT_SLOTS) -> None:
+    def __init__(
+        self,
+        group: GlooGroup,
+        bound: BoundSchedule,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        slots: int = DEFAULT_SLOTS,
+    ) -> None:
         if slots < 2:
             raise ValueError(f"pipelining needs at least two slots: {slots}")
         self._group = group
         self._bound = bound
-        self._bucket_messages = bucket_messages(bound)
+        rounds = stage_rounds(bound.schedule, cut_buckets(bound.schedule, bucket_bytes))
+        self._buckets = tuple(bucket for each in rounds for bucket in each.buckets)
+        self._clock = StageClock(bound, self._buckets)
         self._tensors = [byte_array(tensor) for tensor in bound.tensors]
-        self._slot_bytes = _HEADER.size + max(
-            (bucket_message.bucket.nbytes for bucket_message in self._bucket_messages), default=0
-        )
-        self._slots = min(slots, len(self._bucket_messages))
+        self._slot_bytes = _HEADER.size + max((bucket.nbytes for bucket in self._buckets), default=0)
+        self._slots = min(slots, len(self._buckets))
         group.slots(self._slots, self._slot_bytes)  # reserved: a run allocates nothing
         self._runs = 0
 
@@ -54,58 +64,52 @@ class GlooExecutor:
         """Move every bucket once. Returns when all bytes sent were taken and all bytes received are in place."""
         self._runs += 1
         compute_scales(self._bound.casts, self._bound.tensors)
-        clock = StageClock(len(self._bound.stages))
+        self._clock.reset()
         slots = self._group.slots(self._slots, self._slot_bytes)
-        under_way: deque[tuple[BucketMessage, torch.Tensor, GlooMessage]] = deque()
-        for number, bucket_message in enumerate(self._bucket_messages):
+        under_way: deque[tuple[Bucket, torch.Tensor, GlooMessage]] = deque()
+        for number, bucket in enumerate(self._buckets):
             if len(under_way) == len(slots):
-                self._finish(*under_way.popleft(), clock)
-            clock.started(bucket_message.stage)
+                self._finish(*under_way.popleft())
+            self._clock.started(bucket.stage)
             slot = slots[number % len(slots)]
-            under_way.append((bucket_message, slot, self._start(bucket_message, slot)))
+            under_way.append((bucket, slot, self._start(bucket, slot)))
         while under_way:
-            self._finish(*under_way.popleft(), clock)
-        return clock.reports(self._bound)
+            self._finish(*under_way.popleft())
+        return self._clock.reports()
 
     def close(self) -> None:
         """Nothing: slots and connections are the group's."""
 
-    def _start(self, bucket_message: BucketMessage, slot: torch.Tensor) -> GlooMessage:
-        schedule = self._bound.schedule
-        peer = group_rank(schedule, other_world(schedule.world), bucket_message.peer_copies.peer)
-        message = slot[: _HEADER.size + bucket_message.bucket.nbytes]
-        if not bucket_message.peer_copies.sends:
-            return self._group.recv(message, peer, bucket_message.waiting)
-        self._pack(bucket_message, message.numpy())
-        return self._group.send(message, peer, bucket_message.waiting)
+    def _start(self, bucket: Bucket, slot: torch.Tensor) -> GlooMessage:
+        peer = peer_group_rank(self._bound.schedule, bucket.peer)
+        message = slot[: _HEADER.size + bucket.nbytes]
+        if not bucket.sends:
+            return self._group.recv(message, peer, bucket.waiting)
+        self._pack(bucket, message.numpy())
+        return self._group.send(message, peer, bucket.waiting)
 
-    def _finish(
-        self, bucket_message: BucketMessage, slot: torch.Tensor, message: GlooMessage, clock: StageClock
-    ) -> None:
+    def _finish(self, bucket: Bucket, slot: torch.Tensor, message: GlooMessage) -> None:
         message.wait()
-        if not bucket_message.peer_copies.sends:
-            self._unpack(bucket_message, slot[: _HEADER.size + bucket_message.bucket.nbytes].numpy())
-        clock.finished(bucket_message.stage)
+        if not bucket.sends:
+            self._unpack(bucket, slot[: _HEADER.size + bucket.nbytes].numpy())
+        self._clock.finished(bucket.stage)
 
-    def _pack(self, bucket_message: BucketMessage, message: NDArray[np.uint8]) -> None:
+    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
         body = message[_HEADER.size :]
-        self._copy(bucket_message, body)
-        _HEADER.pack_into(
-            message.data, 0, zlib.crc32(body.data), self._runs, bucket_message.stage, bucket_message.number
-        )
+        self._copy(bucket, body)
+        _HEADER.pack_into(message.data, 0, zlib.crc32(body.data), self._runs, bucket.stage, bucket.number)
 
-    def _unpack(self, bucket_message: BucketMessage, message: NDArray[np.uint8]) -> None:
+    def _unpack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
         body = message[_HEADER.size :]
         crc, *place = _HEADER.unpack_from(message.data)
-        if (mine := [self._runs, bucket_message.stage, bucket_message.number]) != place:
-            raise ChecksumError(bucket_message.waiting, f"(run, stage, bucket) {place} arrived in place of {mine}")
+        if (expected := [self._runs, bucket.stage, bucket.number]) != place:
+            raise ChecksumError(bucket.waiting, f"(run, stage, bucket) {place} arrived in place of {expected}")
         if (computed := zlib.crc32(body.data)) != crc:
             raise ChecksumError(
-                bucket_message.waiting,
-                f"bucket {bucket_message.number} arrived damaged: CRC-32 {computed:08x}, sent with {crc:08x}",
+                bucket.waiting,
+                f"bucket {bucket.number} arrived damaged: CRC-32 {computed:08x}, sent with {crc:08x}",
             )
-        self._copy(bucket_message, body)
+        self._copy(bucket, body)
 
-    def _copy(self, bucket_message: BucketMessage, body: NDArray[np.uint8]) -> None:
-        copies = bucket_message.peer_copies.copies[bucket_message.bucket.first_copy : bucket_message.bucket.stop_copy]
-        run_copies(copies, [*self._tensors, body], self._bound.casts)
+    def _copy(self, bucket: Bucket, body: NDArray[np.uint8]) -> None:
+        run_copies(bucket.copies, [*self._tensors, body], self._bound.casts)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
-from mcore_reshard.kernels.copies.bind import bind
-from mcore_reshard.kernels.errors import TransportUnavailable
+import torch
+
+from mcore_reshard.kernels.cuda.streams import in_callers_context
+from mcore_reshard.kernels.errors import TransportUnavailable, first_of
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
-from .base import Transport, TransportContext
-from .joined import JoinedExecutor
+from .base import Executor, StageReport, Transport, TransportContext, group_names, group_rank, merged_reports
 from .peer_access import RankPair, unavailable_reasons_by_pair
-from .pipeline import Executor, group_names, group_rank
 from .relay import unrelayed
 
 _SHOWN = 3
@@ -76,7 +79,7 @@ def _mixed(
         for part in parts:
             part.close()
         raise
-    return parts[0] if len(parts) == 1 else JoinedExecutor(parts, context.bound.device)
+    return parts[0] if len(parts) == 1 else MixedExecutor(parts, context.bound.device)
 
 
 def _part(context: TransportContext, transport: Transport, peers: frozenset[int]) -> Executor:
@@ -84,8 +87,7 @@ def _part(context: TransportContext, transport: Transport, peers: frozenset[int]
     assert transport.connect is not None
     bound = context.bound
     if peers != peers_of(bound.schedule):
-        part = with_peers(bound.schedule, peers)
-        bound = bind(part, bound.by_name, bucket_bytes=bound.bucket_bytes)
+        bound = bound.part(with_peers(bound.schedule, peers))
     return transport.connect(replace(context, bound=bound, store=FailFastStore(transport.name, context.store)))
 
 
@@ -94,3 +96,49 @@ def _some(far: Mapping[RankPair, str]) -> str:
     pairs = "1 pair" if len(said) == 1 else f"{len(said)} pairs"
     more = f" and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
     return f"{pairs} of ranks cannot share memory ({'; '.join(said[:_SHOWN])}{more})"
+
+
+class MixedExecutor:
+    """Runs executors of disjoint pairs side by side, the first in the caller's thread. They must share no group.
+
+    `device` is that of the tensors: every part starts after what is queued on the caller's current stream there.
+    """
+
+    def __init__(self, parts: Sequence[Executor], device: torch.device | None) -> None:
+        self._parts = tuple(parts)
+        self.name = "+".join(dict.fromkeys(part.name for part in parts))
+        self._device = device
+        self._threads = ThreadPoolExecutor(max(1, len(self._parts) - 1), thread_name_prefix="refit")
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(part.scratch_bytes for part in self._parts)
+
+    def run(self) -> tuple[StageReport, ...]:
+        """Move every byte once, by all transports. Raises the first failure, once all parts have ended."""
+        failures: list[BaseException] = []
+        others = [
+            self._threads.submit(in_callers_context(partial(_reports, part, failures), self._device))
+            for part in self._parts[1:]
+        ]
+        reports = [_reports(part, failures) for part in self._parts[:1]]
+        reports += [other.result() for other in others]
+        if failures:
+            raise first_of(failures)
+        return merged_reports(reports)
+
+    def close(self) -> None:
+        """Close all parts. May be called twice."""
+        with ExitStack() as closing:
+            closing.callback(self._threads.shutdown, wait=False)
+            for part in self._parts:
+                closing.callback(part.close)
+
+
+def _reports(part: Executor, failures: list[BaseException]) -> tuple[StageReport, ...]:
+    """What a part moved; its failure goes to `failures`, which so has those of all parts in their order."""
+    try:
+        return part.run()
+    except BaseException as error:
+        failures.append(error)
+        return ()

@@ -10,13 +10,12 @@ import torch
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
+from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 
-from .base import Transport, TransportContext, gpu_unavailable_reason
+from .base import Executor, Transport, TransportContext, gpu_unavailable_reason
 from .gloo import GlooExecutor
 from .mixed import connect_by_pair
-from .pipeline import Executor
 from .relay import relayed, unrelayed
-from .rounds import ScratchBudget
 
 AUTO = "auto"
 GOLDEN = "golden"
@@ -115,7 +114,7 @@ def _connect_nccl(context: TransportContext) -> Executor:
 
 
 def _connect_gloo(context: TransportContext) -> Executor:
-    return GlooExecutor(context.group, context.bound)
+    return GlooExecutor(context.group, context.bound, bucket_bytes=context.options.bucket_bytes)
 
 
 _DIRECT = Transport(

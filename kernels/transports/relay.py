@@ -19,15 +19,13 @@ from threading import Semaphore
 
 import torch
 
-from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
+from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import first_of
 from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.planner.plan.schedule import Relay, Schedule
 
-from .base import TransportContext
-from .joined import in_context_of, is_cuda, merged
-from .pipeline import Executor, StageReport, group_names, group_rank
+from .base import Executor, StageReport, TransportContext, group_names, group_rank, merged_reports
 
 Connect = Callable[[TransportContext], Executor]
 
@@ -39,7 +37,7 @@ def relayed(connect: Connect, context: TransportContext) -> Executor:
     """
     if not context.bound.schedule.relayed:
         return connect(context)
-    waves = [_part(context.bound, wave()) for wave in context.bound.schedule.waves] or [context.bound]
+    waves = [context.bound.part(wave()) for wave in context.bound.schedule.waves] or [context.bound]
     with ExitStack() as undone:
         first: list[Executor] = []
         for bound in waves:
@@ -57,11 +55,10 @@ def unrelayed(connect: Connect, context: TransportContext) -> Executor:
 
     For nccl: a rank that passes on takes two parts, and NCCL refuses a GPU twice in one communicator.
     """
-    bound = context.bound
-    if bound.schedule.unrelayed is None:
+    unrelayed_schedule = context.bound.schedule.unrelayed
+    if unrelayed_schedule is None:
         return connect(context)
-    straight = bind(bound.schedule.unrelayed(), bound.by_name, bucket_bytes=bound.bucket_bytes)
-    return connect(replace(context, bound=straight))
+    return connect(replace(context, bound=context.bound.part(unrelayed_schedule())))
 
 
 @dataclass(frozen=True)
@@ -119,12 +116,11 @@ class RelayedExecutor:
         Raises the rank's first failure, once everything on it has ended: what fails later may be a consequence.
         """
         start = time.perf_counter()
-        stream = torch.cuda.current_stream(self._device) if is_cuda(self._device) else None
         reports: list[tuple[StageReport, ...]] = []
         failures: list[BaseException] = []
         landed = [Semaphore(0) for _ in self._roles]
         passing = [
-            self._threads.submit(in_context_of(stream, partial(role.run, turn, failures)))
+            self._threads.submit(in_callers_context(partial(role.run, turn, failures), self._device))
             for role, turn in zip(self._roles, landed, strict=True)
         ]
         try:
@@ -141,7 +137,7 @@ class RelayedExecutor:
         if failures:
             raise first_of(failures)
         seconds = time.perf_counter() - start
-        return tuple(replace(total, seconds=seconds if total.transfers else 0.0) for total in merged(reports))
+        return tuple(replace(total, seconds=seconds if total.transfers else 0.0) for total in merged_reports(reports))
 
     def close(self) -> None:
         """Close both hops. May be called twice."""
@@ -153,19 +149,11 @@ class RelayedExecutor:
                 closing.callback(role.close)
 
 
-def _part(bound: BoundSchedule, schedule: Schedule) -> BoundSchedule:
-    """Some of the program's transfers, with the tensors that these touch."""
-    held = bound.by_name
-    return bind(schedule, {local.name: held[local.name] for local in schedule.tensors}, bucket_bytes=bound.bucket_bytes)
-
-
 def _second_hop(connect: Connect, context: TransportContext, relays: Sequence[Relay]) -> list[Role]:
     """Both roles connect at the same time: each waits for the other roles of other ranks."""
-    device = context.bound.device
-    stream = torch.cuda.current_stream(device) if is_cuda(device) else None
     threads = ThreadPoolExecutor(2, thread_name_prefix="relay")
     coming = [
-        threads.submit(in_context_of(stream, partial(_role, connect, context, schedules)))
+        threads.submit(in_callers_context(partial(_role, connect, context, schedules), context.bound.device))
         for schedules in ([relay.sends for relay in relays], [relay.receives for relay in relays])
     ]
     threads.shutdown(wait=False)
@@ -198,7 +186,7 @@ def _role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]
         parts: list[Executor] = []
         for wave in waves:
             here = FailFastStore(f"wave/{len(parts)}", store)
-            bound = _part(context.bound, wave)
+            bound = context.bound.part(wave)
             parts.append(connect(replace(context, bound=bound, group=group, store=here)))
             undone.callback(parts[-1].close)
         undone.pop_all()

@@ -24,16 +24,22 @@ from torch.distributed import TCPStore
 
 from mcore_reshard import __version__
 from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts, bind
+from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import BindError, SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.deadline_thread import DeadlineThread
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
 from mcore_reshard.kernels.rendezvous.store import store_address
-from mcore_reshard.kernels.transports.base import Transport, TransportContext
+from mcore_reshard.kernels.transports.base import (
+    Executor,
+    StageReport,
+    Transport,
+    TransportContext,
+    group_names,
+    group_rank,
+)
 from mcore_reshard.kernels.transports.broadcast import Tree, broadcast, receive
-from mcore_reshard.kernels.transports.joined import in_context_of, is_cuda
-from mcore_reshard.kernels.transports.pipeline import Executor, StageReport, group_names, group_rank
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
@@ -253,7 +259,7 @@ class _Endpoint(ABC):
             )
         if transport.connect is None:
             return transport, None
-        return transport, bind(schedule, tensors, bucket_bytes=self._options.bucket_bytes)
+        return transport, bind(schedule, tensors)
 
     def _connect(self, rendezvous: Rendezvous, transport: Transport, bound: BoundSchedule | None) -> _Connection:
         schedule = self._schedule
@@ -440,8 +446,7 @@ def _run_attended(
     Connections tell it too, mostly sooner, but not always: gloo leaves a sender waiting whose peer closes while the
     message is being written.
     """
-    stream = torch.cuda.current_stream(bound.device) if is_cuda(bound.device) else None
-    run = connection.caller.start(in_context_of(stream, executor.run))
+    run = connection.caller.start(in_callers_context(executor.run, bound.device))
     try:
         while not wait([run], _LOOK_S).done:
             failure = connection.rendezvous.failure(phase)

@@ -6,11 +6,11 @@ import itertools
 from math import prod
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_reshard.kernels.copies.buckets import ALIGNMENT, MAX_BUCKET_BYTES, Segment, check_bucket_bytes, cut, pack
+from mcore_reshard.kernels.copies.buckets import Segment, cut, pack
+from mcore_reshard.kernels.options import ALIGNMENT
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -68,9 +68,3 @@ def test_packed_parts_are_aligned_and_never_overlap_or_overflow(nbytes: list[int
 def test_small_parts_share_a_bucket() -> None:
     firsts, offsets = pack(np.array([4, 16, 20, 40]), 64)
     assert (firsts.tolist(), offsets.tolist()) == ([0, 3], [0, 16, 32, 0])
-
-
-@pytest.mark.parametrize("bucket_bytes", [0, 8, 100, MAX_BUCKET_BYTES + 16, -16])
-def test_bucket_sizes_that_no_transport_carries_are_refused(bucket_bytes: int) -> None:
-    with pytest.raises(ValueError, match="bucket_bytes must be a multiple of 16"):
-        check_bucket_bytes(bucket_bytes)

@@ -9,6 +9,7 @@ from helpers.casting import WEIGHTS, held, moves_with_casts, train_schedule
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
+from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.cast_arithmetic import narrowed, scaled_to_e4m3, widened
 from mcore_reshard.kernels.copies.casts import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
@@ -26,11 +27,11 @@ KINDS = {kind: pair for pair, kind in CAST_KINDS.items()}
 BITS = {"bfloat16": np.uint16, "float32": np.uint32, "float8_e4m3fn": np.uint8}
 
 
-def program_of(seed: int, bucket_bytes: int = 4096) -> BoundSchedule:
+def bound_of(seed: int) -> tuple[BoundSchedule, tuple[Bucket, ...]]:
     schedule = train_schedule(moves_with_casts(np.random.default_rng(seed), (1, 2)), 0, (1, 2))
-    bound = bind(schedule, held(schedule, seed), bucket_bytes=bucket_bytes)
+    bound = bind(schedule, held(schedule, seed))
     compute_scales(bound.casts, bound.tensors)
-    return bound
+    return bound, cut_buckets(schedule, 4096)
 
 
 class Arena:
@@ -69,13 +70,12 @@ class Arena:
 
 @pytest.mark.parametrize(("seed", "tile_bytes", "shift"), [(0, 1 << 14, 0), (1, 256, 0), (8, 1 << 20, 4)])
 def test_tiles_do_what_the_interpreter_does(seed: int, tile_bytes: int, shift: int) -> None:
-    bound = program_of(seed)
+    bound, buckets = bound_of(seed)
     tensors = [byte_array(tensor) for tensor in bound.tensors]
     scratch = len(tensors)
     words = set()
-    to_0 = [each for stage in bound.stages for each in stage.peer_copies if each.peer == 0]
-    for peer_copies, bucket in [(each, bucket) for each in to_0 for bucket in each.buckets]:
-        _, copies = split_casts(peer_copies.copies[bucket.first_copy : bucket.stop_copy], bound.casts)
+    for bucket in (bucket for bucket in buckets if bucket.peer == 0):
+        _, copies = split_casts(bucket.copies, bound.casts)
         if not len(copies):
             continue
         copies["dst"] = scratch
@@ -92,10 +92,9 @@ def test_tiles_do_what_the_interpreter_does(seed: int, tile_bytes: int, shift: i
 
 
 def test_aligned_rows_are_cast_in_wide_words() -> None:
-    bound = program_of(0)
+    bound, buckets = bound_of(0)
     addresses = np.arange(len(bound.tensors) + 1, dtype=np.uint64) << 24
-    everything = [each for stage in bound.stages for each in stage.peer_copies]
-    copies = np.concatenate([split_casts(each.copies, bound.casts)[1] for each in everything])
+    copies = np.concatenate([split_casts(bucket.copies, bound.casts)[1] for bucket in buckets])
     copies["dst"] = len(bound.tensors)
     tiles = cut_cast_tiles(copies, addresses, bound.casts, 128 << 10)
     names = np.array([bound.schedule.tensors[n].name for n in copies["src"][tiles["box"]["copy"]].tolist()])
@@ -106,14 +105,14 @@ def test_aligned_rows_are_cast_in_wide_words() -> None:
 
 
 def test_no_casts_no_tiles() -> None:
-    bound = program_of(0)
-    plain, cast = split_casts(bound.stages[0].peer_copies[0].copies, {})
-    assert len(plain) == len(bound.stages[0].peer_copies[0].copies) and not len(cast)
+    _, buckets = bound_of(0)
+    plain, cast = split_casts(buckets[0].copies, {})
+    assert len(plain) == len(buckets[0].copies) and not len(cast)
     assert not len(cut_cast_tiles(cast, np.zeros(1, np.uint64), {}, 128))
 
 
 def test_blocks_cover_every_weight_once() -> None:
-    bound = program_of(1)
+    bound, _ = bound_of(1)
     blocks = scale_blocks(bound.casts, bound.tensors)
     assert blocks.dtype == BLOCK and BLOCK.itemsize == 32
     for index, cast in bound.casts.items():

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.casting import E4M3, held, moves_with_casts, stepped, train_schedule, wanted
+from helpers.deliver import deliver
 from helpers.gloo import connect
 from helpers.handmade import End, HandTransfer, allocate, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
 
-from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
-from mcore_reshard.kernels.copies.casts import CastForm, band_copies, compute_scales
-from mcore_reshard.kernels.copies.cpu import run_copies
-from mcore_reshard.kernels.copies.tensors import byte_array
+from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.copies.casts import CastForm, band_copies
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Schedule
@@ -26,7 +25,7 @@ def test_copies_stay_within_a_row_of_blocks() -> None:
     """The example of the module: rows 1 to 4 of a matrix [5, 4] in blocks of 2 x 2."""
     form = CastForm("bfloat16", E4M3, (5, 4), (2, 2))
     copies = band_copies(form, 4, (4, 4), (4, 1))
-    assert [(c.src_offset, c.dst_offset, c.extents[2], c.row_bytes) for c in copies] == [
+    assert [(c["src_offset"], c["dst_offset"], c["extents"][2], c["row_bytes"]) for c in copies] == [
         (0, 0, 1, 4),
         (8, 4, 2, 4),
         (24, 12, 1, 4),
@@ -36,9 +35,9 @@ def test_copies_stay_within_a_row_of_blocks() -> None:
 def test_copies_of_stacked_and_scattered_rows() -> None:
     form = CastForm("bfloat16", E4M3, (3, 4), (2, 2))
     stacked = band_copies(form, 0, (2, 3, 2), (12, 4, 1))  # two experts of three rows, half of their columns
-    assert [(c.src_offset // 8, c.extents[2]) for c in stacked] == [(0, 2), (2, 1), (3, 2), (5, 1)]
+    assert [(c["src_offset"] // 8, c["extents"][2]) for c in stacked] == [(0, 2), (2, 1), (3, 2), (5, 1)]
     apart = band_copies(form, 0, (2, 4), (8, 1))  # rows 0 and 2
-    assert [(c.src_offset // 8, c.dst_offset, c.extents[2]) for c in apart] == [(0, 0, 1), (2, 4, 1)]
+    assert [(c["src_offset"] // 8, c["dst_offset"], c["extents"][2]) for c in apart] == [(0, 0, 1), (2, 4, 1)]
 
 
 def test_scales_of_elements() -> None:
@@ -48,24 +47,6 @@ def test_scales_of_elements() -> None:
     assert columns.tolist() == [0, 3, 0, 0, 1, 0, 1]
 
 
-def passed(train: list[BoundSchedule], engine: BoundSchedule) -> None:
-    """HandTransfer everything between bound programs of one process."""
-    for bound in train:
-        compute_scales(bound.casts, bound.tensors)
-    for number, stage in enumerate(engine.stages):
-        for peer_copies in stage.peer_copies:
-            sender = train[peer_copies.peer]
-            [opposite] = [other for other in sender.stages[number].peer_copies if other.peer == engine.schedule.rank]
-            assert [b.nbytes for b in opposite.buckets] == [b.nbytes for b in peer_copies.buckets]
-            for out, into in zip(opposite.buckets, peer_copies.buckets, strict=True):
-                scratch = np.full(out.nbytes, 0xDD, np.uint8)
-                sent = opposite.copies[out.first_copy : out.stop_copy]
-                run_copies(sent, [*map(byte_array, sender.tensors), scratch], sender.casts)
-                run_copies(
-                    peer_copies.copies[into.first_copy : into.stop_copy], [*map(byte_array, engine.tensors), scratch]
-                )
-
-
 @pytest.mark.parametrize("bucket_bytes", [64, 4096, 1 << 20])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_arrives_is_what_torch_casts(seed: int, bucket_bytes: int) -> None:
@@ -73,13 +54,11 @@ def test_what_arrives_is_what_torch_casts(seed: int, bucket_bytes: int) -> None:
     transfers = moves_with_casts(np.random.default_rng(seed), worlds)
     schedules = [train_schedule(transfers, rank, worlds) for rank in range(2)]
     sources = [held(schedule, seed) for schedule in schedules]
-    train = [
-        bind(schedule, tensors, bucket_bytes=bucket_bytes) for schedule, tensors in zip(schedules, sources, strict=True)
-    ]
+    train = [bind(schedule, tensors) for schedule, tensors in zip(schedules, sources, strict=True)]
     for rank in range(worlds[1]):
         gen = schedule_of(transfers, "gen", rank, worlds)
         tensors = allocate(gen)
-        passed(train, bind(gen, tensors, bucket_bytes=bucket_bytes))
+        deliver(train, bind(gen, tensors), bucket_bytes)
         assert {name: raw_bytes(tensor) for name, tensor in tensors.items()} == wanted(transfers, gen, sources)
 
 
@@ -93,9 +72,9 @@ def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int) -
         else schedule_of(transfers, "gen", number - worlds[0], worlds)
     )
     tensors = held(schedule, seed) if train else allocate(schedule)
-    bound = bind(schedule, tensors, bucket_bytes=4096)
+    bound = bind(schedule, tensors)
     group = connect(address, number, sum(worlds))
-    running = GlooExecutor(group, bound)
+    running = GlooExecutor(group, bound, bucket_bytes=4096)
     for _ in range(2):
         written = bound.check_fresh(tensors)
         reports = running.run()

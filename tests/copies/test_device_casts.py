@@ -9,6 +9,7 @@ from helpers.casting import held, moves_with_casts, train_schedule
 from helpers.gpu import needs_gpus
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
+from mcore_reshard.kernels.copies.buckets import cut_buckets
 from mcore_reshard.kernels.copies.cast_arithmetic import AMAX_FLOOR, block_scales
 from mcore_reshard.kernels.copies.copy_table import SCRATCH
 from mcore_reshard.kernels.copies.cpu import run_copies
@@ -27,9 +28,9 @@ CUDA = torch.device("cuda", 0)
 POISON = 0xEE
 
 
-def program_of(seed: int, bucket_bytes: int) -> BoundSchedule:
+def bound_of(seed: int) -> BoundSchedule:
     schedule = train_schedule(moves_with_casts(np.random.default_rng(seed), (1, 2)), 0, (1, 2))
-    return bind(schedule, {k: t.to(CUDA) for k, t in held(schedule, seed).items()}, bucket_bytes=bucket_bytes)
+    return bind(schedule, {k: t.to(CUDA) for k, t in held(schedule, seed).items()})
 
 
 def compute(bound: BoundSchedule) -> None:
@@ -46,31 +47,32 @@ def test_a_gather_agrees_with_the_interpreter(
     shape: tuple[int, int, int], bucket_bytes: int, tile_bytes: int, shift: int
 ) -> None:
     for seed in range(3):
-        bound = program_of(seed, bucket_bytes)
+        bound = bound_of(seed)
         compute(bound)
         tensors = [byte_array(tensor.cpu()) for tensor in bound.tensors]
-        for stage in bound.stages:
-            for peer_copies in stage.peer_copies:
-                for bucket in peer_copies.buckets[:8]:
-                    copies = peer_copies.copies[bucket.first_copy : bucket.stop_copy].copy()
-                    wanted = np.full(bucket.nbytes, POISON, np.uint8)
-                    run_copies(copies, [*tensors, wanted], bound.casts)
-                    scratch = torch.full((bucket.nbytes + 2 * shift,), POISON, dtype=torch.uint8, device=CUDA)
-                    bases = [tensor.data_ptr() for tensor in bound.tensors] + [scratch.data_ptr() + shift]
-                    copies["dst"][copies["dst"] == SCRATCH] = len(bases) - 1
-                    gather = device_casts.DeviceGather(
-                        copies, np.array(bases, np.uint64), bound.casts, CUDA,
-                        device_copies.KernelShape(*shape), tile_bytes,
-                    )  # fmt: skip
-                    gather.launch(torch.cuda.current_stream())
-                    found = scratch.cpu().numpy()
-                    np.testing.assert_array_equal(found[shift : shift + bucket.nbytes], wanted)
-                    assert (found[:shift] == POISON).all() and (found[shift + bucket.nbytes :] == POISON).all()
+        of_peer = [
+            [each for each in cut_buckets(bound.schedule, bucket_bytes) if each.peer == peer] for peer in range(2)
+        ]
+        for bucket in (bucket for buckets in of_peer for bucket in buckets[:8]):
+            copies = bucket.copies.copy()
+            wanted = np.full(bucket.nbytes, POISON, np.uint8)
+            run_copies(copies, [*tensors, wanted], bound.casts)
+            scratch = torch.full((bucket.nbytes + 2 * shift,), POISON, dtype=torch.uint8, device=CUDA)
+            bases = [tensor.data_ptr() for tensor in bound.tensors] + [scratch.data_ptr() + shift]
+            copies["dst"][copies["dst"] == SCRATCH] = len(bases) - 1
+            gather = device_casts.DeviceGather(
+                copies, np.array(bases, np.uint64), bound.casts, CUDA,
+                device_copies.KernelShape(*shape), tile_bytes,
+            )  # fmt: skip
+            gather.launch(torch.cuda.current_stream())
+            found = scratch.cpu().numpy()
+            np.testing.assert_array_equal(found[shift : shift + bucket.nbytes], wanted)
+            assert (found[:shift] == POISON).all() and (found[shift + bucket.nbytes :] == POISON).all()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_scales_are_those_of_torch_on_the_gpu(seed: int) -> None:
-    bound = program_of(seed, 4096)
+    bound = bound_of(seed)
     compute(bound)
     for index, cast in bound.casts.items():
         if cast.scales is not None:
@@ -92,7 +94,6 @@ def special(name: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["every finite value", "one magnitude a block", "zeros", "around the floor"])
 def test_special_values(name: str) -> None:
     from mcore_reshard.kernels.copies.casts import CastForm, TensorCast, band_copies
-    from mcore_reshard.kernels.copies.copy_table import COPY
 
     weight, block = special(name).to(CUDA), (32, 32)
     form = CastForm("bfloat16", "float8_e4m3fn", tuple(weight.shape), block)  # type: ignore[arg-type]
@@ -101,10 +102,8 @@ def test_special_values(name: str) -> None:
     kernel = device_casts.DeviceScales(scale_blocks(casts, [weight, scales]), CUDA)
     kernel.launch(torch.cuda.current_stream())
     assert torch.equal(scales.view(torch.int32), block_scales(weight, block).view(torch.int32))
-    copies = np.array(
-        [(0, 2, c.src_offset, c.dst_offset, c.extents, c.src_strides, c.dst_strides, c.row_bytes)
-         for c in band_copies(form, 0, tuple(weight.shape), (weight.shape[1], 1))], COPY,
-    )  # fmt: skip
+    copies = band_copies(form, 0, tuple(weight.shape), (weight.shape[1], 1))
+    copies["dst"] = 2
     target = torch.zeros(weight.numel(), dtype=torch.uint8, device=CUDA)
     bases = np.array([tensor.data_ptr() for tensor in (weight, scales, target)], np.uint64)
     device_casts.DeviceGather(copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14).launch(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.copy_table import COPY, strided_copies
+from mcore_reshard.kernels.copies.copy_table import COPY, joined, strided_copies
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.cuda.tiles import TILE, cut_tiles, interleaved
 
@@ -33,7 +33,7 @@ def run_tiles(tiles: NDArray[np.void], memory: NDArray[np.uint8]) -> None:
 
 def random_copies(rng: np.random.Generator, sources: int, source_bytes: int) -> tuple[NDArray[np.void], int]:
     """Copies from random boxes of `sources` bases to boxes that lie behind each other in one more base."""
-    rows, used = [], 0
+    tables, used = [], 0
     for _ in range(12):
         itemsize = int(rng.choice([1, 2, 4, 8]))
         extents = tuple(int(n) for n in rng.integers(1, 9, int(rng.integers(1, 5))))
@@ -51,12 +51,13 @@ def random_copies(rng: np.random.Generator, sources: int, source_bytes: int) -> 
         at = int(rng.integers(0, source_bytes - box + 1)) // itemsize * itemsize
         used += int(rng.integers(0, 20)) // itemsize * itemsize
         used = -(-used // itemsize) * itemsize
-        base = int(rng.integers(sources))
-        for c in strided_copies(extents, src_strides, dst_strides, itemsize):
-            start = (at + c.src_offset, used + c.dst_offset)
-            rows.append((base, sources, *start, c.extents, c.src_strides, c.dst_strides, c.row_bytes))
+        copies = strided_copies(extents, src_strides, dst_strides, itemsize)
+        copies["src"], copies["dst"] = int(rng.integers(sources)), sources
+        copies["src_offset"] += at
+        copies["dst_offset"] += used
+        tables.append(copies)
         used += itemsize * int(np.prod(extents))
-    return np.array(rows, COPY), used
+    return joined(tables), used
 
 
 @pytest.mark.parametrize("seed", range(20))

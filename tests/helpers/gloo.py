@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.distributed import TCPStore
 
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.transports.base import Executor, TransportContext
+from mcore_reshard.kernels.transports.gloo import GlooExecutor
 
 
 def connect(
@@ -17,3 +21,8 @@ def connect(
     store.set(f"up/{rank}", "")
     store.wait([f"up/{other}" for other in range(size)])
     return group
+
+
+def connecting(kind: Callable[..., GlooExecutor]) -> Callable[[TransportContext], Executor]:
+    """How a transport connects that runs `kind` in place of the gloo transport's executor."""
+    return lambda context: kind(context.group, context.bound, bucket_bytes=context.options.bucket_bytes)

@@ -16,20 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.gloo import connecting
 from helpers.handmade import HandTransfer, allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.ranks import Outcome, StoreProcess, run_ranks, store_process, values
 from numpy.typing import NDArray
 from torch.distributed import TCPStore
 
+from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, Waiting
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports import registry
-from mcore_reshard.kernels.transports.base import TransportContext
+from mcore_reshard.kernels.transports.base import StageReport, TransportContext, group_names, group_rank
 from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals, fetch
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
-from mcore_reshard.kernels.transports.pipeline import BucketMessage, StageReport, group_names, group_rank
 from mcore_reshard.kernels.transports.registry import TRANSPORT_VARIABLE
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, StridedBox
@@ -361,34 +362,34 @@ def test_versions_increase_and_agree() -> None:
 class NoisyWire(GlooExecutor):
     """Damages one byte of the third bucket, after its checksum was taken."""
 
-    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
-        super()._pack(step, message)
-        if self._bucket_messages.index(step) == 2:
+    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
+        super()._pack(bucket, message)
+        if self._buckets.index(bucket) == 2:
             message[-1] ^= 0x10
 
 
 class Killed(GlooExecutor):
     """Dies before its third bucket."""
 
-    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
-        if self._bucket_messages.index(step) == 2:
+    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
+        if self._buckets.index(bucket) == 2:
             os.kill(os.getpid(), 9)
-        super()._pack(step, message)
+        super()._pack(bucket, message)
 
 
 class Frozen(GlooExecutor):
     """Stops before its third bucket for longer than anyone waits."""
 
-    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
-        if self._bucket_messages.index(step) == 2:
+    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
+        if self._buckets.index(bucket) == 2:
             time.sleep(SHORT_S + 4)
-        super()._pack(step, message)
+        super()._pack(bucket, message)
 
 
 def register(kind: type[GlooExecutor]) -> None:
     """Of this process: what the transport "gloo-test" runs."""
     gloo = registry.resolve("gloo", "cpu")
-    registry.register(replace(gloo, name="gloo-test", connect=lambda context: kind(context.group, context.bound)))
+    registry.register(replace(gloo, name="gloo-test", connect=connecting(kind)))
 
 
 def with_bad_executor(
@@ -495,10 +496,10 @@ def test_a_rank_whose_transport_is_not_told_hears_of_a_failure_from_the_store() 
 class Slow(GlooExecutor):
     """Takes its time for the second bucket."""
 
-    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
-        if self._bucket_messages.index(step) == 1:
+    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
+        if self._buckets.index(bucket) == 1:
             time.sleep(1.0)
-        super()._pack(step, message)
+        super()._pack(bucket, message)
 
 
 def interrupted(rank: int, address: str) -> tuple[str, float]:

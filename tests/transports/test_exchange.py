@@ -15,7 +15,7 @@ from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
-from mcore_reshard.kernels.transports.rounds import ScratchBudget
+from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 
 NAMES = ("train:0", "train:1", "gen:0")
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch.distributed import TCPStore, is_initialized
 
 from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.errors import SessionError, Waiting
 from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
-from mcore_reshard.kernels.transports.pipeline import BucketMessage
 
 BUCKET_BYTES = 128
 
@@ -39,9 +39,9 @@ def refit_twice(
 ) -> tuple[dict[str, bytes], int]:
     schedule = schedule_of(transfers_of(seed, worlds), *member(rank, worlds), worlds)
     tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
-    bound = bind(schedule, tensors, bucket_bytes=BUCKET_BYTES)
+    bound = bind(schedule, tensors)
     group = connect(address, rank, sum(worlds))
-    running = executor(group, bound, slots=slots)
+    running = executor(group, bound, bucket_bytes=BUCKET_BYTES, slots=slots)
     assert running.scratch_bytes <= slots * (BUCKET_BYTES + 16)
     for _ in range(2):
         reports = running.run()
@@ -76,18 +76,18 @@ def test_executors_of_one_group_share_their_slots() -> None:
 class NoisyWire(GlooExecutor):
     """Damages one byte of the third bucket, after its checksum was taken."""
 
-    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
-        super()._pack(step, message)
-        if self._bucket_messages.index(step) == 2:
+    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
+        super()._pack(bucket, message)
+        if self._buckets.index(bucket) == 2:
             message[-1] ^= 0x10
 
 
 class LostBucket(GlooExecutor):
     """Sends its second bucket in the place of its first one."""
 
-    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
-        super()._pack(step, message)
-        message[12:16] = np.frombuffer(np.uint32(step.number + 1).tobytes(), np.uint8)
+    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
+        super()._pack(bucket, message)
+        message[12:16] = np.frombuffer(np.uint32(bucket.number + 1).tobytes(), np.uint8)
 
 
 def test_a_damaged_bucket_is_reported_by_its_receiver() -> None:
@@ -107,7 +107,7 @@ def test_a_bucket_in_anothers_place_is_reported_by_its_receiver() -> None:
 
 def with_bad_rank(rank: int, address: str, worlds: tuple[int, int], bad: int, how: str, timeout_s: float) -> None:
     schedule = schedule_of(transfers_of(1, worlds), *member(rank, worlds), worlds)
-    bound = bind(schedule, allocate(schedule, seed=0), bucket_bytes=BUCKET_BYTES)
+    bound = bind(schedule, allocate(schedule, seed=0))
     group = connect(address, rank, sum(worlds), timeout_s)
     if rank == bad:
         if how == "killed":
@@ -115,7 +115,7 @@ def with_bad_rank(rank: int, address: str, worlds: tuple[int, int], bad: int, ho
         time.sleep(2 * timeout_s)
         return
     try:
-        GlooExecutor(group, bound).run()
+        GlooExecutor(group, bound, bucket_bytes=BUCKET_BYTES).run()
     finally:
         group.close()
 

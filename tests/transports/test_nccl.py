@@ -24,7 +24,7 @@ from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
-from mcore_reshard.kernels.transports.rounds import ScratchBudget
+from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config

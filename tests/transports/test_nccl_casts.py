@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
-from mcore_reshard.kernels.transports.rounds import ScratchBudget
+from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 
 pytestmark = [
     pytest.mark.gpu,

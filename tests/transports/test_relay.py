@@ -20,7 +20,7 @@ from helpers.ranks import run_ranks, values
 from mcore_reshard.cli.main import main
 from mcore_reshard.kernels.errors import DeadlineError, Waiting
 from mcore_reshard.kernels.transports import relay as relaying
-from mcore_reshard.kernels.transports.pipeline import StageReport
+from mcore_reshard.kernels.transports.base import StageReport
 from mcore_reshard.kernels.transports.relay import RelayedExecutor
 from mcore_reshard.planner.plan.make_schedule import WAVES, relay_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
@@ -248,12 +248,12 @@ def failing_in_a_wave(number: int, address: str, part: str, wave: int) -> None:
         found = role(connect, context, waves)
         if waves[0].name == part:
             executor: Any = found.waves[wave]
-            start, last = executor._start, executor._bucket_messages[-1]
+            start, last = executor._start, executor._buckets[-1]
 
-            def failing_start(bucket_message: Any, slot: Any) -> Any:
-                if bucket_message is last:
+            def failing_start(bucket: Any, slot: Any) -> Any:
+                if bucket is last:
                     raise OSError("the wave is on fire")
-                return start(bucket_message, slot)
+                return start(bucket, slot)
 
             executor._start = failing_start
         return found

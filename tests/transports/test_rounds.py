@@ -14,23 +14,23 @@ from helpers.plans import Case
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
-from mcore_reshard.kernels.copies.buckets import ALIGNMENT
+from mcore_reshard.kernels.copies.buckets import cut_buckets
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.cuda.tiles import cut_tiles
-from mcore_reshard.kernels.transports.rounds import (
+from mcore_reshard.kernels.options import ALIGNMENT
+from mcore_reshard.kernels.transports.nccl.staging import (
     ByteRange,
     Division,
     PlacedMessage,
     Round,
     ScratchBudget,
-    contiguous_run,
+    contiguous_range,
     divide,
+    divided_rounds,
     peers_by_stage,
-    round_copies,
-    rounds,
     slot_bytes,
 )
 from mcore_reshard.planner.plan.make_schedule import schedule_of as planned_schedule
@@ -51,16 +51,17 @@ CASES: list[tuple[Worlds, int, ScratchBudget]] = [
 def session(
     transfers: list[Any], worlds: Worlds, budget: ScratchBudget, seed: int
 ) -> tuple[list[BoundSchedule], Division]:
-    """Every rank's program, bound as the executor binds it: first anyhow, then with the bucket size agreed on."""
+    """Every rank's bound schedule, and how all divide their scratch."""
     members = [("train", rank) for rank in range(worlds[0])] + [("gen", rank) for rank in range(worlds[1])]
     schedules = [schedule_of(transfers, world, rank, worlds) for world, rank in members]  # type: ignore[arg-type]
     tensors = [allocate(each, seed=seed if each.world == "train" else None) for each in schedules]
-    first = [bind(schedule, held) for schedule, held in zip(schedules, tensors, strict=True)]
-    division = divide(budget, [peers_by_stage(bound) for bound in first])
-    return [
-        bind(schedule, held, bucket_bytes=division.bucket_bytes)
-        for schedule, held in zip(schedules, tensors, strict=True)
-    ], division
+    bound_schedules = [bind(schedule, held) for schedule, held in zip(schedules, tensors, strict=True)]
+    return bound_schedules, divide(budget, list(map(peers_by_stage, schedules)))
+
+
+def rounds(bound: BoundSchedule, division: Division, *, in_place: list[bool] | None = None) -> tuple[Round, ...]:
+    buckets = cut_buckets(bound.schedule, division.bucket_bytes)
+    return divided_rounds(bound, buckets, division, in_place=in_place)
 
 
 def transfers_of(seed: int, worlds: Worlds) -> list[Any]:
@@ -99,7 +100,7 @@ def test_scratch_is_bounded_and_slots_are_reused_in_turn(worlds: Worlds, seed: i
             for placed in each.staged:
                 assert placed.slot_offset >= ends and placed.slot_offset % ALIGNMENT == 0
                 ends = placed.slot_offset + placed.message_bytes
-            assert all(placed.run is None for placed in each.placed_messages) or not budget.checksums
+            assert all(placed.in_tensor is None for placed in each.placed_messages) or not budget.checksums
 
 
 def test_scratch_grows_with_nothing_and_messages_shrink_with_peers() -> None:
@@ -131,14 +132,14 @@ def copies_of(*rows: tuple[int, int, int, int]) -> NDArray[np.void]:
 
 
 def test_a_bucket_is_one_run_only_where_its_bytes_are_neighbors_in_one_tensor() -> None:
-    assert contiguous_run(copies_of((3, 64, 0, 100)), sends=True) == ByteRange(3, 64)
-    assert contiguous_run(copies_of((3, 64, 0, 32), (3, 96, 32, 48)), sends=True) == ByteRange(3, 64)
-    assert contiguous_run(copies_of((3, 64, 0, 32), (3, 112, 32, 48)), sends=True) is None  # a gap in the tensor
-    assert contiguous_run(copies_of((3, 64, 0, 30), (3, 96, 32, 48)), sends=True) is None  # padding in the bucket
-    assert contiguous_run(copies_of((3, 64, 0, 32), (4, 96, 32, 48)), sends=True) is None
+    assert contiguous_range(copies_of((3, 64, 0, 100)), sends=True) == ByteRange(3, 64)
+    assert contiguous_range(copies_of((3, 64, 0, 32), (3, 96, 32, 48)), sends=True) == ByteRange(3, 64)
+    assert contiguous_range(copies_of((3, 64, 0, 32), (3, 112, 32, 48)), sends=True) is None  # a gap in the tensor
+    assert contiguous_range(copies_of((3, 64, 0, 30), (3, 96, 32, 48)), sends=True) is None  # padding in the bucket
+    assert contiguous_range(copies_of((3, 64, 0, 32), (4, 96, 32, 48)), sends=True) is None
     strided = copies_of((3, 64, 0, 32))
     strided["extents"][0, 2] = 2
-    assert contiguous_run(strided, sends=True) is None
+    assert contiguous_range(strided, sends=True) is None
 
 
 def check_delivered(transfers: list[Any], bound_schedules: list[BoundSchedule], worlds: Worlds) -> None:
@@ -191,15 +192,14 @@ class Device:
             return False
         each = self.found[index]
         for placed in each.staged:
-            bucket, peer_copies = placed.bucket_message.bucket, placed.bucket_message.peer_copies
             bases = [*map(byte_array, self.bound.tensors), self.message(each, placed)]
-            run_copies(peer_copies.copies[bucket.first_copy : bucket.stop_copy], bases)
+            run_copies(placed.bucket.copies, bases)
         (self.halves if self.sends else self.over).add(index)
         return True
 
     def message(self, each: Round, placed: PlacedMessage) -> NDArray[np.uint8]:
-        if placed.run is not None:
-            tensor, at = byte_array(self.bound.tensors[placed.run.tensor]), placed.run.offset
+        if placed.in_tensor is not None:
+            tensor, at = byte_array(self.bound.tensors[placed.in_tensor.tensor]), placed.in_tensor.offset
             return tensor[at : at + placed.message_bytes]
         return self.slots[each.stream, each.slot][placed.slot_offset :][: placed.message_bytes]
 
@@ -293,28 +293,25 @@ def program_bytes(schedules: list[Schedule]) -> int:
 def test_every_rank_of_a_plan_keeps_to_its_scratch_whatever_the_budget(case: Case) -> None:
     schedules = schedules_of(case.plan())
     tensors = [untouched(schedule) for schedule in schedules]
-    peers = [peers_by_stage(bind(schedule, held)) for schedule, held in zip(schedules, tensors, strict=True)]
+    peers = list(map(peers_by_stage, schedules))
     large = program_bytes(schedules) > 1 << 30  # where the small budgets make tens of thousands of rounds
     for budget in LARGE_BUDGETS if large else ODD_BUDGETS:
         division = divide(budget, peers)
         for in_place in (True, False):
             used = []
             for schedule, held in zip(schedules, tensors, strict=True):
-                bound = bind(schedule, held, bucket_bytes=division.bucket_bytes)
+                bound = bind(schedule, held)
                 found = rounds(bound, division, in_place=[in_place] * len(bound.tensors))
                 used.append(sum(slot_bytes(found).values()))
-                assert (
-                    sum(placed.bucket_message.bucket.nbytes for each in found for placed in each.placed_messages)
-                    >= bound.nbytes
-                )
-                assert in_place or all(placed.run is None for each in found for placed in each.placed_messages)
+                assert sum(placed.bucket.nbytes for each in found for placed in each.placed_messages) >= bound.nbytes
+                assert in_place or all(placed.in_tensor is None for each in found for placed in each.placed_messages)
             assert 0 < max(used) <= budget.scratch_bytes, (budget, used)
 
 
 @pytest.mark.parametrize("case", PLANS, ids=str)
 def test_a_budget_too_small_for_a_plan_is_refused_with_what_it_needs(case: Case) -> None:
     schedules = schedules_of(case.plan())
-    peers = [peers_by_stage(bind(schedule, untouched(schedule))) for schedule in schedules]
+    peers = list(map(peers_by_stage, schedules))
     for budget in ODD_BUDGETS:
         with pytest.raises(ValueError, match=r"^7 bytes of scratch are too few for .*: give at least \d+$") as caught:
             divide(replace(budget, scratch_bytes=7), peers)
@@ -360,7 +357,7 @@ def test_the_tables_that_the_gpu_walks_move_the_same_bytes(worlds: Worlds, seed:
         for each in device.found:
             slot = device.slots[each.stream, each.slot]
             bases = [*(tensor.data_ptr() for tensor in bound.tensors), slot.ctypes.data]
-            tiles = cut_tiles(round_copies(each), np.array(bases, np.uint64), 64)
+            tiles = cut_tiles(each.copies, np.array(bases, np.uint64), 64)
             peers = [(placed, division.members[each.stage][placed.member]) for placed in each.placed_messages]
             if device.sends:
                 walk(tiles)

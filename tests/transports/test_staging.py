@@ -10,7 +10,9 @@ from helpers.casting import held, moves_with_casts, pulls_with_casts, train_sche
 from helpers.handmade import HandTransfer, allocate, raw_bytes, schedule_of, source_table_of
 
 from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.copies.buckets import cut_buckets
 from mcore_reshard.kernels.copies.casts import compute_scales
+from mcore_reshard.kernels.copies.copy_table import joined
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.tensors import byte_array
@@ -18,14 +20,11 @@ from mcore_reshard.kernels.transports.direct.staging import (
     SLOTS,
     SlotPlan,
     divide_slots,
-    in_round,
-    joined,
     parted,
-    placed,
-    round_count,
-    staged,
 )
+from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
+from mcore_reshard.planner.plan.subset import with_peers
 
 
 def gen_schedule(transfers: list[HandTransfer], rank: int, worlds: tuple[int, int]) -> Schedule:
@@ -48,28 +47,29 @@ def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int
 
     gens = [gen_schedule(transfers, rank, worlds) for rank in range(worlds[1])]
     engines = [bind(gen, allocate(gen)) for gen in gens]
-    buckets = [
-        {
-            peer: staged(parted(gen)[1], peer, plan.bucket_bytes)
-            for peer, (plan, _) in enumerate(divided)
-            if gen.rank in plan.places
-        }
+    source_rounds = [in_rounds(of_reader) for _, of_reader in divided]
+    reader_rounds = [
+        in_rounds(
+            {
+                peer: cut_buckets(with_peers(parted(gen)[1], {peer}), plan.bucket_bytes)
+                for peer, (plan, _) in enumerate(divided)
+                if gen.rank in plan.places
+            }
+        )
         for gen in gens
     ]
     slots = [np.full(plan.slot_bytes, 0xDD, np.uint8) for plan, _ in divided]
-    for number in range(max(round_count(theirs) for _, theirs in divided)):
-        for bound, slot, (plan, theirs) in zip(train, slots, divided, strict=True):
+    for number in range(max(map(len, source_rounds))):
+        for bound, slot, (plan, _), rounds in zip(train, slots, divided, source_rounds, strict=True):
             bases = [*map(byte_array, bound.tensors), slot]
-            tables = [
-                placed(each, plan.places[peer], len(bases) - 1, sends=True)
-                for peer, each in in_round(theirs, number).items()
-            ]
+            together = rounds[number] if number < len(rounds) else ()
+            tables = [bucket.copies_at(len(bases) - 1, plan.places[bucket.peer]) for bucket in together]
             run_copies(joined(tables), bases, bound.casts)
-        for engine, mine in zip(engines, buckets, strict=True):
-            for peer, each in in_round(mine, number).items():
-                place = divided[peer][0].places[engine.schedule.rank]
-                bases = [*map(byte_array, engine.tensors), slots[peer]]
-                run_copies(placed(each, place, len(bases) - 1, sends=False), bases)
+        for engine, rounds in zip(engines, reader_rounds, strict=True):
+            for bucket in rounds[number] if number < len(rounds) else ():
+                place = divided[bucket.peer][0].places[engine.schedule.rank]
+                bases = [*map(byte_array, engine.tensors), slots[bucket.peer]]
+                run_copies(bucket.copies_at(len(bases) - 1, place), bases)
     for engine in engines:
         plain, _ = parted(engine.schedule)
         assert plain.source_table is not None
@@ -95,7 +95,9 @@ def test_rows_are_parted_alike_at_both_ends() -> None:
 
 def test_too_little_scratch_is_an_error() -> None:
     transfers = moves_with_casts(np.random.default_rng(0), (1, 3))
-    with pytest.raises(ValueError, match="95 bytes of scratch are too few to cast for"):
+    with pytest.raises(
+        ValueError, match=r"95 bytes of scratch are too few for 6 buckets \(3 peers, 2 slots\): give at least 96"
+    ):
         divide_slots(parted(train_schedule(transfers, 0, (1, 3)))[1], 95)
 
 

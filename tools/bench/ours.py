@@ -13,8 +13,7 @@ from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.options import Options as SessionOptions
 from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.transports.base import TransportContext
-from mcore_reshard.kernels.transports.pipeline import Executor
+from mcore_reshard.kernels.transports.base import Executor, TransportContext
 from mcore_reshard.kernels.transports.registry import AUTO, resolve
 from mcore_reshard.kernels.transports.relay import RelayedExecutor, relayed, unrelayed
 from mcore_reshard.planner.plan.make_schedule import schedule_of
@@ -94,7 +93,7 @@ def _prepared(rank: Rank, transport: str, connect: Callable[[TransportContext], 
             "misc_bytes": rank.plan.misc_bytes,
         }
         found["scratch_mb"] = round(executor.scratch_bytes / 1e6, 1)
-        if isinstance(table_bytes := getattr(executor, "table_bytes", None), int):  # not: several executors joined
+        if isinstance(table_bytes := getattr(executor, "table_bytes", None), int):  # not a MixedExecutor
             found["table_mb"] = round(table_bytes / 1e6, 1)
         return found
 
@@ -131,7 +130,7 @@ def _direct_with(options: Options, context: TransportContext) -> Executor:
 
 def _nccl_with(options: Options, context: TransportContext) -> Executor:
     from mcore_reshard.kernels.transports.nccl.executor import DEFAULT_COPY_CTAS, NcclExecutor
-    from mcore_reshard.kernels.transports.rounds import ScratchBudget
+    from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 
     usual = ScratchBudget()
     budget = ScratchBudget(

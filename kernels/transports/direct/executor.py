@@ -41,7 +41,7 @@ from mcore_reshard.kernels.errors import (
     Waiting,
 )
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
-from mcore_reshard.kernels.transports.pipeline import StageReport
+from mcore_reshard.kernels.transports.base import StageReport
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .options import DirectOptions

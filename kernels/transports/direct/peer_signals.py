@@ -13,8 +13,8 @@ from torch.distributed import DistStoreError, Store
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import DeadlineError, TransferError, Waiting
 from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
-from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.transports.pipeline import Message, group_names, group_rank, other_world
+from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup, GlooMessage
+from mcore_reshard.kernels.transports.base import group_names, group_rank, other_world
 from mcore_reshard.planner.plan.schedule import TransferTable, World
 
 _WORD = struct.Struct("<qq")  # the run it belongs to, and the word
@@ -38,7 +38,7 @@ class PeerSignals:
             group_names(schedule),
             timeout_s=timeout_s,
         )
-        self._posted: dict[int, tuple[torch.Tensor, Message]] = {}
+        self._posted: dict[int, tuple[torch.Tensor, GlooMessage]] = {}
         self._listen(self.peers)
 
     def tell(self, run: int, word: int, peers: Iterable[int] | None = None) -> None:

@@ -17,17 +17,20 @@ import torch
 from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
+from mcore_reshard.kernels.copies.copy_table import joined
 from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather, DeviceScales, device_scales
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
-from mcore_reshard.kernels.errors import ChecksumError, SessionError, Waiting
+from mcore_reshard.kernels.errors import ChecksumError, SessionError
+from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
-from mcore_reshard.planner.plan.subset import peers_of
+from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 from .options import DirectOptions
 from .peer_signals import PeerSignals, fetch
-from .staging import SLOTS, SlotPlan, Staged, divide_slots, in_round, joined, placed, round_count, staged
+from .staging import SLOTS, SlotPlan, divide_slots
 
 _SLOTS = "slots/"  # what a rank publishes of its slots, and of its events
 _TILE_BYTES = 128 << 10
@@ -47,8 +50,8 @@ class _Casting:
 class _Pulling:
     """A round of a reader."""
 
-    buckets: Mapping[int, Staged]  # by source
-    source: Sequence[int]  # of each copy
+    buckets: tuple[Bucket, ...]  # one for each source
+    bucket_of: Sequence[int]  # of each copy: index into buckets
     copies: DeviceCopies
 
 
@@ -121,22 +124,21 @@ class SlotSource:
         return peers
 
     def _bind_rounds(
-        self, bound: BoundSchedule, plan: SlotPlan, buckets: Mapping[int, Sequence[Staged]]
+        self, bound: BoundSchedule, plan: SlotPlan, buckets: Mapping[int, Sequence[Bucket]]
     ) -> list[_Casting]:
         device = self._slots[0].device
         own = [tensor.data_ptr() for tensor in bound.tensors]
         addresses = np.array(own + [slot.data_ptr() for slot in self._slots], np.uint64)
         computed: set[int] = set()
         rounds = []
-        for number in range(round_count(buckets)):
-            mine = in_round(buckets, number)
+        for number, together in enumerate(in_rounds(buckets)):
             base = len(own) + number % SLOTS
-            table = joined([placed(each, plan.places[peer], base, sends=True) for peer, each in mine.items()])
+            table = joined([bucket.copies_at(base, plan.places[bucket.peer]) for bucket in together])
             new = {*np.unique(table["src"]).tolist()} - computed
             computed |= new
             scales = device_scales({index: bound.casts[index] for index in sorted(new)}, bound.tensors, device)
             gather = DeviceGather(table, addresses, bound.casts, device, _CASTING_SHAPE, _TILE_BYTES)
-            rounds.append(_Casting(tuple(mine), scales, gather))
+            rounds.append(_Casting(tuple(bucket.peer for bucket in together), scales, gather))
         return rounds
 
 
@@ -168,7 +170,7 @@ class SlotReader:
         store.set(_SLOTS + bound.rank_name, json.dumps(word))
         addresses = [tensor.data_ptr() for tensor in bound.tensors]
         own = len(addresses)
-        buckets: dict[int, tuple[Staged, ...]] = {}
+        buckets: dict[int, tuple[Bucket, ...]] = {}
         places: dict[int, int] = {}
         for peer in sources:
             owner = bound.schedule.name_of("train", peer)
@@ -176,21 +178,22 @@ class SlotReader:
             plan = SlotPlan.from_json(said["plan"])
             self._cast[peer] = [open_event(text, device) for text in said["cast"]]
             addresses += mappings.addresses(Export.from_json(said["slots"]), map(str, range(SLOTS)), owner)
-            buckets[peer], places[peer] = staged(schedule, peer, plan.bucket_bytes), plan.places[schedule.rank]
+            buckets[peer] = cut_buckets(with_peers(schedule, {peer}), plan.bucket_bytes)
+            places[peer] = plan.places[schedule.rank]
         bases = np.array(addresses, np.uint64)
-        for number in range(round_count(buckets)):
-            mine = in_round(buckets, number)
+        for number, together in enumerate(in_rounds(buckets)):
+            bucket_of = np.repeat(np.arange(len(together)), [len(bucket.copies) for bucket in together])
+            source = np.array([bucket.peer for bucket in together])[bucket_of]
             tables = [
-                placed(each, places[peer], own + sources.index(peer) * SLOTS + number % SLOTS, sends=False)
-                for peer, each in mine.items()
+                bucket.copies_at(own + sources.index(bucket.peer) * SLOTS + number % SLOTS, places[bucket.peer])
+                for bucket in together
             ]
-            source = np.repeat(np.array([*mine], np.int64), [len(table) for table in tables])
             tiles = cut_tiles(joined(tables), bases, options.tile_bytes)
             # Tile by tile: readers drift apart from round to round, and two that read one source after the other would
             # come to read from the same one at all times.
             order = interleaved(source[tiles["copy"]], schedule.rank, together=1)
             copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
-            self._rounds.append(_Pulling(mine, source.tolist(), copies))
+            self._rounds.append(_Pulling(together, bucket_of.tolist(), copies))
 
     @property
     def table_bytes(self) -> int:
@@ -199,7 +202,7 @@ class SlotReader:
     def rounds(self, run: int) -> None:
         """Queue all pulls. Returns when they are queued."""
         for number, each in enumerate(self._rounds):
-            slot, peers = number % SLOTS, tuple(each.buckets)
+            slot, peers = number % SLOTS, tuple(bucket.peer for bucket in each.buckets)
             self._signals.hear(run, number, peers)
             for peer in peers:
                 self._stream.wait_event(self._cast[peer][slot])
@@ -211,15 +214,7 @@ class SlotReader:
         """Raise `ChecksumError` for bytes that were written otherwise than read. Everything queued must be done."""
         for each in self._rounds:
             for copy in each.copies.damaged().tolist():
-                peer = each.source[copy]
-                bucket, schedule = each.buckets[peer], self._bound.schedule
-                waiting = Waiting(
-                    self._bound.rank_name,
-                    schedule.name_of("train", peer),
-                    schedule.stages[bucket.stage].pp_stage,
-                    schedule.parameter_name(*bucket.parameter),
-                    sends=False,
-                )
+                waiting = each.buckets[each.bucket_of[copy]].waiting
                 raise ChecksumError(waiting, "other bytes were written than were read")
 
     def close(self) -> None:

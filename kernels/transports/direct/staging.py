@@ -1,14 +1,13 @@
 """Weights that are cast on the direct transport: what goes through slots at the source, in which round, and where.
 
 A reader cannot pull bytes that nobody has. So the source casts into a slot, the reader pulls from there, and the slot is
-cast into again; the whole model is never held twice. Round k of a source holds the k-th bucket of each of its readers:
+cast into again; the whole model is never held twice. A round of a source (see `rounds`) fills one slot:
 
     to gen:0  buckets a0 a1 a2        round 0, slot 0: a0 b0        slot 0 again: a2
     to gen:1  buckets b0 b1           round 1, slot 1: a1 b1
 
 The source says how large its buckets are and where in a slot those of each reader begin. Both ends then know the rest,
-since buckets depend on nothing else than the transfers. A reader takes round k of all its sources together. Round k of
-any rank waits for rounds before k alone, so no pattern of pairs deadlocks.
+since buckets depend on nothing else than the transfers. A reader takes round k of all its sources together.
 """
 
 from __future__ import annotations
@@ -22,24 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.bind import CopyExpander
-from mcore_reshard.kernels.copies.copy_table import COPY
+from mcore_reshard.kernels.copies.buckets import Bucket, aligned, cut_buckets
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.kernels.options import ALIGNMENT, MAX_BUCKET_BYTES
+from mcore_reshard.kernels.transports.rounds import bucket_bytes_within
 from mcore_reshard.planner.plan.schedule import Schedule, SourceTable, TransferTable
-from mcore_reshard.planner.plan.subset import peers_of, with_peers
+from mcore_reshard.planner.plan.subset import peers_of
 
 SLOTS = 2  # one is cast into while the other one is read
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A bucket that goes through a slot. In `copies` (dtype COPY) the slot is SCRATCH, and offsets those in the bucket."""
-
-    copies: NDArray[np.void]
-    nbytes: int
-    stage: int  # index into Schedule.stages
-    parameter: tuple[int, int]  # (transfer group, member) of the first transfer in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,54 +65,20 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
     return _rows(schedule, [~mask for mask in masks]), _rows(schedule, masks)
 
 
-def staged(schedule: Schedule, peer: int, bucket_bytes: int) -> tuple[Staged, ...]:
-    """The buckets between this rank and one peer, in the order of their rounds."""
-    sends = schedule.world == "train"
-    schedule = with_peers(schedule, {peer})
-    recipes = CopyExpander(schedule, bucket_bytes)
-    return tuple(
-        Staged(peer_copies.copies[bucket.first_copy : bucket.stop_copy], bucket.nbytes, index, bucket.parameter)
-        for index, stage in enumerate(schedule.stages)
-        for peer_copies in recipes.peer_copies(stage.sends if sends else stage.recvs, sends=sends)
-        for bucket in peer_copies.buckets
-    )
-
-
-def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict[int, tuple[Staged, ...]]]:
+def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict[int, tuple[Bucket, ...]]]:
     """How a source uses at most `scratch_bytes`, and the buckets of each reader. `schedule` has casts alone.
 
     Raises ValueError if less than one element would fit.
     """
     peers = sorted(peers_of(schedule))
-    bucket_bytes = min(scratch_bytes // SLOTS // max(1, len(peers)) // ALIGNMENT * ALIGNMENT, MAX_BUCKET_BYTES)
-    if bucket_bytes < ALIGNMENT:
-        raise ValueError(f"{scratch_bytes} bytes of scratch are too few to cast for {len(peers)} readers")
-    buckets = {peer: staged(schedule, peer, bucket_bytes) for peer in peers}
-    largest = [-(-max(bucket.nbytes for bucket in buckets[peer]) // ALIGNMENT) * ALIGNMENT for peer in peers]
-    places = (np.cumsum(largest) - largest).tolist() if peers else []
-    return SlotPlan(bucket_bytes, sum(largest), dict(zip(peers, places, strict=True))), buckets
-
-
-def round_count(buckets: Mapping[int, Sequence[Staged]]) -> int:
-    return max(map(len, buckets.values()), default=0)
-
-
-def in_round(buckets: Mapping[int, Sequence[Staged]], number: int) -> dict[int, Staged]:
-    """The buckets of a round, by peer."""
-    return {peer: of_peer[number] for peer, of_peer in buckets.items() if number < len(of_peer)}
-
-
-def placed(bucket: Staged, place: int, base: int, *, sends: bool) -> NDArray[np.void]:
-    """The copies of a bucket that begins at `place` of a slot, which is base `base`."""
-    copies = bucket.copies.copy()
-    slot = "dst" if sends else "src"
-    copies[slot] = base
-    copies[slot + "_offset"] += place
-    return copies
-
-
-def joined(tables: Sequence[NDArray[np.void]]) -> NDArray[np.void]:
-    return np.concatenate(tables) if tables else np.empty(0, COPY)
+    if not peers:
+        return SlotPlan(0, 0, {}), {}
+    bucket_bytes = bucket_bytes_within(scratch_bytes, len(peers), SLOTS)
+    buckets = cut_buckets(schedule, bucket_bytes)
+    of_peer = {peer: tuple(bucket for bucket in buckets if bucket.peer == peer) for peer in peers}
+    largest = [aligned(max((bucket.nbytes for bucket in of_peer[peer]), default=0)) for peer in peers]
+    places = (np.cumsum(largest) - largest).tolist()
+    return SlotPlan(bucket_bytes, sum(largest), dict(zip(peers, places, strict=True))), of_peer
 
 
 def _rows(schedule: Schedule, masks: Sequence[NDArray[np.bool_]]) -> Schedule:

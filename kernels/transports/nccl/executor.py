@@ -26,26 +26,25 @@ import numpy as np
 import torch
 from torch.distributed import Store
 
-from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError
-from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
-from mcore_reshard.kernels.transports.pipeline import StageClock, StageReport, group_names, group_rank, other_world
-from mcore_reshard.kernels.transports.rounds import (
+from mcore_reshard.kernels.transports.base import StageClock, StageReport, group_names, group_rank, peer_group_rank
+
+from .communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
+from .staging import (
     DIGEST_BYTES,
     Division,
     PlacedMessage,
     Round,
     ScratchBudget,
     divide,
+    divided_rounds,
     peers_by_stage,
-    round_copies,
-    rounds,
     slot_bytes,
 )
-
-from .communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
 
 if TYPE_CHECKING:
     from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather, DeviceScales
@@ -84,6 +83,7 @@ class NcclExecutor:
         self._store_exchange = StoreExchange(
             store, group_rank(schedule, schedule.world, schedule.rank), group_names(schedule), timeout_s=timeout_s
         )
+        self._bound = bound
         self._device = bound.device or torch.device("cpu")
         self._sends = schedule.world == "train"
         self._runs = 0
@@ -95,15 +95,12 @@ class NcclExecutor:
         self._scales: DeviceScales | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         try:
-            division = self._agreed(bound, budget)
-            self._bound = bind(
-                schedule,
-                bound.by_name,
-                bucket_bytes=division.bucket_bytes,
-            )
-            if any(stage.peer_copies for stage in self._bound.stages):
+            self._division = self._agreed(bound, budget)
+            buckets = cut_buckets(schedule, self._division.bucket_bytes)
+            self._clock = StageClock(bound, buckets)
+            if buckets:
                 with torch.cuda.device(self._device):
-                    self._prepare(division, copy_ctas)
+                    self._prepare(buckets, copy_ctas)
         except BaseException:
             self._store_exchange.give_up()
             self.close()
@@ -123,7 +120,7 @@ class NcclExecutor:
     @property
     def bucket_bytes(self) -> int:
         """The largest message, as all ranks agreed."""
-        return self._bound.bucket_bytes
+        return self._division.bucket_bytes
 
     @property
     def round_count(self) -> int:
@@ -137,12 +134,12 @@ class NcclExecutor:
         if self._closed:
             raise SessionError(f"{self._bound.rank_name}: the nccl transport has been closed")
         self._runs += 1
-        clock = StageClock(len(self._bound.stages))
+        self._clock.reset()
         with self._gives_up_on_error():
             if self._rounds:
                 with torch.cuda.device(self._device):
-                    self._run(clock)
-        return clock.reports(self._bound)
+                    self._run()
+        return self._clock.reports()
 
     def close(self) -> None:
         """Abort all communicators and free scratch. May be called twice."""
@@ -165,15 +162,16 @@ class NcclExecutor:
         for slot in slots.values():
             slot.free()
 
-    def _prepare(self, division: Division, copy_ctas: int) -> None:
+    def _prepare(self, buckets: Sequence[Bucket], copy_ctas: int) -> None:
         from mcore_reshard.kernels.cuda.cast_kernel import device_scales
         from mcore_reshard.kernels.cuda.device_memory import PlainBuffer, is_plain
 
-        planned = rounds(self._bound, division, in_place=[is_plain(tensor) for tensor in self._bound.tensors])
+        division, in_place = self._division, [is_plain(tensor) for tensor in self._bound.tensors]
+        planned = divided_rounds(self._bound, buckets, division, in_place=in_place)
         for place, nbytes in slot_bytes(planned).items():
             self._slots[place] = PlainBuffer(nbytes)
-        buckets = sum(len(each.placed_messages) for each in planned) if division.checksums else 0
-        self._damaged = torch.zeros(buckets, dtype=torch.bool, device=self._device)
+        checked = len(buckets) if division.checksums else 0
+        self._damaged = torch.zeros(checked, dtype=torch.bool, device=self._device)
         self._over = torch.zeros(len(planned), dtype=torch.uint8, pin_memory=True)  # 1: the round is; the device writes
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
         self._connect(division, planned)
@@ -182,13 +180,13 @@ class NcclExecutor:
         torch.cuda.synchronize(self._device)
         self._graph = self._captured()
 
-    def _run(self, clock: StageClock) -> None:
+    def _run(self) -> None:
         assert self._graph is not None
         over = self._over.zero_().numpy()
         stages = np.array([each.round.stage for each in self._rounds])
         under_way = {stage: stages == stage for stage in np.unique(stages).tolist()}
         for stage in under_way:
-            clock.started(stage)
+            self._clock.started(stage)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # of its own: other transports may be at work on the caller's
             if self._scales is not None:
@@ -199,7 +197,7 @@ class NcclExecutor:
         def reached() -> bool:
             done = self._done.query()
             for stage in [stage for stage, mine in under_way.items() if over[mine].all()]:
-                clock.finished(stage)
+                self._clock.finished(stage)
                 del under_way[stage]
             return done
 
@@ -267,16 +265,16 @@ class NcclExecutor:
 
     def _exchange(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
         communicator = self._links[each.round.stage, each.round.stream].communicator
-        waiting = each.round.placed_messages[0].bucket_message.waiting
+        waiting = each.round.placed_messages[0].bucket.waiting
         communicator.start(each.messages, stream, waiting)
         self._until(lambda: communicator.is_idle(waiting), lambda: each.round, _START_S)
 
     def _check_digests(self) -> None:
         placed_messages = [placed for each in self._rounds for placed in each.round.placed_messages]
         for number in torch.nonzero(self._damaged).reshape(-1).tolist():
-            bucket_message = placed_messages[number].bucket_message
+            bucket = placed_messages[number].bucket
             raise ChecksumError(
-                bucket_message.waiting, f"bucket {bucket_message.number} arrived with other bytes than it was sent with"
+                bucket.waiting, f"bucket {bucket.number} arrived with other bytes than it was sent with"
             )
 
     def _until(
@@ -299,7 +297,7 @@ class NcclExecutor:
                 started, awaited = now, here
             if now > look:
                 look = now + _LOOK_S
-                waiting = awaited.placed_messages[0].bucket_message.waiting
+                waiting = awaited.placed_messages[0].bucket.waiting
                 if who := self._store_exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
                     raise PeerLostError(waiting, f"{who} gave up")
                 for link in self._links.values():
@@ -312,13 +310,10 @@ class NcclExecutor:
         """The error that names, of the peers in a round, one that does not wait itself."""
         schedule = self._bound.schedule
         by_peer = {
-            group_rank(
-                schedule, other_world(schedule.world), placed.bucket_message.peer_copies.peer
-            ): placed.bucket_message.waiting
-            for placed in where.placed_messages
+            peer_group_rank(schedule, placed.bucket.peer): placed.bucket.waiting for placed in where.placed_messages
         }
         silent = self._store_exchange.silent(f"run-{self._runs}", list(by_peer))
-        waiting = by_peer[silent[0]] if silent else where.placed_messages[0].bucket_message.waiting
+        waiting = by_peer[silent[0]] if silent else where.placed_messages[0].bucket.waiting
         return DeadlineError(waiting, f"nothing within {self._timeout_s:g} s")
 
     @contextmanager
@@ -331,7 +326,7 @@ class NcclExecutor:
             raise
 
     def _agreed(self, bound: BoundSchedule, budget: ScratchBudget) -> Division:
-        word = {"peers": sorted(peers_by_stage(bound).items()), "budget": repr(budget)}
+        word = {"peers": sorted(peers_by_stage(bound.schedule).items()), "budget": repr(budget)}
         words = self._store_exchange.gather("word", word)
         if len(budgets := sorted({said["budget"] for said in words})) > 1:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}")
@@ -352,7 +347,7 @@ class NcclExecutor:
             members, topic = division.members[stage], f"id/{stage}/{stream}"
             if me == members[0]:
                 self._store_exchange.publish(topic, new_unique_id())
-            waiting = firsts[stage].placed_messages[0].bucket_message.waiting
+            waiting = firsts[stage].placed_messages[0].bucket.waiting
             communicator = NcclCommunicator(self._store_exchange.read(topic), members.index(me), len(members), waiting)
             self._links[stage, stream] = _Link(communicator, *pairs[stream])
         for place in places:
@@ -365,12 +360,12 @@ class NcclExecutor:
                 NcclMessage(warm[number], placed.member, self._sends)
                 for number, placed in enumerate(first.placed_messages)
             ]
-            link.communicator.start(messages, link.wire, first.placed_messages[0].bucket_message.waiting)
+            link.communicator.start(messages, link.wire, first.placed_messages[0].bucket.waiting)
             self._settle(link, first)
             self._until(link.wire.record_event().query, lambda first=first: first)  # type: ignore[misc]
 
     def _settle(self, link: _Link, where: Round) -> None:
-        waiting = where.placed_messages[0].bucket_message.waiting
+        waiting = where.placed_messages[0].bucket.waiting
         self._until(lambda: link.communicator.is_idle(waiting), lambda: where)
 
     def _bind_rounds(self, planned: Sequence[Round], division: Division, copy_ctas: int) -> tuple[_DeviceRound, ...]:
@@ -382,7 +377,7 @@ class NcclExecutor:
         numbered = 0
         for each in planned:
             slot = self._slots[each.stream, each.slot].tensor
-            table = round_copies(each)
+            table = each.copies
             copies = None
             if len(table):
                 bases = np.array([*addresses, slot.data_ptr()], np.uint64)
@@ -397,9 +392,11 @@ class NcclExecutor:
         return tuple(bound)
 
     def _payload(self, placed: PlacedMessage, slot: torch.Tensor) -> torch.Tensor:
-        if placed.run is None:
+        if placed.in_tensor is None:
             return slot[placed.slot_offset :][: placed.message_bytes]
-        return byte_view(self._bound.tensors[placed.run.tensor])[placed.run.offset :][: placed.message_bytes]
+        return byte_view(self._bound.tensors[placed.in_tensor.tensor])[placed.in_tensor.offset :][
+            : placed.message_bytes
+        ]
 
     def _drained(self) -> bool:
         """Whether the last run has ended on the device, after a moment."""
@@ -438,4 +435,4 @@ def _on_device(reached: Callable[[], bool], awaited: Round) -> bool:
     except RefitError:
         raise
     except RuntimeError as error:
-        raise NcclError(awaited.placed_messages[0].bucket_message.waiting, f"the device failed: {error}") from error
+        raise NcclError(awaited.placed_messages[0].bucket.waiting, f"the device failed: {error}") from error

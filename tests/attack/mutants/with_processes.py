@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers.gloo import connecting
 from helpers.handmade import allocate
 from helpers.plans import Case
 from helpers.ranks import Outcome, run_ranks
 from numpy.typing import NDArray
 
+from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.gloo import DEFAULT_SLOTS, GlooExecutor
-from mcore_reshard.kernels.transports.pipeline import BucketMessage
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
@@ -74,8 +75,7 @@ class Rank:
         schedule = schedule_of(self.plan, world, self.number)
         self.tensors = allocate(schedule, seed=1) if self.train else allocate(schedule)
         gloo = registry.resolve("gloo", "cpu")
-        made = self.executor
-        registry.register(replace(gloo, name="gloo-mutant", connect=lambda context: made(context.group, context.bound)))
+        registry.register(replace(gloo, name="gloo-mutant", connect=connecting(self.executor)))
         common: dict[str, Any] = {
             "store": address,
             "options": Options(transport="gloo-mutant", bucket_bytes=self.bucket_bytes, timeout_s=TIMEOUT_S),
@@ -191,9 +191,9 @@ def _(rank: Rank) -> None:
 class Misnumbered(GlooExecutor):
     """Sends its second bucket under the number of its first."""
 
-    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
-        super()._pack(step, message)
-        if self._bucket_messages.index(step) == 1:
+    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
+        super()._pack(bucket, message)
+        if self._buckets.index(bucket) == 1:
             message[12:16] = 0
 
 
@@ -202,24 +202,24 @@ class Reversed(GlooExecutor):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._bucket_messages: tuple[BucketMessage, ...] = self._bucket_messages[::-1]
+        self._buckets: tuple[Bucket, ...] = self._buckets[::-1]
 
 
 class Hasty(GlooExecutor):
     """Unpacks while the bucket may still be arriving."""
 
-    def _finish(self, step: BucketMessage, slot: torch.Tensor, message: Any, clock: Any) -> None:
+    def _finish(self, bucket: Bucket, slot: torch.Tensor, message: Any) -> None:
         slot.zero_()
-        self._unpack(step, slot[: 16 + step.bucket.nbytes].numpy())
-        super()._finish(step, slot, message, clock)
+        self._unpack(bucket, slot[: 16 + bucket.nbytes].numpy())
+        super()._finish(bucket, slot, message)
 
 
 class Overwriting(GlooExecutor):
     """Packs the next bucket into the memory of the one in flight."""
 
-    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
-        super()._pack(step, message)
-        if self._bucket_messages.index(step) == 1:
+    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
+        super()._pack(bucket, message)
+        if self._buckets.index(bucket) == 1:
             message[16:] = ~message[16:]
 
 
@@ -286,9 +286,9 @@ def _(rank: Rank) -> None:
 class Training(GlooExecutor):
     """Steps the optimizer while buckets are still being packed."""
 
-    def _pack(self, step: BucketMessage, message: NDArray[np.uint8]) -> None:
-        super()._pack(step, message)
-        if self._bucket_messages.index(step) == 1:
+    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
+        super()._pack(bucket, message)
+        if self._buckets.index(bucket) == 1:
             for tensor in self._bound.tensors:
                 tensor.view(torch.int16).add_(1)
 

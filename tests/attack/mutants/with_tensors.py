@@ -12,14 +12,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from helpers.deliver import deliver
 from helpers.golden import differences
 from helpers.handmade import allocate
 from helpers.plans import Case
 
-from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
-from mcore_reshard.kernels.copies.cpu import run_copies
-from mcore_reshard.kernels.copies.tensors import byte_array
+from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import BindError, StaleTensorError
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.geometry import LocalTensor
 from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.model.parameters import Role
@@ -210,9 +210,8 @@ goes_stale(22, "an engine tensor is gone", lambda name, tensors: tensors.__delit
 
 def exceeds(bug: int, what: str, bucket_bytes: int) -> None:
     def refused() -> Rejection | None:
-        schedule = schedule_of(LLAMA.plan(), "gen", 0)
         try:
-            bind(schedule, allocate(schedule), bucket_bytes=bucket_bytes)
+            Options(bucket_bytes=bucket_bytes)
         except ValueError as error:
             return Rejection("limits", "ValueError", "all parameters", "gen:0", str(error))
         return None
@@ -302,21 +301,6 @@ golden_shows(
 )
 
 # --- aliases
-
-
-def deliver(trainers: list[BoundSchedule], engine: BoundSchedule) -> None:
-    """One refit of one engine rank, bucket by bucket, without a network."""
-    scratch = np.empty(engine.bucket_bytes, np.uint8)
-    for stage, received in enumerate(engine.stages):
-        for peer_copies in received.peer_copies:
-            sender = trainers[peer_copies.peer]
-            (out,) = (o for o in sender.stages[stage].peer_copies if o.sends and o.peer == engine.schedule.rank)
-            for sent, wanted in zip(out.buckets, peer_copies.buckets, strict=True):
-                run_copies(out.copies[sent.first_copy : sent.stop_copy], [*map(byte_array, sender.tensors), scratch])
-                run_copies(
-                    peer_copies.copies[wanted.first_copy : wanted.stop_copy],
-                    [*map(byte_array, engine.tensors), scratch],
-                )
 
 
 def _aliased() -> Rejection | None:

@@ -15,9 +15,9 @@ from torch.distributed import PrefixStore, TCPStore
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.transports.base import StageReport, merged_reports
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
-from mcore_reshard.kernels.transports.joined import JoinedExecutor, merged
-from mcore_reshard.kernels.transports.pipeline import StageReport
+from mcore_reshard.kernels.transports.mixed import MixedExecutor
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 WORLDS = (3, 2)
@@ -28,7 +28,7 @@ def seat(rank: int) -> tuple[Any, int]:
     return ("train", rank) if rank < WORLDS[0] else ("gen", rank - WORLDS[0])
 
 
-def joined(rank: int, address: str, timeout_s: float) -> tuple[JoinedExecutor, Any, int]:
+def both_halves(rank: int, address: str, timeout_s: float) -> tuple[MixedExecutor, Any, int]:
     """A rank's two halves: pairs of even sum go by one group, those of odd sum by another."""
     host, port = address.split(":")
     world, number = seat(rank)
@@ -39,12 +39,12 @@ def joined(rank: int, address: str, timeout_s: float) -> tuple[JoinedExecutor, A
         store = PrefixStore(f"part-{turn}", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
         group = GlooGroup(store, rank, list(map(str, range(sum(WORLDS)))), timeout_s=timeout_s)
         part = with_peers(schedule, {peer for peer in peers_of(schedule) if (peer + number) % 2 == turn})
-        parts.append(GlooExecutor(group, bind(part, tensors, bucket_bytes=128)))
-    return JoinedExecutor(parts, None), tensors, bind(schedule, tensors).nbytes
+        parts.append(GlooExecutor(group, bind(part, tensors), bucket_bytes=128))
+    return MixedExecutor(parts, None), tensors, bind(schedule, tensors).nbytes
 
 
 def refit_twice(rank: int, address: str) -> dict[str, bytes]:
-    executor, tensors, nbytes = joined(rank, address, 20.0)
+    executor, tensors, nbytes = both_halves(rank, address, 20.0)
     for _ in range(2):
         reports = executor.run()
     assert [report.pp_stage for report in reports] == [0, 1, 2]
@@ -64,7 +64,7 @@ def test_two_transports_together_deliver_every_byte() -> None:
 
 
 def without_one(rank: int, address: str) -> None:
-    executor, _, _ = joined(rank, address, 5.0)
+    executor, _, _ = both_halves(rank, address, 5.0)
     if rank:
         executor.run()
 
@@ -100,12 +100,12 @@ def test_the_first_failure_is_the_refits_also_where_it_makes_the_other_part_fail
     failed, errors = Event(), [OSError("cause"), ValueError("consequence")]
     parts = [Told(failed, error, later=bool(n)) for n, error in enumerate(errors)]
     with pytest.raises(OSError, match="cause"):
-        JoinedExecutor(parts[::-1] if later else parts, None).run()
+        MixedExecutor(parts[::-1] if later else parts, None).run()
 
 
 def test_reports_of_parts_add_up() -> None:
     one = (StageReport(0, 3, 1, 100, 0.5), StageReport(1, 0, 0, 0, 0.0))
     two = (StageReport(0, 4, 2, 50, 0.25), StageReport(1, 1, 1, 8, 0.125))
-    assert merged([one, two]) == (StageReport(0, 7, 3, 150, 0.5), StageReport(1, 1, 1, 8, 0.125))
+    assert merged_reports([one, two]) == (StageReport(0, 7, 3, 150, 0.5), StageReport(1, 1, 1, 8, 0.125))
     with pytest.raises(ValueError, match="zip"):
-        merged([one, two[:1]])
+        merged_reports([one, two[:1]])

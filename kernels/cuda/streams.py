@@ -1,0 +1,29 @@
+"""CUDA streams of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def in_callers_context(work: Callable[[], T], device: torch.device | None) -> Callable[[], T]:
+    """`work` for another thread, with the caller's inference mode and its current stream on `device` if that is a GPU.
+
+    torch keeps both for each thread apart.
+    """
+    inference = torch.is_inference_mode_enabled()
+    stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
+
+    def in_other_thread() -> T:
+        with torch.inference_mode(inference):
+            if stream is None:
+                return work()
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                stream.query()  # any call of the runtime: it gives a new thread its context, the driver's functions do not
+                return work()
+
+    return in_other_thread

@@ -1,0 +1,190 @@
+"""How the nccl transport fits a refit into bounded scratch: plain numbers, no device.
+
+A round (see `rounds`) is one group of NCCL messages. Its number and its stage decide on which stream it goes. A stream
+has at least two slots, so that one bucket is packed or unpacked while another is on the wire. Where there are fewer
+stages than streams, the rounds of a stage take several in turn: with one, NCCL uses half of its channels for messages of
+this size, and the wire idles between two rounds (four H200s: 297 GB/s; with two, 321).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.buckets import Bucket, aligned
+from mcore_reshard.kernels.copies.copy_table import SCRATCH, joined
+from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
+from mcore_reshard.kernels.transports.base import peer_group_rank
+from mcore_reshard.kernels.transports.rounds import bucket_bytes_within, stage_rounds
+from mcore_reshard.planner.plan.schedule import Schedule
+
+DIGEST_BYTES = 16  # after each bucket, where buckets are checked
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchBudget:
+    """What every rank may use; equal on all ranks."""
+
+    scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory, per rank
+    streams: int = 2  # rounds that are on the wire at the same time
+    slots: int = 2  # rounds of one stream that are under way at the same time
+    checksums: bool = False
+
+    def __post_init__(self) -> None:
+        if self.streams < 1 or self.slots < 2:
+            raise ValueError(f"at least one stream of two slots is needed to overlap packing with the wire: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How scratch is divided among stages and peers; a function of what all ranks said, so equal on all of them."""
+
+    bucket_bytes: int
+    slots: int  # per stream
+    checksums: bool
+    streams: Mapping[int, tuple[int, ...]]  # stage index -> its streams, which its rounds take in turn
+    members: Mapping[int, tuple[int, ...]]  # stage index -> group ranks in its communicators, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Where a whole bucket lies in one piece: bytes of a bound tensor."""
+
+    tensor: int  # index into BoundSchedule.tensors
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedMessage:
+    """One bucket in its round, from or into either a place in the slot or, without a copy, a tensor."""
+
+    bucket: Bucket
+    member: int  # the peer's rank in the stage's communicators
+    message_bytes: int
+    in_tensor: ByteRange | None
+    slot_offset: int  # unused where the bucket lies in a tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a rank sends and receives in one group of messages."""
+
+    stage: int  # index into BoundSchedule.stages
+    number: int
+    stream: int
+    slot: int  # of the stream
+    after: int | None  # index of the round that leaves the slot to this one
+    placed_messages: tuple[PlacedMessage, ...]
+
+    @property
+    def staged(self) -> tuple[PlacedMessage, ...]:
+        return tuple(placed for placed in self.placed_messages if placed.in_tensor is None)
+
+    @property
+    def slot_bytes(self) -> int:
+        return max((placed.slot_offset + aligned(placed.message_bytes) for placed in self.staged), default=0)
+
+    @property
+    def copies(self) -> NDArray[np.void]:
+        """The copies (dtype COPY) between tensors and the round's slot, which is their SCRATCH."""
+        return joined([placed.bucket.copies_at(SCRATCH, placed.slot_offset) for placed in self.staged])
+
+
+def peers_by_stage(schedule: Schedule) -> dict[int, int]:
+    """Stage index -> number of peers that bytes pass to or from; stages without any are left out.
+
+    Each rank tells the others this of itself.
+    """
+    peers = {
+        index: sum(len(np.unique(table.peer[table.nbytes > 0])) for table in (stage.sends, stage.recvs))
+        for index, stage in enumerate(schedule.stages)
+    }
+    return {index: count for index, count in peers.items() if count}
+
+
+def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Division:
+    """Divide scratch so that the rank with the most peers fits. `peers[r]` is the `peers_by_stage` of group rank `r`.
+
+    2 streams of 2 slots, at most 4 peers, 512 MiB: buckets of 32 MiB. A slot then has a place for a bucket of every
+    peer of any stage, so no rank needs more than the budget, whatever its rounds are. Raises ValueError if less than
+    one element fits.
+    """
+    members = {
+        stage: tuple(rank for rank, of_rank in enumerate(peers) if of_rank.get(stage))
+        for stage in sorted({stage for of_rank in peers for stage, count in of_rank.items() if count})
+    }
+    streams = {
+        stage: tuple(range(turn, budget.streams, len(members))) or (turn % budget.streams,)
+        for turn, stage in enumerate(members)
+    }
+    most_peers = max((count for of_rank in peers for count in of_rank.values()), default=1)
+    bucket_bytes = bucket_bytes_within(
+        budget.scratch_bytes, most_peers, budget.streams * budget.slots, DIGEST_BYTES if budget.checksums else 0
+    )
+    return Division(bucket_bytes, budget.slots, budget.checksums, streams, members)
+
+
+def divided_rounds(
+    bound: BoundSchedule, buckets: Sequence[Bucket], division: Division, *, in_place: Sequence[bool] | None = None
+) -> tuple[Round, ...]:
+    """The rank's rounds in the order of the session. `buckets` are cut to the division's size.
+
+    `in_place` [tensors] says which tensors messages may leave or enter without a copy; by default all.
+    """
+    rounds: list[Round] = []
+    on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
+    for each in sorted(stage_rounds(bound.schedule, buckets), key=lambda each: (each.number, each.stage)):
+        streams = division.streams[each.stage]
+        stream = streams[each.number % len(streams)]
+        earlier = on_stream.setdefault(stream, [])
+        after = earlier[-division.slots] if len(earlier) >= division.slots else None
+        messages = _placed_messages(bound, division, each.buckets, in_place)
+        earlier.append(len(rounds))
+        rounds.append(Round(each.stage, each.number, stream, (len(earlier) - 1) % division.slots, after, messages))
+    return tuple(rounds)
+
+
+def _placed_messages(
+    bound: BoundSchedule, division: Division, buckets: Sequence[Bucket], in_place: Sequence[bool] | None
+) -> tuple[PlacedMessage, ...]:
+    members = division.members[buckets[0].stage]
+    messages: list[PlacedMessage] = []
+    slot_offset = 0
+    for bucket in buckets:
+        casts = bucket.sends and bool(bound.casts) and bool(np.isin(bucket.copies["src"], [*bound.casts]).any())
+        in_tensor = None if division.checksums or casts else contiguous_range(bucket.copies, sends=bucket.sends)
+        if in_tensor is not None and in_place is not None and not in_place[in_tensor.tensor]:
+            in_tensor = None
+        message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if division.checksums else bucket.nbytes
+        member = members.index(peer_group_rank(bound.schedule, bucket.peer))
+        messages.append(PlacedMessage(bucket, member, message_bytes, in_tensor, slot_offset))
+        if in_tensor is None:
+            slot_offset += aligned(message_bytes)
+    return tuple(messages)
+
+
+def contiguous_range(copies: NDArray[np.void], *, sends: bool) -> ByteRange | None:
+    """The bytes of a tensor that a bucket holds, if they lie in one piece, with nothing between the segments."""
+    local, scratch = ("src", "dst") if sends else ("dst", "src")
+    rows = copies["row_bytes"]
+    offsets, places = copies[local + "_offset"], copies[scratch + "_offset"]
+    whole = (
+        bool((copies["extents"] == 1).all())
+        and bool((copies[local] == copies[local][0]).all())
+        and bool((offsets - places == offsets[0]).all())
+        and np.array_equal(places, np.cumsum(rows) - rows)
+    )
+    return ByteRange(int(copies[local][0]), int(offsets[0])) if whole else None
+
+
+def slot_bytes(rounds: Sequence[Round]) -> dict[tuple[int, int], int]:
+    """(stream, slot) -> bytes: the largest round that goes through it."""
+    needed: dict[tuple[int, int], int] = {}
+    for each in rounds:
+        place = each.stream, each.slot
+        needed[place] = max(needed.get(place, 0), each.slot_bytes)
+    return needed

@@ -1,0 +1,35 @@
+"""A refit of one engine rank without a network: every bucket is packed at its source and unpacked, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.buckets import cut_buckets
+from mcore_reshard.kernels.copies.casts import compute_scales
+from mcore_reshard.kernels.copies.cpu import run_copies
+from mcore_reshard.kernels.copies.tensors import byte_array
+
+
+def deliver(trainers: Sequence[BoundSchedule], engine: BoundSchedule, bucket_bytes: int = 1 << 20) -> None:
+    """Everything the engine rank receives. Both ends must agree on every bucket; what no copy writes is poison."""
+    rank = engine.schedule.rank
+    sent = {
+        (source, bucket.stage, bucket.number): bucket
+        for source, trainer in enumerate(trainers)
+        for bucket in cut_buckets(trainer.schedule, bucket_bytes)
+        if bucket.peer == rank
+    }
+    for trainer in trainers:
+        compute_scales(trainer.casts, trainer.tensors)
+    for wanted in cut_buckets(engine.schedule, bucket_bytes):
+        bucket, trainer = sent.pop((wanted.peer, wanted.stage, wanted.number)), trainers[wanted.peer]
+        assert bucket.sends and not wanted.sends
+        assert 0 < bucket.nbytes == wanted.nbytes <= bucket_bytes
+        assert bucket.waiting.parameter == wanted.waiting.parameter
+        scratch = np.full(bucket.nbytes, 0xAA, np.uint8)
+        run_copies(bucket.copies, [*map(byte_array, trainer.tensors), scratch], trainer.casts)
+        run_copies(wanted.copies, [*map(byte_array, engine.tensors), scratch])
+    assert not sent
