@@ -31,6 +31,7 @@ from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError
+from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.transports.base import StageClock, StageReport, group_names, group_rank, peer_group_rank
 
 from .communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
