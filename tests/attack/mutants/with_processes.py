@@ -361,8 +361,8 @@ def watch_scratch(rank: Rank) -> None:
     """Scratch is a few buckets, however large the model."""
     made, bound = rank.executor, DEFAULT_SLOTS * (BUCKET_BYTES + 64)
 
-    def measured(*args: Any) -> GlooExecutor:
-        executor = made(*args)
+    def measured(*args: Any, **options: Any) -> GlooExecutor:
+        executor = made(*args, **options)
         if executor.scratch_bytes > bound:
             rank.watched.append(f"{executor.scratch_bytes} bytes of scratch, the bound is {bound}")
         return executor
@@ -373,7 +373,7 @@ def watch_scratch(rank: Rank) -> None:
 def watch_planning(rank: Rank) -> None:
     """From the first refit on, nothing is planned, scheduled or bound."""
     also = rank.before_refit
-    plans = {"make_plan", "prove", "schedule_of", "bind"}
+    plans = {"make_plan", "prove", "schedule_of", "bind", "cut_buckets"}
 
     def profile(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_name in plans:
@@ -392,8 +392,8 @@ def watch_planning(rank: Rank) -> None:
 class OneSlotEach(GlooExecutor):
     """Holds every bucket of the model at once."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args, slots=1 << 20)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, slots=1 << 20)
 
 
 def keep_clones(rank: Rank) -> None:
