@@ -20,6 +20,7 @@ from mcore_reshard.planner.layout.partitions import Excluded, Misc, Partition, P
 from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup
 from mcore_reshard.planner.model.precision import divided, precision_of, with_unquantized_layers
 
+from .balance import balance_landings, balance_sources
 from .plan import (
     GroupCast,
     Overlap,
@@ -30,8 +31,6 @@ from .plan import (
     TransferLayer,
     TransferPattern,
     UnplannedGroup,
-    landing_bytes,
-    replica_bytes,
 )
 from .plan_file import digest_of
 from .routing import Ends, Routed, Router, Side
@@ -124,7 +123,7 @@ class _Planner:
             patterns=patterns,
             rank_grids=tuple(self._rank_grids),
             transfer_groups=self._with_scales(
-                _balanced(transfer_groups, patterns, self._rank_grids, self._train.world, relay=False)
+                balance_sources(transfer_groups, patterns, self._rank_grids, self._train.world, relay=False)
             ),
             misc=tuple(unplanned[Misc]),
             excluded=tuple(unplanned[Excluded]),
@@ -142,8 +141,8 @@ class _Planner:
         """
         if plan.recv_bytes.max(initial=0) >= _DISTINCTLY * plan.send_bytes.max(initial=0):
             return plan
-        turned = _balanced(transfer_groups, plan.patterns, self._rank_grids, self._train.world, relay=True)
-        landed = _landed(turned, plan.patterns, self._rank_grids, self._gen.world)
+        turned = balance_sources(transfer_groups, plan.patterns, self._rank_grids, self._train.world, relay=True)
+        landed = balance_landings(turned, plan.patterns, self._rank_grids, self._gen.world)
         relayed = replace(plan, transfer_groups=self._with_scales(landed), relay=True)
         return relayed if relayed.busiest_link < _DISTINCTLY * plan.busiest_link else plan
 
@@ -261,84 +260,3 @@ def _intersect(src: Partition, dst: Partition) -> tuple[Overlap, ...]:
                 if region is not None:
                     overlaps.append(Overlap(src_c, src_p, c, p, region))
     return tuple(overlaps)
-
-
-def _balanced(
-    transfer_groups: Sequence[TransferGroup],
-    patterns: Sequence[TransferPattern],
-    rank_grids: Sequence[NDArray[np.int32]],
-    world: int,
-    *,
-    relay: bool,
-) -> tuple[TransferGroup, ...]:
-    """Rotations chosen so that training ranks send alike."""
-
-    def served(transfers: TransferGroup) -> NDArray[np.int64]:
-        replicas = rank_grids[transfers.src].shape[1]
-        pulls = 1 if relay else rank_grids[transfers.dst].shape[1]
-        return replica_bytes(patterns[transfers.pattern], transfers, replicas, pulls)
-
-    turns = _turns(
-        [(rank_grids[transfers.src], served(transfers), transfers.members) for transfers in transfer_groups],
-        world,
-    )
-    return tuple(
-        replace(transfers, first_src_replica=turn) for transfers, turn in zip(transfer_groups, turns, strict=True)
-    )
-
-
-def _landed(
-    transfer_groups: Sequence[TransferGroup],
-    patterns: Sequence[TransferPattern],
-    rank_grids: Sequence[NDArray[np.int32]],
-    world: int,
-) -> tuple[TransferGroup, ...]:
-    """Landings chosen so that generation ranks pass on alike."""
-    held = [rank_grids[transfers.dst] for transfers in transfer_groups]
-    turns = _turns(
-        [
-            (
-                ranks,
-                landing_bytes(patterns[transfers.pattern], transfers, ranks.shape[1]),
-                transfers.members,
-            )
-            for transfers, ranks in zip(transfer_groups, held, strict=True)
-        ],
-        world,
-    )
-    return tuple(
-        replace(transfers, first_dst_replica=turn) for transfers, turn in zip(transfer_groups, turns, strict=True)
-    )
-
-
-def _turns(shared: Sequence[tuple[NDArray[np.int32], NDArray[np.int64], int]], world: int) -> list[int]:
-    """How far to turn each round robin, given as (ranks, bytes, members), both arrays [parts, replicas].
-
-    Uneven remainders land on the least loaded ranks, the largest first. Where all replicas give the same, one transfer group goes
-    on where the one before it stopped, so that pairs of ranks exchange alike: the embedding's halves come from two
-    replicas, and those of the output layer from the same two the other way round.
-    """
-    load = np.zeros(world, dtype=np.int64)
-    turns = [0] * len(shared)
-    even: dict[int, int] = {}  # members so far, by the array of ranks, which transfer groups share
-    for index in sorted(range(len(shared)), key=lambda i: (-int(shared[i][1].sum()), i)):
-        ranks, shares, members = shared[index]
-        if (shares != shares[:, :1]).any():
-            turns[index] = _best_turn(load[ranks], shares)
-        else:
-            turns[index] = even.get(id(ranks), 0) % ranks.shape[1]
-            even[id(ranks)] = turns[index] + members
-        np.add.at(load, ranks, np.roll(shares, turns[index], axis=1))
-    return turns
-
-
-def _best_turn(load: NDArray[np.int64], shares: NDArray[np.int64]) -> int:
-    """The turn of `shares` [parts, replicas] that leaves the lowest peak on `load`; the first one of equals.
-
-    At most 64 turns are looked at, evenly spaced: with more replicas than that, neighboring turns hardly differ.
-    """
-    replicas = shares.shape[1]
-    turns = np.arange(0, replicas, max(1, replicas // 64))
-    turned = shares[:, (np.arange(replicas)[None, :] - turns[:, None]) % replicas]  # [parts, turns, replicas]
-    peaks = (load[:, None, :] + turned).max(axis=(0, 2))
-    return int(turns[peaks.argmin()])

@@ -7,7 +7,7 @@ of one pipeline stage, say. Nothing is stored per rank or per parameter; `schedu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -20,13 +20,13 @@ from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 
+from .balance import Numbers, RoundRobin
 from .schedule import World
 
 if TYPE_CHECKING:
     from .transfers import Transfer
 
 Policy = Literal["exact", "conservative"]
-Numbers = NDArray[np.int64] | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +63,6 @@ class TransferPattern:
         return np.array([overlap.dst for overlap in self.overlaps], dtype=np.int64)
 
     @cached_property
-    def order_in_source(self) -> NDArray[np.int64]:
-        """For each move, how many earlier moves leave the same source part."""
-        return _order_within([overlap.src for overlap in self.overlaps])
-
-    @cached_property
-    def overlaps_of_source(self) -> NDArray[np.int64]:
-        """For each source part, how many moves leave it."""
-        return np.bincount([overlap.src for overlap in self.overlaps], minlength=len(self.src.pieces)).astype(np.int64)
-
-    @cached_property
-    def order_in_destination(self) -> NDArray[np.int64]:
-        """For each move, how many earlier moves enter the same destination part."""
-        return _order_within([overlap.dst for overlap in self.overlaps])
-
-    @cached_property
-    def overlaps_of_destination(self) -> NDArray[np.int64]:
-        """For each destination part, how many moves enter it."""
-        return np.bincount([overlap.dst for overlap in self.overlaps], minlength=len(self.dst.pieces)).astype(np.int64)
-
-    @cached_property
     def overlap_bytes(self) -> NDArray[np.int64]:
         """Bytes of each move on the wire, in the dtype that the destination holds."""
         return np.array(
@@ -93,15 +73,29 @@ class TransferPattern:
             dtype=np.int64,
         )
 
+    def serving(self, replicas: int, pulls: int) -> RoundRobin:
+        """How the replicas of each source part take turns, if each overlap leaves `pulls` times."""
+        if ("src", replicas, pulls) not in self._round_robins:
+            self._round_robins["src", replicas, pulls] = RoundRobin.of(self.src_parts, replicas, pulls)
+        return self._round_robins["src", replicas, pulls]
 
-def _order_within(values: Sequence[int]) -> NDArray[np.int64]:
-    """For each value, how many equal ones come before it: [3, 7, 3] -> [0, 0, 1]."""
-    seen: dict[int, int] = {}
-    order = []
-    for value in values:
-        order.append(seen.get(value, 0))
-        seen[value] = order[-1] + 1
-    return np.array(order, dtype=np.int64)
+    def landing(self, replicas: int) -> RoundRobin:
+        """Where the plan relays: how the replicas of each destination part take turns at receiving from the trainer."""
+        if ("dst", replicas, 1) not in self._round_robins:
+            self._round_robins["dst", replicas, 1] = RoundRobin.of(self.dst_parts, replicas, 1)
+        return self._round_robins["dst", replicas, 1]
+
+    @cached_property
+    def _round_robins(self) -> dict[tuple[str, int, int], RoundRobin]:
+        return {}
+
+    def served_bytes(self, members: int, replicas: int, pulls: int) -> NDArray[np.int64]:
+        """Bytes that each source replica serves if the first one begins, as [parts, replicas]."""
+        return self.serving(replicas, pulls).nbytes(members, self.overlap_bytes, len(self.src.pieces))
+
+    def landed_bytes(self, members: int, replicas: int) -> NDArray[np.int64]:
+        """Bytes that land on each destination replica if the first one begins, as [parts, replicas]."""
+        return self.landing(replicas).nbytes(members, self.overlap_bytes, len(self.dst.pieces))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +112,8 @@ class TransferLayer:
 class TransferGroup:
     """Parameters (layers x experts of one group) that share pattern, stage, source and destination ranks.
 
-    Member `k` is layer `k // experts`, expert `k % experts`. Pull number `p` of member `k` on a source part is served
-    by replica `(first_src_replica + k * step + p) % replicas`: round robin, so that replicas share the load. The step is the number
-    of pulls, or a little more, so that pulls of one number, which go to one rank, take all replicas in turn as well. Where
-    the plan relays, `first_dst_replica` turns a round robin over the destination's replicas in the same way.
+    Member `k` is layer `k // experts`, expert `k % experts`. `balance` says how replicas take turns from
+    `first_src_replica` on and, where the plan relays, from `first_dst_replica` on.
     """
 
     group: int
@@ -271,23 +263,15 @@ class Plan:
     def served_by(
         self, transfers: TransferGroup, member: Numbers, overlap: Numbers, dst_replica: Numbers
     ) -> NDArray[np.int64]:
-        """The source replica that a move comes from, for one destination replica; arguments broadcast."""
-        turn = 0 * np.asarray(dst_replica) if self.relay else dst_replica
-        pattern = self.patterns[transfers.pattern]
-        return replica_of(
-            pattern,
-            transfers,
-            self.src_replicas(transfers),
-            self.train_pulls(transfers),
-            member,
-            overlap,
-            turn,
-        )
+        """The source replica that an overlap comes from, for one destination replica; arguments broadcast."""
+        pull = 0 * np.asarray(dst_replica) if self.relay else dst_replica
+        turns = self.patterns[transfers.pattern].serving(self.src_replicas(transfers), self.train_pulls(transfers))
+        return turns.replica(transfers.first_src_replica, member, overlap, pull)
 
     def lands_on(self, transfers: TransferGroup, member: Numbers, overlap: Numbers) -> NDArray[np.int64]:
-        """Where the plan relays: the destination replica that a move goes to from the trainer; arguments broadcast."""
-        pattern = self.patterns[transfers.pattern]
-        return landing_of(pattern, transfers, self.dst_replicas(transfers), member, overlap)
+        """Where the plan relays: the replica that gets an overlap from the trainer; arguments broadcast."""
+        turns = self.patterns[transfers.pattern].landing(self.dst_replicas(transfers))
+        return turns.replica(transfers.first_dst_replica, member, overlap)
 
     def misc_names(self) -> Iterator[str]:
         for unplanned in self.misc:
@@ -345,8 +329,9 @@ class Plan:
         load = np.zeros(self.train.world, dtype=np.int64)
         for transfers in self.transfer_groups:
             pattern = self.patterns[transfers.pattern]
-            served = replica_bytes(pattern, transfers, self.src_replicas(transfers), self.train_pulls(transfers))
-            np.add.at(load, self.rank_grids[transfers.src], served)
+            replicas, pulls = self.src_replicas(transfers), self.train_pulls(transfers)
+            served = pattern.served_bytes(transfers.members, replicas, pulls)
+            np.add.at(load, self.rank_grids[transfers.src], np.roll(served, transfers.first_src_replica, axis=1))
         return load
 
     @cached_property
@@ -366,7 +351,8 @@ class Plan:
         load = np.zeros(self.gen.world, dtype=np.int64)
         for transfers in self.transfer_groups if self.relay else ():
             replicas = self.dst_replicas(transfers)
-            landed = landing_bytes(self.patterns[transfers.pattern], transfers, replicas)
+            landed = self.patterns[transfers.pattern].landed_bytes(transfers.members, replicas)
+            landed = np.roll(landed, transfers.first_dst_replica, axis=1)
             np.add.at(load, self.rank_grids[transfers.dst], landed * (replicas - 1))
         return load
 
@@ -385,76 +371,3 @@ class Plan:
             totals[transfers.pp_stage][0] += pulls * len(pattern.overlaps)
             totals[transfers.pp_stage][1] += pulls * int(pattern.overlap_bytes.sum())
         return tuple((stage, count, nbytes) for stage, (count, nbytes) in totals.items())
-
-
-def replica_of(
-    pattern: TransferPattern,
-    transfers: TransferGroup,
-    replicas: int,
-    pulls_each: int,
-    member: Numbers,
-    overlap: Numbers,
-    dst_replica: Numbers,
-) -> NDArray[np.int64]:
-    """Which source replica serves a pull; arguments broadcast against each other.
-
-    `replicas` is the number of source replicas, `pulls_each` how often each move is pulled: once by every destination
-    replica, or once where these relay.
-    """
-    sources = np.array([m.src for m in pattern.overlaps], dtype=np.int64)
-    step = _coprime(pattern.overlaps_of_source * pulls_each, replicas)[sources[overlap]]
-    number = pattern.order_in_source[overlap] * pulls_each + dst_replica
-    return (transfers.first_src_replica + member * step + number) % replicas
-
-
-def replica_bytes(
-    pattern: TransferPattern, transfers: TransferGroup, replicas: int, pulls_each: int
-) -> NDArray[np.int64]:
-    """Bytes that each source replica serves, as [parts, replicas]."""
-    dst = np.arange(pulls_each)[None, None, :]
-    return _round_robin_bytes(
-        pattern, transfers, replicas, [m.src for m in pattern.overlaps], len(pattern.src.pieces),
-        lambda member, overlap: replica_of(pattern, transfers, replicas, pulls_each, member, overlap, dst),
-    )  # fmt: skip
-
-
-def landing_of(
-    pattern: TransferPattern, transfers: TransferGroup, replicas: int, member: Numbers, overlap: Numbers
-) -> NDArray[np.int64]:
-    """Which destination replica a move lands on where the plan relays; arguments broadcast against each other."""
-    parts = np.array([m.dst for m in pattern.overlaps], dtype=np.int64)
-    step = _coprime(pattern.overlaps_of_destination, replicas)[parts[overlap]]
-    found: NDArray[np.int64] = (
-        transfers.first_dst_replica + member * step + pattern.order_in_destination[overlap]
-    ) % replicas
-    return found
-
-
-def _coprime(counts: NDArray[np.int64], replicas: int) -> NDArray[np.int64]:
-    """The first numbers, from each count on, that share no factor with `replicas`: [2, 3], 4 -> [3, 3]."""
-    found = counts.copy()
-    while (shared := np.gcd(found, replicas) > 1).any():
-        found[shared] += 1
-    return found
-
-
-def landing_bytes(pattern: TransferPattern, transfers: TransferGroup, replicas: int) -> NDArray[np.int64]:
-    """Bytes that land on each destination replica where the plan relays, as [parts, replicas]."""
-    return _round_robin_bytes(
-        pattern, transfers, replicas, [m.dst for m in pattern.overlaps], len(pattern.dst.pieces),
-        lambda member, overlap: landing_of(pattern, transfers, replicas, member, overlap),
-    )  # fmt: skip
-
-
-def _round_robin_bytes(pattern: TransferPattern, transfers: TransferGroup, replicas: int, part_of: Sequence[int], parts: int,
-                       chosen: Callable[[Numbers, Numbers], NDArray[np.int64]]) -> NDArray[np.int64]:  # fmt: skip
-    """Bytes by (part, chosen replica). `chosen` takes members [m, 1, 1] and moves [1, n, 1] and is periodic in the member."""
-    taken = np.zeros((parts, replicas), dtype=np.int64)
-    period = min(replicas, transfers.members)
-    member = np.arange(period)
-    repeats = transfers.members // period + (member < transfers.members % period)
-    found = chosen(member[:, None, None], np.arange(len(pattern.overlaps))[None, :, None])
-    weight = repeats[:, None, None] * pattern.overlap_bytes[None, :, None]
-    part = np.array(part_of, dtype=np.int64)[None, :, None]
-    np.add.at(taken, (np.broadcast_to(part, found.shape), found), np.broadcast_to(weight, found.shape))
-    return taken
