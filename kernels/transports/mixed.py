@@ -54,8 +54,10 @@ def _unavailable_reasons(
     sources: frozenset[int] = frozenset()
     relays: frozenset[int] = frozenset()
     if schedule.world == "gen":
-        sources = peers_of(schedule) | (peers_of(schedule.unrelayed()) if schedule.unrelayed else frozenset())
-        relays = peers_of(schedule.relay().receives) if schedule.relay else frozenset()
+        sources = peers_of(schedule)
+        if schedule.relayed and schedule.view is not None:
+            sources |= peers_of(schedule.view.unrelayed())
+            relays = peers_of(schedule.view.relay().receives)
     return unavailable_reasons_by_pair(
         exchange, context.bound, direct_unavailable_reason, sources=sources, relays=relays
     )

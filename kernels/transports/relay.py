@@ -35,16 +35,19 @@ def relayed(connect: Connect, context: TransportContext) -> Executor:
 
     All parts of a rank are given the same scratch: only what a trainer casts takes any, and that is one wave of one hop.
     """
-    if not context.bound.schedule.relayed:
+    schedule = context.bound.schedule
+    if not schedule.relayed:
         return connect(context)
-    waves = [context.bound.part(wave()) for wave in context.bound.schedule.waves] or [context.bound]
+    assert schedule.view is not None
+    waves = [context.bound.part(wave) for wave in schedule.view.waves()] or [context.bound]
     with ExitStack() as undone:
         first: list[Executor] = []
         for bound in waves:
             store = FailFastStore(f"first/{len(first)}", context.store)
             first.append(connect(replace(context, bound=bound, store=store)))
             undone.callback(first[-1].close)
-        relays = [wave.schedule.relay() for wave in waves if wave.schedule.relay is not None]
+        views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
+        relays = [view.relay() for view in views if view is not None]
         roles = _second_hop(connect, context, relays) if relays else []
         undone.pop_all()
     return RelayedExecutor(first, roles, context.bound.device)
@@ -55,10 +58,11 @@ def unrelayed(connect: Connect, context: TransportContext) -> Executor:
 
     For nccl: a rank that passes on takes two parts, and NCCL refuses a GPU twice in one communicator.
     """
-    unrelayed_schedule = context.bound.schedule.unrelayed
-    if unrelayed_schedule is None:
+    schedule = context.bound.schedule
+    if not schedule.relayed:
         return connect(context)
-    return connect(replace(context, bound=context.bound.part(unrelayed_schedule())))
+    assert schedule.view is not None
+    return connect(replace(context, bound=context.bound.part(schedule.view.unrelayed())))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, TransferTable, World
 
@@ -18,7 +18,7 @@ def rank_report(plan: Plan, world: World, rank: int) -> dict[str, Any]:
     """
     schedule = schedule_of(plan, world, rank)
     stages = _stages(schedule)
-    relay = schedule.relay() if schedule.relay is not None else None
+    relay = relay_of(plan, rank) if plan.relay and world == "gen" else None
     return {
         "rank": f"{world}:{rank}",
         "digest": plan.digest,

@@ -6,9 +6,8 @@ transfers and its schedule takes a fraction of a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, row_major_strides
 
-from .plan import Plan, TransferGroup, TransferPattern
-from .schedule import Cast, Relay, Schedule, SourceTable, StageSchedule, StridedBox, TransferTable, World
+from .plan import Plan, RankInGroup, TransferGroup
+from .schedule import Cast, Relay, Schedule, SourceTable, SourceView, StageSchedule, StridedBox, TransferTable, World
 
 WAVES = 8  # of a relay; more overlap better, and every wave takes some words between all ranks
 _COLUMNS = ("peer", "tensor", "strided_box", "offset", "nbytes", "transfer_group", "member")
@@ -28,93 +27,91 @@ _End = Literal["src", "dst"]
 def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
     """What `rank` of `world` ("train" or "gen") sends or receives. Raises IndexError for a rank outside of its mesh.
 
-    Of a relayed plan this is what passes between trainer and engine; `Schedule.relay` has the rest.
+    Of a relayed plan this is what passes between trainer and engine; `relay_of` has the rest.
     """
-    _check_rank(plan, world, rank)
-    whole = _schedule(plan, world, rank)
-    if not plan.relay:
-        return whole
-    return replace(
-        whole,
-        unrelayed=partial(schedule_of, replace(plan, relay=False, digest=plan.digest), world, rank),
-        # Scales are computed, and slots divided, for a trainer's whole program.
-        waves=() if plan.casts else tuple(partial(_schedule, plan, world, rank, wave) for wave in range(WAVES)),
-    )
+    return RankView(plan, world, rank).schedule()
 
 
-def _schedule(plan: Plan, world: World, rank: int, wave: int | None = None) -> Schedule:
-    expansion = _Expansion(plan, world, rank, wave)
-    if world == "train":
-        casts = expansion.casts()
-        return replace(
-            expansion.schedule(expansion.sends, sends=True),
-            casts=casts,
-            computed=tuple(sorted(cast.scales for cast in casts if cast.scales is not None)),
-        )
-    return replace(
-        expansion.schedule(expansion.receives, sends=False),
-        source_table=partial(source_table_of, plan, rank, wave),
-        relay=partial(relay_of, plan, rank, wave) if plan.relay else None,
-    )
-
-
-def source_table_of(plan: Plan, gen_rank: int, wave: int | None = None) -> SourceTable:
+def source_table_of(plan: Plan, gen_rank: int) -> SourceTable:
     """Where in the training ranks' tensors lies what `gen_rank` receives, row by row as its schedule lists it.
 
-    All of it, or what one of the schedule's waves lists.
-
     Raises IndexError for a rank outside of the generation mesh.
     """
-    _check_rank(plan, "gen", gen_rank)
-    expansion = _Expansion(plan, "gen", gen_rank, wave)
-    return expansion.source_table(expansion.pulled)
+    return RankView(plan, "gen", gen_rank).source_table()
 
 
-def relay_of(plan: Plan, gen_rank: int, wave: int | None = None) -> Relay:
+def relay_of(plan: Plan, gen_rank: int) -> Relay:
     """What a generation rank passes on to other replicas and what these pass on to it, in a plan that relays.
 
-    All of it, or that of one wave.
-
     Raises IndexError for a rank outside of the generation mesh.
     """
-    _check_rank(plan, "gen", gen_rank)
-    sending, receiving = (_Expansion(plan, "gen", gen_rank, wave) for _ in range(2))
-    receives = receiving.schedule(receiving.relay_receives, sends=False)
+    return RankView(plan, "gen", gen_rank).relay()
 
-    def source_table() -> SourceTable:  # replicas keep the same tensors: what lies here lies there too
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank of a plan, the whole of it or one wave of its relay. Everything is computed when it is asked for."""
+
+    plan: Plan
+    world: World
+    rank: int
+    wave: int | None = None  # None: all of them
+    rows: tuple[NDArray[np.int64], ...] | None = None  # of each stage; None: all of them
+
+    def __post_init__(self) -> None:
+        size = self.plan.train.world if self.world == "train" else self.plan.gen.world
+        if not 0 <= self.rank < size:
+            raise IndexError(f"{self.world} rank {self.rank} is outside of the {size} ranks that the plan has")
+
+    def schedule(self) -> Schedule:
+        expansion = self._expansion()
+        if self.world == "train":
+            casts = expansion.casts()
+            schedule = replace(
+                expansion.schedule(expansion.sends, sends=True),
+                casts=casts,
+                computed=tuple(sorted(cast.scales for cast in casts if cast.scales is not None)),
+            )
+        else:
+            schedule = expansion.schedule(expansion.receives, sends=False)
+        return replace(schedule, relayed=self.plan.relay, view=self)
+
+    def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> RankView:
+        before = [np.arange(len(mask)) for mask in masks] if self.rows is None else self.rows
+        return replace(self, rows=tuple(rows[mask] for rows, mask in zip(before, masks, strict=True)))
+
+    def source_table(self) -> SourceTable:
+        expansion = self._expansion()
+        tables = tuple(expansion.tables(expansion.pulled).values())
+        if self.rows is not None:
+            tables = tuple(table.rows(rows) for table, rows in zip(tables, self.rows, strict=True))
         return SourceTable(
-            gen_rank,
-            plan.digest,
-            receives.tensors,
-            receives.strided_boxes,
-            tuple(stage.recvs for stage in receives.stages),
+            self.rank, self.plan.digest, tuple(expansion.tensors), tuple(expansion.strided_boxes), tables
         )
 
-    return Relay(
-        _among_replicas(replace(sending.schedule(sending.relay_sends, sends=True), world="train")),
-        _among_replicas(replace(receives, source_table=source_table)),
-    )
+    def relay(self) -> Relay:
+        sending, receiving = self._expansion(), self._expansion()
+        sends = replace(sending.schedule(sending.relay_sends, sends=True), world="train")
+        receives = receiving.schedule(receiving.relay_receives, sends=False)
+        recvs = tuple(stage.recvs for stage in receives.stages)  # replicas keep the same tensors: this is both ends
+        table = SourceTable(self.rank, self.plan.digest, receives.tensors, receives.strided_boxes, recvs)
+        return Relay(_among_replicas(sends), _among_replicas(replace(receives, view=SourceView(table))))
+
+    def unrelayed(self) -> Schedule:
+        plan = replace(self.plan, relay=False, digest=self.plan.digest)
+        return RankView(plan, self.world, self.rank).schedule()
+
+    def waves(self) -> tuple[Schedule, ...]:
+        if self.plan.casts or not self.plan.relay:  # scales are computed, and slots divided, for all that a rank sends
+            return ()
+        return tuple(replace(self, wave=wave).schedule() for wave in range(WAVES))
+
+    def _expansion(self) -> _Expansion:
+        return _Expansion(self.plan, self.world, self.rank, self.wave)
 
 
 def _among_replicas(schedule: Schedule) -> Schedule:
     return replace(schedule, between_replicas=True, train_ranks=schedule.gen_ranks, padding=())
-
-
-def _check_rank(plan: Plan, world: World, rank: int) -> None:
-    size = plan.train.world if world == "train" else plan.gen.world
-    if not 0 <= rank < size:
-        raise IndexError(f"{world} rank {rank} is outside of the {size} ranks that the plan has")
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a rank stands in a transfer group: the part and the replica of it that it holds."""
-
-    index: int  # into Plan.transfer groups
-    transfers: TransferGroup
-    pattern: TransferPattern
-    part: int
-    replica: int
 
 
 _Columns = dict[str, NDArray[np.int64]]
@@ -131,9 +128,9 @@ class _Expansion:
     tensors: dict[LocalTensor, int] = field(default_factory=dict)
     strided_boxes: dict[StridedBox, int] = field(default_factory=dict)
 
-    def schedule(self, rows_of: Callable[[_Place], _Columns], *, sends: bool) -> Schedule:
+    def schedule(self, rows_of: Callable[[RankInGroup], _Columns], *, sends: bool) -> Schedule:
         plan = self.plan
-        tables, none = self._tables(rows_of), _table([])
+        tables, none = self.tables(rows_of), _table([])
         padding = () if sends or self.wave is not None else tuple(dict.fromkeys(self._padding()))
         tensors = tuple(self.tensors)  # after the padding: nothing else may lie in some of them
         if self.wave is not None:
@@ -152,17 +149,13 @@ class _Expansion:
             ),
             padding=padding,
             misc=tuple(plan.misc_names()),
-            parameter_name=plan.parameter_name,
-            pair_names=plan.pair_names,
+            names={at.index: plan.names_of(at.transfers) for at in plan.groups_of(self.world, self.rank)},
+            pairs=tuple((plan.groups[pair.weight], plan.groups[pair.scales]) for pair in plan.pairs),
         )
 
-    def source_table(self, rows_of: Callable[[_Place], _Columns]) -> SourceTable:
-        tables = tuple(self._tables(rows_of).values())
-        return SourceTable(self.rank, self.plan.digest, tuple(self.tensors), tuple(self.strided_boxes), tables)
-
-    def _tables(self, rows_of: Callable[[_Place], _Columns]) -> dict[int, TransferTable]:
+    def tables(self, rows_of: Callable[[RankInGroup], _Columns]) -> dict[int, TransferTable]:
         rows: dict[int, list[_Columns]] = {stage: [] for stage in range(self.plan.train.pp)}
-        for place in self._places():
+        for place in self.plan.groups_of(self.world, self.rank):
             columns = rows_of(place)
             if self.wave is not None:
                 mine = _wave_of(place.transfers)[columns["member"]] == self.wave
@@ -172,18 +165,7 @@ class _Expansion:
                 rows[place.transfers.pp_stage].append(columns)
         return {stage: _table(parts) for stage, parts in rows.items()}
 
-    def _places(self) -> Iterator[_Place]:
-        """The transfer groups this rank takes part in."""
-        found: dict[int, tuple[int, int] | None] = {}
-        for index, transfers in enumerate(self.plan.transfer_groups):
-            grid = transfers.src if self.world == "train" else transfers.dst
-            if grid not in found:
-                at = np.argwhere(self.plan.rank_grids[grid] == self.rank)
-                found[grid] = (int(at[0, 0]), int(at[0, 1])) if len(at) else None
-            if (place := found[grid]) is not None:
-                yield _Place(index, transfers, self.plan.patterns[transfers.pattern], *place)
-
-    def sends(self, at: _Place) -> _Columns:
+    def sends(self, at: RankInGroup) -> _Columns:
         """What a training rank sends."""
         plan, transfers = self.plan, at.transfers
         overlaps = _numbers(i for i, overlap in enumerate(at.pattern.overlaps) if overlap.src == at.part)
@@ -202,7 +184,7 @@ class _Expansion:
         dtypes = {cast.group: cast.dst for cast in self.plan.casts}
         blocks = {pair.weight: pair.block for pair in self.plan.pairs}
         found: dict[int, Cast] = {}
-        for at in self._places() if dtypes else ():
+        for at in self.plan.groups_of(self.world, self.rank) if dtypes else ():
             if at.transfers.group not in dtypes:
                 continue
             scales = self.plan.scale_patterns.get(at.index)
@@ -217,15 +199,15 @@ class _Expansion:
                     found[tensor] = Cast(tensor, dtypes[at.transfers.group], scale, block)
         return tuple(found[tensor] for tensor in sorted(found))
 
-    def receives(self, at: _Place) -> _Columns:
+    def receives(self, at: RankInGroup) -> _Columns:
         """What a generation rank receives from training ranks, as it lies here."""
         return self._from_trainer(at, piece="dst")
 
-    def pulled(self, at: _Place) -> _Columns:
+    def pulled(self, at: RankInGroup) -> _Columns:
         """The same, as it lies in the training ranks' tensors."""
         return self._from_trainer(at, piece="src")
 
-    def _from_trainer(self, at: _Place, piece: _End) -> _Columns:
+    def _from_trainer(self, at: RankInGroup, piece: _End) -> _Columns:
         plan, transfers = self.plan, at.transfers
         member, overlaps = np.arange(transfers.members)[:, None], self._overlaps_in(at)
         served = plan.served_by(transfers, member, overlaps[None, :], at.replica)
@@ -239,7 +221,7 @@ class _Expansion:
         peers = plan.rank_grids[transfers.src][parts[overlap_of], served[member_of, overlap_of]].astype(np.int64)
         return {"peer": peers, **self._local(at, overlaps, member_of, overlap_of, piece, order="src")}
 
-    def relay_sends(self, at: _Place) -> _Columns:
+    def relay_sends(self, at: RankInGroup) -> _Columns:
         """What landed on this generation rank, for each of the other replicas."""
         overlaps = self._overlaps_in(at)
         member = np.arange(at.transfers.members)[:, None]
@@ -250,7 +232,7 @@ class _Expansion:
         columns = self._local(at, overlaps, member_of, overlap_of, piece="dst", order="dst")
         return {"peer": replicas[dst_of].astype(np.int64), **columns}
 
-    def relay_receives(self, at: _Place) -> _Columns:
+    def relay_receives(self, at: RankInGroup) -> _Columns:
         """What landed on other replicas of this generation rank's part."""
         overlaps = self._overlaps_in(at)
         landed = self.plan.lands_on(at.transfers, np.arange(at.transfers.members)[:, None], overlaps[None, :])
@@ -258,10 +240,10 @@ class _Expansion:
         peers = self.plan.rank_grids[at.transfers.dst][at.part][landed[member_of, overlap_of]].astype(np.int64)
         return {"peer": peers, **self._local(at, overlaps, member_of, overlap_of, piece="dst", order="dst")}
 
-    def _overlaps_in(self, at: _Place) -> NDArray[np.int64]:
+    def _overlaps_in(self, at: RankInGroup) -> NDArray[np.int64]:
         return _numbers(i for i, overlap in enumerate(at.pattern.overlaps) if overlap.dst == at.part)
 
-    def _local(self, at: _Place, overlaps: NDArray[np.int64], member_of: NDArray[np.int64], overlap_of: NDArray[np.int64],
+    def _local(self, at: RankInGroup, overlaps: NDArray[np.int64], member_of: NDArray[np.int64], overlap_of: NDArray[np.int64],
                piece: _End, order: _End) -> _Columns:  # fmt: skip
         """Where the moves lie in the tensors of one end, for every (member, move) row, in memory order of one end."""
         transfers, pattern, source = at.transfers, at.pattern, piece == "src"
@@ -272,10 +254,7 @@ class _Expansion:
         strided_box = np.zeros(len(overlaps), dtype=np.int64)
         for column, index in enumerate(overlaps):
             overlap = pattern.overlaps[index]
-            src, dst = (
-                pattern.src.pieces[overlap.src][overlap.src_piece],
-                pattern.dst.pieces[overlap.dst][overlap.dst_piece],
-            )
+            src, dst = pattern.ends(overlap)
             local = src if source else dst
             tensor[:, column] = self._tensor_ids(transfers, local.tensor, source)
             slot_stride = row_major_strides(local.view)[local.slot_dim] if local.slot_dim >= 0 else 0
@@ -291,24 +270,21 @@ class _Expansion:
 
     def _tensor_ids(self, transfers: TransferGroup, pattern: LocalTensor, source: bool) -> NDArray[np.int64]:
         """Index of the tensor that holds each member of the transfer group."""
-        first = transfers.src_slot if source else transfers.dst_slot
-        count = transfers.expert_count if "{expert}" in pattern.name else 1
+        world: World = "train" if source else "gen"
+        step = 1 if "{expert}" in pattern.name else transfers.expert_count
         ids = []
-        for at in transfers.layers:
-            vp, layer = (at.vp_stage, at.src_local) if source else (0, at.dst_local)
-            for slot in range(first, first + count):
-                name = pattern.name.format(vp=vp, layer=layer, expert=slot)
-                ids.append(self.tensors.setdefault(LocalTensor(name, pattern.shape, pattern.dtype), len(self.tensors)))
-        return np.repeat(np.array(ids, dtype=np.int64), transfers.expert_count // count)
+        for member in range(0, transfers.members, step):
+            name = transfers.tensor_name(pattern, world, member)
+            ids.append(self.tensors.setdefault(LocalTensor(name, pattern.shape, pattern.dtype), len(self.tensors)))
+        return np.repeat(np.array(ids, dtype=np.int64), step)
 
     def _strided_box(self, strided_box: StridedBox) -> int:
         return self.strided_boxes.setdefault(strided_box, len(self.strided_boxes))
 
     def _padding(self) -> Iterator[tuple[int, int, StridedBox]]:
         """(tensor, offset, geometry) of what no parameter fills, maybe several times."""
-        for at in self._places():
-            declared = at.pattern.dst.padding
-            for padding in declared[at.part] if declared else ():
+        for at in self.plan.groups_of(self.world, self.rank):
+            for padding in at.partition.padding_of(at.part):
                 strides = row_major_strides(padding.tensor.shape)
                 offset = sum(low * stride for low, stride in zip(padding.box.start, strides, strict=True))
                 for tensor in dict.fromkeys(self._tensor_ids(at.transfers, padding.tensor, source=False).tolist()):

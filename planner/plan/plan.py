@@ -21,7 +21,7 @@ from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 
 from .balance import Numbers, RoundRobin
-from .schedule import World
+from .schedule import MemberNames, World
 
 if TYPE_CHECKING:
     from .transfers import Transfer
@@ -220,10 +220,14 @@ class Plan:
     casts: tuple[GroupCast, ...] = ()
     digest: str = field(default="", compare=False)
 
+    def names_of(self, transfers: TransferGroup) -> MemberNames:
+        layers = tuple(place.layer for place in transfers.layers)
+        pattern = self.groups[transfers.group].name_pattern
+        return MemberNames(pattern, layers, transfers.experts[0], transfers.expert_count)
+
     def parameter_name(self, transfers: int, member: int) -> str:
-        held = self.transfer_groups[transfers]
-        at, expert = divmod(member, held.expert_count)
-        return self.groups[held.group].name(held.layers[at].layer, held.experts[0] + expert)
+        """The HF name of a member of a transfer group, both by number."""
+        return self.names_of(self.transfer_groups[transfers]).name(member)
 
     def transfers(
         self,
@@ -276,15 +280,6 @@ class Plan:
     def misc_names(self) -> Iterator[str]:
         for unplanned in self.misc:
             yield from self.groups[unplanned.group].names()
-
-    def pair_names(self) -> dict[str, tuple[str, str]]:
-        """Every quantized weight -> the name of its scales, and their dtype."""
-        found: dict[str, tuple[str, str]] = {}
-        for pair in self.pairs:
-            scales = self.groups[pair.scales]
-            names = zip(self.groups[pair.weight].names(), scales.names(), strict=True)
-            found |= {weight: (beside, scales.dtype) for weight, beside in names}
-        return found
 
     @property
     def misc_bytes(self) -> int:

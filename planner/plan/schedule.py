@@ -6,14 +6,15 @@ ranks agree without a word being exchanged. Extents are in wire order and equal 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import LocalTensor
+from mcore_reshard.planner.model.parameters import ParameterGroup
 
 World = Literal["train", "gen"]
 
@@ -53,6 +54,10 @@ class TransferTable:
     def __len__(self) -> int:
         return len(self.peer)
 
+    def rows(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> TransferTable:
+        """The chosen transfers alone, by a mask or by their numbers."""
+        return TransferTable(*(getattr(self, column.name)[chosen] for column in fields(TransferTable)))
+
 
 @dataclass(frozen=True, slots=True)
 class StageSchedule:
@@ -64,42 +69,69 @@ class StageSchedule:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberNames:
+    """The HF names of a transfer group's parameters, for messages."""
+
+    pattern: str  # with {layer} and {expert}
+    layers: tuple[int, ...] = (-1,)
+    first_expert: int = 0
+    expert_count: int = 1
+
+    def name(self, member: int) -> str:
+        position, expert = divmod(member, self.expert_count)
+        return self.pattern.format(layer=self.layers[position], expert=self.first_expert + expert)
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
-    """One rank's view of a plan. `rank` counts within its world."""
+    """One rank's part in a plan, as plain data; `view` computes what only some executors need besides."""
 
     world: World
-    rank: int
+    rank: int  # within its world
     digest: str
     train_ranks: int
     gen_ranks: int
     tensors: tuple[LocalTensor, ...]
     strided_boxes: tuple[StridedBox, ...]
     stages: tuple[StageSchedule, ...]
-    padding: tuple[
-        tuple[int, int, StridedBox], ...
-    ]  # (tensor, offset, geometry): to be zeroed once, no parameter fills it
+    # (tensor, offset, strided box) of what no parameter fills, to be zeroed once
+    padding: tuple[tuple[int, int, StridedBox], ...]
     misc: tuple[str, ...]  # HF names that travel by the misc route
-    parameter_name: Callable[[int, int], str]  # (transfer group, member) -> HF name, for messages
-    # HF names of all weights that the engine keeps quantized -> those of their scales, and the scales' dtype
-    pair_names: Callable[[], Mapping[str, tuple[str, str]]] = dict
-    source_table: Callable[[], SourceTable] | None = (
-        None  # generation ranks: the other end of `recvs`, for executors that read it
-    )
+    names: Mapping[int, MemberNames]  # by transfer group
+    pairs: tuple[
+        tuple[ParameterGroup, ParameterGroup], ...
+    ] = ()  # quantized weights and their scales, of the whole plan
     casts: tuple[Cast, ...] = ()  # training ranks: what changes its dtype before it is sent
     # Training ranks: indices of tensors that the trainer does not have, the scales that casts compute. They are sent as
     # any other tensor.
     computed: tuple[int, ...] = ()
-    unrelayed: Callable[[], Schedule] | None = None  # of a relayed plan: the same, but all bytes come from the trainer
-    relay: Callable[[], Relay] | None = None  # generation ranks of a relayed plan: what they pass on, and get so
-    # Of a relayed plan: its transfers in parts that move one after another, with the tensors of each and its relay. One
-    # is passed on while the next one comes from the trainer. () where all is to move at once.
-    waves: tuple[Callable[[], Schedule], ...] = ()
-    between_replicas: bool = False  # a part of a relay: its 'train' ranks are the generation ranks that pass on
+    relayed: bool = False  # generation ranks pass on what they receive
+    between_replicas: bool = False  # the second hop of a relay: its 'train' ranks are the generation ranks that pass on
+    view: View | None = None
 
-    @property
-    def relayed(self) -> bool:
-        """Whether generation ranks pass on what they receive."""
-        return self.unrelayed is not None
+    def parameter_name(self, transfer_group: int, member: int) -> str:
+        return self.names[transfer_group].name(member)
+
+    def pair_names(self) -> dict[str, tuple[str, str]]:
+        """Every weight that the engine keeps quantized -> the name of its scales, and their dtype."""
+        return {
+            weight: (beside, scales.dtype)
+            for weights, scales in self.pairs
+            for weight, beside in zip(weights.names(), scales.names(), strict=True)
+        }
+
+    def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> Schedule:
+        """The schedule with the chosen transfers of each stage alone. Both ends must choose alike.
+
+        Tensors, padding and the misc route stay as they are, so do them once; so do the stages, where nothing may be left.
+        """
+        stages = tuple(
+            replace(stage, sends=stage.sends.rows(mask))
+            if self.world == "train"
+            else replace(stage, recvs=stage.recvs.rows(mask))
+            for stage, mask in zip(self.stages, masks, strict=True)
+        )
+        return replace(self, stages=stages, view=None if self.view is None else self.view.with_rows(masks))
 
     def name_of(self, world: World, rank: int) -> str:
         """How messages call a rank: 'train:0', 'gen:3'; 'relay:3' is gen:3 where it passes on."""
@@ -149,3 +181,50 @@ class SourceTable:
     tensors: tuple[LocalTensor, ...]
     strided_boxes: tuple[StridedBox, ...]
     stages: tuple[TransferTable, ...]
+
+    def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> SourceTable:
+        return replace(self, stages=tuple(table.rows(mask) for table, mask in zip(self.stages, masks, strict=True)))
+
+
+class View(Protocol):
+    """What some executors need beside a schedule, computed when they ask for it."""
+
+    def source_table(self) -> SourceTable:
+        """Generation ranks: the other end of what the schedule receives, for executors that read it there."""
+
+    def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> View:
+        """The view of the schedule with the chosen transfers of each stage alone."""
+
+    def relay(self) -> Relay:
+        """Generation ranks of a relayed plan: what they pass on, and what they get so."""
+
+    def unrelayed(self) -> Schedule:
+        """The schedule if all bytes came from the trainer."""
+
+    def waves(self) -> tuple[Schedule, ...]:
+        """A relayed schedule in parts, each with its own tensors: one is passed on while the next comes from the trainer.
+
+        () where all is to move at once.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class SourceView:
+    """A view that has its source table and nothing else."""
+
+    table: SourceTable
+
+    def source_table(self) -> SourceTable:
+        return self.table
+
+    def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> SourceView:
+        return SourceView(self.table.with_rows(masks))
+
+    def relay(self) -> Relay:
+        raise NotImplementedError("nothing is passed on here")
+
+    def unrelayed(self) -> Schedule:
+        raise NotImplementedError("nothing is passed on here")
+
+    def waves(self) -> tuple[Schedule, ...]:
+        return ()

@@ -24,7 +24,14 @@ from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.errors import BindError, StaleTensorError
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.make_schedule import schedule_of as schedule_of_plan
-from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, StageSchedule, StridedBox, TransferTable
+from mcore_reshard.planner.plan.schedule import (
+    LocalTensor,
+    MemberNames,
+    Schedule,
+    StageSchedule,
+    StridedBox,
+    TransferTable,
+)
 
 
 def two_moves() -> list[HandTransfer]:
@@ -233,7 +240,7 @@ def test_fifty_thousand_transfers_bind_within_a_second() -> None:
         stages=(StageSchedule(0, table(()), table(rows)),),
         padding=(),
         misc=(),
-        parameter_name=lambda transfer_group, member: "p",
+        names={0: MemberNames("p")},
     )
     tensors = allocate(schedule)
     start = time.perf_counter()

@@ -17,7 +17,7 @@ from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import Schedule, TransferTable
+from mcore_reshard.planner.plan.schedule import Schedule, SourceView, TransferTable
 
 CASES = [TINY[n] for n in (0, 2, 9, 11, 13, 17, 19)]
 
@@ -58,8 +58,8 @@ def test_every_element_is_pulled_to_its_place(case: Case) -> None:
 
 def pull(schedule: Schedule, own: dict[str, torch.Tensor], sources: list[dict[str, torch.Tensor]]) -> None:
     """What the kernel of a generation rank does, on the CPU."""
-    assert schedule.source_table is not None
-    table = pull_table(schedule, schedule.source_table())
+    assert schedule.view is not None
+    table = pull_table(schedule, schedule.view.source_table())
     bases = [byte_array(own[local.name]) for local in schedule.tensors]
     bases += [byte_array(sources[source.rank][source.tensor]) for source in table.sources]
     run_copies(table.copies, bases)
@@ -68,8 +68,8 @@ def pull(schedule: Schedule, own: dict[str, torch.Tensor], sources: list[dict[st
 def test_columns_name_peer_stage_and_parameter() -> None:
     plan = TINY[0].plan()
     schedule = schedule_of(plan, "gen", 1)
-    assert schedule.source_table is not None
-    table = pull_table(schedule, schedule.source_table())
+    assert schedule.view is not None
+    table = pull_table(schedule, schedule.view.source_table())
     first_source = len(schedule.tensors)
     for row in range(len(table.copies)):
         source = table.sources[int(table.copies["src"][row]) - first_source]
@@ -84,21 +84,21 @@ def test_columns_name_peer_stage_and_parameter() -> None:
 def tampered(plan: Plan) -> Schedule:
     """A schedule whose pulls expect one transfer more of another peer."""
     schedule = schedule_of(plan, "gen", 0)
-    assert schedule.source_table is not None
-    source_table = schedule.source_table()
+    assert schedule.view is not None
+    source_table = schedule.view.source_table()
     table = source_table.stages[0]
     columns = {name: getattr(table, name) for name in TransferTable.__slots__}
     columns["peer"] = columns["peer"].copy()
     columns["peer"][0] += 1
     wrong = replace(source_table, stages=(TransferTable(**columns), *source_table.stages[1:]))
-    return replace(schedule, source_table=lambda: wrong)
+    return replace(schedule, view=SourceView(wrong))
 
 
 def test_pulls_of_other_transfers_are_refused() -> None:
     plan = TINY[0].plan()
     schedule = tampered(plan)
-    assert schedule.source_table is not None
+    assert schedule.view is not None
     with pytest.raises(BindError, match="stage 0: the pulls are not those of the transfers received"):
-        pull_table(schedule, schedule.source_table())
+        pull_table(schedule, schedule.view.source_table())
     with pytest.raises(BindError, match="the pulls are those of gen:0"):
-        pull_table(schedule_of(plan, "gen", 1), schedule.source_table())
+        pull_table(schedule_of(plan, "gen", 1), schedule.view.source_table())

@@ -13,6 +13,7 @@ import torch
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import (
     LocalTensor,
+    MemberNames,
     Schedule,
     SourceTable,
     StageSchedule,
@@ -96,7 +97,7 @@ def schedule_of(
         ),
         padding=padding,
         misc=misc,
-        parameter_name=lambda group_number, member: names[group_number],
+        names={number: MemberNames(name) for number, name in enumerate(names)},
     )
 
 

@@ -39,8 +39,8 @@ def test_two_parts_make_up_the_whole_in_order(case: Case) -> None:
 def test_pulls_keep_going_row_by_row_with_what_is_received() -> None:
     plan = TINY[0].plan()
     part = with_peers(schedule_of(plan, "gen", 0), {0, 3})
-    assert part.source_table is not None
-    for stage, table in zip(part.stages, part.source_table().stages, strict=True):
+    assert part.view is not None
+    for stage, table in zip(part.stages, part.view.source_table().stages, strict=True):
         for column in ("peer", "nbytes", "transfer_group", "member"):
             assert np.array_equal(getattr(stage.recvs, column), getattr(table, column))
-    assert sum(len(table) for table in part.source_table().stages) > 0
+    assert sum(len(table) for table in part.view.source_table().stages) > 0

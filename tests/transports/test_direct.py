@@ -36,7 +36,7 @@ from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
-from mcore_reshard.planner.plan.schedule import Schedule
+from mcore_reshard.planner.plan.schedule import Schedule, SourceView
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 direct = pytest.importorskip(
@@ -76,7 +76,7 @@ def of(number: int, worlds: tuple[int, int], transfers: list[HandTransfer]) -> S
     if number < worlds[0]:
         return schedule_of(transfers, "train", number, worlds)
     rank = number - worlds[0]
-    return replace(schedule_of(transfers, "gen", rank, worlds), source_table=lambda: source_table_of(transfers, rank))
+    return replace(schedule_of(transfers, "gen", rank, worlds), view=SourceView(source_table_of(transfers, rank)))
 
 
 def transfers_of(seed: int, worlds: tuple[int, int]) -> list[HandTransfer]:

@@ -20,7 +20,7 @@ from test_direct import SPAWN_S, Rank
 from test_staging import gen_schedule
 
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
-from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Schedule, SourceTable
+from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Schedule, SourceView
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 pytest.importorskip("mcore_reshard.kernels.transports.direct.executor", reason="needs cuda-core", exc_type=ImportError)
@@ -106,14 +106,9 @@ def one_large_weight(number: int, worlds: tuple[int, int]) -> Schedule:
     from helpers.handmade import source_table_of
 
     rank = number - worlds[0]
-
-    def source_table() -> SourceTable:
-        found = source_table_of(transfers, rank)
-        return replace(found, tensors=tuple(
-            replace(local, dtype="bfloat16") if local.name == "w" else local for local in found.tensors
-        ))  # fmt: skip
-
-    return replace(schedule_of(transfers, "gen", rank, worlds), source_table=source_table)
+    table = source_table_of(transfers, rank)
+    tensors = tuple(replace(local, dtype="bfloat16") if local.name == "w" else local for local in table.tensors)
+    return replace(schedule_of(transfers, "gen", rank, worlds), view=SourceView(replace(table, tensors=tensors)))
 
 
 def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: int, refits: int) -> int:

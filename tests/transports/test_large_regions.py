@@ -12,6 +12,7 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.registry import transports
+from mcore_reshard.planner.plan.schedule import SourceView
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
@@ -39,7 +40,7 @@ def refit(number: int, address: str, transport: str) -> dict[str, int]:
     torch.cuda.set_device(device)
     schedule = schedule_of(transfers(), "train" if number == 0 else "gen", 0, WORLDS)
     if number == 1:
-        schedule = replace(schedule, source_table=lambda: source_table_of(transfers(), 0))
+        schedule = replace(schedule, view=SourceView(source_table_of(transfers(), 0)))
     shapes = {local.name: local.shape for local in schedule.tensors}
     if number == 0:
         held = {name: source(name, device) for name in shapes}

@@ -23,13 +23,13 @@ from mcore_reshard.kernels.transports.direct.staging import (
     parted,
 )
 from mcore_reshard.kernels.transports.rounds import in_rounds
-from mcore_reshard.planner.plan.schedule import Schedule
+from mcore_reshard.planner.plan.schedule import Schedule, SourceView
 from mcore_reshard.planner.plan.subset import with_peers
 
 
 def gen_schedule(transfers: list[HandTransfer], rank: int, worlds: tuple[int, int]) -> Schedule:
     schedule = schedule_of(transfers, "gen", rank, worlds)
-    return replace(schedule, source_table=lambda: pulls_with_casts(source_table_of(transfers, rank)))
+    return replace(schedule, view=SourceView(pulls_with_casts(source_table_of(transfers, rank))))
 
 
 @pytest.mark.parametrize("scratch_bytes", [200, 20_000, 1 << 20])
@@ -72,8 +72,8 @@ def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int
                 run_copies(bucket.copies_at(len(bases) - 1, place), bases)
     for engine in engines:
         plain, _ = parted(engine.schedule)
-        assert plain.source_table is not None
-        table = pull_table(plain, plain.source_table())
+        assert plain.view is not None
+        table = pull_table(plain, plain.view.source_table())
         theirs = [byte_array(train[source.rank].by_name[source.tensor]) for source in table.sources]
         run_copies(table.copies, [*map(byte_array, engine.tensors), *theirs])
         held_now = {name: raw_bytes(tensor) for name, tensor in engine.by_name.items()}

@@ -180,11 +180,11 @@ class _Reader:
     def __init__(self, store: Store, bound: BoundSchedule, signals: PeerSignals, options: DirectOptions) -> None:
         schedule = bound.schedule
         plain, cast = parted(schedule)
-        assert plain.source_table is not None
+        assert plain.view is not None
         self._bound = bound
         self._signals = signals
         self._pulling = _Patience(signals.timeout_s, "the pull")
-        self._table = pull_table(plain, plain.source_table())
+        self._table = pull_table(plain, plain.view.source_table())
         device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(device)
         self._pulled = torch.cuda.Event(interprocess=True)
@@ -266,7 +266,7 @@ def _together(schedule: Schedule, options: DirectOptions, *, shared: bool) -> in
 
     With a source on the reader's own GPU (`shared`), what comes from there is copied while the links are busy.
     """
-    if schedule.relay is not None or schedule.between_replicas:
+    if schedule.relayed or schedule.between_replicas:
         return 1
     if options.turn_bytes is not None:
         return max(1, options.turn_bytes // options.tile_bytes)
@@ -278,7 +278,7 @@ def _shape(schedule: Schedule, options: DirectOptions) -> KernelShape:
 
     Into each of three H200s, from the trainer and the other two at once: 332 GB/s with 24 and 48 CTAs, 302 with 48 each.
     """
-    if schedule.relay is None:
+    if not schedule.relayed:
         return options.shape
     return replace(options.shape, ctas=-(-options.shape.ctas // 2))
 

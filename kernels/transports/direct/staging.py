@@ -13,18 +13,15 @@ since buckets depend on nothing else than the transfers. A reader takes round k 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import Bucket, aligned, cut_buckets
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.transports.rounds import bucket_bytes_within
-from mcore_reshard.planner.plan.schedule import Schedule, SourceTable, TransferTable
+from mcore_reshard.planner.plan.schedule import Schedule
 from mcore_reshard.planner.plan.subset import peers_of
 
 SLOTS = 2  # one is cast into while the other one is read
@@ -52,17 +49,17 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
     if schedule.world == "train":
         cast = np.array([entry.tensor for entry in schedule.casts], np.int64)
         masks = [np.isin(stage.sends.tensor, cast) for stage in schedule.stages]
-        return _rows(schedule, [~mask for mask in masks]), _rows(schedule, masks)
-    if schedule.source_table is None:
+    elif schedule.view is None:
         raise SessionError(f"{schedule.name}: this schedule does not say where its bytes lie at their sources")
-    source_table = schedule.source_table()
-    theirs = np.array([local.dtype for local in source_table.tensors], object)
-    ours = np.array([local.dtype for local in schedule.tensors], object)
-    masks = [
-        np.asarray(theirs[table.tensor] != ours[stage.recvs.tensor], bool)
-        for stage, table in zip(schedule.stages, source_table.stages, strict=True)
-    ]
-    return _rows(schedule, [~mask for mask in masks]), _rows(schedule, masks)
+    else:
+        source_table = schedule.view.source_table()
+        theirs = np.array([local.dtype for local in source_table.tensors], object)
+        ours = np.array([local.dtype for local in schedule.tensors], object)
+        masks = [
+            np.asarray(theirs[table.tensor] != ours[stage.recvs.tensor], bool)
+            for stage, table in zip(schedule.stages, source_table.stages, strict=True)
+        ]
+    return schedule.with_rows([~mask for mask in masks]), schedule.with_rows(masks)
 
 
 def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict[int, tuple[Bucket, ...]]]:
@@ -79,23 +76,3 @@ def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict
     largest = [aligned(max((bucket.nbytes for bucket in of_peer[peer]), default=0)) for peer in peers]
     places = (np.cumsum(largest) - largest).tolist()
     return SlotPlan(bucket_bytes, sum(largest), dict(zip(peers, places, strict=True))), of_peer
-
-
-def _rows(schedule: Schedule, masks: Sequence[NDArray[np.bool_]]) -> Schedule:
-    """The schedule with the chosen rows of each stage alone, and its pulls likewise."""
-    sends = schedule.world == "train"
-    stages = tuple(
-        replace(stage, sends=_chosen(stage.sends, mask)) if sends else replace(stage, recvs=_chosen(stage.recvs, mask))
-        for stage, mask in zip(schedule.stages, masks, strict=True)
-    )
-    source_table = None if schedule.source_table is None else partial(_source_table, schedule.source_table, masks)
-    return replace(schedule, stages=stages, source_table=source_table)
-
-
-def _source_table(whole: Callable[[], SourceTable], masks: Sequence[NDArray[Any]]) -> SourceTable:
-    source_table = whole()
-    return replace(source_table, stages=tuple(map(_chosen, source_table.stages, masks)))
-
-
-def _chosen(table: TransferTable, mask: NDArray[Any]) -> TransferTable:
-    return TransferTable(*(getattr(table, column.name)[mask] for column in fields(TransferTable)))
