@@ -270,13 +270,10 @@ class _Expansion:
 
     def _tensor_ids(self, transfers: TransferGroup, pattern: LocalTensor, source: bool) -> NDArray[np.int64]:
         """Index of the tensor that holds each member of the transfer group."""
-        world: World = "train" if source else "gen"
-        step = 1 if "{expert}" in pattern.name else transfers.expert_count
-        ids = []
-        for member in range(0, transfers.members, step):
-            name = transfers.tensor_name(pattern, world, member)
-            ids.append(self.tensors.setdefault(LocalTensor(name, pattern.shape, pattern.dtype), len(self.tensors)))
-        return np.repeat(np.array(ids, dtype=np.int64), step)
+        names = transfers.tensor_names(pattern, "train" if source else "gen")
+        tensors = (LocalTensor(name, pattern.shape, pattern.dtype) for name in names)
+        ids = [self.tensors.setdefault(tensor, len(self.tensors)) for tensor in tensors]
+        return np.repeat(np.array(ids, dtype=np.int64), transfers.members // len(names))
 
     def _strided_box(self, strided_box: StridedBox) -> int:
         return self.strided_boxes.setdefault(strided_box, len(self.strided_boxes))

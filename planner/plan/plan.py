@@ -148,8 +148,18 @@ class TransferGroup:
         """The slot of a member's expert in the tensors of one end that stack experts."""
         return (self.src_slot if world == "train" else self.dst_slot) + member % self.expert_count
 
+    def tensor_names(self, tensor: LocalTensor, world: World) -> list[str]:
+        """The names of the tensors that hold the members on one end, each once, from the pattern that the plan has."""
+        first = self.slot(world, 0)
+        slots = range(first, first + self.expert_count) if "{expert}" in tensor.name else range(first, first + 1)
+        if world == "train":
+            places = [(place.vp_stage, place.src_local) for place in self.layers]
+        else:
+            places = [(0, place.dst_local) for place in self.layers]
+        return [tensor.name.format(vp=vp, layer=layer, expert=slot) for vp, layer in places for slot in slots]
+
     def tensor_name(self, tensor: LocalTensor, world: World, member: int) -> str:
-        """The name of the tensor that holds a member, of which the plan has the pattern."""
+        """The name of the tensor that holds one member."""
         place = self.layers[member // self.expert_count]
         vp, layer = (place.vp_stage, place.src_local) if world == "train" else (0, place.dst_local)
         return tensor.name.format(vp=vp, layer=layer, expert=self.slot(world, member))

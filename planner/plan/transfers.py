@@ -154,8 +154,7 @@ def local_tensors(plan: Plan, world: World, rank: int) -> dict[str, LocalTensor]
         patterns = [piece.tensor for piece in seat.partition.pieces[seat.part]]
         patterns += [padding.tensor for padding in seat.partition.padding_of(seat.part)]
         for pattern in dict.fromkeys(patterns):
-            for member in _one_a_tensor(seat.transfers, pattern):
-                name = seat.transfers.tensor_name(pattern, world, member)
+            for name in seat.transfers.tensor_names(pattern, world):
                 tensors[name] = LocalTensor(name, pattern.shape, pattern.dtype)
     return tensors
 
@@ -250,13 +249,13 @@ def _of_overlaps(
         landed = dst_ranks[pattern.dst_parts[overlap], plan.lands_on(transfers, member, overlap)]
         landing = np.broadcast_to(landed, src.shape)
     chosen = np.ones(src.shape, bool) if seat is None else (src if seat[0] == "train" else dst) == seat[1]
-    element = None if point is None else _element(group, point)
+    element, names = None if point is None else _element(group, point), plan.names_of(transfers)
     for i, j, r in np.argwhere(chosen).tolist():
         region = pattern.overlaps[overlaps[j]].region
         src_piece, dst_piece = pattern.ends(pattern.overlaps[overlaps[j]])
         first = region.start if point is None else point
         yield Transfer(
-            parameter=plan.parameter_name(index, members[i]),
+            parameter=names.name(members[i]),
             route="bulk",
             view=group.view,
             region=region,
@@ -327,12 +326,9 @@ def _members_in(transfers: TransferGroup, tensor: LocalTensor, world: World, nam
     """The members whose tensor has this name."""
     if _regex(tensor.name).fullmatch(name) is None:
         return []
-    return [m for m in range(transfers.members) if transfers.tensor_name(tensor, world, m) == name]
-
-
-def _one_a_tensor(transfers: TransferGroup, tensor: LocalTensor) -> range:
-    """The first member in each of the tensors that a pattern stands for."""
-    return range(0, transfers.members, 1 if "{expert}" in tensor.name else transfers.expert_count)
+    names = transfers.tensor_names(tensor, world)
+    step = transfers.members // len(names)
+    return [member for member in range(transfers.members) if names[member // step] == name]
 
 
 # --- indices

@@ -48,7 +48,7 @@ def check_references(plan: Plan) -> Iterator[Violation]:
     checked: set[tuple[int, int, int]] = set()
     for index, transfers in enumerate(plan.transfer_groups):
         if message := _dangling(plan, transfers):
-            yield Violation("references", f"bundle {index}", all_ranks(plan), message)
+            yield Violation("references", f"transfer group {index}", all_ranks(plan), message)
             continue
         group = plan.groups[transfers.group]
         messages = [*_member_faults(transfers, group)]
@@ -81,7 +81,7 @@ def _dangling(plan: Plan, transfers: TransferGroup) -> str:
     for what, grid in (("source", transfers.src), ("destination", transfers.dst)):
         ranks = plan.rank_grids[grid]
         if ranks.ndim != 2 or not ranks.size:
-            return f"{what} ranks of shape {ranks.shape} are not [shards, replicas]"
+            return f"{what} ranks of shape {ranks.shape} are not [parts, replicas]"
     return ""
 
 
@@ -102,16 +102,16 @@ def _part_faults(plan: Plan, transfers: TransferGroup) -> Iterator[str]:
     ):
         rows = len(plan.rank_grids[grid])
         if len(partition.pieces) != rows:
-            yield f"{side} has {len(partition.pieces)} shards for {rows} rows of ranks"
+            yield f"{side} has {len(partition.pieces)} parts for {rows} rows of ranks"
         if partition.padding and len(partition.padding) != len(partition.pieces):
-            yield f"{side} has {len(partition.pieces)} shards, and padding for {len(partition.padding)}"
+            yield f"{side} has {len(partition.pieces)} parts, and padding for {len(partition.padding)}"
     for number, overlap in enumerate(pattern.overlaps):
         ends = (
             (pattern.src, overlap.src, overlap.src_piece),
             (pattern.dst, overlap.dst, overlap.dst_piece),
         )
         if any(not 0 <= c < len(s.pieces) or not 0 <= p < len(s.pieces[c]) for s, c, p in ends):
-            yield f"move {number} names a piece that does not exist"
+            yield f"overlap {number} names a piece that does not exist"
 
 
 # --- pieces
@@ -235,10 +235,10 @@ def _first_uses(plan: Plan) -> Iterator[tuple[int, TransferGroup]]:
 def _pattern_faults(pattern: TransferPattern, group: ParameterGroup, is_scales: bool) -> Iterator[Fault]:
     whole = Region.whole(group.view)
     if message := tiling_fault(whole, [piece.region for pieces in pattern.src.pieces for piece in pieces]):
-        yield Fault("source", None, None, f"source shards do not tile the parameter {whole}: {message}")
+        yield Fault("source", None, None, f"source parts do not tile the parameter {whole}: {message}")
     wanted = list({piece.region: None for pieces in pattern.dst.pieces for piece in pieces})
     if not is_scales and (message := tiling_fault(whole, wanted)):  # of scales the proof of pairs knows who wants which
-        yield Fault("consumed", None, None, f"destination shards do not tile the parameter {whole}: {message}")
+        yield Fault("consumed", None, None, f"destination parts do not tile the parameter {whole}: {message}")
     for partition, is_src in ((pattern.src, True), (pattern.dst, False)):
         for part, pieces in enumerate(partition.pieces):
             for message in _name_faults(pieces, group, is_src):
@@ -265,7 +265,7 @@ def _move_faults(pattern: TransferPattern, cast: GroupCast | None) -> Iterator[F
         src = pattern.src.pieces[overlap.src][overlap.src_piece].tensor
         dst = pattern.dst.pieces[overlap.dst][overlap.dst_piece].tensor
         if len(overlap.region.start) != len(held.start) or not held.contains(overlap.region):
-            yield Fault("cover", overlap.src, overlap.dst, f"{overlap.region} is sent by a shard that holds {held}")
+            yield Fault("cover", overlap.src, overlap.dst, f"{overlap.region} is sent by a part that holds {held}")
         if not overlap.region.elements:
             yield Fault("cover", overlap.src, overlap.dst, f"{overlap.region} is empty")
         if src.dtype != dst.dtype if cast is None else (src.dtype, dst.dtype) != (cast.src, cast.dst):
@@ -307,12 +307,12 @@ def _partition_faults(partition: Partition, padded_each: bool) -> Iterator[tuple
     tensors = {piece.tensor.name: piece.tensor for _, pieces in filled for piece in pieces}
     for (before, held), (part, pieces) in pairwise(filled):
         if {piece.tensor for piece in pieces} != {piece.tensor for piece in held}:
-            message = f"shards {before} and {part} lie in different tensors: {_tensors(held)} and {_tensors(pieces)}"
+            message = f"parts {before} and {part} lie in different tensors: {_tensors(held)} and {_tensors(pieces)}"
             yield part, "names", message
         matched = len(held) == len(pieces)
         for low, high in zip(held, pieces, strict=True) if matched else [(held[0], pieces[0])]:
             if low.region.start > high.region.start:
-                yield part, "order", f"shard {part} holds {high.region}, shard {before} before it {low.region}"
+                yield part, "order", f"part {part} holds {high.region}, part {before} before it {low.region}"
     for part, pieces in filled:
         if message := _experts_fault(pieces):
             yield part, "order", message
@@ -321,11 +321,11 @@ def _partition_faults(partition: Partition, padded_each: bool) -> Iterator[tuple
             if tensors.setdefault(entry.tensor.name, entry.tensor) != entry.tensor:
                 yield part, "names", f"padding is of {entry.tensor}, pieces are of {tensors[entry.tensor.name]}"
         if padding and not padded_each and any(partition.pieces[part + 1 :]):
-            yield part, "order", f"shard {part} is padded, but later shards still hold parts of the parameter"
+            yield part, "order", f"part {part} is padded, but later parts still hold parts of the parameter"
     copies = Counter(pieces[0].region for _, pieces in filled)
     if len(set(copies.values())) > 1:
         uneven = ", ".join(f"{region} by {count}" for region, count in list(copies.items())[:4])
-        yield 0, "order", f"regions are held by unequal numbers of shards: {uneven}"
+        yield 0, "order", f"regions are held by unequal numbers of parts: {uneven}"
 
 
 def _experts_fault(pieces: tuple[Piece, ...]) -> str:

@@ -72,7 +72,7 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
             transfers = plan.transfer_groups[index]
             found = beside.pop(_place(transfers), None)
             if found is None:
-                message = "its scales do not travel with it: no bundle of theirs has the same members, ranks and turn"
+                message = "its scales do not travel with it: no transfer group of theirs has the same members, ranks and replica order"
                 yield Violation(
                     "pairs",
                     transfer_group_name(plan, transfers),
@@ -98,7 +98,9 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
                     "pairs", transfer_group_name(plan, found), transfer_group_ranks(plan, found), checked[key]
                 )
         for transfers in beside.values():
-            message = "scales travel without their weight: no bundle of its has the same members, ranks and turn"
+            message = (
+                "scales are sent, but no transfer group of their weight has the same members, ranks and replica order"
+            )
             yield Violation(
                 "pairs", transfer_group_name(plan, transfers), transfer_group_ranks(plan, transfers), message
             )
@@ -161,10 +163,10 @@ def _pattern_fault(weight: TransferPattern, scales: TransferPattern, pair: Quant
     """Why two patterns do not agree block by block ("" when they do)."""
     for data, grid, is_src in ((weight.src, scales.src, True), (weight.dst, scales.dst, False)):
         if len(data.pieces) != len(grid.pieces):
-            return f"{len(data.pieces)} shards of the weight, {len(grid.pieces)} of its scales"
+            return f"{len(data.pieces)} parts of the weight, {len(grid.pieces)} of its scales"
         for part, (held, beside) in enumerate(zip(data.pieces, grid.pieces, strict=True)):
             if len(held) != len(beside):
-                return f"shard {part} has {len(held)} pieces of the weight and {len(beside)} of its scales"
+                return f"part {part} has {len(held)} pieces of the weight and {len(beside)} of its scales"
             for piece, scale in zip(held, beside, strict=True):
                 message = _piece_fault(piece, scale, pair, group, is_src)
                 if scale.tensor.dtype != scales_group.dtype:
@@ -172,13 +174,13 @@ def _pattern_fault(weight: TransferPattern, scales: TransferPattern, pair: Quant
                 if is_src and is_cast and not message:
                     message = _computed_fault(piece, scale, pair.block)
                 if message:
-                    return f"shard {part}: {message}"
+                    return f"part {part}: {message}"
     if len(weight.overlaps) != len(scales.overlaps):
-        return f"{len(weight.overlaps)} moves of the weight, {len(scales.overlaps)} of its scales"
+        return f"{len(weight.overlaps)} overlaps of the weight, {len(scales.overlaps)} of its scales"
     for overlap, scaled in zip(weight.overlaps, scales.overlaps, strict=True):
         if scaled != replace(overlap, region=blocks_touched(overlap.region, pair.block)):
             return (
-                f"weights {overlap.region} go from shard {overlap.src} to {overlap.dst} with scales {scaled.region} from"
+                f"weights {overlap.region} go from part {overlap.src} to {overlap.dst} with scales {scaled.region} from"
                 f" {scaled.src} to {scaled.dst}"
             )
     return ""

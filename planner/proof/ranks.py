@@ -183,12 +183,12 @@ def _same_holders(world: str, expected: NDArray[np.int32], ranks: NDArray[np.int
     """Replicas may be named in any order."""
     if ranks.shape == expected.shape and (np.sort(ranks, axis=1) == np.sort(expected, axis=1)).all():
         return ""
-    return f"{world} ranks {_by_part(ranks)} hold the shards on paper, {_by_part(expected)} on the mesh"
+    return f"{world} ranks {_by_part(ranks)} hold the parts on paper, {_by_part(expected)} on the mesh"
 
 
 def _by_part(ranks: NDArray[np.int32]) -> str:
     shown = [listed(row) for row in ranks[:8].tolist()]
-    return "[" + " | ".join(shown) + (f" | ... {len(ranks)} shards" if len(ranks) > 8 else "") + "]"
+    return "[" + " | ".join(shown) + (f" | ... {len(ranks)} parts" if len(ranks) > 8 else "") + "]"
 
 
 # --- arrivals
@@ -258,7 +258,7 @@ def _stages_of_ends(plan: Plan, arrivals: set[tuple[int, int]]) -> dict[int, set
 
 
 def _check_stages(plan: Plan) -> Iterator[Violation]:
-    """Bundles leave in stage order, from training ranks to generation ranks only: no stage waits for a later one."""
+    """Transfer groups leave in stage order, from training ranks to generation ranks only: no stage waits for a later one."""
     last = 0
     for transfers in plan.transfer_groups:
         if transfers.pp_stage < last:

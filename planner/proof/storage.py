@@ -117,7 +117,7 @@ def sections_fault(partition: Sequence[Sequence[Piece]], role: Role, is_src: boo
     stop = 0
     for part, pieces in enumerate(partition):
         if pieces and len(pieces) != count:
-            return part, f"a shard has {len(pieces)} pieces, {role.value!r} is made of {count} sections"
+            return part, f"a part has {len(pieces)} pieces, {role.value!r} is made of {count} sections"
     for section in range(count if count > 1 else 0):
         held = [pieces[section].region for pieces in partition if pieces]
         for part, region in enumerate(held):

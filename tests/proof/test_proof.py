@@ -220,7 +220,7 @@ MASTER = Case("tiny-llama", "tp=2", "tp=2", dtypes=("fp32", "bf16"))
 RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
     (
         "references", LLAMA, lambda plan: other_transfers(plan, Role.O, pattern=99),
-        "[references] bundle 5 (train 0-3 -> gen 0-3): pattern 99 does not exist, the plan has 12",
+        "[references] transfer group 5 (train 0-3 -> gen 0-3): pattern 99 does not exist, the plan has 12",
     ),
     (
         "bounds", LLAMA, out_of_its_tensor,
@@ -234,12 +234,12 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
     ),
     (
         "source", LLAMA, lambda plan: recut(plan, Role.O, src=lambda part, held: held if part else []),
-        "[source] model.layers.0.self_attn.o_proj.weight (train 0-1 -> gen 0-1): source shards do not tile the"
+        "[source] model.layers.0.self_attn.o_proj.weight (train 0-1 -> gen 0-1): source parts do not tile the"
         " parameter [0:64, 0:64]: 2048 of 4096 elements are covered",
     ),
     (
         "consumed", LLAMA, half_wanted,
-        "[consumed] model.layers.0.self_attn.o_proj.weight (train 0-1 -> gen 0-1): destination shards do not tile the"
+        "[consumed] model.layers.0.self_attn.o_proj.weight (train 0-1 -> gen 0-1): destination parts do not tile the"
         " parameter [0:64, 0:64]: 2048 of 4096 elements are covered",
     ),
     (
@@ -249,7 +249,7 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
     ),
     (
         "cover", LLAMA, move_from_a_stranger,
-        "[cover] model.layers.0.self_attn.o_proj.weight (train 1 -> gen 0): [0:64, 0:32] is sent by a shard that holds"
+        "[cover] model.layers.0.self_attn.o_proj.weight (train 1 -> gen 0): [0:64, 0:32] is sent by a part that holds"
         " [0:64, 32:64]",
     ),
     (
@@ -265,7 +265,7 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
     ),
     (
         "order", LLAMA, partition_exchanged,
-        "[order] model.layers.0.self_attn.o_proj.weight (train 0-1 -> gen 1): shard 1 holds [0:64, 0:32], shard 0"
+        "[order] model.layers.0.self_attn.o_proj.weight (train 0-1 -> gen 1): part 1 holds [0:64, 0:32], part 0"
         " before it [0:64, 32:64]",
     ),
     (
@@ -282,7 +282,7 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
     ),
     (
         "holders", LLAMA, lambda plan: other_transfers(plan, Role.O, src=plan.transfer_groups[-1].src),
-        "[holders] model.layers.0.self_attn.o_proj.weight (train 2-3 -> gen 0-1): train ranks [2 | 3] hold the shards"
+        "[holders] model.layers.0.self_attn.o_proj.weight (train 2-3 -> gen 0-1): train ranks [2 | 3] hold the parts"
         " on paper, [0 | 1] on the mesh",
     ),
     (
@@ -398,7 +398,7 @@ def test_sections_are_cut_one_by_one() -> None:
     good = [share((0, 2), (4, 5), (6, 7)), share((2, 4), (5, 6), (7, 8))]
     assert sections_fault(good, Role.MAMBA_CONV, False) is None
     assert sections_fault([share((0, 4)), share((4, 8))], Role.MAMBA_CONV, False) == (
-        0, "a shard has 1 pieces, 'mamba_conv' is made of 3 sections",
+        0, "a part has 1 pieces, 'mamba_conv' is made of 3 sections",
     )  # fmt: skip
     crossed = [share((0, 2), (4, 5), (5, 6)), share((2, 4), (6, 7), (7, 8))]
     assert sections_fault(crossed, Role.MAMBA_CONV, False) == (
