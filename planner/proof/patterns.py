@@ -17,7 +17,7 @@ from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup, Rol
 from mcore_reshard.planner.plan.plan import GroupCast, Plan, TransferGroup, TransferPattern
 
 from .quantized import check_pair_references
-from .report import Violation, all_ranks, transfer_group_name, transfer_group_ranks
+from .report import Violation, ranks_of
 from .storage import MEGATRON, sections_fault, shared_name_fault, storage_fault
 from .tiling import tiling_fault
 
@@ -44,11 +44,11 @@ def check_references(plan: Plan) -> Iterator[Violation]:
     try:
         engine_named(plan.engine)
     except UnknownEngineError as error:
-        yield Violation("references", "all parameters", all_ranks(plan), str(error))
+        yield Violation.of_all(plan, "all parameters", "references", str(error))
     checked: set[tuple[int, int, int]] = set()
     for index, transfers in enumerate(plan.transfer_groups):
         if message := _dangling(plan, transfers):
-            yield Violation("references", f"transfer group {index}", all_ranks(plan), message)
+            yield Violation.of_all(plan, f"transfer group {index}", "references", message)
             continue
         group = plan.groups[transfers.group]
         messages = [*_member_faults(transfers, group)]
@@ -61,11 +61,11 @@ def check_references(plan: Plan) -> Iterator[Violation]:
             messages += _part_faults(plan, transfers)
             checked.add(key)
         for message in messages:
-            yield Violation("references", group.name_pattern, transfer_group_ranks(plan, transfers), message)
+            yield Violation("references", group.name_pattern, ranks_of(plan, transfers), message)
     for entry in (*plan.misc, *plan.excluded):
         if not 0 <= entry.group < len(plan.groups):
             message = f"group {entry.group} does not exist, the plan has {len(plan.groups)}"
-            yield Violation("references", f"group {entry.group}", all_ranks(plan), message)
+            yield Violation.of_all(plan, f"group {entry.group}", "references", message)
     yield from check_pair_references(plan)
 
 
@@ -123,8 +123,7 @@ def check_pieces(plan: Plan) -> Iterator[Violation]:
         pattern, view = plan.patterns[index], plan.groups[transfers.group].view
         for partition, is_src in ((pattern.src, True), (pattern.dst, False)):
             for part, message in _placing_faults(partition, Region.whole(view)):
-                where = transfer_group_ranks(plan, transfers, *_ends(part, is_src))
-                yield Violation("bounds", transfer_group_name(plan, transfers), where, message)
+                yield Violation.of_group(plan, transfers, "bounds", message, *_ends(part, is_src))
 
 
 def _placing_faults(partition: Partition, whole: Region) -> Iterator[tuple[int, str]]:
@@ -188,7 +187,7 @@ def check_groups(plan: Plan) -> Iterator[Violation]:
 
 
 def _group_violation(plan: Plan, group: int, message: str) -> Violation:
-    return Violation("groups", plan.groups[group].name_pattern, all_ranks(plan), message)
+    return Violation.of_all(plan, plan.groups[group].name_pattern, "groups", message)
 
 
 # --- patterns
@@ -209,14 +208,12 @@ def check_patterns(plan: Plan) -> Iterator[Violation]:
                 before = shared_name_fault(serves[is_src, name])
                 serves[is_src, name].add(group.role)
                 if not before and (message := shared_name_fault(serves[is_src, name])):
-                    where = transfer_group_ranks(plan, transfers)
-                    yield Violation("names", transfer_group_name(plan, transfers), where, f"{name} {message}")
+                    yield Violation.of_group(plan, transfers, "names", f"{name} {message}")
         faults = [*_move_faults(plan.patterns[index], casts.get(transfers.group))]
         if transfers.group not in scales:  # those lie as their weights do, which is checked of pairs
             faults += _storage_faults(plan.patterns[index], group, transposed)
         for fault in (*_pattern_faults(plan.patterns[index], group, transfers.group in scales), *faults):
-            where = transfer_group_ranks(plan, transfers, fault.src_part, fault.dst_part)
-            yield Violation(fault.rule, transfer_group_name(plan, transfers), where, fault.message)
+            yield Violation.of_group(plan, transfers, fault.rule, fault.message, fault.src_part, fault.dst_part)
 
 
 def _first_uses(plan: Plan) -> Iterator[tuple[int, TransferGroup]]:

@@ -13,7 +13,7 @@ from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup, Rol
 from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
 from mcore_reshard.planner.plan.plan import Plan, QuantizedPair, TransferGroup, TransferPattern
 
-from .report import Violation, all_ranks, transfer_group_name, transfer_group_ranks
+from .report import Violation, name_of
 
 _SCALES = {"float32", "uint8"}
 
@@ -25,11 +25,11 @@ def check_pair_references(plan: Plan) -> Iterator[Violation]:
     """Pairs and casts name groups that exist, with blocks that a matrix can have."""
     for pair in plan.pairs:
         if message := _pair_dangles(plan, pair):
-            yield Violation("references", f"pair {pair.weight}, {pair.scales}", all_ranks(plan), message)
+            yield Violation.of_all(plan, f"pair {pair.weight}, {pair.scales}", "references", message)
     for cast in plan.casts:
         if not 0 <= cast.group < len(plan.groups) or not {cast.src, cast.dst} <= ITEMSIZE.keys():
             message = f"group {cast.group} of {len(plan.groups)} is cast from {cast.src} to {cast.dst}"
-            yield Violation("references", f"cast of group {cast.group}", all_ranks(plan), message)
+            yield Violation.of_all(plan, f"cast of group {cast.group}", "references", message)
 
 
 def _pair_dangles(plan: Plan, pair: QuantizedPair) -> str:
@@ -58,11 +58,11 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
     for pair in plan.pairs:
         weight, scales = plan.groups[pair.weight], plan.groups[pair.scales]
         if message := _group_fault(weight, scales, pair):
-            yield Violation("pairs", scales.name_pattern, all_ranks(plan), message)
+            yield Violation.of_all(plan, scales.name_pattern, "pairs", message)
             continue
         if any(routes[pair.weight] != routes[pair.scales] for routes in unplanned):
-            yield Violation(
-                "pairs", scales.name_pattern, all_ranks(plan), f"{weight.name_pattern} travels by another route"
+            yield Violation.of_all(
+                plan, scales.name_pattern, "pairs", f"{weight.name_pattern} travels by another route"
             )
             continue
         beside = {
@@ -72,13 +72,8 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
             transfers = plan.transfer_groups[index]
             found = beside.pop(_place(transfers), None)
             if found is None:
-                message = "its scales do not travel with it: no transfer group of theirs has the same members, ranks and replica order"
-                yield Violation(
-                    "pairs",
-                    transfer_group_name(plan, transfers),
-                    transfer_group_ranks(plan, transfers),
-                    message,
-                )
+                message = "its scales do not travel with it: none of their transfer groups has its members, ranks and replica order"
+                yield Violation.of_group(plan, transfers, "pairs", message)
                 continue
             key = (
                 transfers.pattern,
@@ -94,16 +89,12 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
                 )
                 checked[key] = _pattern_fault(*patterns, pair, weight, scales, pair.weight in casts)
             if checked[key]:
-                yield Violation(
-                    "pairs", transfer_group_name(plan, found), transfer_group_ranks(plan, found), checked[key]
-                )
+                yield Violation.of_group(plan, found, "pairs", checked[key])
         for transfers in beside.values():
             message = (
-                "scales are sent, but no transfer group of their weight has the same members, ranks and replica order"
+                "scales are sent, but no transfer group of their weight has their members, ranks and replica order"
             )
-            yield Violation(
-                "pairs", transfer_group_name(plan, transfers), transfer_group_ranks(plan, transfers), message
-            )
+            yield Violation.of_group(plan, transfers, "pairs", message)
 
 
 def _membership(plan: Plan) -> Iterator[Violation]:
@@ -111,7 +102,7 @@ def _membership(plan: Plan) -> Iterator[Violation]:
     members = Counter(group for pair in plan.pairs for group in (pair.weight, pair.scales))
     for group, count in members.items():
         if count > 1:
-            yield Violation("pairs", plan.groups[group].name_pattern, all_ranks(plan), f"it is in {count} pairs")
+            yield Violation.of_all(plan, plan.groups[group].name_pattern, "pairs", f"it is in {count} pairs")
     weights = {pair.weight for pair in plan.pairs}
     lone: set[tuple[int, int]] = set()
     for transfers in plan.transfer_groups:
@@ -120,12 +111,7 @@ def _membership(plan: Plan) -> Iterator[Violation]:
             lone.add(use)
             if FP8 in _dtypes(plan.patterns[transfers.pattern].dst):
                 message = f"{FP8} arrives, and no scales are paired with it"
-                yield Violation(
-                    "pairs",
-                    transfer_group_name(plan, transfers),
-                    transfer_group_ranks(plan, transfers),
-                    message,
-                )
+                yield Violation.of_group(plan, transfers, "pairs", message)
 
 
 def _blocks(plan: Plan, bulk: Collection[int]) -> Iterator[Violation]:
@@ -136,7 +122,7 @@ def _blocks(plan: Plan, bulk: Collection[int]) -> Iterator[Violation]:
             first = first or pair
             if pair.block != first.block:
                 message = f"blocks of {pair.block}, while {plan.groups[first.weight].name_pattern} has {first.block}"
-                yield Violation("pairs", plan.groups[pair.scales].name_pattern, all_ranks(plan), message)
+                yield Violation.of_all(plan, plan.groups[pair.scales].name_pattern, "pairs", message)
 
 
 def _group_fault(weight: ParameterGroup, scales: ParameterGroup, pair: QuantizedPair) -> str:
@@ -243,15 +229,13 @@ def check_casts(plan: Plan) -> Iterator[Violation]:
     for cast in plan.casts:
         name = plan.groups[cast.group].name_pattern
         if counts[cast.group] > 1 or cast.group not in bulk:
-            yield Violation("casts", name, all_ranks(plan), "cast once, and on the bulk route only")
+            yield Violation.of_all(plan, name, "casts", "cast once, and on the bulk route only")
         if (cast.src, cast.dst) not in CASTS:
-            yield Violation("casts", name, all_ranks(plan), f"nothing casts {cast.src} to {cast.dst}")
+            yield Violation.of_all(plan, name, "casts", f"nothing casts {cast.src} to {cast.dst}")
         if plan.groups[cast.group].role is Role.EXPERT_BIAS:
-            yield Violation(
-                "casts", name, all_ranks(plan), "the router's bias is kept bit for bit, it decides who serves"
-            )
+            yield Violation.of_all(plan, name, "casts", "the router's bias is kept bit for bit, it decides who serves")
         if (cast.dst == FP8) != (cast.group in weights):
-            yield Violation("casts", name, all_ranks(plan), "a cast to FP8 fills the scales of a pair, no other does")
+            yield Violation.of_all(plan, name, "casts", "a cast to FP8 fills the scales of a pair, no other does")
     seen: set[tuple[object, ...]] = set()
     for transfers in plan.transfer_groups:
         use = (transfers.group, transfers.pattern, transfers.pp_stage, transfers.layers)
@@ -262,15 +246,10 @@ def check_casts(plan: Plan) -> Iterator[Violation]:
         for name in {piece.tensor.name for held in plan.patterns[transfers.pattern].src.pieces for piece in held}:
             for at in transfers.layers:
                 place = (name, transfers.pp_stage, at.vp_stage, at.src_local)
-                known, parameter = sent_as.setdefault(place, (wire, transfer_group_name(plan, transfers)))
+                known, parameter = sent_as.setdefault(place, (wire, name_of(plan, transfers)))
                 if known != wire:
                     message = f"{name} is sent as {wire}, and as {known} for {parameter}"
-                    yield Violation(
-                        "casts",
-                        transfer_group_name(plan, transfers),
-                        transfer_group_ranks(plan, transfers),
-                        message,
-                    )
+                    yield Violation.of_group(plan, transfers, "casts", message)
 
 
 def _dtypes(partition: Partition) -> set[str]:

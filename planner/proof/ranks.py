@@ -13,7 +13,7 @@ from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, MeshError, Tr
 from mcore_reshard.planner.model.parameters import ParameterGroup, Role
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup, TransferLayer
 
-from .report import Violation, all_ranks, listed, transfer_group_name, transfer_group_ranks
+from .report import Violation, listed, ranks_of
 
 # All experts of a layer are one parameter, cut over the expert mesh.
 _STACKED = {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN, Role.STACKED_DOWN_BIAS}
@@ -34,7 +34,7 @@ def check_ranks(plan: Plan) -> Iterator[Violation]:
         pipelines = _Pipelines(plan.train.place_layers(layers), plan.gen.stage_of_layers(layers))
     except MeshError as error:
         last = next((group.name(layers - 1, 0) for group in plan.groups if layers - 1 in group.layers), "no layer")
-        yield Violation("places", last, all_ranks(plan), str(error))
+        yield Violation.of_all(plan, last, "places", str(error))
         return
     misplaced = list(_check_places(plan, pipelines))
     yield from misplaced
@@ -62,14 +62,12 @@ def _check_places(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
                 yield Violation(
                     "places",
                     group.name(at.layer, transfers.experts[0]),
-                    transfer_group_ranks(plan, transfers),
+                    ranks_of(plan, transfers),
                     message,
                 )
         if len({pipelines.gen[at.layer] for at in transfers.layers if at.layer >= 0}) > 1:
             message = f"layers {listed(at.layer for at in transfers.layers)} are on different stages of the engine"
-            yield Violation(
-                "places", transfer_group_name(plan, transfers), transfer_group_ranks(plan, transfers), message
-            )
+            yield Violation.of_group(plan, transfers, "places", message)
 
 
 def _place_fault(
@@ -125,12 +123,7 @@ def _check_holders(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
                 continue
             checked.add(key)
             if message := message_of(plan, pipelines, transfers, group):
-                yield Violation(
-                    "holders",
-                    transfer_group_name(plan, transfers),
-                    transfer_group_ranks(plan, transfers),
-                    message,
-                )
+                yield Violation.of_group(plan, transfers, "holders", message)
 
 
 def _source_fault(plan: Plan, pipelines: _Pipelines, transfers: TransferGroup, group: ParameterGroup) -> str:
@@ -263,7 +256,5 @@ def _check_stages(plan: Plan) -> Iterator[Violation]:
     for transfers in plan.transfer_groups:
         if transfers.pp_stage < last:
             message = f"stage {transfers.pp_stage} follows stage {last}; stages run in order"
-            yield Violation(
-                "stages", transfer_group_name(plan, transfers), transfer_group_ranks(plan, transfers), message
-            )
+            yield Violation.of_group(plan, transfers, "stages", message)
         last = max(last, transfers.pp_stage)

@@ -19,13 +19,25 @@ class Violation:
     ranks: str  # e.g. "train 0, 4 -> gen 1"
     message: str
 
+    @classmethod
+    def of_group(
+        cls, plan: Plan, transfers: TransferGroup, rule: str, message: str,
+        src_part: int | None = None, dst_part: int | None = None,
+    ) -> Violation:  # fmt: skip
+        """A violation of a transfer group, or of one part of it."""
+        return cls(rule, name_of(plan, transfers), ranks_of(plan, transfers, src_part, dst_part), message)
+
+    @classmethod
+    def of_all(cls, plan: Plan, parameter: str, rule: str, message: str) -> Violation:
+        """A violation that concerns every rank."""
+        ranks = f"train {listed(range(plan.train.world))} -> gen {listed(range(plan.gen.world))}"
+        return cls(rule, parameter, ranks, message)
+
     def __str__(self) -> str:
         return f"[{self.rule}] {self.parameter} ({self.ranks}): {self.message}"
 
 
-def transfer_group_ranks(
-    plan: Plan, transfers: TransferGroup, src_part: int | None = None, dst_part: int | None = None
-) -> str:
+def ranks_of(plan: Plan, transfers: TransferGroup, src_part: int | None = None, dst_part: int | None = None) -> str:
     """The ranks of a transfer group on both ends, or of one part of it."""
     src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
     src = src if src_part is None else src[src_part : src_part + 1]
@@ -33,11 +45,7 @@ def transfer_group_ranks(
     return f"train {listed(src.ravel())} -> gen {listed(dst.ravel())}"
 
 
-def all_ranks(plan: Plan) -> str:
-    return f"train {listed(range(plan.train.world))} -> gen {listed(range(plan.gen.world))}"
-
-
-def transfer_group_name(plan: Plan, transfers: TransferGroup) -> str:
+def name_of(plan: Plan, transfers: TransferGroup) -> str:
     """The first parameter of a transfer group."""
     return plan.groups[transfers.group].name(transfers.layers[0].layer, transfers.experts[0])
 

@@ -15,7 +15,7 @@ from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
-from .report import Violation, transfer_group_name
+from .report import Violation, name_of
 from .storage import order_fault
 from .tiling import tiling_fault
 
@@ -66,7 +66,7 @@ def check_tensors(plan: Plan) -> Iterator[Violation]:
                         rule, message = fault
                         where = f"{'train' if is_src else 'gen'} {rank}"
                         local = name.replace("{vp}", str(place[0])).replace("{layer}", str(place[1]))
-                        yield Violation(rule, transfer_group_name(plan, transfers), where, f"{local}: {message}")
+                        yield Violation(rule, name_of(plan, transfers), where, f"{local}: {message}")
 
 
 def _rank_classes(plan: Plan, is_src: bool) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
