@@ -9,35 +9,33 @@ A store must stay up until all ranks have left the session: `close` of an endpoi
 from __future__ import annotations
 
 import socket
-from datetime import timedelta
 from uuid import uuid4
 
-from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed import TCPStore
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous.store import connect_store
 
 _PROBE_S = 2.0  # for a TCP connection to open; a store is asked with the session's own deadline
-_START_S = 10.0  # for a store of this process to start
 _IDENTITY = "mcore-reshard/store"
 
 
 class StoreServer:
-    """A TCPStore that this process serves on all its network interfaces, until `close`.
+    """A TCPStore that this process serves until `close`, at one address of this machine or (host None) at all.
 
-    `port` 0 takes a free one. Raises SessionError where the port is taken.
+    `port` 0 takes a free one. Raises SessionError where the port is taken or the address is not this machine's.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str | None = None) -> None:
         try:
-            self._store: TCPStore | None = TCPStore(
-                "localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_S)
-            )
-        except (DistNetworkError, RuntimeError) as error:
-            raise SessionError(
-                f"no store can be started on port {port}: {_first_line(error)}; choose a free port"
-            ) from error
-        self.port = self._store.port
+            listening = _listen(host, port)
+        except (OSError, OverflowError) as error:
+            reason = (getattr(error, "strerror", None) or str(error)).partition(" (")[0].lower()
+            raise SessionError(f"cannot serve a store at {host or 'any address'}, port {port}: {reason}") from error
+        self.port = listening.getsockname()[1]
+        self._store: TCPStore | None = TCPStore(
+            host or "localhost", self.port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
         self.identity = uuid4().hex
         self._store.set(_IDENTITY, self.identity)
 
@@ -96,5 +94,10 @@ def _is_served_by(server: StoreServer, address: str, timeout_s: float) -> bool:
     return client.check([_IDENTITY]) and client.get(_IDENTITY).decode() == server.identity
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0].rstrip(".")
+def _listen(host: str | None, port: int) -> socket.socket:
+    if host is not None:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))

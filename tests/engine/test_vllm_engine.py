@@ -112,9 +112,18 @@ def test_an_engine_whose_kernels_rearranged_parameters_is_refused_with_all_of_th
 
 def test_weights_that_cpu_kernels_read_from_copies_are_refused(config_folder):
     model = build_engine(config_folder(tiny("llama")), GenSizes(), 0)
-    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    packed = model.lm_head.weight.clone()
+    model.lm_head.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed, bias)
     with pytest.raises(RuntimeError, match=r"read a copy that was made after loading: lm_head\.weight\n"):
         local_tensors(model)
+
+
+def test_vllms_fallback_for_a_cpu_without_kernels_reads_the_weights_themselves(config_folder, monkeypatch):
+    monkeypatch.setattr("vllm._custom_ops._supports_onednn", False)
+    model = build_engine(config_folder(tiny("llama")), GenSizes(), 0)
+    model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    assert model.lm_head.cpu_linear is not torch.nn.functional.linear
+    assert "lm_head.weight" in local_tensors(model)
 
 
 @pytest.mark.parametrize("mesh", [GenMesh(), GenMesh(tp=2, pp=2), GenMesh(tp=2, dp=2, ep=4)], ids=str)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -265,11 +266,20 @@ def _refuse_kernel_layouts(model: torch.nn.Module) -> None:
         )
 
 
+def _is_given_the_weight(linear: Any) -> bool:
+    """Whether this `cpu_linear` can only read the weight that it is called with: it keeps nothing from when it was made.
+
+    That is torch's own function, or vLLM's fallback where a CPU has no kernels; lambdas over packed weights have closures.
+    """
+    plain = isinstance(linear, FunctionType) and linear.__closure__ is None and linear.__defaults__ is None
+    return plain or linear is torch.nn.functional.linear
+
+
 def _rearranged_by(layer: torch.nn.Module, method: Any) -> str | None:
     kind = type(method).__name__
     if kind in _AS_LOADED:
-        read = [getattr(layer, name, None) for name in _COPIES]
-        copied = any(copy is not None and copy is not torch.nn.functional.linear for copy in read)
+        may_be_copies = (getattr(layer, name, None) for name in _COPIES)
+        copied = any(copy is not None and not _is_given_the_weight(copy) for copy in may_be_copies)
         return "kernels read a copy that was made after loading" if copied else None
     if any(parameter.dtype is torch.float8_e4m3fnuz for parameter in layer.parameters(recurse=False)):
         return "converted to float8_e4m3fnuz after loading"
