@@ -17,8 +17,9 @@ import torch
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales, quantized
 from mcore_reshard.planner.layout.block_scales import blocks_touched
 from mcore_reshard.planner.layout.geometry import Piece, Region, row_major_strides
+from mcore_reshard.planner.layout.mesh import LayerPlace
 from mcore_reshard.planner.model.precision import Block
-from mcore_reshard.planner.plan.plan import Plan, TransferGroup, TransferLayer
+from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -90,12 +91,12 @@ def pieces(plan: Plan, world: World, rank: int) -> Iterator[Held]:
                         yield held
 
 
-def _place(transfers: TransferGroup, at: TransferLayer, world: World, number: int) -> tuple[dict[str, int], int]:
+def _place(transfers: TransferGroup, at: LayerPlace, world: World, number: int) -> tuple[dict[str, int], int]:
     if world == "train":
         slot = transfers.src_slot + number
-        return {"vp": at.vp_stage, "layer": at.src_local, "expert": slot}, slot
+        return {"vp": at.vp_stage, "layer": at.local, "expert": slot}, slot
     slot = transfers.dst_slot + number
-    return {"vp": 0, "layer": at.dst_local, "expert": slot}, slot
+    return {"vp": 0, "layer": at.layer, "expert": slot}, slot
 
 
 def box(held: Held, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -157,8 +157,9 @@ class MegatronLayout(Layout):
         if group.role is Role.EMBEDDING:
             pp_stage, vp_stage = 0, 0
         elif group.role is Role.FINAL_NORM and architecture.mtp_layers:
-            pp_stage, vp_stage = places[-1].pp_stage, places[-1].vp_stage
-        return {pp_stage: (LayerPlace(-1, pp_stage, vp_stage, -1),)}
+            pp_stage, last = places[-1]
+            vp_stage = last.vp_stage
+        return {pp_stage: (LayerPlace(-1, vp_stage, -1),)}
 
 
 def _indivisible(what: str, size: int, axis: str, degree: int) -> list[str]:

@@ -31,12 +31,11 @@ class MeshError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where the pipeline keeps one HF layer: stage, model chunk (virtual stage) and index within the chunk."""
+    """Where a pipeline stage keeps one HF layer. `layer` and `local` are -1 for what is in no layer."""
 
-    layer: int
-    pp_stage: int
-    vp_stage: int
-    local: int
+    layer: int  # HF number
+    vp_stage: int  # model chunk (virtual stage); 0 in an engine
+    local: int  # index within the chunk; in an engine, which numbers its layers through, the HF number
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +134,13 @@ class TrainMesh:
         counts = self.chunk_layers(num_layers)
         return replace(self, layers=() if len(set(counts)) == 1 else counts)
 
-    def place_layers(self, num_layers: int) -> tuple[LayerPlace, ...]:
-        """Where each HF layer lives, by layer number."""
+    def place_layers(self, num_layers: int) -> tuple[tuple[int, LayerPlace], ...]:
+        """The pipeline stage of each HF layer and its place there, by layer number."""
         places = []
         counts = self.chunk_layers(num_layers)
         for chunk, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
             vp_stage, pp_stage = divmod(chunk, self.pp)
-            places += [LayerPlace(end - count + i, pp_stage, vp_stage, i) for i in range(count)]
+            places += [(pp_stage, LayerPlace(end - count + i, vp_stage, i)) for i in range(count)]
         return tuple(places)
 
 

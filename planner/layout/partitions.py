@@ -86,11 +86,14 @@ class Layout(Protocol):
         """Where the scales of a quantized group lie, whose weights are cut into `partition`."""
 
 
-def layers_by_stage(layers: Iterable[int], places: Sequence[LayerPlace]) -> dict[int, tuple[LayerPlace, ...]]:
+def layers_by_stage(
+    layers: Iterable[int], places: Sequence[tuple[int, LayerPlace]]
+) -> dict[int, tuple[LayerPlace, ...]]:
     """The places of some layers, by pipeline stage; `places[layer]` is where the pipeline keeps a layer."""
     stages: dict[int, list[LayerPlace]] = {}
     for layer in layers:
-        stages.setdefault(places[layer].pp_stage, []).append(places[layer])
+        pp_stage, place = places[layer]
+        stages.setdefault(pp_stage, []).append(place)
     return {stage: tuple(places_of_stage) for stage, places_of_stage in sorted(stages.items())}
 
 

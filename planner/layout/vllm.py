@@ -161,7 +161,7 @@ class VllmLayout(Layout):
         architecture, mesh = self._context.architecture, self._context.mesh
         if group.layers:
             stage_of = mesh.stage_of_layers(architecture.layers)
-            places = [LayerPlace(layer, stage, 0, layer) for layer, stage in enumerate(stage_of)]
+            places = [(stage, LayerPlace(layer, 0, layer)) for layer, stage in enumerate(stage_of)]
             return layers_by_stage(group.layers, places)
         if architecture.family in _ENDS_EVERYWHERE:
             stages = set(range(mesh.pp))
@@ -169,7 +169,7 @@ class VllmLayout(Layout):
             stages = {0, mesh.pp - 1} if architecture.tied else {0}
         else:
             stages = {mesh.pp - 1}
-        return {stage: (LayerPlace(-1, stage, 0, -1),) for stage in sorted(stages)}
+        return {stage: (LayerPlace(-1, 0, -1),) for stage in sorted(stages)}
 
 
 ENGINE = Engine(

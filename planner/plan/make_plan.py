@@ -28,7 +28,6 @@ from .plan import (
     Policy,
     QuantizedPair,
     TransferGroup,
-    TransferLayer,
     TransferPattern,
     UnplannedGroup,
 )
@@ -181,12 +180,8 @@ class _Planner:
                         yield transfers
 
     def _transfers_of(self, group: int, src: PartitionOwners, dst: PartitionOwners) -> TransferGroup | None:
-        dst_places = {place.layer: place for place in dst.layers}
-        layers = tuple(
-            TransferLayer(place.layer, place.vp_stage, place.local, dst_places[place.layer].local)
-            for place in src.layers
-            if place.layer in dst_places
-        )
+        wanted = {place.layer for place in dst.layers}
+        layers = tuple(place for place in src.layers if place.layer in wanted)
         experts = (max(src.experts[0], dst.experts[0]), min(src.experts[1], dst.experts[1]))
         if not layers:
             return None

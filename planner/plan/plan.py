@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
-from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
+from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, TrainMesh
 from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 
@@ -24,6 +25,9 @@ from .balance import Numbers, RoundRobin
 from .schedule import MemberNames, World
 
 if TYPE_CHECKING:
+    from mcore_reshard.planner.proof.prove import Proof
+
+    from .schedule import Schedule
     from .transfers import Transfer
 
 Policy = Literal["exact", "conservative"]
@@ -99,16 +103,6 @@ class TransferPattern:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferLayer:
-    """One layer of a transfer group: its HF number and where both ends keep it. All -1 or 0 outside of layers."""
-
-    layer: int
-    vp_stage: int
-    src_local: int
-    dst_local: int
-
-
-@dataclass(frozen=True, slots=True)
 class TransferGroup:
     """Parameters (layers x experts of one group) that share pattern, stage, source and destination ranks.
 
@@ -121,7 +115,7 @@ class TransferGroup:
     pp_stage: int
     src: int  # index into Plan.rank_grids
     dst: int
-    layers: tuple[TransferLayer, ...]
+    layers: tuple[LayerPlace, ...]  # in the trainer; engines name tensors by the HF number
     experts: tuple[int, int] = (0, 0)  # half-open range of expert numbers
     src_slot: int = 0  # slot of the first expert at the source
     dst_slot: int = 0
@@ -153,15 +147,15 @@ class TransferGroup:
         first = self.slot(world, 0)
         slots = range(first, first + self.expert_count) if "{expert}" in tensor.name else range(first, first + 1)
         if world == "train":
-            places = [(place.vp_stage, place.src_local) for place in self.layers]
+            places = [(place.vp_stage, place.local) for place in self.layers]
         else:
-            places = [(0, place.dst_local) for place in self.layers]
+            places = [(0, place.layer) for place in self.layers]
         return [tensor.name.format(vp=vp, layer=layer, expert=slot) for vp, layer in places for slot in slots]
 
     def tensor_name(self, tensor: LocalTensor, world: World, member: int) -> str:
         """The name of the tensor that holds one member."""
         place = self.layers[member // self.expert_count]
-        vp, layer = (place.vp_stage, place.src_local) if world == "train" else (0, place.dst_local)
+        vp, layer = (place.vp_stage, place.local) if world == "train" else (0, place.layer)
         return tensor.name.format(vp=vp, layer=layer, expert=self.slot(world, member))
 
 
@@ -248,9 +242,27 @@ class Plan:
         element: Sequence[int] | None = None,
     ) -> Iterator[Transfer]:
         """Every transfer of one refit, or those that concern a parameter, a rank, a tensor or an element: `transfers_of`."""
-        from .transfers import transfers_of  # late: it builds on this module
+        from .transfers import transfers_of
 
         return transfers_of(self, parameter, tensor=tensor, rank=rank, element=element)
+
+    def schedule(self, world: World, rank: int) -> Schedule:
+        """What one rank sends or receives: `schedule_of`."""
+        from .make_schedule import schedule_of
+
+        return schedule_of(self, world, rank)
+
+    def prove(self) -> Proof:
+        """Check every rule that makes a plan sound; never raises for an unsound one."""
+        from mcore_reshard.planner.proof.prove import prove  # against the arrows, for this method alone
+
+        return prove(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, whole or not at all."""
+        from .plan_file import save_plan
+
+        save_plan(self, path)
 
     def groups_of(self, world: World, rank: int) -> Iterator[RankInGroup]:
         """The transfer groups that a rank takes part in, in order."""

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
-from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
+from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Padding, Partition
 from mcore_reshard.planner.model.parameters import ParameterGroup, Role
 
@@ -26,7 +26,6 @@ from .plan import (
     Policy,
     QuantizedPair,
     TransferGroup,
-    TransferLayer,
     TransferPattern,
     UnplannedGroup,
 )
@@ -140,7 +139,7 @@ def _encode(plan: Plan) -> dict[str, Any]:
         "transfer_groups": [
             [
                 b.group, b.pattern, b.pp_stage, b.src, b.dst,
-                [[at.layer, at.vp_stage, at.src_local, at.dst_local] for at in b.layers],
+                [[at.layer, at.vp_stage, at.local] for at in b.layers],
                 b.experts, b.src_slot, b.dst_slot, b.first_src_replica, b.first_dst_replica,
             ]
             for b in plan.transfer_groups
@@ -196,7 +195,7 @@ _FORM = {
     "tensors": [(str, _SIZES, str)],
     "patterns": [{"src": _PARTITION, "dst": _PARTITION, "overlaps": [(int, int, int, int, _SIZES, _SIZES)]}],
     "rank_grids": [[_SIZES]],
-    "transfer_groups": [(int, int, int, int, int, [(int, int, int, int)], (int, int), int, int, int, int)],
+    "transfer_groups": [(int, int, int, int, int, [(int, int, int)], (int, int), int, int, int, int)],
     "misc": [(int, str)],
     "excluded": [(int, str)],
     "relay": bool,
@@ -261,7 +260,7 @@ def _decode(body: dict[str, Any]) -> Plan:
                 stage,
                 src,
                 dst,
-                tuple(TransferLayer(*at) for at in layers),
+                tuple(LayerPlace(*at) for at in layers),
                 tuple(experts),
                 s,
                 d,

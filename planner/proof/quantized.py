@@ -245,7 +245,7 @@ def check_casts(plan: Plan) -> Iterator[Violation]:
         wire = casts[transfers.group].dst if transfers.group in casts else "it is"
         for name in {piece.tensor.name for held in plan.patterns[transfers.pattern].src.pieces for piece in held}:
             for at in transfers.layers:
-                place = (name, transfers.pp_stage, at.vp_stage, at.src_local)
+                place = (name, transfers.pp_stage, at.vp_stage, at.local)
                 known, parameter = sent_as.setdefault(place, (wire, name_of(plan, transfers)))
                 if known != wire:
                     message = f"{name} is sent as {wire}, and as {known} for {parameter}"

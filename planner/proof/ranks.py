@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, MeshError, TrainMesh
 from mcore_reshard.planner.model.parameters import ParameterGroup, Role
-from mcore_reshard.planner.plan.plan import Plan, TransferGroup, TransferLayer
+from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
 from .report import Violation, listed, ranks_of
 
@@ -23,7 +23,7 @@ _STACKED = {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN, 
 class _Pipelines:
     """Where both meshes keep each decoder layer."""
 
-    train: tuple[LayerPlace, ...]
+    train: tuple[tuple[int, LayerPlace], ...]  # (pp_stage, place) by layer
     gen: tuple[int, ...]
 
 
@@ -71,25 +71,24 @@ def _check_places(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
 
 
 def _place_fault(
-    mesh: TrainMesh, pipelines: _Pipelines, pp_stage: int, at: TransferLayer, role: Role, has_mtp: bool
+    mesh: TrainMesh, pipelines: _Pipelines, pp_stage: int, at: LayerPlace, role: Role, has_mtp: bool
 ) -> str:
     if at.layer >= len(pipelines.train):
         return f"layer {at.layer} is not among the {len(pipelines.train)} of the pipeline"
     if at.layer >= 0:
-        place = pipelines.train[at.layer]
-        if at.dst_local != at.layer:
-            return f"layer {at.layer} is written to the engine's layer {at.dst_local}"
-        if (pp_stage, at.vp_stage, at.src_local) == (place.pp_stage, place.vp_stage, place.local):
+        stage, place = pipelines.train[at.layer]
+        if (pp_stage, at) == (stage, place):
             return ""
         return (
-            f"layer {at.layer} is read from stage {pp_stage} chunk {at.vp_stage} index {at.src_local}, the pipeline"
-            f" keeps it on stage {place.pp_stage} chunk {place.vp_stage} index {place.local}"
+            f"layer {at.layer} is read from stage {pp_stage} chunk {at.vp_stage} index {at.local}, the pipeline"
+            f" keeps it on stage {stage} chunk {place.vp_stage} index {place.local}"
         )
     expected = (mesh.pp - 1, mesh.vpp - 1)
     if role is Role.EMBEDDING:
         expected = (0, 0)
     elif role is Role.FINAL_NORM and has_mtp:  # follows the last decoder layer, prediction layers come after it
-        expected = (pipelines.train[-1].pp_stage, pipelines.train[-1].vp_stage)
+        stage, place = pipelines.train[-1]
+        expected = (stage, place.vp_stage)
     if (pp_stage, at.vp_stage) == expected:
         return ""
     return (

@@ -93,7 +93,7 @@ def _contents(plan: Plan, is_src: bool) -> _Contents:
         partition = pattern.src if is_src else pattern.dst
         if transfers.pattern not in names_of:
             names_of[transfers.pattern] = [_names(partition, part) for part in range(len(partition.pieces))]
-        places: _Places = tuple((at.vp_stage, at.src_local) if is_src else (0, at.dst_local) for at in transfers.layers)
+        places: _Places = tuple((at.vp_stage, at.local) if is_src else (0, at.layer) for at in transfers.layers)
         places = interned.setdefault(places, places)
         grid, first = (transfers.src, transfers.src_slot) if is_src else (transfers.dst, transfers.dst_slot)
         stop = first + transfers.expert_count

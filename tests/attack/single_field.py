@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
+from mcore_reshard.planner.layout.mesh import LayerPlace
 from mcore_reshard.planner.layout.partitions import Padding, Partition
-from mcore_reshard.planner.plan.plan import Overlap, Plan, TransferGroup, TransferLayer, TransferPattern, UnplannedGroup
+from mcore_reshard.planner.plan.plan import Overlap, Plan, TransferGroup, TransferPattern, UnplannedGroup
 
 T = TypeVar("T")
 
@@ -277,12 +278,12 @@ def _layer(plan: Plan, rng: random.Random) -> Mutant | None:
     at = rng.randrange(len(plan.transfer_groups))
     transfers = plan.transfer_groups[at]
     place = rng.randrange(len(transfers.layers))
-    layer: TransferLayer = transfers.layers[place]
-    field = rng.choice(("layer", "vp_stage", "src_local", "dst_local"))
+    layer: LayerPlace = transfers.layers[place]
+    field = rng.choice(("layer", "vp_stage", "local"))
     changed, change = _changed(rng, layer, field, _nudge(rng, getattr(layer, field)))
     transfers = replace(transfers, layers=_put(transfers.layers, place, changed))
     return Mutant(
-        f"TransferLayer.{field}", replace(plan, transfer_groups=_put(plan.transfer_groups, at, transfers)), change
+        f"LayerPlace.{field}", replace(plan, transfer_groups=_put(plan.transfer_groups, at, transfers)), change
     )
 
 

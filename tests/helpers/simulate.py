@@ -66,14 +66,14 @@ def _pieces(plan, transfers: TransferGroup, world: World, at, number: int) -> It
             plan.rank_grids[transfers.src],
             transfers.src_slot + number,
         )
-        place = {"vp": at.vp_stage, "layer": at.src_local, "expert": slot}
+        place = {"vp": at.vp_stage, "layer": at.local, "expert": slot}
     else:
         partition, ranks, slot = (
             pattern.dst,
             plan.rank_grids[transfers.dst],
             transfers.dst_slot + number,
         )
-        place = {"vp": 0, "layer": at.dst_local, "expert": slot}
+        place = {"vp": 0, "layer": at.layer, "expert": slot}
     for part, holders in enumerate(ranks.tolist()):
         for piece in partition.pieces[part]:
             for rank in holders:

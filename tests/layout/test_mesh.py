@@ -48,16 +48,16 @@ def test_a_generation_mesh_may_say_how_many_layers_each_stage_has():
 
 def test_interleaved_chunks_take_layers_in_turns():
     places = TrainMesh(pp=2, vpp=2).place_layers(8)
-    assert [(p.pp_stage, p.vp_stage, p.local) for p in places] == [
+    assert [(stage, p.vp_stage, p.local) for stage, p in places] == [
         (0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 1, 1), (1, 1, 0), (1, 1, 1),
     ]  # fmt: skip
 
 
 def test_uneven_pipelines_may_leave_stages_to_the_embedding_and_the_loss():
     places = TrainMesh(pp=4, layers=(0, 3, 1, 0)).place_layers(4)
-    assert [p.pp_stage for p in places] == [1, 1, 1, 2]
+    assert [stage for stage, _ in places] == [1, 1, 1, 2]
     per_chunk = TrainMesh(pp=2, vpp=2, layers=(1, 2, 1, 0)).place_layers(4)
-    assert [(p.pp_stage, p.vp_stage, p.local) for p in per_chunk] == [(0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 1, 0)]
+    assert [(stage, p.vp_stage, p.local) for stage, p in per_chunk] == [(0, 0, 0), (1, 0, 0), (1, 0, 1), (0, 1, 0)]
 
 
 def test_one_pipeline_has_one_canonical_spelling():

@@ -287,7 +287,7 @@ RULES: list[tuple[str, Case, Callable[[Plan], Plan], str]] = [
     ),
     (
         "places", LLAMA, lambda plan: other_transfers(
-            plan, Role.O, layers=(replace(plan.transfer_groups[first(plan, Role.O)].layers[0], src_local=1),)
+            plan, Role.O, layers=(replace(plan.transfer_groups[first(plan, Role.O)].layers[0], local=1),)
         ),
         "[places] model.layers.0.self_attn.o_proj.weight (train 0-1 -> gen 0-1): layer 0 is read from stage 0 chunk 0"
         " index 1, the pipeline keeps it on stage 0 chunk 0 index 0",

@@ -170,7 +170,7 @@ def _linear_weights(
             patterns = {piece.tensor.name for part in owners.partition.pieces for piece in part}
             slots = range(max(1, owners.experts[1] - owners.experts[0]))
             for pattern, place, slot in product(sorted(patterns), owners.layers, slots):
-                if place.pp_stage == pp_stage:
+                if owners.pp_stage == pp_stage:
                     yield place.layer, pattern.format(vp=place.vp_stage, layer=place.local, expert=slot)
 
 

@@ -12,10 +12,10 @@ from helpers.simulate import damage
 
 from mcore_reshard.planner.layout.geometry import Region
 from mcore_reshard.planner.layout.megatron import MegatronBuild
-from mcore_reshard.planner.layout.mesh import GenMesh
+from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace
 from mcore_reshard.planner.layout.partitions import Padding
 from mcore_reshard.planner.model.parameters import Role
-from mcore_reshard.planner.plan.plan import Plan, TransferLayer, UnplannedGroup
+from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import prove
 
@@ -474,7 +474,7 @@ def prediction_layer_as_decoder_layer(plan: Plan) -> Plan:
     groups = list(plan.groups)
     groups[number] = replace(groups[number], mtp=False)
     like = plan.transfer_groups[transfer_groups_of(plan, Role.MLA_O)[-1]]
-    added = replace(like, group=number, layers=(TransferLayer(layer, 0, like.layers[-1].src_local + 1, layer),))
+    added = replace(like, group=number, layers=(LayerPlace(layer, 0, like.layers[-1].local + 1),))
     excluded = tuple(u for u in plan.excluded if u.group != number)
     return replace(plan, groups=tuple(groups), transfer_groups=(*plan.transfer_groups, added), excluded=excluded)
 
