@@ -1,7 +1,7 @@
-"""Every way in which binding or moving bytes ends badly, in one place.
+"""Every error that binding or moving bytes can end with.
 
-Messages say who waited for whom, in which stage and for which parameter; the same facts are attributes, so that a rank
-can tell its peers why it stopped.
+Messages say who waited for whom, in which stage and for which parameter. The same facts are attributes: a rank tells
+its peers why it stopped.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class VersionError(RefitError):
 
 
 class KvScalesError(RefitError):
-    """Scales of the KV cache that cannot land as they were given: nothing has moved, and the session goes on."""
+    """No rank can take the scales of the KV cache as they were given. Nothing has moved, and the session goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a rank is about to wait for: enough to name the culprit if it never comes."""
+    """Who waits for whom, and for what: enough to name the culprit of a wait in vain."""
 
     rank_name: str  # who waits, as "gen:1"
     peer: str  # for whom, as "train:0"
@@ -66,7 +66,7 @@ class Waiting:
 class TransferError(RefitError):
     """Bytes that were due did not arrive, or not as they were sent. `waiting` says which, and between whom.
 
-    `others` are those that came after it on the same rank: where a rank waits for several, one of them may be to blame.
+    `others` are the later errors of the same rank: when it waits for several peers, any of them may be to blame.
     """
 
     others: tuple[TransferError, ...] = ()
@@ -85,7 +85,7 @@ class PeerLostError(TransferError):
 
 
 class ChecksumError(TransferError):
-    """A bucket arrived with other bytes, or in another order, than it was sent with."""
+    """A bucket arrived with other bytes, or in another order, than it was sent."""
 
 
 def first_of(failures: Sequence[BaseException]) -> BaseException:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def host() -> str:
-    """What processes of one running host have in common, whatever containers they are in."""
+    """The id of the running host: equal for all its processes, in whatever containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -1,4 +1,4 @@
-"""A thread for calls that may never return, so that whoever makes them can turn to something else."""
+"""A thread for calls that may never return: its caller goes on at a deadline."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ T = TypeVar("T")
 
 
 class DeadlineThread:
-    """Makes one call after another. It is left behind with one that does not return, and ends with the process.
+    """Makes one call after another. A call that does not return keeps the thread until the process ends.
 
-    No pool of `concurrent.futures`: the interpreter would wait for its threads before it exits.
+    Not a pool of `concurrent.futures`: the interpreter would wait for its threads before it exits.
     """
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         Thread(target=_make, args=(self._calls,), name=name, daemon=True).start()
-        finalize(self, self._calls.put, None).atexit = False  # handlers of the exit may call as well
-        self._outcome: ref[Future[Any]] | None = None  # of the last call; an error's traceback may keep this in turn
+        finalize(self, self._calls.put, None).atexit = False  # exit handlers may still call
+        self._outcome: ref[Future[Any]] | None = (
+            None  # of the last call; weak, as the traceback of its error may hold this
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -40,7 +42,7 @@ class DeadlineThread:
         return outcome
 
     def call(self, function: Callable[[], T], limit_s: float) -> T:
-        """What `function` returns or raises. Raises `Overdue` if it does neither within `limit_s`."""
+        """Return or raise what `function` does. Raises `Overdue` if it does neither within `limit_s`."""
         return self.start(function).result(limit_s)
 
 
@@ -49,6 +51,6 @@ def _make(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> N
         outcome, function = call
         try:
             outcome.set_result(function())
-        except BaseException as error:  # the caller's
+        except BaseException as error:  # raised in the caller
             outcome.set_exception(error)
-        del call, outcome, function  # nothing lives on for a thread that has nothing to do
+        del call, outcome, function  # an idle thread keeps nothing alive

@@ -1,68 +1,161 @@
-"""What the ranks of one transport tell each other through the session's store, besides the bytes."""
+"""What ranks tell each other through a store, and for whom each of them waits: JSON under keys that name the rank.
+
+    exchange = StoreExchange(store, "gen:0", ("train:0", "gen:0"), timeout_s=60.0)
+    exchange.gather("budget", 512)      # [256, 512]: everyone's, in the order of the ranks
+
+A store is open to anyone who knows its address. So each value that is read here is checked, and a malformed one is a
+`SessionError` that names its key and the rank to which the key belongs.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistError, DistStoreError, Store
 
-from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.errors import DeadlineError, SessionError, TransferError, Waiting
 
-_GRACE_S = 1.0  # for others who wait as well to say so
+from .polling import NOTICE_S
+
+T = TypeVar("T")
+
+_SHOWN = 60  # characters of a malformed value
+_OPTIONAL = {"stage": int, "parameter": str, "peer": str}
+
+
+def parse_stored(key: str, content: bytes, parse: Callable[[Any], T], *, written_by: str = "") -> T:
+    """`parse(json)` of a key's value. Raises `SessionError` for what is no JSON, or where `parse` raises for anything else."""
+    try:
+        return parse(json.loads(content))
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        owner = f", which {written_by} wrote," if written_by else ""
+        raise SessionError(
+            f"the value of {key!r} on the store{owner} is malformed: {content[:_SHOWN]!r} ({error!r:.120}); give"
+            " every session on a store a name of its own, and let nothing else write there"
+        ) from error
+
+
+def fetch(store: Store, key: str, waiting: Waiting, parse: Callable[[Any], T], *, timeout_s: float) -> T:
+    """The value that `waiting.peer` publishes as `key`. Raises `DeadlineError` if it publishes none."""
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except DistStoreError as error:
+        raise DeadlineError(waiting, f"{waiting.peer} published nothing within {timeout_s:g} s") from error
+    return parse_stored(key, store.get(key), parse, written_by=waiting.peer)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a session failed, as told to every rank."""
+
+    rank_name: str  # who noticed
+    error: str  # the error's class
+    message: str
+    stage: int | None = None
+    parameter: str | None = None
+    peer: str | None = None  # for whom it waited, if it did
+
+    @classmethod
+    def of(cls, rank_name: str, error: BaseException) -> Failure:
+        if not isinstance(error, TransferError):
+            return cls(rank_name, type(error).__name__, str(error))
+        waiting = error.waiting
+        peer = waiting.peer.replace("relay:", "gen:")  # the session knows a replica that passes on by its own name
+        return cls(rank_name, type(error).__name__, str(error), waiting.stage, waiting.parameter, peer)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Failure:
+        """Raises TypeError or ValueError for what no rank wrote."""
+        failure = cls(**value)
+        for name in cls.__slots__:
+            field, kind = getattr(failure, name), _OPTIONAL.get(name, str)
+            if not isinstance(field, kind) and not (field is None and name in _OPTIONAL):
+                raise ValueError(f"{name} is {field!r}")
+            str(field).encode()  # half of a surrogate pair cannot be passed on
+        return failure
+
+    def __str__(self) -> str:
+        return f"{self.rank_name}: {self.error}: {self.message}"
 
 
 class StoreExchange:
-    """One rank's access to the words of all. `names` are the ranks in group order, as messages call them."""
+    """One rank's access to the values of all. `members` are the names of the ranks, in the order of the group."""
 
-    def __init__(self, store: Store, rank: int, names: Sequence[str], *, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank_name: str, members: Sequence[str], *, timeout_s: float) -> None:
         self._store = store
-        self._rank = rank
-        self._names = tuple(names)
+        self._rank_name = rank_name
+        self._members = tuple(members)
         self._timeout_s = timeout_s
 
-    def gather(self, topic: str, word: Any) -> list[Any]:
-        """Say `word` (JSON) and return everyone's, in group order."""
-        self._store.set(f"{topic}/{self._rank}", json.dumps(word))
-        keys = [f"{topic}/{rank}" for rank in range(len(self._names))]
-        self._await(topic, keys)
-        return [json.loads(said) for said in self._store.multi_get(keys)]
+    def gather(self, topic: str, value: Any, parse: Callable[[Any], T]) -> list[T]:
+        """Publish `value` (JSON) and return everyone's, each through `parse`, in the order of the ranks.
 
-    def publish(self, topic: str, content: bytes) -> None:
-        self._store.set(topic, content.hex())
+        Raises `SessionError` naming the ranks that publish none.
+        """
+        self._store.set(f"{topic}/{self._rank_name}", json.dumps(value))
+        try:
+            self._store.wait(self.keys(topic), timedelta(seconds=self._timeout_s))
+        except DistStoreError as error:
+            raise SessionError(
+                f"{self._rank_name}: {', '.join(self.missing(topic)) or 'the last rank'} did not come within"
+                f" {self._timeout_s:g} s"
+            ) from error
+        return self.values(topic, parse)
 
-    def read(self, topic: str) -> bytes:
-        """What some rank publishes under `topic`."""
-        self._await(topic, [topic])
-        return bytes.fromhex(self._store.get(topic).decode())
+    def keys(self, topic: str) -> list[str]:
+        return [f"{topic}/{name}" for name in self._members]
+
+    def missing(self, topic: str) -> list[str]:
+        """The ranks that have published nothing yet."""
+        return [name for name in self._members if not self._store.check([f"{topic}/{name}"])]
+
+    def values(self, topic: str, parse: Callable[[Any], T]) -> list[T]:
+        """The values of all ranks, which must be there."""
+        keys = self.keys(topic)
+        contents = zip(keys, self._store.multi_get(keys), self._members, strict=True)
+        return [parse_stored(key, content, parse, written_by=name) for key, content, name in contents]
+
+    def blame(self, occasion: str, waits: Sequence[Failure], grace: Callable[[], None] | None = None) -> Failure:
+        """Of all waits in vain, the one for a rank that does not wait itself: that rank is the culprit.
+
+            gen:1 waits for gen:0, gen:0 waits for train:1, train:1 says nothing    ->    gen:0 waits for train:1
+
+        `waits` are this rank's, first the one that ended. `grace` is the time in which the others publish theirs, by default
+        NOTICE_S.
+        """
+        own = f"{occasion}/stuck/{self._rank_name}"
+        self._store.set(own, json.dumps([asdict(failure) for failure in waits]))
+        if grace is None:
+            time.sleep(min(NOTICE_S, self._timeout_s))
+        else:
+            grace()
+        followed, left = {self._rank_name}, list(waits[::-1])
+        while left:
+            failure = left.pop()
+            if not failure.peer or not self._store.check([stuck := f"{occasion}/stuck/{failure.peer}"]):
+                return failure
+            if failure.peer in followed:
+                continue
+            followed.add(failure.peer)
+            with suppress(SessionError):  # a malformed chain ends here; this rank's own error matters more
+                left += parse_stored(stuck, self._store.get(stuck), _failures)[::-1]
+        return waits[0]  # all wait for each other
 
     def give_up(self) -> None:
         """Tell the others that this rank moves nothing any more."""
         with suppress(DistError):  # the store may be what failed; those that wait have their deadline
-            self._store.compare_set("gave-up", "", self._names[self._rank])
+            self._store.compare_set("gave-up", "", self._rank_name)
 
     def who_gave_up(self) -> str | None:
         """The first rank that did, if any; cheap enough to ask while waiting."""
-        return self._store.get("gave-up").decode() if self._store.check(["gave-up"]) else None
+        return self._store.get("gave-up").decode(errors="replace") if self._store.check(["gave-up"]) else None
 
-    def silent(self, occasion: str, peers: Sequence[int]) -> list[int]:
-        """Say that this rank waited in vain, and return those of `peers` (group ranks) that do not say the same.
 
-        They are the ones to blame: the others are waiting themselves.
-        """
-        self._store.set(f"{occasion}/stuck/{self._rank}", "")
-        time.sleep(min(_GRACE_S, self._timeout_s))
-        return [peer for peer in peers if not self._store.check([f"{occasion}/stuck/{peer}"])]
-
-    def _await(self, topic: str, keys: list[str]) -> None:
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
-        except DistStoreError as error:
-            missing = [key for key in keys if not self._store.check([key])]
-            late = [name for rank, name in enumerate(self._names) if f"{topic}/{rank}" in missing] or missing
-            who = self._names[self._rank]
-            raise SessionError(f"{who}: {', '.join(late)} did not come within {self._timeout_s:g} s") from error
+def _failures(value: Any) -> list[Failure]:
+    return [Failure.from_json(each) for each in value]

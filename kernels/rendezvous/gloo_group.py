@@ -6,27 +6,30 @@ an engine that each have a default group of their own can be joined.
 
 from __future__ import annotations
 
+import struct
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Literal
 
 import torch
-from torch.distributed import ProcessGroupGloo, Store
+from torch.distributed import DistError, DistStoreError, ProcessGroupGloo, Store
 
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, TransferError, Waiting
 
 from .exchange import StoreExchange
 
+_CRC = struct.Struct("<I")
 _TAG = 0  # one tag: gloo keeps messages of a pair and tag in order
 _UNUSED_TAG = 5040  # of the same connections as _TAG: gloo goes by the remainder where it has several networks
 
 
 class GlooMessage:
-    """A message under way; gloo's handle lives here alone, so that closing the group really closes it.
+    """A message under way. It alone holds gloo's handle, so that closing the group really closes the connection.
 
-    Nor in a local variable: an error's traceback would keep it.
+    No local variable may hold the handle: an error's traceback would keep it.
     """
 
     __slots__ = ("_group", "_waiting", "_work")
@@ -50,7 +53,7 @@ class GlooMessage:
                 raise DeadlineError(self._waiting, f"nothing within {timeout_s:g} s") from error
             raise PeerLostError(self._waiting, "the connection was closed") from error
         else:
-            if self._work is None:  # it came, but who has left wants no bytes any more
+            if self._work is None:  # the bytes came, but this rank has left meanwhile
                 raise _closed_here(self._waiting)
         finally:
             self.drop()
@@ -63,24 +66,24 @@ class GlooMessage:
 class GlooGroup:
     """All ranks of a session, fully connected. Construction blocks until every rank has connected.
 
-    On a session's shelf it ends at once when any rank has failed, up to the moment when all have come. Then gloo itself
-    connects, which nothing can interrupt: what a rank that fails or dies in there costs the others is `timeout_s`.
+    On a FailFastStore construction ends when any rank has failed. Only gloo's own connects cannot be interrupted: a rank
+    that dies in the middle of one costs the others `timeout_s`.
 
-    A connection closes when its process dies or calls `close`; whoever waits on it then gets `PeerLostError` at once.
-    So one failure runs through everyone who waits, directly or indirectly. gloo listens where the host's name points;
+    A connection closes when its process dies or calls `close`. A rank that waits on it then gets `PeerLostError` at once,
+    so one failure runs through all ranks that wait for each other. gloo listens where the host's name points;
     GLOO_SOCKET_IFNAME names another interface.
     """
 
     def __init__(self, store: Store, rank: int, names: Sequence[str], *, timeout_s: float) -> None:
-        """`names` are all ranks in group order, as messages call them. Raises `SessionError` naming those that do not come."""
+        """`names` are the names of all ranks, in group order. Raises `SessionError` naming those that do not come."""
         self.timeout_s = timeout_s
         self._pending: set[GlooMessage] = set()
         self._slots: list[torch.Tensor] = []
         self._group: ProcessGroupGloo | None
-        exchange = StoreExchange(store, rank, names, timeout_s=timeout_s)
-        exchange.gather("here", "")  # gloo itself would wait for each missing rank in turn, and name none
-        self._group = _connected(store, rank, len(names), timeout_s)
-        self._store = store  # gloo keeps it, but not alive where it is written in Python
+        # gloo itself would wait for each missing rank in turn.
+        StoreExchange(store, names[rank], names, timeout_s=timeout_s).gather("here", "", str)
+        self._store = _GlooStore(store, rank, names)  # gloo does not keep alive what is written in Python
+        self._group = _connect(self._store, rank, names, timeout_s)
 
     def send(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
         return self._started("send", buffer, peer, waiting)
@@ -92,17 +95,16 @@ class GlooGroup:
         self._pending.discard(message)
 
     def slots(self, count: int, nbytes: int) -> list[torch.Tensor]:
-        """Buffers of at least `nbytes`, the same ones for all executors of this group: they run one after another."""
-        held = len(self._slots)
-        if held and nbytes > self._slots[0].numel():
-            self._slots.clear()
-        size = self._slots[0].numel() if self._slots else nbytes
-        missing = max(count, held) - len(self._slots)
-        self._slots += [torch.empty(size, dtype=torch.uint8) for _ in range(missing)]
+        """Buffers of at least `nbytes`. All executors of this group share them: they run one after another."""
+        slot_bytes, slots = (self._slots[0].numel(), len(self._slots)) if self._slots else (0, 0)
+        if nbytes > slot_bytes:
+            self._slots, slot_bytes = [], nbytes
+        missing = max(count, slots) - len(self._slots)
+        self._slots += [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(missing)]
         return self._slots[:count]
 
     def close(self) -> None:
-        """Close all connections, also with messages under way: other threads' waits for them end. May be called twice."""
+        """Close all connections. Other threads' waits for messages under way end. May be called twice."""
         for message in tuple(self._pending):
             message.drop()
         group, self._group = self._group, None
@@ -123,20 +125,61 @@ class GlooGroup:
 
 
 def _closed_here(waiting: Waiting) -> TransferError:
-    """No peer is lost: the rank itself has left, and says so at once."""
+    """The error of a rank that has itself left: no peer is lost."""
     return TransferError(waiting, f"{waiting.rank_name} has closed its connections")
 
 
-def _connected(store: Store, rank: int, size: int, timeout_s: float) -> ProcessGroupGloo:
+class _GlooStore(Store):
+    """The store as gloo uses it while it connects: each rank's addresses, under keys such as "0/2" for rank 2.
+
+    gloo crashes the process on an address that is malformed, so each value carries its CRC-32. Waits go through Python
+    here: on a FailFastStore they end with the session.
+    """
+
+    def __init__(self, store: Store, rank: int, names: Sequence[str]) -> None:
+        super().__init__()
+        self._store = store
+        self._rank_name = names[rank]
+        self._names = names
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._store.set(key, value + _CRC.pack(zlib.crc32(value)))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        sealed = self._store.get(key)
+        value, crc = sealed[: -_CRC.size], sealed[-_CRC.size :]
+        if _CRC.pack(zlib.crc32(value)) != crc:
+            raise SessionError(
+                f"the value of gloo's key {key!r} on the store, which {self._writer(key)} wrote, is malformed"
+            )
+        return value
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
+        try:
+            self._store.wait(keys, timeout)
+        except DistStoreError as error:
+            late = ", ".join(self._writer(key) for key in keys if not self._store.check([key]))
+            raise SessionError(
+                f"{self._rank_name}: {late} did not connect by gloo within {timeout.total_seconds():g} s"
+            ) from error
+
+    def _writer(self, key: str) -> str:
+        rank = key.rpartition("/")[2]
+        return self._names[int(rank)] if rank.isdecimal() and int(rank) < len(self._names) else "a rank"
+
+
+def _connect(store: _GlooStore, rank: int, names: Sequence[str], timeout_s: float) -> ProcessGroupGloo:
     try:
-        return ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+        return ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
+    except (SessionError, DistError):
+        raise
     except RuntimeError as error:
-        raise SessionError(f"gloo could not connect {size} ranks within {timeout_s:g} s: {error}") from error
+        raise SessionError(f"{names[rank]}: gloo could not connect {len(names)} ranks: {error}") from error
 
 
 def _hang_up(group: ProcessGroupGloo) -> None:
-    """Close the connections under those who wait on them. gloo has no call for it, but does it where a wait is overdue."""
+    """Close the connections under threads that wait on them. gloo has no call for it, but does it when a wait is overdue."""
     for peer in range(group.size()):
-        with suppress(RuntimeError):  # overdue; or this one was closed before, which closes no other
+        with suppress(RuntimeError):  # overdue, as intended; or this one was closed before
             work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED_TAG)  # type: ignore[attr-defined]
             work.wait(timedelta(milliseconds=1))

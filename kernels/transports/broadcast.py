@@ -35,11 +35,11 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Who passes the stream on to whom: position 0 is the source, position p feeds 2 p + 1 and 2 p + 2."""
+    """A binary tree of ranks. Position 0 is the source; position p passes the stream on to 2 p + 1 and 2 p + 2."""
 
     position: int
     ranks: tuple[int, ...]  # group rank of each position
-    names: tuple[str, ...]  # what messages call it, as "gen:1"
+    names: tuple[str, ...]  # of each position, as "gen:1"
 
     @property
     def parent(self) -> int:
@@ -80,9 +80,9 @@ def broadcast(
 def receive(
     group: GlooGroup, tree: Tree, *, frame_bytes: int = DEFAULT_FRAME_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, CPU tensor) as they arrive, passing the frames on. Every tensor owns its memory.
+    """Yield (name, CPU tensor) as they arrive, and pass the frames on. Every tensor owns its memory.
 
-    The iterator must be exhausted: what is not read is not passed on either.
+    Read the iterator to its end: frames that are not read are not passed on.
     """
     frames = _FrameReader(group, tree, frame_bytes)
     while length := _LENGTH.unpack(frames.read("the next tensor", _LENGTH.size).numpy().tobytes())[0]:
@@ -105,7 +105,7 @@ def _parsed(header: bytes) -> tuple[str, torch.dtype, tuple[int, ...]]:
 
 
 class _Slot:
-    """A frame's memory. `passed_on` are the sends that still read it; it is free again when they are done."""
+    """A frame's memory. It is free again when the sends in `passed_on`, which read it, are done."""
 
     def __init__(self, frame_bytes: int) -> None:
         self.header = torch.empty(_FRAME.size, dtype=torch.uint8)
@@ -155,12 +155,12 @@ class _Frames:
 class _FrameWriter(_Frames):
     def write(self, parameter: str, payload: torch.Tensor) -> None:
         """Append bytes (uint8 [n], any device)."""
-        at = 0
-        while at < payload.numel():
-            count = min(payload.numel() - at, self._slot.frame.numel() - self._used)
-            self._slot.frame[self._used : self._used + count].copy_(payload[at : at + count])
+        written = 0
+        while written < payload.numel():
+            count = min(payload.numel() - written, self._slot.frame.numel() - self._used)
+            self._slot.frame[self._used : self._used + count].copy_(payload[written : written + count])
             self._used += count
-            at += count
+            written += count
             if self._used == self._slot.frame.numel():
                 self._flush(parameter)
 
@@ -184,14 +184,14 @@ class _FrameReader(_Frames):
     def read(self, parameter: str, nbytes: int) -> torch.Tensor:
         """The next bytes of the stream, uint8 [nbytes]."""
         payload = torch.empty(nbytes, dtype=torch.uint8)
-        at = 0
-        while at < nbytes:
+        read = 0
+        while read < nbytes:
             if self._used == self._filled:
                 self._next(parameter)
-            count = min(nbytes - at, self._filled - self._used)
-            payload[at : at + count] = self._slot.frame[self._used : self._used + count]
+            count = min(nbytes - read, self._filled - self._used)
+            payload[read : read + count] = self._slot.frame[self._used : self._used + count]
             self._used += count
-            at += count
+            read += count
         return payload
 
     def _next(self, parameter: str) -> None:

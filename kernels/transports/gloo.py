@@ -57,7 +57,7 @@ class GlooExecutor:
 
     @property
     def scratch_bytes(self) -> int:
-        """What it needs of its group's slots, which executors of one group share."""
+        """Bytes of the slots that it uses. All executors of one group share them."""
         return self._slots * self._slot_bytes
 
     def run(self) -> tuple[StageReport, ...]:

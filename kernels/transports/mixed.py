@@ -16,7 +16,7 @@ from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
-from .base import Executor, StageReport, Transport, TransportContext, group_names, group_rank, merged_reports
+from .base import Executor, StageReport, Transport, TransportContext, group_names, merged_reports
 from .peer_access import RankPair, unavailable_reasons_by_pair
 from .relay import unrelayed
 
@@ -47,7 +47,7 @@ def _unavailable_reasons(
     schedule = context.bound.schedule
     exchange = StoreExchange(
         FailFastStore("pairs", context.store),
-        group_rank(schedule, schedule.world, schedule.rank),
+        context.bound.rank_name,
         group_names(schedule),
         timeout_s=context.options.timeout_s,
     )

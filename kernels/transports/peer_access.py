@@ -55,7 +55,7 @@ def unavailable_reasons_by_pair(
     where any rank's MCORE_RESHARD_UNREACHABLE has what is no pair.
     """
     schedule = bound.schedule
-    seats = exchange.gather("seat", _seat(bound, direct_unavailable_reason))
+    seats = exchange.gather("seat", _seat(bound, direct_unavailable_reason), _parse_seat)
     if wrong := sorted({word for seat in seats for word in seat["malformed"]}):
         raise TransportUnavailable(
             f"{UNREACHABLE_VARIABLE} has {', '.join(map(repr, wrong))}: pairs are written train:0-gen:1 or relay:1-gen:0,"
@@ -72,9 +72,7 @@ def unavailable_reasons_by_pair(
         )
         for pair in asked
     ]
-    return {
-        RankPair(src, dst, relayed): why for said in exchange.gather("reach", mine) for src, dst, relayed, why in said
-    }
+    return dict(found for pairs in exchange.gather("reach", mine, _parse_pairs) for found in pairs)
 
 
 def _seat_number(schedule: Schedule, pair: RankPair) -> int:
@@ -93,6 +91,23 @@ def _seat(bound: BoundSchedule, direct_unavailable_reason: str | None) -> dict[s
         "gpu": gpu_of(bound.device),
         "malformed": malformed,
     }
+
+
+def _parse_seat(seat: Any) -> dict[str, Any]:
+    reason, malformed = seat["unavailable_reason"], [str(word) for word in seat["malformed"]]
+    return {
+        "unavailable_reason": None if reason is None else str(reason),
+        "host": str(seat["host"]),
+        "gpu": str(seat["gpu"]),
+        "malformed": malformed,
+    }
+
+
+def _parse_pairs(pairs: Any) -> list[tuple[RankPair, str | None]]:
+    return [
+        (RankPair(int(src), int(dst), bool(relays)), None if why is None else str(why))
+        for src, dst, relays, why in pairs
+    ]
 
 
 def _export_unavailable_reason(bound: BoundSchedule) -> str | None:

@@ -17,6 +17,32 @@ Words = Mapping[str, Mapping[str, Any]]
 
 _ALIKE = ("protocol", "digest", "transport", "bucket_bytes", "checksums", "train_ranks", "gen_ranks")
 
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "protocol": (int,),
+    "digest": (str,),
+    "transport": (str,),
+    "bucket_bytes": (int,),
+    "checksums": (bool,),
+    "train_ranks": (int,),
+    "gen_ranks": (int,),
+    "version": (int, float),
+    "kv_scales": (dict,),
+    "wrong_kv_scales": (str,),
+    "lacks": (list, type(None)),
+}
+
+
+def parse_word(word: Any) -> dict[str, Any]:
+    """A rank's word as it comes from JSON. Raises TypeError for a field of a type that no rank writes."""
+    for field, value in word.items():
+        if not isinstance(value, _TYPES.get(field, (object,))):
+            raise TypeError(f"{field} is {value!r:.40}")
+    if not all(isinstance(scale, (int, float)) for scale in word.get("kv_scales", {}).values()):
+        raise TypeError("kv_scales are no numbers")
+    if not all(isinstance(number, int) for number in word.get("lacks") or ()):
+        raise TypeError("lacks has no numbers")
+    return dict(word)
+
 
 def check_alike(words: Words) -> None:
     """All ranks must have been given the same; raises `SessionError` with who said what."""
@@ -85,7 +111,7 @@ def check_kv_names(words: Words, scales: Collection[str]) -> None:
         raise KvScalesError(
             f"{len(scales)} scales of the KV cache came with the refit, and no function to set them was given on {', '.join(deaf)}"
         )
-    nowhere = set.intersection(*map(set, lacking.values()))
+    nowhere = set.intersection(*map(set, lacking.values())) if lacking else set(range(len(scales)))
     if wrong := [name for number, name in enumerate(scales) if number in nowhere]:
         raise KvScalesError(
             f"{len(wrong)} of {len(scales)} scales of the KV cache are of no attention layer of any generation rank whose"

@@ -29,6 +29,7 @@ from mcore_reshard.kernels.errors import BindError, SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.deadline_thread import DeadlineThread
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.rendezvous.polling import LOOK_S, NOTICE_S
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
 from mcore_reshard.kernels.rendezvous.store import store_address
 from mcore_reshard.kernels.transports.base import (
@@ -43,14 +44,20 @@ from mcore_reshard.kernels.transports.broadcast import Tree, broadcast, receive
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
-from .agreement import agreed_kv_scales, check_alike, check_kv_names, check_versions, kv_names_word, kv_scales_word
+from .agreement import (
+    agreed_kv_scales,
+    check_alike,
+    check_kv_names,
+    check_versions,
+    kv_names_word,
+    kv_scales_word,
+    parse_word,
+)
 from .published import Published
 from .whole_tensors import NamedTensors, exactly, exhaust
 
 PROTOCOL = 6  # of the ranks' words to each other; both worlds must speak the same
 _CLOSED = "closed"
-_LOOK_S = 0.5  # while bytes move: the time between looks at whether another rank has failed
-_GRACE_S = 2.0  # for this rank's own transport to notice that failure
 
 LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 Export = Callable[[Sequence[str] | None], NamedTensors]
@@ -117,7 +124,7 @@ class _Endpoint(ABC):
         )
         with Published(rendezvous, "hello"):
             transport, bound = self._bind()
-        check_alike(rendezvous.gather("hello", self._hello(transport), timeout_s=timeout_s))
+        check_alike(rendezvous.gather("hello", self._hello(transport), parse=parse_word, timeout_s=timeout_s))
         self._connection = self._connect(rendezvous, transport, bound)
         with self._ends_on_error(rendezvous, "connected"):
             rendezvous.gather("connected", {})
@@ -141,7 +148,8 @@ class _Endpoint(ABC):
         rendezvous, phase = connection.rendezvous, f"refit-{self._refits}"
         with self._ends_on_error(rendezvous, f"{phase}/start"):
             writes = connection.bound.check_fresh(self._live_tensors()) if connection.bound is not None else None
-            words = rendezvous.gather(f"{phase}/start", {"version": version, **kv_scales_word(kv_scales)})
+            word = {"version": version, **kv_scales_word(kv_scales)}
+            words = rendezvous.gather(f"{phase}/start", word, parse=parse_word)
         check_versions(words, self.rank_name, self.committed_version)
         all_scales = agreed_kv_scales(words, self._schedule.name_of("train", 0))
         own_scales = self._own_kv_scales(rendezvous, f"{phase}/kv_scales", all_scales) if all_scales else {}
@@ -178,7 +186,7 @@ class _Endpoint(ABC):
         """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice.
 
         After a committed refit it waits, 5 s at most, until all ranks know of the commit. The process may then end, also
-        the one that hosts the store; a rank slower than that loses the store, and raises. After a failure it waits, 2 s
+        the one that hosts the store; a rank slower than that loses the store, and raises. After a failure it waits, 1 s
         at most, for the transport to end. A transport that does not end in time is freed when it does. The store must
         then stay up until all ranks have raised: they read the cause there.
         """
@@ -192,7 +200,7 @@ class _Endpoint(ABC):
         executor, caller = connection.executor, connection.caller
         if executor is not None and caller.is_busy:
             # A run keeps what it uses until it ends; gloo's ends with the group.
-            wait([caller.start(executor.close)], _GRACE_S)
+            wait([caller.start(executor.close)], NOTICE_S)
         elif executor is not None:
             executor.close()
 
@@ -241,7 +249,8 @@ class _Endpoint(ABC):
         """The scales that this rank is to set, once all ranks know that each of `scales` belongs to some rank."""
         with self._ends_on_error(rendezvous, phase):
             names = self._kv_names()
-            words = rendezvous.gather(phase, kv_names_word(scales, names) if self.world == "gen" else {})
+            word = kv_names_word(scales, names) if self.world == "gen" else {}
+            words = rendezvous.gather(phase, word, parse=parse_word)
         check_kv_names(words, scales)
         return {name: scale for name, scale in scales.items() if name in (names or ())}
 
@@ -448,9 +457,9 @@ def _run_attended(
     """
     run = connection.caller.start(in_callers_context(executor.run, bound.device))
     try:
-        while not wait([run], _LOOK_S).done:
+        while not wait([run], LOOK_S).done:
             failure = connection.rendezvous.failure(phase)
-            if failure and not wait([run], _GRACE_S).done:
+            if failure and not wait([run], NOTICE_S).done:
                 raise SessionFailed(failure)
         return run.result()
     finally:

@@ -29,19 +29,25 @@ def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", t
 def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> Plan:
     """The plan that a training rank published, checked against its digest and proven again.
 
-    Raises SessionError when none appears within `timeout_s`, PlanFileError for a damaged one and ProofError.
+    Raises `SessionError` when none appears within `timeout_s` or a malformed one is there, and `ProofError`.
     """
     plan_store = _plan_store(store, session, timeout_s)
     try:
         plan_store.wait([_PLAN], timedelta(seconds=timeout_s))
-        text = plan_store.get(_PLAN).decode()
+        content = plan_store.get(_PLAN)
     except DistNetworkError as error:
         raise SessionError(f"no plan was read, lost {error}") from error
     except DistStoreError as error:
         raise SessionError(
             f"no training rank published a plan for session {session!r} within {timeout_s:g} s"
         ) from error
-    plan = parse_plan(text, f"the plan published for session {session!r}")
+    try:
+        plan = parse_plan(content.decode(), f"the plan published for session {session!r}")
+    except ValueError as error:
+        raise SessionError(
+            f"the value of {_PLAN!r} on the store is malformed: {error}; one training rank publishes it, and nothing else may"
+            " write there"
+        ) from error
     proof = prove(plan)
     if not proof.ok:
         raise ProofError(proof)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_reshard.kernels.errors import RefitError
-from mcore_reshard.kernels.rendezvous.rendezvous import Failure, Rendezvous, SessionFailed
+from mcore_reshard.kernels.rendezvous.exchange import Failure
+from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
 
 
 class Published:

@@ -25,11 +25,11 @@ from torch.distributed import TCPStore
 from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, Waiting
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
+from mcore_reshard.kernels.rendezvous.exchange import StoreExchange, fetch
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.base import StageReport, TransportContext, group_names, group_rank
-from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals, fetch
+from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.registry import TRANSPORT_VARIABLE
 from mcore_reshard.planner.layout.geometry import row_major_strides
@@ -272,12 +272,8 @@ def words_between_peers(context: TransportContext) -> None:
 
 
 def what_another_publishes(context: TransportContext) -> None:
-    fetch(
-        context.store,
-        "gen:1",
-        Waiting(context.bound.rank_name, "gen:1", 0, "model.w", sends=False),
-        context.options.timeout_s,
-    )
+    waiting = Waiting(context.bound.rank_name, "gen:1", 0, "model.w", sends=False)
+    fetch(context.store, "gen:1", waiting, str, timeout_s=context.options.timeout_s)
 
 
 def one_cannot_connect(rank: int, address: str, waits: Callable[[TransportContext], None]) -> None:
@@ -730,12 +726,12 @@ def freeze_together(rank: int, address: str, host: StoreProcess) -> None:
     """Freeze the session's store when both ranks have come; go on when it is frozen. They meet at another store."""
     name, port = address.split(":")
     exchange = StoreExchange(
-        TCPStore(name, int(port), is_master=False, wait_for_workers=False), rank, "01", timeout_s=TIMEOUT_S
+        TCPStore(name, int(port), is_master=False, wait_for_workers=False), "01"[rank], "01", timeout_s=TIMEOUT_S
     )
-    exchange.gather("here", None)
+    exchange.gather("here", None, lambda word: word)
     if rank == 0:
         host.freeze()
-    exchange.gather("frozen", None)
+    exchange.gather("frozen", None, lambda word: word)
 
 
 def store_freezes(rank: int, address: str, host: StoreProcess, where: str) -> tuple[float, str]:

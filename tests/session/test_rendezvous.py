@@ -11,7 +11,8 @@ import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting, first_of
-from mcore_reshard.kernels.rendezvous.rendezvous import Failure, Rendezvous, SessionFailed
+from mcore_reshard.kernels.rendezvous.exchange import Failure
+from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
 from mcore_reshard.kernels.rendezvous.store import store_address
 
 MEMBERS = ("train:0", "train:1", "gen:0")
@@ -58,7 +59,7 @@ def test_a_chain_of_waits_is_followed_to_the_rank_that_waits_for_nobody(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mcore_reshard.kernels.rendezvous.rendezvous._STUCK_GRACE_S", 3.0
+        "mcore_reshard.kernels.rendezvous.exchange.NOTICE_S", 3.0
     )  # a busy machine is slow to say for whom it waits
     first, second = rendezvous(address, "train:0"), rendezvous(address, "gen:0")
     with ThreadPoolExecutor() as pool:
@@ -71,7 +72,7 @@ def test_a_chain_of_waits_is_followed_to_the_rank_that_waits_for_nobody(
 
 
 def test_a_chain_of_waits_leads_through_replicas_that_pass_on(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.rendezvous._STUCK_GRACE_S", 3.0)
+    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.exchange.NOTICE_S", 3.0)
     replica, relay = rendezvous(address, "gen:1"), rendezvous(address, "gen:0")
     with ThreadPoolExecutor() as pool:
         early = pool.submit(replica.fail, "p", DeadlineError(waiting("gen:1", "relay:0"), "nothing within 5 s"))
@@ -83,7 +84,7 @@ def test_a_chain_of_waits_leads_through_replicas_that_pass_on(address: str, monk
 def test_ranks_that_wait_for_each_other_name_the_one_for_whom_both_wait_too(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.rendezvous._STUCK_GRACE_S", 3.0)
+    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.exchange.NOTICE_S", 3.0)
     with ThreadPoolExecutor() as pool:
 
         def stuck(rank: str, relay: str, peer: str) -> Failure:
@@ -119,13 +120,22 @@ def test_a_rank_that_lost_a_peer_takes_that_peers_own_cause(address: str) -> Non
 def test_a_chain_of_lost_peers_is_followed_to_the_rank_that_lost_nobody(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.rendezvous._CAUSE_GRACE_S", 1.5)
+    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.rendezvous.CAUSE_S", 1.5)
     third, second = rendezvous(address, "gen:0"), rendezvous(address, "train:0")
     with ThreadPoolExecutor() as pool:  # train:1 died, and train:0 is the slower one to say so
         early = pool.submit(third.fail, "p", PeerLostError(waiting("gen:0", "train:0"), "the connection was closed"))
         time.sleep(0.3)
         late = pool.submit(second.fail, "p", PeerLostError(waiting("train:0", "train:1"), "the connection was closed"))
         assert {early.result().peer, late.result().peer} == {"train:1"}
+
+
+def test_a_rank_whose_time_is_up_as_the_last_one_comes_agrees_too(address: str) -> None:
+    """All are there, but nobody has declared the outcome when the first one's time is up."""
+    ranks = [rendezvous(address, rank) for rank in MEMBERS]
+    ranks[0].store.add("p/arrived", -1)
+    with ThreadPoolExecutor() as pool:
+        heard = list(pool.map(lambda rank: rank.gather("p", {}, timeout_s=0.5), ranks))
+    assert [tuple(words) for words in heard] == [MEMBERS] * 3
 
 
 def test_worlds_that_count_differently_do_not_hang(address: str) -> None:

@@ -276,7 +276,7 @@ def test_a_store_that_freezes_while_ranks_wait_in_a_meeting_ends_it(host: StoreP
 
 
 def test_leaving_takes_no_longer_at_a_frozen_store(host: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.rendezvous._LEAVE_GRACE_S", 0.5)
+    monkeypatch.setattr("mcore_reshard.kernels.rendezvous.rendezvous.CLOSE_S", 0.5)
 
     def leave() -> float:
         rendezvous = Rendezvous(host.address, "s", "gen:0", ("gen:0",), timeout_s=60.0)
@@ -294,7 +294,7 @@ def connects_in_vain(rank: int, address: str, host: StoreProcess) -> None:
 
     def freezing(exchange: StoreExchange, *args: Any) -> Any:
         words = gather(exchange, *args)
-        gather(exchange, "again", None)
+        gather(exchange, "again", None, lambda word: word)
         time.sleep(0.3)
         if rank == 0:
             host.freeze()

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
+from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, parse_stored
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 
@@ -25,44 +25,65 @@ def connected(address: str) -> PrefixStore:
     return PrefixStore("nccl", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
 
 
+def as_is(value: Any) -> Any:
+    return value
+
+
 def conversation(rank: int, address: str) -> Any:
-    exchange = StoreExchange(connected(address), rank, NAMES, timeout_s=10.0)
-    words = exchange.gather("word", {"rank": rank})
-    if rank == 1:
-        exchange.publish("id/0", b"\x00\xff secret")
-    content = exchange.read("id/0")
+    exchange = StoreExchange(connected(address), NAMES[rank], NAMES, timeout_s=10.0)
+    words = exchange.gather("word", {"rank": rank}, dict)
     before = exchange.who_gave_up()
-    exchange.gather("asked", None)
+    exchange.gather("asked", None, as_is)
     if rank == 2:
         exchange.give_up()
-    exchange.gather("given up", None)
+    exchange.gather("given up", None, as_is)
     if rank == 1:
         exchange.give_up()  # too late to be the first
-    exchange.gather("again", None)
-    return words, content, before, exchange.who_gave_up()
+    exchange.gather("again", None, as_is)
+    return words, before, exchange.who_gave_up()
 
 
-def test_words_bytes_and_failures_reach_everyone() -> None:
-    said = ([{"rank": 0}, {"rank": 1}, {"rank": 2}], b"\x00\xff secret", None, "gen:0")
-    assert values(run_ranks(3, conversation)) == [said] * 3
+def test_words_and_failures_reach_everyone() -> None:
+    told = ([{"rank": 0}, {"rank": 1}, {"rank": 2}], None, "gen:0")
+    assert values(run_ranks(3, conversation)) == [told] * 3
 
 
-def stuck(rank: int, address: str) -> list[int]:
-    exchange = StoreExchange(connected(address), rank, NAMES, timeout_s=10.0)
-    exchange.gather("word", None)
+def stuck(rank: int, address: str) -> str | None:
+    exchange = StoreExchange(connected(address), NAMES[rank], NAMES, timeout_s=10.0)
+    exchange.gather("word", None, as_is)
     if rank == 0:
         time.sleep(2)
-        return []
-    return exchange.silent("run-1", [other for other in range(3) if other != rank])
+        return None
+    waits = [Failure(NAMES[rank], "DeadlineError", "", peer=peer) for peer in NAMES[::-1] if peer != NAMES[rank]]
+    return exchange.blame("run-1", waits).peer
 
 
 def test_those_who_wait_themselves_are_not_to_blame() -> None:
-    assert values(run_ranks(3, stuck)) == [[], [0], [0]]
+    assert values(run_ranks(3, stuck)) == [None, "train:0", "train:0"]
+
+
+MALFORMED = [
+    b"",
+    b"{",
+    b"\xff\xfe",
+    b"[]",
+    b"null",
+    b'{"rank": "x"}',
+    b"[" * 100_000,
+    b"9" * 10_000,
+    b'{"rank": 1e999}',
+]
+
+
+@pytest.mark.parametrize("content", MALFORMED, ids=[repr(content[:20]) for content in MALFORMED])
+def test_a_malformed_value_is_named_with_its_key_and_its_rank(content: bytes) -> None:
+    with pytest.raises(SessionError, match="the value of 'word/gen:0' on the store, which gen:0 wrote, is malformed"):
+        parse_stored("word/gen:0", content, lambda word: int(word["rank"]), written_by="gen:0")
 
 
 def silent_world(rank: int, address: str) -> None:
     if rank != 1:
-        StoreExchange(connected(address), rank, NAMES, timeout_s=1.0).gather("word", None)
+        StoreExchange(connected(address), NAMES[rank], NAMES, timeout_s=1.0).gather("word", None, as_is)
 
 
 def test_who_does_not_come_is_named() -> None:
@@ -75,8 +96,8 @@ def test_who_does_not_come_is_named() -> None:
 def test_an_exchange_whose_store_is_gone_can_still_give_up() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-    exchange = StoreExchange(client, 0, NAMES[:1], timeout_s=1.0)
-    exchange.gather("word", None)
+    exchange = StoreExchange(client, NAMES[0], NAMES[:1], timeout_s=1.0)
+    exchange.gather("word", None, as_is)
     del store
     exchange.give_up()
 

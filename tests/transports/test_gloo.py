@@ -19,6 +19,7 @@ from torch.distributed import TCPStore, is_initialized
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.errors import SessionError, Waiting
+from mcore_reshard.kernels.rendezvous import gloo_group
 from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
@@ -178,6 +179,20 @@ def test_a_rank_that_comes_too_late_is_named_and_does_not_wait_for_those_that_ga
     assert {outcome.kind for outcome in (*early, late)} == {"SessionError"}
     assert all("rank 3 did not come within 2 s" in str(outcome.error) for outcome in (*early, late))
     assert late.seconds < 4
+
+
+def dies_before_it_connects(rank: int, address: str) -> None:
+    if rank == 2:
+        gloo_group._connect = lambda *_: os._exit(1)  # type: ignore[assignment]
+    host, port = address.split(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    GlooGroup(FailFastStore("group", store, "failed"), rank, ["train:0", "gen:0", "gen:1"], timeout_s=2.0)
+
+
+def test_a_rank_that_does_not_connect_is_called_by_its_name() -> None:
+    train, gen, _ = run_ranks(3, dies_before_it_connects)
+    assert (train.kind, train.error) == ("SessionError", "train:0: gen:1 did not connect by gloo within 2 s")
+    assert (gen.kind, gen.error) == ("SessionError", "gen:0: gen:1 did not connect by gloo within 2 s")
 
 
 def closed_by_itself(rank: int, address: str) -> None:

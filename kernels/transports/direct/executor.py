@@ -4,22 +4,27 @@ Training ranks export their allocations once. Each generation rank maps what it 
 everything with one kernel launch: nothing is staged, and the host does nothing per parameter. One launch takes from all
 stages and sources, in an order that differs from receiver to receiver, so that no source has to serve all of them.
 
-Ordering takes three signals of 16 bytes between each pair of ranks, over CPU connections of their own, and an IPC event
-for each reader. A training rank says `ready` when all that it has queued on its current stream is done; its readers
-launch, record their events and say `started`; it returns when all these events have happened. So a source is not read
-before it is ready, and may be overwritten as soon as `run` returns. On the path are one word, for which the reader has
-posted its buffer beforehand, and a look at the events every 50 microseconds or so. Readers end with `done`, which is
-waited for only when a pull takes long: the connection of a reader that died is closed, while its event never happens.
+Each pair of ranks orders its reads by three signals of 16 bytes, over CPU connections of their own, and by one IPC event:
 
-What is cast on the way goes first, through slots at its source: see `staging` and `slots`.
+    source    READY: all that it had queued is done                        returns when the events have happened
+    reader                                           launches its kernel, records its event, STARTED          DONE
+
+So a source is not read before it is ready, and may be overwritten as soon as `run` returns. A refit waits for one signal,
+whose buffer the reader has posted beforehand, and for a poll of the events. The source waits for DONE only when a pull
+takes long: if a reader dies its connection closes, but its event never happens.
+
+Weights that are cast on the way go first, through slots at their source: see `staging` and `slots`.
 """
 
 from __future__ import annotations
 
+import json
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -41,20 +46,15 @@ from mcore_reshard.kernels.errors import (
     Waiting,
 )
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
+from mcore_reshard.kernels.rendezvous.exchange import fetch
+from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.base import StageReport
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .options import DirectOptions
-from .peer_signals import PeerSignals, fetch
+from .peer_signals import PeerSignals, Signal
 from .slots import SlotReader, SlotSource
 from .staging import parted
-
-_READY, _STARTED, _DONE = -1, -2, -3  # signals; those of 0 and more number rounds of casts
-_POLL_S = 1e-6  # in effect about 50 us, the kernel's timer slack
-_POLLING = 0.0005  # the same as a share of the fastest refit's time, where that is more
-_NAPPING = 0.99  # share of the fastest refit's time that is slept through before polling
-_DRAIN_S, _DRAIN_POLL_S = 5.0, 0.001
-_LATE_S = 0.25  # a pull that takes longer, and twice as long as the fastest, may have a dead reader
 
 
 class DirectExecutor:
@@ -102,8 +102,8 @@ class DirectExecutor:
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. On a training rank: until all readers are done. Stages move together, in one launch.
 
-        Raises `DeadlineError`, `PeerLostError` or `ChecksumError`. What a training rank's readers hold after an error
-        is not known, and nor is when they stop reading: they may do so until the session is closed everywhere.
+        Raises `DeadlineError`, `PeerLostError` or `ChecksumError`. After an error on a training rank the content of its
+        readers is unknown, and they may go on reading until the session is closed everywhere.
         """
         if self._closed:
             raise SessionError(f"{self._bound.rank_name}: this executor is closed")
@@ -132,15 +132,15 @@ class _Source:
     def __init__(self, store: Store, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int) -> None:
         self._bound = bound
         self._signals = signals
-        self._settling = _Patience(signals.timeout_s, "what was queued before the refit")
-        self._reading = _Patience(signals.timeout_s, "the pull")
-        self._not_done: int | None = None  # the run whose `done` has not been taken yet
-        store.set(bound.rank_name, export(bound.by_name).to_json())
+        self._settling = _EventWait(signals, "what was queued before the refit")
+        self._reading = _EventWait(signals, "the pull")
+        self._not_done: int | None = None  # the run whose DONE has not been received yet
+        store.set(bound.rank_name, json.dumps(export(bound.by_name).to_json()))
         self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
         for peer, waiting in signals.peers.items():
             assert bound.device is not None, "there are transfers, so there are tensors"
-            text = fetch(store, bound.schedule.name_of("gen", peer), waiting, signals.timeout_s)
-            self._read[peer] = open_event(text, bound.device)
+            parse = partial(open_event, device=bound.device)
+            self._read[peer] = fetch(store, waiting.peer, waiting, parse, timeout_s=signals.timeout_s)
         self._slots = SlotSource(store, bound, parted(bound.schedule)[1], signals, scratch_bytes)
 
     @property
@@ -156,16 +156,16 @@ class _Source:
         self._slots.rounds(run)
         stream = self._slots.stream or torch.cuda.current_stream(self._bound.device)
         settled = stream.record_event()
-        self._settling.wait(dict.fromkeys(self._signals.peers, settled), self._signals.peers)
-        self._signals.tell(run, _READY)
-        self._signals.hear(run, _STARTED)
+        self._settling.wait(dict.fromkeys(self._signals.peers, settled))
+        self._signals.tell(run, Signal.READY)
+        self._signals.hear(run, Signal.STARTED)
         self._not_done = run
-        self._reading.wait(self._read, self._signals.peers, self._hear_done)
+        self._reading.wait(self._read, self._hear_done)
 
     def _hear_done(self) -> None:
         run, self._not_done = self._not_done, None
         if run is not None:
-            self._signals.hear(run, _DONE)
+            self._signals.hear(run, Signal.DONE)
 
     def close(self) -> None:
         self._read.clear()
@@ -183,17 +183,17 @@ class _Reader:
         assert plain.view is not None
         self._bound = bound
         self._signals = signals
-        self._pulling = _Patience(signals.timeout_s, "the pull")
+        self._pulling = _EventWait(signals, "the pull")
         self._table = pull_table(plain, plain.view.source_table())
         device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(device)
         self._pulled = torch.cuda.Event(interprocess=True)
-        store.set(schedule.name, export_event(self._pulled, device))
+        store.set(schedule.name, json.dumps(export_event(self._pulled, device)))
         self._mappings = Mappings(device)
         try:
             self._slots = SlotReader(store, bound, cast, signals, self._mappings, self._stream, options)
             exports = {
-                peer: Export.from_json(fetch(store, schedule.name_of("train", peer), waiting, signals.timeout_s))
+                peer: fetch(store, waiting.peer, waiting, Export.from_json, timeout_s=signals.timeout_s)
                 for peer, waiting in signals.peers.items()
             }
             addresses = self._addresses(exports)
@@ -216,13 +216,13 @@ class _Reader:
         """Copy everything, after all that is queued on the current stream; return when it is in place."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._slots.rounds(run)
-        self._signals.hear(run, _READY)
+        self._signals.hear(run, Signal.READY)
         self._copies.launch(self._stream)
         self._pulled.record(self._stream)
-        self._signals.tell(run, _STARTED)
-        self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), self._signals.peers)
+        self._signals.tell(run, Signal.STARTED)
+        self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled))
         with suppress(PeerLostError):  # a trainer that is done may be gone by now: everything is here
-            self._signals.tell(run, _DONE)
+            self._signals.tell(run, Signal.DONE)
         for copy in self._copies.damaged().tolist():
             raise ChecksumError(self._waiting_for(copy), "other bytes were written than were read")
         self._slots.check_sums()
@@ -234,12 +234,8 @@ class _Reader:
         """
         withdraw_event(self._pulled)
         self._slots.close()
-        deadline = time.monotonic() + _DRAIN_S
-        while not self._stream.query():
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_DRAIN_POLL_S)
-        self._mappings.close()
+        if EventPoller(CLOSE_S).until(self._stream.query):
+            self._mappings.close()
 
     def _addresses(self, exports: dict[int, Export]) -> NDArray[np.uint64]:
         """Where each base of the table's copies begins: own tensors, then sources."""
@@ -262,9 +258,10 @@ class _Reader:
 
 
 def _together(schedule: Schedule, options: DirectOptions, *, shared: bool) -> int | None:
-    """Tiles in a turn. Replicas in a relay do not keep pace: where two meet at a source for long, both are slow.
+    """Tiles taken from one source before the next one's turn.
 
-    With a source on the reader's own GPU (`shared`), what comes from there is copied while the links are busy.
+    One in a relay: its replicas do not keep pace, and two that meet at a source for long are both slow. One also with a
+    source on the reader's own GPU (`shared`): its tiles are copied while the links are busy.
     """
     if schedule.relayed or schedule.between_replicas:
         return 1
@@ -274,7 +271,7 @@ def _together(schedule: Schedule, options: DirectOptions, *, shared: bool) -> in
 
 
 def _shape(schedule: Schedule, options: DirectOptions) -> KernelShape:
-    """Half the CTAs for the first hop of a relay: loads that queue up at the trainer keep those of the second waiting.
+    """The kernel's shape, with half the CTAs on the first hop of a relay: its loads hold up those of the second hop.
 
     Into each of three H200s, from the trainer and the other two at once: 332 GB/s with 24 and 48 CTAs, 302 with 48 each.
     """
@@ -283,43 +280,36 @@ def _shape(schedule: Schedule, options: DirectOptions) -> KernelShape:
     return replace(options.shape, ctas=-(-options.shape.ctas // 2))
 
 
-class _Patience:
-    """Waits for events without keeping the CPU busy: sleeps nearly as long as it took before, then looks often."""
+class _EventWait:
+    """Waits for one event of each peer, again in every refit."""
 
-    def __init__(self, timeout_s: float, what: str) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, signals: PeerSignals, what: str) -> None:
+        self._signals = signals
         self._what = what
-        self._fastest_s = 0.0
+        self._poller = EventPoller(signals.timeout_s)
 
-    def wait(
-        self,
-        events: Mapping[int, torch.cuda.Event],
-        waiting: Mapping[int, Waiting],
-        when_late: Callable[[], None] | None = None,
-    ) -> None:
-        """Until every peer's event has happened. Raises `DeadlineError`, or `TransferError` if the GPU reports one.
+    def wait(self, events: Mapping[int, torch.cuda.Event], when_late: Callable[[], None] | None = None) -> None:
+        """Wait until all events have happened. Raises `DeadlineError`, or `TransferError` if the GPU reports an error.
 
-        `when_late` is called once if it takes long, to look into it.
+        `when_late` is called when it takes twice as long as the fastest time before: a peer may be dead.
         """
-        start = time.monotonic()
-        late_s = max(_LATE_S, 2 * self._fastest_s)
-        looks = [when_late] if when_late is not None else []
-        for peer, event in events.items():
-            while not _happened(event, waiting[peer]):
-                waited_s = time.monotonic() - start
-                if waited_s > self._timeout_s:
-                    raise DeadlineError(waiting[peer], f"{self._what} did not end within {self._timeout_s:g} s")
-                if looks and waited_s > late_s:
-                    looks.pop()()
-                    continue
-                nap_s = min(_NAPPING * self._fastest_s, self._timeout_s) - waited_s
-                time.sleep(max(_POLL_S, _POLLING * self._fastest_s, nap_s))
-        took_s = time.monotonic() - start
-        self._fastest_s = min(self._fastest_s or took_s, took_s)
+        left = deque(events.items())
 
+        def all_have_happened() -> bool:
+            while left and self._has_happened(*left[0]):
+                left.popleft()
+            return not left
 
-def _happened(event: torch.cuda.Event, waiting: Waiting) -> bool:
-    try:
-        return bool(event.query())
-    except RuntimeError as error:
-        raise TransferError(waiting, f"the GPU reports: {error}") from error
+        def look(waited_s: float) -> None:
+            if when_late is not None and waited_s > 2 * self._poller.fastest_s:
+                when_late()
+
+        if not self._poller.until(all_have_happened, look=look):
+            late = self._signals.peers[left[0][0]]
+            raise DeadlineError(late, f"{self._what} did not end within {self._signals.timeout_s:g} s")
+
+    def _has_happened(self, peer: int, event: torch.cuda.Event) -> bool:
+        try:
+            return bool(event.query())
+        except RuntimeError as error:
+            raise TransferError(self._signals.peers[peer], f"the GPU reports: {error}") from error

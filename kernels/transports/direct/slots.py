@@ -8,9 +8,10 @@ bytes have landed: what is queued afterwards on `stream` comes after them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,13 +25,16 @@ from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
+from mcore_reshard.kernels.rendezvous.exchange import fetch
 from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 from .options import DirectOptions
-from .peer_signals import PeerSignals, fetch
+from .peer_signals import PeerSignals
 from .staging import SLOTS, SlotPlan, divide_slots
+
+T = TypeVar("T")
 
 _SLOTS = "slots/"  # what a rank publishes of its slots, and of its events
 _TILE_BYTES = 128 << 10
@@ -87,8 +91,7 @@ class SlotSource:
         store.set(_SLOTS + bound.rank_name, json.dumps(word))
         self._rounds = self._bind_rounds(bound, plan, buckets)
         for peer in buckets:
-            texts = _fetched(store, bound.schedule.name_of("gen", peer), peer, signals)
-            self._taken[peer] = [open_event(text, device) for text in texts["taken"]]
+            self._taken[peer] = _fetched(store, peer, signals, partial(_parse_taken, device))
 
     @property
     def table_bytes(self) -> int:
@@ -174,12 +177,10 @@ class SlotReader:
         places: dict[int, int] = {}
         for peer in sources:
             owner = bound.schedule.name_of("train", peer)
-            said = _fetched(store, owner, peer, signals)
-            plan = SlotPlan.from_json(said["plan"])
-            self._cast[peer] = [open_event(text, device) for text in said["cast"]]
-            addresses += mappings.addresses(Export.from_json(said["slots"]), map(str, range(SLOTS)), owner)
-            buckets[peer] = cut_buckets(with_peers(schedule, {peer}), plan.bucket_bytes)
-            places[peer] = plan.places[schedule.rank]
+            parse = partial(_parse_slots, device, schedule.rank)
+            bucket_bytes, places[peer], exported, self._cast[peer] = _fetched(store, peer, signals, parse)
+            addresses += mappings.addresses(exported, map(str, range(SLOTS)), owner)
+            buckets[peer] = cut_buckets(with_peers(schedule, {peer}), bucket_bytes)
         bases = np.array(addresses, np.uint64)
         for number, together in enumerate(in_rounds(buckets)):
             bucket_of = np.repeat(np.arange(len(together)), [len(bucket.copies) for bucket in together])
@@ -223,5 +224,23 @@ class SlotReader:
         self._cast.clear()
 
 
-def _fetched(store: Store, rank: str, peer: int, signals: PeerSignals) -> Any:
-    return json.loads(fetch(store, rank, signals.peers[peer], signals.timeout_s, what=_SLOTS))
+def _fetched(store: Store, peer: int, signals: PeerSignals, parse: Callable[[Any], T]) -> T:
+    waiting = signals.peers[peer]
+    return fetch(store, _SLOTS + waiting.peer, waiting, parse, timeout_s=signals.timeout_s)
+
+
+def _parse_taken(device: torch.device, said: Any) -> list[torch.cuda.Event]:
+    return _parse_events(device, said["taken"])
+
+
+def _parse_slots(device: torch.device, rank: int, said: Any) -> tuple[int, int, Export, list[torch.cuda.Event]]:
+    """(bucket bytes, where a slot has this rank's bucket, the slots, their events) of a source."""
+    plan = SlotPlan.from_json(said["plan"])
+    events = _parse_events(device, said["cast"])
+    return plan.bucket_bytes, plan.places[rank], Export.from_json(said["slots"]), events
+
+
+def _parse_events(device: torch.device, texts: Any) -> list[torch.cuda.Event]:
+    if len(texts) != SLOTS:
+        raise ValueError(f"{len(texts)} events in place of {SLOTS}")
+    return [open_event(text, device) for text in texts]

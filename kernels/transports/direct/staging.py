@@ -41,7 +41,7 @@ class SlotPlan:
     @classmethod
     def from_json(cls, text: str) -> SlotPlan:
         bucket_bytes, slot_bytes, places = json.loads(text)
-        return cls(bucket_bytes, slot_bytes, dict(places))
+        return cls(int(bucket_bytes), int(slot_bytes), {int(reader): int(place) for reader, place in places})
 
 
 def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:

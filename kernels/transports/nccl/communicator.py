@@ -1,8 +1,7 @@
-"""One NCCL communicator that never blocks: what it starts is polled, against a deadline, and can be given up.
+"""One NCCL communicator that never blocks: its caller polls against a deadline, and can abort.
 
-NVIDIA's own binding (nccl4py) is used rather than torch's process group, whose watchdog answers a timeout by ending the
-process: a trainer must outlive its generator. The binding also needs no process group, and names the library that
-torch itself has loaded.
+It uses NVIDIA's own binding (nccl4py). The watchdog of torch's process group answers a timeout by ending the process, and
+a trainer must outlive its generator. The binding also needs no process group, and uses the library that torch has loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NcclError(TransferError):
-    """NCCL reported an error of its own; the communicator is of no further use."""
+    """NCCL reported an error; the communicator is of no further use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +34,12 @@ class NcclMessage:
 
 
 def nccl_unavailable_reason() -> str | None:
-    """What keeps NCCL from being used on this machine."""
+    """Why NCCL cannot be used on this machine; None if it can."""
     return gpu_unavailable_reason("nccl4py", "cuda-core", "cuda-bindings")
 
 
 def new_unique_id() -> bytes:
-    """What the members of a new communicator must share."""
+    """The id that the members of a new communicator must share, 128 bytes."""
     from nccl.core import get_unique_id
 
     return bytes(get_unique_id())
@@ -62,7 +61,7 @@ class NcclCommunicator:
             raise NcclError(waiting, f"NCCL could not connect {members} ranks: {error}") from error
 
     def is_idle(self, waiting: Waiting) -> bool:
-        """Whether what was started last has been handed to the device. Raises `NcclError` if it failed."""
+        """Whether the last start has been handed to the device. Raises `NcclError` if it failed."""
         results = self._bindings.Result
         result = self._open(waiting).get_async_error()
         if result in (results.Success, results.InProgress):
@@ -71,9 +70,9 @@ class NcclCommunicator:
         raise NcclError(waiting, f"NCCL: {self._bindings.get_error_string(result)}" + (f" ({said})" if said else ""))
 
     def start(self, messages: Sequence[NcclMessage], stream: torch.cuda.Stream, waiting: Waiting) -> None:
-        """Queue all messages on `stream` as one group; they are under way at the same time.
+        """Queue all messages on `stream` as one group: they are under way at the same time.
 
-        Goes by the binding's lower layer: its upper one examines every tensor anew, in each refit.
+        It calls the binding's lower layer: the upper one examines every tensor anew, in each refit.
         """
         nccl, communicator, handle = self._bindings, self._bindings.Comm(self._open(waiting).ptr), stream.cuda_stream
         try:

@@ -3,24 +3,24 @@
     training rank    weights --gather kernel--> slot --NCCL send-->
     generation rank                              --NCCL recv--> slot --scatter kernel--> weights
 
-Every stage has a communicator on each of its streams; the kernels run on streams beside them, so that one round is
-packed or unpacked while others are on the wire (`rounds` says why this cannot deadlock). A bucket that lies in one piece
-skips its copy. All rounds are one CUDA graph, made in advance: a refit is one launch, and then the host polls against
-the deadline. Without the graph it spent 0.1 ms a round on NCCL's calls and threads.
+Every stage has a communicator on each of its streams. The kernels run on streams beside them: one round is packed or
+unpacked while others are on the wire (`rounds` says why this cannot deadlock). A bucket that lies in one piece skips its
+copy. All rounds are one CUDA graph, captured in advance: a refit is one launch, then the host polls against the deadline.
+Without the graph the host spent 0.1 ms a round on NCCL's calls and threads.
 
-NCCL registers what a graph sends and receives, if it is virtual memory, and hangs where only one end could be
-registered. So slots are plain memory, and virtual memory always takes the copy. Registered slots were no faster: 294
-against 305 GB/s in messages of 64 MiB, 292 against 299 in messages of 128 MiB (four H200s).
+NCCL registers the virtual memory that a graph sends or receives, and hangs where only one end could be registered. So
+slots are plain memory, and virtual memory always takes the copy. Registered slots were no faster: 294 against 305 GB/s in
+messages of 64 MiB, 292 against 299 in messages of 128 MiB (four H200s).
 """
 
 from __future__ import annotations
 
-import time
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,9 +30,10 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
-from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError
-from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
-from mcore_reshard.kernels.transports.base import StageClock, StageReport, group_names, group_rank, peer_group_rank
+from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError, Waiting
+from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fetch
+from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
+from mcore_reshard.kernels.transports.base import StageClock, StageReport, group_names, group_rank
 
 from .communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
 from .staging import (
@@ -53,19 +54,15 @@ if TYPE_CHECKING:
 
 DEFAULT_COPY_CTAS = 32  # of 132: packing must outpace the wire, and NCCL's own kernels need room beside it
 _TILE_BYTES = 128 << 10
-_POLL_S = 0.0005
-_NAPPING, _POLLING = 0.98, 0.02  # up to that share of the fastest refit's time it is enough to poll that often in it
-_START_S = 0.00005  # the same for NCCL's threads, which take about as long to put a group into the graph
-_LOOK_S = 0.2  # how often to ask, while waiting, whether NCCL or another rank has failed
 _WARM_BYTES = 16
-_DRAIN_S = 5.0
+_UNIQUE_ID_BYTES = 128
 
 
 class NcclExecutor:
-    """Runs a program over NCCL. All ranks of the session construct it at the same time, with the same `budget`.
+    """Runs a bound schedule over NCCL. All ranks of the session construct it at the same time, with the same `budget`.
 
-    The program is bound again with the bucket size that scratch allows. Weights must be complete on the current stream
-    of their device when `run` is called; when it returns, every byte has landed, for all streams.
+    It cuts buckets of the size that scratch allows. Weights must be complete on the current stream of their device when
+    `run` is called; when it returns, every byte has landed, for all streams.
     """
 
     name = "nccl"
@@ -81,14 +78,13 @@ class NcclExecutor:
     ) -> None:
         schedule = bound.schedule
         self._timeout_s = timeout_s
-        self._store_exchange = StoreExchange(
-            store, group_rank(schedule, schedule.world, schedule.rank), group_names(schedule), timeout_s=timeout_s
-        )
+        self._store = store
+        self._store_exchange = StoreExchange(store, bound.rank_name, group_names(schedule), timeout_s=timeout_s)
         self._bound = bound
         self._device = bound.device or torch.device("cpu")
         self._sends = schedule.world == "train"
         self._runs = 0
-        self._fastest_s = 0.0
+        self._refit_poller = EventPoller(timeout_s, watches=True)
         self._closed = False
         self._links: dict[tuple[int, int], _Link] = {}  # by stage and stream
         self._rounds: tuple[_DeviceRound, ...] = ()
@@ -96,7 +92,7 @@ class NcclExecutor:
         self._scales: DeviceScales | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         try:
-            self._division = self._agreed(bound, budget)
+            self._division = self._agree_on_division(bound, budget)
             buckets = cut_buckets(schedule, self._division.bucket_bytes)
             self._clock = StageClock(bound, buckets)
             if buckets:
@@ -149,7 +145,7 @@ class NcclExecutor:
         graph, self._graph = self._graph, None
         slots, self._slots = self._slots, {}
         self._rounds = ()
-        # NCCL's abort stops its kernels, then waits until no graph holds the communicator, and until the device is at
+        # NCCL's abort stops its kernels. Then it waits until no graph holds the communicator, and until the device is at
         # rest. So all are aborted at the same time, and the graph goes in between.
         aborts = [Thread(target=link.communicator.abort, daemon=True) for link in links.values()]
         for abort in aborts:
@@ -159,7 +155,7 @@ class NcclExecutor:
                 return  # a kernel may still use the memory, and freeing it would wait for that kernel
             graph.reset()
         for abort in aborts:
-            abort.join(_DRAIN_S)
+            abort.join(CLOSE_S)
         for slot in slots.values():
             slot.free()
 
@@ -179,7 +175,7 @@ class NcclExecutor:
         self._rounds = self._bind_rounds(planned, division, copy_ctas)
         self._scales = device_scales(self._bound.casts, self._bound.tensors, self._device)
         torch.cuda.synchronize(self._device)
-        self._graph = self._captured()
+        self._graph = self._capture_graph()
 
     def _run(self) -> None:
         assert self._graph is not None
@@ -202,14 +198,11 @@ class NcclExecutor:
                 del under_way[stage]
             return done
 
-        start = time.monotonic()
-        self._until(reached, lambda: self._rounds[int(over.argmin())].round, expected_s=self._fastest_s)
-        took_s = time.monotonic() - start
-        self._fastest_s = min(self._fastest_s or took_s, took_s)
+        self._wait(reached, lambda: self._rounds[int(over.argmin())].round, self._refit_poller)
         if len(self._damaged):
             self._check_digests()
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
+    def _capture_graph(self) -> torch.cuda.CUDAGraph:
         """All rounds, from their packing to a note in the host's memory that they are over."""
         graph, notes = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         streams = list(dict.fromkeys(stream for link in self._links.values() for stream in (link.wire, link.side)))
@@ -250,7 +243,7 @@ class NcclExecutor:
         return behind.record_event()
 
     def _copy(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
-        """Pack or unpack what is staged; digests are taken of what is about to leave or has just come."""
+        """Pack or unpack the staged buckets. Digests are taken before bytes leave, and when they have come."""
         if self._sends and each.copies is not None:
             each.copies.launch(stream)
         if each.checked:
@@ -266,9 +259,9 @@ class NcclExecutor:
 
     def _exchange(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
         communicator = self._links[each.round.stage, each.round.stream].communicator
-        waiting = each.round.placed_messages[0].bucket.waiting
+        waiting = _waiting(each.round)
         communicator.start(each.messages, stream, waiting)
-        self._until(lambda: communicator.is_idle(waiting), lambda: each.round, _START_S)
+        self._wait_for(each.round, lambda: communicator.is_idle(waiting))
 
     def _check_digests(self) -> None:
         placed_messages = [placed for each in self._rounds for placed in each.round.placed_messages]
@@ -278,44 +271,42 @@ class NcclExecutor:
                 bucket.waiting, f"bucket {bucket.number} arrived with other bytes than it was sent with"
             )
 
-    def _until(
-        self,
-        reached: Callable[[], bool],
-        where: Callable[[], Round],
-        poll_s: float = _POLL_S,
-        expected_s: float = 0.0,
-    ) -> None:
-        """Poll until `reached`. Raises if one round takes too long, another rank has given up, or NCCL fails.
+    def _wait(self, has_happened: Callable[[], bool], where: Callable[[], Round], poller: EventPoller) -> None:
+        """Poll `has_happened`. Raises if one round takes too long, another rank has given up, or NCCL fails.
 
-        `where` says which round the rank waits for. Where it is `expected_s` until then, polls are few up to its end.
+        `where()` is the round that the rank waits for.
         """
-        began = started = time.monotonic()
-        awaited = where()
-        look = started + _LOOK_S
-        while not _on_device(reached, awaited):
-            now = time.monotonic()
-            if (here := where()) is not awaited:
-                started, awaited = now, here
-            if now > look:
-                look = now + _LOOK_S
-                waiting = awaited.placed_messages[0].bucket.waiting
-                if who := self._store_exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
-                    raise PeerLostError(waiting, f"{who} gave up")
-                for link in self._links.values():
-                    link.communicator.is_idle(waiting)
-            if now > started + self._timeout_s:
-                raise self._overdue(awaited)
-            time.sleep(max(poll_s, min(_NAPPING * expected_s - (now - began), _POLLING * expected_s)))
+
+        def check() -> bool:
+            try:
+                return has_happened()
+            except RefitError:
+                raise
+            except RuntimeError as error:
+                raise NcclError(_waiting(where()), f"the device failed: {error}") from error
+
+        def look(waited_s: float) -> None:
+            waiting = _waiting(where())
+            if who := self._store_exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
+                raise PeerLostError(waiting, f"{who} gave up")
+            for link in self._links.values():
+                link.communicator.is_idle(waiting)
+
+        if not poller.until(check, look=look, progress=lambda: id(where())):
+            raise self._overdue(where())
+
+    def _wait_for(self, where: Round, has_happened: Callable[[], bool]) -> None:
+        self._wait(has_happened, lambda: where, EventPoller(self._timeout_s))
 
     def _overdue(self, where: Round) -> DeadlineError:
         """The error that names, of the peers in a round, one that does not wait itself."""
-        schedule = self._bound.schedule
-        by_peer = {
-            peer_group_rank(schedule, placed.bucket.peer): placed.bucket.waiting for placed in where.placed_messages
+        reason = f"nothing within {self._timeout_s:g} s"
+        errors = {
+            placed.bucket.waiting.peer: DeadlineError(placed.bucket.waiting, reason) for placed in where.placed_messages
         }
-        silent = self._store_exchange.silent(f"run-{self._runs}", list(by_peer))
-        waiting = by_peer[silent[0]] if silent else where.placed_messages[0].bucket.waiting
-        return DeadlineError(waiting, f"nothing within {self._timeout_s:g} s")
+        waits = [Failure.of(self._bound.rank_name, error) for error in errors.values()]
+        culprit = self._store_exchange.blame(f"run-{self._runs}", waits).peer
+        return errors.get(culprit or "", next(iter(errors.values())))
 
     @contextmanager
     def _gives_up_on_error(self) -> Iterator[None]:
@@ -326,13 +317,13 @@ class NcclExecutor:
             self.close()
             raise
 
-    def _agreed(self, bound: BoundSchedule, budget: ScratchBudget) -> Division:
+    def _agree_on_division(self, bound: BoundSchedule, budget: ScratchBudget) -> Division:
         word = {"peers": sorted(peers_by_stage(bound.schedule).items()), "budget": repr(budget)}
-        words = self._store_exchange.gather("word", word)
-        if len(budgets := sorted({said["budget"] for said in words})) > 1:
+        words = self._store_exchange.gather("word", word, _parse_word)
+        if len(budgets := sorted({budget for _, budget in words})) > 1:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}")
         try:
-            return divide(budget, [dict(said["peers"]) for said in words])
+            return divide(budget, [peers for peers, _ in words])
         except ValueError as error:
             raise SessionError(str(error)) from error
 
@@ -345,11 +336,13 @@ class NcclExecutor:
         # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
         pairs = {stream: (torch.cuda.Stream(priority=-1), torch.cuda.Stream()) for _, stream in places}
         for stage, stream in places:
-            members, topic = division.members[stage], f"id/{stage}/{stream}"
+            members, key = division.members[stage], f"id/{stage}/{stream}"
             if me == members[0]:
-                self._store_exchange.publish(topic, new_unique_id())
-            waiting = firsts[stage].placed_messages[0].bucket.waiting
-            communicator = NcclCommunicator(self._store_exchange.read(topic), members.index(me), len(members), waiting)
+                self._store.set(key, json.dumps(new_unique_id().hex()))
+            waiting = _waiting(firsts[stage])
+            owner = replace(waiting, peer=group_names(schedule)[members[0]])
+            unique_id = fetch(self._store, key, owner, _parse_unique_id, timeout_s=self._timeout_s)
+            communicator = NcclCommunicator(unique_id, members.index(me), len(members), waiting)
             self._links[stage, stream] = _Link(communicator, *pairs[stream])
         for place in places:
             self._settle(self._links[place], firsts[place[0]])
@@ -361,13 +354,13 @@ class NcclExecutor:
                 NcclMessage(warm[number], placed.member, self._sends)
                 for number, placed in enumerate(first.placed_messages)
             ]
-            link.communicator.start(messages, link.wire, first.placed_messages[0].bucket.waiting)
+            link.communicator.start(messages, link.wire, _waiting(first))
             self._settle(link, first)
-            self._until(link.wire.record_event().query, lambda first=first: first)  # type: ignore[misc]
+            self._wait_for(first, link.wire.record_event().query)
 
     def _settle(self, link: _Link, where: Round) -> None:
-        waiting = where.placed_messages[0].bucket.waiting
-        self._until(lambda: link.communicator.is_idle(waiting), lambda: where)
+        waiting = _waiting(where)
+        self._wait_for(where, lambda: link.communicator.is_idle(waiting))
 
     def _bind_rounds(self, planned: Sequence[Round], division: Division, copy_ctas: int) -> tuple[_DeviceRound, ...]:
         from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather
@@ -400,13 +393,9 @@ class NcclExecutor:
         ]
 
     def _drained(self) -> bool:
-        """Whether the last run has ended on the device, after a moment."""
-        deadline = time.monotonic() + _DRAIN_S
+        """Wait a moment for the last run to end on the device; whether it has."""
         with suppress(RuntimeError):  # a broken device has said so before
-            while not self._done.query():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_POLL_S)
+            return EventPoller(CLOSE_S).until(self._done.query)
         return True
 
 
@@ -429,11 +418,17 @@ class _DeviceRound:
     checked: range  # numbers of the messages whose digests are compared
 
 
-def _on_device(reached: Callable[[], bool], awaited: Round) -> bool:
-    """`reached()`; a device that has failed raises `NcclError` too."""
-    try:
-        return reached()
-    except RefitError:
-        raise
-    except RuntimeError as error:
-        raise NcclError(awaited.placed_messages[0].bucket.waiting, f"the device failed: {error}") from error
+def _waiting(where: Round) -> Waiting:
+    return where.placed_messages[0].bucket.waiting
+
+
+def _parse_word(word: Any) -> tuple[dict[int, int], str]:
+    """(number of peers by stage, budget) of a rank."""
+    return {int(stage): int(peers) for stage, peers in word["peers"]}, str(word["budget"])
+
+
+def _parse_unique_id(text: str) -> bytes:
+    unique_id = bytes.fromhex(text)
+    if len(unique_id) != _UNIQUE_ID_BYTES:
+        raise ValueError(f"{len(unique_id)} bytes")
+    return unique_id

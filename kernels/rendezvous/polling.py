@@ -1,0 +1,87 @@
+"""How long this package waits: the one loop that polls, and every tuned time and share of it.
+
+EventPoller(timeout_s).until(stream.query)      # True once it is done, False when the time is up
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+# Naps while waiting for a GPU, as a share of the wait: they delay a refit by half a thousandth, and a look costs the CPU
+# some microseconds.
+FINE_SHARE = 0.001
+
+# Naps while waiting for keys on the store: its server gets a message for every look of every rank.
+COARSE_SHARE = 0.05
+
+# No look before this share of the fastest refit's time: few refits are more than 1% faster than the fastest one so far.
+DUE_SHARE = 0.99
+
+# A rank that waits looks this often whether another rank has failed, so it hears of it this late.
+LOOK_S = 0.25
+
+# For what takes an instant: other ranks whose time is up say so too, this rank's transport notices a failure.
+NOTICE_S = 1.0
+
+# For the rank that knows the cause of a failure to tell it. Longer than NOTICE_S, which that rank may wait first.
+CAUSE_S = 3.0
+
+# For all ranks to read the last outcome before the store may go, and for a GPU to end what was queued before memory is freed.
+CLOSE_S = 5.0
+
+# Connection attempts to the store within a timeout; torch may take twice as long for each. At both ends torch looks up the
+# name of the other's address: a lost DNS answer holds an attempt, or the whole store, for the resolver's 5 s.
+ATTEMPTS = 6
+
+
+class EventPoller:
+    """Waits for what only a look can show: rarely enough for the CPU, often enough to be late by a thousandth.
+
+        nothing known yet         a look after every 0.1% of the time waited so far
+        fastest wait was 40 ms    no look until 39.6 ms (99%), then one every 40 us (0.1%)
+
+    Keep one poller for waits that take equally long. `share` is the thousandth above. With `watches` there are some looks
+    before 99% too, for a condition that notes how far things are.
+    """
+
+    def __init__(self, timeout_s: float, *, share: float = FINE_SHARE, watches: bool = False) -> None:
+        self.fastest_s = 0.0
+        self._timeout_s = timeout_s
+        self._share = share
+        self._watches = watches
+
+    def until(
+        self,
+        has_happened: Callable[[], bool],
+        *,
+        look: Callable[[float], None] | None = None,
+        progress: Callable[[], int] | None = None,
+    ) -> bool:
+        """Poll `has_happened` until it returns True. Returns False if it does not within `timeout_s`.
+
+        `look(waited_s)` is called every LOOK_S, to raise if the wait is in vain. The time counts from the last change of
+        `progress()`.
+        """
+        start = changed = looked = time.monotonic()
+        stage = progress() if progress is not None else 0
+        while not has_happened():
+            now = time.monotonic()
+            if progress is not None and (reached := progress()) != stage:
+                stage, changed = reached, now
+            if now - changed > self._timeout_s:
+                return False
+            if look is not None and now - looked > LOOK_S:
+                look(now - start)
+                looked = now = time.monotonic()
+            left_s = self._timeout_s - (now - changed)
+            time.sleep(max(1e-6, min(self._nap_s(now - start), left_s)))  # Linux adds its timer slack, about 50 us
+        took_s = time.monotonic() - start
+        self.fastest_s = min(self.fastest_s or took_s, took_s)
+        return True
+
+    def _nap_s(self, waited_s: float) -> float:
+        due_s = DUE_SHARE * self.fastest_s - waited_s
+        if due_s > 0:
+            return min(due_s, COARSE_SHARE * self.fastest_s) if self._watches else due_s
+        return min(self._share * max(waited_s, self.fastest_s), LOOK_S)

@@ -1,0 +1,76 @@
+"""Polls are few until a wait is due, then fine; no wait outlives its deadline. With a clock that only naps move."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_reshard.kernels.rendezvous import polling
+from mcore_reshard.kernels.rendezvous.polling import COARSE_SHARE, EventPoller
+
+
+class Clock:
+    """Each nap takes 50 us more than asked for, as on Linux."""
+
+    def __init__(self) -> None:
+        self.now, self.naps = 100.0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 1e-6
+        self.now += seconds + 50e-6
+        self.naps += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    fake = Clock()
+    monkeypatch.setattr(polling, "time", fake)
+    return fake
+
+
+def waits(poller: EventPoller, clock: Clock, seconds: float) -> tuple[int, float]:
+    """(naps, delay) of a wait for what happens after `seconds`."""
+    due, naps = clock.now + seconds, clock.naps
+    assert poller.until(lambda: clock.now >= due)
+    return clock.naps - naps, clock.now - due
+
+
+def test_a_known_wait_is_slept_through_and_then_polled_finely(clock: Clock) -> None:
+    poller = EventPoller(60.0)
+    waits(poller, clock, 0.040)
+    for seconds in (0.040, 0.0405, 0.041):
+        naps, delay = waits(poller, clock, seconds)
+        assert naps < 20 and delay < 100e-6
+
+
+def test_an_unknown_wait_is_polled_by_the_time_waited_so_far(clock: Clock) -> None:
+    naps, delay = waits(EventPoller(60.0), clock, 2.0)
+    assert naps < 12_000 and delay < 0.003
+    naps, delay = waits(EventPoller(60.0, share=COARSE_SHARE), clock, 2.0)
+    assert naps < 200 and delay < 0.11
+
+
+def test_a_watched_wait_has_some_looks_before_it_is_due(clock: Clock) -> None:
+    poller = EventPoller(60.0, watches=True)
+    waits(poller, clock, 0.2)
+    naps, _ = waits(poller, clock, 0.2)
+    assert 18 < naps < 40
+
+
+def test_the_deadline_counts_from_the_last_progress(clock: Clock) -> None:
+    start = clock.now
+    assert not EventPoller(2.0).until(lambda: False, progress=lambda: clock.now > start + 1.0)
+    assert 3.0 < clock.now - start < 3.1
+    assert not EventPoller(0.5, share=COARSE_SHARE).until(lambda: False)
+    assert 3.5 < clock.now - start < 3.7
+
+
+def test_a_look_may_end_a_wait(clock: Clock) -> None:
+    def look(waited_s: float) -> None:
+        if waited_s > 1.0:
+            raise RuntimeError(f"{waited_s:.1f}")
+
+    with pytest.raises(RuntimeError, match=r"1\.[0-3]"):
+        EventPoller(60.0).until(lambda: False, look=look)
