@@ -32,7 +32,7 @@ from .plan import (
     UnplannedGroup,
 )
 from .plan_file import digest_of
-from .routing import Ends, Routed, Router, Side
+from .routing import BulkRoute, RoutedGroup, Router, Side
 
 _DISTINCTLY = 0.95  # relaying adds a hop, so the busiest link must carry this much less
 
@@ -52,27 +52,28 @@ def make_plan(
 ) -> Plan:
     """Plan the refit of a model from a training mesh to the mesh of an engine.
 
-    `train_dtype` and `gen_dtype` say what either side holds, as in `precision_of`; None: the model's parameters's dtype.
+    `train_dtype` and `gen_dtype` say what either side holds, as in `precision_of`; None: the checkpoint's main dtype.
     `train_unquantized_layers` are the layers, as in ParameterGroup, whose matrices an FP8 trainer keeps in its main dtype.
     Raises UnknownEngineError, PrecisionError, and MeshError, listing every violation of both meshes, when the model cannot
     be cut this way.
     """
-    held, wanted = precision_of(train_dtype, model_parameters), precision_of(gen_dtype, model_parameters)
+    train_precision = precision_of(train_dtype, model_parameters)
+    gen_precision = precision_of(gen_dtype, model_parameters)
     engine_rules = engine_named(engine)
-    if wanted.format is not None:
-        model_parameters = engine_rules.quantized(model_parameters, wanted.format)
-    held = with_unquantized_layers(held, train_unquantized_layers, model_parameters)
-    model_parameters = divided(model_parameters, lambda _, layer: layer in held.unquantized_layers)
-    held_parameters, wanted_parameters = held.main(model_parameters), wanted.main(model_parameters)
-    source = MegatronLayout(held_parameters, train, build)
-    destination = engine_rules.layout(wanted_parameters, gen)
+    if gen_precision.format is not None:
+        model_parameters = engine_rules.quantized(model_parameters, gen_precision.format)
+    train_precision = with_unquantized_layers(train_precision, train_unquantized_layers, model_parameters)
+    model_parameters = divided(model_parameters, lambda _, layer: layer in train_precision.unquantized_layers)
+    train_parameters, gen_parameters = train_precision.main(model_parameters), gen_precision.main(model_parameters)
+    source = MegatronLayout(train_parameters, train, build)
+    destination = engine_rules.layout(gen_parameters, gen)
     violations = source.violations() + destination.violations()
-    violations += engine_rules.misquantized(wanted_parameters) if wanted.format is not None else []
+    violations += engine_rules.misquantized(gen_parameters) if gen_precision.format is not None else []
     if violations:
         raise MeshError(f"{model or model_parameters.architecture.family} does not fit these meshes", violations)
     train = train.canonical(model_parameters.architecture.layers)
     gen = gen.canonical(model_parameters.architecture.layers)
-    sides = Side(held_parameters, source, held), Side(wanted_parameters, destination, wanted)
+    sides = Side(train_parameters, source, train_precision), Side(gen_parameters, destination, gen_precision)
     routed = Router(*sides, engine_rules, train, gen, policy).routes()
     return _Planner(train, gen, model, policy, destination.name).plan(routed)
 
@@ -89,7 +90,7 @@ class _Planner:
         self._rank_grids: list[NDArray[np.int32]] = []
         self._rank_grid_index: dict[tuple[tuple[int, ...], bytes], int] = {}
 
-    def plan(self, routed: list[Routed]) -> Plan:
+    def plan(self, routed: list[RoutedGroup]) -> Plan:
         groups: list[ParameterGroup] = []
         pairs: list[QuantizedPair] = []
         casts: list[GroupCast] = []
@@ -99,7 +100,7 @@ class _Planner:
             index = len(groups)
             groups += [entry.group] if entry.scales is None else [entry.group, entry.scales]
             pairs += [] if entry.scales is None else [QuantizedPair(index, index + 1, entry.block, entry.touched)]
-            if not isinstance(entry.route, Ends):
+            if not isinstance(entry.route, BulkRoute):
                 unplanned[type(entry.route)] += [
                     UnplannedGroup(i, entry.route.reason) for i in range(index, len(groups))
                 ]
@@ -209,8 +210,10 @@ class _Planner:
             self._overlaps.append(_intersect(src, dst) if overlaps is None else overlaps)
         return index
 
-    def _scale_patterns(self, group: int, ends: Ends, block: tuple[int, int]) -> Iterator[tuple[tuple[int, int], int]]:
-        """The patterns of the scales of a group that is placed already: the same moves, in blocks."""
+    def _scale_patterns(
+        self, group: int, ends: BulkRoute, block: tuple[int, int]
+    ) -> Iterator[tuple[tuple[int, int], int]]:
+        """The patterns of the scales of a group that is placed already: the same overlaps, in blocks."""
         for src_id, (src, src_scales) in ends.src_scales.items():
             for dst_id, (dst, dst_scales) in ends.dst_scales.items():
                 if (src_id, dst_id) in self._by_identity:
@@ -234,7 +237,7 @@ def _order(transfers: TransferGroup) -> tuple[object, ...]:
 def _intersect(src: Partition, dst: Partition) -> tuple[Overlap, ...]:
     """Every common region of a source piece and a destination piece, by destination part and piece.
 
-    Pieces are looked up along dim 0 of the parameter, so that the cost follows the number of moves.
+    Pieces are looked up along dim 0 of the parameter, so that the cost follows the number of overlaps.
     """
     held = sorted(
         (

@@ -119,7 +119,7 @@ _Columns = dict[str, NDArray[np.int64]]
 
 @dataclass(slots=True)
 class _Expansion:
-    """Rows of one rank; tensors and geometries are numbered as they are met."""
+    """Rows of one rank; tensors and strided boxes are numbered as they are met."""
 
     plan: Plan
     world: World
@@ -245,7 +245,7 @@ class _Expansion:
 
     def _local(self, at: RankInGroup, overlaps: NDArray[np.int64], member_of: NDArray[np.int64], overlap_of: NDArray[np.int64],
                piece: _End, order: _End) -> _Columns:  # fmt: skip
-        """Where the moves lie in the tensors of one end, for every (member, move) row, in memory order of one end."""
+        """Where overlaps lie in the tensors of one end, for every (member, overlap) row, in memory order of one end."""
         transfers, pattern, source = at.transfers, at.pattern, piece == "src"
         slot0 = transfers.src_slot if source else transfers.dst_slot
         slots = slot0 + np.arange(transfers.members) % transfers.expert_count
@@ -279,7 +279,7 @@ class _Expansion:
         return self.strided_boxes.setdefault(strided_box, len(self.strided_boxes))
 
     def _padding(self) -> Iterator[tuple[int, int, StridedBox]]:
-        """(tensor, offset, geometry) of what no parameter fills, maybe several times."""
+        """(tensor, offset, strided box) of what no parameter fills, maybe several times."""
         for at in self.plan.groups_of(self.world, self.rank):
             for padding in at.partition.padding_of(at.part):
                 strides = row_major_strides(padding.tensor.shape)

@@ -1,8 +1,12 @@
 """The plan: who sends which region to whom, for every parameter, as an immutable value.
 
-Parameters that move alike share a `TransferPattern` (the cuts on both ends and their intersections). A `TransferGroup` is a set of
-parameters that share a pattern and the ranks on both ends: the eight experts of one expert-parallel rank in the layers
-of one pipeline stage, say. Nothing is stored per rank or per parameter; `schedule_of` expands what one rank needs.
+    groups            parameters that differ in nothing but layer and expert number
+    patterns          how a parameter is cut on both ends, and the overlaps between the cuts
+    rank_grids        which rank holds replica r of part p
+    transfer_groups   parameters that share a pattern and the ranks on both ends
+
+One transfer group is, say, the eight experts of one expert-parallel rank in the layers of one pipeline stage. Nothing is
+stored per rank or per parameter: `schedule` expands what one rank needs, `transfers` what anybody asks for.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class TransferPattern:
-    """How one parameter is cut on both ends, and the moves between the cuts, ordered by destination part."""
+    """How one parameter is cut on both ends, and the overlaps of the cuts, ordered by destination part."""
 
     src: Partition
     dst: Partition
@@ -68,7 +72,7 @@ class TransferPattern:
 
     @cached_property
     def overlap_bytes(self) -> NDArray[np.int64]:
-        """Bytes of each move on the wire, in the dtype that the destination holds."""
+        """Bytes of each overlap on the wire, in the dtype that the destination holds."""
         return np.array(
             [
                 overlap.region.elements * ITEMSIZE[self.dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype]
@@ -173,7 +177,7 @@ class RankInGroup:
 
 @dataclass(frozen=True, slots=True)
 class UnplannedGroup:
-    """A group that does not move point to point, and why."""
+    """A group that does not travel point to point, and why."""
 
     group: int
     reason: str
@@ -204,7 +208,7 @@ class GroupCast:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything both worlds must agree on. Built by `planning.make_plan`, read from a file by `plan_file.load_plan`."""
+    """Everything both worlds must agree on. Built by `make_plan`, read from a file by `load_plan`."""
 
     model: str
     train: TrainMesh
@@ -219,7 +223,7 @@ class Plan:
     transfer_groups: tuple[TransferGroup, ...]
     misc: tuple[UnplannedGroup, ...] = ()
     excluded: tuple[UnplannedGroup, ...] = ()
-    relay: bool = False  # each move leaves the trainer once; the replica it lands on passes it on to the others
+    relay: bool = False  # each overlap leaves the trainer once; the replica it lands on passes it on
     pairs: tuple[QuantizedPair, ...] = ()
     casts: tuple[GroupCast, ...] = ()
     digest: str = field(default="", compare=False)
@@ -241,13 +245,16 @@ class Plan:
         rank: str | None = None,
         element: Sequence[int] | None = None,
     ) -> Iterator[Transfer]:
-        """Every transfer of one refit, or those that concern a parameter, a rank, a tensor or an element: `transfers_of`."""
+        """The transfers of one refit that concern a parameter, a tensor, a rank or an element; all of them without any.
+
+        `parameter` is an HF name or a shell pattern of them, `rank` is "train:0" or "gen:3". See `transfers_of`.
+        """
         from .transfers import transfers_of
 
         return transfers_of(self, parameter, tensor=tensor, rank=rank, element=element)
 
     def schedule(self, world: World, rank: int) -> Schedule:
-        """What one rank sends or receives: `schedule_of`."""
+        """What one rank sends or receives. Raises IndexError for a rank that the plan does not have."""
         from .make_schedule import schedule_of
 
         return schedule_of(self, world, rank)
@@ -283,7 +290,7 @@ class Plan:
         return self.rank_grids[transfers.dst].shape[1]
 
     def train_pulls(self, transfers: TransferGroup) -> int:
-        """How often each move leaves the trainer."""
+        """How often each overlap leaves the trainer."""
         return 1 if self.relay else self.dst_replicas(transfers)
 
     def served_by(

@@ -33,7 +33,7 @@ ScalesOf = Mapping[int, tuple[Partition, Partition]]  # id of a weight's parts -
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class BulkRoute:
     """Both ends of a bulk group. `src_scales` and `dst_scales` say where the scales of each cut lie."""
 
     src: tuple[PartitionOwners, ...]
@@ -43,11 +43,11 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutedGroup:
     """A group as it is on the wire, the scales it is paired with, and how both travel."""
 
     group: ParameterGroup
-    route: Ends | Misc | Excluded
+    route: BulkRoute | Misc | Excluded
     scales: ParameterGroup | None = None
     block: Block = (0, 0)
     touched: bool = False  # as in QuantizedPair
@@ -73,13 +73,13 @@ class Router:
         self._train, self._gen, self._policy = train, gen, policy
         self._tensor_names: dict[int, list[tuple[str, int]]] = {}
 
-    def routes(self) -> list[Routed]:
+    def routes(self) -> list[RoutedGroup]:
         groups = [*zip(self._source.model_parameters.groups, self._destination.model_parameters.groups, strict=True)]
         routed = [self._routed(held, wanted) for held, wanted in groups]
         self._keep_fused_together(routed)
         return [_saying_what_is_cast(held, entry) for (held, _), entry in zip(groups, routed, strict=True)]
 
-    def _routed(self, held: ParameterGroup, wanted: ParameterGroup) -> Routed:
+    def _routed(self, held: ParameterGroup, wanted: ParameterGroup) -> RoutedGroup:
         gen = self._destination.precision
         layer = next(iter(wanted.layers), None)  # groups are divided: its layers are alike
         form = gen.format if self._engine.quantizes(wanted, layer, self._destination.model_parameters) else None
@@ -88,44 +88,44 @@ class Router:
             reason = (
                 f"no layout rule for {form.name} {wanted.role.value!r}, which Hugging Face does not keep as a matrix"
             )
-            return Routed(wanted, destination if isinstance(destination, Excluded) else Misc(reason))
+            return RoutedGroup(wanted, destination if isinstance(destination, Excluded) else Misc(reason))
         if form is None:
             return self._plain(held, wanted, destination)
         scales, block = scales_group(wanted, form), form.block_of(wanted)
         route, cast = self._quantized(held, wanted, destination, form, block)
         touched = (
-            isinstance(route, Ends)
+            isinstance(route, BulkRoute)
             and form.block is not None
             and any(splits_blocks(cut, block) for cut, _ in route.dst_scales.values())
         )
-        return Routed(replace(wanted, dtype=FP8), route, scales, block, touched, cast)
+        return RoutedGroup(replace(wanted, dtype=FP8), route, scales, block, touched, cast)
 
     def _plain(self, held: ParameterGroup, wanted: ParameterGroup, destination: tuple[PartitionOwners, ...] | Misc | Excluded
-    ) -> Routed:  # fmt: skip
+    ) -> RoutedGroup:  # fmt: skip
         """A group that the engine does not quantize."""
         ends = self._ends(held, destination)
-        if not isinstance(ends, Ends):
-            return Routed(wanted, ends)
+        if not isinstance(ends, BulkRoute):
+            return RoutedGroup(wanted, ends)
         if (form := self._held_format(held)) is not None:
-            return Routed(
+            return RoutedGroup(
                 wanted, Misc(f"trainer holds {form.name}, engine {wanted.dtype}: nothing dequantizes on the way")
             )
         have, want = _dtypes(ends.src), _dtypes(ends.dst)
         if have == want:
-            return Routed(wanted, ends)
+            return RoutedGroup(wanted, ends)
         asked = (self._source.precision.dtype, self._destination.precision.dtype)
         if (have, want) == ({asked[0]}, {asked[1]}) and asked in CASTS:
-            return Routed(wanted, ends, cast=asked)
+            return RoutedGroup(wanted, ends, cast=asked)
         reason = f"trainer holds {'/'.join(sorted(have))}, engine {'/'.join(sorted(want))}: no cast is declared"
-        return Routed(wanted, Misc(reason))
+        return RoutedGroup(wanted, Misc(reason))
 
     def _quantized(
         self, held: ParameterGroup, wanted: ParameterGroup, destination: tuple[PartitionOwners, ...] | Misc | Excluded,
         form: Format, block: Block,
-    ) -> tuple[Ends | Misc | Excluded, tuple[str, str] | None]:  # fmt: skip
+    ) -> tuple[BulkRoute | Misc | Excluded, tuple[str, str] | None]:  # fmt: skip
         """A pair of weight and scales: both arrive as they are, or both are made from one tensor on the way."""
         ends, held_form = self._ends(held, destination), self._held_format(held)
-        if not isinstance(ends, Ends):
+        if not isinstance(ends, BulkRoute):
             return ends, None
         dst = _with_scales(ends.dst, FP8, lambda partition: self._destination.layout.scales(wanted, partition, form))
         if isinstance(dst, Misc):
@@ -143,7 +143,7 @@ class Router:
             src = _with_scales(ends.src, FP8, lambda partition: self._source.layout.scales(held, partition, form))
         if isinstance(src, Misc):
             return Misc(f"trainer: {src.reason}"), None
-        return Ends(src[0], dst[0], src[1], dst[1]), cast
+        return BulkRoute(src[0], dst[0], src[1], dst[1]), cast
 
     def _held_format(self, group: ParameterGroup) -> Format | None:
         """The trainer's fp8_param quantizes every linear weight but those of whole layers, which groups are divided by."""
@@ -153,7 +153,7 @@ class Router:
 
     def _ends(
         self, held: ParameterGroup, destination: tuple[PartitionOwners, ...] | Misc | Excluded
-    ) -> Ends | Misc | Excluded:
+    ) -> BulkRoute | Misc | Excluded:
         """Placements on both ends where both layouts know the group."""
         if isinstance(destination, Excluded):
             return destination
@@ -162,7 +162,7 @@ class Router:
         source = self._source.layout.place(held)
         if isinstance(source, (Misc, Excluded)):
             return source
-        return destination if isinstance(destination, Misc) else Ends(source, destination)
+        return destination if isinstance(destination, Misc) else BulkRoute(source, destination)
 
     def _too_few_kv_heads(self, group: ParameterGroup) -> str:
         """The conservative rule: num_query_groups < max(train tp, gen tp)."""
@@ -174,7 +174,7 @@ class Router:
             return ""
         return f"conservative policy: {attention.kv_heads} KV heads < max(train tp {self._train.tp}, gen tp {self._gen.tp})"
 
-    def _keep_fused_together(self, routed: list[Routed]) -> None:
+    def _keep_fused_together(self, routed: list[RoutedGroup]) -> None:
         """A tensor that several groups share travels whole: if one of them goes to misc, so do the others.
 
         So do groups that a tensor would hold in two precisions.
@@ -191,17 +191,17 @@ class Router:
                         text = f"shares {name} with {entry.group.name_pattern} ({entry.route.reason})"
                         reasons.setdefault((name, layer), text)
             for index, entry in enumerate(routed):
-                if isinstance(entry.route, Ends):
+                if isinstance(entry.route, BulkRoute):
                     shared = [reasons[tensor] for tensor in self._tensors(index) if tensor in reasons]
                     if shared:
                         routed[index] = replace(entry, route=Misc(shared[0]))
                         changed = True
 
-    def _mixed(self, routed: list[Routed]) -> Iterator[tuple[int, str]]:
+    def _mixed(self, routed: list[RoutedGroup]) -> Iterator[tuple[int, str]]:
         """Groups that lie in a tensor with others of another precision, on either side."""
         users: dict[tuple[str, int], int] = {}
         for index, entry in enumerate(routed):
-            if isinstance(entry.route, Ends):
+            if isinstance(entry.route, BulkRoute):
                 for tensor in self._tensors(index):
                     first = routed[users.setdefault(tensor, index)]
                     if (first.group.dtype, first.cast) != (entry.group.dtype, entry.cast):
@@ -246,8 +246,8 @@ def _dtypes(owner_sets: tuple[PartitionOwners, ...]) -> set[str]:
     return {piece.tensor.dtype for owners in owner_sets for held in owners.partition.pieces for piece in held}
 
 
-def _saying_what_is_cast(held: ParameterGroup, entry: Routed) -> Routed:
-    """What goes by misc is cast by the engine's loader, of which the reason must tell: the plan has no cast for it."""
+def _saying_what_is_cast(held: ParameterGroup, entry: RoutedGroup) -> RoutedGroup:
+    """Misc weights are cast by the engine's loader, not by the plan; say so in the reason."""
     if not isinstance(entry.route, Misc) or entry.scales is not None or held.dtype == entry.group.dtype:
         return entry
     reason = f"{entry.route.reason}; the trainer holds {held.dtype}, the engine's loader casts to what the engine keeps"

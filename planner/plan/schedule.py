@@ -1,6 +1,6 @@
 """What one rank does in a refit: the rows of the plan that name it, as columns.
 
-Both ends of a transfer list it in the same order (stage, transfer group, member, move), so the two sequences between any pair of
+Both ends of a transfer list it in the same order (stage, transfer group, member, overlap), so the two sequences between any pair of
 ranks agree without a word being exchanged. Extents are in wire order and equal on both ends; strides are each end's own.
 """
 
@@ -45,10 +45,10 @@ class TransferTable:
 
     peer: NDArray[np.int32]  # rank in the other world
     tensor: NDArray[np.int32]  # index into Schedule.tensors
-    strided_box: NDArray[np.int32]  # index into Schedule.geometries
+    strided_box: NDArray[np.int32]  # index into Schedule.strided_boxes
     offset: NDArray[np.int64]  # elements from the start of the local tensor
     nbytes: NDArray[np.int64]  # bytes on the wire, in the destination's dtype
-    transfer_group: NDArray[np.int32]  # index into Plan.transfer groups
+    transfer_group: NDArray[np.int32]  # index into Plan.transfer_groups
     member: NDArray[np.int32]  # index of the parameter in its transfer group
 
     def __len__(self) -> int:
@@ -173,7 +173,7 @@ class SourceTable:
     """Where the bytes that one generation rank receives lie at their sources, for a receiver that reads them itself.
 
     `stages[i]` goes row by row with `Schedule.stages[i].recvs`: the same peer, bytes, transfer group and member, but tensor,
-    geometry and offset are those of the training rank `peer`. Ranks may have tensors of the same name.
+    strided box and offset are those of the training rank `peer`. Ranks may have tensors of the same name.
     """
 
     rank: int  # of the receiver, in the generation world

@@ -1,4 +1,4 @@
-"""The proof of what is said once and shared: references, routes, cuts and the moves between them."""
+"""The proof of what is said once and shared: references, routes, cuts and their overlaps."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _group_violation(plan: Plan, group: int, message: str) -> Violation:
 
 
 def check_patterns(plan: Plan) -> Iterator[Violation]:
-    """Cuts tile the parameter, moves tile the destination, and both lie in storage as declared."""
+    """Cuts tile the parameter, overlaps tile the destination, and both lie in storage as declared."""
     serves: dict[tuple[bool, str], set[Role]] = defaultdict(set)
     casts, scales = {cast.group: cast for cast in plan.casts}, {pair.scales for pair in plan.pairs}
     transposed = engine_named(plan.engine).transposed

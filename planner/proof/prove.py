@@ -10,8 +10,8 @@ A plan is sound when
   groups      every parameter is listed once, and has one route: bulk, misc or (prediction layers only) excluded;
   source      source parts tile the parameter;
   consumed    destination parts tile it too, whole parts apart that are replicated;
-  cover       the moves into each destination piece tile it, out of pieces that hold what they send;
-  bytes       both ends of a move have the same dtype, hence equal bytes, or those of the cast that is declared;
+  cover       the overlaps into each destination piece tile it, out of pieces that hold what they send;
+  bytes       both ends of an overlap have the same dtype, hence equal bytes, or those of the cast that is declared;
   storage     pieces lie in their tensors as Hugging Face has them, or transposed where `storage` declares it;
   order       parts, fused parameters and rows follow each other as declared;
   names       all parts lie in the same tensors, whose names vary with chunk, layer and expert where they must;
@@ -19,7 +19,7 @@ A plan is sound when
   holders     the ranks named are those that hold the part on the mesh;
   places      layers are read and written where both pipelines keep them;
   arrivals    every bulk parameter arrives once on each stage of the engine that holds it;
-  pairs       quantized weights and their scales have one route, the same ranks and turns, and agree block by block;
+  pairs       quantized weights and their scales have one route, the same ranks and replica order, and agree block by block;
   casts       dtypes change only in declared, known ways, and all of a tensor is sent in one dtype;
   stages      transfer groups leave in stage order, towards generation ranks only (so no cycle).
 
@@ -89,7 +89,7 @@ def _few_per_rule(found: Iterable[Violation]) -> Iterator[Violation]:
 
 
 def _bytes(plan: Plan) -> tuple[int, int]:
-    """Bytes that destination pieces hold over all ranks, and bytes that moves bring."""
+    """Bytes that destination pieces hold over all ranks, and bytes that overlaps bring."""
     wanted = covered = 0
     for transfers in plan.transfer_groups:
         pattern = plan.patterns[transfers.pattern]

@@ -46,7 +46,7 @@ def _pair_dangles(plan: Plan, pair: QuantizedPair) -> str:
 
 
 def check_pairs(plan: Plan) -> Iterator[Violation]:
-    """Weight and scales have one route, the same transfer groups, and cuts and moves that agree block by block."""
+    """Weight and scales have one route, the same transfer groups, and cuts and overlaps that agree block by block."""
     transfer_groups: dict[int, list[int]] = defaultdict(list)
     for index, transfers in enumerate(plan.transfer_groups):
         transfer_groups[transfers.group].append(index)
