@@ -273,7 +273,7 @@ def _notes(model_parameters: ModelParameters, src: Precision, dst: Precision) ->
     if dst.format is None and src.format is None and stated is not None:
         return (
             f"the checkpoint is quantized ({stated.method}), the plan moves {dst.dtype} weights: the engine must hold"
-            " them unquantized; --gen-dtype and --train-dtype say otherwise",
+            " them unquantized. For an engine or a trainer in FP8 give --gen-dtype or --train-dtype",
         )
     if dst.format is None or (stated is not None and stated.method == dst.format.method):
         return ()

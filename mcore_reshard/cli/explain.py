@@ -193,7 +193,7 @@ def _text(args: argparse.Namespace, answer: Answer) -> Iterator[RenderableType]:
     yield from noted(answer.notes)
     if not answer.transfers:
         yield _why_none(args, answer)
-    groups = grouped(
+    groups = grouped(  # by everything but ranks and offsets
         answer.transfers,
         lambda t: (
             t.parameter,

@@ -17,7 +17,7 @@ from mcore_reshard import __version__
 
 from .printable import printable
 
-EXIT_UNEXPECTED, EXIT_INPUT, EXIT_PROOF, EXIT_MISMATCH, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+EXIT_UNEXPECTED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 _MESHES = """\
 meshes:
@@ -67,7 +67,7 @@ def _outcome(error: Exception, debug: bool) -> tuple[str, int]:
     code = exit_code_of(error)
     if code is not None:
         return str(error), code
-    hint = "" if debug else "\nThis is a bug or an environment at fault; --debug shows the traceback."
+    hint = "" if debug else "\nThis is a bug, or this environment is at fault: --debug shows the traceback."
     return f"unexpected {type(error).__name__}: {error}{hint}", EXIT_UNEXPECTED
 
 

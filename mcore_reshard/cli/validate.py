@@ -70,9 +70,11 @@ def _from_config(args: argparse.Namespace) -> PlanRequest:
     load_config(args.source)  # a source that cannot be read at all is the first thing to report
     missing = [f"--{side}" for side in ("train", "gen") if getattr(args, side) is None]
     if missing:
-        raise InputError([f"{' and '.join(missing)} wanted: {args.source} is no plan file, which would say"])
+        raise InputError(
+            [f"give {' and '.join(missing)}: {args.source} is a config, and only a plan file states its meshes"]
+        )
     if args.config is not None:
-        raise InputError(["--config goes with a plan file; here CONFIG itself is the config"])
+        raise InputError([f"leave out --config: {args.source} is the config, and --config belongs to a plan file"])
     return read_request(args.source, args.train, args.gen, args.policy or "exact", args.train_dtype, args.gen_dtype)
 
 
@@ -104,7 +106,7 @@ def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
         problems.append(f"the plan is of another model than {config}: their parameters differ")
     elif "misc" in differs and not problems:
         problems.append(
-            f"the plan sends other parameters by misc than one of {asked} does: it is of other dtypes, give them as"
+            f"the plan's misc parameters are not those of a plan of {asked}: it is of other dtypes, give them as"
             " --train-dtype and --gen-dtype"
         )
     if problems:

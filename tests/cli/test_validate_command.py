@@ -45,7 +45,7 @@ def test_validate_refuses_a_plan_whose_trainer_is_in_fp8_and_whose_engine_is_not
     run("plan", "tiny-qwen3-fp8", "--train", "tp=2", "--gen", "tp=2", "--train-dtype", "fp8", "--out", plan)
     outcome = run("validate", plan)
     assert (outcome.code, outcome.out) == (2, "")
-    assert "sends other parameters by misc than one of bf16 -> bf16 does" in outcome.err
+    assert "misc parameters are not those of a plan of bf16 -> bf16" in outcome.err
     outcome = run("validate", plan, "--train-dtype", "fp8", "--gen-dtype", "bf16")
     assert (outcome.code, outcome.out) == (2, "")
     assert "fp8 -> bf16 is not validated here" in outcome.err and "the plan is of" not in outcome.err
@@ -54,11 +54,14 @@ def test_validate_refuses_a_plan_whose_trainer_is_in_fp8_and_whose_engine_is_not
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["tiny-llama"], "--train and --gen wanted"),
+        (["tiny-llama"], "give --train and --gen: tiny-llama is a config"),
         (["tiny-llama", "--train", "tp=3", "--gen", "tp=2"], "8 attention heads cannot be divided by tp = 3"),
         (["tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--refits", "0"], "must be above zero"),
         (["tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--timeout", "nan"], "must be above zero, and finite"),
-        (["tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--config", "x"], "--config goes with a plan file"),
+        (
+            ["tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--config", "x"],
+            "leave out --config: tiny-llama is the config",
+        ),
         (["tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--transport", "nccl"], "transport"),
     ],
 )
