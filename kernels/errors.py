@@ -36,7 +36,7 @@ class TransportUnavailable(RefitError):
 
 
 class SessionError(RefitError):
-    """The ranks of a session could not meet, do not agree, or a peer reported a failure."""
+    """The ranks of a session could not meet or do not agree, or a peer reported a failure."""
 
 
 class VersionError(RefitError):

@@ -20,8 +20,7 @@ from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import Schedule, TransferTable
 
-from .casts import CastForm, band_copies, bound_casts
-from .checks import itemsizes
+from .casts import CastForm, band_copies, bound_casts, itemsizes
 from .copy_table import SCRATCH, distinct, expand, expand_copies, strided_copies
 
 Ints = NDArray[np.int64]

@@ -2,14 +2,14 @@
 
 Block FP8 follows vLLM, which quantizes BF16 weights when it loads them (0.32, `per_block_cast_to_fp8` of
 utils/deep_gemm.py, as called with `use_ue8m0=False` by layers/quantization/online/fp8.py), so that a refit leaves the
-bytes that a fresh start of the engine would:
+bytes that a fresh start of the engine leaves:
 
     scale = max(amax, 1e-4) / 448        float32, one for each block
     data  = e4m3(value * (1 / scale))    the reciprocal and the product are rounded to float32
 
-torch divides by 448 on a CPU and multiplies by the float32 nearest to 1/448 on CUDA, compiled or not; so the scale of a
-block is that of an engine on the same kind of device, and may differ from the other one's in its last bit. Compiled for
-CUDA, the reciprocal is an approximate one: 310 of 16,777,216 random values (torch 2.11) then are the other neighbor.
+torch divides by 448 on a CPU; on CUDA, compiled or not, it multiplies by the float32 nearest to 1/448. So scales equal
+those of an engine on the same kind of device, and may differ in the last bit from those on the other kind. An engine that
+compiles for CUDA takes an approximate reciprocal: 310 of 16,777,216 random values (torch 2.11) then round the other way.
 
 Transformer Engine (2.11, quantize_transpose_square_blockwise.cu) is close but not equal: its data are e4m3(value *
 (448 / amax)), the scale it stores is the reciprocal of that factor, amax has no floor (a block of zeros gets scale 1),
@@ -46,14 +46,14 @@ def quantized(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tenso
     """A whole bfloat16 weight [M, K] -> (float8_e4m3fn [M, K], float32 scales of its blocks)."""
     scales = block_scales(weight, block)
     data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    for number, held in enumerate(scales):
+    for number, band_scales in enumerate(scales):
         band = slice(number * block[0], (number + 1) * block[0])
-        data[band] = scaled_to_e4m3(weight[band], held.repeat_interleave(block[1])[: weight.shape[1]])
+        data[band] = scaled_to_e4m3(weight[band], band_scales.repeat_interleave(block[1])[: weight.shape[1]])
     return data, scales
 
 
 def over_elements(scales: torch.Tensor, block: tuple[int, int], shape: Sequence[int]) -> torch.Tensor:
-    """Scales of blocks -> the scale of every element of a matrix of `shape`; what the grid has beyond it is left out."""
+    """Scales of blocks -> the scale of every element of a matrix of `shape`, which may end within the last blocks."""
     rows = torch.arange(shape[0], device=scales.device) // block[0]
     columns = torch.arange(shape[1], device=scales.device) // block[1]
     return scales[rows[:, None], columns]

@@ -1,8 +1,8 @@
-"""Casts of a schedule, bound: which tensors change their dtype when they are sent, and where the scales of blocks lie.
+"""Casts of a schedule: which tensors change their dtype when they are sent, and where the scales of blocks lie.
 
-A cast belongs to a tensor, so a table of copies need not mention it: a copy whose source is a tensor with a cast *is* a
-cast. Its source strides are bytes of the tensor, its row and its destination strides bytes on the wire. A cast to block
-FP8 has copies that each stay within one row of blocks of one matrix, so that one row of scales serves all of it:
+A cast belongs to a tensor, so a table of copies does not mention it: a copy from a tensor with a cast *is* a cast. Its
+source strides count bytes of the tensor, its row and its destination strides bytes on the wire. In a cast to block FP8
+each copy stays within one row of blocks of one matrix, so that one row of scales serves all of it:
 
     weight [5, 4], blocks of 2 x 2      scales [3, 2]      copies of rows 1 to 4, all columns
     row 0  . . . .                       s0 s1
@@ -26,7 +26,7 @@ from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
 from mcore_reshard.planner.plan.schedule import Cast, Schedule, StridedBox
 
 from .cast_arithmetic import block_scales
-from .copy_table import COPY
+from .copy_table import COPY, distinct
 
 Ints = NDArray[np.int64]
 
@@ -74,15 +74,19 @@ Casts = Mapping[int, TensorCast]  # by index of the source tensor
 
 
 def bound_casts(schedule: Schedule) -> Casts:
-    """The casts of tensors of which something is sent. The schedule has no `cast_problems`."""
-    sent = np.unique(np.concatenate([np.zeros(0, np.int32), *(stage.sends.tensor for stage in schedule.stages)]))
-    sent_tensors = {*sent.tolist()}
-    return {cast.tensor: _bound(schedule, cast) for cast in schedule.casts if cast.tensor in sent_tensors}
+    """The casts of the tensors that something is sent of. The schedule has no `cast_problems`."""
+    sent = {tensor for stage in schedule.stages for tensor in np.unique(stage.sends.tensor).tolist()}
+    return {cast.tensor: _bound(schedule, cast) for cast in schedule.casts if cast.tensor in sent}
+
+
+def itemsizes(schedule: Schedule) -> Ints:
+    """Bytes of an element of each of the schedule's tensors."""
+    return np.array([getattr(torch, local.dtype).itemsize for local in schedule.tensors], np.int64)
 
 
 def wire_itemsizes(schedule: Schedule) -> Ints:
     """Bytes on the wire of an element of each of the schedule's tensors."""
-    sizes = np.array([getattr(torch, local.dtype).itemsize for local in schedule.tensors], np.int64)
+    sizes = itemsizes(schedule)
     for cast in schedule.casts:
         sizes[cast.tensor] = getattr(torch, cast.to).itemsize
     return sizes
@@ -133,16 +137,16 @@ def cast_problems(schedule: Schedule) -> list[str]:
             problems.append(f"a cast of tensor {cast.tensor}, there are {len(schedule.tensors)}")
             continue
         name = schedule.tensors[cast.tensor].name
-        found = [*_cast_problems(schedule, cast, computed)]
+        of_cast = [*_cast_problems(schedule, cast, computed)]
         if cast.tensor in seen:
-            found.append("two casts")
+            of_cast.append("two casts")
         seen.add(cast.tensor)
         if cast.scales is not None:
             if cast.scales in claimed:
-                found.append(f"its scales are those of {claimed[cast.scales]} too")
+                of_cast.append(f"its scales are those of {claimed[cast.scales]} too")
             claimed[cast.scales] = name
-        problems += [f"cast of {name} to {cast.to}: {problem}" for problem in found]
-        if not found and cast.scales is not None:
+        problems += [f"cast of {name} to {cast.to}: {problem}" for problem in of_cast]
+        if not of_cast and cast.scales is not None:
             in_blocks.append(cast)
     problems += _block_problems(schedule, in_blocks)
     problems += [
@@ -180,14 +184,14 @@ def _cast_problems(schedule: Schedule, cast: Cast, computed: set[int]) -> Iterat
         yield "its scales are not among the tensors that are computed"
         return
     *stacked, rows, columns = local.shape
-    wanted = (*stacked, *grid_of((rows, columns), cast.block))
+    shape = (*stacked, *grid_of((rows, columns), cast.block))
     scales = schedule.tensors[cast.scales]
-    if (scales.shape, scales.dtype) != (wanted, "float32"):
-        yield f"scales {scales.name} are {scales.dtype} {scales.shape}, blocks need float32 {wanted}"
+    if (scales.shape, scales.dtype) != (shape, "float32"):
+        yield f"scales {scales.name} are {scales.dtype} {scales.shape}, blocks need float32 {shape}"
 
 
 def _block_problems(schedule: Schedule, casts: Sequence[Cast]) -> list[str]:
-    """Transfers whose rows are not (parts of) rows of the matrix they are cast from: the first of every tensor."""
+    """The first transfer of every tensor whose rows are no rows of the matrix that they are cast from, nor parts of such."""
     of_tensor = {cast.tensor: cast for cast in casts}
     width = np.zeros(len(schedule.tensors), np.int64)  # 0: not cast in blocks
     for tensor in of_tensor:
@@ -197,13 +201,10 @@ def _block_problems(schedule: Schedule, casts: Sequence[Cast]) -> list[str]:
         table = stage.sends
         rows = np.flatnonzero(width[table.tensor])
         columns = width[table.tensor[rows]]
-        kinds, kind_of = np.unique(
-            np.stack([table.strided_box[rows], table.offset[rows] % columns, columns]), axis=1, return_inverse=True
-        )
-        kind_of = kind_of.reshape(-1)
-        wrong = [not _addressable(schedule.strided_boxes[kind[0]], *kind[1:]) for kind in kinds.T.tolist()]
-        for at in np.flatnonzero(np.array(wrong, bool)[kind_of]).tolist():
-            row, (strided_box, first, _) = rows[at], kinds[:, kind_of[at]].tolist()
+        kinds, kind_of = distinct(table.strided_box[rows], table.offset[rows] % columns, columns)
+        wrong = [not _addressable(schedule.strided_boxes[kind[0]], *kind[1:]) for kind in kinds]
+        for entry in np.flatnonzero(np.array(wrong, bool)[kind_of]).tolist():
+            row, (strided_box, first, _) = rows[entry], kinds[kind_of[entry]]
             tensor = int(table.tensor[row])
             local = schedule.tensors[tensor]
             name = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))

@@ -1,4 +1,4 @@
-"""What is wrong with a schedule and the tensors it should be bound to, found before anything moves."""
+"""The checks of `bind`: does the schedule fit its tensors, and does it stay within them and the mesh?"""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from math import prod
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mcore_reshard.planner.plan.schedule import Schedule, StridedBox
 
@@ -16,18 +15,13 @@ from .casts import wire_itemsizes
 from .tensors import misfits
 
 
-def itemsizes(schedule: Schedule) -> NDArray[np.int64]:
-    """Bytes of an element of each of the schedule's tensors."""
-    return np.array([getattr(torch, local.dtype).itemsize for local in schedule.tensors], np.int64)
-
-
 def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """What is missing, and what is of the wrong shape, strides, dtype or device; first by stage, then by tensor."""
+    """Tensors that are missing, or of another shape, dtype, stride or device: first by stage, then by tensor."""
     computed = {*schedule.computed}
     reasons = {
-        index: found
+        index: misfits_of_tensor
         for index, local in enumerate(schedule.tensors)
-        if index not in computed and (found := tuple(misfits(local, tensors)))
+        if index not in computed and (misfits_of_tensor := tuple(misfits(local, tensors)))
     }
     affected = _first_parameters(schedule)
     problems: list[str] = []
@@ -39,9 +33,9 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
             names = dict.fromkeys(schedule.tensors[index].name for index in tensor[unbound[tensor]].tolist())
             listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             problems.append(f"stage {stage.pp_stage}: {count} of {len(tensor)} transfers unbound: {listed}")
-    for index, found in reasons.items():
+    for index, misfits_of_tensor in reasons.items():
         holds = f" (holds {affected[index]})" if index in affected else ""
-        problems.append(f"{schedule.tensors[index].name}{holds}: {'; '.join(found)}")
+        problems.append(f"{schedule.tensors[index].name}{holds}: {'; '.join(misfits_of_tensor)}")
     devices = {str(tensors[local.name].device) for local in schedule.tensors if local.name in tensors}
     if len(devices) > 1:
         examples = {str(tensors[local.name].device): local.name for local in schedule.tensors if local.name in tensors}
@@ -61,7 +55,7 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
 def _overlapping(
     schedule: Schedule, tensors: Mapping[str, torch.Tensor], fitting: Sequence[int]
 ) -> Iterator[tuple[int, str]]:
-    """Destination tensors whose bytes overlap: what one transfer writes, another would overwrite."""
+    """Destination tensors whose bytes overlap, so that one transfer would overwrite another's; each with its neighbor."""
     spans = []
     for index in fitting:
         tensor = tensors[schedule.tensors[index].name]
@@ -86,10 +80,10 @@ def _first_parameters(schedule: Schedule) -> dict[int, str]:
 
 
 def transfer_problems(schedule: Schedule) -> list[str]:
-    """Geometries that no tensor has, transfers that leave their tensor or the mesh: a damaged or foreign schedule."""
+    """Signs of a damaged or foreign schedule: impossible strided boxes, transfers that leave their tensor or the mesh."""
     strided_boxes = (*schedule.strided_boxes, *(strided_box for *_, strided_box in schedule.padding))
     if damaged := [strided_box for strided_box in strided_boxes if not _is_possible(strided_box)]:
-        return [f"{len(damaged)} of {len(strided_boxes)} geometries damaged, first {damaged[0]}"]
+        return [f"{len(damaged)} of {len(strided_boxes)} strided boxes damaged, first {damaged[0]}"]
     itemsize = wire_itemsizes(schedule)
     elements = np.array([prod(local.shape) for local in schedule.tensors], np.int64)
     box = np.array([prod(strided_box.extents) for strided_box in schedule.strided_boxes], np.int64)

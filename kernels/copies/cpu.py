@@ -1,4 +1,4 @@
-"""Walk a table of copies on CPU memory: the meaning of the table, and what the gloo executor runs."""
+"""Perform a table of copies on CPU memory. This is the table's meaning, and the gloo transport's way to pack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a rank pulls to one table of copies, between its sources' tensors and its own."""
+"""One table of copies for everything that a generation rank pulls, from its sources' tensors into its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.planner.plan.schedule import Schedule, SourceTable, StageSchedule, TransferTable
 
-from .checks import itemsizes
+from .casts import itemsizes
 from .copy_table import distinct, expand_copies, joined, strided_copies
 
 Ints = NDArray[np.int64]
@@ -85,7 +85,8 @@ def _stage_copies(
 def _disagreements(schedule: Schedule, source_table: SourceTable) -> list[str]:
     if (source_table.rank, source_table.digest) != (schedule.rank, schedule.digest):
         return [
-            f"the pulls are those of gen:{source_table.rank} in plan {source_table.digest}, the plan here is {schedule.digest}"
+            f"the pulls are those of gen:{source_table.rank} in plan {source_table.digest};"
+            f" this is {schedule.name} in plan {schedule.digest}"
         ]
     if len(source_table.stages) != len(schedule.stages):
         return [f"the pulls have {len(source_table.stages)} stages, the schedule {len(schedule.stages)}"]

@@ -34,7 +34,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def gpu_of(device: torch.device | int | None) -> str:
-    """What all processes of a host call a GPU, its UUID; "" for what is in no GPU's memory."""
+    """The UUID of a GPU, its name in all processes of a host; "" for a device that is no GPU."""
     if device is None or (isinstance(device, torch.device) and device.type != "cuda"):
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -51,18 +51,18 @@ def byte_array(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return array
 
 
-def misfits(wanted: LocalTensor, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Why `tensors` cannot serve `wanted`: nothing if it can."""
-    tensor = tensors.get(wanted.name)
+def misfits(planned: LocalTensor, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Why the tensor of `planned`'s name cannot be bound; nothing if it can."""
+    tensor = tensors.get(planned.name)
     if tensor is None:
         yield "there is no such tensor"
         return
-    if tuple(tensor.shape) != wanted.shape:
-        yield f"shape {tuple(tensor.shape)}, the plan says {wanted.shape}"
+    if tuple(tensor.shape) != planned.shape:
+        yield f"shape {tuple(tensor.shape)}, the plan says {planned.shape}"
     elif not _is_row_major(tensor):
-        yield f"strides {tuple(tensor.stride())}, the plan needs the row-major {row_major_strides(wanted.shape)}"
-    if dtype_name(tensor.dtype) != wanted.dtype:
-        yield f"dtype {dtype_name(tensor.dtype)}, the plan says {wanted.dtype}"
+        yield f"strides {tuple(tensor.stride())}, the plan needs the row-major {row_major_strides(planned.shape)}"
+    if dtype_name(tensor.dtype) != planned.dtype:
+        yield f"dtype {dtype_name(tensor.dtype)}, the plan says {planned.dtype}"
     if tensor.layout is not torch.strided:
         yield f"layout {tensor.layout}, only strided tensors can be bound"
     elif tensor.is_meta:
@@ -78,8 +78,8 @@ def check_fresh(
 ) -> list[torch.Tensor]:
     """The tensors by these names. Raises `StaleTensorError` unless every one still lies where it was bound.
 
-    It asks thousands of tensors in every refit, each the least that tells: on another device a tensor has another address,
-    and with other strides than when it was bound it is no longer row-major (see `misfits`).
+    Every refit asks this of thousands of tensors, so the test is the least that tells. A tensor on another device has
+    another address; one with other strides is no longer row-major, as all bound tensors are (see `misfits`).
     """
     stale: list[str] = []
     live: list[torch.Tensor] = []
@@ -96,14 +96,14 @@ def check_fresh(
             or not tensor.is_contiguous()
         ):
             changes = zip(Fingerprint._fields, fingerprints[name], Fingerprint.of(tensor), strict=True)
-            changed = [f"{field} {_said(was)} -> {_said(now)}" for field, was, now in changes if was != now]
+            changed = [f"{field} {_text(was)} -> {_text(now)}" for field, was, now in changes if was != now]
             stale.append(f"{name}: {', '.join(changed)}")
     if stale:
         raise StaleTensorError("\n  ".join((f"{rank}: {len(stale)} bound tensors changed since prepare():", *stale)))
     return live
 
 
-def _said(fact: object) -> str:
+def _text(fact: object) -> str:
     """As messages write it: sizes as plain tuples, dtypes as the planner spells them."""
     if isinstance(fact, torch.dtype):
         return dtype_name(fact)

@@ -73,7 +73,8 @@ def bucket_bytes_within(scratch_bytes: int, peers: int, slots: int, digest_bytes
     bucket_bytes = min(scratch_bytes // places // ALIGNMENT * ALIGNMENT - digest_bytes, MAX_BUCKET_BYTES)
     if bucket_bytes < ALIGNMENT:
         raise ValueError(
-            f"{scratch_bytes} bytes of scratch are too few for {places} buckets ({peers} peers, {slots} slots): "
+            f"{scratch_bytes} bytes of scratch are too few for {places} buckets "
+            f"({peers} peer{'s' * (peers != 1)}, {slots} slots): "
             f"give at least {places * (ALIGNMENT + digest_bytes)}"
         )
     return bucket_bytes

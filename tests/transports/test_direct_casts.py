@@ -198,7 +198,9 @@ def test_a_trainer_that_dies_while_it_casts_is_named_and_leaves_nobody_waiting()
 def test_too_little_scratch_is_said_to_readers() -> None:
     outcomes = run_ranks(2, starved, (1, 1), timeout_s=SPAWN_S, method="spawn")
     assert [outcome.kind for outcome in outcomes] == ["SessionError", "SessionError"]
-    assert "train:0: 8 bytes of scratch are too few to cast for 1 readers" in str(outcomes[1].error)
+    assert "train:0: 8 bytes of scratch are too few for 2 buckets (1 peer, 2 slots): give at least 32" in str(
+        outcomes[1].error
+    )
 
 
 def starved(number: int, address: str, worlds: tuple[int, int]) -> None:
