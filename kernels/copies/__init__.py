@@ -1,4 +1,4 @@
-"""Bind a schedule to live tensors: tables of strided copies, buckets, casts, and the CPU interpreter of the tables.
+"""Bind a schedule to live tensors: checks, buckets, tables of strided copies, casts, and the tables' CPU interpreter.
 
 Imports `planner`. No device is needed, and no other rank.
 """

@@ -1,7 +1,7 @@
-// Casts between two memories, and the scales that casts to block FP8 use. Compiled behind copy_kernel.cu, whose Tile
-// and Cursor these kernels use; cast_arithmetic.py has the same arithmetic on a CPU, and the two agree bit for bit.
+// Casts between two memories, and the scales that casts to block FP8 use. This file is compiled behind copy_kernel.cu,
+// for its Tile and Cursor. cast_arithmetic.py has the same arithmetic on a CPU; the two agree bit for bit.
 //
-// A word has the same number of elements on both sides and so another size; a row of words lies within one row of
+// A word has the same number of elements on both sides, so its size differs. A row of words lies within one row of
 // blocks, and a word within one block. Example: blocks of 32 columns, words of 8, a tile from column 16 of a block on:
 //
 //     word    0 1 | 2 3 4 5 | 6 7 8 9      word w of a row has scale (first_column + 8 w) / 32: 0 0 1 1 1 1 2 2 2 2
@@ -14,7 +14,7 @@ struct alignas(16) CastTile {
     unsigned short kind;           // one of those of CAST_KINDS in cast_tiles.py
 };
 
-// The halves of a word of two bfloat16, as float32.
+// The two bfloat16 of a pair, as float32.
 static __device__ float low(unsigned pair) { return __uint_as_float(pair << 16); }
 static __device__ float high(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
@@ -171,7 +171,7 @@ block_scales(const Block* __restrict__ blocks, unsigned count) {
         const unsigned pair = block.word_elements > 1 ? largest_of<uint4>(block) : largest_of<unsigned short>(block);
         const unsigned half = __reduce_max_sync(0xffffffffu, max(pair & 0xffffu, pair >> 16));  // ordered as integers
         const float amax = low(half);
-        // torch multiplies by the reciprocal of a constant on CUDA; a NaN stays one.
+        // Like torch on CUDA: multiply by the reciprocal of the constant 448. A NaN stays one.
         if (threadIdx.x % LANES == 0)
             *reinterpret_cast<float*>(block.scale) = __fmul_rn(amax < 1e-4f ? 1e-4f : amax, 1.0f / 448.0f);
     }

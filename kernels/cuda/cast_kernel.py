@@ -51,7 +51,7 @@ class _Launcher:
 
 
 class DeviceCasts(_Launcher):
-    """Tiles (dtype CAST_TILE) on a device, to be cast as often as wanted; their addresses must stay valid."""
+    """Tiles (dtype CAST_TILE) on a device, ready to be cast any number of times. Their addresses must stay valid."""
 
     def __init__(self, tiles: NDArray[np.void], device: torch.device, shape: KernelShape) -> None:
         assert tiles.dtype == CAST_TILE
@@ -59,7 +59,7 @@ class DeviceCasts(_Launcher):
 
 
 class DeviceScales(_Launcher):
-    """Blocks (dtype BLOCK) of weights on a device, whose scales are computed as often as wanted."""
+    """Blocks (dtype BLOCK) of weights on a device: computes their scales, any number of times."""
 
     def __init__(self, blocks: NDArray[np.void], device: torch.device) -> None:
         assert blocks.dtype == BLOCK
@@ -67,13 +67,13 @@ class DeviceScales(_Launcher):
 
 
 def device_scales(casts: Casts, tensors: Sequence[torch.Tensor], device: torch.device) -> DeviceScales | None:
-    """What computes the scales of `casts`; None where there are none."""
+    """The launcher that computes the scales of `casts`; None where there are none."""
     blocks = scale_blocks(casts, tensors)
     return DeviceScales(blocks, device) if len(blocks) else None
 
 
 class DeviceGather:
-    """A table of copies (dtype COPY) on the GPU, of which some may cast: a launch for each of the two kinds."""
+    """A table of copies (dtype COPY) on the GPU; some may cast. Plain copies take one launch, casts another."""
 
     def __init__(
         self,

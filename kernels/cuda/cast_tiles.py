@@ -103,22 +103,26 @@ def _tiles_of(
 
 
 def _word_elements(form: CastForm, boxes: Boxes, first_column: Ints) -> Ints:
-    """The wide word of the cast where both sides, rows and blocks are aligned for it, else 1."""
+    """Elements of a word: wide where both sides, rows and blocks are aligned for it, else 1."""
     wide = _WIDE[form.src, form.to]
-    off = (boxes.src | boxes.src_strides[:, INNER_LOOP]) % (wide * form.src_bytes)
-    off |= (boxes.dst | boxes.dst_strides[:, INNER_LOOP]) % (wide * form.to_bytes)
-    off |= (boxes.extents[:, ROW] | first_column | form.block[1]) % wide
-    return np.where(off == 0, wide, 1)
+    unaligned = (boxes.src | boxes.src_strides[:, INNER_LOOP]) % (wide * form.src_bytes)
+    unaligned |= (boxes.dst | boxes.dst_strides[:, INNER_LOOP]) % (wide * form.to_bytes)
+    unaligned |= (boxes.extents[:, ROW] | first_column | form.block[1]) % wide
+    return np.where(unaligned == 0, wide, 1)
 
 
 def scale_blocks(casts: Casts, tensors: Sequence[torch.Tensor]) -> NDArray[np.void]:
     """The blocks (dtype BLOCK) of all weights whose casts have scales, form by form and tensor by tensor."""
-    alike: dict[tuple[CastForm, int], list[tuple[int, int]]] = {}  # addresses of weights and scales
+    addresses_of: dict[
+        tuple[CastForm, int], list[tuple[int, int]]
+    ] = {}  # of weights and their scales, by form and count
     for index, cast in casts.items():
         if cast.scales is not None:
             weight, scales = tensors[index], tensors[cast.scales]
-            alike.setdefault((cast.form, scales.numel()), []).append((weight.data_ptr(), scales.data_ptr()))
-    tables = [_blocks_of(form, count, np.array(addresses, np.uint64)) for (form, count), addresses in alike.items()]
+            addresses_of.setdefault((cast.form, scales.numel()), []).append((weight.data_ptr(), scales.data_ptr()))
+    tables = [
+        _blocks_of(form, count, np.array(addresses, np.uint64)) for (form, count), addresses in addresses_of.items()
+    ]
     return np.concatenate(tables) if tables else np.empty(0, BLOCK)
 
 
@@ -126,14 +130,14 @@ def _blocks_of(form: CastForm, count: int, addresses: NDArray[np.uint64]) -> NDA
     """The `count` blocks of each of several weights; `addresses` [weights, 2] are of the weights and of their scales."""
     (rows, columns), (block_rows, block_columns) = form.matrix, form.block
     down, across = form.blocks
-    stacked, band, at = np.indices((count // (down * across), down, across)).reshape(3, -1)
-    first = (stacked * rows + band * block_rows) * columns + at * block_columns
+    stacked, band, block = np.indices((count // (down * across), down, across)).reshape(3, -1)  # block: in its band
+    first = (stacked * rows + band * block_rows) * columns + block * block_columns
     table = np.zeros((len(addresses), count), BLOCK)
     table["src"] = addresses[:, :1] + (first * form.src_bytes).astype(np.uint64)
     table["scale"] = addresses[:, 1:] + 4 * np.arange(count, dtype=np.uint64)
     table["stride"] = columns * form.src_bytes
     table["rows"] = np.minimum(block_rows, rows - band * block_rows)
-    table["columns"] = np.minimum(block_columns, columns - at * block_columns)
+    table["columns"] = np.minimum(block_columns, columns - block * block_columns)
     wide = (table["src"] % 16 == 0) & (columns % 8 == 0) & (table["columns"] % 8 == 0)
     table["word_elements"] = np.where(wide, 8, 1)
     return table.reshape(-1)

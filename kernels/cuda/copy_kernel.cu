@@ -9,9 +9,9 @@
 //      a row)      8 9 a b . . . . . . . . . . . .      step of 8 words = 2 rows and 0 columns
 //     destination  0 1 2 3 4 5 6 7 8 9 a b
 //
-// A thread divides twice per tile and then goes from word to word by adding the step. It has up to BATCH loads under way
-// before its first store: a load from a peer takes microseconds, and only loads in flight fill the link. Nothing makes
-// threads wait for each other, so a warp that is done goes on with the next tile while others still copy.
+// A thread divides twice per tile; then it goes from word to word by adding the step. It starts up to BATCH loads before
+// its first store: a load from a peer takes microseconds, and only loads in flight fill the link. Threads never wait for
+// each other, so a warp that is done goes on with the next tile while others still copy.
 
 // Set by copy_kernel.py.
 #ifndef THREADS
@@ -36,7 +36,7 @@ struct alignas(16) Tile {
     unsigned copy;                    // for messages
 };
 
-// Goes through the thread's words on one side of a tile, by additions.
+// Visits the thread's words on one side of a tile, by additions alone.
 template <typename Word>
 struct Cursor {
     u64 address;
@@ -62,8 +62,8 @@ struct Cursor {
     }
 };
 
-// A word's share of a tile's checksum: linear in the word, with odd factors that depend on its number in the tile, so
-// that any one changed word changes the sum, and words that changed places almost surely do.
+// A word's share of a tile's checksum. It is linear in the word, with an odd factor for each number in the tile: any one
+// changed word changes the sum, and words that change places almost surely change it.
 static __device__ u64 weigh(u64 low, u64 high, unsigned number) {
     const u64 factor = (2 * static_cast<u64>(number) + 1) * 0x9e3779b97f4a7c15ull;
     return low * factor + high * (factor ^ 0x517cc1b727220a94ull);
@@ -102,8 +102,8 @@ static __device__ u64 copy_words(const Tile& tile) {
     return sum;
 }
 
-// The checksum of the thread's words as they now are at the destination. A thread reads what it wrote itself, so this
-// needs no barrier; __ldcg passes by the L1 cache.
+// The checksum of the thread's words as they are at the destination now. A thread reads what it wrote itself, so this
+// needs no barrier. __ldcg bypasses the L1 cache.
 template <typename Word>
 static __device__ u64 sum_words(const Tile& tile) {
     u64 sum = 0;

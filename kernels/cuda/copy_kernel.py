@@ -1,9 +1,9 @@
 """Perform a table of copies on the GPU with one launch: the launcher of copy_kernel.cu.
 
-The kernel is CUDA C++, compiled at run time with NVIDIA's own bindings (NVRTC through cuda.core). Measured beside it on
-two H200s (tools/bench_kernels.py, tools/results/kernels-x2.json): kernels in Triton that walk the same tiles reach the
-same rate, 375 GB/s where the copy engine has 394, but take a launch for each size of words, longer to start and a C
-compiler on the machine; bulk copies through shared memory (TMA) 375 as well, of one aligned region.
+The kernel is CUDA C++, compiled at run time with NVIDIA's own bindings (NVRTC through cuda.core). It reaches 375 GB/s
+between two H200s, where the copy engine reaches 394. Two alternatives were measured beside it (tools/bench_kernels.py,
+tools/results/kernels-x2.json). Triton walks the same tiles as fast, but needs a launch for each word size, more time to
+start, and a C compiler. Bulk copies through shared memory (TMA) reach 375 as well, for one aligned region.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SOURCE = "copy_kernel.cu"
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """How a launch is spread over the GPU. `ctas` is the budget: each fills a multiprocessor (an H200 has 132)."""
+    """How a launch is spread over the GPU. Each CTA takes a whole multiprocessor; an H200 has 132."""
 
     ctas: int = 48
     threads: int = 512  # a multiple of 32
@@ -32,13 +32,14 @@ class KernelShape:
 
     def __post_init__(self) -> None:
         if self.ctas < 1 or self.batch < 1 or not 32 <= self.threads <= 1024 or self.threads % 32:
-            raise ValueError(f"no kernel has this shape: {self}")
+            raise ValueError(f"no kernel has this shape: {self}; threads are a multiple of 32, from 32 to 1024")
 
 
 class DeviceCopies:
-    """Tiles (dtype TILE) on a device, to be performed as often as wanted; their addresses must stay valid.
+    """Tiles (dtype TILE) on a device, ready to be performed any number of times. Their addresses must stay valid.
 
-    With `checksums`, every tile is summed as it is read, read back and summed again; `damaged()` says which differ.
+    With `checksums`, every tile is summed as it is read, then read back and summed again; `damaged()` names those that
+    differ.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class DeviceCopies:
         self._launch(stream, self._count)
 
     def damaged(self) -> NDArray[np.int64]:
-        """Copies of which the last launch, which must have completed, wrote other bytes than it read; ascending."""
+        """Indices of the copies that wrote other bytes than they read, ascending. The last launch must have ended."""
         if not len(self._sums):
             return np.zeros(0, np.int64)
         bad = torch.nonzero(self._sums[:, 0] != self._sums[:, 1]).reshape(-1).cpu().numpy()
@@ -100,7 +101,7 @@ def compiled(
     sources: tuple[str, ...] = (_SOURCE,),
     name: str = "copy_tiles",
 ) -> Kernel:
-    """A kernel of `sources`, which are compiled as one, loaded into the primary context of a device."""
+    """A kernel of `sources`, compiled as one text and loaded into the primary context of a device."""
     Device(device_index).set_current()
     options = ProgramOptions(
         arch="sm_{}{}".format(*capability), std="c++17", define_macro=[(name, str(value)) for name, value in macros]

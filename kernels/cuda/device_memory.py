@@ -1,7 +1,7 @@
 """GPU memory straight from the driver, and which tensors lie in such memory.
 
-A framework's allocator may hand out virtual memory (PyTorch's expandable segments, an engine that can put its weights
-to sleep). Some libraries treat the two kinds differently, and then both ends of a message must be of the same kind.
+A framework's allocator may hand out virtual memory: PyTorch with expandable segments, an engine that can put its weights
+to sleep. NCCL treats the two kinds differently and needs the same kind at both ends of a message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PlainBuffer:
         torch.cuda.current_stream()  # makes the device's context current
         error, address = driver.cuMemAlloc(max(1, nbytes))
         if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            torch.cuda.empty_cache()  # what PyTorch keeps for later
+            torch.cuda.empty_cache()  # gives back the memory that PyTorch keeps for later
             error, address = driver.cuMemAlloc(max(1, nbytes))
         if error != driver.CUresult.CUDA_SUCCESS:
             raise torch.OutOfMemoryError(f"no {nbytes} bytes of GPU memory for scratch: {error}")

@@ -1,8 +1,8 @@
 """Let other processes of this host read a process's GPU memory: CUDA IPC, one handle for each allocation.
 
-A tensor is a part of an allocation that the framework's allocator got from the driver. A rank exports each allocation
-that its tensors lie in once, with where in it each tensor begins; what is exported is plain JSON. A reader maps each
-allocation once and computes addresses. Tensors of the reader's own process are found at their own addresses.
+A tensor lies in an allocation that the framework's allocator got from the driver. A rank exports each allocation of its
+tensors once, and the offset of every tensor in it, as plain JSON. A reader maps each allocation once and computes
+addresses. Tensors of the reader's own process keep their own addresses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What a process lets others read: allocations, and (allocation, byte offset) of every tensor."""
+    """The memory that a process lets others read: allocations, and (allocation, byte offset) of every tensor."""
 
     host: str  # differs between hosts, and between boots of one
     process: str
@@ -128,7 +128,7 @@ def withdraw_event(event: torch.cuda.Event) -> None:
 
 
 def open_event(text: str, device: torch.device) -> torch.cuda.Event:
-    """The event of `export_event`: it has happened when what its owner last recorded it behind is done."""
+    """The event of `export_event`. It has happened once the work is done that its owner last recorded it behind."""
     try:
         read: Any = json.loads(text)
         owner, handle = str(read["process"]), str(read["event"])
@@ -148,7 +148,7 @@ class Mappings:
         self._mapped: dict[str, int] = {}  # address here by handle
 
     def addresses(self, exported: Export, names: Iterable[str], owner: str) -> list[int]:
-        """Where the first byte of each named tensor of `owner` ("train:0") is for kernels of this device.
+        """The address of the first byte of each named tensor of `owner` ("train:0"), for kernels of this device.
 
         Maps the allocations they lie in. Raises `TransportUnavailable` if that is impossible, `SessionError` for a
         name that is not exported.
@@ -156,15 +156,15 @@ class Mappings:
         if exported.host != host():
             raise TransportUnavailable(f"{owner} runs on another host: its memory cannot be mapped here")
         bases: dict[int, int] = {}
-        found = []
+        addresses = []
         for name in names:
             if name not in exported.tensors:
                 raise SessionError(f"{owner} does not export {name}")
             index, offset = exported.tensors[name]
             if index not in bases:
                 bases[index] = self._base(exported, index, owner)
-            found.append(bases[index] + offset)
-        return found
+            addresses.append(bases[index] + offset)
+        return addresses
 
     def close(self) -> None:
         """Unmap everything. Kernels that read the mappings must have ended."""

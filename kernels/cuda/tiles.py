@@ -1,7 +1,7 @@
 """Cut a table of copies into tiles: the work list of the GPU kernel.
 
-A tile is a copy of its own, small enough for one turn of one CTA: rows at one stride on either side, absolute addresses
-and the widest word that these allow. Tiles of many copies lie in one array, in the order in which they are to start.
+A tile is a part of a copy, small enough for one CTA at a time: rows at one stride on either side, absolute addresses and
+the widest word that these allow. Tiles of many copies lie in one array, in the order in which they are to start.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mcore_reshard.kernels.copies.copy_table import COPY, OUTER_DIMS
 Ints = NDArray[np.int64]
 
 WIDEST_WORD = 16  # bytes; the widest load and store of a GPU thread
-_EVEN = 1.05  # sources whose tiles are as many up to this factor give the same
+_EVEN = 1.05  # sources give alike if the largest has at most this many times the tiles of the smallest
 ROW, INNER_LOOP = OUTER_DIMS, OUTER_DIMS - 1  # dims of a box of bytes
 
 TILE = np.dtype(  # the struct Tile of copy_kernel.cu, 48 bytes
@@ -63,13 +63,14 @@ def cut_tiles(copies: NDArray[np.void], addresses: NDArray[np.uint64], tile_byte
 def interleaved(source: Ints, first: int, together: int | None = None) -> Ints:
     """An order of tiles that takes from all sources in proportion, `together` tiles at a time, from source `first` on.
 
-    `source` [tiles] is the rank that each tile comes from, and `first` a number among those that occur. Receivers that
-    begin at different sources and move at the same pace then never all read from the same one: sources [0, 0, 1, 1],
-    first 1, together 1 -> [2, 0, 3, 1].
+        source [0, 0, 1, 1], first 1, together 1 -> [2, 0, 3, 1]
 
-    By default sources that all give the same are read one after the other, so that each serves one receiver at a time:
-    on four H200s 1.3% faster than turns tile by tile. Where they do not give the same, receivers would meet at the
-    large ones, and turns are of one tile.
+    `source` [tiles] is the rank that each tile comes from. `first` counts the ranks that occur in it, modulo their number.
+    Receivers that begin at different sources and keep pace then never all read from the same one.
+
+    By default, sources that give alike are read one after the other, so that each serves one receiver at a time (four
+    H200s: 1.3% faster than tile by tile). Where they do not give alike, receivers would meet at the large ones, so turns
+    are of one tile.
     """
     if not len(source):
         return np.zeros(0, np.int64)
@@ -114,7 +115,7 @@ class Boxes:
         return _lowest_bit(self._loop_bits() | self.src | self.dst | self.extents[:, ROW])
 
     def split_unaligned(self) -> Boxes:
-        """Where rows begin or end off a wide word on both sides alike, split off those bytes: the rest is then wide.
+        """Split off the bytes in which rows begin or end off a wide word on both sides alike; the rest is wide.
 
         Rows of 100 bytes at addresses 0x1008 and 0x2008 become rows of 8, 80 and 12 bytes.
         """

@@ -25,8 +25,8 @@ _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.
 class TransportContext:
     """What a transport may build on when it connects: all ranks of the session do so at the same time."""
 
-    store: Store  # keys are the transport's own; in a session a FailFastStore, and so should be what is made over it
-    another_store: Callable[[], Store]  # the same over a connection of its own: one who waits blocks all who share one
+    store: Store  # the transport's own keys; a FailFastStore in a session, as every store made over it should be
+    another_store: Callable[[], Store]  # the same keys over another connection: a wait blocks all who share one
     group: GlooGroup  # every rank, for CPU messages
     bound: BoundSchedule
     options: Options
@@ -39,7 +39,7 @@ class Transport:
     name: str
     devices: frozenset[str]  # torch device types of the tensors it can move
     reach: str  # how far apart ranks may be
-    unavailable_reason: Callable[[], str | None]  # what keeps it from running on this machine
+    unavailable_reason: Callable[[], str | None]  # why it cannot run on this machine; None: it can
     connect: Callable[[TransportContext], Executor] | None
 
 
@@ -139,7 +139,7 @@ def group_names(schedule: Schedule) -> list[str]:
 
 
 def gpu_unavailable_reason(*packages: str) -> str | None:
-    """What keeps a transport that needs these packages from moving tensors on this machine's GPUs; None: nothing."""
+    """Why a transport that needs these packages cannot move tensors on this machine's GPUs; None: it can."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     missing = [package for package in packages if not is_importable(_MODULES[package])]

@@ -24,10 +24,10 @@ _SHOWN = 3
 
 
 def connect_by_pair(context: TransportContext, direct: Transport, nccl: Transport) -> Executor:
-    """Connect by `direct`, by `nccl` or by both, as all ranks find out together.
+    """Connect by `direct`, by `nccl` or by both: all ranks find out together which pairs can share memory.
 
-    A plan that relays does so if all its pairs can share memory; else every byte comes from the trainer. Raises
-    `TransportUnavailable` naming pairs that neither reaches.
+    A plan that relays does so if all its pairs can; else every byte comes from the trainer. Raises `TransportUnavailable`
+    naming pairs that neither transport reaches.
     """
     assert direct.connect is not None
     unavailable_reasons = _unavailable_reasons(context, direct.unavailable_reason())
@@ -43,7 +43,7 @@ def connect_by_pair(context: TransportContext, direct: Transport, nccl: Transpor
 def _unavailable_reasons(
     context: TransportContext, direct_unavailable_reason: str | None
 ) -> dict[RankPair, str | None]:
-    """Of every pair that the plan has, relaying or not."""
+    """Why each pair of the plan, relaying or not, cannot share memory; None where it can."""
     schedule = context.bound.schedule
     exchange = StoreExchange(
         FailFastStore("pairs", context.store),
@@ -69,12 +69,12 @@ def _mixed(
     """Connect one transport or both; all ranks do the same, also those with no peer of one kind."""
     schedule = context.bound.schedule
     is_train = schedule.world == "train"
-    apart = {
+    far_peers = {
         pair.dst if is_train else pair.src for pair in far if schedule.rank == (pair.src if is_train else pair.dst)
     }
     parts: list[Executor] = []
     try:
-        for transport, peers in ((direct, peers_of(schedule) - apart), (nccl, peers_of(schedule) & apart)):
+        for transport, peers in ((direct, peers_of(schedule) - far_peers), (nccl, peers_of(schedule) & far_peers)):
             if transport is not None:
                 parts.append(_part(context, transport, peers))
     except BaseException:
@@ -85,7 +85,7 @@ def _mixed(
 
 
 def _part(context: TransportContext, transport: Transport, peers: frozenset[int]) -> Executor:
-    """Connect one transport for some of the peers; with none, as the others wait for this rank to come."""
+    """Connect one transport for some of the peers. With none too: other ranks wait for this one to connect."""
     assert transport.connect is not None
     bound = context.bound
     if peers != peers_of(bound.schedule):
@@ -94,16 +94,16 @@ def _part(context: TransportContext, transport: Transport, peers: frozenset[int]
 
 
 def _some(far: Mapping[RankPair, str]) -> str:
-    said = [f"{pair}: {why}" for pair, why in far.items()]
-    pairs = "1 pair" if len(said) == 1 else f"{len(said)} pairs"
-    more = f" and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
-    return f"{pairs} of ranks cannot share memory ({'; '.join(said[:_SHOWN])}{more})"
+    reasons = [f"{pair}: {why}" for pair, why in far.items()]
+    pairs = "1 pair" if len(reasons) == 1 else f"{len(reasons)} pairs"
+    more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    return f"{pairs} of ranks cannot share memory ({'; '.join(reasons[:_SHOWN])}{more})"
 
 
 class MixedExecutor:
     """Runs executors of disjoint pairs side by side, the first in the caller's thread. They must share no group.
 
-    `device` is that of the tensors: every part starts after what is queued on the caller's current stream there.
+    Every part starts after the work queued on the caller's current stream of `device`, where the tensors lie.
     """
 
     def __init__(self, parts: Sequence[Executor], device: torch.device | None) -> None:
@@ -138,7 +138,7 @@ class MixedExecutor:
 
 
 def _reports(part: Executor, failures: list[BaseException]) -> tuple[StageReport, ...]:
-    """What a part moved; its failure goes to `failures`, which so has those of all parts in their order."""
+    """Run a part. Its failure goes to `failures`, which holds those of all parts in the order they came."""
     try:
         return part.run()
     except BaseException as error:

@@ -48,11 +48,11 @@ def unavailable_reasons_by_pair(
     sources: Collection[int],
     relays: Collection[int],
 ) -> dict[RankPair, str | None]:
-    """Why pairs cannot share memory; None where they can. All ranks call it, and get the pairs of all.
+    """Why pairs cannot share memory; None where they can. All ranks call this together and get the pairs of all.
 
-    A generation rank asks for the training ranks `sources` and the replicas `relays`; others ask for nobody.
-    `direct_unavailable_reason` is what keeps this rank from sharing memory with anyone. Raises `TransportUnavailable` on all ranks
-    where any rank's MCORE_RESHARD_UNREACHABLE has what is no pair.
+    A generation rank asks for the training ranks `sources` and the replicas `relays`; a training rank asks for none.
+    `direct_unavailable_reason` says why this rank can share memory with nobody. Raises `TransportUnavailable` on all ranks
+    if MCORE_RESHARD_UNREACHABLE of any rank has a word that is no pair.
     """
     schedule = bound.schedule
     seats = exchange.gather("seat", _seat(bound, direct_unavailable_reason), _parse_seat)
@@ -63,7 +63,7 @@ def unavailable_reasons_by_pair(
         )
     asked = [RankPair(src, schedule.rank, False) for src in sorted(sources)]
     asked += [RankPair(src, schedule.rank, True) for src in sorted(relays)]
-    mine = [
+    own_pairs = [
         (
             pair.src,
             pair.dst,
@@ -72,7 +72,7 @@ def unavailable_reasons_by_pair(
         )
         for pair in asked
     ]
-    return dict(found for pairs in exchange.gather("reach", mine, _parse_pairs) for found in pairs)
+    return dict(reason for pairs in exchange.gather("reach", own_pairs, _parse_pairs) for reason in pairs)
 
 
 def _seat_number(schedule: Schedule, pair: RankPair) -> int:
@@ -80,7 +80,7 @@ def _seat_number(schedule: Schedule, pair: RankPair) -> int:
 
 
 def _seat(bound: BoundSchedule, direct_unavailable_reason: str | None) -> dict[str, Any]:
-    """Where this rank is, and what keeps others from reading it."""
+    """Where this rank is, and why others cannot read its memory."""
     schedule, unavailable_reason = bound.schedule, direct_unavailable_reason
     if unavailable_reason is None and (schedule.world == "train" or schedule.relayed):
         unavailable_reason = _export_unavailable_reason(bound)

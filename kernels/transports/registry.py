@@ -37,10 +37,10 @@ def transports() -> tuple[Transport, ...]:
 
 
 def resolve(requested: str, device: str) -> Transport:
-    """The transport of that name, or for 'auto' the first that can move tensors of `device` (a torch device type).
+    """The transport of that name; for 'auto' the first one that can move tensors of `device` (a torch device type).
 
-    The environment variable MCORE_RESHARD_TRANSPORT, where set, is asked instead of `requested`; nothing else reads it.
-    Raises `TransportUnavailable` saying what is missing; another transport is never taken in its place.
+    MCORE_RESHARD_TRANSPORT in the environment overrides `requested`; nothing else reads it. Raises `TransportUnavailable`
+    saying what is missing: no other transport is ever taken instead.
     """
     name = os.environ.get(TRANSPORT_VARIABLE) or requested
     if name == AUTO:
@@ -60,7 +60,7 @@ def resolve(requested: str, device: str) -> Transport:
 
 
 def device_of(requested: str) -> str:
-    """The torch device type whose tensors `requested` moves on this machine, GPUs first where there are any.
+    """The torch device type whose tensors `requested` moves on this machine: "cuda" where it can, else "cpu".
 
     Raises `TransportUnavailable` where it can move neither.
     """
@@ -87,7 +87,7 @@ def _always_available() -> None:
 
 
 def _direct_unavailable_reason() -> str | None:
-    """What keeps a rank of this machine from reading other ranks' GPU memory; whether they can be reached shows later."""
+    """Why no rank of this machine can read other ranks' GPU memory. Which ranks it reaches shows when it connects."""
     return gpu_unavailable_reason("cuda-core", "cuda-bindings")
 
 
@@ -133,7 +133,7 @@ _NCCL = Transport(
 )
 
 
-def _obstacle_by_pair() -> str | None:
+def _unavailable_reason_by_pair() -> str | None:
     unavailable_reasons = [
         f"{transport.name}: {transport.unavailable_reason()}"
         for transport in (_DIRECT, _NCCL)
@@ -147,7 +147,7 @@ register(
         name=AUTO,
         devices=frozenset({"cuda"}),
         reach="each pair of ranks by direct where it reaches, by nccl elsewhere",
-        unavailable_reason=_obstacle_by_pair,
+        unavailable_reason=_unavailable_reason_by_pair,
         connect=lambda context: connect_by_pair(context, _DIRECT, _NCCL),
     )
 )

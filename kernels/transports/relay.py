@@ -1,7 +1,7 @@
-"""Two hops: from the trainer to one replica of each part, and from there to the others.
+"""Two hops: from the trainer to one replica of each part of the weights, and from there to the other replicas.
 
-The second hop is a refit of its own, in which every generation rank takes both parts: it sends what landed on it, and
-receives what landed on other replicas. Where the schedule has waves, one is passed on while the next one lands:
+The second hop is a refit among generation ranks. Each of them sends what landed on it from the trainer, and receives
+what landed on other replicas. Where the schedule has waves, one is passed on while the next one lands:
 
     from the trainer       wave 0   wave 1   wave 2
     among replicas                  wave 0   wave 1   wave 2
@@ -31,9 +31,10 @@ Connect = Callable[[TransportContext], Executor]
 
 
 def relayed(connect: Connect, context: TransportContext) -> Executor:
-    """Connect what the plan moves, by two hops where it relays.
+    """Connect the executor of a plan, with two hops where the plan relays.
 
-    All parts of a rank are given the same scratch: only what a trainer casts takes any, and that is one wave of one hop.
+    Every wave and hop of a rank is given all of its scratch. Only casts take any, and only one wave of the first hop casts
+    at a time.
     """
     schedule = context.bound.schedule
     if not schedule.relayed:
@@ -54,9 +55,9 @@ def relayed(connect: Connect, context: TransportContext) -> Executor:
 
 
 def unrelayed(connect: Connect, context: TransportContext) -> Executor:
-    """Connect what the plan moves, all of it from the trainer, also where the plan relays.
+    """Connect the executor of a plan. Every byte comes from the trainer, also where the plan relays.
 
-    For nccl: a rank that passes on takes two parts, and NCCL refuses a GPU twice in one communicator.
+    For nccl: a rank that passes on plays two roles, and NCCL refuses a GPU twice in one communicator.
     """
     schedule = context.bound.schedule
     if not schedule.relayed:
@@ -67,23 +68,23 @@ def unrelayed(connect: Connect, context: TransportContext) -> Executor:
 
 @dataclass(frozen=True)
 class Role:
-    """One end of the second hop: its part in every wave, and the group that is its own."""
+    """One end of the second hop: its executor in every wave, and the group of its own."""
 
     waves: tuple[Executor, ...]
     group: GlooGroup
 
     def run(self, landed: Semaphore, failures: list[BaseException]) -> list[tuple[StageReport, ...]]:
-        """Wave after wave, each once it has `landed`, up to the first of the rank's `failures`; adds its own to them.
+        """Run wave after wave, each once it has `landed`, until the rank has `failures`; append an own one to them.
 
-        One that ends early leaves its group at once: those who wait for it end too, and so does whoever waits for them.
+        A role that ends early leaves its group at once, so that its peers end too, and the peers of these.
         """
         reports: list[tuple[StageReport, ...]] = []
         try:
-            for part in self.waves:
+            for executor in self.waves:
                 landed.acquire()
                 if failures:
                     break
-                reports.append(part.run())
+                reports.append(executor.run())
         except BaseException as error:
             failures.append(error)
         if failures:
@@ -92,8 +93,8 @@ class Role:
 
     def close(self) -> None:
         with ExitStack() as closing:
-            for part in self.waves:
-                closing.callback(part.close)
+            for executor in self.waves:
+                closing.callback(executor.close)
             closing.callback(self.group.close)
 
 
@@ -110,34 +111,34 @@ class RelayedExecutor:
 
     @property
     def scratch_bytes(self) -> int:
-        """One wave's at a time: gloo's waves share it, and what is cast moves in one."""
+        """The largest wave of each hop: gloo's waves share their slots, and all casts are in one wave."""
         hops = (self._first, *(role.waves for role in self._roles))
-        return sum(max(part.scratch_bytes for part in waves) for waves in hops)
+        return sum(max(executor.scratch_bytes for executor in waves) for waves in hops)
 
     def run(self) -> tuple[StageReport, ...]:
-        """Both hops; bytes that are passed on count on both ranks, as bytes sent and as bytes received.
+        """Run both hops. Bytes that are passed on count on both ranks, as sent and as received.
 
-        Raises the rank's first failure, once everything on it has ended: what fails later may be a consequence.
+        Raises the rank's first failure once everything on it has ended: a later failure may be a consequence.
         """
         start = time.perf_counter()
         reports: list[tuple[StageReport, ...]] = []
         failures: list[BaseException] = []
         landed = [Semaphore(0) for _ in self._roles]
-        passing = [
-            self._threads.submit(in_callers_context(partial(role.run, turn, failures), self._device))
-            for role, turn in zip(self._roles, landed, strict=True)
+        second_hop = [
+            self._threads.submit(in_callers_context(partial(role.run, landed_waves, failures), self._device))
+            for role, landed_waves in zip(self._roles, landed, strict=True)
         ]
         try:
-            for part in self._first:  # to the end, whatever fails in the second hop: the trainer may wait for this rank
-                reports.append(part.run())
-                for turn in landed:
-                    turn.release()
+            for executor in self._first:  # to the end, even if the second hop fails: the trainer may wait for this rank
+                reports.append(executor.run())
+                for landed_waves in landed:
+                    landed_waves.release()
         except BaseException as error:
             failures.append(error)
-        for turn in landed:
-            turn.release()  # after a failure: for a wave that never lands
-        for passed in passing:
-            reports += passed.result()
+        for landed_waves in landed:
+            landed_waves.release()  # after a failure: for a wave that never lands
+        for role_reports in second_hop:
+            reports += role_reports.result()
         if failures:
             raise first_of(failures)
         seconds = time.perf_counter() - start
@@ -147,27 +148,27 @@ class RelayedExecutor:
         """Close both hops. May be called twice."""
         with ExitStack() as closing:
             closing.callback(self._threads.shutdown, wait=False)
-            for part in self._first:
-                closing.callback(part.close)
+            for executor in self._first:
+                closing.callback(executor.close)
             for role in self._roles:
                 closing.callback(role.close)
 
 
 def _second_hop(connect: Connect, context: TransportContext, relays: Sequence[Relay]) -> list[Role]:
-    """Both roles connect at the same time: each waits for the other roles of other ranks."""
+    """Connect both roles at the same time: each waits for the opposite roles of other ranks."""
     threads = ThreadPoolExecutor(2, thread_name_prefix="relay")
-    coming = [
+    roles = [
         threads.submit(in_callers_context(partial(_role, connect, context, schedules), context.bound.device))
         for schedules in ([relay.sends for relay in relays], [relay.receives for relay in relays])
     ]
     threads.shutdown(wait=False)
-    ended, _ = wait(coming, return_when=FIRST_EXCEPTION)
+    ended, _ = wait(roles, return_when=FIRST_EXCEPTION)
     failures = [error for role in ended if (error := role.exception()) is not None]
     if failures:  # at once: the other role may wait for its deadline
-        for role in coming:
+        for role in roles:
             role.add_done_callback(_close)
         raise failures[0]
-    return [role.result() for role in coming]
+    return [role.result() for role in roles]
 
 
 def _close(role: Future[Role]) -> None:
@@ -177,21 +178,21 @@ def _close(role: Future[Role]) -> None:
 
 def _role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]) -> Role:
     """Connect one role of this rank in every wave."""
-    role = waves[0]
+    schedule = waves[0]  # all waves have the same ranks
     store = FailFastStore("second", context.another_store())
     group = GlooGroup(
         FailFastStore("group", store),
-        group_rank(role, role.world, role.rank),
-        group_names(role),
+        group_rank(schedule, schedule.world, schedule.rank),
+        group_names(schedule),
         timeout_s=context.options.timeout_s,
     )
     with ExitStack() as undone:
         undone.callback(group.close)
-        parts: list[Executor] = []
+        executors: list[Executor] = []
         for wave in waves:
-            here = FailFastStore(f"wave/{len(parts)}", store)
+            wave_store = FailFastStore(f"wave/{len(executors)}", store)
             bound = context.bound.part(wave)
-            parts.append(connect(replace(context, bound=bound, group=group, store=here)))
-            undone.callback(parts[-1].close)
+            executors.append(connect(replace(context, bound=bound, group=group, store=wave_store)))
+            undone.callback(executors[-1].close)
         undone.pop_all()
-    return Role(tuple(parts), group)
+    return Role(tuple(executors), group)

@@ -12,13 +12,11 @@ DEFAULT_TILE_BYTES = 128 << 10
 
 @dataclass(frozen=True, slots=True)
 class DirectOptions:
-    """How generation ranks pull. What training ranks are given does not matter."""
+    """How generation ranks pull. Training ranks ignore it."""
 
-    shape: KernelShape = KernelShape()  # noqa: RUF009  `ctas` bounds what it takes of a GPU that generates meanwhile
+    shape: KernelShape = KernelShape()  # noqa: RUF009  `ctas` leaves the rest of the GPU to generation
     tile_bytes: int = DEFAULT_TILE_BYTES
-    turn_bytes: int | None = (
-        None  # taken from one source before it is the next one's turn; None: as `interleaved` chooses
-    )
+    turn_bytes: int | None = None  # bytes from one source before the next has its turn; None: as `interleaved` chooses
     checksums: bool = False  # sum every tile as it is read and as it was written, and compare
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """Both ends of what the direct transport casts: a source that casts into slots, a reader that pulls out of them.
 
-What orders them is on the GPUs, events that the other process waits for; a word over the CPU only says that an event has
-been recorded, and it travels while earlier rounds are still under way. `rounds(run)` therefore returns before the last
-bytes have landed: what is queued afterwards on `stream` comes after them.
+Events order casts and pulls on the GPUs: each process waits for the other's. A signal over the CPU only says that an
+event has been recorded, and it travels while earlier rounds are still under way. So `rounds(run)` returns before the last
+bytes have landed; work that is queued on `stream` afterwards comes after them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ T = TypeVar("T")
 
 _SLOTS = "slots/"  # what a rank publishes of its slots, and of its events
 _TILE_BYTES = 128 << 10
-_CASTING_SHAPE = KernelShape(ctas=132)  # a trainer that refits does nothing else, and readers must not wait for casts
+_CASTING_SHAPE = KernelShape(
+    ctas=132
+)  # all of an H200: a trainer that refits does nothing else, and readers wait for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class _Casting:
     """A round of a source."""
 
     peers: tuple[int, ...]
-    scales: DeviceScales | None  # of the weights that this round is the first one to cast
+    scales: DeviceScales | None  # of the weights that no earlier round casts
     gather: DeviceGather
 
 

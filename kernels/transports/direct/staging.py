@@ -6,8 +6,8 @@ cast into again; the whole model is never held twice. A round of a source (see `
     to gen:0  buckets a0 a1 a2        round 0, slot 0: a0 b0        slot 0 again: a2
     to gen:1  buckets b0 b1           round 1, slot 1: a1 b1
 
-The source says how large its buckets are and where in a slot those of each reader begin. Both ends then know the rest,
-since buckets depend on nothing else than the transfers. A reader takes round k of all its sources together.
+The source tells its readers how large its buckets are, and where in a slot each reader's bucket begins. Both ends know
+the rest, since buckets depend on the transfers alone. A reader takes round k of all its sources together.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SlotPlan:
 
 
 def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
-    """(what is pulled from where it lies, what is cast and goes through slots). Both ends part alike."""
+    """(transfers that are pulled from where they lie, transfers that are cast and go through slots). Both ends part alike."""
     if schedule.world == "train":
         cast = np.array([entry.tensor for entry in schedule.casts], np.int64)
         masks = [np.isin(stage.sends.tensor, cast) for stage in schedule.stages]
@@ -53,10 +53,10 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
         raise SessionError(f"{schedule.name}: this schedule does not say where its bytes lie at their sources")
     else:
         source_table = schedule.view.source_table()
-        theirs = np.array([local.dtype for local in source_table.tensors], object)
-        ours = np.array([local.dtype for local in schedule.tensors], object)
+        src_dtypes = np.array([local.dtype for local in source_table.tensors], object)
+        dst_dtypes = np.array([local.dtype for local in schedule.tensors], object)
         masks = [
-            np.asarray(theirs[table.tensor] != ours[stage.recvs.tensor], bool)
+            np.asarray(src_dtypes[table.tensor] != dst_dtypes[stage.recvs.tensor], bool)
             for stage, table in zip(schedule.stages, source_table.stages, strict=True)
         ]
     return schedule.with_rows([~mask for mask in masks]), schedule.with_rows(masks)
