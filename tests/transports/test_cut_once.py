@@ -105,14 +105,17 @@ def test_a_relay_cuts_each_wave_of_each_hop_once(
     monkeypatch.setattr(relay, "GlooGroup", lambda *_, **__: NoGroup())
     bound = bound_rank(RELAYED, world, 0)
     relay.relayed(connecting(GlooExecutor), context_of(bound))
+    assert bound.schedule.view is not None
+    waves = bound.schedule.view.waves()
     first = [each for each in cut if not each.between_replicas]
     second = [each for each in cut if each.between_replicas]
-    assert len(first) == len(bound.schedule.waves) > 1
+    assert len(first) == len(waves) > 1
     assert moved(first) == moved([bound.schedule])
     if world == "train":
         assert second == []
     else:
-        hops = [each for wave in bound.schedule.waves for each in (wave().relay().sends, wave().relay().receives)]  # type: ignore[misc]
+        relays = [wave.view.relay() for wave in waves if wave.view is not None]
+        hops = [each for relay in relays for each in (relay.sends, relay.receives)]
         assert len(second) == len(hops) and moved(second) == moved(hops)
 
 
