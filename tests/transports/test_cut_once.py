@@ -83,7 +83,7 @@ def test_nccl_cuts_once_to_the_size_that_all_ranks_agree_on(
     sizes: list[int] = []
     division = divide(ScratchBudget(1 << 16), [peers_by_stage(schedule_of(MOE.plan(), "gen", 0))])
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(NcclExecutor, "_agreed", lambda *_: division)
+    monkeypatch.setattr(NcclExecutor, "_agree_on_division", lambda *_: division)
     monkeypatch.setattr(NcclExecutor, "_prepare", lambda _, cut, ctas: sizes.extend(bucket.nbytes for bucket in cut))
     bound = bound_rank(MOE, "gen", 0)
     NcclExecutor(bound, HashStore(), timeout_s=5.0)
