@@ -44,7 +44,7 @@ def vllm_scales(group: ParameterGroup, partition: Partition, form: Format) -> Pa
     if form.block is None:
         reason = "vLLM brings their scales to the largest and requantizes after loading"
         return tensor_scale_partition(partition, beside, reason)
-    if splits_blocks(partition, form.block) and _refines(group, partition, form.block):
+    if _misfits(group, partition, form.block) and gcd(*form.block, *_extents(partition)) >= _FINEST_BLOCK:
         return touched_scale_partition(partition, form.block, checkpoint_blocks)
     scales = scale_partition(group, partition, form.block, beside)
     if refusal := _refusal(group, partition, form.block, form):
@@ -69,18 +69,29 @@ def _refusal(group: ParameterGroup, partition: Partition, block: Block, form: Fo
     for fused layers (layers/linear.py, _maybe_allow_fp8_block_shape_mismatch). It rejects experts too small to subdivide,
     unless the chosen moe_backend pads them (layers/fused_moe/oracle/fp8.py, resolve_fp8_moe_weight_block_shape).
     """
-    pieces = [piece for part in partition.pieces for piece in part]
     if form == MXFP8:
-        columns = {piece.region.extents[1] for piece in pieces if piece.region.extents[1] % 32}
-        return f"a layer with {min(columns)} columns on a rank, no multiple of 32" if columns else ""
-    if not splits_blocks(partition, block):
-        return ""
+        columns = {piece.region.extents[1] for part in partition.pieces for piece in part}
+        odd = [count for count in columns if count % 32]
+        return f"a layer with {min(odd)} columns on a rank, no multiple of 32" if odd else ""
     if group.role in EXPERT_ROLES:
-        return "such experts, unless it is told a moe_backend that pads them"
-    alone = all(piece.local().extents == piece.tensor.shape for piece in pieces)
-    return "a linear layer cut so" if alone else ""
+        misfits = _misfits(group, partition, block)
+        return "such experts, unless it is told a moe_backend that pads them" if misfits else ""
+    alone = all(piece.local().extents == piece.tensor.shape for part in partition.pieces for piece in part)
+    return "a linear layer cut so" if alone and splits_blocks(partition, block) else ""
 
 
-def _refines(group: ParameterGroup, partition: Partition, block: Block) -> bool:
-    """Whether vLLM subdivides the blocks of experts that are cut inside of them, and repeats a block's scale in its parts."""
-    return group.role in EXPERT_ROLES and gcd(*block, *partition.pieces[0][0].region.extents) >= _FINEST_BLOCK
+def _misfits(group: ParameterGroup, partition: Partition, block: Block) -> bool:
+    """Whether the width of these experts on a rank is not whole blocks; vLLM then subdivides the blocks of w13 and w2.
+
+    It repeats the scale of a block in its parts. Uncut experts may end in a part of a block of columns.
+    Source: layers/fused_moe/oracle/fp8.py, refine_fp8_moe_block_shape.
+    """
+    if group.role not in EXPERT_ROLES:
+        return False
+    width = _extents(partition)[1 if group.role is Role.EXPERT_DOWN else 0]
+    return width % block[0] != 0 or (len(partition.pieces) > 1 and width % block[1] != 0)
+
+
+def _extents(partition: Partition) -> tuple[int, ...]:
+    """Rows and columns of an expert on a rank: vLLM cuts experts evenly."""
+    return partition.pieces[0][0].region.extents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints import checkpoint, fp8_checkpoint, tiny
-from helpers.validation_cases import REFINED_EXPERTS, in_blocks
+from helpers.validation_cases import REFINED_EXPERTS, UNCUT_REFINED, in_blocks
 
 from mcore_reshard.engines.vllm.model import after_direct_writes, load_weights, loaded_tensors, local_tensors
 from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine, expected_tensors
@@ -89,6 +89,8 @@ def test_oracle_equals_vllm(name, changes, sizes, config_folder):
 
 IN_BLOCKS = [
     *(("qwen3-moe", block, changes, GenSizes(tp=4)) for block, changes in REFINED_EXPERTS),
+    ("qwen3-moe", *UNCUT_REFINED, GenSizes()),
+    ("qwen3-moe", *UNCUT_REFINED, GenSizes(tp=2, ep=2)),
     *(("llama", (8, 8), {}, GenSizes(tp=tp)) for tp in (1, 2, 4)),
     ("llama", (16, 8), {}, GenSizes(tp=2, pp=2)),
     ("qwen2", (8, 16), {}, GenSizes(tp=2, dp=2)),

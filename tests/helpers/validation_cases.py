@@ -193,6 +193,9 @@ REFINED_EXPERTS = [
     ((128, 128), {**_EXPERTS_OF_384, "head_dim": 128, "num_key_value_heads": 4}),
 ]
 
+# Experts whose width is no multiple of the block, on one rank: vLLM refines both of their matrices, and cuts neither.
+UNCUT_REFINED = ((64, 64), {**_EXPERTS_OF_384, "moe_intermediate_size": 96, "head_dim": 64, "num_key_value_heads": 2})
+
 
 def in_blocks(family: str, block: tuple[int, int], **changes: Any) -> dict[str, Any]:
     """The tiny config of a family as an FP8 checkpoint in these blocks, which names routers as published ones do."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.validation_cases import REFINED_EXPERTS, UNCUT_REFINED, in_blocks
+
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.configs import builtin_names, load_config
 from mcore_reshard.planner.model.families import parameters_from_config
@@ -40,18 +42,43 @@ CASES = [
 ]
 
 
+REFINED = [
+    (*REFINED_EXPERTS[0], GenMesh(tp=4)),
+    (*UNCUT_REFINED, GenMesh()),
+    (*UNCUT_REFINED, GenMesh(tp=2, ep=2)),
+    ((64, 128), REFINED_EXPERTS[0][1], GenMesh(tp=2)),  # 192 rows are whole blocks, 192 columns are not
+]
+
+
 @pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
 def test_planned_tensors_are_the_engines(name, mesh):
     config = load_config(name)
     dtype = "fp8" if name.endswith("-fp8") else "bf16"
     if dtype == "bf16":  # published checkpoints may be quantized; the engine then holds what an unquantized one gives
         config.pop("quantization_config", None)
-    plan = make_plan(parameters_from_config(config), TrainMesh(), mesh, train_dtype=dtype, gen_dtype=dtype)
+    gen_ranks = range(mesh.world) if name in TINY else (0, mesh.world - 1)
+    assert_planned_tensors_are_the_engines(config, mesh, dtype, dtype, gen_ranks)
+
+
+@pytest.mark.parametrize(("block", "changes", "mesh"), REFINED, ids=str)
+def test_planned_scales_of_refined_experts_are_the_engines(block, changes, mesh):
+    config = in_blocks("qwen3-moe", block, **changes)
+    plan = assert_planned_tensors_are_the_engines(config, mesh, "bf16", "fp8", range(mesh.world))
+    planned = {tensor.name for rank in range(mesh.world) for tensor in schedule_of(plan, "gen", rank).tensors}
+    assert any(name.endswith("w2_weight_scale_inv.blocks") for name in planned)
+    assert not any(name.endswith("w2_weight_scale_inv") for name in planned)
+
+
+def assert_planned_tensors_are_the_engines(config, mesh, train_dtype, gen_dtype, gen_ranks):
+    plan = make_plan(parameters_from_config(config), TrainMesh(), mesh, train_dtype=train_dtype, gen_dtype=gen_dtype)
     sizes = GenSizes(tp=mesh.tp, pp=mesh.pp, dp=mesh.dp, ep=mesh.ep, layers=mesh.layers)
-    for gen_rank in range(mesh.world) if name in TINY else (0, mesh.world - 1):
+    for gen_rank in gen_ranks:
         schedule = schedule_of(plan, "gen", gen_rank)
         planned = {tensor.name: (tensor.shape, tensor.dtype) for tensor in schedule.tensors}
         engine = StandInEngine(config, sizes, gen_rank, device="meta")
         held = {tensor: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for tensor, t in engine.tensors.items()}
         by_misc = {tensor for parameter in schedule.misc for tensor in engine.destinations(parameter)}
-        assert planned == {tensor: held[tensor] for tensor in held if tensor not in by_misc - planned.keys()}
+        assert planned == {
+            tensor: held[tensor] for tensor in held if tensor.removesuffix(".blocks") not in by_misc - planned.keys()
+        }
+    return plan
