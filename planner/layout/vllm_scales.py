@@ -19,7 +19,7 @@ from .partitions import Misc, Partition
 # `...weight_scale_inv.blocks`: the checkpoint's scales of every block that a rank has a part of, beside the engine's own
 # tensor. The engine's adapter repeats them into that one (engines/vllm/refined_scales.py).
 CHECKPOINT_BLOCKS = ".blocks"
-_REFUSES = "vLLM refuses to build"
+_REFUSES = "vLLM refuses to"
 _FINEST_BLOCK = 32  # layers/fused_moe/oracle/fp8.py refine_fp8_moe_block_shape
 
 
@@ -45,10 +45,14 @@ def vllm_scales(group: ParameterGroup, partition: Partition, form: Format) -> Pa
         reason = "vLLM brings their scales to the largest and requantizes after loading"
         return tensor_scale_partition(partition, beside, reason)
     if _misfits(group, partition, form.block) and gcd(*form.block, *_extents(partition)) >= _FINEST_BLOCK:
+        if any(size % edge for size in group.view for edge in form.block):
+            return Misc(
+                f"{form.name}: {_REFUSES} load experts of {group.view}, which are not whole blocks of {form.block}"
+            )
         return touched_scale_partition(partition, form.block, checkpoint_blocks)
     scales = scale_partition(group, partition, form.block, beside)
     if refusal := _refusal(group, partition, form.block, form):
-        return Misc(f"{scales.reason if isinstance(scales, Misc) else form.name}: {_REFUSES} {refusal}")
+        return Misc(f"{scales.reason if isinstance(scales, Misc) else form.name}: {_REFUSES} build {refusal}")
     return scales
 
 
@@ -58,7 +62,7 @@ def notes(misc: Sequence[tuple[str, str]]) -> list[str]:
     if not refused:
         return []
     more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-    return [f"{_REFUSES} this model on these ranks: {refused[0]}{more}; the reasons are above"]
+    return [f"{_REFUSES} run this model on these ranks: {refused[0]}{more}; the reasons are above"]
 
 
 def _refusal(group: ParameterGroup, partition: Partition, block: Block, form: Format) -> str:
@@ -81,9 +85,10 @@ def _refusal(group: ParameterGroup, partition: Partition, block: Block, form: Fo
 
 
 def _misfits(group: ParameterGroup, partition: Partition, block: Block) -> bool:
-    """Whether the width of these experts on a rank is not whole blocks; vLLM then subdivides the blocks of w13 and w2.
+    """Whether the width of these experts on a rank is not whole blocks, so that vLLM refines the blocks of w13 and w2.
 
-    It repeats the scale of a block in its parts. Uncut experts may end in a part of a block of columns.
+    It repeats a block's scale in the parts of the block, and cuts the repeated grid evenly: a partial block at the end
+    of a matrix does not load (layers/fused_moe/routed_experts.py, weight_loader). Uncut columns may end in one.
     Source: layers/fused_moe/oracle/fp8.py, refine_fp8_moe_block_shape.
     """
     if group.role not in EXPERT_ROLES:

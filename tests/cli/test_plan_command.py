@@ -150,7 +150,7 @@ def test_a_plan_that_is_proven_but_bad_says_so(run: Run) -> None:
     (much,) = notes(*usual, "tp=4", "--train-dtype", "fp8")
     assert re.fullmatch(r"9\d\.\d% of the bytes go by misc, .*", much)
     _, refused = notes(*usual, "tp=16", "--gen-dtype", "fp8")
-    assert refused.startswith("vLLM refuses to build this model on these ranks: model.layers.*.mlp.experts.*.gate_proj")
+    assert refused.startswith("vLLM refuses to run this model on these ranks: model.layers.*.mlp.experts.*.gate_proj")
 
 
 @pytest.mark.parametrize(

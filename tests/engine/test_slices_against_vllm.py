@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints import checkpoint, fp8_checkpoint, tiny
-from helpers.validation_cases import REFINED_EXPERTS, UNCUT_REFINED, in_blocks
+from helpers.validation_cases import REFINED_COLUMNS, REFINED_EXPERTS, UNLOADABLE_EXPERTS, in_blocks
 
 from mcore_reshard.engines.vllm.model import after_direct_writes, load_weights, loaded_tensors, local_tensors
 from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine, expected_tensors
@@ -89,8 +89,7 @@ def test_oracle_equals_vllm(name, changes, sizes, config_folder):
 
 IN_BLOCKS = [
     *(("qwen3-moe", block, changes, GenSizes(tp=4)) for block, changes in REFINED_EXPERTS),
-    ("qwen3-moe", *UNCUT_REFINED, GenSizes()),
-    ("qwen3-moe", *UNCUT_REFINED, GenSizes(tp=2, ep=2)),
+    ("qwen3-moe", *REFINED_COLUMNS, GenSizes(tp=2)),
     *(("llama", (8, 8), {}, GenSizes(tp=tp)) for tp in (1, 2, 4)),
     ("llama", (16, 8), {}, GenSizes(tp=2, pp=2)),
     ("qwen2", (8, 16), {}, GenSizes(tp=2, dp=2)),
@@ -148,6 +147,16 @@ def test_linear_layers_cut_inside_of_blocks_are_refused_by_both(config_folder):
         build_engine(config_folder(config), GenSizes(tp=4), 0)
     with pytest.raises(ValueError, match=r"o_proj\.weight holds 16 of 64 rows or columns: not whole blocks of 32"):
         expected_tensors(config, {}, GenSizes(tp=4), 0)
+
+
+def test_experts_that_are_not_whole_blocks_are_refused_by_both(config_folder):
+    block, changes = UNLOADABLE_EXPERTS
+    config = in_blocks("qwen3-moe", block, **changes)
+    model = build_engine(config_folder(config), GenSizes(), 0)
+    with pytest.raises(RuntimeError, match=r"size of tensor a \(3\) must match the size of tensor b \(4\)"):
+        load_weights(model, fp8_checkpoint(config, block, 1).items())
+    with pytest.raises(ValueError, match=r"experts of 96 by 128 are not whole blocks of \(64, 64\)"):
+        expected_tensors(config, {}, GenSizes(), 0)
 
 
 def test_mtp_layers_and_rotary_tables_are_dropped(config_folder):

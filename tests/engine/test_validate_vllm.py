@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from helpers.validating import assert_golden, validated
-from helpers.validation_cases import REFINED_EXPERTS, UNCUT_REFINED, in_blocks
+from helpers.validation_cases import REFINED_COLUMNS, REFINED_EXPERTS, in_blocks
 
 from mcore_reshard.cli.main import main
 from mcore_reshard.planner.model.configs import load_config
@@ -53,7 +53,7 @@ IN_FP8 = [
     ("qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2", "fp8", (8, 8), {}),
     ("qwen3-moe", "ep=2,dp=2", "tp=2,dp=2,ep=4", "bf16", (16, 16), {}),
     *(("qwen3-moe", "ep=2,dp=2", "tp=4", dtype, *refined) for dtype in ("fp8", "bf16") for refined in REFINED_EXPERTS),
-    ("qwen3-moe", "ep=2,dp=2", "tp=1", "bf16", *UNCUT_REFINED),
+    ("qwen3-moe", "ep=2,dp=2", "tp=2", "bf16", *REFINED_COLUMNS),
     ("deepseek-v3", "tp=2,ep=2,pp=2", "tp=2", "fp8", (8, 8), {}),
     ("deepseek-v3", "tp=2,ep=2", "tp=2,ep=2", "bf16", (8, 16), {}),
     ("deepseek-v3-fp8", "tp=2", "tp=2", "fp8", (128, 128), {}),

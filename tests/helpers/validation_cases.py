@@ -193,8 +193,10 @@ REFINED_EXPERTS = [
     ((128, 128), {**_EXPERTS_OF_384, "head_dim": 128, "num_key_value_heads": 4}),
 ]
 
-# Experts whose width is no multiple of the block, on one rank: vLLM refines both of their matrices, and cuts neither.
-UNCUT_REFINED = ((64, 64), {**_EXPERTS_OF_384, "moe_intermediate_size": 96, "head_dim": 64, "num_key_value_heads": 2})
+# vLLM refines these experts too, at tp = 2: their 192 rows are whole blocks, but 192 columns are not. Neither is cut in w13.
+REFINED_COLUMNS = ((64, 128), REFINED_EXPERTS[0][1])
+# vLLM builds these with refined scales on any rank, and fails to load them: 96 is not whole blocks.
+UNLOADABLE_EXPERTS = ((64, 64), {**REFINED_EXPERTS[0][1], "moe_intermediate_size": 96})
 
 
 def in_blocks(family: str, block: tuple[int, int], **changes: Any) -> dict[str, Any]:

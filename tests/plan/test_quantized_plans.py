@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.plans import LAST_LAYER, QUANTIZED, Case
 from helpers.simulate import damage, scale_damage
+from helpers.validation_cases import UNLOADABLE_EXPERTS
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Region
 from mcore_reshard.planner.layout.megatron import MegatronBuild
@@ -152,6 +153,22 @@ class TestReasons:
         found = reasons(Case("tiny-qwen3-moe", "tp=1", "tp=2", dtypes=("fp8", "fp8"), block=(8, 32)).plan())
         assert found["mlp.experts.{expert}.down_proj.weight"].endswith(
             "which splits a block of 8x32: vLLM refuses to build such experts, unless it is told a moe_backend that pads them"
+        )
+
+    @pytest.mark.parametrize("mesh", ["tp=1", "tp=3", "tp=2,ep=2"])
+    def test_experts_that_are_not_whole_blocks_though_a_block_of_32_divides_them(self, mesh: str) -> None:
+        block, changes = UNLOADABLE_EXPERTS
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": 192} if mesh == "tp=3" else {}
+        case = Case(
+            "tiny-qwen3-moe",
+            "tp=1",
+            mesh,
+            dtypes=("bf16", "fp8"),
+            block=block,
+            changes=tuple({**changes, **heads}.items()),
+        )
+        assert reasons(case.plan())["mlp.experts.{expert}.down_proj.weight"] == (
+            "engine: block FP8: vLLM refuses to load experts of (128, 96), which are not whole blocks of (64, 64)"
         )
 
     def test_columns_that_no_mxfp8_has(self) -> None:

@@ -84,7 +84,14 @@ def _expert_block(table: Table, config: Config, block: Block) -> Block:
     if width % block[0] == 0 and (ways == 1 or width % block[1] == 0):
         return block
     size = gcd(*block, width, config["hidden_size"])
-    return (size, size) if size >= _SMALLEST else block
+    if size < _SMALLEST:
+        return block
+    whole = config["moe_intermediate_size"], config["hidden_size"]
+    if any(part % edge for part in whole for edge in block):  # its loader repeats scales, and cuts the grid evenly
+        raise ValueError(
+            f"experts of {whole[0]} by {whole[1]} are not whole blocks of {block}: vLLM fails to load them"
+        )
+    return (size, size)
 
 
 def _refined(shape: Shape, parts: list[torch.Tensor]) -> Refined:
