@@ -57,6 +57,7 @@ class ConfigReader:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        self.family = str(config.get("model_type"))
         self._config = config
         self._read: set[str] = set()
         self._bad: set[str] = set()
@@ -168,8 +169,7 @@ class ConfigReader:
     def finish(self) -> None:
         """Raises `ConfigError` with all problems, if there are any."""
         if problems := self.problems():
-            family = self._config.get("model_type")
-            raise ConfigError(f"{family} config", problems, "Correct these fields in config.json.")
+            raise ConfigError(f"{self.family} config", problems, "Correct these fields in config.json.")
 
     def _look_up(self, name: str, aliases: tuple[str, ...]) -> tuple[bool, Any]:
         for key in (name, *aliases):

@@ -7,7 +7,6 @@ ones at full size included. What a plan sends by the misc route is loaded by the
 from __future__ import annotations
 
 import pytest
-
 from helpers.validation_cases import REFINED_COLUMNS, REFINED_EXPERTS, in_blocks
 
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh

@@ -9,8 +9,8 @@ from typing import Any
 from mcore_reshard.planner.model.config_reader import ConfigError, looks_like
 from mcore_reshard.planner.model.parameters import ModelParameters
 
-from .deepseek_v3 import deepseek_v3, kimi_k2
-from .dense import llama, mistral, qwen2, qwen3
+from .deepseek_v3 import deepseek_v3
+from .dense import dense
 from .gpt_oss import gpt_oss
 from .nemotron_h import nemotron_h
 from .qwen3_moe import qwen3_moe
@@ -20,12 +20,12 @@ __all__ = ["FAMILIES", "ConfigError", "as_published", "parameters_from_config"]
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelParameters]] = {
     "deepseek_v3": deepseek_v3,
     "gpt_oss": gpt_oss,
-    "kimi_k2": kimi_k2,
-    "llama": llama,
-    "mistral": mistral,
+    "kimi_k2": deepseek_v3,
+    "llama": dense,
+    "mistral": dense,
     "nemotron_h": nemotron_h,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
+    "qwen2": dense,
+    "qwen3": dense,
     "qwen3_moe": qwen3_moe,
 }
 

@@ -6,10 +6,20 @@ block and yields nothing where there are none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from mcore_reshard.planner.model.parameters import Attention, LatentAttention, ParameterGroup, Role
+from mcore_reshard.planner.model.config_reader import ConfigReader, read_quantization
+from mcore_reshard.planner.model.parameters import (
+    Architecture,
+    Attention,
+    LatentAttention,
+    ModelParameters,
+    ParameterGroup,
+    Quantization,
+    Role,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,44 +32,21 @@ class Layers:
     numbers: tuple[int, ...]
     hidden: int
     dtype: str
-    prefix: str = "model.layers.{layer}"
+    prefix: str
     mtp: bool = False
 
-    def only(self, numbers: tuple[int, ...]) -> Layers:
-        return replace(self, numbers=numbers)
-
     def group(
-        self,
-        name: str,
-        role: Role,
-        *shape: int,
-        dtype: str = "",
-        experts: int = 0,
-        view: tuple[int, ...] = (),
+        self, name: str, role: Role, *shape: int, dtype: str = "", experts: int = 0, view: tuple[int, ...] = ()
     ) -> Iterator[ParameterGroup]:
         if self.numbers:
-            yield ParameterGroup(
-                name_pattern=f"{self.prefix}.{name}",
-                role=role,
-                shape=shape,
-                dtype=dtype or self.dtype,
-                layers=self.numbers,
-                experts=experts,
-                view=view,
-                mtp=self.mtp,
-            )
+            pattern = f"{self.prefix}.{name}"
+            yield ParameterGroup(pattern, role, shape, dtype or self.dtype, self.numbers, experts, view, self.mtp)
 
     def norm(self, name: str, role: Role, size: int = 0) -> Iterator[ParameterGroup]:
         yield from self.group(f"{name}.weight", role, size or self.hidden)
 
     def linear(
-        self,
-        name: str,
-        role: Role,
-        out: int,
-        into: int,
-        bias: Role | None = None,
-        experts: int = 0,
+        self, name: str, role: Role, out: int, into: int, bias: Role | None = None, experts: int = 0
     ) -> Iterator[ParameterGroup]:
         """`weight` [out, into] and, where `bias` names its role, `bias` [out]."""
         yield from self.group(f"{name}.weight", role, out, into, experts=experts)
@@ -67,18 +54,53 @@ class Layers:
             yield from self.group(f"{name}.bias", bias, out, experts=experts)
 
 
-def embedding(name: str, vocab: int, hidden: int, dtype: str) -> Iterator[ParameterGroup]:
-    yield ParameterGroup(name, Role.EMBEDDING, (vocab, hidden), dtype)
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What every decoder has around its layers, and what all its parameters have in common."""
+
+    family: str
+    hidden: int
+    vocab: int
+    tied: bool
+    dtype: str
+    quantization: Quantization | None
+
+    def layers(self, numbers: Iterable[int], prefix: str = "model.layers.{layer}", mtp: bool = False) -> Layers:
+        return Layers(tuple(numbers), self.hidden, self.dtype, prefix, mtp)
+
+    def model(
+        self,
+        groups: Iterable[ParameterGroup],
+        embedding: str = "model.embed_tokens.weight",
+        norm: str = "model.norm.weight",
+        mtp: Iterable[ParameterGroup] = (),
+        **numbers: Any,
+    ) -> ModelParameters:
+        """The model with these groups in its layers; `numbers` are the other fields of its `Architecture`.
+
+        A tied output layer is no parameter of its own.
+        """
+        vocab = (self.vocab, self.hidden)
+        head = () if self.tied else (ParameterGroup("lm_head.weight", Role.LM_HEAD, vocab, self.dtype),)
+        return ModelParameters(
+            Architecture(family=self.family, hidden=self.hidden, vocab=self.vocab, tied=self.tied, **numbers),
+            (
+                ParameterGroup(embedding, Role.EMBEDDING, vocab, self.dtype),
+                *groups,
+                ParameterGroup(norm, Role.FINAL_NORM, (self.hidden,), self.dtype),
+                *head,
+                *mtp,
+            ),
+            self.dtype,
+            self.quantization,
+        )
 
 
-def final_norm(name: str, hidden: int, dtype: str) -> Iterator[ParameterGroup]:
-    yield ParameterGroup(name, Role.FINAL_NORM, (hidden,), dtype)
-
-
-def lm_head(vocab: int, hidden: int, dtype: str, tied: bool) -> Iterator[ParameterGroup]:
-    """The output layer; a tied one is no parameter of its own."""
-    if not tied:
-        yield ParameterGroup("lm_head.weight", Role.LM_HEAD, (vocab, hidden), dtype)
+def read_frame(reader: ConfigReader, hidden: int, vocab: int) -> Frame:
+    """Reads the last fields, which the configs of all families have. Raises `ConfigError` with all problems."""
+    tied, dtype, quantization = reader.flag("tie_word_embeddings"), reader.dtype(), read_quantization(reader)
+    reader.finish()
+    return Frame(reader.family, hidden, vocab, tied, dtype, quantization)
 
 
 def attention(
@@ -124,43 +146,36 @@ def latent_attention(layers: Layers, numbers: LatentAttention, bias: bool = Fals
 
 
 def mlp(
-    layers: Layers,
-    width: int,
-    module: str = "mlp",
-    gated: bool = True,
-    bias: bool = False,
+    layers: Layers, width: int, module: str = "mlp", gated: bool = True, bias: bool = False
 ) -> Iterator[ParameterGroup]:
     """A dense MLP. No layout rule knows its biases."""
-    unknown = Role.UNKNOWN if bias else None
-    if gated:
-        yield from layers.linear(f"{module}.gate_proj", Role.GATE, width, layers.hidden, unknown)
-    yield from layers.linear(f"{module}.up_proj", Role.UP, width, layers.hidden, unknown)
-    yield from layers.linear(f"{module}.down_proj", Role.DOWN, layers.hidden, width, unknown)
+    return _feed_forward(
+        layers, width, module, (Role.GATE, Role.UP, Role.DOWN), gated, bias=Role.UNKNOWN if bias else None
+    )
 
 
 def experts(
-    layers: Layers,
-    count: int,
-    width: int,
-    module: str = "mlp",
-    gated: bool = True,
+    layers: Layers, count: int, width: int, module: str = "mlp", gated: bool = True
 ) -> Iterator[ParameterGroup]:
     """Routed experts, two or three matrices each."""
-    name = f"{module}.experts.{{expert}}"
-    if gated:
-        yield from layers.linear(f"{name}.gate_proj", Role.EXPERT_GATE, width, layers.hidden, experts=count)
-    yield from layers.linear(f"{name}.up_proj", Role.EXPERT_UP, width, layers.hidden, experts=count)
-    yield from layers.linear(f"{name}.down_proj", Role.EXPERT_DOWN, layers.hidden, width, experts=count)
+    roles = Role.EXPERT_GATE, Role.EXPERT_UP, Role.EXPERT_DOWN
+    return _feed_forward(layers, width, f"{module}.experts.{{expert}}", roles, gated, experts=count)
 
 
 def shared_experts(
-    layers: Layers,
-    width: int,
-    module: str = "mlp.shared_experts",
-    gated: bool = True,
+    layers: Layers, width: int, module: str = "mlp.shared_experts", gated: bool = True
 ) -> Iterator[ParameterGroup]:
-    """Shared experts, which HF keeps as one MLP of their summed width."""
+    """Shared experts, which HF keeps as one MLP of their summed width; a width of 0: none."""
+    roles = Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN
+    return _feed_forward(layers, width, module, roles, gated) if width else iter(())
+
+
+def _feed_forward(
+    layers: Layers, width: int, module: str, roles: tuple[Role, Role, Role], gated: bool, **shared: Any
+) -> Iterator[ParameterGroup]:
+    """`shared`: what `Layers.linear` is told of all the matrices."""
+    gate, up, down = roles
     if gated:
-        yield from layers.linear(f"{module}.gate_proj", Role.SHARED_GATE, width, layers.hidden)
-    yield from layers.linear(f"{module}.up_proj", Role.SHARED_UP, width, layers.hidden)
-    yield from layers.linear(f"{module}.down_proj", Role.SHARED_DOWN, layers.hidden, width)
+        yield from layers.linear(f"{module}.gate_proj", gate, width, layers.hidden, **shared)
+    yield from layers.linear(f"{module}.up_proj", up, width, layers.hidden, **shared)
+    yield from layers.linear(f"{module}.down_proj", down, layers.hidden, width, **shared)

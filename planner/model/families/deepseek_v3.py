@@ -12,30 +12,48 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_reshard.planner.model.config_reader import ConfigReader, read_quantization
-from mcore_reshard.planner.model.parameters import Architecture, LatentAttention, ModelParameters, ParameterGroup, Role
+from mcore_reshard.planner.model.config_reader import ConfigReader
+from mcore_reshard.planner.model.parameters import LatentAttention, ModelParameters, ParameterGroup, Role
 
-from .blocks import (
-    Layers,
-    embedding,
-    experts,
-    final_norm,
-    latent_attention,
-    lm_head,
-    mlp,
-    shared_experts,
-)
+from .blocks import Layers, experts, latent_attention, mlp, read_frame, shared_experts
 
 
 def deepseek_v3(config: Mapping[str, Any]) -> ModelParameters:
-    """`q_lora_rank` null: queries are projected directly. `num_nextn_predict_layers` (none where absent) adds layers
-    after the last decoder layer, all with experts."""
-    return _model_parameters(config, "deepseek_v3")
+    """DeepSeek-V3, and Kimi-K2 under a name of its own.
 
-
-def kimi_k2(config: Mapping[str, Any]) -> ModelParameters:
-    """DeepSeek-V3's layout under a name of its own."""
-    return _model_parameters(config, "kimi_k2")
+    `q_lora_rank` null: queries are projected directly. `num_nextn_predict_layers` (none where absent) adds layers after
+    the last decoder layer, all with experts.
+    """
+    reader = ConfigReader(config)
+    hidden, vocab = reader.size("hidden_size"), reader.size("vocab_size")
+    width, count = reader.size("intermediate_size"), reader.size("num_hidden_layers")
+    dense = reader.size("first_k_dense_replace", minimum=0)
+    problem = f"first_k_dense_replace {dense} exceeds num_hidden_layers {count}"
+    reader.check(dense <= count, problem, "first_k_dense_replace", "num_hidden_layers")
+    frequency = reader.size("moe_layer_freq", default=1)
+    reader.check(frequency == 1, f"moe_layer_freq is {frequency}; only 1 is known (transformers ignores others)")
+    mtp = reader.size("num_nextn_predict_layers", minimum=0, default=0)
+    decoder = _read_decoder(reader)
+    frame = read_frame(reader, hidden, vocab)
+    layers, plain = frame.layers(range(count)), frame.layers(range(dense))
+    groups = (
+        *layers.norm("input_layernorm", Role.ATTENTION_NORM),
+        *latent_attention(layers, decoder.attention, decoder.bias),
+        *plain.norm("post_attention_layernorm", Role.MLP_NORM),
+        *mlp(plain, width),
+        *_mixture(frame.layers(range(dense, count)), decoder),
+    )
+    return frame.model(
+        groups,
+        mtp=_multi_token(frame.layers(range(count, count + mtp), mtp=True), decoder, vocab),
+        layers=count,
+        attention=decoder.attention,
+        intermediate=width,
+        experts=decoder.experts,
+        expert_intermediate=decoder.expert_width,
+        shared_intermediate=decoder.shared_width,
+        mtp_layers=mtp,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,61 +67,13 @@ class _Decoder:
     shared_width: int
 
 
-def _model_parameters(config: Mapping[str, Any], family: str) -> ModelParameters:
-    reader = ConfigReader(config)
-    hidden, vocab, width = reader.size("hidden_size"), reader.size("vocab_size"), reader.size("intermediate_size")
-    count = reader.size("num_hidden_layers")
-    dense = reader.size("first_k_dense_replace", minimum=0)
-    reader.check(
-        dense <= count,
-        f"first_k_dense_replace {dense} exceeds num_hidden_layers {count}",
-        "first_k_dense_replace",
-        "num_hidden_layers",
-    )
-    frequency = reader.size("moe_layer_freq", default=1)
-    reader.check(frequency == 1, f"moe_layer_freq is {frequency}; only 1 is known (transformers ignores others)")
-    mtp = reader.size("num_nextn_predict_layers", minimum=0, default=0)
-    decoder = _read_decoder(reader)
-    tied, dtype = reader.flag("tie_word_embeddings"), reader.dtype()
-    quantization = read_quantization(reader)
-    reader.finish()
-    layers = Layers(tuple(range(count)), hidden, dtype)
-    groups = (
-        *embedding("model.embed_tokens.weight", vocab, hidden, dtype),
-        *layers.norm("input_layernorm", Role.ATTENTION_NORM),
-        *latent_attention(layers, decoder.attention, decoder.bias),
-        *layers.only(layers.numbers[:dense]).norm("post_attention_layernorm", Role.MLP_NORM),
-        *mlp(layers.only(layers.numbers[:dense]), width),
-        *_mixture(layers.only(layers.numbers[dense:]), decoder),
-        *final_norm("model.norm.weight", hidden, dtype),
-        *lm_head(vocab, hidden, dtype, tied),
-        *_multi_token(Layers(tuple(range(count, count + mtp)), hidden, dtype, mtp=True), decoder, vocab),
-    )
-    architecture = Architecture(
-        family,
-        hidden,
-        count,
-        vocab,
-        tied,
-        decoder.attention,
-        intermediate=width,
-        experts=decoder.experts,
-        expert_intermediate=decoder.expert_width,
-        shared_intermediate=decoder.shared_width,
-        mtp_layers=mtp,
-    )
-    return ModelParameters(architecture, groups, dtype, quantization)
-
-
 def _read_decoder(reader: ConfigReader) -> _Decoder:
     heads = reader.size("num_attention_heads")
     kv_heads = reader.size("num_key_value_heads", default=heads)
-    reader.check(
-        heads == kv_heads,
-        f"num_key_value_heads {kv_heads} is not num_attention_heads {heads}: latent attention has one k and v a head",
-        "num_attention_heads",
-        "num_key_value_heads",
+    problem = (
+        f"num_key_value_heads {kv_heads} is not num_attention_heads {heads}: latent attention has one k and v a head"
     )
+    reader.check(heads == kv_heads, problem, "num_attention_heads", "num_key_value_heads")
     attention = LatentAttention(
         heads=heads,
         q_lora_rank=reader.optional_size("q_lora_rank"),
@@ -123,8 +93,7 @@ def _mixture(layers: Layers, decoder: _Decoder) -> Iterator[ParameterGroup]:
     yield from layers.linear("mlp.gate", Role.ROUTER, decoder.experts, layers.hidden)
     yield from layers.group("mlp.gate.e_score_correction_bias", Role.EXPERT_BIAS, decoder.experts, dtype="float32")
     yield from experts(layers, decoder.experts, decoder.expert_width)
-    if decoder.shared_width:
-        yield from shared_experts(layers, decoder.shared_width)
+    yield from shared_experts(layers, decoder.shared_width)
 
 
 def _multi_token(layers: Layers, decoder: _Decoder, vocab: int) -> Iterator[ParameterGroup]:

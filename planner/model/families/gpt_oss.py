@@ -9,37 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention, read_quantization
-from mcore_reshard.planner.model.parameters import Architecture, ModelParameters, ParameterGroup, Role
+from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention
+from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup, Role
 
-from .blocks import Layers, attention, embedding, final_norm, lm_head
+from .blocks import Layers, attention, read_frame
 
 
 def gpt_oss(config: Mapping[str, Any]) -> ModelParameters:
     """Every layer has experts; q, k, v and o have biases whatever `attention_bias` says, as in transformers."""
     reader = ConfigReader(config)
     hidden, vocab, count = reader.size("hidden_size"), reader.size("vocab_size"), reader.size("num_hidden_layers")
-    numbers = read_attention(reader, hidden, derive_head_dim=False)
-    expert_count, width = reader.size("num_local_experts"), reader.size("intermediate_size")
-    tied, dtype = reader.flag("tie_word_embeddings"), reader.dtype()
-    quantization = read_quantization(reader)
-    reader.finish()
-    layers = Layers(tuple(range(count)), hidden, dtype)
+    heads = read_attention(reader, hidden, derive_head_dim=False)
+    experts, width = reader.size("num_local_experts"), reader.size("intermediate_size")
+    frame = read_frame(reader, hidden, vocab)
+    layers = frame.layers(range(count))
     groups = (
-        *embedding("model.embed_tokens.weight", vocab, hidden, dtype),
         *layers.norm("input_layernorm", Role.ATTENTION_NORM),
-        *attention(layers, numbers, qkv_bias=True, o_bias=True),
-        *layers.group("self_attn.sinks", Role.SINKS, numbers.heads),
+        *attention(layers, heads, qkv_bias=True, o_bias=True),
+        *layers.group("self_attn.sinks", Role.SINKS, heads.heads),
         *layers.norm("post_attention_layernorm", Role.MOE_NORM),
-        *layers.linear("mlp.router", Role.ROUTER, expert_count, hidden, Role.ROUTER_BIAS),
-        *_stacked_experts(layers, expert_count, width),
-        *final_norm("model.norm.weight", hidden, dtype),
-        *lm_head(vocab, hidden, dtype, tied),
+        *layers.linear("mlp.router", Role.ROUTER, experts, hidden, Role.ROUTER_BIAS),
+        *_stacked_experts(layers, experts, width),
     )
-    architecture = Architecture(
-        "gpt_oss", hidden, count, vocab, tied, numbers, experts=expert_count, expert_intermediate=width
-    )
-    return ModelParameters(architecture, groups, dtype, quantization)
+    return frame.model(groups, layers=count, attention=heads, experts=experts, expert_intermediate=width)
 
 
 def _stacked_experts(layers: Layers, count: int, width: int) -> Iterator[ParameterGroup]:

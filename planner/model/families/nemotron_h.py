@@ -13,29 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention, read_quantization
-from mcore_reshard.planner.model.parameters import Architecture, Mamba, ModelParameters, ParameterGroup, Role
+from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention
+from mcore_reshard.planner.model.parameters import Mamba, ModelParameters, ParameterGroup, Role
 
-from .blocks import (
-    Layers,
-    attention,
-    embedding,
-    experts,
-    final_norm,
-    lm_head,
-    mlp,
-    shared_experts,
-)
+from .blocks import Layers, attention, experts, mlp, read_frame, shared_experts
 
 # layers_block_type of transformers 5, and its older names, by letter of hybrid_override_pattern
-_KINDS = {
-    "mamba": "M",
-    "linear_attention": "M",
-    "attention": "*",
-    "full_attention": "*",
-    "mlp": "-",
-    "moe": "E",
-}
+_KINDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 _LETTERS = "M*-E"
 
 
@@ -57,7 +41,7 @@ def nemotron_h(config: Mapping[str, Any]) -> ModelParameters:
     reader = ConfigReader(config)
     hidden, vocab = reader.size("hidden_size"), reader.size("vocab_size")
     pattern = _read_pattern(reader)
-    numbers = read_attention(reader, hidden, alias="attention_head_dim")
+    heads = read_attention(reader, hidden, alias="attention_head_dim")
     mamba = _read_mamba(reader) if "M" in pattern else None
     width = reader.size("intermediate_size") if "-" in pattern else 0
     mamba_bias, mlp_bias = reader.flag("use_bias"), reader.flag("mlp_bias")
@@ -67,32 +51,27 @@ def nemotron_h(config: Mapping[str, Any]) -> ModelParameters:
         reader.size("num_nextn_predict_layers", minimum=0, default=0) == 0,
         "multi-token prediction is not known here; num_nextn_predict_layers 0 plans the model without it",
     )
-    tied, dtype = reader.flag("tie_word_embeddings"), reader.dtype()
-    quantization = read_quantization(reader)
-    reader.finish()
+    frame = read_frame(reader, hidden, vocab)
     layers = {
-        letter: Layers(_places(pattern, letter), hidden, dtype, prefix="backbone.layers.{layer}") for letter in _LETTERS
+        letter: frame.layers((n for n, kind in enumerate(pattern) if kind == letter), "backbone.layers.{layer}")
+        for letter in _LETTERS
     }
     groups = (
-        *embedding("backbone.embeddings.weight", vocab, hidden, dtype),
         *layers["M"].norm("norm", Role.MAMBA_NORM),
         *(_mamba(layers["M"], mamba, mamba_bias, conv_bias) if mamba else ()),
         *layers["*"].norm("norm", Role.ATTENTION_NORM),
-        *attention(layers["*"], numbers, "mixer", qkv_bias=attention_bias, o_bias=attention_bias),
+        *attention(layers["*"], heads, "mixer", qkv_bias=attention_bias, o_bias=attention_bias),
         *layers["-"].norm("norm", Role.MLP_NORM),
         *mlp(layers["-"], width, "mixer", gated=False, bias=mlp_bias),
         *layers["E"].norm("norm", Role.MOE_NORM),
         *_mixture(layers["E"], mixture),
-        *final_norm("backbone.norm_f.weight", hidden, dtype),
-        *lm_head(vocab, hidden, dtype, tied),
     )
-    architecture = Architecture(
-        "nemotron_h",
-        hidden,
-        len(pattern),
-        vocab,
-        tied,
-        numbers,
+    return frame.model(
+        groups,
+        "backbone.embeddings.weight",
+        "backbone.norm_f.weight",
+        layers=len(pattern),
+        attention=heads,
         intermediate=width,
         experts=mixture.count,
         expert_intermediate=mixture.width,
@@ -100,11 +79,6 @@ def nemotron_h(config: Mapping[str, Any]) -> ModelParameters:
         gated=False,
         mamba=mamba,
     )
-    return ModelParameters(architecture, groups, dtype, quantization)
-
-
-def _places(pattern: str, letter: str) -> tuple[int, ...]:
-    return tuple(layer for layer, kind in enumerate(pattern) if kind == letter)
 
 
 def _read_pattern(reader: ConfigReader) -> str:
@@ -122,9 +96,8 @@ def _read_pattern(reader: ConfigReader) -> str:
     reader.check(not (pattern and listed) or pattern == listed, "hybrid_override_pattern and layers_block_type differ")
     letters = pattern or listed
     count = reader.size("num_hidden_layers", default=len(letters))
-    reader.check(
-        count == len(letters), f"num_hidden_layers is {count}, the pattern has {len(letters)}", "num_hidden_layers"
-    )
+    problem = f"num_hidden_layers is {count}, the pattern has {len(letters)}"
+    reader.check(count == len(letters), problem, "num_hidden_layers")
     return letters
 
 
@@ -136,12 +109,8 @@ def _read_mamba(reader: ConfigReader) -> Mamba:
         state=reader.size("ssm_state_size"),
         kernel=reader.size("conv_kernel", "mamba_d_conv"),
     )
-    reader.check(
-        mamba.heads % mamba.groups == 0,
-        f"mamba_num_heads {mamba.heads} is not divisible by n_groups {mamba.groups}",
-        "mamba_num_heads",
-        "n_groups",
-    )
+    problem = f"mamba_num_heads {mamba.heads} is not divisible by n_groups {mamba.groups}"
+    reader.check(mamba.heads % mamba.groups == 0, problem, "mamba_num_heads", "n_groups")
     return mamba
 
 
@@ -160,9 +129,8 @@ def _read_mixture(reader: ConfigReader, bias: bool) -> _Mixture:
 def _mamba(layers: Layers, mamba: Mamba, bias: bool, conv_bias: bool) -> Iterator[ParameterGroup]:
     """`in_proj` rows are z, x, B, C, dt; the convolution runs over x, B, C."""
     unknown = Role.UNKNOWN if bias else None
-    convolved = mamba.d_inner + 2 * mamba.groups * mamba.state
-    rows = mamba.d_inner + convolved + mamba.heads
-    yield from layers.linear("mixer.in_proj", Role.MAMBA_IN, rows, layers.hidden, unknown)
+    convolved = sum(mamba.conv_sections)
+    yield from layers.linear("mixer.in_proj", Role.MAMBA_IN, sum(mamba.in_sections), layers.hidden, unknown)
     yield from layers.group("mixer.conv1d.weight", Role.MAMBA_CONV, convolved, 1, mamba.kernel)
     if conv_bias:
         yield from layers.group("mixer.conv1d.bias", Role.MAMBA_CONV_BIAS, convolved)
@@ -184,5 +152,4 @@ def _mixture(layers: Layers, mixture: _Mixture) -> Iterator[ParameterGroup]:
     yield from experts(inner, mixture.count, mixture.width, "mixer", gated=False)
     if mixture.latent:
         yield from layers.linear("mixer.fc2_latent_proj", Role.UNKNOWN, layers.hidden, mixture.latent)
-    if mixture.shared_width:
-        yield from shared_experts(layers, mixture.shared_width, "mixer.shared_experts", gated=False)
+    yield from shared_experts(layers, mixture.shared_width, "mixer.shared_experts", gated=False)

@@ -8,50 +8,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention, read_quantization
-from mcore_reshard.planner.model.parameters import Architecture, ModelParameters, Role
+from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention
+from mcore_reshard.planner.model.parameters import ModelParameters, Role
 
-from .blocks import Layers, attention, embedding, experts, final_norm, lm_head, mlp
+from .blocks import attention, experts, mlp, read_frame
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> ModelParameters:
     """Layer `i` has experts where `decoder_sparse_step` divides `i + 1`, unless `mlp_only_layers` names it."""
     reader = ConfigReader(config)
-    hidden, vocab = reader.size("hidden_size"), reader.size("vocab_size")
-    count = reader.size("num_hidden_layers")
-    numbers = read_attention(reader, hidden)
+    hidden, vocab, count = reader.size("hidden_size"), reader.size("vocab_size"), reader.size("num_hidden_layers")
+    heads = read_attention(reader, hidden)
     expert_count, expert_width = reader.size("num_experts"), reader.size("moe_intermediate_size")
     sparse, dense = _layer_kinds(reader, count)
     width = reader.size("intermediate_size") if dense else 0
-    bias, tied, dtype = reader.flag("attention_bias"), reader.flag("tie_word_embeddings"), reader.dtype()
-    quantization = read_quantization(reader)
-    reader.finish()
-    layers = Layers(tuple(range(count)), hidden, dtype)
-    moe, plain = layers.only(sparse), layers.only(dense)
+    bias = reader.flag("attention_bias")
+    frame = read_frame(reader, hidden, vocab)
+    layers, moe, plain = frame.layers(range(count)), frame.layers(sparse), frame.layers(dense)
     groups = (
-        *embedding("model.embed_tokens.weight", vocab, hidden, dtype),
         *layers.norm("input_layernorm", Role.ATTENTION_NORM),
-        *attention(layers, numbers, qkv_bias=bias, o_bias=bias, qk_norms=True),
+        *attention(layers, heads, qkv_bias=bias, o_bias=bias, qk_norms=True),
         *plain.norm("post_attention_layernorm", Role.MLP_NORM),
         *mlp(plain, width),
         *moe.norm("post_attention_layernorm", Role.MOE_NORM),
         *moe.linear("mlp.gate", Role.ROUTER, expert_count, hidden),
         *experts(moe, expert_count, expert_width),
-        *final_norm("model.norm.weight", hidden, dtype),
-        *lm_head(vocab, hidden, dtype, tied),
     )
-    architecture = Architecture(
-        "qwen3_moe",
-        hidden,
-        count,
-        vocab,
-        tied,
-        numbers,
+    return frame.model(
+        groups,
+        layers=count,
+        attention=heads,
         intermediate=width,
         experts=expert_count,
         expert_intermediate=expert_width,
     )
-    return ModelParameters(architecture, groups, dtype, quantization)
 
 
 def _layer_kinds(reader: ConfigReader, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
