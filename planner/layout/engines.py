@@ -48,10 +48,10 @@ class Engine:
     notes: Callable[[Sequence[tuple[str, str]]], list[str]] = _no_notes
     repeated_suffix: str = ""
 
-    def quantized(self, model_parameters: ModelParameters, form: Format) -> ModelParameters:
+    def quantized(self, model: ModelParameters, form: Format) -> ModelParameters:
         """The model that the engine quantizes to a format: groups are divided where it leaves some layers unquantized."""
-        model_parameters = with_format(model_parameters, form)
-        return divided(model_parameters, lambda group, layer: not self.quantizes(group, layer, model_parameters))
+        model = with_format(model, form)
+        return divided(model, lambda group, layer: not self.quantizes(group, layer, model))
 
     def repeated_tensor(self, name: str) -> str:
         """The engine's own tensor that is repeated from `name`; empty where none is."""

@@ -36,12 +36,12 @@ class MegatronLayout(Layout):
 
     def __init__(
         self,
-        model_parameters: ModelParameters,
+        model: ModelParameters,
         mesh: TrainMesh,
         build: MegatronBuild = MegatronBuild(),  # noqa: B008
     ) -> None:
-        self._context = Context(model_parameters.architecture, mesh, build)
-        self._dtype = model_parameters.dtype
+        self._context = Context(model.architecture, mesh, build)
+        self._dtype = model.dtype
 
     @property
     def _hybrid(self) -> bool:

@@ -34,9 +34,9 @@ class VllmLayout(Layout):
 
     name = "vllm"
 
-    def __init__(self, model_parameters: ModelParameters, mesh: GenMesh) -> None:
-        self._context = Context(model_parameters.architecture, mesh, model_parameters.dtype)
-        self._groups = model_parameters.groups
+    def __init__(self, model: ModelParameters, mesh: GenMesh) -> None:
+        self._context = Context(model.architecture, mesh, model.dtype)
+        self._groups = model.groups
 
     def violations(self) -> list[str]:
         architecture, mesh = self._context.architecture, self._context.mesh

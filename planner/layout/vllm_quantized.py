@@ -18,32 +18,32 @@ _FUSED_INTO = {
 }
 
 
-def quantizes(group: ParameterGroup, layer: int | None, model_parameters: ModelParameters) -> bool:
+def quantizes(group: ParameterGroup, layer: int | None, model: ModelParameters) -> bool:
     """Whether vLLM quantizes the matrices of a group in one layer.
 
     vLLM's MXFP8 takes the output layer too (layers/quantization/modelopt.py, ModelOptQuantConfigBase.get_quant_method). That
     of gpt-oss it leaves alone: models/gpt_oss.py builds it without a config. A model without a quantization_config of this
     format is planned as if it had one that lists the output layer and the routers, which no trainer quantizes.
     """
-    quantization = model_parameters.quantization
+    quantization = model.quantization
     if group.role is Role.LM_HEAD:
         takes_head = quantization is not None and quantization.method == MXFP8.method
-        if not takes_head or model_parameters.architecture.family == "gpt_oss":
+        if not takes_head or model.architecture.family == "gpt_oss":
             return False
     elif group.role not in QUANTIZED:
         return False
     return quantization is None or not _is_listed(group, layer, quantization)
 
 
-def misquantized(model_parameters: ModelParameters) -> list[str]:
+def misquantized(model: ModelParameters) -> list[str]:
     """What no vLLM holds as the quantization_config says."""
-    quantization = model_parameters.quantization
+    quantization = model.quantization
     if quantization is None:
         return []
     return (
-        _half_listed_modules(model_parameters, quantization)
-        + _quantized_routers(model_parameters, quantization)
-        + _tied_head(model_parameters, quantization)
+        _half_listed_modules(model, quantization)
+        + _quantized_routers(model, quantization)
+        + _tied_head(model, quantization)
     )
 
 
@@ -79,13 +79,13 @@ def _module_names(group: ParameterGroup, layer: int | None) -> tuple[str, str]:
     return module, f"{module.rpartition('.')[0]}.{fused}" if fused else module
 
 
-def _half_listed_modules(model_parameters: ModelParameters, quantization: Quantization) -> list[str]:
+def _half_listed_modules(model: ModelParameters, quantization: Quantization) -> list[str]:
     """Parts of fused modules that are listed without the others.
 
     Source: layers/quantization/utils/quant_utils.py, is_layer_skipped, which raises ValueError.
     """
     modules_of: dict[str, list[str]] = {}  # by the name of the fused module
-    for group in model_parameters.groups:
+    for group in model.groups:
         if group.role in QUANTIZED and not group.experts and not group.mtp:
             for layer in group.layers:
                 module, fused = _module_names(group, layer)
@@ -105,14 +105,14 @@ def _half_listed_modules(model_parameters: ModelParameters, quantization: Quanti
     ]
 
 
-def _quantized_routers(model_parameters: ModelParameters, quantization: Quantization) -> list[str]:
+def _quantized_routers(model: ModelParameters, quantization: Quantization) -> list[str]:
     """Routers that vLLM would quantize and no trainer does: models/qwen3_moe.py quantizes those that the config does not list.
 
     Published FP8 checkpoints list them all.
     """
-    if model_parameters.architecture.family != "qwen3_moe":
+    if model.architecture.family != "qwen3_moe":
         return []
-    routers = [name for group in model_parameters.groups if group.role is Role.ROUTER for name in group.names()]
+    routers = [name for group in model.groups if group.role is Role.ROUTER for name in group.names()]
     modules = [(name, name.removesuffix(".weight")) for name in routers]
     missing = [name for name, module in modules if not _is_module_listed(module, module, quantization)]
     if not missing:
@@ -123,12 +123,12 @@ def _quantized_routers(model_parameters: ModelParameters, quantization: Quantiza
     ]
 
 
-def _tied_head(model_parameters: ModelParameters, quantization: Quantization) -> list[str]:
+def _tied_head(model: ModelParameters, quantization: Quantization) -> list[str]:
     """MXFP8 of an output layer that is the embedding: vLLM builds its scales, then puts the embedding beside them.
 
     Source: layers/quantization/base_config.py, QuantizeMethodBase.tie_weights.
     """
-    if quantization.method != MXFP8.method or not model_parameters.architecture.tied:
+    if quantization.method != MXFP8.method or not model.architecture.tied:
         return []
     if _is_module_listed("lm_head", "lm_head", quantization):
         return []

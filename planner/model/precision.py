@@ -69,46 +69,44 @@ class Precision:
     format: Format | None = None
     unquantized_layers: frozenset[int] = frozenset()
 
-    def main(self, model_parameters: ModelParameters) -> ModelParameters:
+    def main(self, model: ModelParameters) -> ModelParameters:
         """The model before quantization, in this side's dtype; parameters with a dtype of their own stay in it."""
-        if self.dtype == model_parameters.dtype:
-            return model_parameters
+        if self.dtype == model.dtype:
+            return model
         groups = (
-            replace(g, dtype=self.dtype) if g.dtype == model_parameters.dtype and g.role is not Role.EXPERT_BIAS else g
-            for g in model_parameters.groups
+            replace(g, dtype=self.dtype) if g.dtype == model.dtype and g.role is not Role.EXPERT_BIAS else g
+            for g in model.groups
         )
-        return replace(model_parameters, dtype=self.dtype, groups=tuple(groups))
+        return replace(model, dtype=self.dtype, groups=tuple(groups))
 
 
-def precision_of(name: str | None, model_parameters: ModelParameters) -> Precision:
+def precision_of(name: str | None, model: ModelParameters) -> Precision:
     """`bf16`, `fp32`, `fp8` or `mxfp8` for one side of a model; None: the config's dtype, unquantized.
 
     FP8 has the blocks that the config's quantization_config names. It has one scale a tensor where an FP8 config names no
     block, and 128 by 128 where the config is not of FP8. Raises PrecisionError for any other name.
     """
     if name is None:
-        return Precision(model_parameters.dtype)
+        return Precision(model.dtype)
     if name in UNQUANTIZED:
         return Precision(UNQUANTIZED[name])
     if name == "mxfp8":
-        return Precision(model_parameters.dtype, MXFP8)
+        return Precision(model.dtype, MXFP8)
     if name != "fp8":
         raise PrecisionError(f"unknown precision {name!r}, known: {', '.join(PRECISIONS)}")
-    quantization = model_parameters.quantization
+    quantization = model.quantization
     if quantization is None or quantization.method != BLOCK_FP8.method:
-        return Precision(model_parameters.dtype, BLOCK_FP8)
+        return Precision(model.dtype, BLOCK_FP8)
     block = quantization.block
-    return Precision(model_parameters.dtype, replace(BLOCK_FP8, block=block) if block else TENSOR_FP8)
+    return Precision(model.dtype, replace(BLOCK_FP8, block=block) if block else TENSOR_FP8)
 
 
-def with_unquantized_layers(
-    precision: Precision, layers: Collection[int], model_parameters: ModelParameters
-) -> Precision:
+def with_unquantized_layers(precision: Precision, layers: Collection[int], model: ModelParameters) -> Precision:
     """The precision of a trainer that keeps the matrices of whole layers in its main dtype (`first_last_layers_bf16`).
 
     Raises PrecisionError for layers that the model does not have.
     """
-    count = model_parameters.architecture.layers
+    count = model.architecture.layers
     if unknown := sorted(set(layers).difference(range(count))):
         raise PrecisionError(
             f"the trainer cannot keep layers {', '.join(map(str, unknown))} unquantized: the model has 0 to {count - 1}"
@@ -116,29 +114,29 @@ def with_unquantized_layers(
     return replace(precision, unquantized_layers=frozenset(layers)) if precision.format is not None else precision
 
 
-def divided(model_parameters: ModelParameters, is_unquantized: UnquantizedRule) -> ModelParameters:
+def divided(model: ModelParameters, is_unquantized: UnquantizedRule) -> ModelParameters:
     """The model with every group of matrices divided where `is_unquantized(group, layer)` holds for a part of its layers."""
     groups: list[ParameterGroup] = []
-    for group in model_parameters.groups:
+    for group in model.groups:
         kept = tuple(layer for layer in group.layers if group.role in QUANTIZED and is_unquantized(group, layer))
         if len(kept) in {0, len(group.layers)}:
             groups.append(group)
         else:
             converted = tuple(layer for layer in group.layers if layer not in kept)
             groups += [replace(group, layers=converted), replace(group, layers=kept)]
-    return replace(model_parameters, groups=tuple(groups))
+    return replace(model, groups=tuple(groups))
 
 
-def with_format(model_parameters: ModelParameters, form: Format) -> ModelParameters:
+def with_format(model: ModelParameters, form: Format) -> ModelParameters:
     """The model as an engine sees it that keeps this format: the quantization_config of another method is left out.
 
     Such a config says nothing about this format. No engine loads a checkpoint by another method than its config's
     (vllm/config/model.py, _verify_quantization).
     """
-    quantization = model_parameters.quantization
+    quantization = model.quantization
     if quantization is None or quantization.method == form.method:
-        return model_parameters
-    return replace(model_parameters, quantization=None)
+        return model
+    return replace(model, quantization=None)
 
 
 def scales_group(group: ParameterGroup, form: Format) -> ParameterGroup:
