@@ -80,6 +80,11 @@ def unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(offset // stride % size for stride, size in zip(row_major_strides(shape), shape, strict=True))
 
 
+def permuted(sizes: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes with entry `d` moved to place `dims[d]`: (4, 5, 6) and (0, 2, 1) -> (4, 6, 5)."""
+    return tuple(sizes[dims.index(place)] for place in range(len(dims)))
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class LocalTensor:
     """A tensor of a live model: its name there, its exact shape and dtype.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from mcore_reshard.planner.model.parameters import Attention, Mamba, ParameterGroup, Role
 
-from .geometry import LocalTensor, Piece, Region
+from .geometry import LocalTensor, Piece, Region, permuted
 from .megatron_build import Context
 from .partitions import Misc, Partition, RowRange, gate_up, padded_rows, rows_along, split, split_sections, whole
 
@@ -167,31 +167,26 @@ def _stacked_experts(context: Context, group: ParameterGroup) -> Partition | Mis
     )
 
 
+# For each role its tensor, and the local dim of each global dim. The leading local dim has one expert; no tensor keeps it.
+_STACKED: Mapping[Role, tuple[str, tuple[int, ...]]] = {
+    Role.STACKED_GATE_UP: ("linear_fc1.weight", (0, 3, 2, 1)),  # (E, H, I, 2) -> (1, 2, I, H) = [2 I, H]
+    Role.STACKED_GATE_UP_BIAS: ("linear_fc1.bias", (0, 2, 1)),  # (E, I, 2) -> (1, 2, I) = [2 I]
+    Role.STACKED_DOWN: ("linear_fc2.weight", (0, 2, 1)),  # (E, I, H) -> (1, H, I) = [H, I]
+    Role.STACKED_DOWN_BIAS: ("linear_fc2.bias", (0, 1)),  # (E, H) -> (1, H) = [H]
+}
+
+
 def _expert_pieces(context: Context, group: ParameterGroup, expert: int, slot: int) -> list[Piece]:
-    linear = "linear_fc1" if group.role in {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS} else "linear_fc2"
-    kind = "bias" if group.role in {Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN_BIAS} else "weight"
-    name = _expert_tensor(context, f"{linear}.{kind}", str(slot))
+    leaf, dims = _STACKED[group.role]
+    name = _expert_tensor(context, leaf, str(slot))
     region = Region.whole(group.view).within(0, expert, expert + 1)
-    sizes = group.view[1:]
-    shape: tuple[int, ...]
-    view: tuple[int, ...]
-    dims: tuple[int, ...]
-    if group.role is Role.STACKED_GATE_UP:  # (E, H, I, 2) -> [2 I, H] = (1, 2, I, H)
-        hidden, inner, _ = sizes
-        shape, view, dims = (2 * inner, hidden), (1, 2, inner, hidden), (0, 3, 2, 1)
-    elif group.role is Role.STACKED_GATE_UP_BIAS:  # (E, I, 2) -> [2 I] = (1, 2, I)
-        inner, _ = sizes
-        shape, view, dims = (2 * inner,), (1, 2, inner), (0, 2, 1)
-    elif group.role is Role.STACKED_DOWN:  # (E, I, H) -> [H, I] = (1, H, I)
-        inner, hidden = sizes
-        shape, view, dims = (hidden, inner), (1, hidden, inner), (0, 2, 1)
-    else:  # (E, H) -> [H] = (1, H)
-        shape, view, dims = sizes, (1, *sizes), (0, 1)
-    tensor, origin = LocalTensor(name, shape, group.dtype), (0,) * len(view)
-    if linear == "linear_fc2":
-        return [Piece(region, tensor, origin, dims, view)]
+    view = permuted(region.extents, dims)
+    if leaf.startswith("linear_fc2"):
+        return [Piece(region, LocalTensor(name, view[1:], group.dtype), (0,) * len(view), dims, view)]
+    tensor = LocalTensor(name, (2 * view[2], *view[3:]), group.dtype)
+    last = len(dims) - 1
     return [
-        Piece(region.within(len(sizes), half, half + 1), tensor, (0, half, *origin[2:]), dims, view)
+        Piece(region.within(last, half, half + 1), tensor, (0, half) + (0,) * (last - 1), dims, view)
         for half in range(2)
     ]
 
@@ -221,12 +216,7 @@ RULES: Mapping[Role, Rule] = {
     Role.MLP_NORM: _mlp_norm,
     Role.MOE_NORM: _replicated("pre_mlp_layernorm.weight"),
     Role.MAMBA_NORM: _replicated("mixer.in_proj.layer_norm_weight"),
-    Role.Q: _fused_qkv,
-    Role.K: _fused_qkv,
-    Role.V: _fused_qkv,
-    Role.Q_BIAS: _fused_qkv,
-    Role.K_BIAS: _fused_qkv,
-    Role.V_BIAS: _fused_qkv,
+    **dict.fromkeys((Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS), _fused_qkv),
     Role.O: _cut("self_attention.linear_proj.weight", 1),
     Role.O_BIAS: _replicated("self_attention.linear_proj.bias"),
     Role.Q_NORM: _replicated("self_attention.q_layernorm.weight"),
@@ -252,10 +242,7 @@ RULES: Mapping[Role, Rule] = {
     Role.SHARED_GATE: _gate_up("mlp.shared_experts.linear_fc1.weight"),
     Role.SHARED_UP: _gate_up("mlp.shared_experts.linear_fc1.weight"),
     Role.SHARED_DOWN: _cut("mlp.shared_experts.linear_fc2.weight", 1),
-    Role.STACKED_GATE_UP: _stacked_experts,
-    Role.STACKED_GATE_UP_BIAS: _stacked_experts,
-    Role.STACKED_DOWN: _stacked_experts,
-    Role.STACKED_DOWN_BIAS: _stacked_experts,
+    **dict.fromkeys(_STACKED, _stacked_experts),
     Role.MAMBA_IN: _mamba_sections(lambda mamba: mamba.in_sections, "mixer.in_proj.weight"),
     Role.MAMBA_CONV: _mamba_sections(lambda mamba: mamba.conv_sections, "mixer.conv1d.weight"),
     Role.MAMBA_CONV_BIAS: _mamba_sections(lambda mamba: mamba.conv_sections, "mixer.conv1d.bias"),

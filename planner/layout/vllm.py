@@ -69,7 +69,7 @@ class VllmLayout(Layout):
             (f"MLP width {architecture.intermediate}", architecture.intermediate),
             (f"vocabulary padded to {rows} rows", rows),
         ]
-        if not self._context.shared_experts_replicated:
+        if self._context.shared_tp > 1:
             sizes.append((f"shared expert width {architecture.shared_intermediate}", architecture.shared_intermediate))
         if self._context.mesh.ep == 1:
             sizes.append((f"expert width {architecture.expert_intermediate}", architecture.expert_intermediate))

@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
-from mcore_reshard.planner.model.parameters import (
-    Architecture,
-    Attention,
-    LatentAttention,
-    Mamba,
-    ParameterGroup,
-    Role,
-)
+from mcore_reshard.planner.model.parameters import Architecture, Attention, LatentAttention, Mamba, ParameterGroup, Role
 
-from .geometry import LocalTensor, Piece, Region
+from .geometry import LocalTensor, Piece, Region, permuted
 from .mesh import GenMesh
 from .partitions import Misc, Partition, RowRange, gate_up, padded_rows, rows_along, split, split_sections, whole
 
@@ -46,12 +40,13 @@ class Context:
         return self.mesh.tp if self.mesh.ep == 1 else 1
 
     @property
-    def shared_experts_replicated(self) -> bool:
-        """vllm/config/parallel.py use_sequence_parallel_moe: expert parallelism with tp and dp both above 1."""
-        return self.mesh.ep > 1 and self.mesh.tp > 1 and self.mesh.dp > 1
+    def shared_tp(self) -> int:
+        """Shared experts are whole where vllm/config/parallel.py use_sequence_parallel_moe: ep with tp and dp above 1."""
+        return 1 if self.mesh.ep > 1 and self.mesh.dp > 1 else self.mesh.tp
 
 
 Rule = Callable[[Context, ParameterGroup, int], Partition | Misc]  # the int: local experts of the rank
+Module = Callable[[Context], str]  # the path of a module, which families name differently
 
 
 def _attention(context: Context) -> str:
@@ -108,12 +103,12 @@ def _qkv(context: Context, group: ParameterGroup, _: int) -> Partition:
     return rows_along(group, _attention(context) + f"qkv_proj.{leaf}", 0, q_rows + 2 * kv_rows, row_ranges)
 
 
-def _attention_cut(leaf: str, dim: int) -> Rule:
-    return lambda context, group, _: split(group, _attention(context) + leaf, dim, context.mesh.tp)
+def _cut(module: Module, leaf: str, dim: int) -> Rule:
+    return lambda context, group, _: split(group, module(context) + leaf, dim, context.mesh.tp)
 
 
-def _attention_whole(leaf: str) -> Rule:
-    return lambda context, group, _: whole(group, _attention(context) + leaf)
+def _whole(module: Module, leaf: str) -> Rule:
+    return lambda context, group, _: whole(group, module(context) + leaf)
 
 
 # --- latent attention: models/deepseek_v2.py
@@ -134,30 +129,21 @@ def _latent_a(context: Context, group: ParameterGroup, _: int) -> Partition:
 # --- MLP: layers/linear.py MergedColumnParallelLinear
 
 
+def _merged(context: Context, group: ParameterGroup, module: str, tp: int) -> Partition:
+    gated = context.architecture.gated
+    return gate_up(group, _mlp(context) + module + ("gate_up_proj" if gated else "up_proj") + ".weight", tp, gated)
+
+
 def _gate_up(context: Context, group: ParameterGroup, _: int) -> Partition:
-    if not context.architecture.gated:
-        return split(group, _mlp(context) + "up_proj.weight", 0, context.mesh.tp)
-    return gate_up(group, _mlp(context) + "gate_up_proj.weight", context.mesh.tp, gated=True)
-
-
-def _mlp_cut(leaf: str, dim: int) -> Rule:
-    return lambda context, group, _: split(group, _mlp(context) + leaf, dim, context.mesh.tp)
-
-
-def _mlp_whole(leaf: str) -> Rule:
-    return lambda context, group, _: whole(group, _mlp(context) + leaf)
+    return _merged(context, group, "", context.mesh.tp)
 
 
 def _shared_fc1(context: Context, group: ParameterGroup, _: int) -> Partition:
-    tp = 1 if context.shared_experts_replicated else context.mesh.tp
-    gated = context.architecture.gated
-    name = _mlp(context) + f"shared_experts.{'gate_up_proj' if gated else 'up_proj'}.weight"
-    return gate_up(group, name, tp, gated)
+    return _merged(context, group, "shared_experts.", context.shared_tp)
 
 
 def _shared_fc2(context: Context, group: ParameterGroup, _: int) -> Partition:
-    tp = 1 if context.shared_experts_replicated else context.mesh.tp
-    return split(group, _mlp(context) + "shared_experts.down_proj.weight", 1, tp)
+    return split(group, _mlp(context) + "shared_experts.down_proj.weight", 1, context.shared_tp)
 
 
 # --- experts: layers/fused_moe/layer.py FusedMoE
@@ -174,35 +160,34 @@ def _expert_fc2(context: Context, group: ParameterGroup, local: int) -> Partitio
     return split(group, _mlp(context) + _ROUTED + "w2_weight", 1, context.expert_tp, local)
 
 
+# For each role its tensor, the dim that tp cuts, and the local dim of each global dim.
+_STACKED: Mapping[Role, tuple[str, int, tuple[int, ...]]] = {
+    Role.STACKED_GATE_UP: ("w13_weight", 2, (0, 3, 1, 2)),  # (E, H, I, 2) -> (E, I / tp, 2, H) = [E, 2 I / tp, H]
+    Role.STACKED_GATE_UP_BIAS: ("w13_bias", 1, (0, 1, 2)),  # (E, I, 2) -> (E, I / tp, 2) = [E, 2 I / tp]
+    Role.STACKED_DOWN: ("w2_weight", 1, (0, 2, 1)),  # (E, I, H) -> [E, H, I / tp]
+    Role.STACKED_DOWN_BIAS: ("w2_bias", 1, (0, 1)),  # (E, H) -> [E, H], uncut
+}
+
+
 def _stacked(context: Context, group: ParameterGroup, _: int) -> Partition | Misc:
-    """gpt-oss in bf16 (models/gpt_oss.py _load_weights_other): w13 rows keep gate and up alternating, transposed from HF."""
+    """gpt-oss in bf16 (models/gpt_oss.py _load_weights_other): w13 rows keep gate and up alternating, transposed from HF.
+
+    Either tp cuts every expert, or ep the experts.
+    """
     tp, ep = context.expert_tp, context.mesh.ep
     if group.role is Role.STACKED_DOWN_BIAS and tp > 1:
         return Misc("w2_bias is whole on tensor-parallel rank 0 and zero on the others: not a byte copy")
-    local = context.architecture.experts // ep
-    if ep > 1:
-        return Partition(tuple((_stacked_piece(context, group, 0, rank * local, local),) for rank in range(ep)))
-    return Partition(tuple((_stacked_piece(context, group, rank, 0, local),) for rank in range(tp)))
-
-
-def _stacked_piece(context: Context, group: ParameterGroup, tp_rank: int, first_expert: int, local: int) -> Piece:
-    path = _mlp(context) + _ROUTED
-    region = Region.whole(group.view).within(0, first_expert, first_expert + local)
-    sizes = group.view[1:]
-    if group.role is Role.STACKED_DOWN_BIAS:  # (E, H)
-        return Piece(region, LocalTensor(path + "w2_bias", (local, *sizes), group.dtype), (0, 0), (0, 1))
-    inner_dim = 2 if group.role is Role.STACKED_GATE_UP else 1  # the dim that tp cuts
-    inner = group.view[inner_dim] // context.expert_tp
-    region = region.within(inner_dim, tp_rank * inner, (tp_rank + 1) * inner)
-    if group.role is Role.STACKED_GATE_UP:  # (E, H, I, 2) -> (E, I / tp, 2, H) stored as [E, 2 I / tp, H]
-        hidden = sizes[0]
-        tensor = LocalTensor(path + "w13_weight", (local, 2 * inner, hidden), group.dtype)
-        return Piece(region, tensor, (0, 0, 0, 0), (0, 3, 1, 2), (local, inner, 2, hidden))
-    if group.role is Role.STACKED_GATE_UP_BIAS:  # (E, I, 2) -> [E, 2 I / tp]
-        tensor = LocalTensor(path + "w13_bias", (local, 2 * inner), group.dtype)
-        return Piece(region, tensor, (0, 0, 0), (0, 1, 2), (local, inner, 2))
-    tensor = LocalTensor(path + "w2_weight", (local, sizes[1], inner), group.dtype)  # (E, I, H) -> [E, H, I / tp]
-    return Piece(region, tensor, (0, 0, 0), (0, 2, 1))
+    leaf, cut_dim, dims = _STACKED[group.role]
+    local, inner = context.architecture.experts // ep, group.view[cut_dim] // tp
+    pieces = []
+    for ep_rank, tp_rank in product(range(ep), range(tp)):
+        region = Region.whole(group.view).within(0, ep_rank * local, (ep_rank + 1) * local)
+        region = region.within(cut_dim, tp_rank * inner, (tp_rank + 1) * inner)
+        view = permuted(region.extents, dims)
+        shape = (local, 2 * inner, *view[3:]) if leaf.startswith("w13") else view
+        tensor = LocalTensor(_mlp(context) + _ROUTED + leaf, shape, group.dtype)
+        pieces.append((Piece(region, tensor, (0,) * len(view), dims, view),))
+    return Partition(tuple(pieces))
 
 
 # --- Mamba2: layers/mamba/mamba_mixer2.py
@@ -248,30 +233,25 @@ RULES: Mapping[Role, Rule] = {
     Role.MLP_NORM: _norm("post_attention_layernorm"),
     Role.MOE_NORM: _norm("post_attention_layernorm"),
     Role.MAMBA_NORM: _norm("norm"),
-    Role.Q: _qkv,
-    Role.K: _qkv,
-    Role.V: _qkv,
-    Role.Q_BIAS: _qkv,
-    Role.K_BIAS: _qkv,
-    Role.V_BIAS: _qkv,
-    Role.O: _attention_cut("o_proj.weight", 1),
-    Role.O_BIAS: _attention_whole("o_proj.bias"),
-    Role.Q_NORM: _attention_whole("q_norm.weight"),
-    Role.K_NORM: _attention_whole("k_norm.weight"),
-    Role.SINKS: _attention_cut("sinks", 0),
-    Role.MLA_Q: _attention_cut("q_proj.weight", 0),
+    **dict.fromkeys((Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS), _qkv),
+    Role.O: _cut(_attention, "o_proj.weight", 1),
+    Role.O_BIAS: _whole(_attention, "o_proj.bias"),
+    Role.Q_NORM: _whole(_attention, "q_norm.weight"),
+    Role.K_NORM: _whole(_attention, "k_norm.weight"),
+    Role.SINKS: _cut(_attention, "sinks", 0),
+    Role.MLA_Q: _cut(_attention, "q_proj.weight", 0),
     Role.MLA_Q_A: _latent_a,
-    Role.MLA_Q_A_NORM: _attention_whole("q_a_layernorm.weight"),
-    Role.MLA_Q_B: _attention_cut("q_b_proj.weight", 0),
+    Role.MLA_Q_A_NORM: _whole(_attention, "q_a_layernorm.weight"),
+    Role.MLA_Q_B: _cut(_attention, "q_b_proj.weight", 0),
     Role.MLA_KV_A: _latent_a,
-    Role.MLA_KV_A_NORM: _attention_whole("kv_a_layernorm.weight"),
-    Role.MLA_KV_B: _attention_cut("kv_b_proj.weight", 0),
-    Role.MLA_O: _attention_cut("o_proj.weight", 1),
+    Role.MLA_KV_A_NORM: _whole(_attention, "kv_a_layernorm.weight"),
+    Role.MLA_KV_B: _cut(_attention, "kv_b_proj.weight", 0),
+    Role.MLA_O: _cut(_attention, "o_proj.weight", 1),
     Role.GATE: _gate_up,
     Role.UP: _gate_up,
-    Role.DOWN: _mlp_cut("down_proj.weight", 1),
+    Role.DOWN: _cut(_mlp, "down_proj.weight", 1),
     Role.ROUTER: _router,
-    Role.ROUTER_BIAS: _mlp_whole("router.bias"),
+    Role.ROUTER_BIAS: _whole(_mlp, "router.bias"),
     Role.EXPERT_BIAS: _expert_bias,
     Role.EXPERT_GATE: _expert_fc1,
     Role.EXPERT_UP: _expert_fc1,
@@ -279,16 +259,13 @@ RULES: Mapping[Role, Rule] = {
     Role.SHARED_GATE: _shared_fc1,
     Role.SHARED_UP: _shared_fc1,
     Role.SHARED_DOWN: _shared_fc2,
-    Role.STACKED_GATE_UP: _stacked,
-    Role.STACKED_GATE_UP_BIAS: _stacked,
-    Role.STACKED_DOWN: _stacked,
-    Role.STACKED_DOWN_BIAS: _stacked,
+    **dict.fromkeys(_STACKED, _stacked),
     Role.MAMBA_IN: _mamba_sections(lambda mamba: mamba.in_sections, "in_proj.weight", 2),
     Role.MAMBA_CONV: _mamba_sections(lambda mamba: mamba.conv_sections, "conv1d.weight", 1),
     Role.MAMBA_CONV_BIAS: _mamba_sections(lambda mamba: mamba.conv_sections, "conv1d.bias", 1),
     Role.MAMBA_A_LOG: _mamba_a,
     Role.MAMBA_D: _model_dtype("mixer.D"),
     Role.MAMBA_DT_BIAS: _model_dtype("mixer.dt_bias"),
-    Role.MAMBA_GATE_NORM: _mlp_cut("norm.weight", 0),
-    Role.MAMBA_OUT: _mlp_cut("out_proj.weight", 1),
+    Role.MAMBA_GATE_NORM: _cut(_mlp, "norm.weight", 0),
+    Role.MAMBA_OUT: _cut(_mlp, "out_proj.weight", 1),
 }
