@@ -86,6 +86,18 @@ class Layout(Protocol):
         """Where the scales of a quantized group lie, whose weights are cut into `partition`."""
 
 
+def indivisible(what: str, size: int, axis: str, degree: int) -> list[str]:
+    """The violation of cutting `size` of something evenly; `what` has a place for the number, as in `{} experts`."""
+    return [f"{what.format(size)} cannot be divided by {axis} = {degree}"] if size % degree else []
+
+
+def unshareable(what: str, count: int, axis: str, degree: int) -> list[str]:
+    """The violation of dividing `count` of something over ranks, or the ranks over them where they are more."""
+    if count % degree == 0 or degree % count == 0:
+        return []
+    return [f"{count} {what} are neither a multiple nor a divisor of {axis} = {degree}"]
+
+
 def layers_by_stage(
     layers: Iterable[int], places: Sequence[tuple[int, LayerPlace]]
 ) -> dict[int, tuple[LayerPlace, ...]]:

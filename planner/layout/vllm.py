@@ -6,6 +6,11 @@ vllm_quantized.py. Files named here are under vllm/model_executor of vLLM 0.32.
 
 from __future__ import annotations
 
+from functools import cache, partial
+
+import numpy as np
+from numpy.typing import NDArray
+
 from mcore_reshard.planner.model.parameters import (
     EXPERT_ROLES,
     STACKED_ROLES,
@@ -18,9 +23,19 @@ from mcore_reshard.planner.model.precision import Format
 
 from .engines import Engine
 from .mesh import GenMesh, LayerPlace, MeshError
-from .partitions import Excluded, Layout, Misc, Partition, PartitionOwners, layers_by_stage, ranks_of_parts
+from .partitions import (
+    Excluded,
+    Layout,
+    Misc,
+    Partition,
+    PartitionOwners,
+    indivisible,
+    layers_by_stage,
+    ranks_of_parts,
+    unshareable,
+)
 from .vllm_quantized import misquantized, quantizes
-from .vllm_rules import RULES, Context, Rule, padded_vocab
+from .vllm_rules import RULES, Context, padded_vocab
 from .vllm_scales import CHECKPOINT_BLOCKS, notes, vllm_scales
 
 # Families whose embedding, final norm and head are built and loaded on every pipeline stage.
@@ -39,56 +54,45 @@ class VllmLayout(Layout):
         self._groups = model.groups
 
     def violations(self) -> list[str]:
-        architecture, mesh = self._context.architecture, self._context.mesh
-        family, experts = architecture.family, architecture.experts
-        violations = [f"{what} cannot be divided by tp = {mesh.tp}" for what, size in self._sizes() if size % mesh.tp]
-        violations += self._kv_head_violations()
-        if mesh.ep > 1 and not experts:
-            violations.append(f"ep = {mesh.ep} wants a model with experts, {family} has none here")
-        if mesh.ep > experts > 0:
-            violations.append(f"ep = {mesh.ep} exceeds the {experts} experts")
-        if family == "gpt_oss":
-            if experts % mesh.ep:  # its loader drops those left over
-                violations.append(f"{experts} experts cannot be divided by ep = {mesh.ep}")
-            width, ranks = architecture.expert_intermediate, mesh.world // (1 if mesh.ep > 1 else mesh.dp)
+        model, mesh = self._context.architecture, self._context.mesh
+        violations = self._cut_violations()
+        if mesh.ep > 1 and not model.experts:
+            violations.append(f"ep = {mesh.ep} wants a model with experts, {model.family} has none here")
+        if mesh.ep > model.experts > 0:
+            violations.append(f"ep = {mesh.ep} exceeds the {model.experts} experts")
+        if model.family == "gpt_oss":
+            violations += indivisible("{} experts", model.experts, "ep", mesh.ep)  # its loader drops those left over
+            width, ranks = model.expert_intermediate, mesh.world // (1 if mesh.ep > 1 else mesh.dp)
             if width % ranks:
                 violations.append(f"expert width {width} cannot be divided by the engine's {ranks} ranks")
         violations += self._stage_violations()
-        if architecture.tied and family in _NEVER_TIED:
-            violations.append(f"vLLM's {family} does not tie word embeddings")
-        if family in _NO_O_BIAS and any(group.role is Role.O_BIAS for group in self._groups):
-            violations.append(f"vLLM's {family} has no o_proj.bias, which attention_bias brings")
+        if model.tied and model.family in _NEVER_TIED:
+            violations.append(f"vLLM's {model.family} does not tie word embeddings")
+        if model.family in _NO_O_BIAS and any(group.role is Role.O_BIAS for group in self._groups):
+            violations.append(f"vLLM's {model.family} has no o_proj.bias, which attention_bias brings")
         return [f"generation: {violation}" for violation in violations]
 
-    def _sizes(self) -> list[tuple[str, int]]:
-        """What vLLM cuts by tp, and in how many rows, heads or groups."""
-        architecture, mamba = self._context.architecture, self._context.architecture.mamba
-        heads, rows = architecture.attention.heads, padded_vocab(architecture.vocab)
+    def _cut_violations(self) -> list[str]:
+        """What tp does not divide."""
+        model, tp = self._context.architecture, self._context.mesh.tp
+        attention, mamba = model.attention, model.mamba
         sizes = [
-            (f"{heads} attention heads", heads),
-            (f"MLP width {architecture.intermediate}", architecture.intermediate),
-            (f"vocabulary padded to {rows} rows", rows),
+            ("{} attention heads", attention.heads),
+            ("MLP width {}", model.intermediate),
+            ("vocabulary padded to {} rows", padded_vocab(model.vocab)),
         ]
         if self._context.shared_tp > 1:
-            sizes.append((f"shared expert width {architecture.shared_intermediate}", architecture.shared_intermediate))
+            sizes.append(("shared expert width {}", model.shared_intermediate))
         if self._context.mesh.ep == 1:
-            sizes.append((f"expert width {architecture.expert_intermediate}", architecture.expert_intermediate))
+            sizes.append(("expert width {}", model.expert_intermediate))
         if mamba is not None:
-            sizes.append((f"{mamba.heads} Mamba heads", mamba.heads))
-            if mamba.groups > 1:
-                sizes.append((f"{mamba.groups} Mamba groups", mamba.groups))
-        return sizes
-
-    def _kv_head_violations(self) -> list[str]:
-        architecture, tp = self._context.architecture, self._context.mesh.tp
-        attention = architecture.attention
-        if not isinstance(attention, Attention) or attention.kv_heads % tp == 0:
-            return []
-        if architecture.family == "gpt_oss":  # models/gpt_oss.py divides its KV heads without replicating them
-            return [f"{attention.kv_heads} KV heads cannot be divided by tp = {tp}"]
-        if tp % attention.kv_heads == 0:
-            return []
-        return [f"{attention.kv_heads} KV heads are neither a multiple nor a divisor of tp = {tp}"]
+            sizes += [("{} Mamba heads", mamba.heads)] + [("{} Mamba groups", mamba.groups)] * (mamba.groups > 1)
+        violations = [violation for what, size in sizes for violation in indivisible(what, size, "tp", tp)]
+        if not isinstance(attention, Attention):
+            return violations
+        if model.family == "gpt_oss":  # models/gpt_oss.py divides its KV heads without replicating them
+            return violations + indivisible("{} KV heads", attention.kv_heads, "tp", tp)
+        return violations + unshareable("KV heads", attention.kv_heads, "tp", tp)
 
     def _stage_violations(self) -> list[str]:
         """Stages that vLLM cannot build, for want of layers or of experts.
@@ -115,46 +119,35 @@ class VllmLayout(Layout):
             return Excluded("vLLM's main model does not load multi-token-prediction layers")
         if (rule := RULES.get(group.role)) is None:
             return Misc(f"no layout rule for {group.role.value!r} in vLLM")
-        if group.role in EXPERT_ROLES:
-            return self._expert_owners(group, rule)
-        partition = rule(self._context, group, 0)
-        if isinstance(partition, Misc):
-            return partition
-        return tuple(
-            self._owners(group, partition, pp_stage, layers) for pp_stage, layers in self._stages(group).items()
-        )
+        partition_of = cache(partial(rule, self._context, group))  # by the number of local experts
+        owners = []
+        for pp_stage, layers in self._stages(group).items():
+            for ranks, (first, local) in self._ranks(group, pp_stage):
+                partition = partition_of(local)
+                if isinstance(partition, Misc):
+                    return partition
+                ranks = ranks_of_parts(partition, ranks)
+                owners.append(PartitionOwners(partition, ranks, pp_stage, layers, (first, first + local)))
+        return tuple(owners)
 
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
         return vllm_scales(group, partition, form)
 
-    def _owners(
-        self, group: ParameterGroup, partition: Partition, pp_stage: int, layers: tuple[LayerPlace, ...]
-    ) -> PartitionOwners:
-        mesh = self._context.mesh
-        if group.role in STACKED_ROLES and mesh.ep > 1:
-            ranks = mesh.expert_ranks(pp_stage).reshape(mesh.ep, 1)
-        else:
-            ranks = ranks_of_parts(partition, mesh.dense_ranks(pp_stage))
-        return PartitionOwners(partition, ranks, pp_stage, layers)
+    def _ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
+        """The ranks of a stage that hold a group; for experts, with the first one and their number, of each such set.
 
-    def _expert_owners(self, group: ParameterGroup, rule: Rule) -> tuple[PartitionOwners, ...] | Misc:
-        """Linear placement: experts left over go to the first ranks (layers/fused_moe/expert_map_manager.py)."""
+        Linear placement: experts left over go to the first ranks (layers/fused_moe/expert_map_manager.py).
+        """
         mesh = self._context.mesh
+        if mesh.ep > 1 and group.role in STACKED_ROLES:
+            return [(mesh.expert_ranks(pp_stage).reshape(mesh.ep, 1), (0, 0))]
+        if mesh.ep == 1 or group.role not in EXPERT_ROLES:
+            return [(mesh.dense_ranks(pp_stage), (0, group.experts))]
         base, left_over = divmod(group.experts, mesh.ep)
-        partition_of = {local: rule(self._context, group, local) for local in {base, base + bool(left_over)}}
-        owners = []
-        for pp_stage, layers in self._stages(group).items():
-            for ep in range(mesh.ep):
-                first, local = ep * base + min(ep, left_over), base + (ep < left_over)
-                partition = partition_of[local]
-                if isinstance(partition, Misc):
-                    return partition
-                if mesh.ep == 1:
-                    ranks = ranks_of_parts(partition, mesh.dense_ranks(pp_stage))
-                else:
-                    ranks = mesh.expert_ranks(pp_stage)[ep : ep + 1, None]
-                owners.append(PartitionOwners(partition, ranks, pp_stage, layers, (first, first + local)))
-        return tuple(owners)
+        return [
+            (ranks[None, None], (ep * base + min(ep, left_over), base + (ep < left_over)))
+            for ep, ranks in enumerate(mesh.expert_ranks(pp_stage))
+        ]
 
     def _stages(self, group: ParameterGroup) -> dict[int, tuple[LayerPlace, ...]]:
         """The group's layers by pipeline stage; vLLM's names carry the model-wide layer number."""

@@ -178,7 +178,8 @@ def test_another_methods_list_of_modules_is_not_for_the_engine(
     config.write_text(json.dumps({**load_config("tiny-qwen3-moe"), "quantization_config": stated}))
     dtypes = ("--train-dtype", gen_dtype, "--gen-dtype", gen_dtype)
     report = run("plan", config, "--train", "tp=1", "--gen", "tp=1", *dtypes, "--json").json
-    assert [said for said in report["notes"] if "go by misc" not in said] == (
+    others = ("go by misc", "vLLM refuses to run")  # its experts of 32 rows are smaller than a block of 128
+    assert [said for said in report["notes"] if not any(other in said for other in others)] == (
         [f"the config has no quantization_config for {note} are assumed{ASSUMED}"] if note else []
     )
     layers = sum(pair["count"] for pair in report["pairs"] if pair["weight"].endswith("o_proj.weight"))
