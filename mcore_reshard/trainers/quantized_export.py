@@ -1,6 +1,6 @@
-"""Whole tensors for an engine that is quantized, from a trainer's export that is not: the misc route and golden.
+"""Whole tensors for a quantized engine, from the export of an unquantized trainer: for the misc route and golden.
 
-export = quantized_export(lambda names: export_hf(bridge, model_chunks, names), plan)
+    export = quantized_export(lambda names: export_hf(bridge, model_chunks, names), plan)
 
 For a trainer that is itself in FP8 see `mcore_reshard.trainers.megatron.quantized_pairs`.
 """
@@ -31,38 +31,37 @@ Pairs = Mapping[str, Scales]  # by the weight's name
 
 
 def pairs_by_name(plan: Plan) -> dict[str, Scales]:
-    """Every quantized weight of a plan. Raises ValueError for scales that are not float32 (MXFP8), which nothing computes."""
-    found: dict[str, Scales] = {}
+    """The scales of every quantized weight of a plan. Raises ValueError for MXFP8, whose scales are not float32."""
+    pairs: dict[str, Scales] = {}
     for pair in plan.pairs:
         group = plan.groups[pair.scales]
         if group.dtype != "float32":
-            raise ValueError(f"{group.name_pattern} is {group.dtype}: nothing computes the scales of MXFP8")
+            raise ValueError(
+                f"{group.name_pattern} is {group.dtype}: nothing computes the scales of MXFP8; let the engine hold FP8"
+            )
         names = zip(plan.groups[pair.weight].names(), group.names(), strict=True)
-        found |= {weight: Scales(scales, group.shape, pair.block) for weight, scales in names}
-    return found
+        pairs |= {weight: Scales(scales, group.shape, pair.block) for weight, scales in names}
+    return pairs
 
 
 def quantized_export(export: Export, plan: Plan) -> Export:
     """An export that yields the weights of the plan's pairs in E4M3, each followed by its scales.
 
-    Whole matrices are quantized as the source of a cast does it, block by block. Raises ValueError as `pairs_by_name`.
+    It quantizes whole matrices, block by block, as a cast on the way does. Raises ValueError as `pairs_by_name`.
     """
     pairs = pairs_by_name(plan)
     computed = {scales.name for scales in pairs.values()}
 
     def run(names: Sequence[str] | None) -> NamedTensors:
-        asked = None if names is None else [name for name in names if name not in computed]
-        for name, tensor in export(asked):
-            if name in pairs:
-                yield from quantized_pair(name, tensor, pairs[name])
-            else:
-                yield name, tensor
+        exported = None if names is None else [name for name in names if name not in computed]
+        for name, tensor in export(exported):
+            yield from quantize_pair(name, tensor, pairs[name]) if name in pairs else ((name, tensor),)
 
     return run
 
 
-def quantized_pair(name: str, weight: torch.Tensor, scales: Scales) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, E4M3 data) and (name of the scales, float32) of a matrix."""
+def quantize_pair(name: str, weight: torch.Tensor, scales: Scales) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, E4M3 data), then (name of the scales, float32 scales) of a matrix."""
     data, grid = quantized(weight, scales.block)
     yield name, data
     yield scales.name, grid.reshape(scales.shape)

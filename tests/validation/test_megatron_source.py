@@ -20,7 +20,7 @@ from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.trainers.megatron.model import local_tensors, precisions_of, require, unwrapped
-from mcore_reshard.trainers.megatron.plan_refit import _agreed_precision, plan_refit
+from mcore_reshard.trainers.megatron.plan_refit import _agree_on_precision, plan_refit
 from mcore_reshard.validation import tiny
 from mcore_reshard.validation.processes import run_processes
 from mcore_reshard.validation.trainer import build as trainer_module
@@ -304,7 +304,7 @@ def test_precisions_that_no_plan_can_say_are_refused(found: dict[str, str]) -> N
     with pytest.raises(
         ValueError, match=", ".join(f"{found[precision]} in {precision}" for precision in sorted(found))
     ):
-        _agreed_precision(found, "bfloat16")
+        _agree_on_precision(found, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_precisions_that_no_plan_can_say_are_refused(found: dict[str, str]) -> N
     [({"fp8": "a", "bfloat16": "b"}, "fp8"), ({"mxfp8": "a"}, "mxfp8"), ({"bfloat16": "a"}, None)],
 )
 def test_quantized_parameters_leave_the_others_in_the_dtype_of_the_config(found, precision: str | None) -> None:
-    assert _agreed_precision(found, "bfloat16") == precision
+    assert _agree_on_precision(found, "bfloat16") == precision
 
 
 def _planned_in_fp8(trainer: Trainer, folder: Path, config: dict[str, Any], unlike: tuple[int, ...]) -> Any:

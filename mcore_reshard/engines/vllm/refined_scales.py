@@ -1,8 +1,12 @@
-"""Scales of block-FP8 experts that vLLM cuts inside of blocks: it makes the blocks smaller and repeats their scales.
+"""Scales of block-FP8 experts where a tensor-parallel cut falls inside a block: vLLM refines the blocks.
 
-A plan moves the checkpoint's scales, those of every block that a rank has a part of, into a tensor beside the engine's
-own; `refine` repeats them from there into what the kernels read. Source: vllm/model_executor/layers/fused_moe/oracle/fp8.py
-(refine_fp8_moe_block_shape) and routed_experts.py (weight_loader), 0.32.
+vLLM makes the blocks smaller and repeats the checkpoint's scales for them. A plan moves the checkpoint's scales, of every
+block that a rank holds a part of, into a tensor beside the parameter. `refine` repeats them from there:
+
+    blocks of 128 columns, cut every 64     checkpoint's scales [a b]  ->  parameter of tp rank 1: [a], of tp rank 2: [b]
+
+Source: vllm/model_executor/layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape) and routed_experts.py
+(weight_loader), 0.32.
 """
 
 from __future__ import annotations
@@ -16,77 +20,67 @@ import torch
 from mcore_reshard.planner.layout.vllm_scales import CHECKPOINT_BLOCKS
 
 _SUFFIX = "_weight_scale_inv"
-_NOTHING = -1.0  # no scale is negative
-_BESIDE = "_checkpoint_blocks"  # attribute of a layer: its tensors by the names of its parameters
+_UNFILLED = -1.0  # no scale is negative
+_BESIDE = "_checkpoint_blocks"  # attribute of a layer: its _Blocks by "w13" and "w2"
 
 
 @dataclass(frozen=True, slots=True)
-class _Refined:
-    """One parameter of refined scales: for each of its rows and columns, those of the tensor beside it."""
+class _Blocks:
+    """The checkpoint's scales for one parameter, and the row and column of them for each of the parameter's own."""
 
-    name: str
-    parameter: torch.nn.Parameter  # [experts, rows, columns]
-    blocks: torch.Tensor  # float32 [experts, touched rows, touched columns]
+    scales: torch.Tensor  # float32 [experts, rows of blocks, columns of blocks]
     rows: torch.Tensor
     columns: torch.Tensor
 
 
 def blocks_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """`...w13_weight_scale_inv.blocks` -> the tensor that a plan fills; made on the first call, negative until it is filled."""
-    return {entry.name + CHECKPOINT_BLOCKS: entry.blocks for entry in _refined(model)}
+    """`...w13_weight_scale_inv.blocks` -> the tensor that a plan fills; the first call makes it, of negative numbers."""
+    return {name + CHECKPOINT_BLOCKS: blocks.scales for name, _, blocks in _refined(model)}
 
 
 def refine(model: torch.nn.Module) -> None:
-    """Repeat what a plan has put beside refined scales into these, once; what no refit has put there since stays as it is.
+    """Repeat the scales that a refit put beside the parameters. A parameter without new scales stays as it is.
 
-    A NaN is a scale as any other: weights that are NaN have such.
+    NaN counts as a scale: a block with a NaN weight has it.
     """
     with torch.no_grad():
-        for entry in _refined(model):
-            if not (entry.blocks < 0).any():
-                entry.parameter.copy_(entry.blocks.index_select(1, entry.rows).index_select(2, entry.columns))
-                entry.blocks.fill_(_NOTHING)  # the loader may write the parameter next, as it does under golden
+        for _, parameter, blocks in _refined(model):
+            if not (blocks.scales < 0).any():
+                parameter.copy_(blocks.scales.index_select(1, blocks.rows).index_select(2, blocks.columns))
+                blocks.scales.fill_(_UNFILLED)  # the loader may write the parameter next, as it does under golden
 
 
 def refined_names(model: torch.nn.Module) -> set[str]:
-    """Parameters that `refine` fills."""
-    return {entry.name for entry in _refined(model)}
+    """The parameters that `refine` fills."""
+    return {name for name, *_ in _refined(model)}
 
 
-def _refined(model: torch.nn.Module) -> Iterator[_Refined]:
+def _refined(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, _Blocks]]:
+    layer: Any
     for prefix, layer in model.named_modules():
         method = getattr(layer, "quant_method", None) if layer._parameters else None
         if getattr(method, "weight_scale_refine", None) is None:
             continue
+        beside = layer.__dict__.setdefault(_BESIDE, {})
         for leaf in ("w13", "w2"):
-            yield _entry(f"{prefix}.{leaf}{_SUFFIX}", leaf, layer, method)
+            parameter = getattr(layer, f"{leaf}{_SUFFIX}")
+            if leaf not in beside:
+                beside[leaf] = _make_blocks(leaf, layer, method, parameter)
+            yield f"{prefix}.{leaf}{_SUFFIX}", parameter, beside[leaf]
 
 
-def _entry(name: str, leaf: str, layer: Any, method: Any) -> _Refined:
-    parameter = getattr(layer, f"{leaf}{_SUFFIX}")
-    beside = layer.__dict__.setdefault(_BESIDE, {})
-    if leaf not in beside:
-        beside[leaf] = _made_beside(leaf, layer, method, parameter)
-    return _Refined(name, parameter, *beside[leaf])
-
-
-def _made_beside(leaf: str, layer: Any, method: Any, parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A tensor for the checkpoint's scales of one parameter, and which row and column of it each of the parameter's has."""
+def _make_blocks(leaf: str, layer: Any, method: Any, parameter: torch.Tensor) -> _Blocks:
     coarse, fine = method.weight_block_size, method.moe_block_shape
     width = layer.moe_config.intermediate_size_per_partition
     start = layer.moe_config.tp_rank * width
-    cut = 0 if leaf == "w13" else 1  # dim of the matrix that is cut
-    mine = torch.arange(start, start + width, fine[cut]) // coarse[cut]
-    mine -= start // coarse[cut]
-    touched = int(mine[-1]) + 1
+    cut, whole = (0, 1) if leaf == "w13" else (1, 0)  # dims of the matrix
+    along_cut = torch.arange(start, start + width, fine[cut]) // coarse[cut] - start // coarse[cut]
+    along_whole = torch.arange(parameter.shape[1 + whole]) * fine[whole] // coarse[whole]
+    rows, columns = along_whole, along_cut
     if leaf == "w13":
-        stacked = parameter.shape[1] // len(mine)  # gate and up, or up alone
-        rows = torch.cat([mine + number * touched for number in range(stacked)])
-        columns = torch.arange(parameter.shape[2]) * fine[1] // coarse[1]
-        shape = (parameter.shape[0], stacked * touched, int(columns[-1]) + 1)
-    else:
-        rows = torch.arange(parameter.shape[1]) * fine[0] // coarse[0]
-        columns = mine
-        shape = (parameter.shape[0], int(rows[-1]) + 1, touched)
-    nothing = torch.full(shape, _NOTHING, dtype=parameter.dtype, device=parameter.device)
-    return nothing, rows.to(parameter.device), columns.to(parameter.device)
+        stacked = parameter.shape[1] // len(along_cut)  # gate and up, or up alone
+        touched = int(along_cut[-1]) + 1
+        rows, columns = torch.cat([along_cut + number * touched for number in range(stacked)]), along_whole
+    shape = (parameter.shape[0], int(rows[-1]) + 1, int(columns[-1]) + 1)
+    scales = torch.full(shape, _UNFILLED, dtype=parameter.dtype, device=parameter.device)
+    return _Blocks(scales, rows.to(parameter.device), columns.to(parameter.device))

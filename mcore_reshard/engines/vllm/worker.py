@@ -29,17 +29,17 @@ from . import model as engine
 class RefitWorker:
     """A generation rank's part: connect once, refit after each step, close."""
 
-    vllm_config: Any  # these two are the worker's
+    vllm_config: Any  # this and `get_model` belong to the worker
     get_model: Callable[[], torch.nn.Module]
     _refit_endpoint: GenerationEndpoint | None = None
 
     def connect_refit(self, store: str, *, replica: int = 0, connect_timeout_s: float = 600.0, **options: Any) -> str:
         """Fetch the plan that the trainer publishes, bind this worker's parameters and meet all other ranks.
 
-        `replica` counts engines of the same mesh. `connect_timeout_s` is how long to wait for the plan, and then for
-        ranks that are still starting. `options` are the fields of `Options`. Returns the rank's name, as in "gen:3".
-        Raises MeshError where the plan is for other engines, ValueError for wrong options, and as
-        `GenerationEndpoint.prepare` does.
+        `replica` counts engines of the same mesh. `connect_timeout_s` limits the wait for the plan, and then the wait
+        for ranks that are still starting. `options` are the fields of `Options`. Returns the rank's name, as in "gen:3".
+        Raises MeshError where the plan is for other engines, ValueError for wrong options, and otherwise as
+        `GenerationEndpoint.prepare`.
         """
         self.close_refit()
         session = Options(**options)
@@ -70,7 +70,7 @@ class RefitWorker:
         from vllm.config import set_current_vllm_config
 
         if self._refit_endpoint is None:
-            raise SessionError("no refit is possible: call connect_refit() on all workers first")
+            raise SessionError("this worker is in no session: call connect_refit() on all workers first")
         with set_current_vllm_config(self.vllm_config):
             return asdict(self._refit_endpoint.refit(version))
 

@@ -4,8 +4,8 @@
     trainer.refit(step)                                                                      # weights may change again
     trainer.close()
 
-`connect` reads the mesh, the build and the precision off the live model. `plan_refit`, `TrainEndpoint` and the exports
-are the layer below, for trainers that need other tensors or another export.
+`connect` reads the mesh, the build and the precision off the live model. Trainers with other tensors or another export
+use the layer below: `plan_refit`, `TrainEndpoint` and the exports.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mcore_reshard.trainers.quantized_export import pairs_by_name
 from .model import export_hf, local_tensors
 from .plan_refit import plan_refit
 from .quantized_pairs import export_with_pairs
-from .world import on_all_ranks, own_rank, told_by_all
+from .world import gather_from_all, own_rank, run_on_all_ranks
 
-_GRACE_S = 5.0  # after a failure: for ranks elsewhere to read its cause before rank 0 stops its store
+_GRACE_S = 5.0  # after a failure: time for all ranks to read its cause before rank 0 stops the store
 
 
 class RefitTrainer:
@@ -45,7 +45,7 @@ class RefitTrainer:
     def __init__(self, plan: Plan, endpoint: TrainEndpoint, server: StoreServer | None) -> None:
         self.plan = plan
         self._endpoint = endpoint
-        self._server = server  # on training rank 0, unless a store was there
+        self._server = server  # on training rank 0, unless another store answered
 
     def refit(self, step: int, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
         """Move the current weights into the engine; return once all ranks of both worlds have acknowledged them.
@@ -62,8 +62,11 @@ class RefitTrainer:
         """
         failed = self._endpoint.failure is not None
         self._endpoint.close()
-        _stop(self._server, after_failure=failed)
-        self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            if failed:
+                time.sleep(_GRACE_S)
+            server.close()
 
     def __enter__(self) -> RefitTrainer:
         return self
@@ -87,42 +90,44 @@ def connect(
 ) -> RefitTrainer:
     """Plan the refit of a live Megatron-Core model, prove the plan, publish it, and meet the engine's ranks.
 
-    Call it on every training rank, with torch's default process group over the training world. `bridge` is the
-    AutoBridge that built the model (`from_hf_pretrained`); None will do where nothing takes the misc route. `hf_config`
-    is the engine's config.json: a dict, a path or a transformers config. `gen` is the engine's mesh, as in "tp=4,dp=2".
-    `store` is "host:port": training rank 0 starts a store there unless one answers already. `gen_dtype` is what the
-    engine holds, as in "fp8"; the trainer's own precision is read off its parameters. `connect_timeout_s` is how long
-    to wait for engines that are still starting.
+    Call it on every training rank; torch's default process group must be the training world.
+    - `bridge`: the AutoBridge that built the model (`from_hf_pretrained`); None if no parameter takes the misc route.
+    - `hf_config`: the engine's config.json, as a dict, a path or a transformers config.
+    - `gen`: the engine's mesh, as in "tp=4,dp=2".
+    - `store`: "host:port". Training rank 0 starts a store there unless one answers already.
+    - `gen_dtype`: the engine's precision, as in "fp8". The trainer's own is read off its parameters.
+    - `connect_timeout_s`: how long to wait for engines that are still starting.
 
     Raises ConfigError, MeshError, ProofError, BindError, TransportUnavailable, SessionError or ValueError. If one rank
     raises, all ranks do, and no store stays behind.
     """
-    config, gen_mesh = on_all_ranks(lambda: _read_inputs(model_chunks, hf_config, gen, store))
-    model = told_by_all(_model_name(hf_config, config))[0]
+    config, gen_mesh = run_on_all_ranks(lambda: _read_inputs(model_chunks, hf_config, gen, store))
+    model = gather_from_all(_model_name(hf_config, config))[0]
 
     def plan_and_bind() -> tuple[Plan, TrainEndpoint]:
         plan = plan_refit(
             config, model_chunks, gen_mesh, model=model, policy=policy, gen_dtype=gen_dtype, engine=engine
         )
-        export = _export_of(plan, bridge, model_chunks, options)
-        tensors = lambda: local_tensors(model_chunks)  # noqa: E731
+        export = _choose_export(plan, bridge, model_chunks, options)
+        tensors = partial(local_tensors, model_chunks)
         schedule = schedule_of(plan, "train", own_rank())
         return plan, TrainEndpoint(schedule, tensors, store=store, export=export, options=options)
 
-    plan, endpoint = on_all_ranks(plan_and_bind)
-    server = on_all_ranks(lambda: _publish(plan, store, options) if own_rank() == 0 else None)
+    plan, endpoint = run_on_all_ranks(plan_and_bind)
+    server = run_on_all_ranks(lambda: _publish(plan, store, options) if own_rank() == 0 else None)
+    trainer = RefitTrainer(plan, endpoint, server)
     try:
         endpoint.prepare(timeout_s=connect_timeout_s)
     except BaseException:
-        _stop(server, after_failure=True)
+        trainer.close()
         raise
-    return RefitTrainer(plan, endpoint, server)
+    return trainer
 
 
 def _read_inputs(
     model_chunks: Sequence[torch.nn.Module], hf_config: Any, gen: str | GenMesh, store: str
 ) -> tuple[dict[str, Any], GenMesh]:
-    """Everything that may fail on one rank alone, before ranks wait for each other in `plan_refit`."""
+    """Run every step that may fail on one rank alone, before ranks wait for each other in `plan_refit`."""
     split_address(store)
     local_tensors(model_chunks)
     config = _config_of(hf_config)
@@ -141,14 +146,14 @@ def _config_of(hf_config: Any) -> dict[str, Any]:
 
 
 def _model_name(hf_config: Any, config: Mapping[str, Any]) -> str:
-    """What the plan calls the model: the last part of its path or repository, else its model_type."""
+    """The model's name in the plan: the last part of its path or repository, else its model_type."""
     path = hf_config if isinstance(hf_config, (str, PathLike)) else config.get("_name_or_path")
     name = str(path or "").rstrip("/").removesuffix("/config.json").rpartition("/")[2]
     return name or str(config.get("model_type", ""))
 
 
-def _export_of(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Module], options: Options) -> Export | None:
-    """The export that the misc route and golden need: with FP8 pairs where the engine keeps some."""
+def _choose_export(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Module], options: Options) -> Export | None:
+    """The export for the misc route and golden: one with FP8 pairs if the engine keeps some of those parameters in FP8."""
     device = next(iter(local_tensors(model_chunks).values())).device.type
     golden = resolve(options.transport, device).connect is None
     if bridge is None:
@@ -163,18 +168,12 @@ def _export_of(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Module],
 
 
 def _publish(plan: Plan, store: str, options: Options) -> StoreServer | None:
-    """On training rank 0: see to the store, and put the plan there."""
+    """On training rank 0: start a store if none answers, and put the plan there."""
     server = start_store_if_absent(store, options.timeout_s)
     try:
         publish_plan(plan, store, session=options.session, timeout_s=options.timeout_s)
     except BaseException:
-        _stop(server, after_failure=False)
+        if server is not None:
+            server.close()
         raise
     return server
-
-
-def _stop(server: StoreServer | None, *, after_failure: bool) -> None:
-    if server is not None:
-        if after_failure:
-            time.sleep(_GRACE_S)
-        server.close()

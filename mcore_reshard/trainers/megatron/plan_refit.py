@@ -1,8 +1,8 @@
 """From a live trainer to the plan that both worlds run: read the mesh off the model, plan, hand the plan over.
 
 plan = plan_refit(config, model_chunks, gen=GenMesh(tp=4), model="qwen3-30b-a3b")   # on every training rank
-publish_plan(plan, store="10.0.0.1:29600")                                        # on one of them
-plan = fetch_plan(store="10.0.0.1:29600")                                         # on every generation rank
+publish_plan(plan, store="10.0.0.1:29600")                                          # on one of them
+plan = fetch_plan(store="10.0.0.1:29600")                                           # on every generation rank
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.proof.prove import ProofError, prove
 
 from .model import local_tensors, precisions_of, rank_coordinate, train_mesh_of
-from .world import own_rank, told_by_all
+from .world import gather_from_all, own_rank
 
 _FUSED_NORM = ".layer_norm_weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -44,23 +44,22 @@ def plan_refit(
 ) -> Plan:
     """Plan the refit of a live Megatron-Core model into the mesh of an engine, and prove it.
 
-    `config` is the model's HF config.json. `engine` and `gen_dtype` (what the engine holds) are as in `make_plan`. The
-    precision of the trainer is read off its parameters, layer by layer. Collective over the training world (torch's default
-    group): every rank must call it and all get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a
-    model that no plan describes, such as one with LoRA adapters.
+    `config` is the model's HF config.json. `engine` and `gen_dtype` (the engine's precision) are as in `make_plan`. The
+    trainer's precision is read off its parameters, layer by layer. Collective over the training world (torch's default
+    group): every rank must call it, and all get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError
+    for a model that no plan describes, such as one with LoRA adapters.
     """
     model_parameters = parameters_from_config(config)
-    train = TrainMesh(**dict(train_mesh_of(model_chunks)))
+    train = TrainMesh(**train_mesh_of(model_chunks))
     _refuse_other_rank_orders(train, rank_coordinate(model_chunks))
     tensors = local_tensors(model_chunks)
     _refuse_adapters(tensors)
-    build = _build_of(tensors, train.tp)
-    train_dtype = _agreed_precision(precisions_of(tensors), model_parameters.dtype)
+    build = _agree_on_build(tensors, train.tp)
+    train_dtype = _agree_on_precision(precisions_of(tensors), model_parameters.dtype)
     unquantized: list[int] = []
     if train_dtype in _FORMATS:
         pp_stage = train.coordinate(own_rank())["pp"]
-        weights = _linear_weights(model_parameters, train, build, pp_stage)
-        unquantized = _unquantized_layers(tensors, weights)
+        unquantized = _find_unquantized_layers(tensors, _linear_weights(model_parameters, train, build, pp_stage))
     plan = make_plan(
         model_parameters,
         train,
@@ -80,28 +79,24 @@ def plan_refit(
 
 
 def _refuse_other_rank_orders(train: TrainMesh, coordinate: dict[str, int]) -> None:
-    """Raise MeshError on every rank where one of them is elsewhere than RankGenerator's default order puts it.
+    """Raise MeshError, on every rank, if one of them is not where RankGenerator's default order puts it.
 
     Megatron-Bridge's `use_tp_pp_dp_mapping` initializes Megatron with order="tp-cp-ep-pp-dp" (training/initialize.py).
     """
-    for global_rank, actual in enumerate(told_by_all(coordinate)):
+    for global_rank, actual in enumerate(gather_from_all(coordinate)):
         planned = train.coordinate(global_rank)
         if wrong := [axis for axis in actual if actual[axis] != planned[axis]]:
-            in_megatron, in_plan = (" ".join(f"{axis}={at[axis]}" for axis in wrong) for at in (actual, planned))
-            raise MeshError(
-                "no plan fits this order of training ranks",
-                [
-                    f"Megatron-Core has rank {global_rank} at {in_megatron}, a plan has it at {in_plan}",
-                    "initialize Megatron-Core with order='tp-cp-ep-dp-pp', its default"
-                    " (Megatron-Bridge: use_tp_pp_dp_mapping=False)",
-                ],
-            )
+            in_megatron, in_plan = (" ".join(f"{axis}={place[axis]}" for axis in wrong) for place in (actual, planned))
+            difference = f"Megatron-Core has rank {global_rank} at {in_megatron}, a plan has it at {in_plan}"
+            remedy = "initialize Megatron-Core with order='tp-cp-ep-dp-pp', its default"
+            remedy += " (Megatron-Bridge: use_tp_pp_dp_mapping=False)"
+            raise MeshError("no plan fits this order of training ranks", [difference, remedy])
 
 
 def _refuse_adapters(names: Iterable[str]) -> None:
-    """Raise ValueError on every rank where one holds a module that Megatron-Bridge wraps (peft/adapter_wrapper.py)."""
-    wrapped = [name for name in told_by_all(next((name for name in names if ".to_wrap." in name), "")) if name]
-    if wrapped:
+    """Raise ValueError, on every rank, if one holds a module that Megatron-Bridge wrapped (peft/adapter_wrapper.py)."""
+    first_wrapped = next((name for name in names if ".to_wrap." in name), "")
+    if wrapped := [name for name in gather_from_all(first_wrapped) if name]:
         raise ValueError(
             f"the model has adapters (LoRA), as in {wrapped[0]}: no tensor of the trainer holds the weights that the engine"
             " needs. Merge the adapters (megatron.bridge.peft.lora.LoRAMerge), put every `to_wrap` module in the place of"
@@ -109,36 +104,35 @@ def _refuse_adapters(names: Iterable[str]) -> None:
         )
 
 
-def _agreed_precision(first_in: dict[str, str], main: str) -> str | None:
+def _agree_on_precision(first_in: dict[str, str], main: str) -> str | None:
     """The `train_dtype` of a world whose ranks hold matrices in these precisions; `main` is the config's dtype.
 
-    `first_in` names a matrix of this rank for each precision. Ranks tell each other, since a stage may hold no quantized
-    parameters.
+    `first_in` names one matrix of this rank for each precision. Collective: a pipeline stage may hold no quantized one.
     """
-    name_in = {precision: name for rank in reversed(told_by_all(first_in)) for precision, name in rank.items()}
+    name_in = {precision: name for rank in reversed(gather_from_all(first_in)) for precision, name in rank.items()}
     formats, dtypes = name_in.keys() & _FORMATS, name_in.keys() - _FORMATS
     known = {main} if formats else {main, *PRECISION_OF}
     if len(formats) > 1 or len(dtypes) > 1 or dtypes - known:
         mixture = ", ".join(f"{name_in[precision]} in {precision}" for precision in sorted(name_in))
         raise ValueError(
-            f"no plan can say what training ranks hold their matrices in: {mixture}; they may all be in bfloat16,"
-            f" in float32 or in the config's {main}, which FP8 parameters leave the others in"
+            f"training ranks hold matrices in a mixture that no plan describes: {mixture}; hold all of them in bfloat16, in"
+            f" float32 or in the config's {main}, or those that are not FP8 in {main}"
         )
     return next(iter(formats), None) or next((PRECISION_OF[dtype] for dtype in dtypes if dtype != main), None)
 
 
-def _unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[tuple[int, str]]) -> list[int]:
+def _find_unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[tuple[int, str]]) -> list[int]:
     """The layers of an FP8 trainer in which no rank holds a quantized linear weight.
 
-    `weights` are (layer, name) of what this rank may hold. Ranks tell each other, since a layer may be on several. Raises
-    ValueError for layers that are quantized in part.
+    `weights` are the (layer, name) that this rank may hold. Collective: a layer may be on several ranks. Raises ValueError
+    for layers that are quantized in part.
     """
     local: dict[int, dict[bool, str]] = {}  # by layer, the first weight that is quantized and the first that is not
     for layer, name in weights:
         if name in tensors:
             local.setdefault(layer, {}).setdefault(tensors[name].dtype is torch.float8_e4m3fn, name)
     weight_of: dict[int, dict[bool, str]] = {}  # the same over all ranks
-    for rank in told_by_all(local):
+    for rank in gather_from_all(local):
         for layer, names in rank.items():
             weight_of[layer] = names | weight_of.get(layer, {})
     mixed = [
@@ -148,8 +142,8 @@ def _unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[t
     ]
     if mixed:
         raise ValueError(
-            f"no plan can say what training ranks keep quantized: {'; '.join(mixed)}; it must be all linear weights of a"
-            " layer or none, as fp8_param and first_last_layers_bf16 leave them"
+            f"training ranks keep layers quantized in part: {'; '.join(mixed)}; quantize all linear weights of a layer or"
+            " none, as fp8_param and first_last_layers_bf16 do"
         )
     return sorted(layer for layer, names in weight_of.items() if True not in names)
 
@@ -157,9 +151,9 @@ def _unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[t
 def _linear_weights(
     model_parameters: ModelParameters, train: TrainMesh, build: MegatronBuild, pp_stage: int
 ) -> Iterator[tuple[int, str]]:
-    """(layer, tensor) of what fp8_param quantizes on a pipeline stage.
+    """(layer, tensor) of every weight that fp8_param quantizes on a pipeline stage.
 
-    Multi-token-prediction layers are in no plan, and GroupedMLP is not Transformer Engine's: nothing quantizes it.
+    Not of multi-token-prediction layers, which are in no plan, nor of GroupedMLP, which Transformer Engine does not build.
     """
     layout = MegatronLayout(model_parameters, train, build)
     for group in model_parameters.groups:
@@ -174,45 +168,33 @@ def _linear_weights(
                     yield place.layer, pattern.format(vp=place.vp_stage, layer=place.local, expert=slot)
 
 
-def _build_of(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
-    """How the model was built, put together from what every training rank holds.
-
-    A rank may lack the evidence, as a stage without experts or without the embedding does: ranks tell each other.
-    """
-    rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)}
-    evidence: dict[str, Any] = {
-        "experts": _experts_of(tensors),
-        "fused": _fused_norms_of(tensors),
-        "rows": sorted(rows),
-    }
-    told = told_by_all(evidence)
-    experts: set[ExpertsModule] = {kind for rank in told for kind in rank["experts"]}
-    fused = {answer for rank in told for answer in rank["fused"]}
-    rows = {count for rank in told for count in rank["rows"]}
-    if len(experts) > 1 or len(fused) > 1 or len(rows) != 1:
+def _agree_on_build(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
+    """How the model was built. Collective: a stage without experts or without the embedding lacks that evidence."""
+    own_rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)}
+    evidence = gather_from_all((_experts_modules(tensors), _fused_norms(tensors), own_rows))
+    modules: set[ExpertsModule] = set().union(*(rank[0] for rank in evidence))
+    fused: set[bool] = set().union(*(rank[1] for rank in evidence))
+    rows: set[int] = set().union(*(rank[2] for rank in evidence))
+    if len(modules) > 1 or len(fused) > 1 or len(rows) != 1:
         raise ValueError(
-            f"training ranks built the model differently: experts {experts}, fused norms {fused}, embedding rows {rows}"
+            f"training ranks built the model differently: experts {modules}, fused norms {fused}, embedding rows {rows};"
+            " build it from one config on all ranks"
         )
     return MegatronBuild(
-        experts=experts.pop() if experts else "grouped",
+        experts=modules.pop() if modules else "grouped",
         fused_norms=fused.pop() if fused else True,
         padded_vocab=rows.pop() * tp,
     )
 
 
-def _experts_of(names: Iterable[str]) -> list[ExpertsModule]:
-    """How local experts are kept: modules of their own, one tensor for all, or one tensor each; nothing without experts."""
-    kinds: dict[ExpertsModule, bool] = {"sequential": False, "stacked": False, "grouped": False}
-    for name in names:
-        _, experts, leaf = name.partition(".mlp.experts.")
-        if experts:
-            kinds["sequential"] |= leaf.startswith("local_experts.")
-            kinds["stacked"] |= leaf in {"weight1", "weight2"}
-            kinds["grouped"] |= leaf.startswith(("linear_fc1.weight", "linear_fc2.weight"))
-    return [kind for kind, present in kinds.items() if present]
+def _experts_modules(names: Iterable[str]) -> set[ExpertsModule]:
+    """How local experts are kept: as modules of their own, one tensor for all, or one tensor each; empty without experts."""
+    module_of: dict[str, ExpertsModule] = {"local_experts": "sequential", "weight1": "stacked", "linear_fc1": "grouped"}
+    leaves = {name.partition(".mlp.experts.")[2].partition(".")[0] for name in names}
+    return {module_of[leaf] for leaf in leaves & module_of.keys()}
 
 
-def _fused_norms_of(names: Iterable[str]) -> list[bool]:
-    """Whether norms live inside the linear they precede; nothing on a rank without layers."""
+def _fused_norms(names: Iterable[str]) -> set[bool]:
+    """Whether norms live inside the linear that they precede; empty on a rank without layers."""
     in_layers = [name for name in names if ".decoder.layers." in name]
-    return [any(name.endswith(_FUSED_NORM) for name in in_layers)] if in_layers else []
+    return {any(name.endswith(_FUSED_NORM) for name in in_layers)} if in_layers else set()

@@ -1,9 +1,9 @@
 """Whole FP8 pairs out of a live Megatron-Core model, by their Hugging Face names: what a plan's misc route sends.
 
-Megatron-Bridge (0.3.1) dequantizes what Transformer Engine quantized and knows no scales. But its mappings gather and
-rearrange elements of any dtype. So a quantized parameter goes through them twice: its data as bytes, and the scale of
-every element as a matrix of the same shape. What arrives is the checkpoint's weight, and scales of which each block's
-must be equal:
+Megatron-Bridge (0.3.1) dequantizes the weights that Transformer Engine quantized, and knows no scales. But its mappings
+gather and rearrange elements of any dtype. So a quantized parameter goes through them twice: once as the bytes of its
+data, once as a matrix of the same shape with the scale of every element. Then each block of the checkpoint's weight must
+hold one scale:
 
     trainer's linear_qkv, blocks of 2 rows      q_proj
     q0 a    k0 b                                q0 a
@@ -22,62 +22,54 @@ import torch
 
 from mcore_reshard.kernels.copies.cast_arithmetic import over_elements
 from mcore_reshard.planner.model.precision import Block, grid_of
-from mcore_reshard.trainers.quantized_export import Pairs, Scales, quantized_pair
+from mcore_reshard.trainers.quantized_export import Pairs, Scales, quantize_pair
 
-from .model import conversion_tasks, export_tasks, hf_names
-from .world import told_by_all
-
-NamedTensors = Iterator[tuple[str, torch.Tensor]]
+from .model import export_tasks, hf_names, select_tasks
+from .world import gather_from_all
 
 
 def export_with_pairs(
     bridge: Any, model_chunks: Sequence[torch.nn.Module], pairs: Pairs, names: Collection[str] | None = None
-) -> NamedTensors:
+) -> Iterator[tuple[str, torch.Tensor]]:
     """As `export_hf`, with each weight of `pairs` as float8_e4m3fn data, followed by its float32 scales.
 
-    Data and scales of a trainer that holds the weight quantized arrive as they are. Where a block of the checkpoint holds
-    parts of several blocks of the trainer (heads smaller than a block, in the fused QKV tensor), it has no scale of its
-    own: the weight is dequantized and quantized again, which rounds. Weights that the trainer holds in bfloat16 are
-    quantized. Both are done as the engine would (`kernels.precision`).
-    A weight takes the memory of its element-wise scales meanwhile, four bytes an element.
+    Weights that the trainer holds quantized keep their data and scales. One exception: a block of the checkpoint may span
+    several blocks of the trainer, as where heads in the fused QKV tensor are smaller than a block. Such a weight is
+    dequantized and quantized again, which rounds. Weights in bfloat16 are quantized. Both follow the engine's arithmetic
+    (`kernels.copies.cast_arithmetic`). Meanwhile the scales of a weight's elements take four bytes an element.
 
-    Collective, as `export_hf`. Raises KeyError for names that nothing yields, ValueError for other blocks than the plan's.
+    Collective, as `export_hf`. Raises KeyError for names that no task yields, ValueError for other blocks than the plan's.
     """
-    wanted = None if names is None else _weights_of(names, pairs)
-    tasks = conversion_tasks(bridge, model_chunks, wanted)
-    by_bytes = _quantized_tasks(tasks, pairs)
+    if names is not None:  # scales come with their weights
+        weight_of = {scales.name: weight for weight, scales in pairs.items()}
+        names = {weight_of.get(name, name) for name in names}
+    tasks = select_tasks(bridge, model_chunks, names)
+    by_bytes = sorted(set().union(*gather_from_all(_quantized_tasks(tasks, pairs))))  # collective: all ranks must agree
     others = [task for index, task in enumerate(tasks) if index not in by_bytes]
-    for name, tensor in export_tasks(bridge, model_chunks, others, wanted):
-        yield from quantized_pair(name, tensor, pairs[name]) if name in pairs else ((name, tensor),)
-    # a mapping remembers the dtype that it exchanged between pipeline stages, so either half has tasks of its own
-    again = conversion_tasks(bridge, model_chunks, wanted)
-    data = [_carrying(tasks[index], _data) for index in sorted(by_bytes)]
-    scales = [_carrying(again[index], partial(_scale_of_elements, block=_block_of(again[index], pairs)))
-              for index in sorted(by_bytes)]  # fmt: skip
-    halves = (export_tasks(bridge, model_chunks, half, wanted) for half in (data, scales))
-    for (name, values), (of_scales, scale) in zip(*halves, strict=True):
-        assert name == of_scales, f"Bridge yields {name} beside {of_scales}"
+    for name, tensor in export_tasks(bridge, model_chunks, others, names):
+        yield from quantize_pair(name, tensor, pairs[name]) if name in pairs else ((name, tensor),)
+    # A mapping remembers the dtype that it exchanged between pipeline stages: data and scales need tasks of their own.
+    again = select_tasks(bridge, model_chunks, names)
+    data_tasks = [_with_weight(tasks[index], _data) for index in by_bytes]
+    scale_tasks = [_with_weight(again[index], partial(_scale_of_elements, block=_block_of(again[index], pairs)))
+                   for index in by_bytes]  # fmt: skip
+    halves = (export_tasks(bridge, model_chunks, half, names) for half in (data_tasks, scale_tasks))
+    for (name, values), (name_of_scale, scale) in zip(*halves, strict=True):
+        assert name == name_of_scale, f"Bridge yields {name} beside {name_of_scale}"
         yield from pair_of_elements(name, values.view(torch.float8_e4m3fn), scale, pairs.get(name))
 
 
-def _weights_of(names: Collection[str], pairs: Pairs) -> set[str]:
-    """Names without those of scales, which come with their weights."""
-    weights = {pair.name: name for name, pair in pairs.items()}
-    return {weights.get(name, name) for name in names}
-
-
 def _quantized_tasks(tasks: Sequence[Any], pairs: Pairs) -> set[int]:
-    """Which tasks have a weight of a pair that the trainer holds quantized. Tasks are collective: all ranks agree."""
-    mine = {
+    """The numbers of the tasks whose weight this rank holds quantized and the engine keeps as a pair."""
+    return {
         index
         for index, task in enumerate(tasks)
         if _has_blocks(task.param_weight) and not pairs.keys().isdisjoint(hf_names(task))
     }
-    return set().union(*told_by_all(mine))
 
 
 def _has_blocks(weight: Any) -> bool:
-    """Whether this is Transformer Engine's block FP8. MXFP8, whose scales are bytes, Bridge dequantizes well enough."""
+    """Whether this is Transformer Engine's block FP8. Bridge itself dequantizes MXFP8, whose scales are bytes."""
     scales = getattr(weight, "_rowwise_scale_inv", None)
     return isinstance(scales, torch.Tensor) and scales.dtype is torch.float32
 
@@ -86,12 +78,12 @@ def _block_of(task: Any, pairs: Pairs) -> Block:
     return next((pairs[name].block for name in hf_names(task) if name in pairs), (0, 0))
 
 
-def _carrying(task: Any, part: Callable[[Any], torch.Tensor]) -> Any:
-    """The task with a part of its weight in the place of the weight."""
+def _with_weight(task: Any, read: Callable[[Any], torch.Tensor]) -> Any:
+    """The task with another tensor in the place of its weight: the one that `read` makes of it."""
     weight = task.param_weight
     if weight is None:  # it is on another pipeline stage
         return task
-    tensor = part(weight)
+    tensor = read(weight)
     for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
         if hasattr(weight, attribute):
             setattr(tensor, attribute, getattr(weight, attribute))
@@ -108,19 +100,20 @@ def _scale_of_elements(weight: Any, block: Block) -> torch.Tensor:
     down, across = grid_of((shape[0], shape[1]), block)
     if scales.dtype is not torch.float32 or scales.shape[0] != down or scales.shape[1] < across:
         raise ValueError(
-            f"a weight {shape} of the trainer has scales {tuple(scales.shape)} {scales.dtype}, which are not those of"
-            f" blocks of {block[0]}x{block[1]}"
+            f"a weight {shape} of the trainer has scales {tuple(scales.shape)} {scales.dtype}, which do not fit blocks of"
+            f" {block[0]}x{block[1]}: quantize trainer and engine in the same blocks"
         )
     return over_elements(scales, block, shape)
 
 
-def pair_of_elements(name: str, data: torch.Tensor, scale: torch.Tensor, pair: Scales | None) -> NamedTensors:
-    """From E4M3 data [M, K] and the scale of every element, float32 [M, K]: the pair, or without one what they stand for."""
-    if pair is None:
-        yield name, (data.float() * scale).bfloat16()
-        return
-    scales = scale[:: pair.block[0], :: pair.block[1]].contiguous()
-    if torch.equal(over_elements(scales, pair.block, scale.shape), scale):
-        yield from ((name, data), (pair.name, scales.reshape(pair.shape)))
-    else:
-        yield from quantized_pair(name, (data.float() * scale).bfloat16(), pair)
+def pair_of_elements(
+    name: str, data: torch.Tensor, scale: torch.Tensor, pair: Scales | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The pair from E4M3 data [M, K] and the scale of every element, float32 [M, K]; without `pair` the bfloat16 weight."""
+    if pair is not None:
+        scales = scale[:: pair.block[0], :: pair.block[1]].contiguous()
+        if torch.equal(over_elements(scales, pair.block, scale.shape), scale):
+            yield from ((name, data), (pair.name, scales.reshape(pair.shape)))
+            return
+    weight = (data.float() * scale).bfloat16()
+    yield from ((name, weight),) if pair is None else quantize_pair(name, weight, pair)

@@ -1,4 +1,4 @@
-"""What the ranks of the training world tell each other, over torch's default process group."""
+"""How the ranks of the training world agree, over torch's default process group."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def own_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def told_by_all(value: _T) -> list[_T]:
-    """The `value` of every training rank, in their order. Collective."""
+def gather_from_all(value: _T) -> list[_T]:
+    """The `value` of every training rank, in rank order. Collective."""
     if not torch.distributed.is_initialized():
         return [value]
     values: list[_T] = [value] * torch.distributed.get_world_size()
@@ -26,17 +26,17 @@ def told_by_all(value: _T) -> list[_T]:
     return values
 
 
-def on_all_ranks(step: Callable[[], _T]) -> _T:
+def run_on_all_ranks(step: Callable[[], _T]) -> _T:
     """Run `step` on every training rank and return this rank's result. Collective.
 
-    If it raises on any rank, all raise: a rank of its own error that one, the others SessionError with the first cause.
+    If it raises on any rank, all ranks raise: a failed rank its own error, the others SessionError with the first cause.
     """
     result, failure = None, None
     try:
         result = step()
     except Exception as error:
         failure = error
-    causes = told_by_all(None if failure is None else f"{type(failure).__name__}: {failure}")
+    causes = gather_from_all(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
     for rank, cause in enumerate(causes):
