@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .planner.plan.plan_file import load_plan as load_plan
     from .planning import plan as plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where each public name is defined; the two modules are names themselves.
 _MODULES = {

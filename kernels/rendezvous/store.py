@@ -30,17 +30,23 @@ def store_address(store: TCPStore | str) -> str:
     return store if isinstance(store, str) else f"{store.host}:{store.port}"
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """'host:port' -> (host, port). Raises SessionError."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise SessionError(f"{address!r} is not the address of a store: write 'host:port', with a port of 1 to 65535")
+    return host, int(port)
+
+
 def connect_store(address: str, timeout_s: float) -> AnsweringStore:
     """A connection of one's own to the store at `address`, which must be up.
 
     Raises `SessionError` after `timeout_s`, and CAUSE_S at most to see what is there instead.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdigit():
-        raise SessionError(f"not the address of a store, 'host:port' is: {address!r}")
+    host, port = split_address(address)
     attempt = timedelta(seconds=timeout_s / ATTEMPTS)
-    connect = partial(TCPStore, host, int(port), is_master=False, wait_for_workers=False, timeout=attempt)
+    connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=attempt)
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
         thread = DeadlineThread("store")
@@ -50,7 +56,7 @@ def connect_store(address: str, timeout_s: float) -> AnsweringStore:
             continue
         return AnsweringStore(store, address, timeout_s, thread)
     try:
-        instead = DeadlineThread("store").call(partial(_what_is_there, host, int(port)), limit_s=CAUSE_S)
+        instead = DeadlineThread("store").call(partial(_what_is_there, host, port), limit_s=CAUSE_S)
     except Overdue:
         instead = "the host does not answer"
     raise SessionError(

@@ -1,12 +1,13 @@
-"""What the ranks of a session must say alike before anything moves. `words` are what each rank said, by its name.
+"""Checks that the ranks of a session agree before anything moves.
 
-Every rank looks at the same words, so all of them raise, or none.
+Every rank publishes a word, a small dict. `words` are those of all ranks, by rank name: {"train:0": {"version": 3}, ...}.
+All ranks check the same words, so all of them raise, or none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,27 +16,23 @@ from mcore_reshard.kernels.errors import KvScalesError, SessionError, VersionErr
 
 Words = Mapping[str, Mapping[str, Any]]
 
-_ALIKE = ("protocol", "digest", "transport", "bucket_bytes", "checksums", "train_ranks", "gen_ranks")
-
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "protocol": (int,),
-    "digest": (str,),
-    "transport": (str,),
-    "bucket_bytes": (int,),
-    "checksums": (bool,),
-    "train_ranks": (int,),
-    "gen_ranks": (int,),
-    "version": (int, float),
-    "kv_scales": (dict,),
-    "wrong_kv_scales": (str,),
-    "lacks": (list, type(None)),
+_ALIKE: Mapping[str, Any] = {
+    "protocol": int,
+    "digest": str,
+    "transport": str,
+    "bucket_bytes": int,
+    "checksums": bool,
+    "train_ranks": int,
+    "gen_ranks": int,
 }
+_OTHERS: Mapping[str, Any] = {"version": int | float, "kv_scales": dict, "wrong_kv_scales": str, "lacks": list | None}
 
 
 def parse_word(word: Any) -> dict[str, Any]:
     """A rank's word as it comes from JSON. Raises TypeError for a field of a type that no rank writes."""
+    types = {**_ALIKE, **_OTHERS}
     for field, value in word.items():
-        if not isinstance(value, _TYPES.get(field, (object,))):
+        if not isinstance(value, types.get(field, object)):
             raise TypeError(f"{field} is {value!r:.40}")
     if not all(isinstance(scale, (int, float)) for scale in word.get("kv_scales", {}).values()):
         raise TypeError("kv_scales are no numbers")
@@ -45,27 +42,26 @@ def parse_word(word: Any) -> dict[str, Any]:
 
 
 def check_alike(words: Words) -> None:
-    """All ranks must have been given the same; raises `SessionError` with who said what."""
-    problems = []
-    for field in _ALIKE:
-        if len(ranks := _ranks_by(words, field)) > 1:
-            problems.append(f"different {field}: {_who_said(ranks)}")
-    if problems:
-        raise SessionError("\n  ".join(("the ranks of this session do not fit together:", *problems)))
+    """Raise `SessionError` unless all ranks were given the same; the message says which rank has what."""
+    values = {field: _ranks_by(words, field) for field in _ALIKE}
+    if problems := [f"different {field}: {_list_ranks(ranks)}" for field, ranks in values.items() if len(ranks) > 1]:
+        raise SessionError(
+            "\n  ".join(("the ranks of this session do not fit together, give all of them the same:", *problems))
+        )
 
 
 def check_versions(words: Words, rank: str, committed: int | None) -> None:
-    """All ranks must refit one version, which follows the one committed last; raises `VersionError`. `rank` says so."""
+    """Raise `VersionError` unless all ranks refit one version, larger than the last. `rank` is the name of this rank."""
     versions = _ranks_by(words, "version")
     if len(versions) > 1:
-        raise VersionError(f"different versions are refitted at once: {_who_said(versions)}")
+        raise VersionError(f"different versions are refitted at once: {_list_ranks(versions)}; pass one to all ranks")
     (version,) = versions
     if committed is not None and version <= committed:
-        raise VersionError(f"{rank}: version {version} does not follow {committed}")
+        raise VersionError(f"{rank}: version {version} does not follow {committed}: pass a larger one")
 
 
 def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a rank says of the scales of the KV cache that it was given, if any."""
+    """A rank's word on the scales of the KV cache that it was given, if any."""
     if not isinstance(scales, Mapping | None):
         return {"wrong_kv_scales": f"a {type(scales).__name__} in place of a mapping of names to scales"}
     given = dict(scales or {})
@@ -79,37 +75,33 @@ def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def agreed_kv_scales(words: Words, sender: str) -> dict[str, float]:
-    """The scales of the KV cache that training rank 0, `sender`, sends.
+    """The scales of the KV cache that `sender`, training rank 0, sends.
 
-    Raises `KvScalesError` where a rank was given others, which would be lost, or what is no positive number.
+    Raises `KvScalesError` for scales that are no positive numbers, and for other scales on another rank: they would be lost.
     """
     wrong = _ranks_by(words, "wrong_kv_scales")
     wrong.pop(None, None)
     if wrong:
-        raise KvScalesError(f"scales of the KV cache are positive float32 numbers by name, and {_who_said(wrong)}")
-    found: dict[str, float] = words[sender].get("kv_scales", {})
-    if others := [rank for rank, word in words.items() if word.get("kv_scales", found) != found]:
+        raise KvScalesError(f"scales of the KV cache are positive float32 numbers by name, and {_list_ranks(wrong)}")
+    sent: dict[str, float] = words[sender].get("kv_scales", {})
+    if others := [rank for rank, word in words.items() if word.get("kv_scales", sent) != sent]:
         raise KvScalesError(
-            f"scales of the KV cache travel from {sender}, which was given {len(found)}: others were given on"
+            f"scales of the KV cache travel from {sender}, which was given {len(sent)}: others were given on"
             f" {', '.join(others)}; give all of them on {sender}"
         )
-    return found
-
-
-def kv_names_word(scales: Iterable[str], names: Collection[str] | None) -> dict[str, Any]:
-    """What a generation rank says of the names of agreed scales: those that it lacks, by their numbers.
-
-    `names` are its own; None if it takes no scales.
-    """
-    return {"lacks": None if names is None else [number for number, name in enumerate(scales) if name not in names]}
+    return sent
 
 
 def check_kv_names(words: Words, scales: Collection[str]) -> None:
-    """All generation ranks must take scales, and each name must be that of one of them; else raises `KvScalesError`."""
+    """Raise `KvScalesError` unless all generation ranks take scales and each name is that of one of them.
+
+    Each of them said which names it `lacks`, by number; None if it takes no scales.
+    """
     lacking = {rank: word["lacks"] for rank, word in words.items() if "lacks" in word}
-    if deaf := [rank for rank, lacks in lacking.items() if lacks is None]:
+    if unable := [rank for rank, lacks in lacking.items() if lacks is None]:
         raise KvScalesError(
-            f"{len(scales)} scales of the KV cache came with the refit, and no function to set them was given on {', '.join(deaf)}"
+            f"{len(scales)} scales of the KV cache came with the refit, and no function to set them was given on"
+            f" {', '.join(unable)}: give set_kv_scales= and kv_scale_names="
         )
     nowhere = set.intersection(*map(set, lacking.values())) if lacking else set(range(len(scales)))
     if wrong := [name for number, name in enumerate(scales) if number in nowhere]:
@@ -121,7 +113,7 @@ def check_kv_names(words: Words, scales: Collection[str]) -> None:
 
 
 def is_positive_float32(scale: Any) -> bool:
-    """Whether a scale of the KV cache can be kept as engines keep it: neither 0 nor inf as float32."""
+    """Whether a scale of the KV cache is a number that float32 holds as neither 0 nor inf: engines keep it so."""
     if isinstance(scale, (bool, str)):
         return False
     try:
@@ -131,12 +123,12 @@ def is_positive_float32(scale: Any) -> bool:
 
 
 def _ranks_by(words: Words, field: str) -> dict[Any, list[str]]:
-    """Ranks by what they said."""
+    """What ranks said in a field -> who said it."""
     ranks: dict[Any, list[str]] = {}
     for rank, word in words.items():
         ranks.setdefault(word.get(field), []).append(rank)
     return ranks
 
 
-def _who_said(ranks: Mapping[Any, list[str]]) -> str:
-    return "; ".join(f"{said} on {', '.join(names)}" for said, names in ranks.items())
+def _list_ranks(ranks: Mapping[Any, list[str]]) -> str:
+    return "; ".join(f"{value} on {', '.join(names)}" for value, names in ranks.items())

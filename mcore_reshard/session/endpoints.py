@@ -16,13 +16,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore
 
-from mcore_reshard import __version__
 from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts, bind
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import BindError, SessionError
@@ -44,19 +43,11 @@ from mcore_reshard.kernels.transports.broadcast import Tree, broadcast, receive
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
-from .agreement import (
-    agreed_kv_scales,
-    check_alike,
-    check_kv_names,
-    check_versions,
-    kv_names_word,
-    kv_scales_word,
-    parse_word,
-)
+from .agreement import agreed_kv_scales, check_alike, check_kv_names, check_versions, kv_scales_word, parse_word
 from .published import Published
-from .whole_tensors import NamedTensors, exactly, exhaust
+from .whole_tensors import NamedTensors, check_stream, exhaust
 
-PROTOCOL = 6  # of the ranks' words to each other; both worlds must speak the same
+PROTOCOL = 6  # version of the words that ranks exchange; both worlds must have the same
 _CLOSED = "closed"
 
 LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
@@ -91,14 +82,20 @@ class _Connection:
 
 
 class _Endpoint(ABC):
-    """What both worlds do alike; see TrainEndpoint and GenerationEndpoint."""
+    """The part that both worlds share; see TrainEndpoint and GenerationEndpoint."""
 
     world: World
     by_name: str  # the argument with the function that moves whole tensors by name
+    _moves_by_name: bool  # whether that function was given
+    _after_direct_writes: Callable[[], Any] | None = None  # this and the next two: on generation ranks
+    _set_kv_scales: SetKvScales | None = None
+    _kv_scale_names: KvScaleNames | None = None
 
     def __init__(self, schedule: Schedule, tensors: LiveTensors, store: TCPStore | str, options: Options) -> None:
         if schedule.world != self.world:
-            raise ValueError(f"a {type(self).__name__} needs the schedule of a {self.world} rank, not {schedule.world}")
+            raise ValueError(
+                f"a {type(self).__name__} needs the schedule of a {self.world} rank, not of {schedule.name}"
+            )
         self.rank_name = schedule.name
         self.committed_version: int | None = None
         self._schedule = schedule
@@ -112,7 +109,7 @@ class _Endpoint(ABC):
     def prepare(self, *, timeout_s: float | None = None) -> None:
         """Bind, meet all other ranks, compare what they were given, and connect. Call once, on every rank.
 
-        `timeout_s` is how long to wait for ranks that are still starting; by default that of the options. Raises
+        `timeout_s` limits the wait for ranks that are still starting; by default it is that of the options. Raises
         `BindError`, `TransportUnavailable` or `SessionError`; if one rank raises, all do.
         """
         if self._connection or self._ended:
@@ -126,7 +123,7 @@ class _Endpoint(ABC):
             transport, bound = self._bind()
         check_alike(rendezvous.gather("hello", self._hello(transport), parse=parse_word, timeout_s=timeout_s))
         self._connection = self._connect(rendezvous, transport, bound)
-        with self._ends_on_error(rendezvous, "connected"):
+        with Published(rendezvous, "connected", self._end):
             rendezvous.gather("connected", {})
         self._ended = None
 
@@ -138,15 +135,17 @@ class _Endpoint(ABC):
         generation rank hands those of its layers to `set_kv_scales`.
 
         All ranks of both worlds must call it with the same version, larger than the last: else all of them raise
-        `VersionError`. Scales that no rank can take raise `KvScalesError`. After these two nothing has moved and the
-        session goes on. Each wait ends with an error after `timeout_s`. Training weights may change again as soon as
-        this returns.
+        `VersionError`. Scales that no rank can take raise `KvScalesError`. After these two errors nothing has moved,
+        and the session goes on. Each wait ends with an error after `timeout_s`. Training weights may change again as
+        soon as this returns.
         """
-        connection = self._connected()
+        connection = self._connection
+        if connection is None:
+            raise SessionError(f"{self.rank_name}: no refit is possible: {self._ended or 'call prepare() first'}")
         start = time.perf_counter()
         self._refits += 1
         rendezvous, phase = connection.rendezvous, f"refit-{self._refits}"
-        with self._ends_on_error(rendezvous, f"{phase}/start"):
+        with Published(rendezvous, f"{phase}/start", self._end):
             writes = connection.bound.check_fresh(self._live_tensors()) if connection.bound is not None else None
             word = {"version": version, **kv_scales_word(kv_scales)}
             words = rendezvous.gather(f"{phase}/start", word, parse=parse_word)
@@ -155,15 +154,19 @@ class _Endpoint(ABC):
         own_scales = self._own_kv_scales(rendezvous, f"{phase}/kv_scales", all_scales) if all_scales else {}
         stages: tuple[StageReport, ...] = ()
         exports = bool(self._schedule.misc)
-        if exports:  # in collectives: no rank enters one while another's transfer has failed
-            with self._ends_on_error(rendezvous, f"{phase}/bulk"):
+        if exports:  # these are collectives: no rank may enter one while another's transfer has failed
+            with Published(rendezvous, f"{phase}/bulk", self._end):
                 stages = self._move_bulk(connection, f"{phase}/bulk", writes)
                 rendezvous.gather(f"{phase}/bulk", {})
-        with ExitStack() as afterwards, self._ends_on_error(rendezvous, f"{phase}/commit"):
+        with ExitStack() as afterwards, Published(rendezvous, f"{phase}/commit", self._end):
             if not exports:
                 stages = self._move_bulk(connection, f"{phase}/commit", writes)
-            misc_bytes = self._move_misc(connection, afterwards)
-            self._finish_weights(own_scales)
+            names = None if connection.executor is None else self._schedule.misc  # under golden everything
+            misc_bytes = self._move_by_name(connection.group, names, afterwards) if names is None or names else 0
+            if self._after_direct_writes is not None:
+                self._after_direct_writes()
+            if own_scales and self._set_kv_scales is not None:
+                self._set_kv_scales(own_scales)
             rendezvous.gather(f"{phase}/commit", {})
         self.committed_version = version
         nbytes = sum(stage.nbytes for stage in stages)
@@ -185,10 +188,10 @@ class _Endpoint(ABC):
     def close(self) -> None:
         """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice.
 
-        After a committed refit it waits, 5 s at most, until all ranks know of the commit. The process may then end, also
-        the one that hosts the store; a rank slower than that loses the store, and raises. After a failure it waits, 1 s
-        at most, for the transport to end. A transport that does not end in time is freed when it does. The store must
-        then stay up until all ranks have raised: they read the cause there.
+        After a committed refit it waits, 5 s at most, until all ranks know of the commit. Then the process may end, even
+        if it hosts the store; a rank slower than that loses the store, and raises. After a failure it waits, 1 s at
+        most, for the transport to end; a slower one is freed once it ends. After a failure the store must stay up until
+        all ranks have raised: they read the cause there.
         """
         connection, self._connection = self._connection, None
         if connection is not None and self._ended is None:
@@ -204,28 +207,15 @@ class _Endpoint(ABC):
         elif executor is not None:
             executor.close()
 
-    @property
-    @abstractmethod
-    def _moves_by_name(self) -> bool:
-        """Whether a function to move whole tensors by name was given."""
-
     @abstractmethod
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
         """Export or load the whole tensors `names` (None: of the whole model). Returns their bytes.
 
-        `afterwards` runs when the outcome has been shared with all ranks, good or bad.
+        `afterwards` runs once all ranks know the outcome, good or bad.
         """
 
-    @abstractmethod
-    def _kv_names(self) -> Collection[str] | None:
-        """The names of this rank's scales of the KV cache; None on a rank that takes none."""
-
-    @abstractmethod
-    def _finish_weights(self, kv_scales: Mapping[str, float]) -> None:
-        """Derive what follows from new weights, then set the scales of the KV cache."""
-
     def _move_bulk(self, connection: _Connection, phase: str, writes: WriteCounts | None) -> tuple[StageReport, ...]:
-        """Move what the plan moves; nothing under golden. `writes` counts how often each tensor was written before."""
+        """Run the plan's transfers; none under golden. `writes` counts the earlier writes to each tensor."""
         bound, executor = connection.bound, connection.executor
         if bound is None or executor is None or writes is None:
             return ()
@@ -236,21 +226,16 @@ class _Endpoint(ABC):
             bound.check_unwritten(writes)
         return stages
 
-    def _move_misc(self, connection: _Connection, afterwards: ExitStack) -> int:
-        """Move what goes by name, under golden everything. Returns the bytes."""
-        names = None if connection.executor is None else self._schedule.misc
-        return self._move_by_name(connection.group, names, afterwards) if names is None or names else 0
-
     @cached_property
     def _pairs(self) -> Mapping[str, tuple[str, str]]:
         return self._schedule.pair_names()
 
     def _own_kv_scales(self, rendezvous: Rendezvous, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
-        """The scales that this rank is to set, once all ranks know that each of `scales` belongs to some rank."""
-        with self._ends_on_error(rendezvous, phase):
-            names = self._kv_names()
-            word = kv_names_word(scales, names) if self.world == "gen" else {}
-            words = rendezvous.gather(phase, word, parse=parse_word)
+        """This rank's part of `scales`. Collective: it raises unless each of them belongs to some generation rank."""
+        with Published(rendezvous, phase, self._end):
+            names = None if self._kv_scale_names is None else self._kv_scale_names()
+            lacks = None if names is None else [number for number, name in enumerate(scales) if name not in names]
+            words = rendezvous.gather(phase, {"lacks": lacks} if self.world == "gen" else {}, parse=parse_word)
         check_kv_names(words, scales)
         return {name: scale for name, scale in scales.items() if name in (names or ())}
 
@@ -262,13 +247,11 @@ class _Endpoint(ABC):
         devices = [tensors[local.name].device.type for local in schedule.tensors if local.name in tensors]
         transport = resolve(self._options.transport, devices[0] if devices else "cpu")
         if (transport.connect is None or schedule.misc) and not self._moves_by_name:
-            why = f"{len(schedule.misc)} parameters on the misc route" if transport.connect else transport.name
+            route = f"{len(schedule.misc)} parameters on the misc route" if transport.connect else transport.name
             raise BindError(
-                self.rank_name, [f"{why}, and no function to move whole tensors by name was given: {self.by_name}="]
+                self.rank_name, [f"{route}, and no function to move whole tensors by name was given: {self.by_name}="]
             )
-        if transport.connect is None:
-            return transport, None
-        return transport, bind(schedule, tensors)
+        return transport, bind(schedule, tensors) if transport.connect else None
 
     def _connect(self, rendezvous: Rendezvous, transport: Transport, bound: BoundSchedule | None) -> _Connection:
         schedule = self._schedule
@@ -279,18 +262,12 @@ class _Endpoint(ABC):
                 group_names(schedule),
                 timeout_s=self._options.timeout_s,
             )
+            executor = None
             try:
-                executor = None
                 if bound is not None and transport.connect is not None:
-                    executor = transport.connect(
-                        TransportContext(
-                            store=rendezvous.store_for(transport.name),
-                            another_store=lambda: rendezvous.another_store_for(transport.name),
-                            group=group,
-                            bound=bound,
-                            options=self._options,
-                        ),
-                    )
+                    store = rendezvous.store_for(transport.name)
+                    another_store = partial(rendezvous.another_store_for, transport.name)
+                    executor = transport.connect(TransportContext(store, another_store, group, bound, self._options))
             except BaseException:
                 group.close()
                 raise
@@ -305,17 +282,7 @@ class _Endpoint(ABC):
             "checksums": self._options.checksums,
             "train_ranks": self._schedule.train_ranks,
             "gen_ranks": self._schedule.gen_ranks,
-            "package": __version__,
         }
-
-    def _connected(self) -> _Connection:
-        if self._connection is None:
-            raise SessionError(f"{self.rank_name}: no refit is possible: {self._ended or 'prepare() was not called'}")
-        return self._connection
-
-    def _ends_on_error(self, rendezvous: Rendezvous, phase: str) -> Published:
-        """An error in here is published, and the session is over."""
-        return Published(rendezvous, phase, self._end)
 
     def _end(self, error: BaseException) -> None:
         self._ended = f"the session ended with: {error}"
@@ -335,14 +302,15 @@ class _Endpoint(ABC):
 class TrainEndpoint(_Endpoint):
     """A training rank's end of a session.
 
-    `tensors` are the rank's parameters by the names of `schedule.tensors`; give a function that returns them if the
-    model may replace its parameters. `export(names)` yields (HF name, whole tensor) for each of `names`, or for the
-    whole model if None. It is called on all training ranks at once, so it may run collectives, and it must yield
-    everything on training rank 0. `store` is a TCPStore or its "host:port"; `close` says how long it must stay up.
+    - `tensors`: the rank's parameters by the names of `schedule.tensors`, or a function that returns them, for a model
+      that may replace its parameters.
+    - `export(names)` yields (HF name, whole tensor) for each of `names`, or for the whole model if None. It is called on
+      all training ranks at once, so it may run collectives. It must yield everything on training rank 0.
+    - `store`: a TCPStore or its "host:port"; `close` says how long it must stay up.
 
-    On CUDA, weights must be complete on the current stream of their device when `refit` is called; a generation rank's
-    current stream must be done with the old ones, or wait for its other streams. When `refit` returns, the bytes have
-    landed for every stream.
+    On CUDA, weights must be complete on the current stream of their device when `refit` is called. A generation rank's
+    current stream must be done with the old weights, or wait for the streams that use them. When `refit` returns, all
+    streams see the new bytes.
     """
 
     world: World = "train"
@@ -359,38 +327,31 @@ class TrainEndpoint(_Endpoint):
     ) -> None:
         super().__init__(schedule, tensors, store, options)
         self._export = export
-
-    @property
-    def _moves_by_name(self) -> bool:
-        return self._export is not None
+        self._moves_by_name = export is not None
 
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
         assert self._export is not None, "prepare() has checked it"
         exported = iter(self._export(names))
-        # Training ranks are inside collectives of the same export: one that left it half-way would hang the others.
+        # An export runs collectives: a rank that left it half-way would hang the others.
         afterwards.callback(exhaust, exported)
         if self._schedule.rank == 0:
-            return broadcast(group, self._tree(), exactly(names, exported, self._pairs, "export yielded"))
+            return broadcast(group, self._tree(), check_stream(names, exported, self._pairs, "export yielded"))
         exhaust(exported)
         return 0
-
-    def _kv_names(self) -> None:
-        return None
-
-    def _finish_weights(self, kv_scales: Mapping[str, float]) -> None:
-        pass
 
 
 class GenerationEndpoint(_Endpoint):
     """A generation rank's end of a session.
 
-    `tensors` are the parameters of the live engine by the names of `schedule.tensors`; they are written in place. One
-    that nothing fills is refused.
-    `load_weights(pairs)` is the engine's own loader: it gets (HF name, whole CPU tensor) pairs and must read them all.
-    `after_direct_writes()` is called in each refit once all weights are there, under golden too, before it is
-    acknowledged: an engine that derives tensors from its weights derives them again there.
-    `kv_scale_names()` are the names of this rank's scales of the KV cache. `set_kv_scales(scales)` is called last of
-    all, with those of them that came with the refit, and puts them where attention reads them.
+    - `tensors`: the live engine's parameters by the names of `schedule.tensors`, written in place. A parameter that
+      nothing in the plan fills is refused.
+    - `load_weights(pairs)`: the engine's own loader. It gets (HF name, whole CPU tensor) pairs and must read them all.
+    - `after_direct_writes()` derives tensors from new weights. It is called in each refit once all weights are there,
+      under golden too, before the refit is acknowledged.
+    - `kv_scale_names()`: the names of this rank's scales of the KV cache.
+    - `set_kv_scales(scales)` puts scales of these names where attention reads them. It is called last of all, if scales
+      came with the refit.
+
     The rest is as for `TrainEndpoint`.
     """
 
@@ -413,13 +374,10 @@ class GenerationEndpoint(_Endpoint):
             raise ValueError("give set_kv_scales and kv_scale_names together: a rank gets the scales that it names")
         super().__init__(schedule, tensors, store, options)
         self._load_weights = load_weights
+        self._moves_by_name = load_weights is not None
         self._after_direct_writes = after_direct_writes
         self._set_kv_scales = set_kv_scales
         self._kv_scale_names = kv_scale_names
-
-    @property
-    def _moves_by_name(self) -> bool:
-        return self._load_weights is not None
 
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
         assert self._load_weights is not None, "prepare() has checked it"
@@ -427,33 +385,25 @@ class GenerationEndpoint(_Endpoint):
 
         def count_bytes() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal received
-            for name, tensor in exactly(names, receive(group, self._tree()), self._pairs, "there arrived"):
+            for name, tensor in check_stream(names, receive(group, self._tree()), self._pairs, "there arrived"):
                 received += tensor.nbytes
                 yield name, tensor
 
         tensors = count_bytes()
         self._load_weights(tensors)
         if unread := [name for name, _ in tensors]:
-            raise SessionError(f"load_weights left {len(unread)} tensors unread, first {unread[0]}")
+            raise SessionError(
+                f"{self.rank_name}: load_weights left {len(unread)} tensors unread, first {unread[0]}; it must read them all"
+            )
         return received
-
-    def _kv_names(self) -> Collection[str] | None:
-        return None if self._kv_scale_names is None else self._kv_scale_names()
-
-    def _finish_weights(self, kv_scales: Mapping[str, float]) -> None:
-        if self._after_direct_writes is not None:
-            self._after_direct_writes()
-        if kv_scales and self._set_kv_scales is not None:
-            self._set_kv_scales(kv_scales)
 
 
 def _run_attended(
     connection: _Connection, executor: Executor, bound: BoundSchedule, phase: str
 ) -> tuple[StageReport, ...]:
-    """Run the executor on its own thread, and stop waiting for it once the store tells of any rank's failure.
+    """Run the executor on its own thread; stop waiting for it once the store reports the failure of any rank.
 
-    Connections tell it too, mostly sooner, but not always: gloo leaves a sender waiting whose peer closes while the
-    message is being written.
+    Connections mostly report it sooner, but not always: gloo leaves a sender waiting if its peer closes during a message.
     """
     run = connection.caller.start(in_callers_context(executor.run, bound.device))
     try:

@@ -1,4 +1,4 @@
-"""How the plan reaches every rank: one training rank publishes it on the session's store, generation ranks fetch it."""
+"""The plan's way to every rank: one training rank publishes it on the session's store, generation ranks fetch it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ _PLAN = "plan"
 
 
 def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> None:
-    """Put the plan where `fetch_plan` finds it: as JSON on the session's store. One rank does this."""
+    """Put the plan on the session's store, as JSON, for `fetch_plan`. One rank does this. Raises `SessionError`."""
     plan_store = _plan_store(store, session, timeout_s)
     try:
         plan_store.set(_PLAN, dump_plan(plan))
-        plan_store.check([_PLAN])  # answers once it has it: a frozen store takes what is set, too
+        plan_store.check([_PLAN])  # A frozen store takes a `set` as well: only an answer shows that it has the plan.
     except DistNetworkError as error:
-        raise SessionError(f"the plan was not published, lost {error}") from error
+        raise SessionError(
+            f"the plan was not published, lost {error}; start it anew, and connect all ranks again"
+        ) from error
 
 
 def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> Plan:
@@ -36,10 +38,10 @@ def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: floa
         plan_store.wait([_PLAN], timedelta(seconds=timeout_s))
         content = plan_store.get(_PLAN)
     except DistNetworkError as error:
-        raise SessionError(f"no plan was read, lost {error}") from error
+        raise SessionError(f"no plan was read, lost {error}; start it anew, and connect all ranks again") from error
     except DistStoreError as error:
         raise SessionError(
-            f"no training rank published a plan for session {session!r} within {timeout_s:g} s"
+            f"no training rank published a plan for session {session!r} within {timeout_s:g} s: connect the trainer"
         ) from error
     try:
         plan = parse_plan(content.decode(), f"the plan published for session {session!r}")

@@ -1,4 +1,4 @@
-"""One rank's error is every rank's: it is published on the store, and all ranks raise the same cause."""
+"""An error on one rank fails all ranks: it is published on the store, and all of them raise the same cause."""
 
 from __future__ import annotations
 
@@ -29,15 +29,11 @@ class Published:
         if error is None:
             return
         try:
-            self._publish(error)
+            if not isinstance(error, SessionFailed):  # this one came from the store: every rank knows its cause
+                failure = self._rendezvous.fail(self._phase, error)
+                if failure != Failure.of(self._rendezvous.rank_name, error) and isinstance(error, RefitError):
+                    raise SessionFailed(failure) from error
         except BaseException as cause:
             self._end(cause)
             raise
         self._end(error)
-
-    def _publish(self, error: BaseException) -> None:
-        if isinstance(error, SessionFailed):
-            return  # the cause came from the store: every rank knows it
-        failure = self._rendezvous.fail(self._phase, error)
-        if failure != Failure.of(self._rendezvous.rank_name, error) and isinstance(error, RefitError):
-            raise SessionFailed(failure) from error

@@ -14,16 +14,16 @@ from uuid import uuid4
 from torch.distributed import TCPStore
 
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.kernels.rendezvous.store import connect_store, split_address
 
-_PROBE_S = 2.0  # for a TCP connection to open; a store is asked with the session's own deadline
+_PROBE_S = 2.0  # limit for a TCP connection to open; the session's own deadline limits calls to a store
 _IDENTITY = "mcore-reshard/store"
 
 
 class StoreServer:
-    """A TCPStore that this process serves until `close`, at one address of this machine or (host None) at all.
+    """A TCPStore that this process serves until `close`, at one address of this machine or, if `host` is None, at all.
 
-    `port` 0 takes a free one. Raises SessionError where the port is taken or the address is not this machine's.
+    `port` 0 takes a free port. Raises SessionError where the port is taken or the address is not this machine's.
     """
 
     def __init__(self, port: int, host: str | None = None) -> None:
@@ -61,24 +61,17 @@ def start_store_if_absent(address: str, timeout_s: float) -> StoreServer | None:
         return None
     server = StoreServer(port)
     try:
-        if not _listens(host, port) or not _is_served_by(server, address, timeout_s):
-            raise SessionError(
-                f"nothing answers at {address}, and a store that was started on {socket.gethostname()} is not reached"
-                f" there: give an address of this host, or run `mcore-reshard store --port {port}` on {host}"
-            )
+        if _listens(host, port):
+            client = connect_store(address, timeout_s)
+            if client.check([_IDENTITY]) and client.get(_IDENTITY).decode() == server.identity:
+                return server
+        raise SessionError(
+            f"nothing answers at {address}, and a store that was started on {socket.gethostname()} is not reached there:"
+            f" give an address of this host, or run `mcore-reshard store --port {port}` on {host}"
+        )
     except BaseException:
         server.close()
         raise
-    return server
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """'host:port' -> (host, port). Raises SessionError."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise SessionError(f"{address!r} is not the address of a store: write 'host:port', with a port of 1 to 65535")
-    return host, int(port)
 
 
 def _listens(host: str, port: int) -> bool:
@@ -89,15 +82,8 @@ def _listens(host: str, port: int) -> bool:
     return True
 
 
-def _is_served_by(server: StoreServer, address: str, timeout_s: float) -> bool:
-    client = connect_store(address, timeout_s)
-    return client.check([_IDENTITY]) and client.get(_IDENTITY).decode() == server.identity
-
-
 def _listen(host: str | None, port: int) -> socket.socket:
-    if host is not None:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    if socket.has_dualstack_ipv6():
+    if host is None and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
+    family = socket.AF_INET if host is None else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host or "", port), family=family)

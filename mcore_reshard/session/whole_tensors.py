@@ -1,6 +1,7 @@
-"""Whole tensors that travel by their Hugging Face names: all that a stream of them must hold, and nothing else.
+"""Whole tensors that travel by their Hugging Face names, on the misc route and under golden.
 
-The misc route and golden use it. The trainer's export checks what it yields, and each engine checks what arrives.
+A stream must hold every tensor that was asked for, and no other. Both ends check it: the trainer what its export yields,
+the engine what arrives.
 """
 
 from __future__ import annotations
@@ -18,28 +19,29 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _EXPORT_PAIRS = "export must yield quantized pairs, see trainers.megatron.quantized_pairs.export_with_pairs"
 
 
-def exactly(
+def check_stream(
     names: Sequence[str] | None, tensors: NamedTensors, pairs: Mapping[str, tuple[str, str]], verb: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass `tensors` through; raise `SessionError` unless they are `names`, each once. None: any, each once.
+    """Pass `tensors` through; raise `SessionError` unless they are `names`, each once. None: any names, each once.
 
     `pairs` maps each weight that the engine keeps quantized to (name, dtype) of its scales. Both must come, in the
-    engine's dtypes. Its loader would narrow an unquantized weight without a word, and keep the old scales.
+    engine's dtypes. For an unquantized weight its loader would raise nothing: it narrows the weight and keeps old scales.
+    `verb` begins messages: "export yielded" or "there arrived".
     """
-    wanted = None if names is None else set(names)
-    if wanted is not None:
-        pairs = {weight: scales for weight, scales in pairs.items() if weight in wanted}
+    expected = None if names is None else set(names)
+    if expected is not None:
+        pairs = {weight: scales for weight, scales in pairs.items() if weight in expected}
     dtypes = dict.fromkeys(pairs, FP8) | dict(pairs.values())
     seen: set[str] = set()
     for name, tensor in tensors:
-        if name in seen or (wanted is not None and name not in wanted):
+        if name in seen or (expected is not None and name not in expected):
             raise SessionError(f"{verb} {name} {'twice' if name in seen else 'unasked'}")
         if (dtype := dtype_name(tensor.dtype)) != dtypes.get(name, dtype):
             raise SessionError(f"{verb} {name} in {dtype}, the engine keeps it in {dtypes[name]}: {_EXPORT_PAIRS}")
         seen.add(name)
         yield name, tensor
-    if missing := (wanted or set()) - seen:
-        raise SessionError(f"{verb} {len(seen)} of {len(wanted or ())} tensors, without {', '.join(sorted(missing))}")
+    if missing := (expected or set()) - seen:
+        raise SessionError(f"{verb} {len(seen)} of {len(expected or ())} tensors, without {', '.join(sorted(missing))}")
     if alone := [weight for weight, (scales, _) in pairs.items() if (weight in seen) != (scales in seen)]:
         raise SessionError(
             f"{verb} {len(alone)} weights without scales or the other way round, first {alone[0]}: {_EXPORT_PAIRS}"
@@ -47,6 +49,6 @@ def exactly(
 
 
 def exhaust(tensors: NamedTensors) -> None:
-    """Consume a stream for its side effects: an export runs collectives that other ranks are in as well."""
+    """Consume a stream for its side effects: an export runs collectives, and other ranks wait in them."""
     for _ in tensors:
         pass

@@ -99,7 +99,10 @@ def test_names_that_no_rank_has_are_all_listed_before_anything_moves() -> None:
 
 
 def test_scales_that_a_rank_cannot_take_are_refused_before_anything_moves() -> None:
-    refused = "2 scales of the KV cache came with the refit, and no function to set them was given on gen:1"
+    refused = (
+        "2 scales of the KV cache came with the refit, and no function to set them was given on gen:1: give"
+        " set_kv_scales= and kv_scale_names="
+    )
     check_refused(refused, (tuple(SCALES), None), {0: SCALES})
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import split_address
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
 from mcore_reshard.planner.layout.mesh import GenMesh, parse_gen_mesh
@@ -28,7 +29,7 @@ from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.session.endpoints import Export, RefitReport, TrainEndpoint
 from mcore_reshard.session.plan_exchange import publish_plan
-from mcore_reshard.session.store_server import StoreServer, split_address, start_store_if_absent
+from mcore_reshard.session.store_server import StoreServer, start_store_if_absent
 from mcore_reshard.trainers.quantized_export import pairs_by_name
 
 from .model import export_hf, local_tensors
