@@ -214,7 +214,8 @@ def test_a_digest_that_differs_is_reported_by_every_rank() -> None:
     outcomes = run_ranks(3, other_digest)
     assert {outcome.kind for outcome in outcomes} == {"SessionError"}
     assert {outcome.error for outcome in outcomes} == {
-        "the ranks of this session do not fit together:\n  different digest: old on train:0, train:1; new on gen:0"
+        "the ranks of this session do not fit together, give all of them the same:"
+        "\n  different digest: old on train:0, train:1; new on gen:0"
     }
 
 

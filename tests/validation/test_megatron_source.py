@@ -296,7 +296,7 @@ def test_a_trainer_in_two_dtypes_is_refused_on_every_rank_with_both(in_world) ->
     config = tiny.tiny_config("qwen3_moe")
     told = in_world(config, TrainMesh(pp=2), _planned, config, None, "output_layer")  # the last stage's
     assert len(set(told)) == 1
-    assert "vp0.embedding.word_embeddings.weight in bfloat16, vp0.output_layer.weight in float32; they may" in told[0]
+    assert "vp0.embedding.word_embeddings.weight in bfloat16, vp0.output_layer.weight in float32; hold all" in told[0]
 
 
 @pytest.mark.parametrize("found", [{"fp8": "a", "float32": "b"}, {"fp8": "a", "mxfp8": "b"}, {"float16": "a"}])
@@ -385,7 +385,7 @@ def test_layers_of_which_a_part_is_quantized_are_refused_on_every_rank(in_world,
     told = in_world(config, mesh, _planned_in_fp8, config, (0, 2), fp8_block=(8, 8))
     qkv, proj = (f"vp0.decoder.layers.0.self_attention.linear_{part}.weight" for part in ("qkv", "proj"))
     assert len(set(told)) == 1
-    assert f"quantized: of layer 0 {proj} is, {qkv} is not; of layer 2 {qkv} is, {proj} is not; it must be" in told[0]
+    assert f"in part: of layer 0 {proj} is, {qkv} is not; of layer 2 {qkv} is, {proj} is not; quantize all" in told[0]
 
 
 def _layers_held(trainer: Trainer, folder: Path) -> tuple[dict[str, Any], list[str]]:
