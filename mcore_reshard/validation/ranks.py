@@ -1,18 +1,19 @@
-"""What the processes of a validation do: training ranks, generation ranks, and the one that hosts their store."""
+"""The processes of a validation: training ranks, generation ranks, and one that hosts their store."""
 
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from mcore_reshard.engines.vllm import model as vllm_model
 from mcore_reshard.engines.vllm import refined_scales as vllm_refined_scales
 from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.mesh import GenMesh
@@ -44,6 +45,7 @@ class Job:
     folder: Path
     device: str  # torch device type of the tensors that the transport moves
     engine: str  # "vllm" or "slices"
+    store_socket: socket.socket  # listens from before the fork on, so that no rank has to wait for the store's process
 
     @property
     def ranks(self) -> int:
@@ -54,13 +56,8 @@ class Job:
         return self.request.options.timeout_s
 
     @property
-    def plan_is_the_live_models(self) -> bool:
-        """Whether the plan must be the one that the live model gives."""
-        return self.request.plan is None and not self.request.unknown
-
-    @property
-    def store_file(self) -> Path:
-        return self.folder / "store-address"
+    def store_port(self) -> int:
+        return int(self.store_socket.getsockname()[1])
 
     @property
     def engine_folder(self) -> Path:
@@ -86,41 +83,26 @@ def run_process(index: int, job: Job) -> Results:
     if index == job.ranks:
         _host_store(job)
         return [], []
-    address = _store_address(job)
-    train_world = job.plan.train.world
+    address, train_world = f"127.0.0.1:{job.store_port}", job.plan.train.world
     results = _train(index, job, address) if index < train_world else _generate(index - train_world, job, address)
     (job.folder / f"done{index}").touch()
     return results
 
 
 def _host_store(job: Job) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    partial = job.store_file.with_suffix(".partial")
-    partial.write_text(f"127.0.0.1:{store.port}")
-    partial.replace(job.store_file)
-    while len(list(job.folder.glob("done*"))) < job.ranks:  # ended with all others when one of them fails
+    port, listening = job.store_port, job.store_socket.detach()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+    while len(list(job.folder.glob("done*"))) < job.ranks:  # the launcher ends this process when a rank fails
         time.sleep(0.02)
-
-
-def _store_address(job: Job) -> str:
-    deadline = time.monotonic() + job.timeout_s
-    while not job.store_file.exists():
-        if time.monotonic() > deadline:
-            raise ValidationError(f"the store did not start within {job.timeout_s:g} s")
-        time.sleep(0.01)
-    return job.store_file.read_text()
-
-
-def _join_world(job: Job, world: str, rank: int, size: int) -> None:
-    """The world's own default process group, as a trainer or an engine would have it."""
-    store = dist.FileStore(str(job.folder / f"{world}.store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=job.timeout_s))
+    del store  # it serves until here
 
 
 def _train(rank: int, job: Job, store: str) -> Results:
     mesh, device = job.plan.train, _device(job, rank)
     os.environ["MEGATRON_CONFIG_LOCK_DIR"] = str(job.folder / f"locks{rank}")  # else ranks queue for the config
-    _join_world(job, "train", rank, mesh.world)
+    world_store = dist.FileStore(str(job.folder / "train.store"), mesh.world)
+    timeout = timedelta(seconds=job.timeout_s)
+    dist.init_process_group("gloo", store=world_store, rank=rank, world_size=mesh.world, timeout=timeout)
     model = trainer.build_trainer(
         job.payload_folder(1),
         mesh,
@@ -129,14 +111,13 @@ def _train(rank: int, job: Job, store: str) -> Results:
         fp8_block=job.precisions.trainer_block,
         pairs=job.pairs,
     )
-    if job.plan_is_the_live_models:
+    if job.request.plan is None and not job.request.unknown:
         _check_live_plan(job, model)
     if rank == 0:
         publish_plan(job.plan, store)
-    schedule = schedule_of(job.plan, "train", rank)
     source = trainer.Source(model, device)
     endpoint = TrainEndpoint(
-        schedule,
+        schedule_of(job.plan, "train", rank),
         lambda: source.tensors,
         store=store,
         export=model.export,
@@ -150,7 +131,7 @@ def _train(rank: int, job: Job, store: str) -> Results:
         elif version > 2:
             model.step()
         source.refresh()
-        golden = model.export_held() if job.precisions.quantized_on_the_way else model.export()
+        golden = model.export_unquantized() if job.precisions.quantized_on_the_way else model.export()
         _write_golden(job.golden_file(version), golden, keep=rank == 0)
         reports.append(endpoint.refit(version))
     endpoint.close()
@@ -167,7 +148,7 @@ def _device(job: Job, index: int) -> torch.device:
 
 
 def _check_live_plan(job: Job, model: trainer.Trainer) -> None:
-    """What the model itself says of its mesh and its build must lead to the plan that was made from the config."""
+    """Raise ValidationError unless the live model, asked for its mesh and build, gives the plan of the config."""
     live = plan_refit(
         job.precisions.engine_config,
         model.model_chunks,
@@ -196,60 +177,35 @@ def _write_golden(file: Path, exported: Iterable[tuple[str, torch.Tensor]], keep
     """Every training rank takes part in the export; one writes it down, whole or not at all."""
     from safetensors.torch import save_file
 
-    tensors = {}
-    for name, tensor in exported:
-        if keep:
-            tensors[name] = tensor.detach().cpu().contiguous().clone()
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in exported if keep}
     if keep:
         save_file(tensors, file.with_suffix(".partial"))
         file.with_suffix(".partial").replace(file)
 
 
-class _Engine(Protocol):
-    """What holds a generation rank's tensors: a vLLM model, or the stand-in.
-
-    A refit writes `tensors`; the engine's own loader writes `loaded`, which is compared with golden.
-    """
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
-
-    @property
-    def loaded(self) -> Mapping[str, torch.Tensor]: ...
-
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Any: ...
-
-    def after_direct_writes(self) -> None: ...
-
-
 class _VllmEngine:
-    def __init__(self, job: Job, gen_rank: int) -> None:
-        from mcore_reshard.engines.vllm import model as vllm
+    """A vLLM model as a generation rank's engine: the methods of `StandInEngine`."""
 
-        self._vllm = vllm
+    def __init__(self, job: Job, gen_rank: int) -> None:
         self._model = vllm_engine.build_engine(job.engine_folder, gen_sizes(job.plan.gen), gen_rank)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._vllm.local_tensors(self._model)
+        return vllm_model.local_tensors(self._model)
 
     @property
     def loaded(self) -> Mapping[str, torch.Tensor]:
-        return self._vllm.loaded_tensors(self._model)
+        return vllm_model.loaded_tensors(self._model)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._vllm.load_weights(self._model, named_tensors)
+        vllm_model.load_weights(self._model, named_tensors)
 
     def after_direct_writes(self) -> None:
-        # What attention derives is left out: it takes kernels, and nothing here reads it.
+        # Tensors that attention derives are left out: they take kernels, and nothing here reads them.
         vllm_refined_scales.refine(self._model)
 
 
-def _engine(job: Job, rank: int) -> _Engine:
-    if job.engine == "vllm":
-        return _VllmEngine(job, rank)
-    device = _device(job, job.plan.train.world + rank)
-    return StandInEngine(job.precisions.engine_config, gen_sizes(job.plan.gen), rank, device)
+_Engine = StandInEngine | _VllmEngine
 
 
 def gen_sizes(mesh: GenMesh) -> GenSizes:
@@ -258,7 +214,12 @@ def gen_sizes(mesh: GenMesh) -> GenSizes:
 
 
 def _generate(rank: int, job: Job, store: str) -> Results:
-    engine = _engine(job, rank)
+    device = _device(job, job.plan.train.world + rank)
+    engine: _Engine = (
+        _VllmEngine(job, rank)
+        if job.engine == "vllm"
+        else StandInEngine(job.precisions.engine_config, gen_sizes(job.plan.gen), rank, device)
+    )
     schedule = schedule_of(fetch_plan(store, timeout_s=job.timeout_s), "gen", rank)
     endpoint = GenerationEndpoint(
         schedule,
@@ -276,15 +237,13 @@ def _generate(rank: int, job: Job, store: str) -> Results:
         for tensor in engine.loaded.values():
             poison(tensor)
         reports.append(endpoint.refit(version))
-        results.append(
-            _compare_with_golden(job, rank, version, engine, lambda name: "bulk" if name in bulk else "misc")
-        )
+        results.append(_compare_with_golden(job, rank, version, engine, bulk))
     endpoint.close()
     return reports, results
 
 
 def _compare_with_golden(
-    job: Job, rank: int, version: int, engine: _Engine, route: Callable[[str], str]
+    job: Job, rank: int, version: int, engine: _Engine, bulk: Collection[str]
 ) -> list[ParameterResult]:
     """Load golden into the same engine, compare, and leave golden in place: the next refit must overwrite all of it."""
     from safetensors.torch import load_file
@@ -297,5 +256,7 @@ def _compare_with_golden(
         device = next(iter(engine.tensors.values())).device
         golden = quantized_by_engine(golden, job.pairs, device, by_vllm=job.engine == "vllm")
     engine.load_weights(golden)
-    held = engine.loaded
-    return [compare(name, rank, route(name), got.get(name), held.get(name)) for name in sorted({*got, *held})]
+    return [
+        compare(name, rank, "bulk" if name in bulk else "misc", got.get(name), engine.loaded.get(name))
+        for name in sorted({*got, *engine.loaded})
+    ]

@@ -9,12 +9,13 @@ to the engine's own loader; it shares neither layouts nor transport with the ref
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
+import socket
 import tempfile
 from dataclasses import replace
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from mcore_reshard.kernels.transports.registry import device_of, resolve
 from mcore_reshard.planner.layout.megatron import MegatronBuild
 from mcore_reshard.planner.layout.mesh import format_mesh
-from mcore_reshard.planner.model.parameters import ModelParameters, Role
+from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.proof.prove import ProofError, prove
@@ -73,8 +74,11 @@ def validate(request: ValidationRequest) -> ValidationReport:
     if engine == "vllm":
         vllm_engine.prepare()
     deadline_s = request.options.timeout_s * (request.refits + 2)
-    with tempfile.TemporaryDirectory(prefix="mcore-reshard-validate-") as folder:
-        job = Job(request, plan, precisions, pairs_by_name(plan), Path(folder), device, engine)
+    with (
+        tempfile.TemporaryDirectory(prefix="mcore-reshard-validate-") as folder,
+        socket.create_server(("127.0.0.1", 0)) as store_socket,
+    ):
+        job = Job(request, plan, precisions, pairs_by_name(plan), Path(folder), device, engine, store_socket)
         job.engine_folder.mkdir()
         (job.engine_folder / "config.json").write_text(json.dumps(precisions.engine_config))
         if engine == "vllm":
@@ -91,9 +95,7 @@ def validate(request: ValidationRequest) -> ValidationReport:
         gen=format_mesh(planning.gen),
         policy=planning.policy,
         transport=results[0][0][0].transport,
-        engine=f"vllm {importlib.metadata.version('vllm')}"
-        if engine == "vllm"
-        else "plain slices of the golden tensors",
+        engine=f"vllm {version_of('vllm')}" if engine == "vllm" else "plain slices of the golden tensors",
         source=_source_versions(),
         precision=str(precisions),
         digest=plan.digest,
@@ -102,9 +104,10 @@ def validate(request: ValidationRequest) -> ValidationReport:
 
 
 def _make_plan(request: ValidationRequest) -> Plan:
-    planning = request.planning
+    planning, groups = request.planning, request.planning.model_parameters.groups
+    known = tuple(replace(g, role=Role.UNKNOWN) if g.role in request.unknown else g for g in groups)
     return make_plan(
-        _forgetting(planning.model_parameters, request.unknown),
+        replace(planning.model_parameters, groups=known),
         planning.train,
         planning.gen,
         model=planning.model,
@@ -113,11 +116,6 @@ def _make_plan(request: ValidationRequest) -> Plan:
         train_dtype=planning.train_dtype,
         gen_dtype=planning.gen_dtype,
     )
-
-
-def _forgetting(model_parameters: ModelParameters, roles: frozenset[Role]) -> ModelParameters:
-    groups = tuple(replace(g, role=Role.UNKNOWN) if g.role in roles else g for g in model_parameters.groups)
-    return replace(model_parameters, groups=groups)
 
 
 def _refit_result(results: list[Results], train_world: int, number: int) -> RefitResult:
@@ -170,11 +168,11 @@ def _check_vllm(job: Job, timeout_s: float) -> None:
     """In a process of its own: vLLM leaves its groups and its environment behind."""
     checkpoint = {}
     for name, shape in tiny.checkpoint_shapes(job.precisions.trainer_config).items():
-        pair = job.pairs.get(name)
-        dtype = torch.float8_e4m3fn if pair else tiny.checkpoint_dtype(name)
+        scales = job.pairs.get(name)
+        dtype = torch.float8_e4m3fn if scales else tiny.checkpoint_dtype(name)
         checkpoint[name] = torch.empty(shape, dtype=dtype, device="meta")
-        if pair:
-            checkpoint[pair.name] = torch.empty(pair.shape, dtype=torch.float32, device="meta")
+        if scales:
+            checkpoint[scales.name] = torch.empty(scales.shape, dtype=torch.float32, device="meta")
 
     def ask(_: int) -> str | None:
         return vllm_engine.refusal(job.engine_folder, gen_sizes(job.plan.gen), checkpoint)
@@ -189,22 +187,18 @@ def _check_vllm(job: Job, timeout_s: float) -> None:
 
 def _engine_kind(engine: str, device: str) -> str:
     """What holds the destination tensors: "vllm", whose model is built on the CPU, or "slices"."""
-    unavailable_reason = None
+    unavailable_reason = ""
     if importlib.util.find_spec("vllm") is None:
-        unavailable_reason = (
-            "vLLM is not installed: validate against plain slices, or from a clone: pip install '.[vllm]'"
-        )
+        unavailable_reason = "vLLM is not installed: use plain slices, or from a clone: pip install '.[vllm]'"
     elif device != "cpu":
-        unavailable_reason = (
-            "vLLM's model is built on the CPU here: use --transport gloo, or validate against plain slices"
-        )
+        unavailable_reason = "vLLM's model is built on the CPU here: use --transport gloo, or plain slices"
     if engine == "vllm" and unavailable_reason:
         raise ValidationError(unavailable_reason)
-    return "vllm" if engine in {"auto", "vllm"} and not unavailable_reason else "slices"
+    return "slices" if engine == "slices" or unavailable_reason else "vllm"
 
 
 def _source_versions() -> str:
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("megatron-core", "megatron-bridge")]
+    versions = ", ".join(f"{name} {version_of(name)}" for name in ("megatron-core", "megatron-bridge"))
     if te_standin.is_real():
-        return f"{', '.join(versions)}, Transformer Engine {importlib.metadata.version('transformer-engine')} on CUDA"
-    return f"{', '.join(versions)}, a parameters-only stand-in for Transformer Engine on the CPU"
+        return f"{versions}, Transformer Engine {version_of('transformer-engine')} on CUDA"
+    return f"{versions}, a parameters-only stand-in for Transformer Engine on the CPU"

@@ -71,7 +71,7 @@ def generate_by_worker(rank: int, job: ranks.Job, store: str) -> ranks.Results:
             poison(tensor)
         told = called(worker, "refit", version)
         reports.append(RefitReport(**json.loads(json.dumps(told))))
-        results.append(ranks._compare_with_golden(job, rank, version, engine, lambda _: "bulk"))
+        results.append(ranks._compare_with_golden(job, rank, version, engine, engine.loaded))
     called(worker, "close_refit")
     called(worker, "close_refit")
     return reports, results
@@ -105,10 +105,10 @@ def test_kv_scales_land_on_the_stages_of_their_layers_and_a_wrong_name_costs_not
             refit(self, version, kv_scales=scales and {**scales, "model.layers.0.k_scale": 1.0})
         return refit(self, version, kv_scales=scales)
 
-    def compare_scales_too(job, rank, version, engine, route):
+    def compare_scales_too(job, rank, version, engine, bulk):
         held = {name: m._k_scale.item() for name, m in engine._model.named_modules() if hasattr(m, "_k_scale")}
         assert len(held) == 2 and held.items() <= {n.removesuffix(".k_scale"): s for n, s in KV_SCALES.items()}.items()
-        return compare(job, rank, version, engine, route)
+        return compare(job, rank, version, engine, bulk)
 
     monkeypatch.setattr(ranks, "_generate", generate_by_worker)
     monkeypatch.setattr(ranks, "_compare_with_golden", compare_scales_too)

@@ -41,13 +41,13 @@ class Refined:
     columns: torch.Tensor
 
 
-def quantize(table: Table, config: Config) -> dict[str, Refined]:
+def quantize(table: Table) -> dict[str, Refined]:
     """Turn the linear layers of a filled table into block FP8, if the config's quantization_config says so.
 
     Returns the scales whose blocks vLLM makes smaller, by name. Raises ValueError for another quantization, and for
     parts of tensors that do not begin and end on block edges, which vLLM refuses.
     """
-    stated = config.get("quantization_config")
+    config, stated = table.config, table.config.get("quantization_config")
     if not stated:
         return {}
     if stated.get("quant_method") != "fp8" or not stated.get("weight_block_size"):

@@ -26,8 +26,8 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 class StandInEngine:
     """The tensors of one generation rank, without vLLM: same names, shapes and dtypes, poisoned, and a loader.
 
-    `loaded` is what the loader writes. `tensors` is what a refit writes: the same, but for scales of which vLLM makes the
-    blocks smaller the checkpoint's blocks, negative until they are written.
+    The loader writes `loaded`; a refit writes `tensors`. They are the same but where vLLM makes blocks of scales smaller:
+    there `tensors` holds the checkpoint's blocks, negative until they are written.
     Raises ValueError for an unknown family or sizes that vLLM cannot serve the model with.
     """
 
@@ -41,8 +41,8 @@ class StandInEngine:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        as_loaded = {name: tensor for name, tensor in self.loaded.items() if name not in self._blocks}
-        return as_loaded | {name + BLOCKS: blocks for name, blocks in self._blocks.items()}
+        unrefined = {name: tensor for name, tensor in self.loaded.items() if name not in self._blocks}
+        return unrefined | {name + BLOCKS: blocks for name, blocks in self._blocks.items()}
 
     def after_direct_writes(self) -> None:
         """Repeat the checkpoint's blocks that a refit has written, once: the loader may write their scales next."""
@@ -55,8 +55,8 @@ class StandInEngine:
     def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
         """Write what these HF tensors determine; elements written per engine tensor.
 
-        Like vLLM's loaders it takes any subset in any order, skips what lies on other ranks and what vLLM drops
-        (multi-token-prediction layers, rotary tables, a tied lm_head), and casts to the dtype of the parameter.
+        Like vLLM's loaders it takes any subset in any order and casts to the dtype of the parameter. It skips tensors
+        of other ranks and those that vLLM drops: multi-token-prediction layers, rotary tables, a tied lm_head.
         Raises ValueError for a name or a shape that the model does not have.
         """
         written: dict[str, int] = {}
@@ -111,7 +111,7 @@ def engine_tensors(
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A tensor of which every byte is POISON, so that what nobody writes shows."""
+    """A tensor of which every byte is POISON, so that unwritten elements show."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     poison(tensor)
     return tensor
@@ -138,13 +138,12 @@ def _table(config: Config, sizes: GenSizes, gen_rank: int) -> tuple[Table, dict[
     family = config["model_type"]
     if family not in FAMILIES:
         raise ValueError(f"unknown model family {family!r}, known: {', '.join(sorted(FAMILIES))}")
-    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"  # absent in gpt-oss
-    if name not in _DTYPES:
-        raise ValueError(f"config dtype {name!r} is not one of {', '.join(_DTYPES)}")
-    layers = len(config["hybrid_override_pattern"]) if family == "nemotron_h" else config["num_hidden_layers"]
-    table = empty_table(sizes, gen_rank, layers, _DTYPES[name])
-    FAMILIES[family](table, config)
-    refined = quantize(table, config)
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"  # absent in gpt-oss
+    if dtype not in _DTYPES:
+        raise ValueError(f"config dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
+    table = empty_table(config, sizes, gen_rank, _DTYPES[dtype])
+    FAMILIES[family](table)
+    refined = quantize(table)
     if sizes.ep > 1 and not any(".experts." in source for source in table.sources):
         raise ValueError(f"{family} has no experts: ep must be 1, not {sizes.ep}")
     return table, refined

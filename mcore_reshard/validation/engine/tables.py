@@ -6,9 +6,9 @@ with vLLM's own `load_weights` (tests/engine). Mirrors vLLM 0.32; every table na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,15 +17,18 @@ Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
 Config = Mapping[str, Any]
 Take = Callable[[torch.Tensor], torch.Tensor]
+Cut = tuple[int, int]  # (into how many equal parts, the number of this rank's part)
+
+WHOLE: Cut = (1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class GenSizes:
     """Sizes of a vLLM deployment. A rank is dp_index * tp * pp + pp_index * tp + tp_index.
 
-    `ep` 1: experts are cut by tp, and every data-parallel replica is an engine of its own. `ep` tp * dp: one engine
-    with expert parallelism, whole experts spread over the tp * dp ranks of a pipeline stage. `layers` is what the variable
-    VLLM_PP_LAYER_PARTITION says: the layers of every pipeline stage; empty where it is not set.
+    `ep` = 1: experts are cut by tp, and every data-parallel replica is an engine of its own.
+    `ep` = tp * dp: one engine, whose whole experts are spread over the tp * dp ranks of a pipeline stage.
+    `layers`: the layers of every pipeline stage, as in VLLM_PP_LAYER_PARTITION; empty where that is not set.
     """
 
     tp: int = 1
@@ -67,75 +70,115 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of one HF matrix inside a fused one: part `which` of `ways` equal cuts of its `rows`."""
+    """Rows of one HF matrix inside a fused one: of these `rows`, the part that `cut` says."""
 
     source: str
     rows: int
-    ways: int = 1
-    which: int = 0
+    cut: Cut = WHOLE
 
 
 @dataclass(slots=True)
 class Table:
-    """What one rank holds: `tensors` by vLLM name, and `sources`, every HF tensor, and where it lands here."""
+    """What one rank holds: `tensors` by vLLM name; `sources`: every HF tensor, its shape and where it lands here.
 
+    Methods add tensors by their vLLM names. Their HF names are the same, but for what `renames` replaces in them.
+    """
+
+    config: Config
     sizes: GenSizes
     tp_index: int
     ep_index: int
+    layers: int  # of the whole model
     stage: range  # layers of this pipeline stage
-    first: bool
-    last: bool
     dtype: torch.dtype
+    here: bool = True  # whether this rank holds the tensors that are added next
+    renames: Mapping[str, str] = field(default_factory=dict)
     tensors: dict[str, tuple[Shape, torch.dtype]] = field(default_factory=dict)
     sources: dict[str, tuple[Shape, list[Target]]] = field(default_factory=dict)
 
-    def source(self, name: str, shape: Shape) -> list[Target]:
-        known, targets = self.sources.setdefault(name, (shape, []))
-        if known != shape:
-            raise ValueError(f"{name} is wanted as {known} and as {shape}")
-        return targets
+    @property
+    def tp_cut(self) -> Cut:
+        return self.sizes.tp, self.tp_index
 
-    def whole(self, held: bool, tensor: str, source: str, shape: Shape, dtype: torch.dtype | None = None) -> None:
-        """The same tensor on every rank."""
-        targets = self.source(source, shape)
-        if held:
+    @property
+    def experts_cut(self) -> Cut:
+        return self.tp_cut if self.sizes.ep == 1 else WHOLE
+
+    @property
+    def shared_experts_cut(self) -> Cut:
+        """Whole where vLLM runs MoE sequence-parallel (config/parallel.py, use_sequence_parallel_moe)."""
+        return WHOLE if self.sizes.ep > 1 and self.sizes.tp > 1 and self.sizes.dp > 1 else self.tp_cut
+
+    @property
+    def attention_sizes(self) -> tuple[int, int, int]:
+        """(query heads, KV heads, head dim); absent fields as HF config classes fill them."""
+        heads, get = self.config["num_attention_heads"], self.config.get
+        return heads, get("num_key_value_heads") or heads, get("head_dim") or self.config["hidden_size"] // heads
+
+    def each_layer(self) -> Iterator[tuple[int, str]]:
+        """Every layer and its name; tensors that are added meanwhile are on the layer's stage."""
+        for layer in range(self.layers):
+            self.here = layer in self.stage
+            yield layer, f"model.layers.{layer}"
+
+    def add(self, tensor: str, shape: Shape, dtype: torch.dtype | None = None) -> None:
+        if self.here:
             self.tensors[tensor] = (shape, dtype or self.dtype)
-            targets.append(Target(tensor, (), lambda t: t))
 
-    def fused(self, held: bool, tensor: str, parts: list[Part], *rest: int) -> None:
-        """Parts one below the other: `[sum(part.rows / part.ways), *rest]`."""
+    def load(self, source: str, shape: Shape, target: Target, here: bool = True) -> None:
+        """Note an HF tensor, and where it lands if this rank holds that."""
+        for part, hf_part in self.renames.items():
+            source = source.replace(part, hf_part)
+        known, targets = self.sources.setdefault(source, (shape, []))
+        if known != shape:
+            raise ValueError(f"{source} is wanted as {known} and as {shape}")
+        if here and self.here:
+            targets.append(target)
+
+    def single(
+        self, tensor: str, shape: Shape, take: Take | None = None, source: str = "", dtype: torch.dtype | None = None
+    ) -> None:
+        """What `take` makes of one HF tensor of this shape; without it the whole tensor."""
+        take = take or (lambda t: t)
+        self.add(tensor, tuple(take(torch.empty(shape, device="meta")).shape), dtype)
+        self.load(source or tensor, shape, Target(tensor, (), take))
+
+    def fused(self, tensor: str, parts: Sequence[Part], *rest: int) -> None:
+        """Parts one below the other, each cut on its own. Parts of one source are its rows from the top down."""
+        source_rows, starts = Counter[str](), Counter[str]()
+        for part in parts:
+            source_rows[part.source] += part.rows
         row = 0
         for part in parts:
-            targets = self.source(part.source, (part.rows, *rest))
-            rows = _divide(part.rows, part.ways, part.source)
-            if held:
-                start = part.which * rows
-                targets.append(Target(tensor, (slice(row, row + rows),), rows_of(start, start + rows)))
+            ways, which = part.cut
+            rows = _divide(part.rows, ways, part.source)
+            start = starts[part.source] + which * rows
+            target = Target(tensor, (slice(row, row + rows),), _rows(start, start + rows))
+            self.load(part.source, (source_rows[part.source], *rest), target)
+            starts[part.source] += part.rows
             row += rows
-        if held:
-            self.tensors[tensor] = ((row, *rest), self.dtype)
+        self.add(tensor, (row, *rest))
 
-    def column(self, held: bool, tensor: str, sources: list[str], rows: int, *rest: int, tp: bool = True) -> None:
-        """Matrices of `rows` rows each, cut by rows and fused."""
-        ways, which = (self.sizes.tp, self.tp_index) if tp else (1, 0)
-        self.fused(held, tensor, [Part(source, rows, ways, which) for source in sources], *rest)
+    def column(self, tensor: str, rows: int, *rest: int) -> None:
+        """A tensor cut by rows."""
+        self.fused(tensor, [Part(tensor, rows, self.tp_cut)], *rest)
 
-    def row(self, held: bool, tensor: str, source: str, rows: int, columns: int, tp: bool = True) -> None:
+    def row(self, tensor: str, rows: int, columns: int, cut: Cut | None = None) -> None:
         """A matrix cut by columns."""
-        targets = self.source(source, (rows, columns))
-        ways, which = (self.sizes.tp, self.tp_index) if tp else (1, 0)
-        width = _divide(columns, ways, source)
-        if held:
-            self.tensors[tensor] = ((rows, width), self.dtype)
-            targets.append(Target(tensor, (), _columns(which * width, (which + 1) * width)))
+        ways, which = cut or self.tp_cut
+        width = _divide(columns, ways, tensor)
+        self.single(tensor, (rows, columns), _columns(which * width, (which + 1) * width))
 
-    def vocabulary(self, held: bool, tensor: str, source: str, vocab: int, hidden: int) -> None:
+    def vocabulary(self, tensor: str) -> None:
         """Rows padded to a multiple of 64, then cut; the padding is zero (layers/vocab_parallel_embedding.py)."""
-        targets = self.source(source, (vocab, hidden))
+        vocab = self.config["vocab_size"]
         rows = _divide((vocab + 63) // 64 * 64, self.sizes.tp, "the padded vocabulary")
-        if held:
-            self.tensors[tensor] = ((rows, hidden), self.dtype)
-            targets.append(Target(tensor, (), _padded_rows(self.tp_index * rows, (self.tp_index + 1) * rows)))
+        take = _padded_rows(self.tp_index * rows, (self.tp_index + 1) * rows)
+        self.single(tensor, (vocab, self.config["hidden_size"]), take)
+
+    def norms(self, layer: str) -> None:
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            self.single(f"{layer}.{norm}.weight", (self.config["hidden_size"],))
 
     def local_experts(self, experts: int) -> range:
         """Experts of this rank: the first ranks take one more each (fused_moe/expert_map_manager.py)."""
@@ -145,78 +188,57 @@ class Table:
         start = self.ep_index * base + min(self.ep_index, more)
         return range(start, start + base + (self.ep_index < more))
 
-    @property
-    def experts_cut(self) -> tuple[int, int]:
-        """(into how many parts experts are cut, the number of this rank's part)."""
-        return (self.sizes.tp, self.tp_index) if self.sizes.ep == 1 else (1, 0)
-
-    def experts(self, held: bool, tensor: str, source: str, count: int, inner: int, hidden: int, gated: bool) -> None:
+    def experts(self, name: str, count: int, gated: bool = True) -> None:
         """w13 `[E, (2) inner / tp, hidden]` and w2 `[E, hidden, inner / tp]` (fused_moe/routed_experts.py)."""
-        local = self.local_experts(count)
-        ways, which = self.experts_cut
-        width = _divide(inner, ways, f"the experts of {source}")
+        inner, hidden = self.config["moe_intermediate_size"], self.config["hidden_size"]
+        local, (ways, which) = self.local_experts(count), self.experts_cut
+        width = _divide(inner, ways, f"the experts of {name}")
         cut = (which * width, (which + 1) * width)
         projections = ("gate_proj", "up_proj") if gated else ("up_proj",)
-        if held:
-            self.tensors[f"{tensor}.w13_weight"] = ((len(local), len(projections) * width, hidden), self.dtype)
-            self.tensors[f"{tensor}.w2_weight"] = ((len(local), hidden, width), self.dtype)
+        w13, w2 = f"{name}.routed_experts.w13_weight", f"{name}.routed_experts.w2_weight"
+        self.add(w13, (len(local), len(projections) * width, hidden))
+        self.add(w2, (len(local), hidden, width))
         for expert in range(count):
-            here = held and expert in local
-            slot = expert - local.start
+            here, slot = expert in local, expert - local.start
             for place, projection in enumerate(projections):
-                targets = self.source(f"{source}.{expert}.{projection}.weight", (inner, hidden))
-                if here:
-                    box = (slot, slice(place * width, (place + 1) * width))
-                    targets.append(Target(f"{tensor}.w13_weight", box, rows_of(*cut)))
-            targets = self.source(f"{source}.{expert}.down_proj.weight", (hidden, inner))
-            if here:
-                targets.append(Target(f"{tensor}.w2_weight", (slot,), _columns(*cut)))
+                target = Target(w13, (slot, slice(place * width, (place + 1) * width)), _rows(*cut))
+                self.load(f"{name}.{expert}.{projection}.weight", (inner, hidden), target, here)
+            self.load(f"{name}.{expert}.down_proj.weight", (hidden, inner), Target(w2, (slot,), _columns(*cut)), here)
 
-    def attention(
-        self, held: bool, tensor: str, source: str, config: Config, qkv_bias: bool = False, o_bias: bool = False
-    ) -> None:
+    def attention(self, name: str, qkv_bias: bool = False, o_bias: bool = False, head_norms: bool = False) -> None:
         """qkv_proj `[q; k; v]` and o_proj; few KV heads repeat on neighboring ranks (layers/linear.py)."""
-        tp, hidden = self.sizes.tp, config["hidden_size"]
-        heads, kv_heads, dim = attention_sizes(config)
+        tp, hidden, (heads, kv_heads, dim) = self.sizes.tp, self.config["hidden_size"], self.attention_sizes
         if heads % tp or (kv_heads % tp and tp % kv_heads):
             raise ValueError(f"{heads} heads and {kv_heads} KV heads cannot be cut by tp = {tp}")
         kv_ways = min(tp, kv_heads)
-        parts = [
-            ("q_proj", heads * dim, tp, self.tp_index),
-            ("k_proj", kv_heads * dim, kv_ways, self.tp_index // (tp // kv_ways)),
-            ("v_proj", kv_heads * dim, kv_ways, self.tp_index // (tp // kv_ways)),
-        ]
-        for kind, rest in (("weight", (hidden,)), *([("bias", ())] if qkv_bias else [])):
-            fused = [Part(f"{source}.{name}.{kind}", *cut) for name, *cut in parts]
-            self.fused(held, f"{tensor}.qkv_proj.{kind}", fused, *rest)
-        self.row(held, f"{tensor}.o_proj.weight", f"{source}.o_proj.weight", hidden, heads * dim)
+        key_value = (kv_heads * dim, (kv_ways, self.tp_index // (tp // kv_ways)))
+        parts = {"q_proj": (heads * dim, self.tp_cut), "k_proj": key_value, "v_proj": key_value}
+        self.fused(
+            f"{name}.qkv_proj.weight", [Part(f"{name}.{proj}.weight", *part) for proj, part in parts.items()], hidden
+        )
+        if qkv_bias:
+            self.fused(f"{name}.qkv_proj.bias", [Part(f"{name}.{proj}.bias", *part) for proj, part in parts.items()])
+        self.row(f"{name}.o_proj.weight", hidden, heads * dim)
         if o_bias:
-            self.whole(held, f"{tensor}.o_proj.bias", f"{source}.o_proj.bias", (hidden,))
+            self.single(f"{name}.o_proj.bias", (hidden,))
+        for norm in ("q_norm", "k_norm") if head_norms else ():
+            self.single(f"{name}.{norm}.weight", (dim,))
 
-    def gated_mlp(self, held: bool, name: str, inner: int, hidden: int, tp: bool = True) -> None:
-        gate_up = [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"]
-        self.column(held, f"{name}.gate_up_proj.weight", gate_up, inner, hidden, tp=tp)
-        self.row(held, f"{name}.down_proj.weight", f"{name}.down_proj.weight", hidden, inner, tp=tp)
-
-    @property
-    def shared_experts_cut(self) -> bool:
-        """False where vLLM runs MoE sequence-parallel: it keeps shared experts whole (config/parallel.py,
-        use_sequence_parallel_moe)."""
-        return not (self.sizes.ep > 1 and self.sizes.tp > 1 and self.sizes.dp > 1)
+    def mlp(self, name: str, inner: int, cut: Cut | None = None, gated: bool = True) -> None:
+        """down_proj, and up_proj or, `gated`, gate_up_proj `[gate; up]`."""
+        hidden, cut = self.config["hidden_size"], cut or self.tp_cut
+        fused, projections = ("gate_up_proj", ("gate_proj", "up_proj")) if gated else ("up_proj", ("up_proj",))
+        parts = [Part(f"{name}.{projection}.weight", inner, cut) for projection in projections]
+        self.fused(f"{name}.{fused}.weight", parts, hidden)
+        self.row(f"{name}.down_proj.weight", hidden, inner, cut)
 
 
-def empty_table(sizes: GenSizes, gen_rank: int, layers: int, dtype: torch.dtype) -> Table:
+def empty_table(config: Config, sizes: GenSizes, gen_rank: int, dtype: torch.dtype) -> Table:
     """The table of a rank before any family has filled it."""
     dp_index, pp_index, tp_index = sizes.coordinates(gen_rank)
-    return Table(
-        sizes=sizes,
-        tp_index=tp_index,
-        ep_index=dp_index * sizes.tp + tp_index if sizes.ep > 1 else 0,
-        stage=stage_layers(layers, pp_index, sizes.pp, sizes.layers),
-        first=pp_index == 0,
-        last=pp_index == sizes.pp - 1,
-        dtype=dtype,
-    )
+    layers = len(config.get("hybrid_override_pattern") or "") or config["num_hidden_layers"]
+    stage = stage_layers(layers, pp_index, sizes.pp, sizes.layers)
+    return Table(config, sizes, tp_index, dp_index * sizes.tp + tp_index if sizes.ep > 1 else 0, layers, stage, dtype)
 
 
 def stage_layers(layers: int, pp_index: int, pp: int, partition: Sequence[int] = ()) -> range:
@@ -233,14 +255,7 @@ def stage_layers(layers: int, pp_index: int, pp: int, partition: Sequence[int] =
             counts[-2 - i] += 1
     if len(counts) != pp or sum(counts) != layers:
         raise ValueError(f"the partition {counts} is not one of {layers} layers on {pp} stages")
-    ends = list(accumulate(counts))
-    return range(ends[pp_index] - counts[pp_index], ends[pp_index])
-
-
-def attention_sizes(config: Config) -> tuple[int, int, int]:
-    """(query heads, KV heads, head dim); absent fields as HF config classes fill them."""
-    heads = config["num_attention_heads"]
-    return heads, config.get("num_key_value_heads") or heads, config.get("head_dim") or config["hidden_size"] // heads
+    return range(sum(counts[:pp_index]), sum(counts[: pp_index + 1]))
 
 
 def _divide(total: int, ways: int, what: str) -> int:
@@ -249,7 +264,7 @@ def _divide(total: int, ways: int, what: str) -> int:
     return total // ways
 
 
-def rows_of(start: int, stop: int) -> Take:
+def _rows(start: int, stop: int) -> Take:
     return lambda t: t[start:stop]
 
 
@@ -259,7 +274,7 @@ def _columns(start: int, stop: int) -> Take:
 
 def _padded_rows(start: int, stop: int) -> Take:
     def take(t: torch.Tensor) -> torch.Tensor:
-        held = t[start:stop]
-        return torch.cat([held, held.new_zeros(stop - start - held.shape[0], *t.shape[1:])])
+        rows = t[start:stop]
+        return torch.cat([rows, rows.new_zeros(stop - start - len(rows), *t.shape[1:])])
 
     return take

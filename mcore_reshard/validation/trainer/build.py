@@ -8,6 +8,7 @@ installed; elsewhere, and on the CPU, its stand-in does.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -79,8 +80,8 @@ class Trainer:
         """Whole HF tensors as the engine holds them: see `mcore_reshard.trainers.megatron.quantized_pairs.export_with_pairs`."""
         return export_with_pairs(self.bridge, self.model_chunks, self.pairs, names)
 
-    def export_held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them as Megatron-Bridge gives them, nothing quantized: see `mcore_reshard.trainers.megatron.model.export_hf`."""
+    def export_unquantized(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All HF tensors as Megatron-Bridge gives them, none quantized: see `mcore_reshard.trainers.megatron.model.export_hf`."""
         return export_hf(self.bridge, self.model_chunks)
 
 
@@ -151,30 +152,29 @@ def build_trainer(
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    sizes = {
+        "tensor_model_parallel_size": mesh.tp,
+        "pipeline_model_parallel_size": mesh.pp,
+        "virtual_pipeline_model_parallel_size": mesh.vpp if mesh.vpp > 1 else None,
+        "context_parallel_size": mesh.cp,
+        "expert_model_parallel_size": mesh.ep,
+        "expert_tensor_parallel_size": mesh.etp,
+    }
     with te_standin.cpu_as_device(), _quiet():
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=mesh.tp,
-            pipeline_model_parallel_size=mesh.pp,
-            virtual_pipeline_model_parallel_size=mesh.vpp if mesh.vpp > 1 else None,
-            context_parallel_size=mesh.cp,
-            expert_model_parallel_size=mesh.ep,
-            expert_tensor_parallel_size=mesh.etp,
-            create_gloo_process_groups=False,
-        )
+        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
         if te_standin.is_real():
             model_parallel_cuda_manual_seed(1)  # else nothing can be initialized on a GPU
         bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
         provider = bridge.to_megatron_provider(load_weights=False)
         if hasattr(provider, "q_lora_rank"):  # Bridge takes an absent low rank for its provider's default
             provider.q_lora_rank = bridge.hf_pretrained.config.q_lora_rank
-        if (
-            getattr(provider, "moe_shared_expert_intermediate_size", None) == 0
-        ):  # without shared experts: None to Megatron
+        if getattr(provider, "moe_shared_expert_intermediate_size", None) == 0:  # Megatron wants None
             provider.moe_shared_expert_intermediate_size = None
-        for name, value in _provider_fields(provider, mesh, grouped_experts, vocab_multiple).items():
-            setattr(provider, name, value)
-        for name, value in (_FP8 if fp8_block else {}).items():
+        fields = sizes | _provider_fields(provider, mesh, vocab_multiple) | (_FP8 if fp8_block else {})
+        if getattr(provider, "num_moe_experts", None):
+            fields["moe_grouped_gemm"] = grouped_experts
+        for name, value in fields.items():
             setattr(provider, name, value)
         provider.finalize()
         with te_standin_fp8.use_block(fp8_block or (128, 128)):
@@ -186,16 +186,8 @@ def build_trainer(
     return trainer
 
 
-def _provider_fields(
-    provider: Any, mesh: TrainMesh, grouped_experts: bool, vocab_multiple: int | None
-) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "tensor_model_parallel_size": mesh.tp,
-        "pipeline_model_parallel_size": mesh.pp,
-        "virtual_pipeline_model_parallel_size": mesh.vpp if mesh.vpp > 1 else None,
-        "context_parallel_size": mesh.cp,
-        "expert_model_parallel_size": mesh.ep,
-        "expert_tensor_parallel_size": mesh.etp,
+def _provider_fields(provider: Any, mesh: TrainMesh, vocab_multiple: int | None) -> dict[str, Any]:
+    return {
         "sequence_parallel": mesh.tp > 1,
         "pipeline_dtype": torch.bfloat16,
         "should_pad_vocab": vocab_multiple is not None or provider.vocab_size % mesh.tp != 0,
@@ -206,13 +198,11 @@ def _provider_fields(
         "moe_permute_fusion": False,
         "moe_shared_expert_overlap": False,
         "moe_token_dispatcher_type": "allgather",
+        **_uneven_pipeline_fields(provider, mesh),
     }
-    if getattr(provider, "num_moe_experts", None):
-        fields["moe_grouped_gemm"] = grouped_experts
-    return fields | _pipeline_fields(provider, mesh)
 
 
-def _pipeline_fields(provider: Any, mesh: TrainMesh) -> dict[str, Any]:
+def _uneven_pipeline_fields(provider: Any, mesh: TrainMesh) -> dict[str, Any]:
     """An uneven pipeline, in the two ways that Megatron takes it."""
     if not mesh.layers:
         return {}
@@ -230,36 +220,25 @@ def _pipeline_fields(provider: Any, mesh: TrainMesh) -> dict[str, Any]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Megatron's chatter about absent kernels and progress would drown a validation report."""
-    loggers = [logging.getLogger(), logging.getLogger("transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(_Discard()):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)
 
 
 def _register_configs() -> None:
     """Let transformers read configs of families that it lacks; Bridge asks it for nothing but the config."""
     import transformers
 
-    if "kimi_k2" not in transformers.CONFIG_MAPPING:
-        kimi_k2 = type("KimiK2Config", (transformers.DeepseekV3Config,), {"model_type": "kimi_k2"})
-        transformers.AutoConfig.register("kimi_k2", kimi_k2)
-    if "nemotron_h" not in transformers.CONFIG_MAPPING:
-        code = {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}  # Bridge reads the class name
-        nemotron_h = type(
-            "NemotronHConfig", (transformers.PretrainedConfig,), {"model_type": "nemotron_h", "auto_map": code}
-        )
-        transformers.AutoConfig.register("nemotron_h", nemotron_h)
-
-
-class _Discard:
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None: ...
+    code = {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}  # Bridge reads the class name
+    for model_type, base, fields in (
+        ("kimi_k2", transformers.DeepseekV3Config, {}),
+        ("nemotron_h", transformers.PretrainedConfig, {"auto_map": code}),
+    ):
+        if model_type not in transformers.CONFIG_MAPPING:
+            config_class = type(model_type, (base,), {"model_type": model_type, **fields})
+            transformers.AutoConfig.register(model_type, config_class)

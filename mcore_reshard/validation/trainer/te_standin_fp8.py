@@ -7,17 +7,17 @@ one has blocks of 128 x 128 alone; `use_block` makes smaller ones for tiny model
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_map
 
 from mcore_reshard.kernels.copies.cast_arithmetic import over_elements, quantized
-
-Block = tuple[int, int]
+from mcore_reshard.planner.model.precision import Block
 
 _COLUMNS_TO = 4  # the grid of scales has its columns padded to a multiple
 
@@ -61,7 +61,7 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         """A weight [M, K], quantized."""
         down, across = -(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1])
         padded = -(-across // _COLUMNS_TO) * _COLUMNS_TO
-        # what the padding holds is nobody's: NaN here, so that a copy of it shows
+        # NaN in the padding, so that a copy of it shows
         scales = torch.full((down, padded), float("nan"), dtype=torch.float32, device=weight.device)
         made = cls(torch.empty(weight.shape, dtype=torch.uint8, device=weight.device), scales, block)
         made.quantize_(weight)
@@ -84,7 +84,6 @@ class Float8BlockwiseQTensor(QuantizedTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        del types
         if func is torch.ops.aten.detach.default:
             return cls(args[0]._rowwise_data, args[0]._rowwise_scale_inv, args[0].block)
         values, named = tree_map(_value, args), tree_map(_value, kwargs or {})
@@ -99,29 +98,18 @@ def _value(argument: Any) -> Any:
     return argument.dequantize() if isinstance(argument, Float8BlockwiseQTensor) else argument
 
 
-@contextlib.contextmanager
-def use_block(block: Block) -> Iterator[None]:
-    """Quantize in blocks of this size what is built in here."""
-    before, _state.block = _state.block, block
-    try:
-        yield
-    finally:
-        _state.block = before
+def use_block(block: Block) -> AbstractContextManager[object]:
+    """Quantize in blocks of this size the layers that are built in here."""
+    return mock.patch.object(_state, "block", block)
 
 
-@contextlib.contextmanager
 def fp8_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
-) -> Iterator[None]:
+) -> AbstractContextManager[object]:
     """Layers made in here keep their weights quantized. Raises NotImplementedError for another recipe than block scaling."""
-    del preserve_high_precision_init_val
     if enabled and not isinstance(recipe, Float8BlockScaling):
         raise NotImplementedError(f"the stand-in for Transformer Engine quantizes in blocks, not with {recipe}")
-    before, _state.quantizes = _state.quantizes, enabled
-    try:
-        yield
-    finally:
-        _state.quantizes = before
+    return mock.patch.object(_state, "quantizes", enabled)
 
 
 class Float8BlockScaling:
@@ -131,17 +119,12 @@ class Float8BlockScaling:
         self.fp8_format = fp8_format
 
 
-def parameter(shape: tuple[int, int], init: Callable[[torch.Tensor], object] | None, **owners: Any
-) -> torch.nn.Parameter:  # fmt: skip
-    """The weight of a linear layer, initialized and then quantized where that was asked for."""
-    weight = torch.empty(shape, **owners)
-    if not _state.quantizes:
-        made = torch.nn.Parameter(weight)
-        if init is not None:
-            init(made)
-        return made
+def parameter(
+    shape: tuple[int, int], init: Callable[[torch.Tensor], object] | None, **factory_kwargs: Any
+) -> torch.nn.Parameter:
+    """The weight of a linear layer, initialized and then quantized where `fp8_model_init` asks for it."""
+    weight = torch.zeros(shape, **factory_kwargs)
     with torch.no_grad():
-        weight.zero_()
         if init is not None:
             init(weight)
-        return torch.nn.Parameter(Float8BlockwiseQTensor.of(weight, _state.block))
+        return torch.nn.Parameter(Float8BlockwiseQTensor.of(weight, _state.block) if _state.quantizes else weight)

@@ -12,6 +12,8 @@ import torch
 
 from mcore_reshard.validation.trainer import te_standin_fp8
 
+TRANSFORMER_ENGINE = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "DotProductAttention")
+
 
 class _ParameterOwner(torch.nn.Module):
     """What Megatron's wrappers call on any Transformer Engine module besides its parameters."""
@@ -25,8 +27,7 @@ class _ParameterOwner(torch.nn.Module):
     def set_tensor_parallel_group(self, group: Any) -> None:
         self.tp_group = group
 
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        del num_gemms
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None: ...
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("the stand-in for Transformer Engine holds parameters and cannot run forward")
@@ -50,12 +51,11 @@ class Linear(_ParameterOwner):
         **ignored: Any,
     ) -> None:
         super().__init__()
-        del ignored
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
         self.tp_size, self.tp_group, self.parallel_mode = tp_size, tp_group, parallel_mode
         self.sequence_parallel, self.use_bias = sequence_parallel, bias
-        self._placement: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
+        self._factory_kwargs: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
         self._init_method = init_method
         self._add_weights()
 
@@ -64,13 +64,13 @@ class Linear(_ParameterOwner):
 
     def _add_weight(self, weight_name: str, bias_name: str) -> None:
         shape = (self.out_features, self.in_features)
-        weight = te_standin_fp8.parameter(shape, self._init_method, **self._placement)
+        weight = te_standin_fp8.parameter(shape, self._init_method, **self._factory_kwargs)
         self.register_parameter(weight_name, weight)
         _mark_tensor_parallel(weight, 1 if self.parallel_mode == "row" else 0)
         if not self.use_bias:
             setattr(self, bias_name, torch.Tensor())  # the real one leaves an empty tensor that is no parameter
             return
-        bias = torch.nn.Parameter(torch.zeros(self.out_features, **self._placement))
+        bias = torch.nn.Parameter(torch.zeros(self.out_features, **self._factory_kwargs))
         self.register_parameter(bias_name, bias)
         if self.parallel_mode == "column":
             _mark_tensor_parallel(bias, 0)
@@ -94,10 +94,10 @@ class LayerNormLinear(Linear):
 
     def _add_weights(self) -> None:
         size, normalization, fill = self._norm
-        self.layer_norm_weight = torch.nn.Parameter(torch.full((size,), fill, **self._placement))
+        self.layer_norm_weight = torch.nn.Parameter(torch.full((size,), fill, **self._factory_kwargs))
         _set(self.layer_norm_weight, sequence_parallel=self.sequence_parallel)
         if normalization == "LayerNorm":
-            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(size, **self._placement))
+            self.layer_norm_bias = torch.nn.Parameter(torch.zeros(size, **self._factory_kwargs))
             _set(self.layer_norm_bias, sequence_parallel=self.sequence_parallel)
         super()._add_weights()
 
@@ -121,7 +121,6 @@ class RMSNorm(_ParameterOwner):
     def __init__(
         self,
         normalized_shape: int | None = None,
-        eps: float = 1e-5,
         sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
@@ -131,13 +130,12 @@ class RMSNorm(_ParameterOwner):
         **ignored: Any,
     ) -> None:
         super().__init__()
-        del eps, ignored
         size = hidden_size if hidden_size is not None else normalized_shape
         assert size is not None, "a norm needs its size"
-        owners: dict[str, Any] = {"dtype": params_dtype or dtype or torch.get_default_dtype(), "device": device}
-        self.weight = torch.nn.Parameter(torch.full((size,), 0.0 if zero_centered_gamma else 1.0, **owners))
+        factory_kwargs: dict[str, Any] = {"dtype": params_dtype or dtype or torch.get_default_dtype(), "device": device}
+        self.weight = torch.nn.Parameter(torch.full((size,), 0.0 if zero_centered_gamma else 1.0, **factory_kwargs))
         if isinstance(self, LayerNorm):
-            self.bias = torch.nn.Parameter(torch.zeros(size, **owners))
+            self.bias = torch.nn.Parameter(torch.zeros(size, **factory_kwargs))
         if sequence_parallel is not None:
             for parameter in self.parameters(recurse=False):
                 _set(parameter, sequence_parallel=sequence_parallel)
@@ -185,14 +183,11 @@ class GatedRMSNorm(torch.nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        eps: float = 1e-5,
-        group_size: int | None = None,
-        norm_before_gate: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **ignored: Any,
     ) -> None:
         super().__init__()
-        del eps, group_size, norm_before_gate
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
 
