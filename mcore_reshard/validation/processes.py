@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -47,7 +47,7 @@ def run_processes(
 
 
 class _Launch:
-    """The processes of one call, and what has come back from them."""
+    """The processes of one call, and the results that have come back from them."""
 
     def __init__(
         self, count: int, function: Callable[..., Any], args: Sequence[Any], timeout_s: float, folder: Path
@@ -69,16 +69,25 @@ class _Launch:
             self.pending[receive] = index
 
     def results(self) -> list[Any]:
-        with self._killing_all():
+        try:
             while self.pending:
                 ready = wait(list(self.pending), max(0.0, self.deadline - time.monotonic()))
                 if not ready:
-                    raise ProcessError(self._timeout_message())
+                    late = sorted(self.pending.values())
+                    message = f"still running after {self.timeout_s:g} s: processes {late}"
+                    raise ProcessError(f"{message}\n{self._stacks()}")
                 for connection in ready:
                     assert isinstance(connection, Connection)
                     self._collect(connection)
             for process in self.processes:
                 process.join(max(1.0, self.deadline - time.monotonic()))
+        finally:
+            for process in self.processes:
+                process.kill()
+            for process in self.processes:
+                process.join()
+            for connection in self.pending:
+                connection.close()
         return [self.returned[index] for index in range(len(self.processes))]
 
     def _collect(self, connection: Connection) -> None:
@@ -92,15 +101,13 @@ class _Launch:
             raise ProcessError(f"process {index} failed:\n{outcome}\n{self._stacks()}")
         self.returned[index] = outcome
 
-    def _timeout_message(self) -> str:
-        late = sorted(self.pending.values())
-        return f"still running after {self.timeout_s:g} s: processes {late}\n{self._stacks()}"
-
     def _stacks(self) -> str:
         """Where the processes that have not returned are."""
         running = sorted(self.pending.values())
         for index in running:
-            _signal(self.processes[index], signal.SIGUSR1)
+            if (pid := self.processes[index].pid) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
         time.sleep(0.2)  # for the stacks to be written
         return "\n".join(f"process {index} was at:\n{self._stack(index)}" for index in running)
 
@@ -112,19 +119,6 @@ class _Launch:
 
     def _stack_file(self, index: int) -> Path:
         return self.folder / f"stack{index}"
-
-    @contextlib.contextmanager
-    def _killing_all(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            for process in self.processes:
-                if process.is_alive():
-                    _signal(process, signal.SIGKILL)
-            for process in self.processes:
-                process.join()
-            for connection in self.pending:
-                connection.close()
 
 
 def _child(index: int, function: Callable[..., Any], args: Sequence[Any], send: Connection, stack_file: Path) -> None:
@@ -140,12 +134,6 @@ def _child(index: int, function: Callable[..., Any], args: Sequence[Any], send: 
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without the parent's exit handlers; open process groups would make some of them wait
-
-
-def _signal(process: ForkProcess, number: int) -> None:
-    if process.pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
 
 
 def _death(exit_code: int | None) -> str:

@@ -1,9 +1,10 @@
-"""What a validation found: per engine tensor, how many elements differ from golden and where the first one is."""
+"""The result of a validation: for each engine tensor, how many elements differ from golden, and the first of them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class RefitResult:
 
 @dataclass(frozen=True, slots=True)
 class ValidationReport:
-    """All refits of one validation. `engine` says what held the destination tensors."""
+    """All refits of one validation. `engine` and `source` say which libraries held the tensors of either side."""
 
     model: str
     train: str
@@ -59,8 +60,8 @@ class ValidationReport:
     policy: str
     transport: str
     engine: str
-    source: str  # what held the source tensors: library versions, and the stand-in if one was used
-    precision: str  # what the sides hold and which of them quantizes; empty where neither does
+    source: str  # versions, and the stand-in if one was used
+    precision: str  # the dtypes of both sides and which of them quantizes; empty where neither does
     digest: str
     refits: tuple[RefitResult, ...]
 
@@ -80,33 +81,21 @@ def compare(
     name: str, gen_rank: int, route: str, got: torch.Tensor | None, expected: torch.Tensor | None
 ) -> ParameterResult:
     """Compare two tensors bit for bit: NaNs are equal when their bits are."""
-    held = got if got is not None else expected
-    assert held is not None
-    nbytes = held.numel() * held.element_size()
+    present = expected if got is None else got
+    assert present is not None
+    result = partial(ParameterResult, name, gen_rank, route, present.numel() * present.element_size())
     if got is None or expected is None:
-        problem = "golden has no such tensor" if expected is None else "the engine has no such tensor"
-    elif got.shape != expected.shape or got.dtype != expected.dtype:
+        return result(0, problem=f"{'the engine' if got is None else 'golden'} has no such tensor")
+    if got.shape != expected.shape or got.dtype != expected.dtype:
         problem = f"is {tuple(got.shape)} {got.dtype}, golden {tuple(expected.shape)} {expected.dtype}"
-    else:
-        problem = ""
-    if problem or got is None or expected is None:
-        return ParameterResult(name, gen_rank, route, nbytes, 0, problem=problem)
-    got, expected = got.detach().cpu(), expected.detach().cpu()
-    mine, golden = _bits(got), _bits(expected)
-    wrong = (mine != golden).nonzero()
+        return result(0, problem=problem)
+    got_bytes, expected_bytes = _bytes(got), _bytes(expected)
+    wrong = (got_bytes != expected_bytes).any(-1).nonzero()
     if not len(wrong):
-        return ParameterResult(name, gen_rank, route, nbytes, 0)
-    at = tuple(wrong[0].tolist())
-    width = 2 * got.element_size()
-    mask = 16**width - 1
-    first = Mismatch(
-        at,
-        _finite(got[at]),
-        _finite(expected[at]),
-        f"{int(mine[at]) & mask:0{width}x}",
-        f"{int(golden[at]) & mask:0{width}x}",
-    )
-    return ParameterResult(name, gen_rank, route, nbytes, len(wrong), first)
+        return result(0)
+    index = tuple(wrong[0].tolist())
+    values = _finite(got[index]), _finite(expected[index])
+    return result(len(wrong), Mismatch(index, *values, _hex(got_bytes[index]), _hex(expected_bytes[index])))
 
 
 def _finite(element: torch.Tensor) -> float | None:
@@ -115,8 +104,11 @@ def _finite(element: torch.Tensor) -> float | None:
     return value if math.isfinite(value) else None
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [*shape, bytes of an element], the lowest byte first."""
+    flat = tensor.detach().cpu().reshape(-1)
+    return flat.view(torch.uint8).reshape(*tensor.shape, tensor.element_size())
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(_WORDS[tensor.element_size()])
+def _hex(element: torch.Tensor) -> str:
+    return bytes(element.flip(0).tolist()).hex()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,19 @@ import torch
 from mcore_reshard.kernels.copies.cast_arithmetic import over_elements
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.precision import Block
+from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine
 
 Shapes = dict[str, tuple[int, ...]]
 Blocks = Mapping[str, Block]  # by the names of weights that will be quantized
 
-TINY: dict[str, dict[str, Any]] = {
-    "llama": load_config("tiny-llama"),
-    "llama_tied": load_config("tiny-llama-tied"),
-    "qwen2": load_config("tiny-qwen2"),
-    "qwen3": load_config("tiny-qwen3"),
-    "qwen3_moe": load_config("tiny-qwen3-moe"),
-    "deepseek_v3": load_config("tiny-deepseek-v3"),
-    "deepseek_v3_nolora": load_config("tiny-moonlight"),
-    "kimi_k2": load_config("tiny-kimi-k2"),
-    "nemotron_h": load_config("tiny-nemotron-h"),
-    # Megatron-Bridge 0.6 tells by its shape whether an expert is stored transposed: no square gate_up_proj.
-    "gpt_oss": {**load_config("tiny-gpt-oss"), "intermediate_size": 48},
-}
+_NAMES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2", "nemotron_h", "gpt_oss")
+TINY: dict[str, dict[str, Any]] = {name: load_config(f"tiny-{name.replace('_', '-')}") for name in _NAMES}
+TINY["deepseek_v3_nolora"] = load_config("tiny-moonlight")
+# Megatron-Bridge 0.6 tells by its shape whether an expert is stored transposed: no square gate_up_proj.
+TINY["gpt_oss"]["intermediate_size"] = 48
 
+# transformers 5 stacks the experts of a layer in one tensor; checkpoints keep one tensor each
+_STACKED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _FLOAT32_NAMES = ("e_score_correction_bias", "A_log", "mixer.D")
 
 
@@ -44,21 +40,24 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
 
     Raises KeyError for a family or a field that does not exist: a misspelled override must not go unseen.
     """
-    config = dict(TINY[family])
-    unknown = sorted(set(overrides) - set(config))
-    if unknown:
+    if unknown := sorted(set(overrides) - set(TINY[family])):
         raise KeyError(f"{family} has no config field {', '.join(unknown)}")
-    config.update(overrides)
-    return config
+    return {**TINY[family], **overrides}
 
 
 def checkpoint_shapes(config: Mapping[str, Any]) -> Shapes:
     """Every tensor of the checkpoint in sorted HF name order, and its shape.
 
-    Read off transformers' own model on the meta device; Nemotron-H, which transformers 4 does not have, is listed here.
+    Read off transformers' own model on the meta device. Nemotron-H, which transformers 4 does not have, is read off the
+    engine's tables.
     """
-    shapes = _nemotron_h_shapes(config) if config["model_type"] == "nemotron_h" else _transformers_shapes(config)
-    return dict(sorted(shapes.items()))
+    if config["model_type"] == "nemotron_h":
+        untied = {**config, "tie_word_embeddings": False}  # vLLM has no tied one
+        shapes = StandInEngine(untied, GenSizes(), 0, "meta").checkpoint_shapes
+    else:
+        shapes = _transformers_shapes(config)
+    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()  # one tensor under two names, stored once
+    return {name: shapes[name] for name in sorted(set(shapes) - tied)}
 
 
 def checkpoint_dtype(name: str) -> torch.dtype:
@@ -145,78 +144,12 @@ def _transformers_shapes(config: Mapping[str, Any]) -> Shapes:
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **fields))
     shapes: Shapes = {}
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config["tie_word_embeddings"]:
-            continue  # one tensor under two names; checkpoints store it once
-        if model_type != "gpt_oss" and ".mlp.experts.gate_up_proj" in name:
-            _add_experts(shapes, name, ("gate_proj", "up_proj"), tensor.shape[0], tensor.shape[1] // 2, tensor.shape[2])
-        elif model_type != "gpt_oss" and ".mlp.experts.down_proj" in name:
-            _add_experts(shapes, name, ("down_proj",), *tensor.shape)
+        module, _, leaf = name.rpartition(".")
+        if model_type != "gpt_oss" and module.endswith(".mlp.experts"):
+            projections = _STACKED_EXPERTS[leaf]
+            experts, rows, columns = tensor.shape
+            for expert, projection in product(range(experts), projections):
+                shapes[f"{module}.{expert}.{projection}.weight"] = (rows // len(projections), columns)
         else:
             shapes[name] = tuple(tensor.shape)
     return shapes
-
-
-def _add_experts(shapes: Shapes, stacked: str, projections: tuple[str, ...], experts: int, *shape: int) -> None:
-    """transformers 5 stacks the experts in its modules; checkpoints keep one tensor each."""
-    layer = stacked.rpartition(".")[0]
-    for expert in range(experts):
-        for projection in projections:
-            shapes[f"{layer}.{expert}.{projection}.weight"] = tuple(shape)
-
-
-def _nemotron_h_shapes(config: Mapping[str, Any]) -> Shapes:
-    """NVIDIA's `modeling_nemotron_h.py`: one mixer a layer, named by a letter of `hybrid_override_pattern`."""
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    shapes: Shapes = {"backbone.embeddings.weight": (vocab, hidden), "backbone.norm_f.weight": (hidden,)}
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (vocab, hidden)
-    if len(config["hybrid_override_pattern"]) != config["num_hidden_layers"]:
-        raise ValueError("hybrid_override_pattern needs one letter for each of num_hidden_layers")
-    mixers = {"M": _mamba_shapes, "*": _attention_shapes, "-": _mlp_shapes, "E": _moe_shapes}
-    for layer, letter in enumerate(config["hybrid_override_pattern"]):
-        shapes[f"backbone.layers.{layer}.norm.weight"] = (hidden,)
-        for name, shape in mixers[letter](config).items():
-            shapes[f"backbone.layers.{layer}.mixer.{name}"] = shape
-    return shapes
-
-
-def _mamba_shapes(config: Mapping[str, Any]) -> Shapes:
-    heads, hidden = config["mamba_num_heads"], config["hidden_size"]
-    inner, states = heads * config["mamba_head_dim"], config["n_groups"] * config["ssm_state_size"]
-    return {
-        "in_proj.weight": (2 * inner + 2 * states + heads, hidden),
-        "conv1d.weight": (inner + 2 * states, 1, config["conv_kernel"]),
-        "conv1d.bias": (inner + 2 * states,),
-        "A_log": (heads,),
-        "D": (heads,),
-        "dt_bias": (heads,),
-        "norm.weight": (inner,),
-        "out_proj.weight": (hidden, inner),
-    }
-
-
-def _attention_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden, dim = config["hidden_size"], config["head_dim"]
-    query, key_value = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    return {
-        "q_proj.weight": (query, hidden),
-        "k_proj.weight": (key_value, hidden),
-        "v_proj.weight": (key_value, hidden),
-        "o_proj.weight": (hidden, query),
-    }
-
-
-def _mlp_shapes(config: Mapping[str, Any]) -> Shapes:
-    return _up_down("", config["intermediate_size"], config["hidden_size"])
-
-
-def _moe_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden, experts = config["hidden_size"], config["n_routed_experts"]
-    shapes: Shapes = {"gate.weight": (experts, hidden), "gate.e_score_correction_bias": (experts,)}
-    for expert in range(experts):
-        shapes |= _up_down(f"experts.{expert}.", config["moe_intermediate_size"], hidden)
-    return shapes | _up_down("shared_experts.", config["moe_shared_expert_intermediate_size"], hidden)
-
-
-def _up_down(prefix: str, inner: int, hidden: int) -> Shapes:
-    return {f"{prefix}up_proj.weight": (inner, hidden), f"{prefix}down_proj.weight": (hidden, inner)}

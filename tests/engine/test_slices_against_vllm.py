@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints import checkpoint, fp8_checkpoint, tiny
+from helpers.golden import expected_tensors
 from helpers.validation_cases import REFINED_COLUMNS, REFINED_EXPERTS, UNLOADABLE_EXPERTS, in_blocks
 
 from mcore_reshard.engines.vllm.model import after_direct_writes, load_weights, loaded_tensors, local_tensors
-from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine, expected_tensors
+from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine
 from mcore_reshard.validation.engine.vllm_engine import build_engine
 
 DENSE = ("llama", "llama-tied", "qwen2", "qwen3")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import checkpoint, tiny
+from helpers.golden import expected_tensors
 
 from mcore_reshard.engines.vllm.model import (
     after_direct_writes,
@@ -20,17 +23,30 @@ from mcore_reshard.engines.vllm.model import (
     set_kv_scales,
 )
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError
-from mcore_reshard.validation.engine.slices import POISON, GenSizes, StandInEngine, expected_tensors
+from mcore_reshard.validation.engine import vllm_engine
+from mcore_reshard.validation.engine.slices import POISON, GenSizes, StandInEngine
 from mcore_reshard.validation.engine.tables import stage_layers
 from mcore_reshard.validation.engine.vllm_engine import build_engine, engine_config, prepare
 from mcore_reshard.validation.processes import run_processes
+
+
+@contextlib.contextmanager
+def gloo_groups(sizes, gen_rank):
+    """The groups of real processes, whose default process group is the generation ranks."""
+    import vllm.distributed.parallel_state as state
+
+    vllm_engine.forget_groups()
+    state.init_distributed_environment(sizes.world, gen_rank, backend="gloo", local_rank=gen_rank)
+    state.initialize_model_parallel(sizes.tp, sizes.pp)
+    yield
 
 
 def load_in_a_process(gen_rank, config, folder, sizes, store):
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", world_size=sizes.world, rank=gen_rank)
     try:
-        model = build_engine(folder, sizes, gen_rank, groups="gloo")
+        with mock.patch.object(vllm_engine, "stand_in_groups", gloo_groups):
+            model = build_engine(folder, sizes, gen_rank)
         load_weights(model, checkpoint(config, 1).items())
         expected = expected_tensors(config, checkpoint(config, 1), sizes, gen_rank)
         actual = local_tensors(model)
@@ -47,11 +63,6 @@ def test_real_processes_hold_what_a_stand_in_group_says(name, sizes, config_fold
     prepare()
     arguments = (config, config_folder(config), sizes, tmp_path / "store")
     assert run_processes(sizes.world, load_in_a_process, arguments, timeout_s=120) == [True] * sizes.world
-
-
-def test_gloo_groups_must_be_the_generation_ranks(config_folder):
-    with pytest.raises(RuntimeError, match="must be the 2 generation ranks"):
-        build_engine(config_folder(tiny("llama")), GenSizes(tp=2), 0, groups="gloo")
 
 
 def test_parameters_start_poisoned(config_folder):

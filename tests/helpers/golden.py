@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from helpers.simulate import TRAINER_PADDING, UNTOUCHED, declared_padding, execu
 
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.validation.engine.slices import POISON, GenSizes, StandInEngine, expected_tensors
+from mcore_reshard.validation.engine.slices import POISON, GenSizes, StandInEngine
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,23 @@ def differences(case: Case, plan: Plan | None = None) -> list[Difference]:
             if message := _difference(got.get(name), want.numpy()):
                 found.append(Difference(rank, name, message))
     return found
+
+
+def expected_tensors(
+    config: Mapping[str, Any], hf: Mapping[str, torch.Tensor], sizes: GenSizes, gen_rank: int
+) -> dict[str, torch.Tensor]:
+    """Every parameter tensor of a vLLM rank after `load_weights`, by vLLM name, from a whole checkpoint in HF names.
+
+    Vocabulary padding is zero. Raises ValueError for tensors that are missing, unknown or of a wrong shape, and for
+    sizes that cannot serve the model.
+    """
+    engine = StandInEngine(config, sizes, gen_rank)
+    if missing := sorted(set(engine.checkpoint_shapes) - set(hf)):
+        raise ValueError(f"{len(missing)} HF tensors are missing: {', '.join(missing[:5])}")
+    written = engine.load_weights(hf.items())
+    for name, tensor in engine.loaded.items():
+        assert written.get(name, 0) == tensor.numel(), f"{name}: {written.get(name, 0)} of {tensor.numel()} written"
+    return engine.loaded
 
 
 def _checkpoint(plan: Plan) -> dict[str, torch.Tensor]:

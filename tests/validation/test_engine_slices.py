@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from helpers.golden import expected_tensors
 
 from mcore_reshard.planner.model.configs import builtin_names, load_config
-from mcore_reshard.validation.engine.slices import POISON, GenSizes, StandInEngine, engine_tensors, expected_tensors
+from mcore_reshard.validation.engine.slices import POISON, GenSizes, StandInEngine
 from mcore_reshard.validation.engine.tables import stage_layers
 from mcore_reshard.validation.tiny import checkpoint_shapes, payload
 
@@ -209,7 +210,7 @@ class TestBlockFp8:
         ("mlp.gate_up_proj", "mlp.gate_up_proj"), ("self_attn.qkv_proj", "self_attn.qkv_proj")])  # fmt: skip
     def test_listed_modules_stay(self, field, listed, tensor):
         kept = {**self.config["quantization_config"], field: [f"model.layers.0.{listed}"]}
-        tensors = engine_tensors(self.config | {"quantization_config": kept}, GenSizes(), 0)
+        tensors = StandInEngine(self.config | {"quantization_config": kept}, GenSizes(), 0).loaded
         assert tensors[f"model.layers.0.{tensor}.weight"].dtype is torch.float32
         assert f"model.layers.0.{tensor}.weight_scale_inv" not in tensors
 
@@ -217,21 +218,21 @@ class TestBlockFp8:
     def test_experts_stay_if_they_or_one_of_them_are_listed(self, listed):
         config = load_config("tiny-qwen3-moe-fp8")
         kept = {**config["quantization_config"], "modules_to_not_convert": [f"model.layers.1.{listed}"]}
-        tensors = engine_tensors(config | {"quantization_config": kept}, GenSizes(), 0)
+        tensors = StandInEngine(config | {"quantization_config": kept}, GenSizes(), 0).loaded
         scaled = {name.split(".")[2] for name in tensors if name.endswith("w13_weight_scale_inv")}
         assert scaled == {"0"}
 
     def test_a_cut_through_a_block_is_refused(self):
         wide = {"quant_method": "fp8", "weight_block_size": [1, 4]}
         with pytest.raises(ValueError, match="holds 2 of 4 rows or columns: not whole blocks of 4"):
-            engine_tensors(self.config | {"quantization_config": wide}, GenSizes(tp=2), 0)
+            StandInEngine(self.config | {"quantization_config": wide}, GenSizes(tp=2), 0)
 
 
 class TestStandInEngine:
     config = load_config("tiny-qwen3-moe")
 
     def test_tensors_start_poisoned(self):
-        for name, tensor in engine_tensors(self.config, GenSizes(tp=2), 1).items():
+        for name, tensor in StandInEngine(self.config, GenSizes(tp=2), 1).loaded.items():
             assert tensor.view(torch.uint8).eq(POISON).all(), name
 
     def test_loading_in_parts_equals_loading_at_once(self):
@@ -285,9 +286,9 @@ class TestStandInEngine:
 )
 def test_sizes_that_cannot_serve_the_model(name, changes, sizes, message):
     with pytest.raises(ValueError, match=message):
-        engine_tensors({**load_config(f"tiny-{name}"), **changes}, GenSizes(**sizes), 0)
+        StandInEngine({**load_config(f"tiny-{name}"), **changes}, GenSizes(**sizes), 0)
 
 
 def test_a_rank_outside_the_mesh_is_refused():
     with pytest.raises(ValueError, match=r"generation rank 4 is not in \[0, 4\)"):
-        engine_tensors(load_config("tiny-llama"), GenSizes(tp=2, pp=2), 4)
+        StandInEngine(load_config("tiny-llama"), GenSizes(tp=2, pp=2), 4)

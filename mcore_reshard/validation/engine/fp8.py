@@ -1,6 +1,6 @@
-"""What becomes of a vLLM rank's tensors when the config asks for block FP8: data in E4M3, and scales beside them.
+"""The tensors of a vLLM rank in block FP8: data in E4M3, and scales beside them.
 
-The other half of the oracle's tables, and again no code of the planner's: the scale of every element is taken the same
+The other half of the oracle's tables, and again no code of the planner's. The scale of every element is taken the same
 way as the element, and one of each block is kept. Mirrors vLLM 0.32's layers/quantization/fp8.py (Fp8LinearMethod,
 Fp8MoEMethod, for checkpoints that are in FP8). Blocks of experts are made smaller where tensor parallelism cuts inside
 of them; a plan then fills a tensor of the checkpoint's blocks, and the engine repeats them.
@@ -13,7 +13,7 @@ from math import gcd
 
 import torch
 
-from .tables import Config, Index, Shape, Table, Take, Target
+from .tables import Index, Shape, Table, Take, Target
 
 SUFFIX = "_scale_inv"
 BLOCKS = ".blocks"  # what a plan calls the tensor that scales are repeated from: their name and this
@@ -56,7 +56,7 @@ def quantize(table: Table) -> dict[str, Refined]:
         raise ValueError(f"{config['model_type']} in FP8 is not written down here")
     block = (int(stated["weight_block_size"][0]), int(stated["weight_block_size"][1]))
     kept = stated.get("ignored_layers") or stated.get("modules_to_not_convert") or ()
-    expert_block = _expert_block(table, config, block)
+    expert_block = _expert_block(table, block)
     numbers: dict[str, list[torch.Tensor]] = {}  # of the checkpoint's blocks, for each matrix in a refined tensor
     for name, (shape, targets) in list(table.sources.items()):
         if not _is_linear(name) or _is_kept(name, kept):
@@ -74,23 +74,23 @@ def quantize(table: Table) -> dict[str, Refined]:
     return {name: _refined(table.tensors[name][0], parts) for name, parts in numbers.items()}
 
 
-def _expert_block(table: Table, config: Config, block: Block) -> Block:
+def _expert_block(table: Table, block: Block) -> Block:
     """vLLM makes the blocks of experts smaller where it cuts inside of them: fused_moe/oracle/fp8.py,
     refine_fp8_moe_block_shape."""
-    if "moe_intermediate_size" not in config:
+    if "moe_intermediate_size" not in table.config:
         return block
+    inner, hidden = table.config["moe_intermediate_size"], table.config["hidden_size"]
     ways, _ = table.experts_cut
-    width = config["moe_intermediate_size"] // ways
+    width = inner // ways
     if width % block[0] == 0 and (ways == 1 or width % block[1] == 0):
         return block
-    size = gcd(*block, width, config["hidden_size"])
+    size = gcd(*block, width, hidden)
     if size < _SMALLEST:
         return block
-    whole = config["moe_intermediate_size"], config["hidden_size"]
-    if any(part % edge for part in whole for edge in block):  # its loader repeats scales, and cuts the grid evenly
-        raise ValueError(
-            f"experts of {whole[0]} by {whole[1]} are not whole blocks of {block}: vLLM fails to load them"
-        )
+    if any(
+        part % edge for part in (inner, hidden) for edge in block
+    ):  # its loader repeats scales, cuts the grid evenly
+        raise ValueError(f"experts of {inner} by {hidden} are not whole blocks of {block}: vLLM fails to load them")
     return (size, size)
 
 
@@ -113,9 +113,9 @@ def _is_linear(name: str) -> bool:
 def _is_kept(name: str, kept: list[str] | tuple[str, ...]) -> bool:
     """Listed modules stay as they are, by their name or by that of the module they are fused in; the experts of a layer
     do if one of them, or all, are listed."""
-    experts, found, _ = name.partition(".experts.")
-    if found:
-        return any(f"{listed}.".startswith(experts + found) for listed in kept)
+    layer, separator, _ = name.partition(".experts.")
+    if separator:
+        return any(f"{listed}.".startswith(layer + separator) for listed in kept)
     prefix, _, leaf = name.removesuffix(".weight").rpartition(".")
     return any(f"{prefix}.{module}" in kept for module in {leaf, _FUSED_IN.get(leaf, leaf)})
 
@@ -140,13 +140,12 @@ def _beside(table: Table, target: Target, whole: Shape, block: Block, fine: Bloc
             raise ValueError(f"{target.tensor} holds {part} of {full} rows or columns: not whole blocks of {size}")
     if any(part.start % fine[0] for part in rows):
         raise ValueError(f"{target.tensor}: parts share a block of {fine[0]} rows")
-    index: Index = tuple(_in_blocks(part, fine[0]) if isinstance(part, slice) else part for part in target.index)
+    index: Index = tuple(
+        slice(part.start // fine[0], -(-part.stop // fine[0])) if isinstance(part, slice) else part
+        for part in target.index
+    )
     take = _one_of_each_block(target.take, whole, block, fine)
     return replace(target, tensor=target.tensor + SUFFIX, index=index, take=take)
-
-
-def _in_blocks(rows: slice, size: int) -> slice:
-    return slice(rows.start // size, -(-rows.stop // size))
 
 
 def _one_of_each_block(take: Take, whole: Shape, block: Block, fine: Block) -> Take:

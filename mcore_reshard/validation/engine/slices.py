@@ -7,7 +7,7 @@ vLLM is not installed, `StandInEngine` takes the engine's place: the tensors of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -15,7 +15,7 @@ from .families import FAMILIES
 from .fp8 import BLOCKS, Refined, quantize
 from .tables import Config, GenSizes, Table, empty_table
 
-__all__ = ["GenSizes", "StandInEngine", "engine_tensors", "expected_tensors", "poison"]
+__all__ = ["GenSizes", "StandInEngine", "poison"]
 
 POISON = 0xFF  # NaN in every floating-point dtype
 _UNWRITTEN = -1.0  # no scale is negative
@@ -82,32 +82,6 @@ class StandInEngine:
     def checkpoint_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every HF tensor of the model, also those that other ranks hold, and its shape."""
         return {name: shape for name, (shape, _) in self._table.sources.items()}
-
-
-def expected_tensors(
-    config: Config, hf: Mapping[str, torch.Tensor], mesh: GenSizes, gen_rank: int
-) -> dict[str, torch.Tensor]:
-    """Every parameter tensor of a vLLM rank after `load_weights`, by vLLM name, from a whole checkpoint in HF names.
-
-    Vocabulary padding is zero. Raises ValueError for tensors that are missing, unknown or of a wrong shape, and for
-    sizes that cannot serve the model.
-    """
-    engine = StandInEngine(config, mesh, gen_rank)
-    missing = sorted(set(engine.checkpoint_shapes) - set(hf))
-    if missing:
-        raise ValueError(f"{len(missing)} HF tensors are missing: {', '.join(missing[:5])}")
-    written = engine.load_weights(hf.items())
-    for name, tensor in engine.loaded.items():
-        if written.get(name, 0) != tensor.numel():
-            raise AssertionError(f"{name}: {written.get(name, 0)} of {tensor.numel()} elements written")
-    return engine.loaded
-
-
-def engine_tensors(
-    config: Config, mesh: GenSizes, gen_rank: int, device: torch.device | str = "cpu"
-) -> dict[str, torch.Tensor]:
-    """The poisoned parameter tensors of a vLLM rank, by vLLM name."""
-    return StandInEngine(config, mesh, gen_rank, device).loaded
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

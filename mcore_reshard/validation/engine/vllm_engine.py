@@ -1,18 +1,19 @@
 """Build the real vLLM model of any generation rank on a CPU, for golden-vs-real validation and for the oracle's tests.
 
-Forward cannot run (vLLM's CPU kernels are not built), but construction and `load_weights` are vLLM's own. Two ways to
-give the model its place in the mesh: "stand-in" groups let one process play any rank, "gloo" uses the process group of
-real generation processes. vLLM computes all coordinates itself, from its own `initialize_model_parallel`.
+Forward cannot run (vLLM's CPU kernels are not built), but construction and `load_weights` are vLLM's own. Stand-in
+groups let one process play any rank; vLLM computes all coordinates itself, from its own `initialize_model_parallel`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
@@ -26,11 +27,7 @@ from .slices import GenSizes, poison
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_ENVIRONMENT = {
-    "VLLM_TARGET_DEVICE": "cpu",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+_ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _PARTITION = "VLLM_PP_LAYER_PARTITION"
 _GROUPS = ("_WORLD", "_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
 
@@ -50,13 +47,12 @@ def build_engine(
     config_folder: Path | str,
     sizes: GenSizes,
     gen_rank: int,
-    groups: Literal["stand-in", "gloo"] = "stand-in",
     device: Literal["cpu", "meta"] = "cpu",
 ) -> torch.nn.Module:
     """The vLLM model of one generation rank in bf16, or as its quantization_config says, every parameter byte poisoned.
 
-    `config_folder` holds an HF `config.json`. With "gloo" the default process group must be initialized and consist of
-    the generation ranks. vLLM's loaders read the process's parallel state: only the model built last can be loaded.
+    `config_folder` holds an HF `config.json`. vLLM's loaders read the process's parallel state: only the model built last
+    can be loaded.
     On "meta" a model of any size has names, shapes and dtypes, and nothing else.
     """
     prepare()
@@ -67,14 +63,11 @@ def build_engine(
 
     sizes.coordinates(gen_rank)  # refuses a rank outside the mesh
     config = engine_config(config_folder, sizes, gen_rank)
-    place = _gloo_groups(sizes, gen_rank) if groups == "gloo" else _stand_in_groups(*_own_engine(sizes, gen_rank))
     with (
         set_current_vllm_config(config),
-        place,
-        layer_partition(sizes),
-        triton_expert_layout(),
-        fp8_without_kernels(),
-        _expert_maps_on_cpu(),
+        stand_in_groups(*_own_engine(sizes, gen_rank)),
+        _layer_partition(sizes),
+        _without_kernels(),
         set_default_torch_dtype(torch.bfloat16),
         torch.device(device),
     ):
@@ -88,8 +81,8 @@ def build_engine(
 def refusal(config_folder: Path | str, sizes: GenSizes, checkpoint: Mapping[str, torch.Tensor]) -> str | None:
     """Why vLLM cannot hold a model, in its own words; None if it can.
 
-    Builds every generation rank and loads `checkpoint` into it, all on the meta device. What fails in other ways than sizes
-    that do not fit is raised.
+    Builds every generation rank and loads `checkpoint` into it, all on the meta device. Other failures than of sizes that
+    do not fit are raised.
     """
     for gen_rank in range(sizes.world):
         rank = f"gen:{gen_rank}"
@@ -97,26 +90,27 @@ def refusal(config_folder: Path | str, sizes: GenSizes, checkpoint: Mapping[str,
             model = build_engine(config_folder, sizes, gen_rank, device="meta")
         except (AssertionError, ValueError) as error:
             return f"{rank}: {type(error).__name__}: {error}"
-        begun = ["its checkpoint"]
+        loading = ["its checkpoint"]
         try:
             with torch.no_grad():
-                model.load_weights(_noting(checkpoint, begun))  # type: ignore[operator]
+                model.load_weights(_noting_names(checkpoint, loading))  # type: ignore[operator]
         except NotImplementedError:  # a RuntimeError, of the meta device
             raise
         except (AssertionError, ValueError, RuntimeError) as error:
-            return f"{rank}, loading {begun[-1]}: {type(error).__name__}: {error}"
+            return f"{rank}, loading {loading[-1]}: {type(error).__name__}: {error}"
     return None
 
 
-def _noting(tensors: Mapping[str, torch.Tensor], begun: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _noting_names(tensors: Mapping[str, torch.Tensor], names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in tensors.items():
-        begun.append(name)
+        names.append(name)
         yield name, tensor
 
 
 def engine_config(config_folder: Path | str, sizes: GenSizes, gen_rank: int) -> VllmConfig:
     """The vLLM configuration of one rank; without expert parallelism every data-parallel replica is an engine."""
     prepare()
+    import vllm.model_executor.models.registry as registry
     from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 
     folder, within_replica = str(config_folder), sizes.tp * sizes.pp
@@ -125,7 +119,8 @@ def engine_config(config_folder: Path | str, sizes: GenSizes, gen_rank: int) -> 
         "data_parallel_size": sizes.dp,
         "data_parallel_rank": gen_rank // within_replica,
     }
-    with _inspection_in_process():
+    # Inspect model classes here: in a subprocess each family takes 6 seconds.
+    with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
         model = ModelConfig(
             model=folder,
             tokenizer=folder,
@@ -150,7 +145,7 @@ def engine_config(config_folder: Path | str, sizes: GenSizes, gen_rank: int) -> 
 
 
 @contextlib.contextmanager
-def layer_partition(sizes: GenSizes) -> Iterator[None]:
+def _layer_partition(sizes: GenSizes) -> Iterator[None]:
     """VLLM_PP_LAYER_PARTITION as `sizes` says it, also where the environment says otherwise (vllm/envs.py)."""
     with mock.patch.dict(os.environ):
         os.environ.pop(_PARTITION, None)
@@ -160,87 +155,37 @@ def layer_partition(sizes: GenSizes) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def triton_expert_layout() -> Iterator[None]:
-    """Fixture: build experts as for the Triton backend, Hopper's default, which keeps them as loaded.
+def _without_kernels() -> Iterator[None]:
+    """Build layers where no kernel can run them. Parameters and their loaders are vLLM's own.
 
-    vLLM's CPU platform has neither that backend nor non-gated experts; only their parameters are wanted here.
+    Experts are built as for the Triton backend, Hopper's default, which keeps them as loaded; vLLM's CPU platform has
+    neither that backend nor non-gated experts. vLLM reads its expert maps back, which the meta device cannot: they are
+    on the CPU.
     """
     import vllm.model_executor.layers.fused_moe.config as moe_config
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as moe_method
+    import vllm.model_executor.layers.quantization.fp8 as fp8
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
-    def select_triton(**_: object) -> tuple[UnquantizedMoeBackend, None]:
-        return UnquantizedMoeBackend.TRITON, None
+    build_map = ExpertMapManager.__init__
 
-    with (
-        mock.patch.object(moe_config, "current_platform", _CudaAlike(moe_config.current_platform)),
-        mock.patch.object(moe_method, "select_unquantized_moe_backend", select_triton),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def fp8_without_kernels() -> Iterator[None]:
-    """Fixture: build FP8 layers where no kernel can run them, experts as for the Triton backend.
-
-    Parameters and their loaders are vLLM's own; what follows loading is left out.
-    """
-    import vllm.model_executor.layers.quantization.fp8 as fp8
-    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-
-    with (
-        mock.patch.object(fp8, "init_fp8_linear_kernel", lambda **_: None),
-        mock.patch.object(fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.TRITON, None)),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _expert_maps_on_cpu() -> Iterator[None]:
-    """Fixture: vLLM reads its expert maps back while it builds, which the meta device cannot."""
-    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
-
-    def build(manager: Any, *args: Any, **kwargs: Any) -> None:
+    def build_map_on_cpu(manager: Any, *args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):
-            upstream(manager, *args, **kwargs)
+            build_map(manager, *args, **kwargs)
 
-    upstream = ExpertMapManager.__init__
-    with mock.patch.object(ExpertMapManager, "__init__", build):
+    platform = copy.copy(moe_config.current_platform)
+    platform.is_cuda_alike = lambda: True
+    unquantized, quantized = UnquantizedMoeBackend.TRITON, Fp8MoeBackend.TRITON
+    with (
+        mock.patch.object(moe_config, "current_platform", platform),
+        mock.patch.object(moe_method, "select_unquantized_moe_backend", lambda **_: (unquantized, None)),
+        mock.patch.object(fp8, "select_fp8_moe_backend", lambda **_: (quantized, None)),
+        mock.patch.object(fp8, "init_fp8_linear_kernel", lambda **_: None),
+        mock.patch.object(ExpertMapManager, "__init__", build_map_on_cpu),
+    ):
         yield
-
-
-class _CudaAlike:
-    """A platform that says it is CUDA-like where non-gated experts ask, and is itself otherwise."""
-
-    def __init__(self, platform: Any) -> None:
-        self._platform = platform
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._platform, name)
-
-    def is_cuda_alike(self) -> bool:
-        return True
-
-
-@contextlib.contextmanager
-def _inspection_in_process() -> Iterator[None]:
-    """Model classes are inspected here rather than each in a subprocess, which takes 6 seconds a family."""
-    import vllm.model_executor.models.registry as registry
-
-    with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
-        yield
-
-
-@contextlib.contextmanager
-def _gloo_groups(sizes: GenSizes, gen_rank: int) -> Iterator[None]:
-    import vllm.distributed.parallel_state as state
-
-    if not dist.is_initialized() or (dist.get_world_size(), dist.get_rank()) != (sizes.world, gen_rank):
-        raise RuntimeError(f"the default process group must be the {sizes.world} generation ranks")
-    _forget_groups()
-    state.init_distributed_environment(sizes.world, gen_rank, backend="gloo", local_rank=gen_rank)
-    state.initialize_model_parallel(sizes.tp, sizes.pp)
-    yield
 
 
 def _own_engine(sizes: GenSizes, gen_rank: int) -> tuple[GenSizes, int]:
@@ -252,14 +197,14 @@ def _own_engine(sizes: GenSizes, gen_rank: int) -> tuple[GenSizes, int]:
 
 
 @contextlib.contextmanager
-def _stand_in_groups(sizes: GenSizes, gen_rank: int) -> Iterator[None]:
+def stand_in_groups(sizes: GenSizes, gen_rank: int) -> Iterator[None]:
     """vLLM's groups without communication: its own layout of ranks, read off by one process."""
     import vllm.distributed.parallel_state as state
 
     def group(group_ranks: list[list[int]], *_: object, group_name: str, **__: object) -> state.GroupCoordinator:
         return _stand_in_group(group_ranks, gen_rank, group_name)
 
-    _forget_groups()
+    forget_groups()
     as_if_initialized = mock.patch.multiple(
         dist,
         is_initialized=lambda: True,
@@ -273,7 +218,7 @@ def _stand_in_groups(sizes: GenSizes, gen_rank: int) -> Iterator[None]:
         yield
 
 
-def _forget_groups() -> None:
+def forget_groups() -> None:
     import vllm.distributed.parallel_state as state
 
     for name in _GROUPS:
@@ -284,22 +229,20 @@ def _stand_in_group(group_ranks: list[list[int]], gen_rank: int, name: str) -> A
     from vllm.distributed.parallel_state import GroupCoordinator
 
     ranks = next(ranks for ranks in group_ranks if gen_rank in ranks)
+    index = ranks.index(gen_rank)
+    process_group = SimpleNamespace(size=lambda: len(ranks), rank=lambda: index)  # all that model construction asks for
     group = GroupCoordinator.__new__(GroupCoordinator)
-    group.unique_name, group.ranks, group.rank, group.local_rank = name, ranks, gen_rank, gen_rank
-    group.world_size, group.rank_in_group = len(ranks), ranks.index(gen_rank)
-    group.device, group.device_communicator, group.mq_broadcaster = torch.device("cpu"), None, None
-    group.device_group = group.cpu_group = _Members(len(ranks), ranks.index(gen_rank))
+    vars(group).update(
+        unique_name=name,
+        ranks=ranks,
+        rank=gen_rank,
+        local_rank=gen_rank,
+        world_size=len(ranks),
+        rank_in_group=index,
+        device=torch.device("cpu"),
+        device_communicator=None,
+        mq_broadcaster=None,
+        device_group=process_group,
+        cpu_group=process_group,
+    )
     return group
-
-
-class _Members:
-    """As much of a process group as model construction asks for."""
-
-    def __init__(self, members: int, own: int) -> None:
-        self._members, self._own = members, own
-
-    def size(self) -> int:
-        return self._members
-
-    def rank(self) -> int:
-        return self._own

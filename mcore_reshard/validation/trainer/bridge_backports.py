@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .bridge_limits import bridge_release
+
 FIXED_IN = (0, 6)
 
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -27,7 +29,7 @@ def apply() -> None:
     megatron.bridge.__backported__ = True
     column = param_mapping.ColumnParallelMapping
     column.hf_to_megatron = _padding_load(column.hf_to_megatron)
-    if _version(megatron.bridge.__version__) >= FIXED_IN:
+    if bridge_release() >= FIXED_IN:
         return
     mapping = param_mapping.MegatronParamMapping
     mapping.scatter_to_tp_ranks = _contiguous_scatter(mapping.scatter_to_tp_ranks)
@@ -35,10 +37,6 @@ def apply() -> None:
     model_bridge._megatron_local_name_to_global = _global_expert_name(model_bridge._megatron_local_name_to_global)
     model_bridge.extract_sort_key = _expert_sort_key(model_bridge.extract_sort_key)
     model_bridge.MegatronModelBridge._broadcast_shared_embeddings = _share_embedding
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def _contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:

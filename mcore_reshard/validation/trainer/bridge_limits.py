@@ -1,7 +1,7 @@
 """Models that can be planned but not validated, because Megatron-Bridge cannot build, load or export them.
 
-A plan needs only rules for where bytes lie; the check needs a live model and Bridge's own export of it. What is listed
-here fails inside Megatron otherwise, far from its cause.
+A plan needs only rules for where bytes lie; the check needs a live model and Bridge's own export of it. Without this
+list such a model fails inside Megatron, far from the cause.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ def bridge_limits(model_parameters: ModelParameters, train: TrainMesh, experts: 
     architecture, family = model_parameters.architecture, model_parameters.architecture.family
     roles = {group.role for group in model_parameters.groups}
     unmapped = [group.name_pattern for group in model_parameters.groups if group.role is Role.UNKNOWN]
-    found = [f"it has no mapping for {pattern}" for pattern in unmapped]
+    limits = [f"it has no mapping for {pattern}" for pattern in unmapped]
     if Role.Q_BIAS in roles and family not in _QKV_BIASES:
-        found.append(f"it builds {family} without biases in attention")
+        limits.append(f"it builds {family} without biases in attention")
     if family == "qwen3_moe" and Role.GATE in roles:
-        found.append("it builds qwen3_moe with experts in every layer: no decoder_sparse_step, no mlp_only_layers")
+        limits.append("it builds qwen3_moe with experts in every layer: no decoder_sparse_step, no mlp_only_layers")
     if architecture.mtp_layers and not train.chunk_layers(architecture.layers)[-1]:
-        found.append("it builds no multi-token prediction, without which the final norm is not with the last layer")
+        limits.append("it builds no multi-token prediction, without which the final norm is not with the last layer")
     if experts == "sequential" and architecture.experts and family not in _SEQUENTIAL_EXPERTS:
-        found.append(f"it has no mapping for SequentialMLP in {family}")
+        limits.append(f"it has no mapping for SequentialMLP in {family}")
     attention = architecture.attention
-    if isinstance(attention, LatentAttention) and not attention.q_lora_rank and _bridge_release() >= (0, 6):
-        found.append("it has no mapping for the norm that Megatron-Core 0.19 fuses into linear_q_proj (no q_lora_rank)")
+    if isinstance(attention, LatentAttention) and not attention.q_lora_rank and bridge_release() >= (0, 6):
+        limits.append(
+            "it has no mapping for the norm that Megatron-Core 0.19 fuses into linear_q_proj (no q_lora_rank)"
+        )
     yarn = isinstance(architecture.attention, LatentAttention) or family == "gpt_oss"
     if yarn and train.cp > 1 and _YARN_POSITIONS % (2 * train.cp):
-        found.append(f"Megatron-Core does not cut YaRN's {_YARN_POSITIONS} positions in 2*cp = {2 * train.cp} parts")
-    return found
+        limits.append(f"Megatron-Core does not cut YaRN's {_YARN_POSITIONS} positions in 2*cp = {2 * train.cp} parts")
+    return limits
 
 
-def _bridge_release() -> tuple[int, ...]:
+def bridge_release() -> tuple[int, ...]:
+    """Major and minor version of the installed Megatron-Bridge; empty without one."""
     try:
         version = importlib.metadata.version("megatron-bridge")
     except importlib.metadata.PackageNotFoundError:

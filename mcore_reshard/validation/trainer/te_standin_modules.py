@@ -148,29 +148,8 @@ class LayerNorm(RMSNorm):
 class DotProductAttention(_ParameterOwner):
     """Owns nothing, or with learnable sinks `softmax_offset`: float32 [heads / tp]."""
 
-    # Megatron inspects this signature to learn which arguments the installed version takes.
     def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int,
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        window_size: tuple[int, int] | None = None,
-        sequence_parallel: bool = False,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        tp_group: Any = None,
-        layer_number: int | None = None,
-        attention_type: str = "self",
-        cp_group: Any = None,
-        cp_global_ranks: list[int] | None = None,
-        cp_stream: Any = None,
-        cp_comm_type: str = "p2p",
-        softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
-        return_max_logit: bool = False,
+        self, num_attention_heads: int, tp_size: int = 1, softmax_type: str = "vanilla", **ignored: Any
     ) -> None:
         super().__init__()
         if softmax_type == "learnable":
