@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, Engine, UnknownEngineError, engine_named
 from mcore_reshard.planner.layout.megatron import MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh, parse_gen_mesh, parse_train_mesh
-from mcore_reshard.planner.layout.partitions import Layout
 from mcore_reshard.planner.model.configs import find_config, load_config
 from mcore_reshard.planner.model.families import ConfigError, parameters_from_config
 from mcore_reshard.planner.model.parameters import ModelParameters
@@ -118,12 +117,12 @@ def read_request(
     others: list[str] = []
     remedy = ""
     fields: dict[str, Any] = {}
-    model_parameters: ModelParameters | None = None
+    parameters: ModelParameters | None = None
     precisions: tuple[Precision, Precision] | None = None
     rules: Engine | None = None
     try:
-        fields, model_parameters = _read_config(config)
-        precisions = _precisions(model_parameters, train_dtype, gen_dtype, others)
+        fields, parameters = _read_config(config)
+        precisions = _precisions(parameters, train_dtype, gen_dtype, others)
     except ConfigError as error:
         others += [f"{error.subject}: {problem}" for problem in error.problems]
         remedy = error.remedy
@@ -131,39 +130,26 @@ def read_request(
         rules = engine_named(engine)
     except UnknownEngineError as error:
         others.append(str(error))
-    if model_parameters is not None and precisions is not None and precisions[0] == precisions[1]:
-        dtype = precisions[0].dtype
-        if precisions[0].format is None and dtype != model_parameters.dtype:
+    if parameters is not None and precisions and precisions[0] == precisions[1] and precisions[0].format is None:
+        dtype, train_dtype, gen_dtype = precisions[0].dtype, None, None
+        if dtype != parameters.dtype:
             fields = {name: value for name, value in fields.items() if name != "torch_dtype"} | {"dtype": dtype}
-            model_parameters = parameters_from_config(fields)
-        if precisions[0].format is None:
-            train_dtype = gen_dtype = None
+            parameters = parameters_from_config(fields)
 
     train_mesh, training = _parse(parse_train_mesh, train, "training")
     gen_mesh, generation = _parse(parse_gen_mesh, gen, "generation")
-    if model_parameters is not None:
-        training += _train_misfits(model_parameters, train_mesh, str(train))
-    if model_parameters is not None and rules is not None:
-        generation += _gen_misfits(model_parameters, gen_mesh, str(gen), rules.layout)
-        if precisions is not None and precisions[1].format is not None and gen_mesh is not None:
-            generation += rules.misquantized(with_format(model_parameters, precisions[1].format))
+    if parameters is not None:
+        training += _train_misfits(parameters, train_mesh, str(train))
+    if parameters is not None and rules is not None:
+        generation += _gen_misfits(parameters, gen_mesh, str(gen), rules)
+        if precisions and precisions[1].format and gen_mesh:
+            generation += rules.misquantized(with_format(parameters, precisions[1].format))
 
     problems = [*training, *generation, *others]
-    if problems or model_parameters is None or train_mesh is None or gen_mesh is None or precisions is None:
+    if problems or not (parameters and train_mesh and gen_mesh and precisions):
         raise InputError(problems, remedy)
-    notes = _notes(model_parameters, *precisions)
-    return PlanRequest(
-        model_name(config),
-        fields,
-        model_parameters,
-        train_mesh,
-        gen_mesh,
-        policy,
-        engine,
-        train_dtype,
-        gen_dtype,
-        notes,
-    )
+    name, notes = model_name(config), _notes(parameters, *precisions)
+    return PlanRequest(name, fields, parameters, train_mesh, gen_mesh, policy, engine, train_dtype, gen_dtype, notes)
 
 
 def model_name(config: ConfigSource) -> str:
@@ -202,7 +188,7 @@ def _parse(parse: Callable[[str], _Mesh], mesh: str | _Mesh, side: str) -> tuple
         return None, [f"{side}: {violation}" for violation in error.violations]
 
 
-def _train_misfits(model_parameters: ModelParameters, mesh: TrainMesh | None, text: str) -> list[str]:
+def _train_misfits(parameters: ModelParameters, mesh: TrainMesh | None, text: str) -> list[str]:
     """Why the model does not fit the training mesh.
 
     An impossible mesh is replaced by one with the same degrees and enough replicas: no layout rule looks at dp. Its
@@ -212,27 +198,20 @@ def _train_misfits(model_parameters: ModelParameters, mesh: TrainMesh | None, te
         mesh = TrainMesh(tp=axes["tp"], ep=axes["ep"], etp=axes["etp"], dp=axes["ep"] * axes["etp"])
         with suppress(MeshError):
             mesh = replace(mesh, pp=axes["pp"], vpp=axes["vpp"], layers=_stated_layers(text))
-    return [] if mesh is None else MegatronLayout(model_parameters, mesh).violations()
+    return [] if mesh is None else MegatronLayout(parameters, mesh).violations()
 
 
-def _gen_misfits(
-    model_parameters: ModelParameters,
-    mesh: GenMesh | None,
-    text: str,
-    layout_of: Callable[[ModelParameters, GenMesh], Layout],
-) -> list[str]:
+def _gen_misfits(parameters: ModelParameters, mesh: GenMesh | None, text: str, engine: Engine) -> list[str]:
     """Why the model does not fit the generation mesh. Where its ep is impossible: what is wrong with either possible ep."""
     if mesh is not None:
-        return layout_of(model_parameters, mesh).violations()
+        return engine.layout(parameters, mesh).violations()
     if (axes := _stated_axes(text)) is None:
         return []
-    stated = GenMesh(tp=axes["tp"], pp=axes["pp"], dp=axes["dp"])
+    mesh = GenMesh(tp=axes["tp"], pp=axes["pp"], dp=axes["dp"])
     with suppress(MeshError):
-        stated = replace(stated, layers=_stated_layers(text))
-    without_ep, with_ep = (
-        layout_of(model_parameters, replace(stated, ep=ep)).violations() for ep in (1, stated.tp * stated.dp)
-    )
-    return [violation for violation in without_ep if violation in with_ep]
+        mesh = replace(mesh, layers=_stated_layers(text))
+    with_ep = engine.layout(parameters, replace(mesh, ep=mesh.tp * mesh.dp)).violations()
+    return [violation for violation in engine.layout(parameters, mesh).violations() if violation in with_ep]
 
 
 def _stated_axes(text: str) -> dict[str, int] | None:
@@ -247,29 +226,29 @@ def _stated_layers(text: str) -> tuple[int, ...]:
 
 
 def _precisions(
-    model_parameters: ModelParameters, train_dtype: str | None, gen_dtype: str | None, problems: list[str]
+    parameters: ModelParameters, train_dtype: str | None, gen_dtype: str | None, problems: list[str]
 ) -> tuple[Precision, Precision] | None:
     """The precision of the trainer and of the engine; None where one is unknown, or no cast leads from one to the other."""
     precisions = []
     for side, name in (("training", train_dtype), ("generation", gen_dtype)):
         try:
-            precisions.append(precision_of(name, model_parameters))
+            precisions.append(precision_of(name, parameters))
         except PrecisionError:
             problems.append(f"{side}: unknown dtype {name!r}, known: {', '.join(PRECISIONS)}")
     if len(precisions) < 2:
         return None
     src, dst = precisions
-    if src.dtype != dst.dtype and (src.dtype, dst.dtype) not in CASTS:
-        problems.append(
-            f"the trainer would hold {src.dtype} and the engine {dst.dtype}, and no cast leads from one to the other:"
-            f" give both --train-dtype and --gen-dtype (the config says {model_parameters.dtype})"
-        )
-        return None
-    return src, dst
+    if src.dtype == dst.dtype or (src.dtype, dst.dtype) in CASTS:
+        return src, dst
+    problems.append(
+        f"the trainer would hold {src.dtype} and the engine {dst.dtype}, and no cast leads from one to the other:"
+        f" give both --train-dtype and --gen-dtype (the config says {parameters.dtype})"
+    )
+    return None
 
 
-def _notes(model_parameters: ModelParameters, src: Precision, dst: Precision) -> tuple[str, ...]:
-    stated = model_parameters.quantization
+def _notes(parameters: ModelParameters, src: Precision, dst: Precision) -> tuple[str, ...]:
+    stated = parameters.quantization
     if dst.format is None and src.format is None and stated is not None:
         return (
             f"the checkpoint is quantized ({stated.method}), the plan moves {dst.dtype} weights: the engine must hold"

@@ -110,18 +110,15 @@ class TrainMesh:
 
         Source: megatron.core.transformer.transformer_block.get_num_layers_to_build and PipelineParallelLayerLayout.
         """
-        if len(self.layers) == self.pp * self.vpp:
-            counts = self.layers
-        elif self.layers:
-            counts = tuple(count // self.vpp for count in self.layers) * self.vpp
-        else:
-            chunks = self.pp * self.vpp
-            if num_layers % chunks:
-                problem = f"{num_layers} layers do not divide over pp*vpp = {chunks}"
-                if num_layers > chunks:
-                    problem += "; give them, e.g. layers=" + "+".join(map(str, _even_counts(num_layers, chunks)))
-                raise MeshError("impossible training mesh", [problem])
-            counts = (num_layers // chunks,) * chunks
+        chunks = self.pp * self.vpp
+        if not self.layers and num_layers % chunks:
+            problem = f"{num_layers} layers do not divide over pp*vpp = {chunks}"
+            if num_layers > chunks:
+                problem += "; give them, e.g. layers=" + "+".join(map(str, _even_counts(num_layers, chunks)))
+            raise MeshError("impossible training mesh", [problem])
+        counts = self.layers or (num_layers // chunks,) * chunks
+        if len(counts) < chunks:  # per stage
+            counts = tuple(count // self.vpp for count in counts) * self.vpp
         if sum(counts) != num_layers:
             raise MeshError("impossible training mesh", [_wrong_sum(self.layers, num_layers)])
         return counts
@@ -249,26 +246,13 @@ def parse_gen_mesh(text: str) -> GenMesh:
 
 def _parsed(text: str, side: str, kind: type[_Mesh]) -> _Mesh:
     """Read the axes that can be read and build the mesh, so that one error lists what is wrong with the text and the mesh."""
-    axes, violations = _axes(text, {f.name for f in fields(kind)})
-    try:
-        mesh = kind(**axes)
-    except MeshError as error:
-        violations += error.violations
-    if violations:
-        raise MeshError(f"cannot use the {side} mesh {text!r}", violations)
-    return mesh
-
-
-def _axes(text: str, known: set[str]) -> tuple[dict[str, Any], list[str]]:
     axes: dict[str, Any] = {}
-    violations = []
-    items = [item for item in (part.strip() for part in text.split(",")) if item]
-    if not items:
-        violations.append("it is empty, write for example tp=2")
-    for item in items:
+    known = sorted(f.name for f in fields(kind))
+    violations = [] if text.replace(",", " ").strip() else ["it is empty, write for example tp=2"]
+    for item in filter(None, map(str.strip, text.split(","))):
         axis, _, value = item.partition("=")
         if axis not in known:
-            violations.append(f"unknown axis {axis!r}, known: {', '.join(sorted(known))}")
+            violations.append(f"unknown axis {axis!r}, known: {', '.join(known)}")
         elif axis in axes:
             violations.append(f"{axis} is given twice")
         else:
@@ -277,7 +261,13 @@ def _axes(text: str, known: set[str]) -> tuple[dict[str, Any], list[str]]:
             except ValueError:
                 example = "layers=3+1" if axis == "layers" else f"{axis}=2"
                 violations.append(f"{item!r} is not a number, write for example {example}")
-    return axes, violations
+    try:
+        mesh = kind(**axes)
+    except MeshError as error:
+        violations += error.violations
+    if violations:
+        raise MeshError(f"cannot use the {side} mesh {text!r}", violations)
+    return mesh
 
 
 def format_mesh(mesh: TrainMesh | GenMesh) -> str:

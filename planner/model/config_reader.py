@@ -74,17 +74,16 @@ class ConfigReader:
             else:
                 self.note_missing(name)
             return minimum
+        largest = _LARGEST_DEPTH if name in _DEPTHS else _LARGEST_SIZE
         if isinstance(value, bool) or not isinstance(value, int):
             self._note(name, f"{name} is {value!r}, an integer is needed")
-            return minimum
-        if value < minimum:
+        elif value < minimum:
             self._note(name, f"{name} is {value}, at least {minimum} is needed")
-            return minimum
-        largest = _LARGEST_DEPTH if name in _DEPTHS else _LARGEST_SIZE
-        if value > largest:
+        elif value > largest:
             self._note(name, f"{name} is {value}, no more than {largest:,} is supported")
-            return minimum
-        return value
+        else:
+            return value
+        return minimum
 
     def optional_size(self, name: str) -> int:
         """An integer field that must be there but may be null; null and 0 read as 0."""
@@ -102,27 +101,16 @@ class ConfigReader:
         return self._value(name) is not None
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self._value(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self._note(name, f"{name} is {value!r}, true or false is needed")
-            return default
-        return value
+        value: bool | None = self._typed(name, bool, "true or false")
+        return default if value is None else value
 
     def text(self, name: str) -> str | None:
-        value = self._value(name)
-        if value is not None and not isinstance(value, str):
-            self._note(name, f"{name} is {value!r}, a string is needed")
-            return None
-        return value
+        text: str | None = self._typed(name, str, "a string")
+        return text
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
-        value = self._value(name)
-        if value is not None and not isinstance(value, Mapping):
-            self._note(name, f"{name} is {value!r}, an object is needed")
-            return None
-        return value
+        mapping: Mapping[str, Any] | None = self._typed(name, Mapping, "an object")
+        return mapping
 
     def items(self, name: str, kind: type) -> tuple[Any, ...] | None:
         """A list whose entries are all of type `kind`; None where absent or null."""
@@ -181,6 +169,14 @@ class ConfigReader:
         self._read.add(name)
         return self._config.get(name)
 
+    def _typed(self, name: str, kind: type, needed: str) -> Any:
+        """The value of a field; None where it is absent, null, or noted as no `kind`."""
+        value = self._value(name)
+        if value is None or isinstance(value, kind):
+            return value
+        self._note(name, f"{name} is {value!r}, {needed} is needed")
+        return None
+
     def _note(self, field: str, problem: str) -> None:
         self._bad.add(field)
         self._problems.append((problem, ""))
@@ -202,20 +198,12 @@ def read_attention(
     if not derive_kv_heads:
         reader.require("num_key_value_heads")
     kv_heads = reader.size("num_key_value_heads", default=heads)
-    reader.check(
-        heads % kv_heads == 0,
-        f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}",
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
+    problem = f"num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}"
+    reader.check(heads % kv_heads == 0, problem, "num_attention_heads", "num_key_value_heads")
     if not derive_head_dim or reader.has("head_dim") or reader.has(alias):
         return Attention(heads, kv_heads, reader.size("head_dim", alias))
-    reader.check(
-        hidden % heads == 0,
-        f"hidden_size {hidden} is not divisible by num_attention_heads {heads}, and there is no head_dim",
-        "hidden_size",
-        "num_attention_heads",
-    )
+    problem = f"hidden_size {hidden} is not divisible by num_attention_heads {heads}, and there is no head_dim"
+    reader.check(hidden % heads == 0, problem, "hidden_size", "num_attention_heads")
     return Attention(heads, kv_heads, max(1, hidden // heads))
 
 
@@ -235,10 +223,8 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
     block = inner.items("weight_block_size", int)
     two_sizes = block is None or (len(block) == 2 and min(block) > 0)
     inner.check(two_sizes, f"weight_block_size is {block}, two sizes are needed")
-    if two_sizes and block:
-        inner.check(
-            max(block) <= _LARGEST_SIZE, f"weight_block_size is {block}, no more than {_LARGEST_SIZE:,} is supported"
-        )
+    supported = not two_sizes or not block or max(block) <= _LARGEST_SIZE
+    inner.check(supported, f"weight_block_size is {block}, no more than {_LARGEST_SIZE:,} is supported")
     scheme = inner.text("activation_scheme")
     inner.check(
         not (method == "fp8" and block and scheme == "static"),

@@ -118,9 +118,8 @@ class ParameterGroup:
             raise ValueError(f"{self.name_pattern}: view {self.view} does not factor shape {self.shape}")
         if self.dtype not in ITEMSIZE:
             raise ValueError(f"{self.name_pattern}: unknown dtype {self.dtype!r}, known: {', '.join(ITEMSIZE)}")
-        if ("{layer}" in self.name_pattern) != bool(self.layers) or ("{expert}" in self.name_pattern) != bool(
-            self.experts
-        ):
+        numbered = "{layer}" in self.name_pattern, "{expert}" in self.name_pattern
+        if numbered != (bool(self.layers), bool(self.experts)):
             raise ValueError(
                 f"{self.name_pattern}: layers {self.layers} or experts {self.experts} do not fit the pattern"
             )
@@ -137,10 +136,13 @@ class ParameterGroup:
     def name(self, layer: int | None, expert: int | None) -> str:
         return self.name_pattern.format(layer=layer, expert=expert)
 
-    def names(self) -> Iterator[str]:
+    def parameters(self) -> Iterator[Parameter]:
         for layer in self.layers or (None,):
             for expert in range(self.experts) if self.experts else (None,):
-                yield self.name(layer, expert)
+                yield Parameter(self, layer, expert)
+
+    def names(self) -> Iterator[str]:
+        return (parameter.name for parameter in self.parameters())
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +272,7 @@ class ModelParameters:
         return sum(group.count for group in self.groups)
 
     def __iter__(self) -> Iterator[Parameter]:
-        for group in self.groups:
-            for layer in group.layers or (None,):
-                for expert in range(group.experts) if group.experts else (None,):
-                    yield Parameter(group, layer, expert)
+        return (parameter for group in self.groups for parameter in group.parameters())
 
     @property
     def elements(self) -> int:
@@ -285,8 +284,7 @@ class ModelParameters:
         return sum(group.count * group.nbytes for group in self.groups)
 
     def names(self) -> Iterator[str]:
-        for group in self.groups:
-            yield from group.names()
+        return (parameter.name for parameter in self)
 
     def find(self, name: str) -> Parameter:
         """The parameter with this HF name, read off the name: nothing is enumerated.
