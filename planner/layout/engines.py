@@ -25,10 +25,6 @@ class UnknownEngineError(ValueError):
     """No module of this package is an engine of that name."""
 
 
-def _no_notes(_: Sequence[tuple[str, str]]) -> list[str]:
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What an engine keeps where, what it quantizes, and what users should hear of a plan for it.
@@ -45,7 +41,7 @@ class Engine:
     quantizes: Callable[[ParameterGroup, int | None, ModelParameters], bool]
     misquantized: Callable[[ModelParameters], list[str]]
     transposed: Transposed
-    notes: Callable[[Sequence[tuple[str, str]]], list[str]] = _no_notes
+    notes: Callable[[Sequence[tuple[str, str]]], list[str]]
     repeated_suffix: str = ""
 
     def quantized(self, model: ModelParameters, form: Format) -> ModelParameters:

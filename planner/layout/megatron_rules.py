@@ -108,13 +108,13 @@ def _replicated(path: str) -> Rule:
 def _expert_fc1(context: Context, group: ParameterGroup) -> Partition:
     """linear_fc1 of one expert is [gate_r; up_r] over etp."""
     if context.build.experts == "stacked":
-        return _stacked_fc1(context, group)
+        return _grouped_mlp(context, group)
     return gate_up(group, _expert_tensor(context, "linear_fc1.weight"), context.mesh.etp, context.architecture.gated)
 
 
 def _expert_fc2(context: Context, group: ParameterGroup) -> Partition:
     if context.build.experts == "stacked":
-        return _stacked_fc2(context, group)
+        return _grouped_mlp(context, group)
     return split(group, _expert_tensor(context, "linear_fc2.weight"), 1, context.mesh.etp)
 
 
@@ -123,31 +123,26 @@ def _expert_tensor(context: Context, leaf: str, slot: str = "{expert}") -> str:
     return _EXPERTS + (f"{leaf}{slot}" if context.build.experts == "grouped" else f"local_experts.{slot}.{leaf}")
 
 
-def _stacked_fc1(context: Context, group: ParameterGroup) -> Partition:
-    """GroupedMLP.weight1 is declared [H, E * 2 I / etp] but used as (E, H, 2 I / etp): forward() views it so."""
-    etp, local = context.mesh.etp, context.architecture.experts // context.mesh.ep
-    rows, hidden = group.view[0] // etp, group.view[1]
-    halves = 2 if context.architecture.gated else 1
-    half = 1 if context.architecture.gated and group.role is Role.EXPERT_UP else 0
-    tensor = LocalTensor(_EXPERTS + "weight1", (hidden, local * halves * rows), group.dtype)
-    pieces = tuple(
-        (Piece(Region((c * rows, 0), ((c + 1) * rows, hidden)), tensor, (0, 0, half, 0), (3, 1),
-               (local, hidden, halves, rows), 0),)
-        for c in range(etp)
-    )  # fmt: skip
-    return Partition(pieces)
+def _grouped_mlp(context: Context, group: ParameterGroup) -> Partition:
+    """GroupedMLP.weight1 is declared [H, E * 2 I / etp] but used as (E, H, 2 I / etp): forward() views it so.
 
-
-def _stacked_fc2(context: Context, group: ParameterGroup) -> Partition:
-    """GroupedMLP.weight2 is [E * I / etp, H], used as (E, I / etp, H)."""
+    GroupedMLP.weight2 is [E * I / etp, H], used as (E, I / etp, H).
+    """
     etp, local = context.mesh.etp, context.architecture.experts // context.mesh.ep
-    hidden, rows = group.view[0], group.view[1] // etp
-    tensor = LocalTensor(_EXPERTS + "weight2", (local * rows, hidden), group.dtype)
-    pieces = tuple(
-        (Piece(Region((0, c * rows), (hidden, (c + 1) * rows)), tensor, (0, 0, 0), (2, 1), (local, rows, hidden), 0),)
-        for c in range(etp)
-    )
-    return Partition(pieces)
+    cut_dim = 1 if group.role is Role.EXPERT_DOWN else 0
+    rows, hidden = group.view[cut_dim] // etp, group.view[1 - cut_dim]
+    origin: tuple[int, ...]
+    view: tuple[int, ...]
+    if group.role is Role.EXPERT_DOWN:
+        tensor = LocalTensor(_EXPERTS + "weight2", (local * rows, hidden), group.dtype)
+        origin, dims, view = (0, 0, 0), (2, 1), (local, rows, hidden)
+    else:
+        halves = 2 if context.architecture.gated else 1
+        half = halves - 1 if group.role is Role.EXPERT_UP else 0
+        tensor = LocalTensor(_EXPERTS + "weight1", (hidden, local * halves * rows), group.dtype)
+        origin, dims, view = (0, 0, half, 0), (3, 1), (local, hidden, halves, rows)
+    regions = (Region.whole(group.view).within(cut_dim, c * rows, (c + 1) * rows) for c in range(etp))
+    return Partition(tuple((Piece(region, tensor, origin, dims, view, 0),) for region in regions))
 
 
 def _stacked_experts(context: Context, group: ParameterGroup) -> Partition | Misc:

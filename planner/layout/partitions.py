@@ -123,6 +123,9 @@ class RowRange:
     local_start: int
 
 
+RowRanges = Sequence[Sequence[RowRange]]  # for each part
+
+
 def whole(group: ParameterGroup, name: str) -> Partition:
     """Every rank has the whole parameter in a tensor of its own: shape -> shape."""
     view = group.view
@@ -137,12 +140,7 @@ def split(group: ParameterGroup, name: str, dim: int, degree: int, stack: int = 
 
 
 def rows_along(
-    group: ParameterGroup,
-    name: str,
-    dim: int,
-    local_rows: int,
-    row_ranges: Sequence[Sequence[RowRange]],
-    stack: int = 0,
+    group: ParameterGroup, name: str, dim: int, local_rows: int, row_ranges: RowRanges, stack: int = 0
 ) -> Partition:
     """Ranges of rows placed in a (possibly fused) local tensor: `row_ranges[c]` lists what part `c` holds along `dim`.
 

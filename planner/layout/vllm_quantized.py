@@ -128,9 +128,8 @@ def _tied_head(model: ModelParameters, quantization: Quantization) -> list[str]:
 
     Source: layers/quantization/base_config.py, QuantizeMethodBase.tie_weights.
     """
-    if quantization.method != MXFP8.method or not model.architecture.tied:
-        return []
-    if _is_module_listed("lm_head", "lm_head", quantization):
+    reads_mxfp8 = quantization.method == MXFP8.method and not _is_module_listed("lm_head", "lm_head", quantization)
+    if not reads_mxfp8 or not model.architecture.tied:
         return []
     return [
         "generation: vLLM would read the embedding, which lm_head is tied to, as MXFP8, with scales that nothing fills: list"

@@ -6,12 +6,9 @@ treats them alike. Layout rules dispatch on a group's `role` alone; no rule matc
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from difflib import get_close_matches
+from dataclasses import dataclass
 from enum import Enum
-from fnmatch import translate
 from math import prod
 
 ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "uint8": 1}
@@ -228,10 +225,6 @@ class Quantization:
         return "ignored_layers" if self.method == "mxfp8" else "modules_to_not_convert"
 
 
-class UnknownParameter(LookupError):
-    """A name that a model's parameters does not list."""
-
-
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter of a group. `layer` and `expert` are None where the group has none."""
@@ -256,17 +249,14 @@ class ModelParameters:
     groups: tuple[ParameterGroup, ...]
     dtype: str = "bfloat16"
     quantization: Quantization | None = None
-    # groups by pattern: several where layers of one pattern differ in role or shape
-    _index: dict[str, tuple[ParameterGroup, ...]] = field(
-        init=False, default_factory=dict, repr=False, compare=False, hash=False
-    )
 
     def __post_init__(self) -> None:
+        groups_of: dict[str, list[ParameterGroup]] = {}  # several where layers of one pattern differ in role or shape
         for group in self.groups:
-            others = self._index.get(group.name_pattern, ())
+            others = groups_of.setdefault(group.name_pattern, [])
             if any(not group.layers or set(group.layers) & set(other.layers) for other in others):
                 raise ValueError(f"{group.name_pattern}: two groups list the same parameter")
-            self._index[group.name_pattern] = (*others, group)
+            others.append(group)
 
     def __len__(self) -> int:
         return sum(group.count for group in self.groups)
@@ -285,55 +275,3 @@ class ModelParameters:
 
     def names(self) -> Iterator[str]:
         return (parameter.name for parameter in self)
-
-    def find(self, name: str) -> Parameter:
-        """The parameter with this HF name, read off the name: nothing is enumerated.
-
-        Raises `UnknownParameter`, with the names that come close.
-        """
-        pattern, layer, expert = _parse(name)
-        for group in self._index.get(pattern, ()):
-            if not group.layers or layer in group.layers:
-                parameter = Parameter(group, layer, expert)
-                if (expert is None or expert < group.experts) and parameter.name == name:
-                    return parameter
-        raise UnknownParameter(f"{self.architecture.family} has no parameter {name!r}{self._hint(name, pattern)}")
-
-    def select(self, glob: str) -> tuple[Parameter, ...]:
-        """The parameters whose HF name matches a shell pattern (`*`, `?`, `[...]`), in model order; maybe none."""
-        matches = re.compile(translate(glob)).match
-        return tuple(parameter for parameter in self if matches(parameter.name))
-
-    def _hint(self, name: str, pattern: str) -> str:
-        groups = self._index.get(pattern, ())
-        if groups:
-            layers = sorted(layer for group in groups for layer in group.layers)
-            experts = max(group.experts for group in groups)
-            return f": {pattern} is in layers {_ranges(layers)}" + (f", experts 0-{experts - 1}" if experts else "")
-        close = get_close_matches(pattern, self._index, n=3, cutoff=0.6)
-        return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _parse(name: str) -> tuple[str, int | None, int | None]:
-    """`a.layers.3.experts.5.w` -> (`a.layers.{layer}.experts.{expert}.w`, 3, 5).
-
-    The first number in a name is its layer, the second its expert.
-    """
-    parts = name.split(".")
-    positions = [position for position, part in enumerate(parts) if part.isascii() and part.isdigit()]
-    numbers: list[int | None] = [int(parts[position]) for position in positions[:2]]
-    for position, placeholder in zip(positions, ("{layer}", "{expert}"), strict=False):
-        parts[position] = placeholder
-    layer, expert = (*numbers, None, None)[:2]
-    return ".".join(parts), layer, expert
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> `0-2, 5`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)

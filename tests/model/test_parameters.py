@@ -14,7 +14,7 @@ import pytest
 
 from mcore_reshard.planner.model.configs import builtin_names, load_config
 from mcore_reshard.planner.model.families import FAMILIES, ConfigError, as_published, parameters_from_config
-from mcore_reshard.planner.model.parameters import ModelParameters, Quantization, Role, UnknownParameter
+from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup, Quantization, Role
 
 PUBLISHED = {
     # elements without multi-token prediction, as their publishers (or the checkpoints' headers) count them
@@ -90,6 +90,10 @@ NEMOTRON_3_NANO: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
+def group_of(model: ModelParameters, name: str) -> ParameterGroup:
+    return next(parameter.group for parameter in model if parameter.name == name)
+
+
 def built(name: str, **changes: Any) -> ModelParameters:
     return parameters_from_config({**load_config(name), **changes})
 
@@ -121,7 +125,7 @@ def test_deepseek_v3_lists_its_multi_token_prediction_layer_as_layer_61() -> Non
     assert (
         model_parameters.elements == 684_489_845_504
     )  # the checkpoint's own count, copies of embedding and head included
-    assert model_parameters.find("model.layers.61.shared_head.head.weight").group.role is Role.MTP_HEAD
+    assert group_of(model_parameters, "model.layers.61.shared_head.head.weight").role is Role.MTP_HEAD
 
 
 def test_nemotron_3_nano_lists_the_tensors_of_its_checkpoint() -> None:
@@ -176,17 +180,17 @@ def test_groups_gather_all_that_differs_in_number_only() -> None:
     model_parameters = built("qwen3-235b-a22b")
     assert len(model_parameters) == 36_945
     assert len(model_parameters.groups) == 15
-    gates = model_parameters.find("model.layers.0.mlp.experts.0.gate_proj.weight").group
+    gates = group_of(model_parameters, "model.layers.0.mlp.experts.0.gate_proj.weight")
     assert (gates.count, gates.shape, gates.role) == (94 * 128, (1536, 4096), Role.EXPERT_GATE)
-    biases = built("tiny-qwen2").find("model.layers.3.self_attn.q_proj.bias").group
+    biases = group_of(built("tiny-qwen2"), "model.layers.3.self_attn.q_proj.bias")
     assert (biases.layers, biases.shape, biases.role) == ((0, 1, 2, 3), (64,), Role.Q_BIAS)
 
 
 def test_gpt_oss_regions_refer_to_a_view_that_sets_gate_and_up_apart() -> None:
     model_parameters = built("tiny-gpt-oss")
-    stacked = model_parameters.find("model.layers.2.mlp.experts.gate_up_proj").group
+    stacked = group_of(model_parameters, "model.layers.2.mlp.experts.gate_up_proj")
     assert (stacked.shape, stacked.view) == ((8, 64, 96), (8, 64, 48, 2))
-    bias = model_parameters.find("model.layers.2.mlp.experts.gate_up_proj_bias").group
+    bias = group_of(model_parameters, "model.layers.2.mlp.experts.gate_up_proj_bias")
     assert (bias.shape, bias.view) == ((8, 96), (8, 48, 2))
 
 
@@ -196,51 +200,21 @@ def test_parameters_that_no_layout_rule_knows_are_listed_as_such() -> None:
 
 
 @pytest.mark.parametrize("name", builtin_names())
-def test_every_name_finds_its_parameter(name: str) -> None:
+def test_every_parameter_has_a_name_of_its_own(name: str) -> None:
     model_parameters = built(name)
     seen: Counter[str] = Counter()
     for parameter in model_parameters:
         seen[parameter.name] += 1
-        assert model_parameters.find(parameter.name) == parameter
     assert len(seen) == len(model_parameters)
     assert max(seen.values()) == 1
     assert list(seen) == list(model_parameters.names())
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("model.layers.0.mlp.experts.3.gate_proj.weight", "is in layers 1-3, experts 0-7"),
-        ("model.layers.1.mlp.experts.8.gate_proj.weight", "is in layers 1-3, experts 0-7"),
-        ("model.layers.01.mlp.gate.weight", "is in layers 1-3"),
-        ("model.layers.1.mlp.gate.bias", "did you mean model.layers.{layer}.mlp.gate.weight"),
-        ("model.layers.{layer}.mlp.gate.weight", "has no parameter"),
-        ("nothing", "has no parameter 'nothing'"),
-    ],
-)
-def test_a_name_that_is_not_listed_is_an_error_with_a_hint(name: str, hint: str) -> None:
-    with pytest.raises(UnknownParameter) as caught:
-        built("tiny-deepseek-v3").find(name)
-    assert hint in str(caught.value)
-
-
-def test_globs_select_in_model_order() -> None:
-    model_parameters = built("tiny-deepseek-v3")
-    assert [parameter.name for parameter in model_parameters.select("model.layers.[12].mlp.gate.*")] == [
-        "model.layers.1.mlp.gate.weight",
-        "model.layers.2.mlp.gate.weight",
-        "model.layers.1.mlp.gate.e_score_correction_bias",
-        "model.layers.2.mlp.gate.e_score_correction_bias",
-    ]
-    assert len(model_parameters.select("*.experts.7.*")) == 3 * 3
-    assert model_parameters.select("gate") == ()
 
 
 def test_the_dtype_is_the_configs() -> None:
     assert built("tiny-qwen3", torch_dtype="float16").dtype == "float16"
     assert built("tiny-qwen3", torch_dtype=None, dtype="torch.float32").groups[0].dtype == "float32"
     assert built("gpt-oss-20b").dtype == "bfloat16"  # its config names none
-    assert built("tiny-kimi-k2").find("model.layers.1.mlp.gate.e_score_correction_bias").group.dtype == "float32"
+    assert group_of(built("tiny-kimi-k2"), "model.layers.1.mlp.gate.e_score_correction_bias").dtype == "float32"
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,12 @@ def find_config(name_or_path: str | Path) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
-    builtin = _FOLDER / f"{name}.json"
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            return path / "config.json"
-        if name not in builtin_names():
-            raise ConfigError(name, ["the folder holds no config.json"])
+    if (path / "config.json").is_file():
+        return path / "config.json"
     if name in builtin_names():
-        return builtin
+        return _FOLDER / f"{name}.json"
+    if path.is_dir():
+        raise ConfigError(name, ["the folder holds no config.json"])
     close = get_close_matches(name.lower(), builtin_names(), n=3, cutoff=0.5)
     problem = "is no file, no folder, and no built-in config"
     if close:
