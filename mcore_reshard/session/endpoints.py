@@ -93,9 +93,7 @@ class _Endpoint(ABC):
 
     def __init__(self, schedule: Schedule, tensors: LiveTensors, store: TCPStore | str, options: Options) -> None:
         if schedule.world != self.world:
-            raise ValueError(
-                f"a {type(self).__name__} needs the schedule of a {self.world} rank, not of {schedule.name}"
-            )
+            raise ValueError(f"{type(self).__name__} needs the schedule of a {self.world} rank, not of {schedule.name}")
         self.rank_name = schedule.name
         self.committed_version: int | None = None
         self._schedule = schedule
@@ -113,7 +111,9 @@ class _Endpoint(ABC):
         `BindError`, `TransportUnavailable` or `SessionError`; if one rank raises, all do.
         """
         if self._connection or self._ended:
-            raise SessionError(f"{self.rank_name}: {self._ended or 'already prepared'}")
+            raise SessionError(
+                f"{self.rank_name}: {self._ended or 'already prepared'}; call prepare() once, on a new endpoint"
+            )
         self._ended = "prepare() failed"
         options, members = self._options, group_names(self._schedule)
         rendezvous = Rendezvous(
@@ -221,7 +221,7 @@ class _Endpoint(ABC):
             return ()
         if self.world == "gen":
             bound.zero_padding()
-        stages = _run_attended(connection, executor, bound, phase)
+        stages = _run(connection, executor, bound, phase)
         if self.world == "train":
             bound.check_unwritten(writes)
         return stages
@@ -290,13 +290,10 @@ class _Endpoint(ABC):
 
     def _tree(self) -> Tree:
         """Training rank 0 is the root; generation ranks follow."""
-        schedule = self._schedule
-        gen = range(schedule.gen_ranks)
-        return Tree(
-            position=schedule.rank + 1 if schedule.world == "gen" else 0,
-            ranks=(0, *(group_rank(schedule, "gen", rank) for rank in gen)),
-            names=(schedule.name_of("train", 0), *(schedule.name_of("gen", rank) for rank in gen)),
-        )
+        schedule, names = self._schedule, group_names(self._schedule)
+        position = schedule.rank + 1 if schedule.world == "gen" else 0
+        ranks = (0, *range(schedule.train_ranks, len(names)))
+        return Tree(position, ranks, tuple(names[rank] for rank in ranks))
 
 
 class TrainEndpoint(_Endpoint):
@@ -398,9 +395,7 @@ class GenerationEndpoint(_Endpoint):
         return received
 
 
-def _run_attended(
-    connection: _Connection, executor: Executor, bound: BoundSchedule, phase: str
-) -> tuple[StageReport, ...]:
+def _run(connection: _Connection, executor: Executor, bound: BoundSchedule, phase: str) -> tuple[StageReport, ...]:
     """Run the executor on its own thread; stop waiting for it once the store reports the failure of any rank.
 
     Connections mostly report it sooner, but not always: gloo leaves a sender waiting if its peer closes during a message.

@@ -134,12 +134,12 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     from vllm.platforms import current_platform
 
     known = _kv_scales(model)
-    absent = "is no scale of an attention layer whose KV cache is quantized"
-    problems = [f"{name} {absent}" for name in scales if name not in known]
-    problems += [
+    problems = [
         f"{name} is {scale}, a positive float32 number is needed"
+        if name in known
+        else f"{name} is no scale of an attention layer whose KV cache is quantized"
         for name, scale in scales.items()
-        if name in known and not is_positive_float32(scale)
+        if name not in known or not is_positive_float32(scale)
     ]
     if problems:
         raise ValueError("\n  ".join((f"{len(problems)} scales of the KV cache cannot be set:", *problems)))
@@ -211,11 +211,13 @@ def gen_mesh_of(vllm_config: VllmConfig) -> GenMesh:
     if moe and dp > 1 and not expert_parallel:
         problems.append(f"without expert parallelism vLLM cuts experts by tp*dp = {tp * dp}; run replicas as engines")
     if expert_parallel and parallel.enable_eplb:
-        problems.append("expert-parallel load balancing (EPLB) moves experts at run time")
+        problems.append("expert-parallel load balancing moves experts at run time; start vLLM without enable_eplb")
     if expert_parallel and parallel.expert_placement_strategy != "linear":
-        problems.append(f"expert placement {parallel.expert_placement_strategy!r} is not 'linear'")
+        problems.append(
+            f"expert placement {parallel.expert_placement_strategy!r} is not supported; start vLLM with 'linear'"
+        )
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        problems.append("prefill context parallelism is not supported")
+        problems.append("prefill context parallelism is not supported; start vLLM without it")
     if problems:
         raise ValueError("; ".join(problems))
     mesh = GenMesh(tp=tp, pp=pp, dp=dp, ep=tp * dp if expert_parallel else 1)

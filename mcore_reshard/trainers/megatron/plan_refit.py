@@ -127,25 +127,23 @@ def _find_unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Itera
     `weights` are the (layer, name) that this rank may hold. Collective: a layer may be on several ranks. Raises ValueError
     for layers that are quantized in part.
     """
-    local: dict[int, dict[bool, str]] = {}  # by layer, the first weight that is quantized and the first that is not
+    own_first: dict[tuple[int, bool], str] = {}  # by layer and whether it is quantized: the first weight
     for layer, name in weights:
         if name in tensors:
-            local.setdefault(layer, {}).setdefault(tensors[name].dtype is torch.float8_e4m3fn, name)
-    weight_of: dict[int, dict[bool, str]] = {}  # the same over all ranks
-    for rank in gather_from_all(local):
-        for layer, names in rank.items():
-            weight_of[layer] = names | weight_of.get(layer, {})
+            own_first.setdefault((layer, tensors[name].dtype is torch.float8_e4m3fn), name)
+    first = {key: name for rank in reversed(gather_from_all(own_first)) for key, name in rank.items()}
+    unquantized = sorted(layer for layer, quantized in first if not quantized)
     mixed = [
-        f"of layer {layer} {names[True]} is, {names[False]} is not"
-        for layer, names in sorted(weight_of.items())
-        if len(names) == 2
+        f"of layer {layer} {first[layer, True]} is, {first[layer, False]} is not"
+        for layer in unquantized
+        if (layer, True) in first
     ]
     if mixed:
         raise ValueError(
             f"training ranks keep layers quantized in part: {'; '.join(mixed)}; quantize all linear weights of a layer or"
             " none, as fp8_param and first_last_layers_bf16 do"
         )
-    return sorted(layer for layer, names in weight_of.items() if True not in names)
+    return unquantized
 
 
 def _linear_weights(

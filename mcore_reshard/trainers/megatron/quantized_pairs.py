@@ -50,9 +50,11 @@ def export_with_pairs(
         yield from quantize_pair(name, tensor, pairs[name]) if name in pairs else ((name, tensor),)
     # A mapping remembers the dtype that it exchanged between pipeline stages: data and scales need tasks of their own.
     again = select_tasks(bridge, model_chunks, names)
-    data_tasks = [_with_weight(tasks[index], _data) for index in by_bytes]
-    scale_tasks = [_with_weight(again[index], partial(_scale_of_elements, block=_block_of(again[index], pairs)))
-                   for index in by_bytes]  # fmt: skip
+    data_tasks, scale_tasks = [], []
+    for index in by_bytes:
+        block = next((pairs[name].block for name in hf_names(tasks[index]) if name in pairs), (0, 0))
+        data_tasks.append(_with_weight(tasks[index], lambda weight: weight._rowwise_data.detach().view(torch.uint8)))
+        scale_tasks.append(_with_weight(again[index], partial(_scale_of_elements, block=block)))
     halves = (export_tasks(bridge, model_chunks, half, names) for half in (data_tasks, scale_tasks))
     for (name, values), (name_of_scale, scale) in zip(*halves, strict=True):
         assert name == name_of_scale, f"Bridge yields {name} beside {name_of_scale}"
@@ -74,10 +76,6 @@ def _has_blocks(weight: Any) -> bool:
     return isinstance(scales, torch.Tensor) and scales.dtype is torch.float32
 
 
-def _block_of(task: Any, pairs: Pairs) -> Block:
-    return next((pairs[name].block for name in hf_names(task) if name in pairs), (0, 0))
-
-
 def _with_weight(task: Any, read: Callable[[Any], torch.Tensor]) -> Any:
     """The task with another tensor in the place of its weight: the one that `read` makes of it."""
     weight = task.param_weight
@@ -88,11 +86,6 @@ def _with_weight(task: Any, read: Callable[[Any], torch.Tensor]) -> Any:
         if hasattr(weight, attribute):
             setattr(tensor, attribute, getattr(weight, attribute))
     return replace(task, param_weight=tensor)
-
-
-def _data(weight: Any) -> torch.Tensor:
-    data: torch.Tensor = weight._rowwise_data.detach()
-    return data.view(torch.uint8)
 
 
 def _scale_of_elements(weight: Any, block: Block) -> torch.Tensor:
