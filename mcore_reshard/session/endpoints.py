@@ -78,7 +78,7 @@ class _Connection:
     group: GlooGroup
     bound: BoundSchedule | None  # None under golden
     executor: Executor | None
-    caller: DeadlineThread  # the executor runs on its thread
+    thread: DeadlineThread  # the executor runs on it
 
 
 class _Endpoint(ABC):
@@ -200,10 +200,10 @@ class _Endpoint(ABC):
         if connection is None:
             return
         connection.group.close()
-        executor, caller = connection.executor, connection.caller
-        if executor is not None and caller.is_busy:
+        executor, thread = connection.executor, connection.thread
+        if executor is not None and thread.is_busy:
             # A run keeps what it uses until it ends; gloo's ends with the group.
-            wait([caller.start(executor.close)], NOTICE_S)
+            wait([thread.start(executor.close)], NOTICE_S)
         elif executor is not None:
             executor.close()
 
@@ -400,7 +400,7 @@ def _run(connection: _Connection, executor: Executor, bound: BoundSchedule, phas
 
     Connections mostly report it sooner, but not always: gloo leaves a sender waiting if its peer closes during a message.
     """
-    run = connection.caller.start(in_callers_context(executor.run, bound.device))
+    run = connection.thread.start(in_callers_context(executor.run, bound.device))
     try:
         while not wait([run], LOOK_S).done:
             failure = connection.rendezvous.failure(phase)
