@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import combinations
 from typing import Any
 
 from rich.console import RenderableType
@@ -36,18 +37,11 @@ _PACKAGES = {
 
 
 def run(args: argparse.Namespace) -> int:
-    report = examine()
-    print_report(args.json, report, _tables(report))
-    return 0
-
-
-def examine() -> dict[str, Any]:
-    """Everything doctor reports, as plain data."""
     packages = [_package(name, *about) for name, about in _PACKAGES.items()]
     has = {package["name"] for package in packages if package["version"]}
     cuda = _cuda() if "torch" in has else {"available": False, "reason": "torch is not installed"}
     transports = _transports() if "torch" in has else []
-    return {
+    report = {
         "mcore_reshard": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -57,15 +51,15 @@ def examine() -> dict[str, Any]:
         "auto": _auto(transports, cuda),
         "commands": _commands(has, bool(cuda["available"])),
     }
+    print_report(args.json, report, _tables(report))
+    return 0
 
 
 def _package(name: str, module: str, purpose: str, extra: str) -> dict[str, Any]:
-    version = None
-    if is_importable(module):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            version = "unknown version"
+    try:
+        version = metadata.version(name) if is_importable(module) else None
+    except metadata.PackageNotFoundError:
+        version = "unknown version"
     return {"name": name, "version": version, "wanted": _wanted(name), "purpose": purpose, "extra": extra or None}
 
 
@@ -112,35 +106,24 @@ def _transports() -> list[dict[str, Any]]:
     from mcore_reshard.kernels.transports.registry import transports
 
     return [
-        {
-            "name": transport.name,
-            "ok": (reason := transport.unavailable_reason()) is None,
-            "reason": reason,
-            "devices": sorted(transport.devices),
-            "reach": transport.reach,
-        }
-        for transport in transports()
+        {"name": t.name, "ok": reason is None, "reason": reason, "devices": sorted(t.devices), "reach": t.reach}
+        for t, reason in ((transport, transport.unavailable_reason()) for transport in transports())
     ]
 
 
 def _auto(transports: list[dict[str, Any]], cuda: dict[str, Any]) -> list[str]:
     """What a session that asks for no transport gets here, and why."""
-    usable = {row["name"] for row in transports if row["ok"]}
+    reasons = {row["name"]: row["reason"] for row in transports}
+    usable = [name for name, reason in reasons.items() if reason is None]
     lines = ["CPU tensors: gloo, the only transport that moves them point to point"] if "gloo" in usable else []
     if not cuda["available"]:
         return [*lines, "CUDA tensors: none, there is no CUDA device"]
-    missing = {row["name"]: row["reason"] for row in transports}
-    if "direct" not in usable and "nccl" not in usable:
-        return [*lines, f"CUDA tensors: none ({missing['auto']})"]
     if "direct" not in usable:
-        return [*lines, f"CUDA tensors: nccl for every pair of ranks (direct: {missing['direct']})"]
-    apart = [
-        f"{device['device']}-{other['device']}"
-        for device in cuda["devices"]
-        for other in cuda["devices"]
-        if device["device"] < other["device"] and other["device"] not in device["peer_access"]
-    ]
-    elsewhere = "nccl" if "nccl" in usable else f"nothing (nccl: {missing['nccl']})"
+        instead = f"nccl for every pair of ranks (direct: {reasons['direct']})"
+        return [*lines, f"CUDA tensors: {instead if 'nccl' in usable else 'none (' + reasons['auto'] + ')'}"]
+    peers = {device["device"]: device["peer_access"] for device in cuda["devices"]}
+    apart = [f"{device}-{other}" for device, other in combinations(peers, 2) if other not in peers[device]]
+    elsewhere = "nccl" if "nccl" in usable else f"nothing (nccl: {reasons['nccl']})"
     within = f"direct, except between GPUs {', '.join(apart)}, which cannot access each other" if apart else "direct"
     rest = "to and from other hosts, or GPUs that the reader does not see"
     return [*lines, f"CUDA tensors: {within}, for pairs of ranks on this host; {elsewhere} {rest}"]
@@ -152,7 +135,8 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
     why_not = f"{', '.join(lacking)} not installed; from a clone: pip install '.[megatron]'" if lacking else ""
     if not lacking and not sys.platform.startswith("linux"):
         why_not = "ranks are forked processes, which only Linux is known to carry"
-    engine = "a real vLLM model" if "vllm" in has else "plain slices of the golden tensors (vLLM is not installed)"
+    slices = "plain slices of the golden tensors (vLLM is not installed)"
+    destination = f"destination: {'a real vLLM model' if 'vllm' in has else slices}"
     trainer = "gloo: a Megatron model on the CPU, its Transformer Engine modules a parameters-only stand-in"
     if cuda and "transformer-engine" in has:
         trainer += "; direct, nccl, auto: one on the GPUs, with the real Transformer Engine, into plain slices"
@@ -161,11 +145,7 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
     torch = "torch" in has
     return [
         {"command": "plan, show, explain", "ok": True, "detail": "need numpy only"},
-        {
-            "command": "validate",
-            "ok": not why_not,
-            "detail": why_not or f"destination: {engine}; source with {trainer}",
-        },
+        {"command": "validate", "ok": not why_not, "detail": why_not or f"{destination}; source with {trainer}"},
         {"command": "store", "ok": torch, "detail": "needs torch only" if torch else "torch is not installed"},
     ]
 
@@ -179,22 +159,21 @@ def _tables(report: dict[str, Any]) -> Iterator[RenderableType]:
     rows: list[list[Cell]] = []
     for package in report["packages"]:
         version = package["version"] or styled("missing", "yellow")
-        hint = (
-            "" if package["version"] or not package["extra"] else f"from a clone: pip install '.[{package['extra']}]'"
-        )
+        missing = package["extra"] and not package["version"]
+        hint = f"from a clone: pip install '.[{package['extra']}]'" if missing else ""
         rows.append([package["name"], version, package["wanted"] or "any", package["purpose"], hint])
     yield table("Packages", ("package", "version", "wanted", "for", ""), rows)
     yield _devices(report["cuda"])
-    rows = [
-        [row["name"], verdict(row["ok"], row["reason"] or "", bad="no"), ", ".join(row["devices"]), row["reach"]]
-        for row in report["transports"]
-        if row["name"] != "auto"  # the lines below say what it comes to
-    ]
+    shown = [row for row in report["transports"] if row["name"] != "auto"]  # the lines below say what auto comes to
+    rows = [[row["name"], _ok(row, "reason"), ", ".join(row["devices"]), row["reach"]] for row in shown]
     yield table("Transports", ("transport", "", "tensors on", "reach"), rows)
     if report["auto"]:
         yield facts(("" if number else "auto", line) for number, line in enumerate(report["auto"]))
-    rows = [[row["command"], verdict(row["ok"], row["detail"], bad="no")] for row in report["commands"]]
-    yield table("Commands", ("command", ""), rows)
+    yield table("Commands", ("command", ""), ([row["command"], _ok(row, "detail")] for row in report["commands"]))
+
+
+def _ok(row: dict[str, Any], why: str) -> Cell:
+    return verdict(row["ok"], row[why] or "", bad="no")
 
 
 def _devices(cuda: dict[str, Any]) -> RenderableType:
@@ -203,7 +182,6 @@ def _devices(cuda: dict[str, Any]) -> RenderableType:
     rows = []
     for device in cuda["devices"]:
         peers = ", ".join(map(str, device["peer_access"])) or "none"
-        memory = size(device["memory_bytes"])
-        rows.append([str(device["device"]), device["name"], memory, device["capability"], peers])
+        rows.append([str(device["device"]), device["name"], size(device["memory_bytes"]), device["capability"], peers])
     columns = ("device", "name", "memory", "capability", "peer access to")
     return table(f"CUDA {cuda['cuda']}, NCCL {cuda['nccl']}", columns, rows, numbers=("device", "memory"))

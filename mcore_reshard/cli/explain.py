@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -28,7 +28,7 @@ from mcore_reshard.planning import InputError
 
 from .inputs import collected, read_proven_plan
 from .render import Cell, facts, grouped, noted, print_report, ranges, shape, styled, table
-from .transfers import holder_as_dict, origin_as_dict, sender, tensor_lines
+from .transfers import holder_as_dict, offset, origin_as_dict, rank_name, sender, tensor_lines, tensors_of
 
 _ROWS_SHOWN = 64
 
@@ -40,8 +40,7 @@ class Question:
     name: str
     index: tuple[int, ...] | None  # None: the user named a whole tensor
     world: World | None = None
-    gen_rank: int | None = None
-    train_rank: int | None = None
+    ranks: Mapping[World, int] = field(default_factory=dict)
 
     def index_in(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """The index of the element. Raises InputError, with an example, where the user gave none."""
@@ -53,8 +52,8 @@ class Question:
 
     def concerns(self, transfer: Transfer) -> bool:
         """Whether the transfer is between these ranks. One without places concerns everyone."""
-        ends = ((transfer.src, self.train_rank), (transfer.dst, self.gen_rank))
-        return all(place is None or rank is None or place.rank == rank for place, rank in ends)
+        places = [place for place in (transfer.src, transfer.dst) if place is not None]
+        return all(self.ranks.get(place.world, place.rank) == place.rank for place in places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,8 @@ class Answer:
 
 def run(args: argparse.Namespace) -> int:
     plan = read_proven_plan(args.plan)
-    answer = _answer(plan, args.element, {"gen": args.gen_rank, "train": args.train_rank})
+    asked = (("gen", args.gen_rank), ("train", args.train_rank))
+    answer = _answer(plan, args.element, [f"{world}:{rank}" for world, rank in asked if rank is not None])
     report: dict[str, Any] = {
         "digest": plan.digest,
         "element": args.element,
@@ -96,16 +96,15 @@ def parse_element(text: str) -> Question:
         raise InputError([problem]) from error
 
 
-def _answer(plan: Plan, text: str, ranks: dict[World, int | None]) -> Answer:
+def _answer(plan: Plan, text: str, rank_names: list[str]) -> Answer:
     """Raises InputError with every problem of the ranks and the element."""
     problems: list[str] = []
-    for world, rank in ranks.items():
-        if rank is not None:
-            ranks[world] = None  # of a rank that is unknown nothing else is said
-            with collected(problems):
-                _, ranks[world] = parse_rank(plan, f"{world}:{rank}")
+    ranks: dict[World, int] = {}
+    for name in rank_names:
+        with collected(problems):
+            ranks.update([parse_rank(plan, name)])
     with collected(problems):
-        question = replace(parse_element(text), gen_rank=ranks["gen"], train_rank=ranks["train"])
+        question = replace(parse_element(text), ranks=ranks)
         owner = question.world or _world_of(plan, question)
         answer = _of_parameter(plan, question) if owner is None else _of_tensor(plan, question, owner)
     if problems:
@@ -126,7 +125,7 @@ def _world_of(plan: Plan, question: Question) -> World | None:
         if re.match(r"vp[0-9]+\.", name):
             return "train"
         one_a_stage = (int(plan.gen.dense_ranks(stage)[0, 0]) for stage in range(plan.gen.pp))
-        if question.gen_rank is not None or any(name in local_tensors(plan, "gen", rank) for rank in one_a_stage):
+        if "gen" in question.ranks or any(name in local_tensors(plan, "gen", rank) for rank in one_a_stage):
             return "gen"
         raise
 
@@ -137,22 +136,20 @@ def _of_parameter(plan: Plan, question: Question) -> Answer:
     index = question.index_in(group.shape)
     transfers = filter(question.concerns, plan.transfers(name, element=index))
     notes = list(_precision_notes(plan, name, index))
-    if question.gen_rank is not None:
-        tensor = local_tensors(plan, "gen", question.gen_rank).get(name)
+    if (rank := question.ranks.get("gen")) is not None:
+        tensor = local_tensors(plan, "gen", rank).get(name)
         if tensor is not None and tensor.shape != group.shape:
-            notes.append(
-                f"{name} is also a tensor of gen:{question.gen_rank}, {shape(tensor.shape)} of {shape(group.shape)};"
-                f" for an element of that one write 'gen:{name}[...]'"
-            )
+            sizes = f"{shape(tensor.shape)} of {shape(group.shape)}"
+            more = f"for an element of that one write 'gen:{name}[...]'"
+            notes.append(f"{name} is also a tensor of gen:{rank}, {sizes}; {more}")
     return Answer("parameter", list(transfers), holders_of(plan, name, index), notes)
 
 
 def _of_tensor(plan: Plan, question: Question, world: World) -> Answer:
-    name, rank = question.name, question.gen_rank if world == "gen" else question.train_rank
+    name, rank = question.name, question.ranks.get(world)
     if rank is None:
-        raise InputError(
-            [f"{name} is a tensor of every {world} rank, with other content: name one with --{world}-rank N"]
-        )
+        problem = f"{name} is a tensor of every {world} rank, with other content: name one with --{world}-rank N"
+        raise InputError([problem])
     tensor = local_tensors(plan, world, rank).get(name)
     index = question.index or () if tensor is None else question.index_in(tensor.shape)
     moved = plan.transfers(tensor=name, rank=f"{world}:{rank}", element=index)
@@ -193,19 +190,8 @@ def _text(args: argparse.Namespace, answer: Answer) -> Iterator[RenderableType]:
     yield from noted(answer.notes)
     if not answer.transfers:
         yield _why_none(args, answer)
-    groups = grouped(  # by everything but ranks and offsets
-        answer.transfers,
-        lambda t: (
-            t.parameter,
-            t.element,
-            t.route,
-            t.pp_stage,
-            t.region,
-            t.src and t.src.tensor,
-            t.dst and t.dst.tensor,
-        ),
-    )
-    for alike in groups.values():
+    groups = grouped(answer.transfers, lambda t: (t.parameter, t.element, t.pp_stage, t.region, *tensors_of(t)))
+    for alike in groups.values():  # they differ in ranks and offsets alone
         yield from _transfer_tables(alike, answer.holders)
 
 
@@ -236,7 +222,7 @@ def _transfer_tables(transfers: list[Transfer], holders: list[Place]) -> Iterato
         lines.append(("held by", f"train {ranges({place.rank for place in holders})}"))
     yield facts(lines)
     if first.src is not None or first.dst is not None:
-        rows = ((f"gen:{t.dst.rank}" if t.dst else "-", *_where(t.dst), sender(t), *_where(t.src)) for t in transfers)
+        rows = ((rank_name(t.dst), *_where(t.dst), sender(t), *_where(t.src)) for t in transfers)
         where = ("index", "element", "byte")
         columns = ("to", *where, "from", *where)
         yield table(None, columns, rows, numbers=("element", "byte"), most=_ROWS_SHOWN, noun="transfer")
@@ -245,7 +231,7 @@ def _transfer_tables(transfers: list[Transfer], holders: list[Place]) -> Iterato
 def _where(place: Place | None) -> tuple[str, str, str]:
     if place is None:
         return "", "", ""
-    return _brackets(place.index), f"{place.offset:,}", f"{place.byte_offset:,}"
+    return _brackets(place.index), offset(place), f"{place.byte_offset:,}"
 
 
 def _brackets(index: Iterable[int]) -> str:

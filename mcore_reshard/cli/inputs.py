@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import ConfigError
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import FORMAT, PlanFileError, load_plan
 from mcore_reshard.planner.plan.transfers import UnknownElementError
-from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planner.proof.prove import ProofError
 from mcore_reshard.planning import InputError
 
 
@@ -32,7 +32,7 @@ def read_plan(source: str) -> Plan:
     try:
         return load_plan(source)
     except PlanFileError:
-        if not _is_config(source):
+        if "model_type" not in _document(source):
             raise
         raise InputError(
             [f"{source}: this is the config of a model, where a plan is wanted"],
@@ -43,7 +43,7 @@ def read_plan(source: str) -> Plan:
 def read_proven_plan(source: str) -> Plan:
     """The plan in a file. Raises ProofError, besides what `read_plan` raises, where it is not sound."""
     plan = read_plan(source)
-    proof = prove(plan)
+    proof = plan.prove()
     if not proof.ok:
         raise ProofError(proof)
     return plan
@@ -51,18 +51,12 @@ def read_proven_plan(source: str) -> Plan:
 
 def is_plan_file(source: str) -> bool:
     """Whether this is a file that says it is a plan, of any version and in any state."""
-    path = Path(source)
-    if not path.is_file():
-        return False
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(document, dict) and document.get("format") == FORMAT
+    return Path(source).is_file() and _document(source).get("format") == FORMAT
 
 
-def _is_config(source: str) -> bool:
+def _document(source: str) -> dict[str, Any]:
+    """The JSON object of a config or a plan; an empty one where it cannot be read."""
     try:
-        return "model_type" in load_config(source)
+        return load_config(source)
     except ConfigError:
-        return False
+        return {}

@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mcore_reshard import __version__
 
@@ -57,18 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             print(printable(traceback.format_exc()), file=sys.stderr)
-        return _fail(*_outcome(error, args.debug))
+        from .failures import outcome_of
 
-
-def _outcome(error: Exception, debug: bool) -> tuple[str, int]:
-    """The message and the exit code of an error."""
-    from .failures import exit_code_of
-
-    code = exit_code_of(error)
-    if code is not None:
-        return str(error), code
-    hint = "" if debug else "\nThis is a bug, or this environment is at fault: --debug shows the traceback."
-    return f"unexpected {type(error).__name__}: {error}{hint}", EXIT_UNEXPECTED
+        return _fail(*outcome_of(error, args.debug))
 
 
 def _fail(message: str, code: int) -> int:
@@ -96,7 +87,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str, *examples: str, more: str = ""
-) -> argparse.ArgumentParser:
+) -> Callable[..., argparse.Action]:
+    """Add a command; returns its `add_argument`."""
     heading = "example" if len(examples) == 1 else "examples"
     epilog = "\n".join([f"{heading}:", *(f"  {example}" for example in examples)])
     command = commands.add_parser(
@@ -108,11 +100,11 @@ def _command(
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return command
+    return command.add_argument
 
 
 def _plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _command(
+    add = _command(
         commands,
         "plan",
         "Plan a refit and prove the plan, without a GPU and without a checkpoint.",
@@ -120,23 +112,21 @@ def _plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "mcore-reshard plan deepseek-v3 --train tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7 --gen tp=32,dp=4 --json",
         more=f"{_MESHES}\n",
     )
-    command.add_argument(
-        "config", metavar="CONFIG", help="a Hugging Face config.json, a folder with one, or a built-in name"
-    )
-    _mesh_arguments(command, required=True)
-    command.add_argument("--out", metavar="FILE", help="write the plan here, if its proof holds")
+    add("config", metavar="CONFIG", help="a Hugging Face config.json, a folder with one, or a built-in name")
+    _mesh_arguments(add, required=True)
+    add("--out", metavar="FILE", help="write the plan here, if its proof holds")
 
 
-def _mesh_arguments(command: argparse.ArgumentParser, required: bool) -> None:
-    command.add_argument("--train", metavar="MESH", required=required, help="training mesh, e.g. tp=2,pp=2,ep=4,dp=2")
-    command.add_argument("--gen", metavar="MESH", required=required, help="generation mesh, e.g. tp=4,dp=2")
+def _mesh_arguments(add: Callable[..., argparse.Action], required: bool) -> None:
+    add("--train", metavar="MESH", required=required, help="training mesh, e.g. tp=2,pp=2,ep=4,dp=2")
+    add("--gen", metavar="MESH", required=required, help="generation mesh, e.g. tp=4,dp=2")
     for side, what in (("train", "the trainer"), ("gen", "the engine")):
-        command.add_argument(
+        add(
             f"--{side}-dtype",
             metavar="bf16|fp32|fp8|mxfp8",
             help=f"what {what} holds: fp8 in the blocks of the config's quantization_config (default: the config's dtype)",
         )
-    command.add_argument(
+    add(
         "--policy",
         choices=("exact", "conservative"),
         default="exact" if required else None,
@@ -146,7 +136,7 @@ def _mesh_arguments(command: argparse.ArgumentParser, required: bool) -> None:
 
 
 def _show_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _command(
+    add = _command(
         commands,
         "show",
         "Show what a plan does: as a whole, for one rank, or for some parameters.",
@@ -154,13 +144,13 @@ def _show_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "mcore-reshard show plan.json --rank gen:1",
         "mcore-reshard show plan.json --parameter 'model.layers.0.*' --rank train:1",
     )
-    command.add_argument("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
-    command.add_argument("--rank", metavar="WORLD:RANK", help="only what this rank sends or receives: train:0, gen:3")
-    command.add_argument("--parameter", metavar="GLOB", help="only parameters whose HF name matches (* ? [...])")
+    add("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
+    add("--rank", metavar="WORLD:RANK", help="only what this rank sends or receives: train:0, gen:3")
+    add("--parameter", metavar="GLOB", help="only parameters whose HF name matches (* ? [...])")
 
 
 def _explain_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _command(
+    add = _command(
         commands,
         "explain",
         "Say where one element comes from and where it goes: ranks, tensors, offsets, route and stage.",
@@ -169,14 +159,14 @@ def _explain_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
         "mcore-reshard explain plan.json 'vp0.decoder.layers.0.self_attention.linear_qkv.weight[5,3]' --train-rank 0",
         more=f"{_ELEMENTS}\n",
     )
-    command.add_argument("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
-    command.add_argument("element", metavar="'PARAM[i,j]'", help="the element, quoted against the shell")
-    command.add_argument("--gen-rank", metavar="N", type=int, help="only what this generation rank receives")
-    command.add_argument("--train-rank", metavar="N", type=int, help="only what this training rank sends")
+    add("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
+    add("element", metavar="'PARAM[i,j]'", help="the element, quoted against the shell")
+    add("--gen-rank", metavar="N", type=int, help="only what this generation rank receives")
+    add("--train-rank", metavar="N", type=int, help="only what this training rank sends")
 
 
 def _validate_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _command(
+    add = _command(
         commands,
         "validate",
         "Refit a real model between real processes and compare every byte with the golden path.",
@@ -184,42 +174,34 @@ def _validate_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
         "mcore-reshard validate plan.json --transport gloo --json",
         more=f"{_MESHES}\n",
     )
-    command.add_argument(
-        "source",
-        metavar="CONFIG|PLAN",
-        help="a config as for `plan`, or a plan file with its meshes and policy",
-    )
-    _mesh_arguments(command, required=False)
-    command.add_argument("--config", metavar="CONFIG", help="with a PLAN of a model that is not built in: its config")
-    command.add_argument(
+    add("source", metavar="CONFIG|PLAN", help="a config as for `plan`, or a plan file with its meshes and policy")
+    _mesh_arguments(add, required=False)
+    add("--config", metavar="CONFIG", help="with a PLAN of a model that is not built in: its config")
+    add(
         "--transport",
         choices=("gloo", "nccl", "direct", "auto"),
         default="gloo",
         help="gloo moves a model on the CPU (default), the others one on this machine's GPUs",
     )
-    command.add_argument(
+    add(
         "--engine",
         choices=("auto", "vllm", "slices"),
         default="auto",
         help="a real vLLM model, or plain slices of the golden tensors; auto: vLLM where it is installed",
     )
-    command.add_argument("--refits", type=int, default=3, metavar="N", help="each with new weights (default: 3)")
-    command.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of every wait (default: 60)"
-    )
+    add("--refits", type=int, default=3, metavar="N", help="each with new weights (default: 3)")
+    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of every wait (default: 60)")
 
 
 def _store_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = _command(
+    add = _command(
         commands,
         "store",
         "Serve the store at which a refit's ranks meet, in a process that outlives them, until it is interrupted.",
         "mcore-reshard store --port 29600",
     )
-    command.add_argument(
-        "--host", metavar="HOST", help="listen at this address alone (default: at all of this machine)"
-    )
-    command.add_argument("--port", metavar="PORT", type=int, default=29600, help="0: any that is free (default: 29600)")
+    add("--host", metavar="HOST", help="listen at this address alone (default: at all of this machine)")
+    add("--port", metavar="PORT", type=int, default=29600, help="0: any that is free (default: 29600)")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import dump_plan, save_plan
-from mcore_reshard.planner.proof.prove import prove
 from mcore_reshard.planning import InputError, read_request
 
 from .plan_tables import print_plan
@@ -28,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     with progress(f"planning {request.model}"):
         started = time.perf_counter()
         plan = request.plan()
-        proof = prove(plan)
+        proof = plan.prove()
         seconds = time.perf_counter() - started
     more = []
     if args.out is not None and proof.ok:

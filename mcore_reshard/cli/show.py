@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from rich.console import RenderableType
 from rich.table import Table
 
+from mcore_reshard.planner.plan.make_schedule import relay_of
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.schedule import Schedule, TransferTable, World
 from mcore_reshard.planner.plan.transfers import Transfer, parse_rank
-from mcore_reshard.planner.proof.prove import prove
 from mcore_reshard.planning import InputError
 
 from .inputs import collected, read_plan, read_proven_plan
 from .plan_tables import parameters_table, print_plan
-from .rank_report import rank_report
 from .render import and_more, count, facts, grouped, print_report, shape, size, styled, table, write, write_json
-from .transfers import sender, tensor_lines, transfer_as_dict
+from .transfers import offset, rank_name, sender, tensor_lines, tensors_of, transfer_as_dict
 
 _ROWS_SHOWN = 40
 
@@ -26,7 +28,7 @@ _ROWS_SHOWN = 40
 def run(args: argparse.Namespace) -> int:
     if args.rank is None and args.parameter is None:
         plan = read_plan(args.plan)
-        print_plan(plan, prove(plan), args.json, more=parameters_table(plan))
+        print_plan(plan, plan.prove(), args.json, more=parameters_table(plan))
         return 0
     plan = read_proven_plan(args.plan)
     rank, problems = None, list[str]()
@@ -44,9 +46,68 @@ def run(args: argparse.Namespace) -> int:
         else:
             write(*_transfers(args, transfers))
     elif rank is not None:
-        report = rank_report(plan, *rank)
+        report = _rank_report(plan, *rank)
         print_report(args.json, report, _rank_tables(report))
     return 0
+
+
+def _rank_report(plan: Plan, world: World, rank: int) -> dict[str, Any]:
+    """What a rank sends (train) or receives (gen): by stage and peer, and by local tensor.
+
+    Where replicas relay, `relay` has what a generation rank passes on to others, and what they pass on to it.
+    """
+    schedule = plan.schedule(world, rank)
+    stages = _stages(schedule)
+    relay = relay_of(plan, rank) if plan.relay and world == "gen" else None
+    return {
+        "rank": f"{world}:{rank}",
+        "digest": plan.digest,
+        "coordinate": (plan.train if world == "train" else plan.gen).coordinate(rank),
+        "parameter": None,
+        "transfers": sum(stage["transfers"] for stage in stages),
+        "bytes": sum(stage["bytes"] for stage in stages),
+        "stages": stages,
+        "tensors": _tensors(schedule),
+        "relay": relay and {"sends": _stages(relay.sends), "receives": _stages(relay.receives)},
+    }
+
+
+def _stages(schedule: Schedule) -> list[dict[str, Any]]:
+    """Totals of every stage, and of every peer in it."""
+    stages = []
+    for pp_stage, transfers in _transfers_of_stages(schedule):
+        peers = [
+            {"rank": peer, **_totals(transfers.nbytes[transfers.peer == peer])}
+            for peer in np.unique(transfers.peer).tolist()
+        ]
+        stages.append({"pp_stage": pp_stage, **_totals(transfers.nbytes), "peers": peers})
+    return stages
+
+
+def _tensors(schedule: Schedule) -> list[dict[str, Any]]:
+    """Totals of every local tensor that has any."""
+    totals = np.zeros((len(schedule.tensors), 2), dtype=np.int64)
+    for _, transfers in _transfers_of_stages(schedule):
+        np.add.at(totals, transfers.tensor, np.stack([np.ones_like(transfers.nbytes), transfers.nbytes], axis=1))
+    return [
+        {
+            "tensor": tensor.name,
+            "shape": list(tensor.shape),
+            "dtype": tensor.dtype,
+            "transfers": number,
+            "bytes": nbytes,
+        }
+        for tensor, (number, nbytes) in zip(schedule.tensors, totals.tolist(), strict=True)
+        if number
+    ]
+
+
+def _transfers_of_stages(schedule: Schedule) -> list[tuple[int, TransferTable]]:
+    return [(stage.pp_stage, stage.sends if schedule.world == "train" else stage.recvs) for stage in schedule.stages]
+
+
+def _totals(nbytes: np.ndarray) -> dict[str, int]:
+    return {"transfers": len(nbytes), "bytes": int(nbytes.sum())}
 
 
 # --- text
@@ -83,7 +144,7 @@ def _transfers(args: argparse.Namespace, transfers: Iterator[Transfer]) -> Itera
     shown = list(islice(transfers, _ROWS_SHOWN))
     if not shown:
         yield f"{args.rank} has no part in moving {args.parameter}"
-    for alike in grouped(shown, lambda t: (t.parameter, t.src and t.src.tensor, t.dst and t.dst.tensor)).values():
+    for alike in grouped(shown, lambda t: (t.parameter, *tensors_of(t))).values():
         yield from _transfer_tables(alike)
     if left := sum(1 for _ in transfers):
         yield and_more(left, "transfer")
@@ -97,17 +158,8 @@ def _transfer_tables(transfers: list[Transfer]) -> Iterator[RenderableType]:
         return
     yield facts([*lines, *tensor_lines(first), ("regions", f"in coordinates of {shape(first.view)}")])
     rows = (
-        (
-            str(transfer.pp_stage),
-            str(transfer.region),
-            size(transfer.nbytes),
-            sender(transfer),
-            f"{transfer.src.offset:,}",
-            f"gen:{transfer.dst.rank}",
-            f"{transfer.dst.offset:,}",
-        )
-        for transfer in transfers
-        if transfer.src is not None and transfer.dst is not None
+        (str(t.pp_stage), str(t.region), size(t.nbytes), sender(t), offset(t.src), rank_name(t.dst), offset(t.dst))
+        for t in transfers
     )
     columns = ("stage", "region", "bytes", "from", "at element", "to", "at element")
     yield table(None, columns, rows, numbers=("stage", "bytes", "at element"))

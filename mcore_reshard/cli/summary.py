@@ -8,6 +8,9 @@ from dataclasses import asdict
 from math import prod
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.parameters import ITEMSIZE
@@ -39,12 +42,7 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
         "meshes": {"train": _mesh_as_dict(plan.train), "gen": _mesh_as_dict(plan.gen)},
         "dtypes": list(plan.wire_bytes),
         "wire_bytes": plan.wire_bytes,
-        "proof": {
-            "ok": proof.ok,
-            "violations": [asdict(violation) for violation in proof.violations],
-            "destination_bytes": proof.destination_bytes,
-            "covered_bytes": proof.covered_bytes,
-        },
+        "proof": {"ok": proof.ok, **asdict(proof)},
         "bytes": nbytes,
         "parameters": parameters,
         "pairs": _pairs(plan),
@@ -52,17 +50,11 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
         "misc": _unplanned(plan, plan.misc),
         "excluded": _unplanned(plan, plan.excluded),
         "stages": [
-            {"pp_stage": stage, "transfers": transfers, "bytes": nbytes}
-            for stage, transfers, nbytes in plan.stage_totals
+            {"pp_stage": stage, "transfers": number, "bytes": sent} for stage, number, sent in plan.stage_totals
         ],
         "ranks": {
-            "train": [{"rank": rank, "send_bytes": sent} for rank, sent in enumerate(plan.send_bytes.tolist())],
-            "gen": [
-                {"rank": rank, "recv_bytes": received, "relay_bytes": relayed}
-                for rank, (received, relayed) in enumerate(
-                    zip(plan.recv_bytes.tolist(), plan.relay_bytes.tolist(), strict=True)
-                )
-            ],
+            "train": _ranks(send_bytes=plan.send_bytes),
+            "gen": _ranks(recv_bytes=plan.recv_bytes, relay_bytes=plan.relay_bytes),
         },
         "relay": plan.relay,
         "plan_seconds": plan_seconds,
@@ -83,6 +75,12 @@ def starred(pattern: str) -> str:
 
 def _mesh_as_dict(mesh: TrainMesh | GenMesh) -> dict[str, Any]:
     return {**asdict(mesh), "world": mesh.world}
+
+
+def _ranks(**loads: NDArray[np.int64]) -> list[dict[str, int]]:
+    """Of every rank of a world, its number and its loads."""
+    columns = {"rank": range(len(next(iter(loads.values())))), **{key: load.tolist() for key, load in loads.items()}}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _pairs(plan: Plan) -> list[dict[str, Any]]:

@@ -55,7 +55,20 @@ def tensor_lines(transfer: Transfer) -> Iterator[tuple[str, Cell]]:
             yield title, f"{place.tensor}  {place.dtype} {shape(place.shape)}"
 
 
+def tensors_of(transfer: Transfer) -> tuple[str | None, str | None]:
+    """The names of the local tensors at both ends."""
+    src, dst = transfer.src, transfer.dst
+    return None if src is None else src.tensor, None if dst is None else dst.tensor
+
+
 def sender(transfer: Transfer) -> str:
     """`train:1`, or `train:1 via gen:0` where a replica passes it on."""
-    via = "" if transfer.relayed_by is None else f" via gen:{transfer.relayed_by}"
-    return f"train:{transfer.src.rank}{via}" if transfer.src is not None else "-"
+    return rank_name(transfer.src) + ("" if transfer.relayed_by is None else f" via gen:{transfer.relayed_by}")
+
+
+def rank_name(place: Place | None) -> str:
+    return "-" if place is None else f"{place.world}:{place.rank}"
+
+
+def offset(place: Place | None) -> str:
+    return "" if place is None else f"{place.offset:,}"

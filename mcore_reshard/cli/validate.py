@@ -25,7 +25,7 @@ from .printable import printable
 from .render import Cell, count, facts, grouped, noted, print_report, size, styled, table, verdict
 
 if TYPE_CHECKING:
-    from mcore_reshard.validation.report import Mismatch, ParameterResult, ValidationReport
+    from mcore_reshard.validation.report import ParameterResult, ValidationReport
 
 EXIT_MISMATCH = 4
 _ROWS_SHOWN = 40
@@ -45,18 +45,10 @@ def run(args: argparse.Namespace) -> int:
         ranks = count(request.train.world + request.gen.world, "process", "processes")
         refits = count(args.refits, "refit")
         print(f"validating {printable(request.model)} in {ranks}, {refits} ...", file=sys.stderr)
-    report = validate(
-        ValidationRequest(
-            request,
-            plan,
-            Options(transport=args.transport, timeout_s=args.timeout),
-            engine=args.engine,
-            refits=args.refits,
-        )
-    )
-    print_report(
-        args.json, {**report.as_dict(), "notes": list(request.notes)}, chain(_tables(report), noted(request.notes))
-    )
+    options = Options(transport=args.transport, timeout_s=args.timeout)
+    report = validate(ValidationRequest(request, plan, options, engine=args.engine, refits=args.refits))
+    parts = chain(_tables(report), noted(request.notes))
+    print_report(args.json, {**report.as_dict(), "notes": list(request.notes)}, parts)
     if report.ok:
         return 0
     print(f"mcore-reshard: {_verdict(report)}", file=sys.stderr)
@@ -70,9 +62,8 @@ def _from_config(args: argparse.Namespace) -> PlanRequest:
     load_config(args.source)  # a source that cannot be read at all is the first thing to report
     missing = [f"--{side}" for side in ("train", "gen") if getattr(args, side) is None]
     if missing:
-        raise InputError(
-            [f"give {' and '.join(missing)}: {args.source} is a config, and only a plan file states its meshes"]
-        )
+        options = " and ".join(missing)
+        raise InputError([f"give {options}: {args.source} is a config, and only a plan file states its meshes"])
     if args.config is not None:
         raise InputError([f"leave out --config: {args.source} is the config, and --config belongs to a plan file"])
     return read_request(args.source, args.train, args.gen, args.policy or "exact", args.train_dtype, args.gen_dtype)
@@ -89,15 +80,12 @@ def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
     dtypes = asked_dtypes if any(asked_dtypes) else planned_dtypes
     request = read_request(config, args.train or train, args.gen or gen, plan.policy, dtypes[0], dtypes[1], plan.engine)
     planned_again = request.plan()
-    problems = []
-    if planned_again.train != plan.train:
-        problems.append(f"--train is {format_mesh(planned_again.train)}, the plan is for {train}")
-    if planned_again.gen != plan.gen:
-        problems.append(f"--gen is {format_mesh(planned_again.gen)}, the plan is for {gen}")
+    meshes = (("train", planned_again.train, train), ("gen", planned_again.gen, gen))
+    stated = ((side, format_mesh(mesh), planned) for side, mesh, planned in meshes)
+    problems = [f"--{side} is {mesh}, the plan is for {planned}" for side, mesh, planned in stated if mesh != planned]
     asked, planned = (" -> ".join(dtype or "bf16" for dtype in both) for both in (dtypes, planned_dtypes))
-    differs = {
-        name for name in ("groups", "pairs", "casts", "misc") if getattr(planned_again, name) != getattr(plan, name)
-    }
+    fields = ("groups", "pairs", "casts", "misc")
+    differs = {name for name in fields if getattr(planned_again, name) != getattr(plan, name)}
     if asked != planned and differs:
         problems.append(f"--train-dtype and --gen-dtype say {asked}, the plan is of {planned}")
     if args.policy not in {None, plan.policy}:
@@ -105,10 +93,8 @@ def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
     if "groups" in differs:
         problems.append(f"the plan is of another model than {config}: their parameters differ")
     elif "misc" in differs and not problems:
-        problems.append(
-            f"the plan's misc parameters are not those of a plan of {asked}: it is of other dtypes, give them as"
-            " --train-dtype and --gen-dtype"
-        )
+        other = "it is of other dtypes, give them as --train-dtype and --gen-dtype"
+        problems.append(f"the plan's misc parameters are not those of a plan of {asked}: {other}")
     if problems:
         raise InputError(problems)
     return request, plan
@@ -133,10 +119,7 @@ def _tables(report: ValidationReport) -> Iterator[RenderableType]:
         ("model", styled(report.model, "bold")),
         ("training", f"{report.train}  {report.source}"),
         ("generation", f"{report.gen}  {report.engine}"),
-        ("precision", report.precision),
-        ("policy", report.policy),
-        ("transport", report.transport),
-        ("digest", report.digest),
+        *((name, getattr(report, name)) for name in ("precision", "policy", "transport", "digest")),
     ]
     yield facts((name, value) for name, value in lines if value)
     rows = [
@@ -151,10 +134,7 @@ def _tables(report: ValidationReport) -> Iterator[RenderableType]:
     columns = ("tensor", "route", "compared", "bytes", "differing elements")
     yield table("Engine tensors", columns, _by_name(report.parameters), numbers=columns[2:])
     if differences := _differences(report):
-        rows = [
-            [str(version), f"gen:{result.gen_rank}", result.name, result.route, _difference(result)]
-            for version, result in differences
-        ]
+        rows = [[str(version), f"gen:{r.gen_rank}", r.name, r.route, _difference(r)] for version, r in differences]
         columns = ("refit", "rank", "tensor", "route", "what")
         yield table("Differences from golden", columns, rows, numbers=("refit",), most=_ROWS_SHOWN, noun="tensor")
     yield facts([("golden", verdict(report.ok, _verdict(report)))])
@@ -184,10 +164,7 @@ def _verdict(report: ValidationReport) -> str:
 def _difference(result: ParameterResult) -> str:
     if result.problem or result.first is None:
         return result.problem
-    return f"{count(result.mismatches, 'element')} differ, {_first(result.first)}"
-
-
-def _first(first: Mismatch) -> str:
-    index = ",".join(map(str, first.index))
+    first, index = result.first, ",".join(map(str, result.first.index))
     got, golden = (f"{value:g}" if value is not None else "nan or inf" for value in (first.got, first.expected))
-    return f"first [{index}]: got {got} (0x{first.got_bits}), golden {golden} (0x{first.expected_bits})"
+    bits = f"got {got} (0x{first.got_bits}), golden {golden} (0x{first.expected_bits})"
+    return f"{count(result.mismatches, 'element')} differ, first [{index}]: {bits}"

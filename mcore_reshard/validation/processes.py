@@ -24,11 +24,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from .errors import ProcessError
+
 Result = TypeVar("Result")
-
-
-class ProcessError(RuntimeError):
-    """A process failed, died or was still running at the deadline; the message has its index and stack."""
 
 
 def run_processes(
