@@ -21,16 +21,7 @@ from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGro
 from mcore_reshard.planner.model.precision import divided, precision_of, with_unquantized_layers
 
 from .balance import balance_landings, balance_sources
-from .plan import (
-    GroupCast,
-    Overlap,
-    Plan,
-    Policy,
-    QuantizedPair,
-    TransferGroup,
-    TransferPattern,
-    UnplannedGroup,
-)
+from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
 from .plan_file import digest_of
 from .routing import BulkRoute, RoutedGroup, Router, Side
 
@@ -149,11 +140,7 @@ class _Planner:
     def _with_scales(self, transfer_groups: Sequence[TransferGroup]) -> tuple[TransferGroup, ...]:
         """The transfer groups, and beside those of weights in pairs the same ones for their scales."""
         scales = [
-            replace(
-                transfers,
-                group=transfers.group + 1,
-                pattern=self._scales[transfers.group, transfers.pattern],
-            )
+            replace(transfers, group=transfers.group + 1, pattern=self._scales[transfers.group, transfers.pattern])
             for transfers in transfer_groups
             if (transfers.group, transfers.pattern) in self._scales
         ]

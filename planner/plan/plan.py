@@ -338,10 +338,7 @@ class Plan:
         """Bytes that all generation ranks receive in one refit, by dtype on the wire, the most first."""
         carried: dict[str, int] = {}
         for transfers in self.transfer_groups:
-            pattern, copies = (
-                self.patterns[transfers.pattern],
-                transfers.members * self.dst_replicas(transfers),
-            )
+            pattern, copies = (self.patterns[transfers.pattern], transfers.members * self.dst_replicas(transfers))
             for overlap, nbytes in zip(pattern.overlaps, pattern.overlap_bytes.tolist(), strict=True):
                 dtype = pattern.dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype
                 carried[dtype] = carried.get(dtype, 0) + nbytes * copies

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -19,16 +21,7 @@ from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, MeshError, Tr
 from mcore_reshard.planner.layout.partitions import Padding, Partition
 from mcore_reshard.planner.model.parameters import ParameterGroup, Role
 
-from .plan import (
-    GroupCast,
-    Overlap,
-    Plan,
-    Policy,
-    QuantizedPair,
-    TransferGroup,
-    TransferPattern,
-    UnplannedGroup,
-)
+from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
 
 FORMAT = "mcore-reshard plan"
 VERSION = 3
@@ -39,12 +32,12 @@ class PlanFileError(ValueError):
 
 
 def digest_of(plan: Plan) -> str:
-    return hashlib.sha256(_canonical(_encode(plan)).encode()).hexdigest()
+    return hashlib.sha256(_canonical(_body_of(plan)).encode()).hexdigest()
 
 
 def dump_plan(plan: Plan) -> str:
     """The file's text."""
-    return _canonical({"format": FORMAT, "version": VERSION, "digest": plan.digest, "plan": _encode(plan)}) + "\n"
+    return _canonical({"format": FORMAT, "version": VERSION, "digest": plan.digest, "plan": _body_of(plan)}) + "\n"
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -89,8 +82,7 @@ def parse_plan(text: str, source: str = "plan") -> Plan:
             f"{source} is damaged: its content has digest {sealed}, it claims {document.get('digest')}; plan again"
         )
     try:
-        _check(document["plan"], _FORM)
-        plan = _decode(document["plan"])
+        plan = _plan_of(document["plan"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise PlanFileError(f"{source} is damaged: {type(error).__name__}: {error}; plan again") from error
     object.__setattr__(plan, "digest", sealed)
@@ -101,179 +93,134 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def _encode(plan: Plan) -> dict[str, Any]:
-    tensors: dict[LocalTensor, int] = {}
-
-    def tensor(value: LocalTensor) -> int:
-        return tensors.setdefault(value, len(tensors))
-
-    def partition(value: Partition) -> dict[str, Any]:
-        return {
-            "pieces": [
-                [[*_region(p.region), tensor(p.tensor), p.origin, p.dims, p.view, p.slot_dim] for p in pieces]
-                for pieces in value.pieces
-            ],
-            "padding": [[[tensor(p.tensor), *_region(p.box)] for p in padding] for padding in value.padding],
-        }
-
-    patterns = [
-        {
-            "src": partition(t.src),
-            "dst": partition(t.dst),
-            "overlaps": [[m.src, m.src_piece, m.dst, m.dst_piece, *_region(m.region)] for m in t.overlaps],
-        }
-        for t in plan.patterns
-    ]
-    return {
-        "model": plan.model,
-        "train": _mesh(plan.train),
-        "gen": _mesh(plan.gen),
-        "engine": plan.engine,
-        "policy": plan.policy,
-        "groups": [
-            [g.name_pattern, g.role.value, g.shape, g.dtype, g.layers, g.experts, g.view, g.mtp] for g in plan.groups
-        ],
-        "tensors": [[t.name, t.shape, t.dtype] for t in tensors],
-        "patterns": patterns,
-        "rank_grids": [ranks.tolist() for ranks in plan.rank_grids],
-        "transfer_groups": [
-            [
-                b.group, b.pattern, b.pp_stage, b.src, b.dst,
-                [[at.layer, at.vp_stage, at.local] for at in b.layers],
-                b.experts, b.src_slot, b.dst_slot, b.first_src_replica, b.first_dst_replica,
-            ]
-            for b in plan.transfer_groups
-        ],
-        "misc": [[u.group, u.reason] for u in plan.misc],
-        "excluded": [[u.group, u.reason] for u in plan.excluded],
-        "relay": plan.relay,
-        "pairs": [[p.weight, p.scales, p.block, p.touched] for p in plan.pairs],
-        "casts": [[c.group, c.src, c.dst] for c in plan.casts],
-    }  # fmt: skip
+def _body_of(plan: Plan) -> dict[str, Any]:
+    numbers: dict[LocalTensor, int] = {}
+    body: dict[str, Any] = {name: _encode(getattr(plan, name), form, numbers) for name, form in _PLAN.items()}
+    return {**body, "tensors": _encode([*numbers], _TENSORS, numbers)}
 
 
-def _region(region: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return region.start, region.stop
+def _plan_of(body: Any) -> Plan:
+    if not isinstance(body, dict) or body.keys() != {*_PLAN, "tensors"}:
+        raise TypeError(f"plan does not have the fields {', '.join((*_PLAN, 'tensors'))}")
+    tensors = _decode(body["tensors"], _TENSORS, "tensors", ())
+    fields = {name: _decode(body[name], form, name, tensors) for name, form in _PLAN.items()}
+    if fields["policy"] not in get_args(Policy):
+        raise ValueError(f"unknown policy {fields['policy']!r}")
+    return Plan(**fields)
 
 
-def _mesh(mesh: TrainMesh | GenMesh) -> dict[str, Any]:
-    return {name: getattr(mesh, name) for name in mesh.__dataclass_fields__}
+# --- the form of every record: one table to write, check and read it by
 
 
-def _check(value: Any, form: Any, where: str = "plan") -> None:
-    """Raise TypeError unless a JSON value has a form, so that nothing later has to ask.
+class _Row:
+    """A record as a list: the form of each attribute, and how to build the record of these."""
 
-    A form is a type, [form] for a list of any length, (form, ...) for a list of that length, or {name: form}.
+    def __init__(self, build: Callable[..., Any], columns: dict[str, Any]) -> None:
+        self.build, self.forms, self.read = build, tuple(columns.values()), attrgetter(*columns)
+        self.nested = [index for index, form in enumerate(self.forms) if form not in (*_NAMES, _SIZES)]
+
+
+class _Fields(NamedTuple):
+    """A record as {attribute: its form}."""
+
+    build: Callable[..., Any]
+    forms: dict[str, Any]
+
+
+def _encode(value: Any, form: Any, numbers: dict[LocalTensor, int]) -> Any:
+    """A value as JSON. Tensors are written by number; those not yet in `numbers` are added."""
+    if isinstance(form, _Row):
+        row = list(form.read(value))
+        for index in form.nested:
+            row[index] = _encode(row[index], form.forms[index], numbers)
+        return row
+    if isinstance(form, _Fields):
+        return {name: _encode(getattr(value, name), of_one, numbers) for name, of_one in form.forms.items()}
+    if isinstance(form, list) and form != _SIZES:
+        return [_encode(item, form[0], numbers) for item in value]
+    if form is LocalTensor:
+        return numbers.setdefault(value, len(numbers))
+    return value.tolist() if form is np.ndarray else value
+
+
+def _decode(value: Any, form: Any, where: str, tensors: Sequence[LocalTensor]) -> Any:
+    """A value out of JSON. Raises TypeError unless it has the form, so that nothing later has to ask.
+
+    A form is a type, [form] for a list of any length, (form, ...) for a list of that length, or a record.
     """
-    if isinstance(form, dict):
-        if not isinstance(value, dict) or value.keys() != form.keys():
-            raise TypeError(f"{where} does not have the fields {', '.join(form)}")
-        for name in form:
-            _check(value[name], form[name], name)
-    elif isinstance(form, type):
+    if form is int or form is str or form is bool:
         if type(value) is not form or (isinstance(value, int) and abs(value) > _LARGEST):
             raise TypeError(f"{value!r} in {where} where {_NAMES[form]} belongs")
-    elif not isinstance(value, list) or (isinstance(form, tuple) and len(value) != len(form)):
-        raise TypeError(f"{value!r} in {where} where a list{f' of {len(form)}' * isinstance(form, tuple)} belongs")
-    else:
-        for index, item in enumerate(value):
-            _check(item, form[index] if isinstance(form, tuple) else form[0], where)
+        return value
+    if form is LocalTensor:
+        return tensors[_decode(value, int, where, tensors)]
+    if form is np.ndarray:
+        return np.array(_decode(value, [_SIZES], where, tensors), dtype=np.int32)
+    if isinstance(form, _Fields):
+        if not isinstance(value, dict) or value.keys() != form.forms.keys():
+            raise TypeError(f"{where} does not have the fields {', '.join(form.forms)}")
+        return form.build(**{name: _decode(value[name], of_one, name, tensors) for name, of_one in form.forms.items()})
+    forms = form.forms if isinstance(form, _Row) else form
+    if not isinstance(value, list) or (isinstance(forms, tuple) and len(value) != len(forms)):
+        raise TypeError(f"{value!r} in {where} where a list{f' of {len(forms)}' * isinstance(forms, tuple)} belongs")
+    if isinstance(forms, list):
+        return tuple([_decode(item, forms[0], where, tensors) for item in value])
+    items = [_decode(item, of_one, where, tensors) for item, of_one in zip(value, forms, strict=True)]
+    return form.build(*items) if isinstance(form, _Row) else tuple(items)
+
+
+def _mesh_form(mesh: type[TrainMesh] | type[GenMesh]) -> _Fields:
+    def build(**sizes: Any) -> TrainMesh | GenMesh:
+        try:
+            return mesh(**sizes)
+        except MeshError as error:
+            raise ValueError(str(error)) from error
+
+    return _Fields(build, {**dict.fromkeys(mesh.__dataclass_fields__, int), "layers": _SIZES})
 
 
 _LARGEST = 1 << 48
 _NAMES = {int: "a number", str: "a text", bool: "true or false"}
 _SIZES = [int]
-_PIECE = (_SIZES, _SIZES, int, _SIZES, _SIZES, _SIZES, int)
-_PARTITION = {"pieces": [[_PIECE]], "padding": [[(int, _SIZES, _SIZES)]]}
-_FORM = {
+_REGION = {"region.start": _SIZES, "region.stop": _SIZES}
+_TENSORS = [_Row(LocalTensor, {"name": str, "shape": _SIZES, "dtype": str})]
+_PIECE = _Row(
+    lambda start, stop, *columns: Piece(Region(start, stop), *columns),
+    {**_REGION, "tensor": LocalTensor, "origin": _SIZES, "dims": _SIZES, "view": _SIZES, "slot_dim": int},
+)
+_PADDING = _Row(
+    lambda tensor, start, stop: Padding(tensor, Region(start, stop)),
+    {"tensor": LocalTensor, "box.start": _SIZES, "box.stop": _SIZES},
+)
+_OVERLAP = _Row(
+    lambda src, src_piece, dst, dst_piece, start, stop: Overlap(src, src_piece, dst, dst_piece, Region(start, stop)),
+    {"src": int, "src_piece": int, "dst": int, "dst_piece": int, **_REGION},
+)
+_PARTITION = _Fields(Partition, {"pieces": [[_PIECE]], "padding": [[_PADDING]]})
+_GROUP = _Row(
+    lambda name_pattern, role, *columns: ParameterGroup(name_pattern, Role(role), *columns),
+    {"name_pattern": str, "role": str, "shape": _SIZES, "dtype": str, "layers": _SIZES, "experts": int, "view": _SIZES,
+     "mtp": bool},
+)  # fmt: skip
+_LAYER = _Row(LayerPlace, dict.fromkeys(("layer", "vp_stage", "local"), int))
+_TRANSFER_GROUP = _Row(TransferGroup, {
+    **dict.fromkeys(("group", "pattern", "pp_stage", "src", "dst"), int), "layers": [_LAYER], "experts": (int, int),
+    **dict.fromkeys(("src_slot", "dst_slot", "first_src_replica", "first_dst_replica"), int),
+})  # fmt: skip
+_UNPLANNED = _Row(UnplannedGroup, {"group": int, "reason": str})
+_PLAN = {
     "model": str,
-    "train": {**dict.fromkeys(TrainMesh.__dataclass_fields__, int), "layers": _SIZES},
-    "gen": {**dict.fromkeys(GenMesh.__dataclass_fields__, int), "layers": _SIZES},
+    "train": _mesh_form(TrainMesh),
+    "gen": _mesh_form(GenMesh),
     "engine": str,
     "policy": str,
-    "groups": [(str, str, _SIZES, str, _SIZES, int, _SIZES, bool)],
-    "tensors": [(str, _SIZES, str)],
-    "patterns": [{"src": _PARTITION, "dst": _PARTITION, "overlaps": [(int, int, int, int, _SIZES, _SIZES)]}],
-    "rank_grids": [[_SIZES]],
-    "transfer_groups": [(int, int, int, int, int, [(int, int, int)], (int, int), int, int, int, int)],
-    "misc": [(int, str)],
-    "excluded": [(int, str)],
+    "groups": [_GROUP],
+    "patterns": [_Fields(TransferPattern, {"src": _PARTITION, "dst": _PARTITION, "overlaps": [_OVERLAP]})],
+    "rank_grids": [np.ndarray],
+    "transfer_groups": [_TRANSFER_GROUP],
+    "misc": [_UNPLANNED],
+    "excluded": [_UNPLANNED],
     "relay": bool,
-    "pairs": [(int, int, (int, int), bool)],
-    "casts": [(int, str, str)],
+    "pairs": [_Row(QuantizedPair, {"weight": int, "scales": int, "block": (int, int), "touched": bool})],
+    "casts": [_Row(GroupCast, {"group": int, "src": str, "dst": str})],
 }
-
-
-def _decode(body: dict[str, Any]) -> Plan:
-    tensors = [LocalTensor(name, tuple(shape), dtype) for name, shape, dtype in body["tensors"]]
-
-    def partition(value: dict[str, Any]) -> Partition:
-        return Partition(
-            tuple(
-                tuple(
-                    Piece(Region(tuple(a), tuple(b)), tensors[t], tuple(origin), tuple(dims), tuple(view), slot)
-                    for a, b, t, origin, dims, view, slot in pieces
-                )
-                for pieces in value["pieces"]
-            ),
-            tuple(
-                tuple(Padding(tensors[t], Region(tuple(a), tuple(b))) for t, a, b in padding)
-                for padding in value["padding"]
-            ),
-        )
-
-    def unplanned(rows: list[Any]) -> tuple[UnplannedGroup, ...]:
-        return tuple(UnplannedGroup(group, reason) for group, reason in rows)
-
-    if body["policy"] not in get_args(Policy):
-        raise ValueError(f"unknown policy {body['policy']!r}")
-    try:
-        train = TrainMesh(**{**body["train"], "layers": tuple(body["train"]["layers"])})
-        gen = GenMesh(**{**body["gen"], "layers": tuple(body["gen"]["layers"])})
-    except MeshError as error:
-        raise ValueError(str(error)) from error
-    return Plan(
-        model=body["model"],
-        train=train,
-        gen=gen,
-        engine=body["engine"],
-        policy=body["policy"],
-        groups=tuple(
-            ParameterGroup(name_pattern, Role(role), tuple(shape), dtype, tuple(layers), experts, tuple(view), mtp)
-            for name_pattern, role, shape, dtype, layers, experts, view, mtp in body["groups"]
-        ),
-        patterns=tuple(
-            TransferPattern(
-                partition(t["src"]),
-                partition(t["dst"]),
-                tuple(
-                    Overlap(a, b, c, d, Region(tuple(start), tuple(stop))) for a, b, c, d, start, stop in t["overlaps"]
-                ),
-            )
-            for t in body["patterns"]
-        ),
-        rank_grids=tuple(np.array(ranks, dtype=np.int32) for ranks in body["rank_grids"]),
-        transfer_groups=tuple(
-            TransferGroup(
-                group,
-                pattern,
-                stage,
-                src,
-                dst,
-                tuple(LayerPlace(*at) for at in layers),
-                tuple(experts),
-                s,
-                d,
-                *turns,
-            )
-            for group, pattern, stage, src, dst, layers, experts, s, d, *turns in body["transfer_groups"]
-        ),
-        misc=unplanned(body["misc"]),
-        excluded=unplanned(body["excluded"]),
-        relay=body["relay"],
-        pairs=tuple(
-            QuantizedPair(weight, scales, (rows, columns), touched)
-            for weight, scales, (rows, columns), touched in body["pairs"]
-        ),
-        casts=tuple(GroupCast(group, src, dst) for group, src, dst in body["casts"]),
-    )

@@ -15,15 +15,7 @@ from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Layout, Misc, Partition, PartitionOwners
 from mcore_reshard.planner.layout.transformer_engine import computed_scales
 from mcore_reshard.planner.model.parameters import Attention, ModelParameters, ParameterGroup, Role
-from mcore_reshard.planner.model.precision import (
-    CASTS,
-    FP8,
-    QUANTIZED,
-    Block,
-    Format,
-    Precision,
-    scales_group,
-)
+from mcore_reshard.planner.model.precision import CASTS, FP8, QUANTIZED, Block, Format, Precision, scales_group
 
 from .plan import Policy
 

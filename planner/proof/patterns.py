@@ -52,11 +52,7 @@ def check_references(plan: Plan) -> Iterator[Violation]:
             continue
         group = plan.groups[transfers.group]
         messages = [*_member_faults(transfers, group)]
-        key = (
-            transfers.pattern,
-            len(plan.rank_grids[transfers.src]),
-            len(plan.rank_grids[transfers.dst]),
-        )
+        key = (transfers.pattern, len(plan.rank_grids[transfers.src]), len(plan.rank_grids[transfers.dst]))
         if key not in checked:
             messages += _part_faults(plan, transfers)
             checked.add(key)
@@ -96,20 +92,14 @@ def _member_faults(transfers: TransferGroup, group: ParameterGroup) -> Iterator[
 
 def _part_faults(plan: Plan, transfers: TransferGroup) -> Iterator[str]:
     pattern = plan.patterns[transfers.pattern]
-    for side, partition, grid in (
-        ("source", pattern.src, transfers.src),
-        ("destination", pattern.dst, transfers.dst),
-    ):
+    for side, partition, grid in (("source", pattern.src, transfers.src), ("destination", pattern.dst, transfers.dst)):
         rows = len(plan.rank_grids[grid])
         if len(partition.pieces) != rows:
             yield f"{side} has {len(partition.pieces)} parts for {rows} rows of ranks"
         if partition.padding and len(partition.padding) != len(partition.pieces):
             yield f"{side} has {len(partition.pieces)} parts, and padding for {len(partition.padding)}"
     for number, overlap in enumerate(pattern.overlaps):
-        ends = (
-            (pattern.src, overlap.src, overlap.src_piece),
-            (pattern.dst, overlap.dst, overlap.dst_piece),
-        )
+        ends = ((pattern.src, overlap.src, overlap.src_piece), (pattern.dst, overlap.dst, overlap.dst_piece))
         if any(not 0 <= c < len(s.pieces) or not 0 <= p < len(s.pieces[c]) for s, c, p in ends):
             yield f"overlap {number} names a piece that does not exist"
 
@@ -200,10 +190,7 @@ def check_patterns(plan: Plan) -> Iterator[Violation]:
     transposed = engine_named(plan.engine).transposed
     for index, transfers in _first_uses(plan):
         group = plan.groups[transfers.group]
-        for is_src, partition in (
-            (True, plan.patterns[index].src),
-            (False, plan.patterns[index].dst),
-        ):
+        for is_src, partition in ((True, plan.patterns[index].src), (False, plan.patterns[index].dst)):
             for name in {piece.tensor.name for pieces in partition.pieces for piece in pieces}:
                 before = shared_name_fault(serves[is_src, name])
                 serves[is_src, name].add(group.role)

@@ -75,18 +75,9 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
                 message = "its scales do not travel with it: none of their transfer groups has its members, ranks and replica order"
                 yield Violation.of_group(plan, transfers, "pairs", message)
                 continue
-            key = (
-                transfers.pattern,
-                found.pattern,
-                pair.block,
-                pair.weight in casts,
-                scales.dtype,
-            )
+            key = (transfers.pattern, found.pattern, pair.block, pair.weight in casts, scales.dtype)
             if key not in checked:
-                patterns = (
-                    plan.patterns[transfers.pattern],
-                    plan.patterns[found.pattern],
-                )
+                patterns = (plan.patterns[transfers.pattern], plan.patterns[found.pattern])
                 checked[key] = _pattern_fault(*patterns, pair, weight, scales, pair.weight in casts)
             if checked[key]:
                 yield Violation.of_group(plan, found, "pairs", checked[key])

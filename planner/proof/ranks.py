@@ -60,10 +60,7 @@ def _check_places(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
         for at in transfers.layers:
             if message := _place_fault(plan.train, pipelines, transfers.pp_stage, at, group.role, has_mtp):
                 yield Violation(
-                    "places",
-                    group.name(at.layer, transfers.experts[0]),
-                    ranks_of(plan, transfers),
-                    message,
+                    "places", group.name(at.layer, transfers.experts[0]), ranks_of(plan, transfers), message
                 )
         if len({pipelines.gen[at.layer] for at in transfers.layers if at.layer >= 0}) > 1:
             message = f"layers {listed(at.layer for at in transfers.layers)} are on different stages of the engine"
@@ -106,15 +103,7 @@ def _check_holders(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
     for transfers in plan.transfer_groups:
         group = plan.groups[transfers.group]
         stacked, experts = group.role in _STACKED, group.experts
-        source = (
-            "src",
-            transfers.src,
-            transfers.pp_stage,
-            transfers.experts,
-            transfers.src_slot,
-            experts,
-            stacked,
-        )
+        source = ("src", transfers.src, transfers.pp_stage, transfers.experts, transfers.src_slot, experts, stacked)
         layer = transfers.layers[0].layer
         target = ("dst", transfers.dst, layer, transfers.experts, transfers.dst_slot, experts, stacked)
         for key, message_of in ((source, _source_fault), (target, _destination_fault)):
@@ -200,8 +189,7 @@ def _check_arrivals(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
             counts[key] = np.zeros((len(rows[transfers.group]), max(1, group.experts)), dtype=np.int8)
         first = transfers.experts[0]
         counts[key][
-            [rows[transfers.group][at.layer] for at in transfers.layers],
-            first : first + transfers.expert_count,
+            [rows[transfers.group][at.layer] for at in transfers.layers], first : first + transfers.expert_count
         ] += 1
     wanted_of = _stages_of_ends(plan, {key for key in counts if not plan.groups[key[0]].layers})
     for number in sorted({group for group, _ in counts}):

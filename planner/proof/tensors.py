@@ -98,11 +98,7 @@ def _contents(plan: Plan, is_src: bool) -> _Contents:
         grid, first = (transfers.src, transfers.src_slot) if is_src else (transfers.dst, transfers.dst_slot)
         stop = first + transfers.expert_count
         for part, names in enumerate(names_of[transfers.pattern]):
-            entry = (
-                places,
-                _Filling(transfers.group, transfers.pattern, part, first, stop),
-                transfers,
-            )
+            entry = (places, _Filling(transfers.group, transfers.pattern, part, first, stop), transfers)
             for name in names:
                 found[grid, part][name].append(entry)
     return found
