@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from .plan import TransferGroup, TransferPattern
+    from .schedule import World
 
 Ints = NDArray[np.int64]
 Numbers = Ints | int
@@ -76,37 +77,24 @@ class RoundRobin:
         return served
 
 
-def balance_sources(
+def balance(
     transfer_groups: Sequence[TransferGroup], patterns: Sequence[TransferPattern],
-    rank_grids: Sequence[NDArray[np.int32]], world: int, *, relay: bool,
+    rank_grids: Sequence[NDArray[np.int32]], world: World, ranks: int, *, relay: bool,
 ) -> list[TransferGroup]:  # fmt: skip
-    """The transfer groups, each with the `first_src_replica` that makes training ranks send alike."""
+    """The transfer groups, each with the first replica that makes the `ranks` ranks of a world carry alike.
+
+    Training ranks send (`first_src_replica`); generation ranks pass on what they relay (`first_dst_replica`).
+    """
     shares = []
     for transfers in transfer_groups:
-        ranks = rank_grids[transfers.src]
+        grid = rank_grids[transfers.src if world == "train" else transfers.dst]
         pulls = 1 if relay else rank_grids[transfers.dst].shape[1]
-        served = patterns[transfers.pattern].served_bytes(transfers.members, ranks.shape[1], pulls)
-        shares.append((ranks, served, transfers.members))
-    firsts = first_replicas(shares, world)
-    return [
-        replace(transfers, first_src_replica=first) for transfers, first in zip(transfer_groups, firsts, strict=True)
-    ]
-
-
-def balance_landings(
-    transfer_groups: Sequence[TransferGroup], patterns: Sequence[TransferPattern],
-    rank_grids: Sequence[NDArray[np.int32]], world: int,
-) -> list[TransferGroup]:  # fmt: skip
-    """The transfer groups, each with the `first_dst_replica` that makes generation ranks pass on alike."""
-    shares = []
-    for transfers in transfer_groups:
-        ranks = rank_grids[transfers.dst]
-        landed = patterns[transfers.pattern].landed_bytes(transfers.members, ranks.shape[1])
-        shares.append((ranks, landed, transfers.members))
-    firsts = first_replicas(shares, world)
-    return [
-        replace(transfers, first_dst_replica=first) for transfers, first in zip(transfer_groups, firsts, strict=True)
-    ]
+        nbytes = patterns[transfers.pattern].replica_bytes(world, transfers.members, grid.shape[1], pulls)
+        shares.append((grid, nbytes, transfers.members))
+    firsts = zip(transfer_groups, first_replicas(shares, ranks), strict=True)
+    if world == "train":
+        return [replace(transfers, first_src_replica=first) for transfers, first in firsts]
+    return [replace(transfers, first_dst_replica=first) for transfers, first in firsts]
 
 
 def first_replicas(shares: Sequence[tuple[NDArray[np.int32], Ints, int]], world: int) -> list[int]:

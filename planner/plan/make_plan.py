@@ -20,7 +20,7 @@ from mcore_reshard.planner.layout.partitions import Excluded, Misc, Partition, P
 from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup
 from mcore_reshard.planner.model.precision import divided, precision_of, with_unquantized_layers
 
-from .balance import balance_landings, balance_sources
+from .balance import balance
 from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
 from .plan_file import digest_of
 from .routing import BulkRoute, RoutedGroup, Router, Side
@@ -114,7 +114,7 @@ class _Planner:
             patterns=patterns,
             rank_grids=tuple(self._rank_grids),
             transfer_groups=self._with_scales(
-                balance_sources(transfer_groups, patterns, self._rank_grids, self._train.world, relay=False)
+                balance(transfer_groups, patterns, self._rank_grids, "train", self._train.world, relay=False)
             ),
             misc=tuple(unplanned[Misc]),
             excluded=tuple(unplanned[Excluded]),
@@ -132,9 +132,10 @@ class _Planner:
         """
         if plan.recv_bytes.max(initial=0) >= _DISTINCTLY * plan.send_bytes.max(initial=0):
             return plan
-        turned = balance_sources(transfer_groups, plan.patterns, self._rank_grids, self._train.world, relay=True)
-        landed = balance_landings(turned, plan.patterns, self._rank_grids, self._gen.world)
-        relayed = replace(plan, transfer_groups=self._with_scales(landed), relay=True)
+        shared = plan.patterns, self._rank_grids
+        transfer_groups = balance(transfer_groups, *shared, "train", self._train.world, relay=True)
+        transfer_groups = balance(transfer_groups, *shared, "gen", self._gen.world, relay=True)
+        relayed = replace(plan, transfer_groups=self._with_scales(transfer_groups), relay=True)
         return relayed if relayed.busiest_link < _DISTINCTLY * plan.busiest_link else plan
 
     def _with_scales(self, transfer_groups: Sequence[TransferGroup]) -> tuple[TransferGroup, ...]:

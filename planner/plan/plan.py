@@ -73,37 +73,27 @@ class TransferPattern:
     @cached_property
     def overlap_bytes(self) -> NDArray[np.int64]:
         """Bytes of each overlap on the wire, in the dtype that the destination holds."""
-        return np.array(
-            [
-                overlap.region.elements * ITEMSIZE[self.dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype]
-                for overlap in self.overlaps
-            ],
-            dtype=np.int64,
-        )
+        nbytes = [overlap.region.elements * ITEMSIZE[self.ends(overlap)[1].tensor.dtype] for overlap in self.overlaps]
+        return np.array(nbytes, dtype=np.int64)
 
-    def serving(self, replicas: int, pulls: int) -> RoundRobin:
-        """How the replicas of each source part take turns, if each overlap leaves `pulls` times."""
-        if ("src", replicas, pulls) not in self._round_robins:
-            self._round_robins["src", replicas, pulls] = RoundRobin.of(self.src_parts, replicas, pulls)
-        return self._round_robins["src", replicas, pulls]
+    def round_robin(self, world: World, replicas: int, pulls: int = 1) -> RoundRobin:
+        """How the replicas of each part of one end take turns, if each overlap moves `pulls` times.
 
-    def landing(self, replicas: int) -> RoundRobin:
-        """Where the plan relays: how the replicas of each destination part take turns at receiving from the trainer."""
-        if ("dst", replicas, 1) not in self._round_robins:
-            self._round_robins["dst", replicas, 1] = RoundRobin.of(self.dst_parts, replicas, 1)
-        return self._round_robins["dst", replicas, 1]
+        At the source they take turns at sending; at the destination of a relayed plan, at receiving from the trainer.
+        """
+        if (world, replicas, pulls) not in self._round_robins:
+            parts = self.src_parts if world == "train" else self.dst_parts
+            self._round_robins[world, replicas, pulls] = RoundRobin.of(parts, replicas, pulls)
+        return self._round_robins[world, replicas, pulls]
 
     @cached_property
-    def _round_robins(self) -> dict[tuple[str, int, int], RoundRobin]:
+    def _round_robins(self) -> dict[tuple[World, int, int], RoundRobin]:
         return {}
 
-    def served_bytes(self, members: int, replicas: int, pulls: int) -> NDArray[np.int64]:
-        """Bytes that each source replica serves if the first one begins, as [parts, replicas]."""
-        return self.serving(replicas, pulls).nbytes(members, self.overlap_bytes, len(self.src.pieces))
-
-    def landed_bytes(self, members: int, replicas: int) -> NDArray[np.int64]:
-        """Bytes that land on each destination replica if the first one begins, as [parts, replicas]."""
-        return self.landing(replicas).nbytes(members, self.overlap_bytes, len(self.dst.pieces))
+    def replica_bytes(self, world: World, members: int, replicas: int, pulls: int = 1) -> NDArray[np.int64]:
+        """Bytes that take each replica of one end if the first one begins, as [parts, replicas]."""
+        parts = len((self.src if world == "train" else self.dst).pieces)
+        return self.round_robin(world, replicas, pulls).nbytes(members, self.overlap_bytes, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +138,8 @@ class TransferGroup:
 
     def tensor_names(self, tensor: LocalTensor, world: World) -> list[str]:
         """The names of the tensors that hold the members on one end, each once, from the pattern that the plan has."""
-        first = self.slot(world, 0)
-        slots = range(first, first + self.expert_count) if "{expert}" in tensor.name else range(first, first + 1)
-        if world == "train":
-            places = [(place.vp_stage, place.local) for place in self.layers]
-        else:
-            places = [(0, place.layer) for place in self.layers]
-        return [tensor.name.format(vp=vp, layer=layer, expert=slot) for vp, layer in places for slot in slots]
+        step = 1 if "{expert}" in tensor.name else self.expert_count
+        return [self.tensor_name(tensor, world, member) for member in range(0, self.members, step)]
 
     def tensor_name(self, tensor: LocalTensor, world: World, member: int) -> str:
         """The name of the tensor that holds one member."""
@@ -217,9 +202,7 @@ class Plan:
     policy: Policy
     groups: tuple[ParameterGroup, ...]
     patterns: tuple[TransferPattern, ...]
-    rank_grids: tuple[NDArray[np.int32], ...] = field(
-        compare=False
-    )  # grid[p, r] is the rank that holds replica r of part p
+    rank_grids: tuple[NDArray[np.int32], ...] = field(compare=False)  # grid[p, r]: the rank with replica r of part p
     transfer_groups: tuple[TransferGroup, ...]
     misc: tuple[UnplannedGroup, ...] = ()
     excluded: tuple[UnplannedGroup, ...] = ()
@@ -298,12 +281,13 @@ class Plan:
     ) -> NDArray[np.int64]:
         """The source replica that an overlap comes from, for one destination replica; arguments broadcast."""
         pull = 0 * np.asarray(dst_replica) if self.relay else dst_replica
-        turns = self.patterns[transfers.pattern].serving(self.src_replicas(transfers), self.train_pulls(transfers))
+        pattern, replicas = self.patterns[transfers.pattern], self.src_replicas(transfers)
+        turns = pattern.round_robin("train", replicas, self.train_pulls(transfers))
         return turns.replica(transfers.first_src_replica, member, overlap, pull)
 
     def lands_on(self, transfers: TransferGroup, member: Numbers, overlap: Numbers) -> NDArray[np.int64]:
         """Where the plan relays: the replica that gets an overlap from the trainer; arguments broadcast."""
-        turns = self.patterns[transfers.pattern].landing(self.dst_replicas(transfers))
+        turns = self.patterns[transfers.pattern].round_robin("gen", self.dst_replicas(transfers))
         return turns.replica(transfers.first_dst_replica, member, overlap)
 
     def misc_names(self) -> Iterator[str]:
@@ -325,22 +309,19 @@ class Plan:
     def scale_patterns(self) -> dict[int, int]:
         """Of each transfer group of a weight in a pair, the pattern of its scales: those in the transfer group beside it."""
         scales_of = {pair.weight: pair.scales for pair in self.pairs}
-        by_place = {(b.group, b.pp_stage, b.src, b.dst, b.layers, b.experts): b.pattern for b in self.transfer_groups}
-        places = {
-            index: (scales_of[b.group], b.pp_stage, b.src, b.dst, b.layers, b.experts)
-            for index, b in enumerate(self.transfer_groups)
-            if b.group in scales_of
-        }
-        return {index: by_place[place] for index, place in places.items() if place in by_place}
+        places = [(b.pp_stage, b.src, b.dst, b.layers, b.experts) for b in self.transfer_groups]
+        patterns = {(b.group, place): b.pattern for b, place in zip(self.transfer_groups, places, strict=True)}
+        keys = [(scales_of.get(b.group), place) for b, place in zip(self.transfer_groups, places, strict=True)]
+        return {index: patterns[key] for index, key in enumerate(keys) if key in patterns}
 
     @cached_property
     def wire_bytes(self) -> dict[str, int]:
         """Bytes that all generation ranks receive in one refit, by dtype on the wire, the most first."""
         carried: dict[str, int] = {}
         for transfers in self.transfer_groups:
-            pattern, copies = (self.patterns[transfers.pattern], transfers.members * self.dst_replicas(transfers))
+            pattern, copies = self.patterns[transfers.pattern], transfers.members * self.dst_replicas(transfers)
             for overlap, nbytes in zip(pattern.overlaps, pattern.overlap_bytes.tolist(), strict=True):
-                dtype = pattern.dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype
+                dtype = pattern.ends(overlap)[1].tensor.dtype
                 carried[dtype] = carried.get(dtype, 0) + nbytes * copies
         return dict(sorted(carried.items(), key=lambda item: -item[1]))
 
@@ -349,10 +330,9 @@ class Plan:
         """Bytes that each training rank sends in one refit."""
         load = np.zeros(self.train.world, dtype=np.int64)
         for transfers in self.transfer_groups:
-            pattern = self.patterns[transfers.pattern]
             replicas, pulls = self.src_replicas(transfers), self.train_pulls(transfers)
-            served = pattern.served_bytes(transfers.members, replicas, pulls)
-            np.add.at(load, self.rank_grids[transfers.src], np.roll(served, transfers.first_src_replica, axis=1))
+            sent = self.patterns[transfers.pattern].replica_bytes("train", transfers.members, replicas, pulls)
+            np.add.at(load, self.rank_grids[transfers.src], np.roll(sent, transfers.first_src_replica, axis=1))
         return load
 
     @cached_property
@@ -360,10 +340,8 @@ class Plan:
         """Bytes that each generation rank receives in one refit."""
         load = np.zeros(self.gen.world, dtype=np.int64)
         for transfers in self.transfer_groups:
-            pattern = self.patterns[transfers.pattern]
-            arriving = np.zeros(len(pattern.dst.pieces), dtype=np.int64)
-            np.add.at(arriving, [overlap.dst for overlap in pattern.overlaps], pattern.overlap_bytes)
-            np.add.at(load, self.rank_grids[transfers.dst], (arriving * transfers.members)[:, None])
+            received = self.patterns[transfers.pattern].replica_bytes("gen", transfers.members, 1)
+            np.add.at(load, self.rank_grids[transfers.dst], received)
         return load
 
     @cached_property
@@ -372,7 +350,7 @@ class Plan:
         load = np.zeros(self.gen.world, dtype=np.int64)
         for transfers in self.transfer_groups if self.relay else ():
             replicas = self.dst_replicas(transfers)
-            landed = self.patterns[transfers.pattern].landed_bytes(transfers.members, replicas)
+            landed = self.patterns[transfers.pattern].replica_bytes("gen", transfers.members, replicas)
             landed = np.roll(landed, transfers.first_dst_replica, axis=1)
             np.add.at(load, self.rank_grids[transfers.dst], landed * (replicas - 1))
         return load

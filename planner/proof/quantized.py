@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from operator import attrgetter
 
 from mcore_reshard.planner.layout.block_scales import blocks_touched
 from mcore_reshard.planner.layout.geometry import Piece
-from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup, Role
 from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
 from mcore_reshard.planner.plan.plan import Plan, QuantizedPair, TransferGroup, TransferPattern
 
-from .report import Violation, name_of
+from .report import Violation, distinct, name_of
 
 _SCALES = {"float32", "uint8"}
 
@@ -47,9 +47,9 @@ def _pair_dangles(plan: Plan, pair: QuantizedPair) -> str:
 
 def check_pairs(plan: Plan) -> Iterator[Violation]:
     """Weight and scales have one route, the same transfer groups, and cuts and overlaps that agree block by block."""
-    transfer_groups: dict[int, list[int]] = defaultdict(list)
-    for index, transfers in enumerate(plan.transfer_groups):
-        transfer_groups[transfers.group].append(index)
+    transfer_groups: dict[int, list[TransferGroup]] = defaultdict(list)
+    for transfers in plan.transfer_groups:
+        transfer_groups[transfers.group].append(transfers)
     yield from _membership(plan)
     yield from _blocks(plan, transfer_groups.keys())
     unplanned = [Counter(u.group for u in routes) for routes in (plan.misc, plan.excluded)]
@@ -61,15 +61,11 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
             yield Violation.of_all(plan, scales.name_pattern, "pairs", message)
             continue
         if any(routes[pair.weight] != routes[pair.scales] for routes in unplanned):
-            yield Violation.of_all(
-                plan, scales.name_pattern, "pairs", f"{weight.name_pattern} travels by another route"
-            )
+            message = f"{weight.name_pattern} travels by another route"
+            yield Violation.of_all(plan, scales.name_pattern, "pairs", message)
             continue
-        beside = {
-            _place(plan.transfer_groups[index]): plan.transfer_groups[index] for index in transfer_groups[pair.scales]
-        }
-        for index in transfer_groups[pair.weight]:
-            transfers = plan.transfer_groups[index]
+        beside = {_place(transfers): transfers for transfers in transfer_groups[pair.scales]}
+        for transfers in transfer_groups[pair.weight]:
             found = beside.pop(_place(transfers), None)
             if found is None:
                 message = "its scales do not travel with it: none of their transfer groups has its members, ranks and replica order"
@@ -77,7 +73,7 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
                 continue
             key = (transfers.pattern, found.pattern, pair.block, pair.weight in casts, scales.dtype)
             if key not in checked:
-                patterns = (plan.patterns[transfers.pattern], plan.patterns[found.pattern])
+                patterns = plan.patterns[transfers.pattern], plan.patterns[found.pattern]
                 checked[key] = _pattern_fault(*patterns, pair, weight, scales, pair.weight in casts)
             if checked[key]:
                 yield Violation.of_group(plan, found, "pairs", checked[key])
@@ -95,14 +91,10 @@ def _membership(plan: Plan) -> Iterator[Violation]:
         if count > 1:
             yield Violation.of_all(plan, plan.groups[group].name_pattern, "pairs", f"it is in {count} pairs")
     weights = {pair.weight for pair in plan.pairs}
-    lone: set[tuple[int, int]] = set()
-    for transfers in plan.transfer_groups:
-        use = (transfers.group, transfers.pattern)
-        if transfers.group not in weights and use not in lone:
-            lone.add(use)
-            if FP8 in _dtypes(plan.patterns[transfers.pattern].dst):
-                message = f"{FP8} arrives, and no scales are paired with it"
-                yield Violation.of_group(plan, transfers, "pairs", message)
+    for transfers in distinct(plan, attrgetter("group", "pattern")):
+        arriving = {piece.tensor.dtype for pieces in plan.patterns[transfers.pattern].dst.pieces for piece in pieces}
+        if transfers.group not in weights and FP8 in arriving:
+            yield Violation.of_group(plan, transfers, "pairs", f"{FP8} arrives, and no scales are paired with it")
 
 
 def _blocks(plan: Plan, bulk: Collection[int]) -> Iterator[Violation]:
@@ -227,21 +219,12 @@ def check_casts(plan: Plan) -> Iterator[Violation]:
             yield Violation.of_all(plan, name, "casts", "the router's bias is kept bit for bit, it decides who serves")
         if (cast.dst == FP8) != (cast.group in weights):
             yield Violation.of_all(plan, name, "casts", "a cast to FP8 fills the scales of a pair, no other does")
-    seen: set[tuple[object, ...]] = set()
-    for transfers in plan.transfer_groups:
-        use = (transfers.group, transfers.pattern, transfers.pp_stage, transfers.layers)
-        if use in seen:
-            continue
-        seen.add(use)
+    for transfers in distinct(plan, attrgetter("group", "pattern", "pp_stage", "layers")):
         wire = casts[transfers.group].dst if transfers.group in casts else "it is"
-        for name in {piece.tensor.name for held in plan.patterns[transfers.pattern].src.pieces for piece in held}:
+        for name in {piece.tensor.name for pieces in plan.patterns[transfers.pattern].src.pieces for piece in pieces}:
             for at in transfers.layers:
                 place = (name, transfers.pp_stage, at.vp_stage, at.local)
                 known, parameter = sent_as.setdefault(place, (wire, name_of(plan, transfers)))
                 if known != wire:
                     message = f"{name} is sent as {wire}, and as {known} for {parameter}"
                     yield Violation.of_group(plan, transfers, "casts", message)
-
-
-def _dtypes(partition: Partition) -> set[str]:
-    return {piece.tensor.dtype for held in partition.pieces for piece in held}

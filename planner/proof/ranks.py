@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, MeshError, TrainMesh
-from mcore_reshard.planner.model.parameters import ParameterGroup, Role
+from mcore_reshard.planner.model.parameters import STACKED_ROLES, ParameterGroup, Role
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
-from .report import Violation, listed, ranks_of
-
-# All experts of a layer are one parameter, cut over the expert mesh.
-_STACKED = {Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS, Role.STACKED_DOWN, Role.STACKED_DOWN_BIAS}
+from .report import Violation, distinct, listed, ranks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +46,14 @@ def check_ranks(plan: Plan) -> Iterator[Violation]:
 
 def _check_places(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
     """Layers are read and written where the pipelines keep them; what is in no layer, at the pipeline's ends."""
-    checked: set[tuple[object, ...]] = set()
     has_mtp = any(group.mtp for group in plan.groups)
-    for transfers in plan.transfer_groups:
+
+    def use_of(transfers: TransferGroup) -> Hashable:
         group = plan.groups[transfers.group]
-        key = (transfers.pp_stage, transfers.layers, bool(group.layers) or group.role)
-        if key in checked:
-            continue
-        checked.add(key)
+        return transfers.pp_stage, transfers.layers, bool(group.layers) or group.role
+
+    for transfers in distinct(plan, use_of):
+        group = plan.groups[transfers.group]
         for at in transfers.layers:
             if message := _place_fault(plan.train, pipelines, transfers.pp_stage, at, group.role, has_mtp):
                 yield Violation(
@@ -99,18 +96,18 @@ def _place_fault(
 
 def _check_holders(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
     """The ranks named are those that hold the parts on the mesh, for the right stage and experts."""
-    checked: set[tuple[object, ...]] = set()
-    for transfers in plan.transfer_groups:
+
+    def use_of(transfers: TransferGroup, grid: int, place: int, slot: int) -> Hashable:
         group = plan.groups[transfers.group]
-        stacked, experts = group.role in _STACKED, group.experts
-        source = ("src", transfers.src, transfers.pp_stage, transfers.experts, transfers.src_slot, experts, stacked)
-        layer = transfers.layers[0].layer
-        target = ("dst", transfers.dst, layer, transfers.experts, transfers.dst_slot, experts, stacked)
-        for key, message_of in ((source, _source_fault), (target, _destination_fault)):
-            if key in checked:
-                continue
-            checked.add(key)
-            if message := message_of(plan, pipelines, transfers, group):
+        return grid, place, slot, transfers.experts, group.experts, group.role in STACKED_ROLES
+
+    sources = distinct(plan, lambda transfers: use_of(transfers, transfers.src, transfers.pp_stage, transfers.src_slot))
+    destinations = distinct(
+        plan, lambda transfers: use_of(transfers, transfers.dst, transfers.layers[0].layer, transfers.dst_slot)
+    )
+    for fault_of, uses in ((_source_fault, sources), (_destination_fault, destinations)):
+        for transfers in uses:
+            if message := fault_of(plan, pipelines, transfers, plan.groups[transfers.group]):
                 yield Violation.of_group(plan, transfers, "holders", message)
 
 
@@ -118,7 +115,7 @@ def _source_fault(plan: Plan, pipelines: _Pipelines, transfers: TransferGroup, g
     mesh, ranks, stage = plan.train, plan.rank_grids[transfers.src], transfers.pp_stage
     if not 0 <= stage < mesh.pp:
         return f"stage {stage} is not among the {mesh.pp} of the mesh"
-    if group.role in _STACKED:
+    if group.role in STACKED_ROLES:
         return _same_holders("train", mesh.expert_ranks(stage).reshape(mesh.ep, -1), ranks)
     if not group.experts:
         dense = mesh.dense_ranks(stage)
@@ -136,7 +133,7 @@ def _destination_fault(plan: Plan, pipelines: _Pipelines, transfers: TransferGro
     mesh, ranks, layer = plan.gen, plan.rank_grids[transfers.dst], transfers.layers[0].layer
     stage = _gen_stage(mesh, ranks) if layer < 0 else pipelines.gen[min(layer, len(pipelines.gen) - 1)]
     dense, along_experts = mesh.dense_ranks(stage), mesh.expert_ranks(stage)
-    if group.role in _STACKED and mesh.ep > 1:
+    if group.role in STACKED_ROLES and mesh.ep > 1:
         return _same_holders("gen", along_experts.reshape(mesh.ep, 1), ranks)
     if not group.experts or mesh.ep == 1:
         if group.experts and transfers.dst_slot != transfers.experts[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
@@ -48,6 +48,15 @@ def ranks_of(plan: Plan, transfers: TransferGroup, src_part: int | None = None, 
 def name_of(plan: Plan, transfers: TransferGroup) -> str:
     """The first parameter of a transfer group."""
     return plan.groups[transfers.group].name(transfers.layers[0].layer, transfers.experts[0])
+
+
+def distinct(plan: Plan, use_of: Callable[[TransferGroup], Hashable]) -> Iterator[TransferGroup]:
+    """The first transfer group of each use: what is checked of one holds of all that are used alike."""
+    seen: set[Hashable] = set()
+    for transfers in plan.transfer_groups:
+        if (use := use_of(transfers)) not in seen:
+            seen.add(use)
+            yield transfers
 
 
 def listed(numbers: Iterable[int]) -> str:

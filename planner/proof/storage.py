@@ -14,7 +14,7 @@ from operator import mul
 
 from mcore_reshard.planner.layout.engines import Transposed
 from mcore_reshard.planner.layout.geometry import Piece
-from mcore_reshard.planner.model.parameters import Role
+from mcore_reshard.planner.model.parameters import STACKED_ROLES, Role
 
 # Parameters that share a tensor, in the order in which they follow each other there (once, or once per KV group).
 FUSED: tuple[tuple[Role, ...], ...] = (
@@ -33,12 +33,7 @@ _CUT_INSIDE = {Role.Q, Role.Q_BIAS}
 SECTIONS: Mapping[Role, int] = {Role.MAMBA_IN: 5, Role.MAMBA_CONV: 3, Role.MAMBA_CONV_BIAS: 3}
 
 # What a training rank holds in several pieces: one for every KV group or expert of its own.
-_MANY_AT_SOURCE = {role for fused in FUSED[:2] for role in fused} | {
-    Role.STACKED_GATE_UP,
-    Role.STACKED_GATE_UP_BIAS,
-    Role.STACKED_DOWN,
-    Role.STACKED_DOWN_BIAS,
-}
+_MANY_AT_SOURCE = {role for fused in FUSED[:2] for role in fused} | STACKED_ROLES
 
 # Roles that one name may serve in different layers: Nemotron-H has a norm in front of every mixer, whatever it is.
 INTERCHANGEABLE = frozenset({Role.ATTENTION_NORM, Role.MLP_NORM, Role.MOE_NORM, Role.MAMBA_NORM})
