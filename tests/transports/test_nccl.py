@@ -178,7 +178,7 @@ class NoisyWire(NcclExecutor):
         super()._exchange(each, stream)
         if not self._sends and each is self._rounds[2]:
             with torch.cuda.stream(stream):
-                each.messages[0].payload[5] ^= 1
+                next(iter(each.payloads.values()))[5] ^= 1
 
 
 def damaged_refit(number: int, address: str) -> None:

@@ -22,15 +22,14 @@ from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.cuda.tiles import cut_tiles
 from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.kernels.transports.nccl.staging import (
-    ByteRange,
     Division,
     PlacedMessage,
     Round,
     ScratchBudget,
-    contiguous_range,
     divide,
     divided_rounds,
     peers_by_stage,
+    place_in_tensor,
     slot_bytes,
 )
 from mcore_reshard.planner.plan.make_schedule import schedule_of as planned_schedule
@@ -61,7 +60,7 @@ def session(
 
 def rounds(bound: BoundSchedule, division: Division, *, in_place: list[bool] | None = None) -> tuple[Round, ...]:
     buckets = cut_buckets(bound.schedule, division.bucket_bytes)
-    return divided_rounds(bound, buckets, division, in_place=in_place)
+    return divided_rounds(bound, buckets, division, in_place=in_place or [True] * len(bound.tensors))
 
 
 def transfers_of(seed: int, worlds: Worlds) -> list[Any]:
@@ -98,9 +97,9 @@ def test_scratch_is_bounded_and_slots_are_reused_in_turn(worlds: Worlds, seed: i
             assert each.after == (earlier[-1] if earlier else None)
             ends = 0
             for placed in each.staged:
-                assert placed.slot_offset >= ends and placed.slot_offset % ALIGNMENT == 0
-                ends = placed.slot_offset + placed.message_bytes
-            assert all(placed.in_tensor is None for placed in each.placed_messages) or not budget.checksums
+                assert placed.offset >= ends and placed.offset % ALIGNMENT == 0
+                ends = placed.offset + placed.message_bytes
+            assert all(placed.tensor is None for placed in each.placed_messages) or not budget.checksums
 
 
 def test_scratch_grows_with_nothing_and_messages_shrink_with_peers() -> None:
@@ -132,14 +131,14 @@ def copies_of(*rows: tuple[int, int, int, int]) -> NDArray[np.void]:
 
 
 def test_a_bucket_is_one_run_only_where_its_bytes_are_neighbors_in_one_tensor() -> None:
-    assert contiguous_range(copies_of((3, 64, 0, 100)), sends=True) == ByteRange(3, 64)
-    assert contiguous_range(copies_of((3, 64, 0, 32), (3, 96, 32, 48)), sends=True) == ByteRange(3, 64)
-    assert contiguous_range(copies_of((3, 64, 0, 32), (3, 112, 32, 48)), sends=True) is None  # a gap in the tensor
-    assert contiguous_range(copies_of((3, 64, 0, 30), (3, 96, 32, 48)), sends=True) is None  # padding in the bucket
-    assert contiguous_range(copies_of((3, 64, 0, 32), (4, 96, 32, 48)), sends=True) is None
+    assert place_in_tensor(copies_of((3, 64, 0, 100)), sends=True) == (3, 64)
+    assert place_in_tensor(copies_of((3, 64, 0, 32), (3, 96, 32, 48)), sends=True) == (3, 64)
+    assert place_in_tensor(copies_of((3, 64, 0, 32), (3, 112, 32, 48)), sends=True) is None  # a gap in the tensor
+    assert place_in_tensor(copies_of((3, 64, 0, 30), (3, 96, 32, 48)), sends=True) is None  # padding in the bucket
+    assert place_in_tensor(copies_of((3, 64, 0, 32), (4, 96, 32, 48)), sends=True) is None
     strided = copies_of((3, 64, 0, 32))
     strided["extents"][0, 2] = 2
-    assert contiguous_range(strided, sends=True) is None
+    assert place_in_tensor(strided, sends=True) is None
 
 
 def check_delivered(transfers: list[Any], bound_schedules: list[BoundSchedule], worlds: Worlds) -> None:
@@ -198,10 +197,10 @@ class Device:
         return True
 
     def message(self, each: Round, placed: PlacedMessage) -> NDArray[np.uint8]:
-        if placed.in_tensor is not None:
-            tensor, at = byte_array(self.bound.tensors[placed.in_tensor.tensor]), placed.in_tensor.offset
+        if placed.tensor is not None:
+            tensor, at = byte_array(self.bound.tensors[placed.tensor]), placed.offset
             return tensor[at : at + placed.message_bytes]
-        return self.slots[each.stream, each.slot][placed.slot_offset :][: placed.message_bytes]
+        return self.slots[each.stream, each.slot][placed.offset :][: placed.message_bytes]
 
     def _slot_is_free(self, index: int) -> bool:
         after = self.found[index].after
@@ -304,7 +303,7 @@ def test_every_rank_of_a_plan_keeps_to_its_scratch_whatever_the_budget(case: Cas
                 found = rounds(bound, division, in_place=[in_place] * len(bound.tensors))
                 used.append(sum(slot_bytes(found).values()))
                 assert sum(placed.bucket.nbytes for each in found for placed in each.placed_messages) >= bound.nbytes
-                assert in_place or all(placed.in_tensor is None for each in found for placed in each.placed_messages)
+                assert in_place or all(placed.tensor is None for each in found for placed in each.placed_messages)
             assert 0 < max(used) <= budget.scratch_bytes, (budget, used)
 
 

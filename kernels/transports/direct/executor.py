@@ -37,16 +37,8 @@ from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
-from mcore_reshard.kernels.errors import (
-    ChecksumError,
-    DeadlineError,
-    PeerLostError,
-    SessionError,
-    TransferError,
-    Waiting,
-)
+from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
-from mcore_reshard.kernels.rendezvous.exchange import fetch
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.base import StageReport
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -88,16 +80,8 @@ class DirectExecutor:
         except BaseException:
             self._signals.close()
             raise
-
-    @property
-    def scratch_bytes(self) -> int:
-        """On a training rank that casts: its slots. Otherwise 0: bytes go from tensor to tensor."""
-        return self._end.scratch_bytes
-
-    @property
-    def table_bytes(self) -> int:
-        """GPU memory of what the kernels walk, and of checksums."""
-        return self._end.table_bytes
+        self.scratch_bytes = self._end.scratch_bytes  # of a training rank's slots; 0 where nothing is cast
+        self.table_bytes = self._end.table_bytes  # GPU memory of what the kernels walk, and of checksums
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. On a training rank: until all readers are done. Stages move together, in one launch.
@@ -137,19 +121,11 @@ class _Source:
         self._not_done: int | None = None  # the run whose DONE has not been received yet
         store.set(bound.rank_name, json.dumps(export(bound.by_name).to_json()))
         self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
-        for peer, waiting in signals.peers.items():
+        for peer in signals.peers:
             assert bound.device is not None, "there are transfers, so there are tensors"
-            parse = partial(open_event, device=bound.device)
-            self._read[peer] = fetch(store, waiting.peer, waiting, parse, timeout_s=signals.timeout_s)
+            self._read[peer] = signals.fetch(peer, partial(open_event, device=bound.device))
         self._slots = SlotSource(store, bound, parted(bound.schedule)[1], signals, scratch_bytes)
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self._slots.scratch_bytes
-
-    @property
-    def table_bytes(self) -> int:
-        return self._slots.table_bytes
+        self.scratch_bytes, self.table_bytes = self._slots.scratch_bytes, self._slots.table_bytes
 
     def run(self, run: int) -> None:
         self._hear_done()  # of the run before: it came long ago
@@ -192,10 +168,7 @@ class _Reader:
         self._mappings = Mappings(device)
         try:
             self._slots = SlotReader(store, bound, cast, signals, self._mappings, self._stream, options)
-            exports = {
-                peer: fetch(store, waiting.peer, waiting, Export.from_json, timeout_s=signals.timeout_s)
-                for peer, waiting in signals.peers.items()
-            }
+            exports = {peer: signals.fetch(peer, Export.from_json) for peer in signals.peers}
             addresses = self._addresses(exports)
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
             sources = {block.gpu for exported in exports.values() for block in exported.allocations}
@@ -207,10 +180,7 @@ class _Reader:
             withdraw_event(self._pulled)
             self._mappings.close()
             raise
-
-    @property
-    def table_bytes(self) -> int:
-        return self._copies.nbytes + self._slots.table_bytes
+        self.table_bytes = self._copies.nbytes + self._slots.table_bytes
 
     def run(self, run: int) -> None:
         """Copy everything, after all that is queued on the current stream; return when it is in place."""
@@ -223,8 +193,7 @@ class _Reader:
         self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled))
         with suppress(PeerLostError):  # a trainer that is done may be gone by now: everything is here
             self._signals.tell(run, Signal.DONE)
-        for copy in self._copies.damaged().tolist():
-            raise ChecksumError(self._waiting_for(copy), "other bytes were written than were read")
+        self._check_sums()
         self._slots.check_sums()
 
     def close(self) -> None:
@@ -249,12 +218,13 @@ class _Reader:
             theirs[rows] = self._mappings.addresses(exported, names, self._bound.schedule.name_of("train", rank))
         return np.concatenate([np.array(own, np.uint64), theirs])
 
-    def _waiting_for(self, copy: int) -> Waiting:
+    def _check_sums(self) -> None:
         table = self._table
-        stage = self._bound.stages[int(table.stage[copy])].pp_stage
-        name = self._bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
-        peer = self._bound.schedule.name_of("train", int(table.peer[copy]))
-        return Waiting(self._bound.rank_name, peer, stage, name, sends=False)
+        for copy in self._copies.damaged().tolist():
+            stage = self._bound.stages[int(table.stage[copy])].pp_stage
+            name = self._bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
+            waiting = replace(self._signals.peers[int(table.peer[copy])], stage=stage, parameter=name)
+            raise ChecksumError(waiting, "other bytes were written than were read")
 
 
 def _together(schedule: Schedule, options: DirectOptions, *, shared: bool) -> int | None:
@@ -296,8 +266,11 @@ class _EventWait:
         left = deque(events.items())
 
         def all_have_happened() -> bool:
-            while left and self._has_happened(*left[0]):
-                left.popleft()
+            try:
+                while left and left[0][1].query():
+                    left.popleft()
+            except RuntimeError as error:
+                raise TransferError(self._signals.peers[left[0][0]], f"the GPU reports: {error}") from error
             return not left
 
         def look(waited_s: float) -> None:
@@ -307,9 +280,3 @@ class _EventWait:
         if not self._poller.until(all_have_happened, look=look):
             late = self._signals.peers[left[0][0]]
             raise DeadlineError(late, f"{self._what} did not end within {self._signals.timeout_s:g} s")
-
-    def _has_happened(self, peer: int, event: torch.cuda.Event) -> bool:
-        try:
-            return bool(event.query())
-        except RuntimeError as error:
-            raise TransferError(self._signals.peers[peer], f"the GPU reports: {error}") from error

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,10 +13,12 @@ from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import TransferError, Waiting
+from mcore_reshard.kernels.rendezvous.exchange import fetch
 from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup, GlooMessage
-from mcore_reshard.kernels.transports.base import group_names, group_rank, other_world
-from mcore_reshard.planner.plan.schedule import TransferTable, World
+from mcore_reshard.kernels.transports.base import group_names, group_rank, other_world, peer_group_rank
+
+T = TypeVar("T")
 
 _MESSAGE = struct.Struct("<qq")  # run, signal
 
@@ -29,16 +32,15 @@ class Signal(IntEnum):
 
 
 class PeerSignals:
-    """Signals between this rank and the peers that it exchanges bytes with.
+    """Signals between this rank and the peers that it exchanges bytes with, and what these publish on the store.
 
     The group is not the session's: a buffer posted there would get the next message of whatever kind.
     """
 
     def __init__(self, store: Store, bound: BoundSchedule, timeout_s: float) -> None:
-        schedule = bound.schedule
+        schedule = self._schedule = bound.schedule
         self.timeout_s = timeout_s
-        self._schedule = schedule
-        self._other: World = other_world(schedule.world)
+        self._store = store
         self.peers = _waiting_by_peer(bound)
         self._group = GlooGroup(
             FailFastStore("words", store),
@@ -49,11 +51,16 @@ class PeerSignals:
         self._posted: dict[int, tuple[torch.Tensor, GlooMessage]] = {}
         self._listen(self.peers)
 
+    def fetch(self, peer: int, parse: Callable[[Any], T], *, prefix: str = "") -> T:
+        """What a peer publishes under its own name."""
+        waiting = self.peers[peer]
+        return fetch(self._store, prefix + waiting.peer, waiting, parse, timeout_s=self.timeout_s)
+
     def tell(self, run: int, signal: int, peers: Iterable[int] | None = None) -> None:
         """Send `signal` to some peers, by default to all."""
-        content = _MESSAGE.pack(run, signal)
+        content = torch.frombuffer(bytearray(_MESSAGE.pack(run, signal)), dtype=torch.uint8)
         messages = [
-            self._group.send(torch.frombuffer(bytearray(content), dtype=torch.uint8), self._group_rank(peer), waiting)
+            self._group.send(content, peer_group_rank(self._schedule, peer), waiting)
             for peer, waiting in self._chosen(peers).items()
         ]
         for message in messages:
@@ -81,19 +88,16 @@ class PeerSignals:
         """Post buffers for the next signals of peers: one that is posted late costs the sender a round trip."""
         for peer, waiting in peers.items():
             buffer = torch.empty(_MESSAGE.size, dtype=torch.uint8)
-            self._posted[peer] = buffer, self._group.recv(buffer, self._group_rank(peer), waiting)
-
-    def _group_rank(self, peer: int) -> int:
-        return group_rank(self._schedule, self._other, peer)
+            self._posted[peer] = buffer, self._group.recv(buffer, peer_group_rank(self._schedule, peer), waiting)
 
 
 def _waiting_by_peer(bound: BoundSchedule) -> dict[int, Waiting]:
     """The ranks that this one moves bytes to or from, with the first parameter between them; in rotated order."""
     schedule = bound.schedule
     waiting: dict[int, Waiting] = {}
+    sends = schedule.world == "train"
     for stage in schedule.stages:
-        sends = schedule.world == "train"
-        table: TransferTable = stage.sends if sends else stage.recvs
+        table = stage.sends if sends else stage.recvs
         for peer, row in zip(*(column.tolist() for column in np.unique(table.peer, return_index=True)), strict=True):
             name = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
             other = schedule.name_of(other_world(schedule.world), peer)

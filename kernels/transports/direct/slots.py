@@ -8,10 +8,10 @@ bytes have landed; work that is queued on `stream` afterwards comes after them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,22 +25,17 @@ from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
-from mcore_reshard.kernels.rendezvous.exchange import fetch
 from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
-from .options import DirectOptions
+from .options import DEFAULT_TILE_BYTES, DirectOptions
 from .peer_signals import PeerSignals
 from .staging import SLOTS, SlotPlan, divide_slots
 
-T = TypeVar("T")
-
 _SLOTS = "slots/"  # what a rank publishes of its slots, and of its events
-_TILE_BYTES = 128 << 10
-_CASTING_SHAPE = KernelShape(
-    ctas=132
-)  # all of an H200: a trainer that refits does nothing else, and readers wait for it
+# All of an H200: a trainer that refits does nothing else, and readers wait for it.
+_CASTING_SHAPE = KernelShape(ctas=132)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +66,7 @@ class SlotSource:
         self._rounds: list[_Casting] = []
         self._cast: list[torch.cuda.Event] = []  # by slot: has happened when the last cast into it is done
         self._taken: dict[int, list[torch.cuda.Event]] = {}  # by reader and slot: when the reader has last read it
-        self.scratch_bytes = 0
+        self.scratch_bytes = self.table_bytes = 0
         self.stream: torch.cuda.Stream | None = None
         try:
             plan, buckets = divide_slots(schedule, scratch_bytes)
@@ -92,12 +87,9 @@ class SlotSource:
         }
         store.set(_SLOTS + bound.rank_name, json.dumps(word))
         self._rounds = self._bind_rounds(bound, plan, buckets)
+        self.table_bytes = sum(each.gather.nbytes + (each.scales.nbytes if each.scales else 0) for each in self._rounds)
         for peer in buckets:
-            self._taken[peer] = _fetched(store, peer, signals, partial(_parse_taken, device))
-
-    @property
-    def table_bytes(self) -> int:
-        return sum(each.gather.nbytes + (each.scales.nbytes if each.scales else 0) for each in self._rounds)
+            self._taken[peer] = signals.fetch(peer, partial(_parse_events, device, "taken"), prefix=_SLOTS)
 
     def rounds(self, run: int) -> None:
         """Queue all casts, after what is queued on the current stream. Returns once all pulls are queued too."""
@@ -142,7 +134,7 @@ class SlotSource:
             new = {*np.unique(table["src"]).tolist()} - computed
             computed |= new
             scales = device_scales({index: bound.casts[index] for index in sorted(new)}, bound.tensors, device)
-            gather = DeviceGather(table, addresses, bound.casts, device, _CASTING_SHAPE, _TILE_BYTES)
+            gather = DeviceGather(table, addresses, bound.casts, device, _CASTING_SHAPE, DEFAULT_TILE_BYTES)
             rounds.append(_Casting(tuple(bucket.peer for bucket in together), scales, gather))
         return rounds
 
@@ -161,11 +153,11 @@ class SlotReader:
         options: DirectOptions,
     ) -> None:
         self._signals = signals
-        self._bound = bound
         self._stream = stream
         self._rounds: list[_Pulling] = []
         self._taken: list[torch.cuda.Event] = []
         self._cast: dict[int, list[torch.cuda.Event]] = {}
+        self.table_bytes = 0
         sources = sorted(peers_of(schedule))
         if not sources:
             return
@@ -180,7 +172,7 @@ class SlotReader:
         for peer in sources:
             owner = bound.schedule.name_of("train", peer)
             parse = partial(_parse_slots, device, schedule.rank)
-            bucket_bytes, places[peer], exported, self._cast[peer] = _fetched(store, peer, signals, parse)
+            bucket_bytes, places[peer], exported, self._cast[peer] = signals.fetch(peer, parse, prefix=_SLOTS)
             addresses += mappings.addresses(exported, map(str, range(SLOTS)), owner)
             buckets[peer] = cut_buckets(with_peers(schedule, {peer}), bucket_bytes)
         bases = np.array(addresses, np.uint64)
@@ -197,10 +189,7 @@ class SlotReader:
             order = interleaved(source[tiles["copy"]], schedule.rank, together=1)
             copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
             self._rounds.append(_Pulling(together, bucket_of.tolist(), copies))
-
-    @property
-    def table_bytes(self) -> int:
-        return sum(each.copies.nbytes for each in self._rounds)
+            self.table_bytes += copies.nbytes
 
     def rounds(self, run: int) -> None:
         """Queue all pulls. Returns when they are queued."""
@@ -226,23 +215,14 @@ class SlotReader:
         self._cast.clear()
 
 
-def _fetched(store: Store, peer: int, signals: PeerSignals, parse: Callable[[Any], T]) -> T:
-    waiting = signals.peers[peer]
-    return fetch(store, _SLOTS + waiting.peer, waiting, parse, timeout_s=signals.timeout_s)
-
-
-def _parse_taken(device: torch.device, said: Any) -> list[torch.cuda.Event]:
-    return _parse_events(device, said["taken"])
-
-
 def _parse_slots(device: torch.device, rank: int, said: Any) -> tuple[int, int, Export, list[torch.cuda.Event]]:
     """(bucket bytes, where a slot has this rank's bucket, the slots, their events) of a source."""
     plan = SlotPlan.from_json(said["plan"])
-    events = _parse_events(device, said["cast"])
+    events = _parse_events(device, "cast", said)
     return plan.bucket_bytes, plan.places[rank], Export.from_json(said["slots"]), events
 
 
-def _parse_events(device: torch.device, texts: Any) -> list[torch.cuda.Event]:
-    if len(texts) != SLOTS:
+def _parse_events(device: torch.device, name: str, said: Any) -> list[torch.cuda.Event]:
+    if len(texts := said[name]) != SLOTS:
         raise ValueError(f"{len(texts)} events in place of {SLOTS}")
     return [open_event(text, device) for text in texts]

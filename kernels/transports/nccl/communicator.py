@@ -6,9 +6,8 @@ a trainer must outlive its generator. The binding also needs no process group, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,15 +21,6 @@ if TYPE_CHECKING:
 
 class NcclError(TransferError):
     """NCCL reported an error; the communicator is of no further use."""
-
-
-@dataclass(frozen=True, slots=True)
-class NcclMessage:
-    """A contiguous uint8 tensor to or from another member of a communicator."""
-
-    payload: torch.Tensor
-    member: int
-    sends: bool
 
 
 def nccl_unavailable_reason() -> str | None:
@@ -69,19 +59,21 @@ class NcclCommunicator:
         said = self._open(waiting).get_last_error()
         raise NcclError(waiting, f"NCCL: {self._bindings.get_error_string(result)}" + (f" ({said})" if said else ""))
 
-    def start(self, messages: Sequence[NcclMessage], stream: torch.cuda.Stream, waiting: Waiting) -> None:
-        """Queue all messages on `stream` as one group: they are under way at the same time.
+    def start(
+        self, payloads: Mapping[int, torch.Tensor], stream: torch.cuda.Stream, waiting: Waiting, *, sends: bool
+    ) -> None:
+        """Queue messages to or from other members on `stream`, as one group: they are under way at the same time.
 
-        It calls the binding's lower layer: the upper one examines every tensor anew, in each refit.
+        `payloads` are contiguous uint8 tensors by member. This calls the binding's lower layer: the upper one examines
+        every tensor anew, in each refit.
         """
         nccl, communicator, handle = self._bindings, self._bindings.Comm(self._open(waiting).ptr), stream.cuda_stream
+        move = nccl.send if sends else nccl.recv
         try:
             nccl.group_start()
             try:
-                for message in messages:
-                    move = nccl.send if message.sends else nccl.recv
-                    payload = message.payload
-                    move(payload.data_ptr(), payload.numel(), nccl.DataType.Uint8, message.member, communicator, handle)
+                for member, payload in payloads.items():
+                    move(payload.data_ptr(), payload.numel(), nccl.DataType.Uint8, member, communicator, handle)
             finally:
                 nccl.group_end()
         except nccl.NCCLError as error:

@@ -16,7 +16,7 @@ messages of 64 MiB, 292 against 299 in messages of 128 MiB (four H200s).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from threading import Thread
@@ -35,7 +35,7 @@ from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fe
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.base import StageClock, StageReport, group_names, group_rank
 
-from .communicator import NcclCommunicator, NcclError, NcclMessage, new_unique_id
+from .communicator import NcclCommunicator, NcclError, new_unique_id
 from .staging import (
     DIGEST_BYTES,
     Division,
@@ -91,17 +91,13 @@ class NcclExecutor:
         self._slots: dict[tuple[int, int], PlainBuffer] = {}
         self._scales: DeviceScales | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        try:
-            self._division = self._agree_on_division(bound, budget)
+        with self._gives_up_on_error():
+            self._division = self._agree_on_division(budget)
             buckets = cut_buckets(schedule, self._division.bucket_bytes)
             self._clock = StageClock(bound, buckets)
             if buckets:
                 with torch.cuda.device(self._device):
                     self._prepare(buckets, copy_ctas)
-        except BaseException:
-            self._store_exchange.give_up()
-            self.close()
-            raise
 
     @property
     def scratch_bytes(self) -> int:
@@ -113,15 +109,6 @@ class NcclExecutor:
     def table_bytes(self) -> int:
         """Device memory of the kernels' tables."""
         return sum(each.copies.nbytes for each in self._rounds if each.copies is not None)
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The largest message, as all ranks agreed."""
-        return self._division.bucket_bytes
-
-    @property
-    def round_count(self) -> int:
-        return len(self._rounds)
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. Returns when all bytes sent have left, or all bytes received are in place.
@@ -163,16 +150,15 @@ class NcclExecutor:
         from mcore_reshard.kernels.cuda.cast_kernel import device_scales
         from mcore_reshard.kernels.cuda.device_memory import PlainBuffer, is_plain
 
-        division, in_place = self._division, [is_plain(tensor) for tensor in self._bound.tensors]
-        planned = divided_rounds(self._bound, buckets, division, in_place=in_place)
+        in_place = [is_plain(tensor) for tensor in self._bound.tensors]
+        planned = divided_rounds(self._bound, buckets, self._division, in_place=in_place)
         for place, nbytes in slot_bytes(planned).items():
             self._slots[place] = PlainBuffer(nbytes)
-        checked = len(buckets) if division.checksums else 0
-        self._damaged = torch.zeros(checked, dtype=torch.bool, device=self._device)
+        self._damaged = torch.zeros(len(buckets), dtype=torch.bool, device=self._device)
         self._over = torch.zeros(len(planned), dtype=torch.uint8, pin_memory=True)  # 1: the round is; the device writes
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
-        self._connect(division, planned)
-        self._rounds = self._bind_rounds(planned, division, copy_ctas)
+        self._connect(planned)
+        self._rounds = self._bind_rounds(planned, copy_ctas)
         self._scales = device_scales(self._bound.casts, self._bound.tensors, self._device)
         torch.cuda.synchronize(self._device)
         self._graph = self._capture_graph()
@@ -199,7 +185,7 @@ class NcclExecutor:
             return done
 
         self._wait(reached, lambda: self._rounds[int(over.argmin())].round, self._refit_poller)
-        if len(self._damaged):
+        if self._division.budget.checksums:
             self._check_digests()
 
     def _capture_graph(self) -> torch.cuda.CUDAGraph:
@@ -246,10 +232,10 @@ class NcclExecutor:
         """Pack or unpack the staged buckets. Digests are taken before bytes leave, and when they have come."""
         if self._sends and each.copies is not None:
             each.copies.launch(stream)
-        if each.checked:
+        if self._division.budget.checksums:
             with torch.cuda.stream(stream):
-                for number, message in zip(each.checked, each.messages, strict=True):
-                    body, end = message.payload[:-DIGEST_BYTES], message.payload[-DIGEST_BYTES:].view(torch.int64)
+                for number, payload in enumerate(each.payloads.values(), each.first_message):
+                    body, end = payload[:-DIGEST_BYTES], payload[-DIGEST_BYTES:].view(torch.int64)
                     if self._sends:
                         end.copy_(digest(body))
                     else:
@@ -259,17 +245,24 @@ class NcclExecutor:
 
     def _exchange(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
         communicator = self._links[each.round.stage, each.round.stream].communicator
-        waiting = _waiting(each.round)
-        communicator.start(each.messages, stream, waiting)
-        self._wait_for(each.round, lambda: communicator.is_idle(waiting))
+        self._start(communicator, each.payloads, stream, each.round)
+
+    def _start(
+        self,
+        communicator: NcclCommunicator,
+        payloads: Mapping[int, torch.Tensor],
+        stream: torch.cuda.Stream,
+        where: Round,
+    ) -> None:
+        communicator.start(payloads, stream, _waiting(where), sends=self._sends)
+        self._settle(communicator, where)
 
     def _check_digests(self) -> None:
         placed_messages = [placed for each in self._rounds for placed in each.round.placed_messages]
         for number in torch.nonzero(self._damaged).reshape(-1).tolist():
             bucket = placed_messages[number].bucket
-            raise ChecksumError(
-                bucket.waiting, f"bucket {bucket.number} arrived with other bytes than it was sent with"
-            )
+            reason = f"bucket {bucket.number} arrived with other bytes than it was sent with"
+            raise ChecksumError(bucket.waiting, reason)
 
     def _wait(self, has_happened: Callable[[], bool], where: Callable[[], Round], poller: EventPoller) -> None:
         """Poll `has_happened`. Raises if one round takes too long, another rank has given up, or NCCL fails.
@@ -317,8 +310,8 @@ class NcclExecutor:
             self.close()
             raise
 
-    def _agree_on_division(self, bound: BoundSchedule, budget: ScratchBudget) -> Division:
-        word = {"peers": sorted(peers_by_stage(bound.schedule).items()), "budget": repr(budget)}
+    def _agree_on_division(self, budget: ScratchBudget) -> Division:
+        word = {"peers": sorted(peers_by_stage(self._bound.schedule).items()), "budget": repr(budget)}
         words = self._store_exchange.gather("word", word, _parse_word)
         if len(budgets := sorted({budget for _, budget in words})) > 1:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}")
@@ -327,9 +320,9 @@ class NcclExecutor:
         except ValueError as error:
             raise SessionError(str(error)) from error
 
-    def _connect(self, division: Division, planned: Sequence[Round]) -> None:
+    def _connect(self, planned: Sequence[Round]) -> None:
         """Join the communicators of the rank's stages, all at the same time, and connect every pair in them."""
-        schedule = self._bound.schedule
+        schedule, division = self._bound.schedule, self._division
         me = group_rank(schedule, schedule.world, schedule.rank)
         firsts = {each.stage: each for each in reversed(planned)}  # each has a passage from or to every peer
         places = [(stage, stream) for stage in sorted(firsts) for stream in division.streams[stage]]
@@ -345,52 +338,39 @@ class NcclExecutor:
             communicator = NcclCommunicator(unique_id, members.index(me), len(members), waiting)
             self._links[stage, stream] = _Link(communicator, *pairs[stream])
         for place in places:
-            self._settle(self._links[place], firsts[place[0]])
+            self._settle(self._links[place].communicator, firsts[place[0]])
         peers = max(len(first.placed_messages) for first in firsts.values())
         warm = torch.empty(peers, _WARM_BYTES, dtype=torch.uint8, device=self._device)
         for place in places:
             link, first = self._links[place], firsts[place[0]]
-            messages = [
-                NcclMessage(warm[number], placed.member, self._sends)
-                for number, placed in enumerate(first.placed_messages)
-            ]
-            link.communicator.start(messages, link.wire, _waiting(first))
-            self._settle(link, first)
+            payloads = {placed.member: warm[number] for number, placed in enumerate(first.placed_messages)}
+            self._start(link.communicator, payloads, link.wire, first)
             self._wait_for(first, link.wire.record_event().query)
 
-    def _settle(self, link: _Link, where: Round) -> None:
-        waiting = _waiting(where)
-        self._wait_for(where, lambda: link.communicator.is_idle(waiting))
+    def _settle(self, communicator: NcclCommunicator, where: Round) -> None:
+        self._wait_for(where, lambda: communicator.is_idle(_waiting(where)))
 
-    def _bind_rounds(self, planned: Sequence[Round], division: Division, copy_ctas: int) -> tuple[_DeviceRound, ...]:
+    def _bind_rounds(self, planned: Sequence[Round], copy_ctas: int) -> tuple[_DeviceRound, ...]:
         from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather
         from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
 
         addresses = [tensor.data_ptr() for tensor in self._bound.tensors]
-        bound: list[_DeviceRound] = []
-        numbered = 0
+        shape = KernelShape(ctas=copy_ctas)
+        rounds: list[_DeviceRound] = []
+        messages = 0
         for each in planned:
-            slot = self._slots[each.stream, each.slot].tensor
-            table = each.copies
-            copies = None
-            if len(table):
+            slot, copies = self._slots[each.stream, each.slot].tensor, None
+            if len(table := each.copies):
                 bases = np.array([*addresses, slot.data_ptr()], np.uint64)
-                shape = KernelShape(ctas=copy_ctas)
                 copies = DeviceGather(table, bases, self._bound.casts, self._device, shape, _TILE_BYTES)
-            messages = tuple(
-                NcclMessage(self._payload(placed, slot), placed.member, self._sends) for placed in each.placed_messages
-            )
-            checked = range(numbered, numbered + len(messages)) if division.checksums else range(0)
-            numbered += len(messages)
-            bound.append(_DeviceRound(each, messages, copies, checked))
-        return tuple(bound)
+            payloads = {placed.member: self._payload(placed, slot) for placed in each.placed_messages}
+            rounds.append(_DeviceRound(each, payloads, copies, messages))
+            messages += len(payloads)
+        return tuple(rounds)
 
     def _payload(self, placed: PlacedMessage, slot: torch.Tensor) -> torch.Tensor:
-        if placed.in_tensor is None:
-            return slot[placed.slot_offset :][: placed.message_bytes]
-        return byte_view(self._bound.tensors[placed.in_tensor.tensor])[placed.in_tensor.offset :][
-            : placed.message_bytes
-        ]
+        memory = slot if placed.tensor is None else byte_view(self._bound.tensors[placed.tensor])
+        return memory[placed.offset :][: placed.message_bytes]
 
     def _drained(self) -> bool:
         """Wait a moment for the last run to end on the device; whether it has."""
@@ -413,9 +393,9 @@ class _DeviceRound:
     """A round bound to memory."""
 
     round: Round
-    messages: tuple[NcclMessage, ...]
+    payloads: Mapping[int, torch.Tensor]  # by member
     copies: DeviceGather | None
-    checked: range  # numbers of the messages whose digests are compared
+    first_message: int  # its number among all messages of the rank
 
 
 def _waiting(where: Round) -> Waiting:

@@ -44,18 +44,9 @@ class Division:
     """How scratch is divided among stages and peers; a function of what all ranks said, so equal on all of them."""
 
     bucket_bytes: int
-    slots: int  # per stream
-    checksums: bool
+    budget: ScratchBudget
     streams: Mapping[int, tuple[int, ...]]  # stage index -> its streams, which its rounds take in turn
     members: Mapping[int, tuple[int, ...]]  # stage index -> group ranks in its communicators, ascending
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Where a whole bucket lies in one piece: bytes of a bound tensor."""
-
-    tensor: int  # index into BoundSchedule.tensors
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +56,8 @@ class PlacedMessage:
     bucket: Bucket
     member: int  # the peer's rank in the stage's communicators
     message_bytes: int
-    in_tensor: ByteRange | None
-    slot_offset: int  # unused where the bucket lies in a tensor
+    tensor: int | None  # index into BoundSchedule.tensors; None: it lies in the slot
+    offset: int  # where it begins there
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +73,16 @@ class Round:
 
     @property
     def staged(self) -> tuple[PlacedMessage, ...]:
-        return tuple(placed for placed in self.placed_messages if placed.in_tensor is None)
+        return tuple(placed for placed in self.placed_messages if placed.tensor is None)
 
     @property
     def slot_bytes(self) -> int:
-        return max((placed.slot_offset + aligned(placed.message_bytes) for placed in self.staged), default=0)
+        return max((placed.offset + aligned(placed.message_bytes) for placed in self.staged), default=0)
 
     @property
     def copies(self) -> NDArray[np.void]:
         """The copies (dtype COPY) between tensors and the round's slot, which is their SCRATCH."""
-        return joined([placed.bucket.copies_at(SCRATCH, placed.slot_offset) for placed in self.staged])
+        return joined([placed.bucket.copies_at(SCRATCH, placed.offset) for placed in self.staged])
 
 
 def peers_by_stage(schedule: Schedule) -> dict[int, int]:
@@ -125,50 +116,51 @@ def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Divisio
     bucket_bytes = bucket_bytes_within(
         budget.scratch_bytes, most_peers, budget.streams * budget.slots, DIGEST_BYTES if budget.checksums else 0
     )
-    return Division(bucket_bytes, budget.slots, budget.checksums, streams, members)
+    return Division(bucket_bytes, budget, streams, members)
 
 
 def divided_rounds(
-    bound: BoundSchedule, buckets: Sequence[Bucket], division: Division, *, in_place: Sequence[bool] | None = None
+    bound: BoundSchedule, buckets: Sequence[Bucket], division: Division, *, in_place: Sequence[bool]
 ) -> tuple[Round, ...]:
     """The rank's rounds in the order of the session. `buckets` are cut to the division's size.
 
-    `in_place` [tensors] says which tensors messages may leave or enter without a copy; by default all.
+    `in_place` [tensors] says which tensors messages may leave or enter without a copy.
     """
     rounds: list[Round] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
+    slots = division.budget.slots
     for each in sorted(stage_rounds(bound.schedule, buckets), key=lambda each: (each.number, each.stage)):
         streams = division.streams[each.stage]
         stream = streams[each.number % len(streams)]
         earlier = on_stream.setdefault(stream, [])
-        after = earlier[-division.slots] if len(earlier) >= division.slots else None
+        after = earlier[-slots] if len(earlier) >= slots else None
         messages = _placed_messages(bound, division, each.buckets, in_place)
         earlier.append(len(rounds))
-        rounds.append(Round(each.stage, each.number, stream, (len(earlier) - 1) % division.slots, after, messages))
+        rounds.append(Round(each.stage, each.number, stream, (len(earlier) - 1) % slots, after, messages))
     return tuple(rounds)
 
 
 def _placed_messages(
-    bound: BoundSchedule, division: Division, buckets: Sequence[Bucket], in_place: Sequence[bool] | None
+    bound: BoundSchedule, division: Division, buckets: Sequence[Bucket], in_place: Sequence[bool]
 ) -> tuple[PlacedMessage, ...]:
-    members = division.members[buckets[0].stage]
+    members, checksums = division.members[buckets[0].stage], division.budget.checksums
     messages: list[PlacedMessage] = []
-    slot_offset = 0
+    slot_end = 0
     for bucket in buckets:
         casts = bucket.sends and bool(bound.casts) and bool(np.isin(bucket.copies["src"], [*bound.casts]).any())
-        in_tensor = None if division.checksums or casts else contiguous_range(bucket.copies, sends=bucket.sends)
-        if in_tensor is not None and in_place is not None and not in_place[in_tensor.tensor]:
-            in_tensor = None
-        message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if division.checksums else bucket.nbytes
+        message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if checksums else bucket.nbytes
         member = members.index(peer_group_rank(bound.schedule, bucket.peer))
-        messages.append(PlacedMessage(bucket, member, message_bytes, in_tensor, slot_offset))
-        if in_tensor is None:
-            slot_offset += aligned(message_bytes)
+        place = None if checksums or casts else place_in_tensor(bucket.copies, sends=bucket.sends)
+        if place is not None and in_place[place[0]]:
+            messages.append(PlacedMessage(bucket, member, message_bytes, *place))
+        else:
+            messages.append(PlacedMessage(bucket, member, message_bytes, None, slot_end))
+            slot_end += aligned(message_bytes)
     return tuple(messages)
 
 
-def contiguous_range(copies: NDArray[np.void], *, sends: bool) -> ByteRange | None:
-    """The bytes of a tensor that a bucket holds, if they lie in one piece, with nothing between the segments."""
+def place_in_tensor(copies: NDArray[np.void], *, sends: bool) -> tuple[int, int] | None:
+    """(tensor, byte offset) of a bucket that lies in one tensor in one piece, with nothing between the segments."""
     local, scratch = ("src", "dst") if sends else ("dst", "src")
     rows = copies["row_bytes"]
     offsets, places = copies[local + "_offset"], copies[scratch + "_offset"]
@@ -178,7 +170,7 @@ def contiguous_range(copies: NDArray[np.void], *, sends: bool) -> ByteRange | No
         and bool((offsets - places == offsets[0]).all())
         and np.array_equal(places, np.cumsum(rows) - rows)
     )
-    return ByteRange(int(copies[local][0]), int(offsets[0])) if whole else None
+    return (int(copies[local][0]), int(offsets[0])) if whole else None
 
 
 def slot_bytes(rounds: Sequence[Round]) -> dict[tuple[int, int], int]:
