@@ -25,13 +25,12 @@ class DeadlineThread:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         Thread(target=_make, args=(self._calls,), name=name, daemon=True).start()
         finalize(self, self._calls.put, None).atexit = False  # exit handlers may still call
-        self._outcome: ref[Future[Any]] | None = (
-            None  # of the last call; weak, as the traceback of its error may hold this
-        )
+        # Of the last call; weak, as the traceback of its error may hold this.
+        self._outcome: Callable[[], Future[Any] | None] = lambda: None
 
     @property
     def is_busy(self) -> bool:
-        outcome = self._outcome() if self._outcome is not None else None
+        outcome = self._outcome()
         return outcome is not None and not outcome.done()
 
     def start(self, function: Callable[[], T]) -> Future[T]:

@@ -144,7 +144,8 @@ class StoreExchange:
                 continue
             followed.add(failure.peer)
             with suppress(SessionError):  # a malformed chain ends here; this rank's own error matters more
-                left += parse_stored(stuck, self._store.get(stuck), _failures)[::-1]
+                chain = parse_stored(stuck, self._store.get(stuck), lambda value: [*map(Failure.from_json, value)])
+                left += chain[::-1]
         return waits[0]  # all wait for each other
 
     def give_up(self) -> None:
@@ -155,7 +156,3 @@ class StoreExchange:
     def who_gave_up(self) -> str | None:
         """The first rank that did, if any; cheap enough to ask while waiting."""
         return self._store.get("gave-up").decode(errors="replace") if self._store.check(["gave-up"]) else None
-
-
-def _failures(value: Any) -> list[Failure]:
-    return [Failure.from_json(each) for each in value]

@@ -245,17 +245,8 @@ class NcclExecutor:
 
     def _exchange(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
         communicator = self._links[each.round.stage, each.round.stream].communicator
-        self._start(communicator, each.payloads, stream, each.round)
-
-    def _start(
-        self,
-        communicator: NcclCommunicator,
-        payloads: Mapping[int, torch.Tensor],
-        stream: torch.cuda.Stream,
-        where: Round,
-    ) -> None:
-        communicator.start(payloads, stream, _waiting(where), sends=self._sends)
-        self._settle(communicator, where)
+        communicator.start(each.payloads, stream, _waiting(each.round), sends=self._sends)
+        self._settle(communicator, each.round)
 
     def _check_digests(self) -> None:
         placed_messages = [placed for each in self._rounds for placed in each.round.placed_messages]
@@ -344,7 +335,8 @@ class NcclExecutor:
         for place in places:
             link, first = self._links[place], firsts[place[0]]
             payloads = {placed.member: warm[number] for number, placed in enumerate(first.placed_messages)}
-            self._start(link.communicator, payloads, link.wire, first)
+            link.communicator.start(payloads, link.wire, _waiting(first), sends=self._sends)
+            self._settle(link.communicator, first)
             self._wait_for(first, link.wire.record_event().query)
 
     def _settle(self, communicator: NcclCommunicator, where: Round) -> None:
