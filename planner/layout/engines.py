@@ -30,7 +30,7 @@ class Engine:
     """What an engine keeps where, what it quantizes, and what users should hear of a plan for it.
 
     `quantizes(group, layer, model)`: whether an engine that is asked to quantize has these matrices quantized; `layer` is None
-    for a group outside of layers. `misquantized(model)`: what it would then hold otherwise than any trainer can send it.
+    for a group outside of layers. `misquantized(model)`: why no trainer can send what it would then hold.
     `transposed`: what it keeps in another order of dims than Hugging Face, declared apart from its layout for the proof.
     `notes`: what to say of a plan, given (name, reason) of all groups that travel by misc.
     `repeated_suffix`: a tensor `x` + this suffix stands for the engine's tensor `x`, which its adapter repeats from it.

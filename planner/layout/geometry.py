@@ -50,7 +50,7 @@ class Region:
         return all(start <= other_start and other_stop <= stop for start, other_start, other_stop, stop in bounds)
 
     def holds(self, point: tuple[int, ...]) -> bool:
-        return all(low <= at < high for low, at, high in zip(self.start, point, self.stop, strict=True))
+        return all(start <= place < stop for start, place, stop in zip(self.start, point, self.stop, strict=True))
 
     def within(self, dim: int, start: int, stop: int) -> Region:
         """This region with `dim` replaced by `[start, stop)`."""
@@ -72,7 +72,7 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def ravel(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """Element offset of an index in a contiguous tensor: (1, 2, 3) of (2, 3, 4) -> 23."""
-    return sum(at * stride for at, stride in zip(index, row_major_strides(shape), strict=True))
+    return sum(place * stride for place, stride in zip(index, row_major_strides(shape), strict=True))
 
 
 def unravel(offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -145,7 +145,8 @@ class Piece:
         local, box = unravel(offset, self.view), self.local(slot)
         if not box.holds(local):
             return None
-        return tuple(low + local[dim] - box.start[dim] for low, dim in zip(self.region.start, self.dims, strict=True))
+        inside = (local[dim] - box.start[dim] for dim in self.dims)
+        return tuple(start + offset for start, offset in zip(self.region.start, inside, strict=True))
 
     def _origin(self, slot: int) -> tuple[int, ...]:
         if self.slot_dim < 0 or not slot:

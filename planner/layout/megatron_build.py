@@ -15,7 +15,7 @@ ExpertsModule = Literal["grouped", "sequential", "stacked"]
 
 @dataclass(frozen=True, slots=True)
 class MegatronBuild:
-    """What decides names and storage beyond the mesh.
+    """The choices that, beside the mesh, decide the names and the storage of parameters.
 
     `experts`: TEGroupedMLP (one tensor per expert), SequentialMLP (one module per expert) or the legacy GroupedMLP (one
     stacked tensor). `fused_norms`: norms live inside the linear they precede (the Transformer Engine spec) or apart

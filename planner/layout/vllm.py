@@ -134,7 +134,7 @@ class VllmLayout(Layout):
         return vllm_scales(group, partition, form)
 
     def _ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
-        """The ranks of a stage that hold a group; for experts, with the first one and their number, of each such set.
+        """The sets of ranks of a stage that hold a group, each with its first expert and its number of experts.
 
         Linear placement: experts left over go to the first ranks (layers/fused_moe/expert_map_manager.py).
         """

@@ -1,4 +1,4 @@
-"""Which matrices vLLM quantizes when it is asked to, and which of them no trainer can send it.
+"""Which matrices vLLM quantizes when it is asked to, and where that is not what a trainer can send.
 
 Paths are under vllm/model_executor of vLLM 0.32.
 """
@@ -36,7 +36,7 @@ def quantizes(group: ParameterGroup, layer: int | None, model: ModelParameters) 
 
 
 def misquantized(model: ModelParameters) -> list[str]:
-    """What no vLLM holds as the quantization_config says."""
+    """Why vLLM cannot hold the model as its quantization_config says; empty where it can."""
     quantization = model.quantization
     if quantization is None:
         return []
@@ -61,7 +61,7 @@ def _is_listed(group: ParameterGroup, layer: int | None, quantization: Quantizat
 
 
 def _is_module_listed(module: str, fused: str, quantization: Quantization) -> bool:
-    """MXFP8 takes parts of names, and patterns.
+    """Whether the config lists a module, or the one that it is fused into. MXFP8 takes parts of names, and patterns.
 
     Source: layers/quantization/modelopt.py, ModelOptQuantConfigBase.is_layer_excluded.
     """
@@ -106,9 +106,9 @@ def _half_listed_modules(model: ModelParameters, quantization: Quantization) -> 
 
 
 def _quantized_routers(model: ModelParameters, quantization: Quantization) -> list[str]:
-    """Routers that vLLM would quantize and no trainer does: models/qwen3_moe.py quantizes those that the config does not list.
+    """Routers that vLLM would quantize, though no trainer does. Published FP8 checkpoints list them all.
 
-    Published FP8 checkpoints list them all.
+    Source: models/qwen3_moe.py, which quantizes the routers that the config does not list.
     """
     if model.architecture.family != "qwen3_moe":
         return []

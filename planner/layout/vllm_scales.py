@@ -57,7 +57,7 @@ def vllm_scales(group: ParameterGroup, partition: Partition, form: Format) -> Pa
 
 
 def notes(misc: Sequence[tuple[str, str]]) -> list[str]:
-    """Says that vLLM cannot start on these ranks, where the reason of a group that travels by misc is such a refusal."""
+    """One note that vLLM cannot run on these ranks, if the reason of a group that travels by misc is such a refusal."""
     refused = [name for name, reason in misc if _REFUSES in reason]
     if not refused:
         return []
@@ -85,11 +85,12 @@ def _refusal(group: ParameterGroup, partition: Partition, block: Block, form: Fo
 
 
 def _misfits(group: ParameterGroup, partition: Partition, block: Block) -> bool:
-    """Whether the width of these experts on a rank is not whole blocks, so that vLLM refines the blocks of w13 and w2.
+    """Whether the width of these experts on a rank is not whole blocks. Uncut columns may end in a partial block.
 
-    It repeats a block's scale in the parts of the block, and cuts the repeated grid evenly: a partial block at the end
-    of a matrix does not load (layers/fused_moe/routed_experts.py, weight_loader). Uncut columns may end in one.
-    Source: layers/fused_moe/oracle/fp8.py, refine_fp8_moe_block_shape.
+    vLLM then refines the blocks of both w13 and w2, where blocks of 32 or more fit (layers/fused_moe/oracle/fp8.py,
+    refine_fp8_moe_block_shape). Its loader repeats each scale and cuts the repeated grid evenly, so that a matrix with a
+    partial block does not load (layers/fused_moe/routed_experts.py, weight_loader). Example, in blocks of 64: width 96 has
+    2 blocks, which are repeated to 4 of 32, and the engine has room for 3.
     """
     if group.role not in EXPERT_ROLES:
         return False

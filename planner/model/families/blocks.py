@@ -1,4 +1,4 @@
-"""Groups of parameters that families share: attention, MLPs, experts, and what stands around the layers.
+"""Groups of parameters that families share: attention, MLPs, experts, and the frame around the layers.
 
 Names and shapes follow transformers' `nn.Linear` convention, `[out, in]`. Every function takes the layers that have the
 block and yields nothing where there are none.
@@ -56,7 +56,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What every decoder has around its layers, and what all its parameters have in common."""
+    """The parts that every decoder has around its layers: embedding, final norm and output layer."""
 
     family: str
     hidden: int
