@@ -72,8 +72,7 @@ class _Launch:
                 ready = wait(list(self.pending), max(0.0, self.deadline - time.monotonic()))
                 if not ready:
                     late = sorted(self.pending.values())
-                    message = f"still running after {self.timeout_s:g} s: processes {late}"
-                    raise ProcessError(f"{message}\n{self._stacks()}")
+                    raise ProcessError(f"still running after {self.timeout_s:g} s: processes {late}\n{self._stacks()}")
                 for connection in ready:
                     assert isinstance(connection, Connection)
                     self._collect(connection)

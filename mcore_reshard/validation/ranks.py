@@ -214,12 +214,12 @@ def gen_sizes(mesh: GenMesh) -> GenSizes:
 
 
 def _generate(rank: int, job: Job, store: str) -> Results:
-    device = _device(job, job.plan.train.world + rank)
-    engine: _Engine = (
-        _VllmEngine(job, rank)
-        if job.engine == "vllm"
-        else StandInEngine(job.precisions.engine_config, gen_sizes(job.plan.gen), rank, device)
-    )
+    engine: _Engine
+    if job.engine == "vllm":
+        engine = _VllmEngine(job, rank)
+    else:
+        device = _device(job, job.plan.train.world + rank)
+        engine = StandInEngine(job.precisions.engine_config, gen_sizes(job.plan.gen), rank, device)
     schedule = schedule_of(fetch_plan(store, timeout_s=job.timeout_s), "gen", rank)
     endpoint = GenerationEndpoint(
         schedule,
@@ -256,7 +256,5 @@ def _compare_with_golden(
         device = next(iter(engine.tensors.values())).device
         golden = quantized_by_engine(golden, job.pairs, device, by_vllm=job.engine == "vllm")
     engine.load_weights(golden)
-    return [
-        compare(name, rank, "bulk" if name in bulk else "misc", got.get(name), engine.loaded.get(name))
-        for name in sorted({*got, *engine.loaded})
-    ]
+    names, expected = sorted({*got, *engine.loaded}), engine.loaded
+    return [compare(n, rank, "bulk" if n in bulk else "misc", got.get(n), expected.get(n)) for n in names]

@@ -153,10 +153,9 @@ def _check_gpus(transport: str, device: str, ranks: int) -> None:
 
 
 def _check_slices(job: Job) -> None:
-    gen = job.request.planning.gen
     try:
-        for rank in range(gen.world):
-            StandInEngine(job.precisions.engine_config, gen_sizes(gen), rank, "meta")
+        for rank in range(job.plan.gen.world):
+            StandInEngine(job.precisions.engine_config, gen_sizes(job.plan.gen), rank, "meta")
     except ValueError as error:
         raise ValidationError(
             f"the engine would not hold this model in this way: {error}; tiny models with matrices of several blocks are"

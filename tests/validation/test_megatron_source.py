@@ -19,7 +19,7 @@ from helpers.quantized_standin import QuantizedStandIn, ends_in_bf16
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
 from mcore_reshard.planner.plan.make_schedule import schedule_of
-from mcore_reshard.trainers.megatron.model import local_tensors, precisions_of, require, unwrapped
+from mcore_reshard.trainers.megatron.model import local_tensors, precisions_of, require, train_mesh_of, unwrapped
 from mcore_reshard.trainers.megatron.plan_refit import _agree_on_precision, plan_refit
 from mcore_reshard.validation import tiny
 from mcore_reshard.validation.processes import run_processes
@@ -392,7 +392,7 @@ def _layers_held(trainer: Trainer, folder: Path) -> tuple[dict[str, Any], list[s
     tensors = trainer.tensors
     norm = ".self_attention.linear_qkv.layer_norm_weight"
     held = [name.removesuffix(norm) for name in tensors if name.endswith(norm)]
-    return trainer.mesh, held + [name for name in tensors if ".layers." not in name]
+    return train_mesh_of(trainer.model_chunks), held + [name for name in tensors if ".layers." not in name]
 
 
 def test_an_uneven_pipeline_holds_what_it_was_given(in_world) -> None:
@@ -431,7 +431,7 @@ def test_interleaved_chunks_hold_what_they_were_given(in_world) -> None:
 
 def test_a_live_mesh_reads_as_it_was_built(in_world) -> None:
     def check(trainer: Trainer, folder: Path) -> TrainMesh:
-        return TrainMesh(**trainer.mesh)
+        return TrainMesh(**train_mesh_of(trainer.model_chunks))
 
     for mesh in (TrainMesh(tp=2, cp=2, ep=4, layers=(4,)), TrainMesh(tp=2, dp=2, ep=2, etp=2, layers=(4,))):
         assert in_world(tiny.tiny_config("qwen3_moe"), mesh, check) == [mesh] * 4

@@ -68,10 +68,9 @@ def fill_gpt_oss(table: Table) -> None:
     _refuse_tied(table)
     if kv_heads % sizes.tp:
         raise ValueError(f"gpt_oss does not repeat KV heads: {kv_heads} cannot be cut by tp = {sizes.tp}")
-    if inner % sizes.engine_ranks:
-        raise ValueError(
-            f"gpt_oss wants intermediate_size {inner} to be a multiple of the engine's {sizes.engine_ranks} ranks"
-        )
+    ranks = sizes.world if sizes.ep > 1 else sizes.tp * sizes.pp
+    if inner % ranks:
+        raise ValueError(f"gpt_oss wants intermediate_size {inner} to be a multiple of the engine's {ranks} ranks")
     if experts % sizes.ep:
         raise ValueError(f"gpt_oss cannot spread {experts} experts over ep = {sizes.ep}")
     table.renames = {"model.embedding.": "model.embed_tokens.", ".attn.": ".self_attn."}

@@ -8,12 +8,12 @@ of them; a plan then fills a tensor of the checkpoint's blocks, and the engine r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 
 import torch
 
-from .tables import Index, Shape, Table, Take, Target
+from .tables import Shape, Table, Target
 
 SUFFIX = "_scale_inv"
 BLOCKS = ".blocks"  # what a plan calls the tensor that scales are repeated from: their name and this
@@ -61,8 +61,7 @@ def quantize(table: Table) -> dict[str, Refined]:
     for name, (shape, targets) in list(table.sources.items()):
         if not _is_linear(name) or _is_kept(name, kept):
             continue
-        grid, is_expert = _grid(shape, block), ".experts." in name
-        fine = expert_block if is_expert else block
+        grid, fine = _grid(shape, block), expert_block if ".experts." in name else block
         table.sources[name + SUFFIX] = (grid, [])
         for target in targets:
             scales = _beside(table, target, shape, block, fine)
@@ -131,26 +130,22 @@ def _grid(shape: Shape, block: Block) -> Block:
 
 
 def _beside(table: Table, target: Target, whole: Shape, block: Block, fine: Block) -> Target:
-    """Where the scales of a matrix `whole` go, of which the target takes a part: one for each `fine` block of it."""
+    """The target of the scales of a matrix `whole`, where `target` takes a part of it: one for each `fine` block."""
     shape, _ = table.tensors[target.tensor]
     box = torch.empty(shape, device="meta")[target.index].shape
-    rows = [part for part in target.index if isinstance(part, slice)]
-    for part, full, size in zip(box, whole, fine, strict=True):
-        if part % size and part != full:
-            raise ValueError(f"{target.tensor} holds {part} of {full} rows or columns: not whole blocks of {size}")
-    if any(part.start % fine[0] for part in rows):
-        raise ValueError(f"{target.tensor}: parts share a block of {fine[0]} rows")
-    index: Index = tuple(
-        slice(part.start // fine[0], -(-part.stop // fine[0])) if isinstance(part, slice) else part
-        for part in target.index
-    )
-    take = _one_of_each_block(target.take, whole, block, fine)
-    return replace(target, tensor=target.tensor + SUFFIX, index=index, take=take)
+    for extent, full, size in zip(box, whole, fine, strict=True):
+        if extent % size and extent != full:
+            raise ValueError(f"{target.tensor} holds {extent} of {full} rows or columns: not whole blocks of {size}")
+    index: list[int | slice] = []
+    for part in target.index:
+        if isinstance(part, slice):
+            if part.start % fine[0]:
+                raise ValueError(f"{target.tensor}: parts share a block of {fine[0]} rows")
+            part = slice(part.start // fine[0], -(-part.stop // fine[0]))
+        index.append(part)
 
-
-def _one_of_each_block(take: Take, whole: Shape, block: Block, fine: Block) -> Take:
-    def scales(grid: torch.Tensor) -> torch.Tensor:
+    def take(grid: torch.Tensor) -> torch.Tensor:
         by_row = grid.repeat_interleave(block[0], 0)[: whole[0]]
-        return take(by_row.repeat_interleave(block[1], 1)[:, : whole[1]])[:: fine[0], :: fine[1]]
+        return target.take(by_row.repeat_interleave(block[1], 1)[:, : whole[1]])[:: fine[0], :: fine[1]]
 
-    return scales
+    return Target(target.tensor + SUFFIX, tuple(index), take)

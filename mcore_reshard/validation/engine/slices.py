@@ -34,7 +34,8 @@ class StandInEngine:
     def __init__(self, config: Config, sizes: GenSizes, gen_rank: int, device: torch.device | str = "cpu") -> None:
         self._config = config
         self._table, self._refined = _table(config, sizes, gen_rank)
-        self.loaded = {name: poisoned(shape, dtype, device) for name, (shape, dtype) in self._table.tensors.items()}
+        tensors = self._table.tensors.items()
+        self.loaded = {name: poison(torch.empty(shape, dtype=dtype, device=device)) for name, (shape, dtype) in tensors}
         self._blocks = {
             name: torch.full(refined.blocks_shape, _UNWRITTEN, device=device) for name, refined in self._refined.items()
         }
@@ -84,17 +85,11 @@ class StandInEngine:
         return {name: shape for name, (shape, _) in self._table.sources.items()}
 
 
-def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A tensor of which every byte is POISON, so that unwritten elements show."""
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    poison(tensor)
-    return tensor
-
-
-def poison(tensor: torch.Tensor) -> None:
-    """Overwrite every byte with POISON, in place. `tensor` must be contiguous."""
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Overwrite every byte with POISON, in place, so that unwritten elements show. `tensor` must be contiguous."""
     if tensor.device.type != "meta":
         tensor.detach().view(-1).view(torch.uint8).fill_(POISON)
+    return tensor
 
 
 def is_dropped(name: str, config: Config) -> bool:

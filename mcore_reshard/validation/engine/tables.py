@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 Shape = tuple[int, ...]
-Index = tuple[int | slice, ...]
 Config = Mapping[str, Any]
 Take = Callable[[torch.Tensor], torch.Tensor]
 Cut = tuple[int, int]  # (into how many equal parts, the number of this rank's part)
@@ -47,11 +46,6 @@ class GenSizes:
     def world(self) -> int:
         return self.tp * self.pp * self.dp
 
-    @property
-    def engine_ranks(self) -> int:
-        """Ranks of one engine: all, or those of one data-parallel replica."""
-        return self.world if self.ep > 1 else self.tp * self.pp
-
     def coordinates(self, gen_rank: int) -> tuple[int, int, int]:
         """(dp_index, pp_index, tp_index) of a rank."""
         if not 0 <= gen_rank < self.world:
@@ -64,7 +58,7 @@ class Target:
     """A box of an engine tensor and how its contents come from the HF tensor."""
 
     tensor: str
-    index: Index
+    index: tuple[int | slice, ...]
     take: Take
 
 

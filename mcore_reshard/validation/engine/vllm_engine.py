@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-_PARTITION = "VLLM_PP_LAYER_PARTITION"
 _GROUPS = ("_WORLD", "_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
 
 
@@ -148,9 +147,9 @@ def engine_config(config_folder: Path | str, sizes: GenSizes, gen_rank: int) -> 
 def _layer_partition(sizes: GenSizes) -> Iterator[None]:
     """VLLM_PP_LAYER_PARTITION as `sizes` says it, also where the environment says otherwise (vllm/envs.py)."""
     with mock.patch.dict(os.environ):
-        os.environ.pop(_PARTITION, None)
+        os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
         if sizes.layers:
-            os.environ[_PARTITION] = ",".join(map(str, sizes.layers))
+            os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, sizes.layers))
         yield
 
 
@@ -201,8 +200,25 @@ def stand_in_groups(sizes: GenSizes, gen_rank: int) -> Iterator[None]:
     """vLLM's groups without communication: its own layout of ranks, read off by one process."""
     import vllm.distributed.parallel_state as state
 
-    def group(group_ranks: list[list[int]], *_: object, group_name: str, **__: object) -> state.GroupCoordinator:
-        return _stand_in_group(group_ranks, gen_rank, group_name)
+    def stand_in(group_ranks: list[list[int]], *_: object, group_name: str, **__: object) -> state.GroupCoordinator:
+        ranks = next(ranks for ranks in group_ranks if gen_rank in ranks)
+        index = ranks.index(gen_rank)
+        process_group = SimpleNamespace(size=lambda: len(ranks), rank=lambda: index)  # all that construction asks for
+        group = state.GroupCoordinator.__new__(state.GroupCoordinator)
+        vars(group).update(
+            unique_name=group_name,
+            ranks=ranks,
+            rank=gen_rank,
+            local_rank=gen_rank,
+            world_size=len(ranks),
+            rank_in_group=index,
+            device=torch.device("cpu"),
+            device_communicator=None,
+            mq_broadcaster=None,
+            device_group=process_group,
+            cpu_group=process_group,
+        )
+        return group
 
     forget_groups()
     as_if_initialized = mock.patch.multiple(
@@ -212,8 +228,8 @@ def stand_in_groups(sizes: GenSizes, gen_rank: int) -> Iterator[None]:
         get_rank=lambda group=None: gen_rank,
         get_backend=lambda group=None: "gloo",
     )
-    with as_if_initialized, mock.patch.object(state, "init_model_parallel_group", group):
-        state._WORLD, state._NODE_COUNT = group([list(range(sizes.world))], group_name="world"), 1
+    with as_if_initialized, mock.patch.object(state, "init_model_parallel_group", stand_in):
+        state._WORLD, state._NODE_COUNT = stand_in([list(range(sizes.world))], group_name="world"), 1
         state.initialize_model_parallel(sizes.tp, sizes.pp)
         yield
 
@@ -223,26 +239,3 @@ def forget_groups() -> None:
 
     for name in _GROUPS:
         setattr(state, name, None)
-
-
-def _stand_in_group(group_ranks: list[list[int]], gen_rank: int, name: str) -> Any:
-    from vllm.distributed.parallel_state import GroupCoordinator
-
-    ranks = next(ranks for ranks in group_ranks if gen_rank in ranks)
-    index = ranks.index(gen_rank)
-    process_group = SimpleNamespace(size=lambda: len(ranks), rank=lambda: index)  # all that model construction asks for
-    group = GroupCoordinator.__new__(GroupCoordinator)
-    vars(group).update(
-        unique_name=name,
-        ranks=ranks,
-        rank=gen_rank,
-        local_rank=gen_rank,
-        world_size=len(ranks),
-        rank_in_group=index,
-        device=torch.device("cpu"),
-        device_communicator=None,
-        mq_broadcaster=None,
-        device_group=process_group,
-        cpu_group=process_group,
-    )
-    return group

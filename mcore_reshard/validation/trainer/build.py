@@ -22,7 +22,7 @@ import torch
 
 from mcore_reshard.planner.layout.mesh import TrainMesh
 from mcore_reshard.planner.model.precision import Block
-from mcore_reshard.trainers.megatron.model import export_hf, local_tensors, require, train_mesh_of
+from mcore_reshard.trainers.megatron.model import export_hf, local_tensors, require
 from mcore_reshard.trainers.megatron.quantized_pairs import export_with_pairs
 from mcore_reshard.trainers.quantized_export import Pairs
 from mcore_reshard.validation.trainer import bridge_backports, te_standin, te_standin_fp8
@@ -43,13 +43,8 @@ class Trainer:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's tensors as the refit binds them: see `mcore_reshard.trainers.megatron.model.local_tensors`."""
+        """This rank's tensors as the refit binds them: see `trainers.megatron.model.local_tensors`."""
         return local_tensors(self.model_chunks)
-
-    @property
-    def mesh(self) -> dict[str, Any]:
-        """The live mesh: see `mcore_reshard.trainers.megatron.model.train_mesh_of`."""
-        return train_mesh_of(self.model_chunks)
 
     def load(self, checkpoint: Path | str) -> None:
         """Replace all weights, in place, by those of a checkpoint of the same config."""
@@ -77,11 +72,11 @@ class Trainer:
                 parameter.copy_(parameter.dequantize() * (1 - LEARNING_RATE))
 
     def export(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole HF tensors as the engine holds them: see `mcore_reshard.trainers.megatron.quantized_pairs.export_with_pairs`."""
+        """Whole HF tensors as the engine holds them: see `trainers.megatron.quantized_pairs.export_with_pairs`."""
         return export_with_pairs(self.bridge, self.model_chunks, self.pairs, names)
 
     def export_unquantized(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All HF tensors as Megatron-Bridge gives them, none quantized: see `mcore_reshard.trainers.megatron.model.export_hf`."""
+        """All HF tensors as Megatron-Bridge gives them, none quantized: see `trainers.megatron.model.export_hf`."""
         return export_hf(self.bridge, self.model_chunks)
 
 

@@ -26,8 +26,6 @@ import torch
 from mcore_reshard.validation.trainer import te_standin_fp8
 from mcore_reshard.validation.trainer import te_standin_modules as modules
 
-VERSION = "2.11.0"
-
 
 def is_real() -> bool:
     """Whether the Transformer Engine that megatron finds in this process is the real one."""
@@ -116,7 +114,7 @@ def _register(contents: Mapping[str, Mapping[str, Any]], kind: type[types.Module
 
 
 _TRANSFORMER_ENGINE: dict[str, dict[str, Any]] = {
-    "transformer_engine": {"__version__": VERSION},
+    "transformer_engine": {"__version__": "2.11.0"},
     "transformer_engine.common": {},
     "transformer_engine.common.recipe": {
         "Format": enum.Enum("Format", {"E4M3": "e4m3", "E5M2": "e5m2", "HYBRID": "hybrid"}),

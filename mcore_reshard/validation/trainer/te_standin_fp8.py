@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,13 +22,7 @@ from mcore_reshard.planner.model.precision import Block
 _COLUMNS_TO = 4  # the grid of scales has its columns padded to a multiple
 
 
-@dataclass(slots=True)
-class _State:
-    block: Block = (128, 128)
-    quantizes: bool = False  # inside of fp8_model_init
-
-
-_state = _State()
+_state = SimpleNamespace(block=(128, 128), quantizes=False)  # `quantizes` inside of fp8_model_init
 
 
 class QuantizedTensor(torch.Tensor):
@@ -112,11 +106,8 @@ def fp8_model_init(
     return mock.patch.object(_state, "quantizes", enabled)
 
 
-class Float8BlockScaling:
-    """The recipe: E4M3 and 128 x 128 blocks of weights."""
-
-    def __init__(self, fp8_format: Any = None) -> None:
-        self.fp8_format = fp8_format
+class Float8BlockScaling(SimpleNamespace):
+    """The recipe: E4M3 and 128 x 128 blocks of weights. Its arguments are kept and not read."""
 
 
 def parameter(

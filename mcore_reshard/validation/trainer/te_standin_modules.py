@@ -118,6 +118,8 @@ class GroupedLinear(Linear):
 class RMSNorm(_ParameterOwner):
     """`weight` [hidden]."""
 
+    bias: torch.nn.Parameter | None
+
     def __init__(
         self,
         normalized_shape: int | None = None,
@@ -156,19 +158,10 @@ class DotProductAttention(_ParameterOwner):
             self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads // tp_size, dtype=torch.float32))
 
 
-class GatedRMSNorm(torch.nn.Module):
+class GatedRMSNorm(RMSNorm):
     """mamba_ssm's `RMSNorm` with a gate: `weight` [hidden], no bias."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **ignored: Any,
-    ) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        self.register_parameter("bias", None)
+    bias = None
 
 
 def _set(parameter: torch.nn.Parameter, **attributes: Any) -> None:
