@@ -22,8 +22,7 @@ def bridge_limits(model_parameters: ModelParameters, train: TrainMesh, experts: 
     """Every reason why the installed Megatron-Bridge has no such model on this mesh; empty if it has."""
     architecture, family = model_parameters.architecture, model_parameters.architecture.family
     roles = {group.role for group in model_parameters.groups}
-    unmapped = [group.name_pattern for group in model_parameters.groups if group.role is Role.UNKNOWN]
-    limits = [f"it has no mapping for {pattern}" for pattern in unmapped]
+    limits = [f"it has no mapping for {g.name_pattern}" for g in model_parameters.groups if g.role is Role.UNKNOWN]
     if Role.Q_BIAS in roles and family not in _QKV_BIASES:
         limits.append(f"it builds {family} without biases in attention")
     if family == "qwen3_moe" and Role.GATE in roles:
