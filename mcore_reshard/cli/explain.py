@@ -28,7 +28,7 @@ from mcore_reshard.planning import InputError
 
 from .inputs import collected, read_proven_plan
 from .render import Cell, facts, grouped, noted, print_report, ranges, shape, styled, table
-from .transfers import holder_as_dict, offset, origin_as_dict, rank_name, sender, tensor_lines, tensors_of
+from .transfers import offset, origin_as_dict, place_as_dict, rank_name, sender, tensor_lines, tensors_of
 
 _ROWS_SHOWN = 64
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         "gen_rank": args.gen_rank,
         "train_rank": args.train_rank,
         "origins": [origin_as_dict(transfer) for transfer in answer.transfers],
-        "holders": [holder_as_dict(place) for place in answer.holders],
+        "holders": [place_as_dict(place) for place in answer.holders],
         "notes": answer.notes,
     }
     print_report(args.json, report, _text(args, answer))
@@ -152,8 +152,7 @@ def _of_tensor(plan: Plan, question: Question, world: World) -> Answer:
         raise InputError([problem])
     tensor = local_tensors(plan, world, rank).get(name)
     index = question.index or () if tensor is None else question.index_in(tensor.shape)
-    moved = plan.transfers(tensor=name, rank=f"{world}:{rank}", element=index)
-    transfers = list(filter(question.concerns, moved))
+    transfers = [t for t in plan.transfers(tensor=name, rank=f"{world}:{rank}", element=index) if question.concerns(t)]
     elements = list(dict.fromkeys((t.parameter, t.element) for t in transfers if t.element is not None))
     holders = [place for parameter, element in elements[:1] for place in holders_of(plan, parameter, element)]
     notes = [note for parameter, element in elements for note in _precision_notes(plan, parameter, element)]

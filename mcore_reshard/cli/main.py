@@ -75,13 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"mcore-reshard {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _plan_arguments(commands)
-    _show_arguments(commands)
-    _explain_arguments(commands)
-    _validate_arguments(commands)
-    _store_arguments(commands)
-    _command(commands, "doctor", "Say what this machine can run, and why not the rest.", "mcore-reshard doctor")
+    _add_commands(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
     return parser
 
 
@@ -103,7 +97,7 @@ def _command(
     return command.add_argument
 
 
-def _plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add = _command(
         commands,
         "plan",
@@ -116,26 +110,6 @@ def _plan_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser
     _mesh_arguments(add, required=True)
     add("--out", metavar="FILE", help="write the plan here, if its proof holds")
 
-
-def _mesh_arguments(add: Callable[..., argparse.Action], required: bool) -> None:
-    add("--train", metavar="MESH", required=required, help="training mesh, e.g. tp=2,pp=2,ep=4,dp=2")
-    add("--gen", metavar="MESH", required=required, help="generation mesh, e.g. tp=4,dp=2")
-    for side, what in (("train", "the trainer"), ("gen", "the engine")):
-        add(
-            f"--{side}-dtype",
-            metavar="bf16|fp32|fp8|mxfp8",
-            help=f"what {what} holds: fp8 in the blocks of the config's quantization_config (default: the config's dtype)",
-        )
-    add(
-        "--policy",
-        choices=("exact", "conservative"),
-        default="exact" if required else None,
-        help="exact: cut or replicate KV heads wherever both ends allow it; conservative: with fewer KV heads than"
-        " either tp, attention inputs take the misc route (default: exact)",
-    )
-
-
-def _show_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add = _command(
         commands,
         "show",
@@ -148,8 +122,6 @@ def _show_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser
     add("--rank", metavar="WORLD:RANK", help="only what this rank sends or receives: train:0, gen:3")
     add("--parameter", metavar="GLOB", help="only parameters whose HF name matches (* ? [...])")
 
-
-def _explain_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add = _command(
         commands,
         "explain",
@@ -164,8 +136,6 @@ def _explain_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPar
     add("--gen-rank", metavar="N", type=int, help="only what this generation rank receives")
     add("--train-rank", metavar="N", type=int, help="only what this training rank sends")
 
-
-def _validate_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add = _command(
         commands,
         "validate",
@@ -192,8 +162,6 @@ def _validate_arguments(commands: argparse._SubParsersAction[argparse.ArgumentPa
     add("--refits", type=int, default=3, metavar="N", help="each with new weights (default: 3)")
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of every wait (default: 60)")
 
-
-def _store_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add = _command(
         commands,
         "store",
@@ -202,6 +170,26 @@ def _store_arguments(commands: argparse._SubParsersAction[argparse.ArgumentParse
     )
     add("--host", metavar="HOST", help="listen at this address alone (default: at all of this machine)")
     add("--port", metavar="PORT", type=int, default=29600, help="0: any that is free (default: 29600)")
+
+    _command(commands, "doctor", "Say what this machine can run, and why not the rest.", "mcore-reshard doctor")
+
+
+def _mesh_arguments(add: Callable[..., argparse.Action], required: bool) -> None:
+    add("--train", metavar="MESH", required=required, help="training mesh, e.g. tp=2,pp=2,ep=4,dp=2")
+    add("--gen", metavar="MESH", required=required, help="generation mesh, e.g. tp=4,dp=2")
+    for side, what in (("train", "the trainer"), ("gen", "the engine")):
+        add(
+            f"--{side}-dtype",
+            metavar="bf16|fp32|fp8|mxfp8",
+            help=f"what {what} holds: fp8 in the blocks of the config's quantization_config (default: the config's dtype)",
+        )
+    add(
+        "--policy",
+        choices=("exact", "conservative"),
+        default="exact" if required else None,
+        help="exact: cut or replicate KV heads wherever both ends allow it; conservative: with fewer KV heads than"
+        " either tp, attention inputs take the misc route (default: exact)",
+    )
 
 
 if __name__ == "__main__":

@@ -8,12 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.plan_file import dump_plan, save_plan
+from mcore_reshard.planner.plan.plan_file import dump_plan
 from mcore_reshard.planning import InputError, read_request
 
 from .plan_tables import print_plan
 from .render import progress
+from .summary import summarize
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,19 +32,15 @@ def run(args: argparse.Namespace) -> int:
     more = []
     if args.out is not None and proof.ok:
         try:
-            _write_plan(plan, args.out)
+            if os.path.exists(args.out) and os.path.samestat(os.stat(args.out), os.fstat(1)):
+                sys.stdout.write(dump_plan(plan))  # /dev/stdout, wherever it leads: the report follows
+            else:
+                plan.save(args.out)
         except OSError as error:
             raise InputError([_cannot_write(args.out, error.strerror or str(error))]) from error
         more = [f"plan written to {Path(args.out)}"]
-    print_plan(plan, proof, args.json, seconds, request.notes, more)
+    print_plan(plan, proof, summarize(plan, proof, seconds, request.notes), args.json, more)
     return 0
-
-
-def _write_plan(plan: Plan, path: str) -> None:
-    if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(1)):
-        sys.stdout.write(dump_plan(plan))  # /dev/stdout, wherever it leads: the report follows
-    else:
-        save_plan(plan, path)
 
 
 def _unwritable(path: str) -> list[str]:

@@ -16,22 +16,16 @@ from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof, ProofError
 
 from .render import Cell, count, facts, grouped, noted, print_report, ranges, shape, size, styled, table, verdict
-from .summary import starred, summarize, unplanned_routes
+from .summary import starred, unplanned_routes
 
 _STAGES_SHOWN, _VIOLATIONS_SHOWN, _ALIKE_SHOWN, _BLOCKS_SHOWN = 64, 20, 8, 4
 _ROUTES = ("bulk", "misc", "excluded")
 
 
 def print_plan(
-    plan: Plan,
-    proof: Proof,
-    as_json: bool,
-    seconds: float | None = None,
-    notes: Iterable[str] = (),
-    more: Iterable[RenderableType] = (),
+    plan: Plan, proof: Proof, summary: dict[str, Any], as_json: bool, more: Iterable[RenderableType]
 ) -> None:
     """Print a whole plan, then `more` where the proof holds. Raises ProofError, after printing, where it does not."""
-    summary = summarize(plan, proof, seconds, notes)
     print_report(as_json, summary, chain(_report(plan, proof, summary), more if proof.ok else ()))
     if not proof.ok:
         raise ProofError(proof)
@@ -40,7 +34,12 @@ def print_plan(
 def _report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> Iterator[RenderableType]:
     """Summary, proof, stages, loads, and what does not travel point to point."""
     yield facts(_head(plan, summary))
-    yield from _proof(proof)
+    covered = f"{proof.covered_bytes:,} of {proof.destination_bytes:,} destination bytes of the bulk route covered"
+    yield facts([("proof", verdict(proof.ok, covered + ", each exactly once" * proof.ok))])
+    if not proof.ok:
+        rows = [[v.rule, v.parameter, v.ranks, v.message] for v in proof.violations[:_VIOLATIONS_SHOWN]]
+        title = f"Proof violations ({len(proof.violations)})"
+        yield table(title, ("rule", "parameter", "ranks", "what is wrong"), rows)
     total = sum(stage["bytes"] for stage in summary["stages"]) or 1
     rows = [
         [str(stage["pp_stage"]), f"{stage['transfers']:,}", size(stage["bytes"]), f"{stage['bytes'] / total:.1%}"]
@@ -95,15 +94,6 @@ def _pairs(pairs: list[dict[str, Any]]) -> str:
 
 def _sum(entries: list[dict[str, Any]], key: str) -> int:
     return sum(entry[key] for entry in entries)
-
-
-def _proof(proof: Proof) -> Iterator[RenderableType]:
-    covered = f"{proof.covered_bytes:,} of {proof.destination_bytes:,} destination bytes of the bulk route covered"
-    yield facts([("proof", verdict(proof.ok, covered + ", each exactly once" * proof.ok))])
-    if not proof.ok:
-        title, columns = f"Proof violations ({len(proof.violations)})", ("rule", "parameter", "ranks", "what is wrong")
-        shown = proof.violations[:_VIOLATIONS_SHOWN]
-        yield table(title, columns, ((v.rule, v.parameter, v.ranks, v.message) for v in shown))
 
 
 def _loads(plan: Plan) -> Table:

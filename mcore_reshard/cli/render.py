@@ -32,7 +32,9 @@ def write(*parts: RenderableType) -> None:
 
     Without a terminal: no colors, no padding at line ends, and wide enough not to fold names.
     """
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _piped_width())
+    columns = os.environ.get("COLUMNS", "")
+    piped_width = int(columns) if columns.isdigit() else _PIPED_WIDTH
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else piped_width)
     with console.capture() as captured:
         for number, part in enumerate(parts):
             shown = printable(part) if isinstance(part, str) else part
@@ -40,21 +42,10 @@ def write(*parts: RenderableType) -> None:
     sys.stdout.write(re.sub(r"[ \t]+$", "", captured.get(), flags=re.MULTILINE))
 
 
-def _piped_width() -> int:
-    columns = os.environ.get("COLUMNS", "")
-    return int(columns) if columns.isdigit() else _PIPED_WIDTH
-
-
-def write_json(report: Mapping[str, Any]) -> None:
-    """One object on stdout."""
-    json.dump(report, sys.stdout, indent=2)
-    sys.stdout.write("\n")
-
-
 def print_report(as_json: bool, report: Mapping[str, Any], parts: Iterable[RenderableType]) -> None:
     """Print a command's answer: its JSON object, or the parts of its text, which are drawn only then."""
     if as_json:
-        write_json(report)
+        print(json.dumps(report, indent=2))
     else:
         write(*parts)
 
@@ -138,12 +129,10 @@ def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, lis
 
 def size(nbytes: float) -> str:
     """Bytes in decimal units, as links are rated: 1_234_567 -> `1.23 MB`."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            return f"{value:.0f} B" if unit == "B" else f"{value:#.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable")
+    value, unit, larger = float(nbytes), "B", ["kB", "MB", "GB", "TB"]
+    while value >= 1000 and larger:
+        value, unit = value / 1000, larger.pop(0)
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:#.3g} {unit}"
 
 
 def count(number: int, noun: str, nouns: str = "") -> str:

@@ -19,7 +19,8 @@ from mcore_reshard.planning import InputError
 
 from .inputs import collected, read_plan, read_proven_plan
 from .plan_tables import parameters_table, print_plan
-from .render import and_more, count, facts, grouped, print_report, shape, size, styled, table, write, write_json
+from .render import and_more, count, facts, grouped, print_report, shape, size, styled, table
+from .summary import summarize
 from .transfers import offset, rank_name, sender, tensor_lines, tensors_of, transfer_as_dict
 
 _ROWS_SHOWN = 40
@@ -28,7 +29,8 @@ _ROWS_SHOWN = 40
 def run(args: argparse.Namespace) -> int:
     if args.rank is None and args.parameter is None:
         plan = read_plan(args.plan)
-        print_plan(plan, plan.prove(), args.json, more=parameters_table(plan))
+        proof = plan.prove()
+        print_plan(plan, proof, summarize(plan, proof), args.json, parameters_table(plan))
         return 0
     plan = read_proven_plan(args.plan)
     rank, problems = None, list[str]()
@@ -40,11 +42,11 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(problems)
     if args.parameter is not None:
         transfers = plan.transfers(args.parameter, rank=args.rank)
-        if args.json:
-            rows = [transfer_as_dict(transfer) for transfer in transfers]
-            write_json({"digest": plan.digest, "parameter": args.parameter, "rank": args.rank, "transfers": rows})
-        else:
-            write(*_transfers(args, transfers))
+        rows = (
+            [transfer_as_dict(transfer) for transfer in transfers] if args.json else []
+        )  # the text takes them one by one
+        report = {"digest": plan.digest, "parameter": args.parameter, "rank": args.rank, "transfers": rows}
+        print_report(args.json, report, _transfers(args, transfers))
     elif rank is not None:
         report = _rank_report(plan, *rank)
         print_report(args.json, report, _rank_tables(report))
@@ -75,12 +77,9 @@ def _rank_report(plan: Plan, world: World, rank: int) -> dict[str, Any]:
 def _stages(schedule: Schedule) -> list[dict[str, Any]]:
     """Totals of every stage, and of every peer in it."""
     stages = []
-    for pp_stage, transfers in _transfers_of_stages(schedule):
-        peers = [
-            {"rank": peer, **_totals(transfers.nbytes[transfers.peer == peer])}
-            for peer in np.unique(transfers.peer).tolist()
-        ]
-        stages.append({"pp_stage": pp_stage, **_totals(transfers.nbytes), "peers": peers})
+    for pp_stage, rows in _transfers_of_stages(schedule):
+        peers = [{"rank": peer, **_totals(rows.nbytes[rows.peer == peer])} for peer in np.unique(rows.peer).tolist()]
+        stages.append({"pp_stage": pp_stage, **_totals(rows.nbytes), "peers": peers})
     return stages
 
 
@@ -90,14 +89,8 @@ def _tensors(schedule: Schedule) -> list[dict[str, Any]]:
     for _, transfers in _transfers_of_stages(schedule):
         np.add.at(totals, transfers.tensor, np.stack([np.ones_like(transfers.nbytes), transfers.nbytes], axis=1))
     return [
-        {
-            "tensor": tensor.name,
-            "shape": list(tensor.shape),
-            "dtype": tensor.dtype,
-            "transfers": number,
-            "bytes": nbytes,
-        }
-        for tensor, (number, nbytes) in zip(schedule.tensors, totals.tolist(), strict=True)
+        {"tensor": t.name, "shape": list(t.shape), "dtype": t.dtype, "transfers": number, "bytes": nbytes}
+        for t, (number, nbytes) in zip(schedule.tensors, totals.tolist(), strict=True)
         if number
     ]
 

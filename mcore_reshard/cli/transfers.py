@@ -10,6 +10,8 @@ from mcore_reshard.planner.plan.transfers import Place, Transfer
 
 from .render import Cell, shape
 
+_ELEMENT = "world rank tensor shape dtype index offset byte_offset"
+
 
 def transfer_as_dict(transfer: Transfer) -> dict[str, Any]:
     """One row of `show --parameter --json`."""
@@ -24,28 +26,21 @@ def origin_as_dict(transfer: Transfer) -> dict[str, Any]:
     return _as_dict(transfer, "parameter index route reason pp_stage region src dst relayed_by view", _ELEMENT)
 
 
-def holder_as_dict(place: Place) -> dict[str, Any]:
-    """One of the `holders` of `explain --json`."""
-    return _place(place, _ELEMENT)
-
-
-_ELEMENT = "world rank tensor shape dtype index offset byte_offset"
-
-
 def _as_dict(transfer: Transfer, keys: str, place_keys: str) -> dict[str, Any]:
     values = {
         "index": transfer.element or (),
         "bytes": transfer.nbytes,
         "region": transfer.region and asdict(transfer.region),
-        "src": transfer.src and _place(transfer.src, place_keys),
-        "dst": transfer.dst and _place(transfer.dst, place_keys),
+        "src": place_as_dict(transfer.src, place_keys),
+        "dst": place_as_dict(transfer.dst, place_keys),
         "view": transfer.view if transfer.parameter else None,
     }
     return {key: values[key] if key in values else getattr(transfer, key) for key in keys.split()}
 
 
-def _place(place: Place, keys: str) -> dict[str, Any]:
-    return {key: getattr(place, key) for key in keys.split()}
+def place_as_dict(place: Place | None, keys: str = _ELEMENT) -> dict[str, Any] | None:
+    """One end of a transfer, or one of the `holders` of `explain --json`."""
+    return None if place is None else {key: getattr(place, key) for key in keys.split()}
 
 
 def tensor_lines(transfer: Transfer) -> Iterator[tuple[str, Cell]]:
