@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, Engine, UnknownEngineError, engine_named
 from mcore_reshard.planner.layout.megatron import MegatronLayout
@@ -114,7 +114,11 @@ def read_request(
     `config` is a built-in name, a config.json, a folder with one, or its content. Meshes may be texts, as "tp=2,pp=2".
     Raises InputError with every violation of the training mesh, the generation mesh, the config and the dtypes.
     """
-    others: list[str] = []
+    others = _wrong_types(config, train, gen)
+    if others:
+        raise InputError(others)
+    if policy not in get_args(Policy):
+        others.append(f"unknown policy {policy!r}, known: {', '.join(get_args(Policy))}")
     remedy = ""
     fields: dict[str, Any] = {}
     parameters: ModelParameters | None = None
@@ -150,6 +154,17 @@ def read_request(
         raise InputError(problems, remedy)
     name, notes = model_name(config), _notes(parameters, *precisions)
     return PlanRequest(name, fields, parameters, train_mesh, gen_mesh, policy, engine, train_dtype, gen_dtype, notes)
+
+
+def _wrong_types(config: Any, train: Any, gen: Any) -> list[str]:
+    """What a caller in Python gave in place of a config or a mesh."""
+    wrong = []
+    if not isinstance(config, (str, Path, Mapping)):
+        wrong.append(f"config is a {type(config).__name__}: give a name, a path or the dict (a config's to_dict())")
+    for side, mesh, kind, example in (("train", train, TrainMesh, "tp=2,pp=2"), ("gen", gen, GenMesh, "tp=4")):
+        if not isinstance(mesh, (str, kind)):
+            wrong.append(f"{side} is a {type(mesh).__name__}: give a text, as in {example!r}, or a {kind.__name__}")
+    return wrong
 
 
 def model_name(config: ConfigSource) -> str:

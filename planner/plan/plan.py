@@ -243,7 +243,7 @@ class Plan:
         return schedule_of(self, world, rank)
 
     def prove(self) -> Proof:
-        """Check every rule that makes a plan sound; never raises for an unsound one."""
+        """Check every rule that makes a plan sound. The proof is true or false, and lists the violations."""
         from mcore_reshard.planner.proof.prove import prove  # against the arrows, for this method alone
 
         return prove(self)

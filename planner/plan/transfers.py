@@ -97,6 +97,11 @@ def transfers_of(
 
     Raises UnknownElementError at once, before the first transfer is taken.
     """
+    for name, value in (("parameter", parameter), ("tensor", tensor), ("rank", rank)):
+        if not isinstance(value, str | None):
+            raise UnknownElementError(f"{name}={value!r} is no text: write parameter='model.norm.weight', rank='gen:3'")
+    if element is not None and (isinstance(element, str) or not all(type(n) is int for n in element)):
+        raise UnknownElementError(f"element={element!r} is no index: write whole numbers, as in element=(5, 3)")
     seat = None if rank is None else parse_rank(plan, rank)
     if tensor is not None:
         if seat is None or parameter is not None:

@@ -60,6 +60,10 @@ class Proof:
     def ok(self) -> bool:
         return not self.violations and self.destination_bytes == self.covered_bytes
 
+    def __bool__(self) -> bool:
+        """Whether the plan is sound, so that `assert plan.prove()` means what it says."""
+        return self.ok
+
 
 class ProofError(ValueError):
     """A plan that does not hold; `proof` has the violations."""

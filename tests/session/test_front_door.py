@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,8 @@ sys.meta_path.insert(0, Hidden())
 import mcore_reshard as mr
 
 plan = mr.plan("tiny-qwen3-moe", train="tp=2,pp=2,ep=2", gen=mr.GenMesh(tp=2))
-from mcore_reshard.planner.plan.plan_file import save_plan
-
-save_plan(plan, sys.argv[1])
+assert plan.prove() and [*plan.transfers(rank="gen:1")] and [*plan.transfers("model.layers.0.*", element=None)]
+plan.save(sys.argv[1])
 again = mr.load_plan(sys.argv[1])
 assert isinstance(again, mr.Plan) and again.digest == plan.digest
 assert mr.Options(ctas=3) and issubclass(mr.RefitError, Exception) and mr.TrainMesh(tp=2).world == 2
@@ -68,6 +68,25 @@ def test_planning_needs_numpy_alone(tmp_path: Path) -> None:
 def test_all_that_is_wrong_with_a_request_is_said_at_once() -> None:
     with pytest.raises(ValueError, match=r"(?s)5 problems.*training: .*generation: .*unknown dtype 'fp9'"):
         mr.plan("tiny-qwen3-moe", train="tp=3,ep=2", gen="tp=2,x=1", gen_dtype="fp9")
+
+
+def test_what_is_no_mesh_no_config_and_no_policy_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match=r"(?s)3 problems.*config is a int.*train is a NoneType.*gen is a TrainMesh"):
+        mr.plan(3, train=None, gen=mr.TrainMesh())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown policy 'foo', known: exact, conservative"):
+        mr.plan("tiny-llama", train="tp=2", gen="tp=1", policy="foo")  # type: ignore[arg-type]
+
+
+def test_a_proof_that_fails_is_false() -> None:
+    plan = mr.plan("tiny-llama", train="tp=2", gen="tp=1")
+    assert plan.prove()
+    assert not replace(plan, transfer_groups=plan.transfer_groups[1:]).prove()
+
+
+@pytest.mark.parametrize("asked", [{"rank": 0}, {"parameter": ["a"]}, {"element": "1"}, {"element": (1.5,)}], ids=str)
+def test_transfers_says_what_it_wants(asked: dict[str, Any]) -> None:
+    with pytest.raises(LookupError, match="write "):
+        mr.plan("tiny-llama", train="tp=2", gen="tp=1").transfers(**{"parameter": "model.norm.weight"} | asked)
 
 
 def test_a_config_is_a_name_a_path_or_a_dict(tmp_path: Path) -> None:
