@@ -60,7 +60,7 @@ class GlooMessage:
 
     def drop(self) -> None:
         self._work = None
-        self._group.forget(self)
+        self._group._pending.discard(self)
 
 
 class GlooGroup:
@@ -79,20 +79,16 @@ class GlooGroup:
         self.timeout_s = timeout_s
         self._pending: set[GlooMessage] = set()
         self._slots: list[torch.Tensor] = []
-        self._group: ProcessGroupGloo | None
         # gloo itself would wait for each missing rank in turn.
         StoreExchange(store, names[rank], names, timeout_s=timeout_s).gather("here", "", str)
         self._store = _GlooStore(store, rank, names)  # gloo does not keep alive what is written in Python
-        self._group = _connect(self._store, rank, names, timeout_s)
+        self._group: ProcessGroupGloo | None = _connect(self._store, rank, names, timeout_s)
 
     def send(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
         return self._started("send", buffer, peer, waiting)
 
     def recv(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
         return self._started("recv", buffer, peer, waiting)
-
-    def forget(self, message: GlooMessage) -> None:
-        self._pending.discard(message)
 
     def slots(self, count: int, nbytes: int) -> list[torch.Tensor]:
         """Buffers of at least `nbytes`. All executors of this group share them: they run one after another."""

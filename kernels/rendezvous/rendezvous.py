@@ -60,13 +60,12 @@ class Rendezvous:
         self.store = self._connect()
         self._exchange = StoreExchange(self.store, rank_name, members, timeout_s=timeout_s)
 
-    def store_for(self, name: str) -> FailFastStore:
-        """A place for what ranks tell each other besides words: waits there end with the session."""
-        return FailFastStore(name, self.store, _FAILED)
+    def store_for(self, name: str, *, connect: bool = False) -> FailFastStore:
+        """A place for what ranks tell each other besides words: waits there end with the session.
 
-    def another_store_for(self, name: str) -> FailFastStore:
-        """The same place, over a connection of its own."""
-        return FailFastStore(name, self._connect(), _FAILED)
+        With `connect` it is reached over a connection of its own.
+        """
+        return FailFastStore(name, self._connect() if connect else self.store, _FAILED)
 
     def gather(
         self,

@@ -266,7 +266,7 @@ class _Endpoint(ABC):
             try:
                 if bound is not None and transport.connect is not None:
                     store = rendezvous.store_for(transport.name)
-                    another_store = partial(rendezvous.another_store_for, transport.name)
+                    another_store = partial(rendezvous.store_for, transport.name, connect=True)
                     executor = transport.connect(TransportContext(store, another_store, group, bound, self._options))
             except BaseException:
                 group.close()

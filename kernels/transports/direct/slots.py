@@ -92,14 +92,16 @@ class SlotSource:
             self._taken[peer] = signals.fetch(peer, partial(_parse_events, device, "taken"), prefix=_SLOTS)
 
     def rounds(self, run: int) -> None:
-        """Queue all casts, after what is queued on the current stream. Returns once all pulls are queued too."""
+        """Queue all casts, after what is queued on the current stream. Returns once all readers have queued all pulls."""
         if self.stream is None:
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         for number, each in enumerate(self._rounds):
             slot = number % SLOTS
             if number >= SLOTS:
-                for peer in self._heard(run, number - SLOTS):
+                earlier = self._rounds[number - SLOTS]
+                self._signals.hear(run, number - SLOTS, earlier.peers)
+                for peer in earlier.peers:
                     self.stream.wait_event(self._taken[peer][slot])
             if each.scales is not None:
                 each.scales.launch(self.stream)
@@ -107,18 +109,12 @@ class SlotSource:
             self._cast[slot].record(self.stream)
             self._signals.tell(run, number, each.peers)
         for number in range(max(0, len(self._rounds) - SLOTS), len(self._rounds)):
-            self._heard(run, number)
+            self._signals.hear(run, number, self._rounds[number].peers)
 
     def close(self) -> None:
         for event in self._cast:
             withdraw_event(event)
         self._taken.clear()
-
-    def _heard(self, run: int, number: int) -> tuple[int, ...]:
-        """The readers of a round, all of which have queued their pull."""
-        peers = self._rounds[number].peers
-        self._signals.hear(run, number, peers)
-        return peers
 
     def _bind_rounds(
         self, bound: BoundSchedule, plan: SlotPlan, buckets: Mapping[int, Sequence[Bucket]]

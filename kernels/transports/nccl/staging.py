@@ -76,10 +76,6 @@ class Round:
         return tuple(placed for placed in self.placed_messages if placed.tensor is None)
 
     @property
-    def slot_bytes(self) -> int:
-        return max((placed.offset + aligned(placed.message_bytes) for placed in self.staged), default=0)
-
-    @property
     def copies(self) -> NDArray[np.void]:
         """The copies (dtype COPY) between tensors and the round's slot, which is their SCRATCH."""
         return joined([placed.bucket.copies_at(SCRATCH, placed.offset) for placed in self.staged])
@@ -178,5 +174,6 @@ def slot_bytes(rounds: Sequence[Round]) -> dict[tuple[int, int], int]:
     needed: dict[tuple[int, int], int] = {}
     for each in rounds:
         place = each.stream, each.slot
-        needed[place] = max(needed.get(place, 0), each.slot_bytes)
+        ends = [placed.offset + aligned(placed.message_bytes) for placed in each.staged]
+        needed[place] = max([needed.get(place, 0), *ends])
     return needed
