@@ -119,8 +119,8 @@ def _auto(transports: list[dict[str, Any]], cuda: dict[str, Any]) -> list[str]:
     if not cuda["available"]:
         return [*lines, "CUDA tensors: none, there is no CUDA device"]
     if "direct" not in usable:
-        instead = f"nccl for every pair of ranks (direct: {reasons['direct']})"
-        return [*lines, f"CUDA tensors: {instead if 'nccl' in usable else 'none (' + reasons['auto'] + ')'}"]
+        nccl, none = f"nccl for every pair of ranks (direct: {reasons['direct']})", f"none ({reasons['auto']})"
+        return [*lines, f"CUDA tensors: {nccl if 'nccl' in usable else none}"]
     peers = {device["device"]: device["peer_access"] for device in cuda["devices"]}
     apart = [f"{device}-{other}" for device, other in combinations(peers, 2) if other not in peers[device]]
     elsewhere = "nccl" if "nccl" in usable else f"nothing (nccl: {reasons['nccl']})"

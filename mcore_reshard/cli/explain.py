@@ -90,7 +90,7 @@ def parse_element(text: str) -> Question:
     world: World | None = "gen" if match[1] == "gen" else "train" if match[1] else None
     name, inside = match[2], match[3]
     try:
-        return Question(name, None if inside is None else tuple(int(part) for part in inside.split(",")), world)
+        return Question(name, None if inside is None else tuple(map(int, inside.split(","))), world)
     except ValueError as error:
         problem = f"cannot read the index [{inside}], write whole numbers, for example {name}[5,3]"
         raise InputError([problem]) from error
@@ -136,12 +136,11 @@ def _of_parameter(plan: Plan, question: Question) -> Answer:
     index = question.index_in(group.shape)
     transfers = filter(question.concerns, plan.transfers(name, element=index))
     notes = list(_precision_notes(plan, name, index))
-    if (rank := question.ranks.get("gen")) is not None:
-        tensor = local_tensors(plan, "gen", rank).get(name)
-        if tensor is not None and tensor.shape != group.shape:
-            sizes = f"{shape(tensor.shape)} of {shape(group.shape)}"
-            more = f"for an element of that one write 'gen:{name}[...]'"
-            notes.append(f"{name} is also a tensor of gen:{rank}, {sizes}; {more}")
+    rank = question.ranks.get("gen")
+    tensor = None if rank is None else local_tensors(plan, "gen", rank).get(name)
+    if tensor is not None and tensor.shape != group.shape:
+        sizes, gen_name = f"{shape(tensor.shape)} of {shape(group.shape)}", f"'gen:{name}[...]'"
+        notes.append(f"{name} is also a tensor of gen:{rank}, {sizes}; for an element of that one write {gen_name}")
     return Answer("parameter", list(transfers), holders_of(plan, name, index), notes)
 
 
@@ -210,9 +209,8 @@ def _why_none(args: argparse.Namespace, answer: Answer) -> str:
 def _transfer_tables(transfers: list[Transfer], holders: list[Place]) -> Iterator[RenderableType]:
     """Transfers that differ in ranks and offsets alone."""
     first = transfers[0]
-    lines: list[tuple[str, Cell]] = []
-    if first.parameter:
-        lines.append(("parameter", styled(f"{first.parameter}{_brackets(first.element or ())}", "bold")))
+    name = styled(f"{first.parameter}{_brackets(first.element or ())}", "bold")
+    lines: list[tuple[str, Cell]] = [("parameter", name)] if first.parameter else []
     lines.append(("route", first.route + (f": {first.reason}" if first.reason else "")))
     if first.region is not None:
         lines.append(("stage", f"{first.pp_stage}, in region {first.region} of {shape(first.view)}"))

@@ -11,9 +11,8 @@ from pathlib import Path
 from mcore_reshard.planner.plan.plan_file import dump_plan
 from mcore_reshard.planning import InputError, read_request
 
-from .plan_tables import print_plan
 from .render import progress
-from .summary import summarize
+from .summary import print_plan, summarize
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,9 +18,8 @@ from mcore_reshard.planner.plan.transfers import Transfer, parse_rank
 from mcore_reshard.planning import InputError
 
 from .inputs import collected, read_plan, read_proven_plan
-from .plan_tables import parameters_table, print_plan
 from .render import and_more, count, facts, grouped, print_report, shape, size, styled, table
-from .summary import summarize
+from .summary import parameters_table, print_plan, summarize
 from .transfers import offset, rank_name, sender, tensor_lines, tensors_of, transfer_as_dict
 
 _ROWS_SHOWN = 40
