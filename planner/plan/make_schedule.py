@@ -6,14 +6,15 @@ transfers and its schedule takes a fraction of a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, row_major_strides
+from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ravel, row_major_strides
 
 from .plan import Plan, RankInGroup, TransferGroup
 from .schedule import Cast, Relay, Schedule, SourceTable, SourceView, StageSchedule, StridedBox, TransferTable, World
@@ -67,11 +68,8 @@ class RankView:
         expansion = self._expansion()
         if self.world == "train":
             casts = expansion.casts()
-            schedule = replace(
-                expansion.schedule(expansion.sends, sends=True),
-                casts=casts,
-                computed=tuple(sorted(cast.scales for cast in casts if cast.scales is not None)),
-            )
+            computed = tuple(sorted(cast.scales for cast in casts if cast.scales is not None))
+            schedule = replace(expansion.schedule(expansion.sends, sends=True), casts=casts, computed=computed)
         else:
             schedule = expansion.schedule(expansion.receives, sends=False)
         return replace(schedule, relayed=self.plan.relay, view=self)
@@ -82,12 +80,11 @@ class RankView:
 
     def source_table(self) -> SourceTable:
         expansion = self._expansion()
-        tables = tuple(expansion.tables(expansion.pulled).values())
+        tables = tuple(expansion.tables(partial(expansion.receives, piece="src")).values())
         if self.rows is not None:
             tables = tuple(table.rows(rows) for table, rows in zip(tables, self.rows, strict=True))
-        return SourceTable(
-            self.rank, self.plan.digest, tuple(expansion.tensors), tuple(expansion.strided_boxes), tables
-        )
+        boxes = tuple(expansion.strided_boxes)
+        return SourceTable(self.rank, self.plan.digest, tuple(expansion.tensors), boxes, tables)
 
     def relay(self) -> Relay:
         sending, receiving = self._expansion(), self._expansion()
@@ -158,8 +155,8 @@ class _Expansion:
         for place in self.plan.groups_of(self.world, self.rank):
             columns = rows_of(place)
             if self.wave is not None:
-                mine = _wave_of(place.transfers)[columns["member"]] == self.wave
-                columns = {name: column[mine] for name, column in columns.items()}
+                in_wave = _wave_of(place.transfers)[columns["member"]] == self.wave
+                columns = {name: column[in_wave] for name, column in columns.items()}
             if len(columns["peer"]):
                 columns["transfer_group"] = np.full_like(columns["peer"], place.index)
                 rows[place.transfers.pp_stage].append(columns)
@@ -168,14 +165,14 @@ class _Expansion:
     def sends(self, at: RankInGroup) -> _Columns:
         """What a training rank sends."""
         plan, transfers = self.plan, at.transfers
-        overlaps = _numbers(i for i, overlap in enumerate(at.pattern.overlaps) if overlap.src == at.part)
-        member, overlap = np.arange(transfers.members)[:, None, None], overlaps[None, :, None]
-        dst = np.arange(plan.dst_replicas(transfers))[None, None, :]
-        mine = plan.served_by(transfers, member, overlap, dst) == at.replica
+        overlaps = at.overlaps
+        member, overlap = np.arange(transfers.members)[:, None, None], overlaps[:, None]
+        dst = np.arange(plan.dst_replicas(transfers))
+        sent = plan.served_by(transfers, member, overlap, dst) == at.replica
         if plan.relay:
-            mine = mine & (plan.lands_on(transfers, member, overlap) == dst)
-        member_of, overlap_of, dst_of = np.nonzero(mine)
-        peers = plan.rank_grids[transfers.dst][[at.pattern.overlaps[i].dst for i in overlaps]]
+            sent = sent & (plan.lands_on(transfers, member, overlap) == dst)
+        member_of, overlap_of, dst_of = np.nonzero(sent)
+        peers = plan.rank_grids[transfers.dst][at.pattern.dst_parts[overlaps]]
         columns = self._local(at, overlaps, member_of, overlap_of, piece="src", order="src")
         return {"peer": peers[overlap_of, dst_of].astype(np.int64), **columns}
 
@@ -199,33 +196,22 @@ class _Expansion:
                     found[tensor] = Cast(tensor, dtypes[at.transfers.group], scale, block)
         return tuple(found[tensor] for tensor in sorted(found))
 
-    def receives(self, at: RankInGroup) -> _Columns:
-        """What a generation rank receives from training ranks, as it lies here."""
-        return self._from_trainer(at, piece="dst")
-
-    def pulled(self, at: RankInGroup) -> _Columns:
-        """The same, as it lies in the training ranks' tensors."""
-        return self._from_trainer(at, piece="src")
-
-    def _from_trainer(self, at: RankInGroup, piece: _End) -> _Columns:
-        plan, transfers = self.plan, at.transfers
-        member, overlaps = np.arange(transfers.members)[:, None], self._overlaps_in(at)
-        served = plan.served_by(transfers, member, overlaps[None, :], at.replica)
-        mine = (
-            plan.lands_on(transfers, member, overlaps[None, :]) == at.replica
-            if plan.relay
-            else np.ones_like(served, bool)
-        )
-        member_of, overlap_of = np.nonzero(mine)
-        parts = _numbers(at.pattern.overlaps[i].src for i in overlaps)
+    def receives(self, at: RankInGroup, piece: _End = "dst") -> _Columns:
+        """What a generation rank receives from training ranks, as it lies here or ("src") in their tensors."""
+        plan, transfers, overlaps = self.plan, at.transfers, at.overlaps
+        member = np.arange(transfers.members)[:, None]
+        served = plan.served_by(transfers, member, overlaps, at.replica)
+        arrives = plan.lands_on(transfers, member, overlaps) == at.replica if plan.relay else np.ones_like(served, bool)
+        member_of, overlap_of = np.nonzero(arrives)
+        parts = at.pattern.src_parts[overlaps]
         peers = plan.rank_grids[transfers.src][parts[overlap_of], served[member_of, overlap_of]].astype(np.int64)
         return {"peer": peers, **self._local(at, overlaps, member_of, overlap_of, piece, order="src")}
 
     def relay_sends(self, at: RankInGroup) -> _Columns:
         """What landed on this generation rank, for each of the other replicas."""
-        overlaps = self._overlaps_in(at)
+        overlaps = at.overlaps
         member = np.arange(at.transfers.members)[:, None]
-        landed = self.plan.lands_on(at.transfers, member, overlaps[None, :]) == at.replica
+        landed = self.plan.lands_on(at.transfers, member, overlaps) == at.replica
         replicas = self.plan.rank_grids[at.transfers.dst][at.part]
         others = np.arange(len(replicas)) != at.replica
         member_of, overlap_of, dst_of = np.nonzero(landed[:, :, None] & others)
@@ -234,14 +220,11 @@ class _Expansion:
 
     def relay_receives(self, at: RankInGroup) -> _Columns:
         """What landed on other replicas of this generation rank's part."""
-        overlaps = self._overlaps_in(at)
-        landed = self.plan.lands_on(at.transfers, np.arange(at.transfers.members)[:, None], overlaps[None, :])
+        overlaps = at.overlaps
+        landed = self.plan.lands_on(at.transfers, np.arange(at.transfers.members)[:, None], overlaps)
         member_of, overlap_of = np.nonzero(landed != at.replica)
         peers = self.plan.rank_grids[at.transfers.dst][at.part][landed[member_of, overlap_of]].astype(np.int64)
         return {"peer": peers, **self._local(at, overlaps, member_of, overlap_of, piece="dst", order="dst")}
-
-    def _overlaps_in(self, at: RankInGroup) -> NDArray[np.int64]:
-        return _numbers(i for i, overlap in enumerate(at.pattern.overlaps) if overlap.dst == at.part)
 
     def _local(self, at: RankInGroup, overlaps: NDArray[np.int64], member_of: NDArray[np.int64], overlap_of: NDArray[np.int64],
                piece: _End, order: _End) -> _Columns:  # fmt: skip
@@ -259,7 +242,8 @@ class _Expansion:
             tensor[:, column] = self._tensor_ids(transfers, local.tensor, source)
             slot_stride = row_major_strides(local.view)[local.slot_dim] if local.slot_dim >= 0 else 0
             offset[:, column] = local.offset(overlap.region.start) + slots * slot_stride
-            strided_box[column] = self._strided_box(_wire_box(overlap.region, src if order == "src" else dst, local))
+            box = _wire_box(overlap.region, src if order == "src" else dst, local)
+            strided_box[column] = self.strided_boxes.setdefault(box, len(self.strided_boxes))
         return {
             "tensor": tensor[member_of, overlap_of],
             "strided_box": strided_box[overlap_of],
@@ -275,15 +259,12 @@ class _Expansion:
         ids = [self.tensors.setdefault(tensor, len(self.tensors)) for tensor in tensors]
         return np.repeat(np.array(ids, dtype=np.int64), transfers.members // len(names))
 
-    def _strided_box(self, strided_box: StridedBox) -> int:
-        return self.strided_boxes.setdefault(strided_box, len(self.strided_boxes))
-
     def _padding(self) -> Iterator[tuple[int, int, StridedBox]]:
         """(tensor, offset, strided box) of what no parameter fills, maybe several times."""
         for at in self.plan.groups_of(self.world, self.rank):
             for padding in at.partition.padding_of(at.part):
                 strides = row_major_strides(padding.tensor.shape)
-                offset = sum(low * stride for low, stride in zip(padding.box.start, strides, strict=True))
+                offset = ravel(padding.box.start, padding.tensor.shape)
                 for tensor in dict.fromkeys(self._tensor_ids(at.transfers, padding.tensor, source=False).tolist()):
                     yield tensor, offset, StridedBox(padding.box.extents, strides)
 
@@ -308,10 +289,6 @@ def _wave_of(transfers: TransferGroup) -> NDArray[np.int64]:
     return (2 * np.arange(transfers.members) + 1) * WAVES // (2 * transfers.members)
 
 
-def _numbers(values: Iterable[int]) -> NDArray[np.int64]:
-    return np.array(list(values), dtype=np.int64)
-
-
 def _wire_box(region: Region, ordering: Piece, local: Piece) -> StridedBox:
     """Extents and strides in wire order: the sender's memory order, so that it reads forwards. Unit dims are dropped."""
     order = sorted(range(len(region.start)), key=lambda dim: -ordering.strides[dim])
@@ -323,7 +300,6 @@ def _table(parts: list[dict[str, NDArray[np.int64]]]) -> TransferTable:
     columns: dict[str, Any] = {}
     for name in _COLUMNS:
         dtype = np.int64 if name in _WIDE else np.int32
-        columns[name] = (
-            np.concatenate([part[name] for part in parts]).astype(dtype) if parts else np.zeros(0, dtype=dtype)
-        )
+        values = [part[name] for part in parts] or [np.zeros(0, np.int64)]
+        columns[name] = np.concatenate(values).astype(dtype)
     return TransferTable(**columns)

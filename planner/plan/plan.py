@@ -155,9 +155,19 @@ class RankInGroup:
     index: int  # into Plan.transfer_groups
     transfers: TransferGroup
     pattern: TransferPattern
-    partition: Partition  # of the pattern, on the rank's own side
+    world: World
     part: int
     replica: int
+
+    @property
+    def partition(self) -> Partition:
+        return self.pattern.src if self.world == "train" else self.pattern.dst
+
+    @property
+    def overlaps(self) -> NDArray[np.int64]:
+        """The numbers of the overlaps that its part sends or receives."""
+        parts = self.pattern.src_parts if self.world == "train" else self.pattern.dst_parts
+        return np.flatnonzero(parts == self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,13 +268,12 @@ class Plan:
         """The transfer groups that a rank takes part in, in order."""
         places: dict[int, tuple[int, int] | None] = {}  # by rank grid
         for index, transfers in enumerate(self.transfer_groups):
-            pattern = self.patterns[transfers.pattern]
-            grid, partition = (transfers.src, pattern.src) if world == "train" else (transfers.dst, pattern.dst)
+            grid = transfers.src if world == "train" else transfers.dst
             if grid not in places:
                 entries = np.argwhere(self.rank_grids[grid] == rank)
                 places[grid] = (int(entries[0, 0]), int(entries[0, 1])) if len(entries) else None
             if (place := places[grid]) is not None:
-                yield RankInGroup(index, transfers, pattern, partition, *place)
+                yield RankInGroup(index, transfers, self.patterns[transfers.pattern], world, *place)
 
     def src_replicas(self, transfers: TransferGroup) -> int:
         return self.rank_grids[transfers.src].shape[1]

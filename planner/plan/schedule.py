@@ -13,22 +13,10 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.planner.layout.geometry import LocalTensor
+from mcore_reshard.planner.layout.geometry import LocalTensor as LocalTensor
 from mcore_reshard.planner.model.parameters import ParameterGroup
 
 World = Literal["train", "gen"]
-
-__all__ = [
-    "Cast",
-    "LocalTensor",
-    "Relay",
-    "Schedule",
-    "SourceTable",
-    "StageSchedule",
-    "StridedBox",
-    "TransferTable",
-    "World",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +86,7 @@ class Schedule:
     padding: tuple[tuple[int, int, StridedBox], ...]
     misc: tuple[str, ...]  # HF names that travel by the misc route
     names: Mapping[int, MemberNames]  # by transfer group
-    pairs: tuple[
-        tuple[ParameterGroup, ParameterGroup], ...
-    ] = ()  # quantized weights and their scales, of the whole plan
+    pairs: tuple[tuple[ParameterGroup, ParameterGroup], ...] = ()  # quantized weights, their scales; of the whole plan
     casts: tuple[Cast, ...] = ()  # training ranks: what changes its dtype before it is sent
     # Training ranks: indices of tensors that the trainer does not have, the scales that casts compute. They are sent as
     # any other tensor.

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .plan import Plan, RankInGroup, TransferGroup
 
 Route = Literal["bulk", "misc", "excluded", "padding"]
+Seat = tuple[World, int]  # a rank of one world
+Index = tuple[int, ...]
 
 
 class UnknownElementError(LookupError):
@@ -49,7 +51,7 @@ class Place:
     strides: tuple[int, ...]  # in elements, of each dim of the parameter's view
 
     @property
-    def index(self) -> tuple[int, ...]:
+    def index(self) -> Index:
         """The same element in the tensor's own shape."""
         return unravel(self.offset, self.shape)
 
@@ -112,7 +114,7 @@ def transfers_of(
     return _of_parameter(plan, parameter, seat, element)
 
 
-def parse_rank(plan: Plan, text: str) -> tuple[World, int]:
+def parse_rank(plan: Plan, text: str) -> Seat:
     """ "gen:3" -> ("gen", 3). Raises UnknownElementError for anything that is no rank of the plan."""
     match = re.fullmatch(r"(train|gen):([0-9]+)", text)
     if match is None:
@@ -167,9 +169,7 @@ def local_tensors(plan: Plan, world: World, rank: int) -> dict[str, LocalTensor]
 # --- by parameter
 
 
-def _of_parameter(
-    plan: Plan, name: str, seat: tuple[World, int] | None, element: Sequence[int] | None
-) -> Iterator[Transfer]:
+def _of_parameter(plan: Plan, name: str, seat: Seat | None, element: Sequence[int] | None) -> Iterator[Transfer]:
     number, layer, expert = find_parameter(plan, name)
     point = None if element is None else _point(plan.groups[number], name, element)
 
@@ -180,9 +180,7 @@ def _of_parameter(
     return _of_members(plan, members_of, {number: [name]}, seat, point)
 
 
-def _of_glob(
-    plan: Plan, glob: str | None, seat: tuple[World, int] | None, element: Sequence[int] | None
-) -> Iterator[Transfer]:
+def _of_glob(plan: Plan, glob: str | None, seat: Seat | None, element: Sequence[int] | None) -> Iterator[Transfer]:
     matches: Callable[[str], Any] = re.compile(translate(glob or "*")).match
     if element is not None:
         raise UnknownElementError(f"element {list(element)} of which parameter? Name one in place of {glob!r}")
@@ -204,8 +202,8 @@ def _of_members(
     plan: Plan,
     members_of: Callable[[int, TransferGroup], Sequence[int]],
     names: dict[int, list[str]],  # by group, where it may be off the bulk route
-    seat: tuple[World, int] | None,
-    point: tuple[int, ...] | None,
+    seat: Seat | None,
+    point: Index | None,
 ) -> Iterator[Transfer]:
     for route, unplanned in (("misc", plan.misc), ("excluded", plan.excluded)) if seat is None else ():
         for entry in unplanned:
@@ -214,29 +212,21 @@ def _of_members(
             for name in names.get(entry.group, ()):
                 yield Transfer(name, route, entry.reason, group.view, None, group.nbytes, element=element)  # type: ignore[arg-type]
     if seat is None:
-        groups = enumerate(plan.transfer_groups)
-        parts: Iterator[tuple[int, TransferGroup, int | None]] = ((i, transfers, None) for i, transfers in groups)
+        numbered = enumerate(plan.transfer_groups)
+        uses: Iterator[tuple[int, TransferGroup, Sequence[int]]] = (
+            (i, transfers, range(len(plan.patterns[transfers.pattern].overlaps))) for i, transfers in numbered
+        )
     else:
-        parts = ((at.index, at.transfers, at.part) for at in plan.groups_of(*seat))
-    for index, transfers, part in parts:
+        uses = ((at.index, at.transfers, at.overlaps.tolist()) for at in plan.groups_of(*seat))
+    for index, transfers, overlaps in uses:
         if len(members := members_of(index, transfers)):
-            numbered = enumerate(plan.patterns[transfers.pattern].overlaps)
-            overlaps = [
-                number
-                for number, overlap in numbered
-                if (seat is None or part == (overlap.src if seat[0] == "train" else overlap.dst))
-                and (point is None or overlap.region.holds(point))
-            ]
-            yield from _of_overlaps(plan, index, members, overlaps, seat, point)
+            every = plan.patterns[transfers.pattern].overlaps
+            here = [number for number in overlaps if point is None or every[number].region.holds(point)]
+            yield from _of_overlaps(plan, index, members, here, seat, point)
 
 
 def _of_overlaps(
-    plan: Plan,
-    index: int,
-    members: Sequence[int],
-    overlaps: Sequence[int],
-    seat: tuple[World, int] | None,
-    point: tuple[int, ...] | None,
+    plan: Plan, index: int, members: Sequence[int], overlaps: Sequence[int], seat: Seat | None, point: Index | None
 ) -> Iterator[Transfer]:
     """What each destination replica gets of some members and overlaps of a transfer group."""
     if not overlaps:
@@ -244,15 +234,13 @@ def _of_overlaps(
     transfers = plan.transfer_groups[index]
     pattern, group = plan.patterns[transfers.pattern], plan.groups[transfers.group]
     src_ranks, dst_ranks = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
-    member, overlap = np.array(members)[:, None, None], np.array(overlaps)[None, :, None]
-    replica = np.arange(dst_ranks.shape[1])[None, None, :]
+    member, overlap = np.array(members)[:, None, None], np.array(overlaps)[:, None]
+    replica = np.arange(dst_ranks.shape[1])
     served_by = plan.served_by(transfers, member, overlap, replica)
     src = src_ranks[pattern.src_parts[overlap], served_by]  # [members, overlaps, replicas]
     dst = np.broadcast_to(dst_ranks[pattern.dst_parts[overlap], replica], src.shape)
-    landing = dst
-    if plan.relay:
-        landed = dst_ranks[pattern.dst_parts[overlap], plan.lands_on(transfers, member, overlap)]
-        landing = np.broadcast_to(landed, src.shape)
+    lands_on = plan.lands_on(transfers, member, overlap) if plan.relay else replica
+    landing = np.broadcast_to(dst_ranks[pattern.dst_parts[overlap], lands_on], src.shape)
     chosen = np.ones(src.shape, bool) if seat is None else (src if seat[0] == "train" else dst) == seat[1]
     element, names = None if point is None else _element(group, point), plan.names_of(transfers)
     for i, j, r in np.argwhere(chosen).tolist():
@@ -273,9 +261,7 @@ def _of_overlaps(
         )
 
 
-def _place(
-    world: World, rank: int, piece: Piece, transfers: TransferGroup, member: int, point: tuple[int, ...]
-) -> Place:
+def _place(world: World, rank: int, piece: Piece, transfers: TransferGroup, member: int, point: Index) -> Place:
     tensor, offset = piece.tensor, piece.offset(point, transfers.slot(world, member))
     name = transfers.tensor_name(tensor, world, member)
     return Place(world, rank, name, tensor.shape, tensor.dtype, offset, piece.strides)
@@ -286,14 +272,14 @@ def _place(
 
 def _of_tensor(plan: Plan, name: str, world: World, rank: int, element: Sequence[int] | None) -> Iterator[Transfer]:
     """What one rank moves of one of its tensors; an element that is padding gives one transfer with one place."""
-    held: list[tuple[RankInGroup, int, list[int]]] = []
+    pieces: list[tuple[RankInGroup, int, list[int]]] = []
     known: LocalTensor | None = None
     padding: list[Region] = []
     for seat in plan.groups_of(world, rank):
         for number, piece in enumerate(seat.partition.pieces[seat.part]):
             if members := _members_in(seat.transfers, piece.tensor, world, name):
                 known = piece.tensor
-                held.append((seat, number, members))
+                pieces.append((seat, number, members))
         for entry in seat.partition.padding_of(seat.part):
             if _members_in(seat.transfers, entry.tensor, world, name):
                 known = entry.tensor
@@ -306,14 +292,14 @@ def _of_tensor(plan: Plan, name: str, world: World, rank: int, element: Sequence
         place = Place(world, rank, name, known.shape, known.dtype, offset, ())
         src, dst = (place, None) if world == "train" else (None, place)
         return iter([Transfer("", "padding", "no parameter fills it", src=src, dst=dst)])
-    return _of_pieces(plan, held, world, rank, offset)
+    return _of_pieces(plan, pieces, world, rank, offset)
 
 
 def _of_pieces(
-    plan: Plan, held: Sequence[tuple[RankInGroup, int, list[int]]], world: World, rank: int, offset: int | None
+    plan: Plan, pieces: Sequence[tuple[RankInGroup, int, list[int]]], world: World, rank: int, offset: int | None
 ) -> Iterator[Transfer]:
     """What one rank moves of some of its pieces (by number, with the members that lie in the tensor)."""
-    for seat, number, members in held:
+    for seat, number, members in pieces:
         piece = seat.partition.pieces[seat.part][number]
         ends = [(o.src, o.src_piece) if world == "train" else (o.dst, o.dst_piece) for o in seat.pattern.overlaps]
         overlaps = [i for i, end in enumerate(ends) if end == (seat.part, number)]
@@ -339,18 +325,18 @@ def _members_in(transfers: TransferGroup, tensor: LocalTensor, world: World, nam
 # --- indices
 
 
-def _point(group: ParameterGroup, name: str, element: Sequence[int]) -> tuple[int, ...]:
+def _point(group: ParameterGroup, name: str, element: Sequence[int]) -> Index:
     """An index of the HF parameter, in coordinates of the group's view."""
     offset = _checked_offset(name, group.shape, element)
     return tuple(element) if group.shape == group.view else unravel(offset, group.view)
 
 
-def _element(group: ParameterGroup, point: tuple[int, ...]) -> tuple[int, ...]:
+def _element(group: ParameterGroup, point: Index) -> Index:
     return point if group.shape == group.view else unravel(ravel(point, group.view), group.shape)
 
 
-def _checked_offset(what: str, shape: tuple[int, ...], index: Sequence[int]) -> int:
-    if len(index) != len(shape) or not all(0 <= at < size for at, size in zip(index, shape, strict=True)):
+def _checked_offset(what: str, shape: Index, index: Sequence[int]) -> int:
+    if len(index) != len(shape) or not all(0 <= number < size for number, size in zip(index, shape, strict=True)):
         last = ",".join(str(size - 1) for size in shape)
         raise UnknownElementError(
             f"index [{','.join(map(str, index))}] is outside of {what}, which has shape {list(shape)}:"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from itertools import pairwise
 from math import prod
 from string import Formatter
@@ -17,7 +17,7 @@ from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup, Rol
 from mcore_reshard.planner.plan.plan import GroupCast, Plan, TransferGroup, TransferPattern
 
 from .quantized import check_pair_references
-from .report import Violation, ranks_of
+from .report import Violation, distinct, ranks_of
 from .storage import MEGATRON, sections_fault, shared_name_fault, storage_fault
 from .tiling import tiling_fault
 
@@ -29,6 +29,11 @@ class Fault(NamedTuple):
     src_part: int | None
     dst_part: int | None
     message: str
+
+
+def _sides(pattern: TransferPattern) -> tuple[tuple[Partition, bool], ...]:
+    """Both partitions, and whether they are the source's."""
+    return (pattern.src, True), (pattern.dst, False)
 
 
 def _ends(part: int, is_src: bool) -> tuple[int | None, int | None]:
@@ -82,12 +87,12 @@ def _dangling(plan: Plan, transfers: TransferGroup) -> str:
 
 
 def _member_faults(transfers: TransferGroup, group: ParameterGroup) -> Iterator[str]:
-    layers = [at.layer for at in transfers.layers]
+    layers = [place.layer for place in transfers.layers]
     if not layers or len(set(layers)) != len(layers) or not set(layers) <= set(group.layers or (-1,)):
         yield f"layers {layers} are not layers of {group.layers or 'no layer'}, once each"
-    low, high = transfers.experts
-    if not (0 <= low < high <= group.experts if group.experts else (low, high) == (0, 0)):
-        yield f"experts [{low}, {high}) are not among {group.experts}"
+    start, stop = transfers.experts
+    if not (0 <= start < stop <= group.experts if group.experts else (start, stop) == (0, 0)):
+        yield f"experts [{start}, {stop}) are not among {group.experts}"
 
 
 def _part_faults(plan: Plan, transfers: TransferGroup) -> Iterator[str]:
@@ -109,10 +114,9 @@ def _part_faults(plan: Plan, transfers: TransferGroup) -> Iterator[str]:
 
 def check_pieces(plan: Plan) -> Iterator[Violation]:
     """Pieces lie inside of their parameter and of their tensor, and so does padding; dtypes are known."""
-    for index, transfers in _first_uses(plan):
-        pattern, view = plan.patterns[index], plan.groups[transfers.group].view
-        for partition, is_src in ((pattern.src, True), (pattern.dst, False)):
-            for part, message in _placing_faults(partition, Region.whole(view)):
+    for transfers, pattern, _, _ in _first_uses(plan):
+        for partition, is_src in _sides(pattern):
+            for part, message in _placing_faults(partition, Region.whole(plan.groups[transfers.group].view)):
                 yield Violation.of_group(plan, transfers, "bounds", message, *_ends(part, is_src))
 
 
@@ -186,44 +190,45 @@ def _group_violation(plan: Plan, group: int, message: str) -> Violation:
 def check_patterns(plan: Plan) -> Iterator[Violation]:
     """Cuts tile the parameter, overlaps tile the destination, and both lie in storage as declared."""
     serves: dict[tuple[bool, str], set[Role]] = defaultdict(set)
-    casts, scales = {cast.group: cast for cast in plan.casts}, {pair.scales for pair in plan.pairs}
     transposed = engine_named(plan.engine).transposed
-    for index, transfers in _first_uses(plan):
+    for transfers, pattern, cast, is_scales in _first_uses(plan):
         group = plan.groups[transfers.group]
-        for is_src, partition in ((True, plan.patterns[index].src), (False, plan.patterns[index].dst)):
+        for partition, is_src in _sides(pattern):
             for name in {piece.tensor.name for pieces in partition.pieces for piece in pieces}:
                 before = shared_name_fault(serves[is_src, name])
                 serves[is_src, name].add(group.role)
                 if not before and (message := shared_name_fault(serves[is_src, name])):
                     yield Violation.of_group(plan, transfers, "names", f"{name} {message}")
-        faults = [*_move_faults(plan.patterns[index], casts.get(transfers.group))]
-        if transfers.group not in scales:  # those lie as their weights do, which is checked of pairs
-            faults += _storage_faults(plan.patterns[index], group, transposed)
-        for fault in (*_pattern_faults(plan.patterns[index], group, transfers.group in scales), *faults):
-            yield Violation.of_group(plan, transfers, fault.rule, fault.message, fault.src_part, fault.dst_part)
+        faults = [*_pattern_faults(pattern, group, is_scales), *_overlap_faults(pattern, cast)]
+        if not is_scales:  # those lie as their weights do, which is checked of pairs
+            faults += _storage_faults(pattern, group, transposed)
+        for rule, src_part, dst_part, message in faults:
+            yield Violation.of_group(plan, transfers, rule, message, src_part, dst_part)
 
 
-def _first_uses(plan: Plan) -> Iterator[tuple[int, TransferGroup]]:
-    """Each pattern with the first transfer group of each way of using it (shape, role, in layers or not, experts or not, cast)."""
-    seen: set[object] = set()
+def _first_uses(plan: Plan) -> Iterator[tuple[TransferGroup, TransferPattern, GroupCast | None, bool]]:
+    """Each pattern with the first transfer group of each way of using it, the group's cast, and whether it has scales."""
     casts, scales = {cast.group: cast for cast in plan.casts}, {pair.scales for pair in plan.pairs}
-    for transfers in plan.transfer_groups:
+
+    def use_of(transfers: TransferGroup) -> Hashable:
         group, cast = plan.groups[transfers.group], casts.get(transfers.group)
-        use = (transfers.pattern, group.view, group.role, bool(group.layers), bool(group.experts),
-               cast and (cast.src, cast.dst), transfers.group in scales)  # fmt: skip
-        if use not in seen:
-            seen.add(use)
-            yield transfers.pattern, transfers
+        return (transfers.pattern, group.view, group.role, bool(group.layers), bool(group.experts),
+                cast and (cast.src, cast.dst), transfers.group in scales)  # fmt: skip
+
+    for transfers in distinct(plan, use_of):
+        yield transfers, plan.patterns[transfers.pattern], casts.get(transfers.group), transfers.group in scales
 
 
 def _pattern_faults(pattern: TransferPattern, group: ParameterGroup, is_scales: bool) -> Iterator[Fault]:
     whole = Region.whole(group.view)
     if message := tiling_fault(whole, [piece.region for pieces in pattern.src.pieces for piece in pieces]):
         yield Fault("source", None, None, f"source parts do not tile the parameter {whole}: {message}")
-    wanted = list({piece.region: None for pieces in pattern.dst.pieces for piece in pieces})
-    if not is_scales and (message := tiling_fault(whole, wanted)):  # of scales the proof of pairs knows who wants which
+    regions = list({piece.region: None for pieces in pattern.dst.pieces for piece in pieces})
+    if not is_scales and (
+        message := tiling_fault(whole, regions)
+    ):  # of scales the proof of pairs knows who wants which
         yield Fault("consumed", None, None, f"destination parts do not tile the parameter {whole}: {message}")
-    for partition, is_src in ((pattern.src, True), (pattern.dst, False)):
+    for partition, is_src in _sides(pattern):
         for part, pieces in enumerate(partition.pieces):
             for message in _name_faults(pieces, group, is_src):
                 yield Fault("names", *_ends(part, is_src), message)
@@ -235,21 +240,20 @@ def _pattern_faults(pattern: TransferPattern, group: ParameterGroup, is_scales: 
 
 
 def _storage_faults(pattern: TransferPattern, group: ParameterGroup, engine: Transposed) -> Iterator[Fault]:
-    for partition, is_src in ((pattern.src, True), (pattern.dst, False)):
+    for partition, is_src in _sides(pattern):
         for part, pieces in enumerate(partition.pieces):
             for piece in pieces:
                 if message := storage_fault(piece, group.role, MEGATRON if is_src else engine):
                     yield Fault("storage", *_ends(part, is_src), message)
 
 
-def _move_faults(pattern: TransferPattern, cast: GroupCast | None) -> Iterator[Fault]:
+def _overlap_faults(pattern: TransferPattern, cast: GroupCast | None) -> Iterator[Fault]:
     arriving: dict[tuple[int, int], list[Region]] = defaultdict(list)
     for overlap in pattern.overlaps:
-        held = pattern.src.pieces[overlap.src][overlap.src_piece].region
-        src = pattern.src.pieces[overlap.src][overlap.src_piece].tensor
-        dst = pattern.dst.pieces[overlap.dst][overlap.dst_piece].tensor
-        if len(overlap.region.start) != len(held.start) or not held.contains(overlap.region):
-            yield Fault("cover", overlap.src, overlap.dst, f"{overlap.region} is sent by a part that holds {held}")
+        src_piece, dst_piece = pattern.ends(overlap)
+        source, src, dst = src_piece.region, src_piece.tensor, dst_piece.tensor
+        if len(overlap.region.start) != len(source.start) or not source.contains(overlap.region):
+            yield Fault("cover", overlap.src, overlap.dst, f"{overlap.region} is sent by a part that holds {source}")
         if not overlap.region.elements:
             yield Fault("cover", overlap.src, overlap.dst, f"{overlap.region} is empty")
         if src.dtype != dst.dtype if cast is None else (src.dtype, dst.dtype) != (cast.src, cast.dst):
@@ -271,15 +275,12 @@ def _name_faults(pieces: tuple[Piece, ...], group: ParameterGroup, is_src: bool)
         except ValueError as error:
             yield f"{name!r} is no pattern: {error}"
             continue
-        wanted = {"vp"} if is_src else set()
-        if group.layers:
-            wanted.add("layer")
-        if group.experts and not stacked:
-            wanted.add("expert")
+        numbered = {"vp": is_src, "layer": bool(group.layers), "expert": group.experts and not stacked}
+        required = {field for field, varies in numbered.items() if varies}
         if stacked and not group.experts:
             yield f"{name} stacks experts, {group.name_pattern} has none"
-        if fields != wanted:
-            yield f"{name} varies with {sorted(fields) or 'nothing'}, must vary with {sorted(wanted) or 'nothing'}"
+        if fields != required:
+            yield f"{name} varies with {sorted(fields) or 'nothing'}, must vary with {sorted(required) or 'nothing'}"
 
 
 def _partition_faults(partition: Partition, padded_each: bool) -> Iterator[tuple[int, str, str]]:
@@ -289,14 +290,14 @@ def _partition_faults(partition: Partition, padded_each: bool) -> Iterator[tuple
     """
     filled = [(part, pieces) for part, pieces in enumerate(partition.pieces) if pieces]
     tensors = {piece.tensor.name: piece.tensor for _, pieces in filled for piece in pieces}
-    for (before, held), (part, pieces) in pairwise(filled):
-        if {piece.tensor for piece in pieces} != {piece.tensor for piece in held}:
-            message = f"parts {before} and {part} lie in different tensors: {_tensors(held)} and {_tensors(pieces)}"
+    for (before, earlier), (part, pieces) in pairwise(filled):
+        if {piece.tensor for piece in pieces} != {piece.tensor for piece in earlier}:
+            message = f"parts {before} and {part} lie in different tensors: {_tensors(earlier)} and {_tensors(pieces)}"
             yield part, "names", message
-        matched = len(held) == len(pieces)
-        for low, high in zip(held, pieces, strict=True) if matched else [(held[0], pieces[0])]:
-            if low.region.start > high.region.start:
-                yield part, "order", f"part {part} holds {high.region}, part {before} before it {low.region}"
+        matched = len(earlier) == len(pieces)
+        for first, second in zip(earlier, pieces, strict=True) if matched else [(earlier[0], pieces[0])]:
+            if first.region.start > second.region.start:
+                yield part, "order", f"part {part} holds {second.region}, part {before} before it {first.region}"
     for part, pieces in filled:
         if message := _experts_fault(pieces):
             yield part, "order", message
@@ -314,14 +315,16 @@ def _partition_faults(partition: Partition, padded_each: bool) -> Iterator[tuple
 
 def _experts_fault(pieces: tuple[Piece, ...]) -> str:
     """Where one parameter holds all experts, each with a tensor of its own: experts ascend with the tensors' numbers."""
-    held = {piece.tensor.name: piece.region for piece in pieces}
-    if len(held) == 1:
+    starts = {piece.tensor.name: piece.region.start[0] for piece in pieces}
+    if len(starts) == 1:
         return ""
     for piece in pieces:
-        if piece.region.start[0] != held[piece.tensor.name].start[0]:
-            return f"{piece.tensor.name} holds parts of experts {piece.region.start[0]} and {held[piece.tensor.name].start[0]}"
-    numbered = sorted(held, key=lambda name: [int(part) if part.isdigit() else 0 for part in re.split(r"(\d+)", name)])
-    by_expert = sorted(held, key=lambda name: held[name].start[0])
+        if piece.region.start[0] != starts[piece.tensor.name]:
+            return f"{piece.tensor.name} holds parts of experts {piece.region.start[0]} and {starts[piece.tensor.name]}"
+    numbered = sorted(
+        starts, key=lambda name: [int(part) if part.isdigit() else 0 for part in re.split(r"(\d+)", name)]
+    )
+    by_expert = sorted(starts, key=lambda name: starts[name])
     wrong = next((names for names in zip(numbered, by_expert, strict=True) if names[0] != names[1]), None)
     return f"experts of {wrong[0]} and {wrong[1]} lie in each other's place" if wrong else ""
 

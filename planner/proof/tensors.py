@@ -51,10 +51,10 @@ def check_tensors(plan: Plan) -> Iterator[Violation]:
     for is_src in (True, False):
         contents, served = _contents(plan, is_src), _served(plan, is_src)
         checked: set[tuple[str, tuple[_Filling, ...]]] = set()
-        for rank, held in _rank_classes(plan, is_src):
+        for rank, parts in _rank_classes(plan, is_src):
             by_name: dict[str, list[_Entry]] = defaultdict(list)
-            for pair in held:
-                for name, entries in contents.get(pair, {}).items():
+            for part in parts:
+                for name, entries in contents.get(part, {}).items():
                     by_name[name] += entries
             for name, entries in by_name.items():
                 for place, fillings, transfers in _tensors_of(entries):
@@ -71,21 +71,21 @@ def check_tensors(plan: Plan) -> Iterator[Violation]:
 
 def _rank_classes(plan: Plan, is_src: bool) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
     """One rank of each class, with the (grid, part) pairs that its class holds."""
-    held: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    parts_of: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for grid in sorted({transfers.src if is_src else transfers.dst for transfers in plan.transfer_groups}):
         for part, ranks in enumerate(plan.rank_grids[grid].tolist()):
             for rank in ranks:
-                held[rank].append((grid, part))
+                parts_of[rank].append((grid, part))
     classes: dict[tuple[tuple[int, int], ...], int] = {}
-    for rank in sorted(held):
-        classes.setdefault(tuple(held[rank]), rank)
-    for pairs, rank in classes.items():
-        yield rank, pairs
+    for rank in sorted(parts_of):
+        classes.setdefault(tuple(parts_of[rank]), rank)
+    for parts, rank in classes.items():
+        yield rank, parts
 
 
 def _contents(plan: Plan, is_src: bool) -> _Contents:
     """For each (grid, part): what is put into each tensor (by the pattern of its name)."""
-    found: _Contents = defaultdict(lambda: defaultdict(list))
+    contents: _Contents = defaultdict(lambda: defaultdict(list))
     names_of: dict[int, list[list[str]]] = {}  # by pattern: the tensors of each part
     interned: dict[_Places, _Places] = {}
     for transfers in plan.transfer_groups:
@@ -93,24 +93,22 @@ def _contents(plan: Plan, is_src: bool) -> _Contents:
         partition = pattern.src if is_src else pattern.dst
         if transfers.pattern not in names_of:
             names_of[transfers.pattern] = [_names(partition, part) for part in range(len(partition.pieces))]
-        places: _Places = tuple((at.vp_stage, at.local) if is_src else (0, at.layer) for at in transfers.layers)
+        places: _Places = tuple((p.vp_stage, p.local) if is_src else (0, p.layer) for p in transfers.layers)
         places = interned.setdefault(places, places)
         grid, first = (transfers.src, transfers.src_slot) if is_src else (transfers.dst, transfers.dst_slot)
         stop = first + transfers.expert_count
         for part, names in enumerate(names_of[transfers.pattern]):
             entry = (places, _Filling(transfers.group, transfers.pattern, part, first, stop), transfers)
             for name in names:
-                found[grid, part][name].append(entry)
-    return found
+                contents[grid, part][name].append(entry)
+    return contents
 
 
 def _served(plan: Plan, is_src: bool) -> dict[str, set[Role]]:
     """The roles that tensors of each name hold."""
     served: dict[str, set[Role]] = defaultdict(set)
-    for pattern_index, role in {
-        (transfers.pattern, plan.groups[transfers.group].role) for transfers in plan.transfer_groups
-    }:
-        pattern = plan.patterns[pattern_index]
+    for number, role in {(transfers.pattern, plan.groups[transfers.group].role) for transfers in plan.transfer_groups}:
+        pattern = plan.patterns[number]
         partition = pattern.src if is_src else pattern.dst
         for part in range(len(partition.pieces)):
             for name in _names(partition, part):
@@ -119,8 +117,8 @@ def _served(plan: Plan, is_src: bool) -> dict[str, set[Role]]:
 
 
 def _names(partition: Partition, part: int) -> list[str]:
-    padding = partition.padding[part] if partition.padding else ()
-    return list(dict.fromkeys([*(p.tensor.name for p in partition.pieces[part]), *(p.tensor.name for p in padding)]))
+    tensors = [p.tensor for p in partition.pieces[part]] + [p.tensor for p in partition.padding_of(part)]
+    return list(dict.fromkeys(tensor.name for tensor in tensors))
 
 
 def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tuple[_Filling, ...], TransferGroup]]:
@@ -154,8 +152,8 @@ def _tensor_fault(
         whole = whole.within(slot_dim, 0, 1)
         if cuts[0] != 0 or cuts[-1] != view[slot_dim]:
             return "tensors", f"slots {cuts[0]} to {cuts[-1] - 1} are filled, it has {view[slot_dim]}"
-    for low, high in pairwise(cuts):
-        filled = tuple(filling[:3] for filling in fillings if filling.first <= low < filling.stop)
+    for first, stop in pairwise(cuts):
+        filled = tuple(filling[:3] for filling in fillings if filling.first <= first < filling.stop)
         if filled in checked:
             continue
         checked.add(filled)
@@ -163,7 +161,7 @@ def _tensor_fault(
         if is_src:
             parts = list(dict.fromkeys(parts))  # several transfer groups may read one group's bytes
         if message := tiling_fault(whole, [part.box for part in parts]):
-            which = f"slots {low} to {high - 1} of " if slot_dim >= 0 else ""
+            which = f"slots {first} to {stop - 1} of " if slot_dim >= 0 else ""
             return "tensors", f"{which}{tensor.shape} are not held by exactly one parameter each: {message}"
         padded_each = any(part.group in scales for part in parts)
         if message := _order_fault(parts, served, is_src, padded_each):
@@ -181,7 +179,7 @@ def _parts(
         if piece.tensor.name == name:
             parts.append(_Part(piece.local(), group, piece.region, plan.groups[group].role))
             forms.add((piece.tensor, piece.view, piece.slot_dim))
-    for padding in partition.padding[part] if partition.padding else ():
+    for padding in partition.padding_of(part):
         if padding.tensor.name == name:
             parts.append(_Part(padding.box, -1, padding.box, plan.groups[group].role))
             forms.add((padding.tensor, padding.tensor.shape, -1))
