@@ -92,18 +92,17 @@ class _Planner:
             groups += [entry.group] if entry.scales is None else [entry.group, entry.scales]
             pairs += [] if entry.scales is None else [QuantizedPair(index, index + 1, entry.block, entry.touched)]
             if not isinstance(entry.route, BulkRoute):
-                unplanned[type(entry.route)] += [
-                    UnplannedGroup(i, entry.route.reason) for i in range(index, len(groups))
-                ]
+                indices = range(index, len(groups))
+                unplanned[type(entry.route)] += [UnplannedGroup(i, entry.route.reason) for i in indices]
                 continue
             casts += [] if entry.cast is None else [GroupCast(index, *entry.cast)]
             transfer_groups += self._transfer_groups(index, entry.route.src, entry.route.dst)
             if entry.scales is not None:
                 self._scales.update(self._scale_patterns(index, entry.route, entry.block))
         transfer_groups.sort(key=_order)
-        patterns = tuple(
-            TransferPattern(*ends, overlaps) for ends, overlaps in zip(self._patterns, self._overlaps, strict=True)
-        )
+        cuts = zip(self._patterns, self._overlaps, strict=True)
+        patterns = tuple(TransferPattern(*ends, overlaps) for ends, overlaps in cuts)
+        balanced = balance(transfer_groups, patterns, self._rank_grids, "train", self._train.world, relay=False)
         plan = Plan(
             model=self._model,
             train=self._train,
@@ -113,9 +112,7 @@ class _Planner:
             groups=tuple(groups),
             patterns=patterns,
             rank_grids=tuple(self._rank_grids),
-            transfer_groups=self._with_scales(
-                balance(transfer_groups, patterns, self._rank_grids, "train", self._train.world, relay=False)
-            ),
+            transfer_groups=self._with_scales(balanced),
             misc=tuple(unplanned[Misc]),
             excluded=tuple(unplanned[Excluded]),
             pairs=tuple(pairs),
@@ -150,41 +147,25 @@ class _Planner:
     def _transfer_groups(
         self, group: int, source: Iterable[PartitionOwners], destination: Iterable[PartitionOwners]
     ) -> Iterable[TransferGroup]:
-        wanted: dict[int, list[PartitionOwners]] = {}
-        for owners in destination:
-            wanted.setdefault(owners.pp_stage, []).append(owners)
-        for owner_sets in wanted.values():
-            owner_sets.sort(key=lambda owners: owners.experts)
-        starts = {stage: [p.experts[0] for p in owner_sets] for stage, owner_sets in wanted.items()}
-        stops = {stage: [p.experts[1] for p in owner_sets] for stage, owner_sets in wanted.items()}
+        by_stage: dict[int, list[PartitionOwners]] = {}
+        for dst in sorted(destination, key=lambda owners: owners.experts):
+            by_stage.setdefault(dst.pp_stage, []).append(dst)
+        starts = {stage: [dst.experts[0] for dst in owner_sets] for stage, owner_sets in by_stage.items()}
+        stops = {stage: [dst.experts[1] for dst in owner_sets] for stage, owner_sets in by_stage.items()}
         for src in source:
-            for stage, owner_sets in wanted.items():
+            for stage, owner_sets in by_stage.items():
                 first, last = 0, len(owner_sets)
                 if src.experts[1]:
                     first = bisect_right(stops[stage], src.experts[0])
                     last = bisect_left(starts[stage], src.experts[1])
                 for dst in owner_sets[first:last]:
-                    transfers = self._transfers_of(group, src, dst)
-                    if transfers is not None:
-                        yield transfers
-
-    def _transfers_of(self, group: int, src: PartitionOwners, dst: PartitionOwners) -> TransferGroup | None:
-        wanted = {place.layer for place in dst.layers}
-        layers = tuple(place for place in src.layers if place.layer in wanted)
-        experts = (max(src.experts[0], dst.experts[0]), min(src.experts[1], dst.experts[1]))
-        if not layers:
-            return None
-        return TransferGroup(
-            group=group,
-            pattern=self._pattern_index(src.partition, dst.partition),
-            pp_stage=src.pp_stage,
-            src=self._rank_grid(src.ranks),
-            dst=self._rank_grid(dst.ranks),
-            layers=layers,
-            experts=experts,
-            src_slot=experts[0] - src.experts[0],
-            dst_slot=experts[0] - dst.experts[0],
-        )
+                    layers_of_dst = {place.layer for place in dst.layers}
+                    if layers := tuple(place for place in src.layers if place.layer in layers_of_dst):
+                        experts = max(src.experts[0], dst.experts[0]), min(src.experts[1], dst.experts[1])
+                        pattern = self._pattern_index(src.partition, dst.partition)
+                        grids = self._rank_grid(src.ranks), self._rank_grid(dst.ranks)
+                        slots = experts[0] - src.experts[0], experts[0] - dst.experts[0]
+                        yield TransferGroup(group, pattern, src.pp_stage, *grids, layers, experts, *slots)
 
     def _pattern_index(self, src: Partition, dst: Partition) -> int:
         identity = (id(src), id(dst))  # hashing parts is slow, and the experts of a group share theirs
@@ -227,22 +208,17 @@ def _intersect(src: Partition, dst: Partition) -> tuple[Overlap, ...]:
 
     Pieces are looked up along dim 0 of the parameter, so that the cost follows the number of overlaps.
     """
-    held = sorted(
-        (
-            (piece.region.start[0], piece.region.stop[0], c, p)
-            for c, pieces in enumerate(src.pieces)
-            for p, piece in enumerate(pieces)
-        )
-    )
-    starts = [entry[0] for entry in held]
-    longest = max((stop - start for start, stop, _, _ in held), default=0)
+    places = [(part, number) for part, pieces in enumerate(src.pieces) for number in range(len(pieces))]
+    rows = [(src.pieces[p][n].region.start[0], src.pieces[p][n].region.stop[0], p, n) for p, n in places]
+    rows.sort()
+    starts = [start for start, *_ in rows]
+    longest = max((stop - start for start, stop, *_ in rows), default=0)
     overlaps = []
-    for c, pieces in enumerate(dst.pieces):
-        for p, piece in enumerate(pieces):
-            low, high = piece.region.start[0], piece.region.stop[0]
-            near = held[bisect_left(starts, low - longest) : bisect_left(starts, high)]
-            for _, _, src_c, src_p in near:
-                region = src.pieces[src_c][src_p].region.intersect(piece.region)
+    for part, pieces in enumerate(dst.pieces):
+        for number, piece in enumerate(pieces):
+            start, stop = piece.region.start[0], piece.region.stop[0]
+            for *_, src_part, src_number in rows[bisect_left(starts, start - longest) : bisect_left(starts, stop)]:
+                region = src.pieces[src_part][src_number].region.intersect(piece.region)
                 if region is not None:
-                    overlaps.append(Overlap(src_c, src_p, c, p, region))
+                    overlaps.append(Overlap(src_part, src_number, part, number, region))
     return tuple(overlaps)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from mcore_reshard.planner.layout.block_scales import in_dtype, splits_blocks
 from mcore_reshard.planner.layout.engines import Engine
+from mcore_reshard.planner.layout.geometry import LocalTensor
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Layout, Misc, Partition, PartitionOwners
 from mcore_reshard.planner.layout.transformer_engine import computed_scales
@@ -21,6 +22,7 @@ from .plan import Policy
 
 _QKV_ROLES = {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS}
 
+Placed = tuple[PartitionOwners, ...] | Misc | Excluded
 ScalesOf = Mapping[int, tuple[Partition, Partition]]  # id of a weight's parts -> those parts and the ones of its scales
 
 
@@ -67,91 +69,87 @@ class Router:
 
     def routes(self) -> list[RoutedGroup]:
         groups = [*zip(self._source.model_parameters.groups, self._destination.model_parameters.groups, strict=True)]
-        routed = [self._routed(held, wanted) for held, wanted in groups]
+        routed = [self._routed(train_group, gen_group) for train_group, gen_group in groups]
         self._keep_fused_together(routed)
-        return [_saying_what_is_cast(held, entry) for (held, _), entry in zip(groups, routed, strict=True)]
+        return [
+            _saying_what_is_cast(train_group, entry) for (train_group, _), entry in zip(groups, routed, strict=True)
+        ]
 
-    def _routed(self, held: ParameterGroup, wanted: ParameterGroup) -> RoutedGroup:
-        gen = self._destination.precision
-        layer = next(iter(wanted.layers), None)  # groups are divided: its layers are alike
-        form = gen.format if self._engine.quantizes(wanted, layer, self._destination.model_parameters) else None
-        destination = self._destination.layout.place(wanted)
-        if form is not None and len(wanted.view) != 2:
+    def _routed(self, train_group: ParameterGroup, gen_group: ParameterGroup) -> RoutedGroup:
+        layer = next(iter(gen_group.layers), None)  # groups are divided: its layers are alike
+        quantized = self._engine.quantizes(gen_group, layer, self._destination.model_parameters)
+        form = self._destination.precision.format if quantized else None
+        destination = self._destination.layout.place(gen_group)
+        if form is not None and len(gen_group.view) != 2:
             reason = (
-                f"no layout rule for {form.name} {wanted.role.value!r}, which Hugging Face does not keep as a matrix"
+                f"no layout rule for {form.name} {gen_group.role.value!r}, which Hugging Face does not keep as a matrix"
             )
-            return RoutedGroup(wanted, destination if isinstance(destination, Excluded) else Misc(reason))
+            return RoutedGroup(gen_group, destination if isinstance(destination, Excluded) else Misc(reason))
         if form is None:
-            return self._plain(held, wanted, destination)
-        scales, block = scales_group(wanted, form), form.block_of(wanted)
-        route, cast = self._quantized(held, wanted, destination, form, block)
-        touched = (
-            isinstance(route, BulkRoute)
-            and form.block is not None
-            and any(splits_blocks(cut, block) for cut, _ in route.dst_scales.values())
-        )
-        return RoutedGroup(replace(wanted, dtype=FP8), route, scales, block, touched, cast)
+            return self._plain(train_group, gen_group, destination)
+        scales, block = scales_group(gen_group, form), form.block_of(gen_group)
+        route, cast = self._quantized(train_group, gen_group, destination, form, block)
+        cuts = route.dst_scales.values() if isinstance(route, BulkRoute) and form.block is not None else ()
+        touched = any(splits_blocks(cut, block) for cut, _ in cuts)
+        return RoutedGroup(replace(gen_group, dtype=FP8), route, scales, block, touched, cast)
 
-    def _plain(self, held: ParameterGroup, wanted: ParameterGroup, destination: tuple[PartitionOwners, ...] | Misc | Excluded
-    ) -> RoutedGroup:  # fmt: skip
+    def _plain(self, train_group: ParameterGroup, gen_group: ParameterGroup, destination: Placed) -> RoutedGroup:
         """A group that the engine does not quantize."""
-        ends = self._ends(held, destination)
+        ends = self._ends(train_group, destination)
         if not isinstance(ends, BulkRoute):
-            return RoutedGroup(wanted, ends)
-        if (form := self._held_format(held)) is not None:
-            return RoutedGroup(
-                wanted, Misc(f"trainer holds {form.name}, engine {wanted.dtype}: nothing dequantizes on the way")
-            )
-        have, want = _dtypes(ends.src), _dtypes(ends.dst)
-        if have == want:
-            return RoutedGroup(wanted, ends)
+            return RoutedGroup(gen_group, ends)
+        if (form := self._train_format(train_group)) is not None:
+            reason = f"trainer holds {form.name}, engine {gen_group.dtype}: nothing dequantizes on the way"
+            return RoutedGroup(gen_group, Misc(reason))
+        train_dtypes, gen_dtypes = _dtypes(ends.src), _dtypes(ends.dst)
+        if train_dtypes == gen_dtypes:
+            return RoutedGroup(gen_group, ends)
         asked = (self._source.precision.dtype, self._destination.precision.dtype)
-        if (have, want) == ({asked[0]}, {asked[1]}) and asked in CASTS:
-            return RoutedGroup(wanted, ends, cast=asked)
-        reason = f"trainer holds {'/'.join(sorted(have))}, engine {'/'.join(sorted(want))}: no cast is declared"
-        return RoutedGroup(wanted, Misc(reason))
+        if (train_dtypes, gen_dtypes) == ({asked[0]}, {asked[1]}) and asked in CASTS:
+            return RoutedGroup(gen_group, ends, cast=asked)
+        reason = f"trainer holds {'/'.join(sorted(train_dtypes))}, engine {'/'.join(sorted(gen_dtypes))}: no cast is declared"
+        return RoutedGroup(gen_group, Misc(reason))
 
     def _quantized(
-        self, held: ParameterGroup, wanted: ParameterGroup, destination: tuple[PartitionOwners, ...] | Misc | Excluded,
-        form: Format, block: Block,
-    ) -> tuple[BulkRoute | Misc | Excluded, tuple[str, str] | None]:  # fmt: skip
+        self, train_group: ParameterGroup, gen_group: ParameterGroup, destination: Placed, form: Format, block: Block
+    ) -> tuple[BulkRoute | Misc | Excluded, tuple[str, str] | None]:
         """A pair of weight and scales: both arrive as they are, or both are made from one tensor on the way."""
-        ends, held_form = self._ends(held, destination), self._held_format(held)
+        ends, train_form = self._ends(train_group, destination), self._train_format(train_group)
         if not isinstance(ends, BulkRoute):
             return ends, None
-        dst = _with_scales(ends.dst, FP8, lambda partition: self._destination.layout.scales(wanted, partition, form))
+        dst = _with_scales(ends.dst, FP8, lambda partition: self._destination.layout.scales(gen_group, partition, form))
         if isinstance(dst, Misc):
             return Misc(f"engine: {dst.reason}"), None
         cast, src_dtype = None, FP8
-        if held_form is None:
+        if train_form is None:
             src_dtype = "/".join(sorted(_dtypes(ends.src)))
             cast = (src_dtype, FP8)
             if form.block is None or form.scales != "float32" or cast not in CASTS:
                 return Misc(f"trainer holds {src_dtype}, engine {form.name}: nothing casts that on the way"), None
-            src = _with_scales(ends.src, src_dtype, lambda partition: computed_scales(held, partition, block))
-        elif held_form != form:
-            return Misc(f"trainer holds {held_form.name}, engine {form.name}: nothing requantizes on the way"), None
+            src = _with_scales(ends.src, src_dtype, lambda partition: computed_scales(train_group, partition, block))
+        elif train_form != form:
+            return Misc(f"trainer holds {train_form.name}, engine {form.name}: nothing requantizes on the way"), None
         else:
-            src = _with_scales(ends.src, FP8, lambda partition: self._source.layout.scales(held, partition, form))
+            src = _with_scales(
+                ends.src, FP8, lambda partition: self._source.layout.scales(train_group, partition, form)
+            )
         if isinstance(src, Misc):
             return Misc(f"trainer: {src.reason}"), None
         return BulkRoute(src[0], dst[0], src[1], dst[1]), cast
 
-    def _held_format(self, group: ParameterGroup) -> Format | None:
+    def _train_format(self, group: ParameterGroup) -> Format | None:
         """The trainer's fp8_param quantizes every linear weight but those of whole layers, which groups are divided by."""
-        held = self._source.precision
-        kept = group.role not in QUANTIZED or any(layer in held.unquantized_layers for layer in group.layers)
-        return None if kept else held.format
+        precision = self._source.precision
+        kept = group.role not in QUANTIZED or any(layer in precision.unquantized_layers for layer in group.layers)
+        return None if kept else precision.format
 
-    def _ends(
-        self, held: ParameterGroup, destination: tuple[PartitionOwners, ...] | Misc | Excluded
-    ) -> BulkRoute | Misc | Excluded:
+    def _ends(self, train_group: ParameterGroup, destination: Placed) -> BulkRoute | Misc | Excluded:
         """Placements on both ends where both layouts know the group."""
         if isinstance(destination, Excluded):
             return destination
-        if self._policy == "conservative" and (reason := self._too_few_kv_heads(held)):
+        if self._policy == "conservative" and (reason := self._too_few_kv_heads(train_group)):
             return Misc(reason)
-        source = self._source.layout.place(held)
+        source = self._source.layout.place(train_group)
         if isinstance(source, (Misc, Excluded)):
             return source
         return destination if isinstance(destination, Misc) else BulkRoute(source, destination)
@@ -197,20 +195,22 @@ class Router:
                 for tensor in self._tensors(index):
                     first = routed[users.setdefault(tensor, index)]
                     if (first.group.dtype, first.cast) != (entry.group.dtype, entry.cast):
-                        yield (
-                            index,
-                            f"shares {tensor[0]} with {first.group.name_pattern}, which the engine keeps otherwise",
-                        )
+                        name = first.group.name_pattern
+                        yield index, f"shares {tensor[0]} with {name}, which the engine keeps otherwise"
 
     def _tensors(self, index: int) -> list[tuple[str, int]]:
         """(name, layer) of the tensors that hold a group, those of the trainer first."""
         if index not in self._tensor_names:
-            held, wanted = self._source.model_parameters.groups[index], self._destination.model_parameters.groups[index]
-            found = []
-            for placed in (self._source.layout.place(held), self._destination.layout.place(wanted)):
-                names = set() if isinstance(placed, (Misc, Excluded)) else _names(placed)
-                found += [(name, layer) for name in sorted(names) for layer in held.layers or (-1,)]
-            self._tensor_names[index] = found
+            train_group, gen_group = (
+                self._source.model_parameters.groups[index],
+                self._destination.model_parameters.groups[index],
+            )
+            tensor_names: list[tuple[str, int]] = []
+            for placed in (self._source.layout.place(train_group), self._destination.layout.place(gen_group)):
+                tensors = set() if isinstance(placed, (Misc, Excluded)) else _tensors_of(placed)
+                names = sorted({tensor.name for tensor in tensors})
+                tensor_names += [(name, layer) for name in names for layer in train_group.layers or (-1,)]
+            self._tensor_names[index] = tensor_names
         return self._tensor_names[index]
 
 
@@ -230,17 +230,17 @@ def _with_scales(owner_sets: tuple[PartitionOwners, ...], dtype: str, scales_of:
     return tuple(replace(p, partition=cuts[id(p.partition)]) for p in owner_sets), scales
 
 
-def _names(owner_sets: tuple[PartitionOwners, ...]) -> set[str]:
-    return {piece.tensor.name for owners in owner_sets for held in owners.partition.pieces for piece in held}
+def _tensors_of(owner_sets: tuple[PartitionOwners, ...]) -> set[LocalTensor]:
+    return {piece.tensor for owners in owner_sets for pieces in owners.partition.pieces for piece in pieces}
 
 
 def _dtypes(owner_sets: tuple[PartitionOwners, ...]) -> set[str]:
-    return {piece.tensor.dtype for owners in owner_sets for held in owners.partition.pieces for piece in held}
+    return {tensor.dtype for tensor in _tensors_of(owner_sets)}
 
 
-def _saying_what_is_cast(held: ParameterGroup, entry: RoutedGroup) -> RoutedGroup:
+def _saying_what_is_cast(train_group: ParameterGroup, entry: RoutedGroup) -> RoutedGroup:
     """Misc weights are cast by the engine's loader, not by the plan; say so in the reason."""
-    if not isinstance(entry.route, Misc) or entry.scales is not None or held.dtype == entry.group.dtype:
+    if not isinstance(entry.route, Misc) or entry.scales is not None or train_group.dtype == entry.group.dtype:
         return entry
-    reason = f"{entry.route.reason}; the trainer holds {held.dtype}, the engine's loader casts to what the engine keeps"
+    reason = f"{entry.route.reason}; the trainer holds {train_group.dtype}, the engine's loader casts to what the engine keeps"
     return replace(entry, route=Misc(reason))

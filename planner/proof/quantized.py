@@ -133,10 +133,10 @@ def _pattern_fault(weight: TransferPattern, scales: TransferPattern, pair: Quant
     for data, grid, is_src in ((weight.src, scales.src, True), (weight.dst, scales.dst, False)):
         if len(data.pieces) != len(grid.pieces):
             return f"{len(data.pieces)} parts of the weight, {len(grid.pieces)} of its scales"
-        for part, (held, beside) in enumerate(zip(data.pieces, grid.pieces, strict=True)):
-            if len(held) != len(beside):
-                return f"part {part} has {len(held)} pieces of the weight and {len(beside)} of its scales"
-            for piece, scale in zip(held, beside, strict=True):
+        for part, (pieces, beside) in enumerate(zip(data.pieces, grid.pieces, strict=True)):
+            if len(pieces) != len(beside):
+                return f"part {part} has {len(pieces)} pieces of the weight and {len(beside)} of its scales"
+            for piece, scale in zip(pieces, beside, strict=True):
                 message = _piece_fault(piece, scale, pair, group, is_src)
                 if scale.tensor.dtype != scales_group.dtype:
                     message = f"{scale.tensor.name} is {scale.tensor.dtype}, scales are {scales_group.dtype}"
@@ -172,20 +172,20 @@ def _piece_fault(piece: Piece, scale: Piece, pair: QuantizedPair, group: Paramet
     one_each = scale.view[-2:] == (1, 1) and scale.tensor.shape in {scale.view[:-2] or (1,), scale.view[:-1]}
     if scale.view != scale.tensor.shape and not one_each:
         return f"{scale.tensor.name} {scale.tensor.shape} is viewed as {scale.view}"
-    if any(at for dim, at in enumerate(scale.origin) if dim not in scale.dims and at != piece.origin[dim]):
+    if any(own for dim, own in enumerate(scale.origin) if dim not in scale.dims and own != piece.origin[dim]):
         return f"{named} are those of another expert"
     for dim, size in enumerate(block):
-        local, low, high = piece.dims[dim], piece.region.start[dim], piece.region.stop[dim]
+        local, start, stop = piece.dims[dim], piece.region.start[dim], piece.region.stop[dim]
         if pair.touched and not is_src:
             if piece.origin[local] * scale.region.extents[dim] != scale.origin[local] * piece.region.extents[dim]:
                 return f"{named} lie at {scale.origin}, the weight at {piece.origin}"
             continue
         if piece.origin[local] != scale.origin[local] * size:
             return f"{named} lie at {scale.origin}, the weight at {piece.origin}"
-        inside = not is_src and high - 1 - low // size * size < size  # all of one block
-        if low % size and not inside:
+        inside = not is_src and stop - 1 - start // size * size < size  # all of one block
+        if start % size and not inside:
             return f"{piece.tensor.name} {piece.region} starts inside of a block of {block}"
-        if is_src and high % size and high != group.view[dim]:
+        if is_src and stop % size and stop != group.view[dim]:
             return f"{piece.tensor.name} {piece.region} ends inside of a block of {block}"
     return ""
 
@@ -204,26 +204,27 @@ def _computed_fault(piece: Piece, scale: Piece, block: tuple[int, int]) -> str:
 
 def check_casts(plan: Plan) -> Iterator[Violation]:
     """Declared casts are known ones, of bulk groups, and one tensor is sent in one dtype."""
-    weights = {pair.weight: pair for pair in plan.pairs}
+    weights = {pair.weight for pair in plan.pairs}
     counts = Counter(cast.group for cast in plan.casts)
     sent_as: dict[tuple[object, ...], tuple[str, str]] = {}  # trainer's tensor -> dtype on the wire, parameter
     casts = {cast.group: cast for cast in plan.casts}
     bulk = {transfers.group for transfers in plan.transfer_groups}
     for cast in plan.casts:
         name = plan.groups[cast.group].name_pattern
-        if counts[cast.group] > 1 or cast.group not in bulk:
-            yield Violation.of_all(plan, name, "casts", "cast once, and on the bulk route only")
-        if (cast.src, cast.dst) not in CASTS:
-            yield Violation.of_all(plan, name, "casts", f"nothing casts {cast.src} to {cast.dst}")
-        if plan.groups[cast.group].role is Role.EXPERT_BIAS:
-            yield Violation.of_all(plan, name, "casts", "the router's bias is kept bit for bit, it decides who serves")
-        if (cast.dst == FP8) != (cast.group in weights):
-            yield Violation.of_all(plan, name, "casts", "a cast to FP8 fills the scales of a pair, no other does")
+        role = plan.groups[cast.group].role
+        for wrong, message in (
+            (counts[cast.group] > 1 or cast.group not in bulk, "cast once, and on the bulk route only"),
+            ((cast.src, cast.dst) not in CASTS, f"nothing casts {cast.src} to {cast.dst}"),
+            (role is Role.EXPERT_BIAS, "the router's bias is kept bit for bit, it decides who serves"),
+            ((cast.dst == FP8) != (cast.group in weights), "a cast to FP8 fills the scales of a pair, no other does"),
+        ):
+            if wrong:
+                yield Violation.of_all(plan, name, "casts", message)
     for transfers in distinct(plan, attrgetter("group", "pattern", "pp_stage", "layers")):
         wire = casts[transfers.group].dst if transfers.group in casts else "it is"
         for name in {piece.tensor.name for pieces in plan.patterns[transfers.pattern].src.pieces for piece in pieces}:
-            for at in transfers.layers:
-                place = (name, transfers.pp_stage, at.vp_stage, at.local)
+            for layer in transfers.layers:
+                place = (name, transfers.pp_stage, layer.vp_stage, layer.local)
                 known, parameter = sent_as.setdefault(place, (wire, name_of(plan, transfers)))
                 if known != wire:
                     message = f"{name} is sent as {wire}, and as {known} for {parameter}"
