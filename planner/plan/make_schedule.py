@@ -6,7 +6,7 @@ transfers and its schedule takes a fraction of a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -131,7 +131,12 @@ class _Expansion:
         padding = () if sends or self.wave is not None else tuple(dict.fromkeys(self._padding()))
         tensors = tuple(self.tensors)  # after the padding: nothing else may lie in some of them
         if self.wave is not None:
-            tensors, tables = _those_used(tensors, tables)
+            used = np.unique(np.concatenate([table.tensor for table in tables.values()]))
+            tensors = tuple(tensors[tensor] for tensor in used.tolist())
+            for stage, table in tables.items():
+                tables[stage] = replace(table, tensor=np.searchsorted(used, table.tensor).astype(np.int32))
+        both = ((stage, (table, none) if sends else (none, table)) for stage, table in tables.items())
+        stages = tuple(StageSchedule(stage, *columns) for stage, columns in both)
         return Schedule(
             world=self.world,
             rank=self.rank,
@@ -140,10 +145,7 @@ class _Expansion:
             gen_ranks=plan.gen.world,
             tensors=tensors,
             strided_boxes=tuple(self.strided_boxes),
-            stages=tuple(
-                StageSchedule(stage, table if sends else none, none if sends else table)
-                for stage, table in tables.items()
-            ),
+            stages=stages,
             padding=padding,
             misc=tuple(plan.misc_names()),
             names={at.index: plan.names_of(at.transfers) for at in plan.groups_of(self.world, self.rank)},
@@ -185,13 +187,13 @@ class _Expansion:
             if at.transfers.group not in dtypes:
                 continue
             scales = self.plan.scale_patterns.get(at.index)
-            for number, piece in enumerate(at.pattern.src.pieces[at.part]):
+            block = blocks.get(at.transfers.group, (0, 0))
+            for number, piece in enumerate(at.partition.pieces[at.part]):
                 tensors = self._tensor_ids(at.transfers, piece.tensor, source=True).tolist()
                 beside: list[int | None] = [None] * len(tensors)
                 if scales is not None:
                     scale_piece = self.plan.patterns[scales].src.pieces[at.part][number]
                     beside = self._tensor_ids(at.transfers, scale_piece.tensor, source=True).tolist()
-                block = blocks.get(at.transfers.group, (0, 0))
                 for tensor, scale in zip(tensors, beside, strict=True):
                     found[tensor] = Cast(tensor, dtypes[at.transfers.group], scale, block)
         return tuple(found[tensor] for tensor in sorted(found))
@@ -267,17 +269,6 @@ class _Expansion:
                 offset = ravel(padding.box.start, padding.tensor.shape)
                 for tensor in dict.fromkeys(self._tensor_ids(at.transfers, padding.tensor, source=False).tolist()):
                     yield tensor, offset, StridedBox(padding.box.extents, strides)
-
-
-def _those_used(
-    tensors: tuple[LocalTensor, ...], tables: Mapping[int, TransferTable]
-) -> tuple[tuple[LocalTensor, ...], dict[int, TransferTable]]:
-    """The tensors that rows name, and the tables with their new numbers."""
-    used = np.unique(np.concatenate([table.tensor for table in tables.values()]))
-    return tuple(tensors[tensor] for tensor in used.tolist()), {
-        stage: replace(table, tensor=np.searchsorted(used, table.tensor).astype(np.int32))
-        for stage, table in tables.items()
-    }
 
 
 def _wave_of(transfers: TransferGroup) -> NDArray[np.int64]:

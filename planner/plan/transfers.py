@@ -191,10 +191,8 @@ def _of_glob(plan: Plan, glob: str | None, seat: Seat | None, element: Sequence[
         every = range(transfers.members)
         return every if glob is None else [m for m in every if matches(plan.parameter_name(index, m))]
 
-    unplanned = {
-        entry.group: [name for name in plan.groups[entry.group].names() if matches(name)]
-        for entry in (*plan.misc, *plan.excluded)
-    }
+    names = ((entry.group, plan.groups[entry.group].names()) for entry in (*plan.misc, *plan.excluded))
+    unplanned = {group: list(filter(matches, names_of_group)) for group, names_of_group in names}
     return _of_members(plan, members_of, unplanned, seat, None)
 
 
@@ -211,17 +209,15 @@ def _of_members(
             element = None if point is None else _element(group, point)
             for name in names.get(entry.group, ()):
                 yield Transfer(name, route, entry.reason, group.view, None, group.nbytes, element=element)  # type: ignore[arg-type]
-    if seat is None:
-        numbered = enumerate(plan.transfer_groups)
-        uses: Iterator[tuple[int, TransferGroup, Sequence[int]]] = (
-            (i, transfers, range(len(plan.patterns[transfers.pattern].overlaps))) for i, transfers in numbered
-        )
-    else:
-        uses = ((at.index, at.transfers, at.overlaps.tolist()) for at in plan.groups_of(*seat))
-    for index, transfers, overlaps in uses:
+    uses: Iterable[tuple[int, Sequence[int] | None]] = ((index, None) for index in range(len(plan.transfer_groups)))
+    if seat is not None:
+        uses = ((at.index, at.overlaps.tolist()) for at in plan.groups_of(*seat))
+    for index, numbers in uses:
+        transfers = plan.transfer_groups[index]
         if len(members := members_of(index, transfers)):
-            every = plan.patterns[transfers.pattern].overlaps
-            here = [number for number in overlaps if point is None or every[number].region.holds(point)]
+            overlaps = plan.patterns[transfers.pattern].overlaps
+            numbers = range(len(overlaps)) if numbers is None else numbers
+            here = [number for number in numbers if point is None or overlaps[number].region.holds(point)]
             yield from _of_overlaps(plan, index, members, here, seat, point)
 
 

@@ -80,8 +80,7 @@ def prove(plan: Plan) -> Proof:
         if violations := tuple(_few_per_rule(check(plan))):
             return Proof(violations, 0, 0)  # nothing else can be evaluated
     checks = (check_groups, check_patterns, check_ranks, check_tensors, check_pairs, check_casts)
-    wanted, covered = _bytes(plan)
-    return Proof(tuple(v for check in checks for v in _few_per_rule(check(plan))), wanted, covered)
+    return Proof(tuple(v for check in checks for v in _few_per_rule(check(plan))), *_bytes(plan))
 
 
 def _few_per_rule(found: Iterable[Violation]) -> Iterator[Violation]:
@@ -94,11 +93,11 @@ def _few_per_rule(found: Iterable[Violation]) -> Iterator[Violation]:
 
 def _bytes(plan: Plan) -> tuple[int, int]:
     """Bytes that destination pieces hold over all ranks, and bytes that overlaps bring."""
-    wanted = covered = 0
+    expected = covered = 0
     for transfers in plan.transfer_groups:
         pattern = plan.patterns[transfers.pattern]
         copies = transfers.members * plan.dst_replicas(transfers)
-        held = sum(p.region.elements * ITEMSIZE[p.tensor.dtype] for pieces in pattern.dst.pieces for p in pieces)
-        wanted += held * copies
+        destination = (piece for pieces in pattern.dst.pieces for piece in pieces)
+        expected += copies * sum(piece.region.elements * ITEMSIZE[piece.tensor.dtype] for piece in destination)
         covered += int(pattern.overlap_bytes.sum()) * copies
-    return wanted, covered
+    return expected, covered

@@ -54,13 +54,14 @@ def _check_places(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
 
     for transfers in distinct(plan, use_of):
         group = plan.groups[transfers.group]
-        for at in transfers.layers:
-            if message := _place_fault(plan.train, pipelines, transfers.pp_stage, at, group.role, has_mtp):
-                yield Violation(
-                    "places", group.name(at.layer, transfers.experts[0]), ranks_of(plan, transfers), message
-                )
-        if len({pipelines.gen[at.layer] for at in transfers.layers if at.layer >= 0}) > 1:
-            message = f"layers {listed(at.layer for at in transfers.layers)} are on different stages of the engine"
+        for place in transfers.layers:
+            if message := _place_fault(plan.train, pipelines, transfers.pp_stage, place, group.role, has_mtp):
+                name = group.name(place.layer, transfers.experts[0])
+                yield Violation("places", name, ranks_of(plan, transfers), message)
+        if len({pipelines.gen[place.layer] for place in transfers.layers if place.layer >= 0}) > 1:
+            message = (
+                f"layers {listed(place.layer for place in transfers.layers)} are on different stages of the engine"
+            )
             yield Violation.of_group(plan, transfers, "places", message)
 
 
@@ -101,10 +102,8 @@ def _check_holders(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
         group = plan.groups[transfers.group]
         return grid, place, slot, transfers.experts, group.experts, group.role in STACKED_ROLES
 
-    sources = distinct(plan, lambda transfers: use_of(transfers, transfers.src, transfers.pp_stage, transfers.src_slot))
-    destinations = distinct(
-        plan, lambda transfers: use_of(transfers, transfers.dst, transfers.layers[0].layer, transfers.dst_slot)
-    )
+    sources = distinct(plan, lambda group: use_of(group, group.src, group.pp_stage, group.src_slot))
+    destinations = distinct(plan, lambda group: use_of(group, group.dst, group.layers[0].layer, group.dst_slot))
     for fault_of, uses in ((_source_fault, sources), (_destination_fault, destinations)):
         for transfers in uses:
             if message := fault_of(plan, pipelines, transfers, plan.groups[transfers.group]):
@@ -174,45 +173,35 @@ def _by_part(ranks: NDArray[np.int32]) -> str:
 
 def _check_arrivals(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
     """Every bulk parameter arrives once on each stage that it is meant for."""
-    rows = [
-        {layer: row for row, layer in enumerate(group.layers or (-1,))}  # layer -> row of the counts
-        for group in plan.groups
-    ]
+    rows = [{layer: row for row, layer in enumerate(group.layers or (-1,))} for group in plan.groups]  # by layer
     counts: dict[tuple[int, int], NDArray[np.int8]] = {}
     for transfers in plan.transfer_groups:
-        group, stage = plan.groups[transfers.group], _gen_stage(plan.gen, plan.rank_grids[transfers.dst])
-        key = (transfers.group, stage)
-        if key not in counts:
-            counts[key] = np.zeros((len(rows[transfers.group]), max(1, group.experts)), dtype=np.int8)
+        number, stage = transfers.group, _gen_stage(plan.gen, plan.rank_grids[transfers.dst])
+        if (number, stage) not in counts:
+            shape = len(rows[number]), max(1, plan.groups[number].experts)
+            counts[number, stage] = np.zeros(shape, dtype=np.int8)
         first = transfers.experts[0]
-        counts[key][
-            [rows[transfers.group][at.layer] for at in transfers.layers], first : first + transfers.expert_count
-        ] += 1
-    wanted_of = _stages_of_ends(plan, {key for key in counts if not plan.groups[key[0]].layers})
+        layers = [rows[number][place.layer] for place in transfers.layers]
+        counts[number, stage][layers, first : first + transfers.expert_count] += 1
+    stages_of = _stages_of_ends(plan, {key for key in counts if not plan.groups[key[0]].layers})
     for number in sorted({group for group, _ in counts}):
         group = plan.groups[number]
         for stage in range(plan.gen.pp):
-            lives_here = [pipelines.gen[layer] == stage for layer in group.layers] or [stage in wanted_of[number]]
-            shape = (len(lives_here), max(1, group.experts))
-            wanted = np.broadcast_to(np.array(lives_here)[:, None], shape)
-            yield from _arrival_faults(
-                plan, group, stage, counts.get((number, stage), np.zeros(shape, np.int8)), wanted
+            expected = np.array(
+                [pipelines.gen[layer] == stage for layer in group.layers] or [stage in stages_of[number]]
             )
-
-
-def _arrival_faults(
-    plan: Plan, group: ParameterGroup, stage: int, found: NDArray[np.int8], wanted: NDArray[np.bool_]
-) -> Iterator[Violation]:
-    wrong = np.argwhere(found != wanted)
-    if not len(wrong):
-        return
-    row, expert = wrong[0].tolist()
-    name = group.name(group.layers[row] if group.layers else None, expert)
-    times = int(found[row, expert])
-    how = {0: "never arrives", 1: "arrives, though it lives on another stage"}.get(times, f"arrives {times} times")
-    more = f" (and {len(wrong) - 1} more of {group.name_pattern})" if len(wrong) > 1 else ""
-    ranks = f"train {listed(range(plan.train.world))} -> gen {listed(plan.gen.dense_ranks(stage).ravel())}"
-    yield Violation("arrivals", name, ranks, f"{how} on stage {stage} of the engine{more}")
+            count = counts.get((number, stage), np.zeros((len(expected), max(1, group.experts)), np.int8))
+            wrong = np.argwhere(count != expected[:, None])
+            if not len(wrong):
+                continue
+            row, expert = wrong[0].tolist()
+            name, times = group.name(group.layers[row] if group.layers else None, expert), int(count[row, expert])
+            how = {0: "never arrives", 1: "arrives, though it lives on another stage"}.get(
+                times, f"arrives {times} times"
+            )
+            more = f" (and {len(wrong) - 1} more of {group.name_pattern})" if len(wrong) > 1 else ""
+            ranks = f"train {listed(range(plan.train.world))} -> gen {listed(plan.gen.dense_ranks(stage).ravel())}"
+            yield Violation("arrivals", name, ranks, f"{how} on stage {stage} of the engine{more}")
 
 
 def _stages_of_ends(plan: Plan, arrivals: set[tuple[int, int]]) -> dict[int, set[int]]:
