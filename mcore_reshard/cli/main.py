@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from mcore_reshard import __version__
 
@@ -98,8 +99,8 @@ def _command(
 
 
 def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    add = _command(
-        commands,
+    command = partial(_command, commands)
+    add = command(
         "plan",
         "Plan a refit and prove the plan, without a GPU and without a checkpoint.",
         "mcore-reshard plan tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2 --out plan.json",
@@ -110,8 +111,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     _mesh_arguments(add, required=True)
     add("--out", metavar="FILE", help="write the plan here, if its proof holds")
 
-    add = _command(
-        commands,
+    add = command(
         "show",
         "Show what a plan does: as a whole, for one rank, or for some parameters.",
         "mcore-reshard show plan.json",
@@ -122,8 +122,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--rank", metavar="WORLD:RANK", help="only what this rank sends or receives: train:0, gen:3")
     add("--parameter", metavar="GLOB", help="only parameters whose HF name matches (* ? [...])")
 
-    add = _command(
-        commands,
+    add = command(
         "explain",
         "Say where one element comes from and where it goes: ranks, tensors, offsets, route and stage.",
         "mcore-reshard explain plan.json 'model.layers.0.self_attn.q_proj.weight[5,3]' --gen-rank 1",
@@ -136,8 +135,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--gen-rank", metavar="N", type=int, help="only what this generation rank receives")
     add("--train-rank", metavar="N", type=int, help="only what this training rank sends")
 
-    add = _command(
-        commands,
+    add = command(
         "validate",
         "Refit a real model between real processes and compare every byte with the golden path.",
         "mcore-reshard validate tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2",
@@ -162,8 +160,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--refits", type=int, default=3, metavar="N", help="each with new weights (default: 3)")
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of every wait (default: 60)")
 
-    add = _command(
-        commands,
+    add = command(
         "store",
         "Serve the store at which a refit's ranks meet, in a process that outlives them, until it is interrupted.",
         "mcore-reshard store --port 29600",
@@ -171,7 +168,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--host", metavar="HOST", help="listen at this address alone (default: at all of this machine)")
     add("--port", metavar="PORT", type=int, default=29600, help="0: any that is free (default: 29600)")
 
-    _command(commands, "doctor", "Say what this machine can run, and why not the rest.", "mcore-reshard doctor")
+    command("doctor", "Say what this machine can run, and why not the rest.", "mcore-reshard doctor")
 
 
 def _mesh_arguments(add: Callable[..., argparse.Action], required: bool) -> None:

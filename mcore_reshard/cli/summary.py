@@ -49,12 +49,13 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
             parameters[key] += group.count
             nbytes[key] += group.count * group.nbytes
     nbytes["total"] -= nbytes["excluded"]
+    meshes: dict[str, TrainMesh | GenMesh] = {"train": plan.train, "gen": plan.gen}
     return {
         "model": plan.model,
         "engine": plan.engine,
         "policy": plan.policy,
         "digest": plan.digest,
-        "meshes": {"train": _mesh_as_dict(plan.train), "gen": _mesh_as_dict(plan.gen)},
+        "meshes": {side: {**asdict(mesh), "world": mesh.world} for side, mesh in meshes.items()},
         "dtypes": list(plan.wire_bytes),
         "wire_bytes": plan.wire_bytes,
         "proof": {"ok": proof.ok, **asdict(proof)},
@@ -87,10 +88,6 @@ def routes_of(plan: Plan) -> list[tuple[str, str]]:
 def starred(pattern: str) -> str:
     """A pattern of names with stars for what varies: `layers.{layer}.mlp` -> `layers.*.mlp`."""
     return re.sub(r"\{\w+\}", "*", pattern)
-
-
-def _mesh_as_dict(mesh: TrainMesh | GenMesh) -> dict[str, Any]:
-    return {**asdict(mesh), "world": mesh.world}
 
 
 def _ranks(**loads: NDArray[np.int64]) -> list[dict[str, int]]:
@@ -146,10 +143,8 @@ def _notes(plan: Plan, nbytes: dict[str, int]) -> list[str]:
     """Why a proven plan may still be a bad one."""
     notes = []
     if nbytes["misc"] > _MUCH_MISC * nbytes["total"]:
-        notes.append(
-            f"{nbytes['misc'] / nbytes['total']:.1%} of the bytes go by misc, in every refit: whole tensors, over CPU memory,"
-            " to every rank; the reasons are above"
-        )
+        share, how = f"{nbytes['misc'] / nbytes['total']:.1%}", "whole tensors, over CPU memory, to every rank"
+        notes.append(f"{share} of the bytes go by misc, in every refit: {how}; the reasons are above")
     reasons = [(starred(plan.groups[entry.group].name_pattern), entry.reason) for entry in plan.misc]
     return notes + engine_named(plan.engine).notes(reasons)
 
@@ -250,13 +245,11 @@ def parameters_table(plan: Plan) -> Iterator[RenderableType]:
     patterns = {transfers.group: plan.patterns[transfers.pattern] for transfers in reversed(plan.transfer_groups)}
     rows: list[list[Cell]] = []
     for number, (group, (route, _)) in enumerate(zip(plan.groups, routes_of(plan), strict=True)):
-        row: list[Cell] = [starred(group.name_pattern), f"{group.count:,}", shape(group.shape)]
+        ends: list[Cell] = [styled(route, "yellow"), "", "", ""]
         if pattern := patterns.get(number):
-            tensors = [_tensors(partition) for partition in (pattern.src, pattern.dst)]
-            row += [route, *tensors, f"{len(pattern.src.pieces)} -> {len(pattern.dst.pieces)}"]
-        else:
-            row += [styled(route, "yellow"), "", "", ""]
-        rows.append(row)
+            cuts = f"{len(pattern.src.pieces)} -> {len(pattern.dst.pieces)}"
+            ends = [route, _tensors(pattern.src), _tensors(pattern.dst), cuts]
+        rows.append([starred(group.name_pattern), f"{group.count:,}", shape(group.shape), *ends])
     columns = ("parameter", "count", "shape", "route", "trainer tensor", "engine tensor", "cuts")
     yield table("Parameters", columns, rows, numbers=("count",))
 
