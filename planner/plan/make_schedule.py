@@ -148,7 +148,7 @@ class _Expansion:
             stages=stages,
             padding=padding,
             misc=tuple(plan.misc_names()),
-            names={at.index: plan.names_of(at.transfers) for at in plan.groups_of(self.world, self.rank)},
+            names={place.index: plan.names_of(place.transfers) for place in plan.groups_of(self.world, self.rank)},
             pairs=tuple((plan.groups[pair.weight], plan.groups[pair.scales]) for pair in plan.pairs),
         )
 
@@ -164,18 +164,18 @@ class _Expansion:
                 rows[place.transfers.pp_stage].append(columns)
         return {stage: _table(parts) for stage, parts in rows.items()}
 
-    def sends(self, at: RankInGroup) -> _Columns:
+    def sends(self, place: RankInGroup) -> _Columns:
         """What a training rank sends."""
-        plan, transfers = self.plan, at.transfers
-        overlaps = at.overlaps
+        plan, transfers = self.plan, place.transfers
+        overlaps = place.overlaps
         member, overlap = np.arange(transfers.members)[:, None, None], overlaps[:, None]
         dst = np.arange(plan.dst_replicas(transfers))
-        sent = plan.served_by(transfers, member, overlap, dst) == at.replica
+        sent = plan.served_by(transfers, member, overlap, dst) == place.replica
         if plan.relay:
             sent = sent & (plan.lands_on(transfers, member, overlap) == dst)
         member_of, overlap_of, dst_of = np.nonzero(sent)
-        peers = plan.rank_grids[transfers.dst][at.pattern.dst_parts[overlaps]]
-        columns = self._local(at, overlaps, member_of, overlap_of, piece="src", order="src")
+        peers = plan.rank_grids[transfers.dst][place.pattern.dst_parts[overlaps]]
+        columns = self._local(place, overlaps, member_of, overlap_of, piece="src", order="src")
         return {"peer": peers[overlap_of, dst_of].astype(np.int64), **columns}
 
     def casts(self) -> tuple[Cast, ...]:
@@ -183,55 +183,57 @@ class _Expansion:
         dtypes = {cast.group: cast.dst for cast in self.plan.casts}
         blocks = {pair.weight: pair.block for pair in self.plan.pairs}
         found: dict[int, Cast] = {}
-        for at in self.plan.groups_of(self.world, self.rank) if dtypes else ():
-            if at.transfers.group not in dtypes:
+        for place in self.plan.groups_of(self.world, self.rank) if dtypes else ():
+            if place.transfers.group not in dtypes:
                 continue
-            scales = self.plan.scale_patterns.get(at.index)
-            block = blocks.get(at.transfers.group, (0, 0))
-            for number, piece in enumerate(at.partition.pieces[at.part]):
-                tensors = self._tensor_ids(at.transfers, piece.tensor, source=True).tolist()
+            scales = self.plan.scale_patterns.get(place.index)
+            block = blocks.get(place.transfers.group, (0, 0))
+            for number, piece in enumerate(place.partition.pieces[place.part]):
+                tensors = self._tensor_ids(place.transfers, piece.tensor, source=True).tolist()
                 beside: list[int | None] = [None] * len(tensors)
                 if scales is not None:
-                    scale_piece = self.plan.patterns[scales].src.pieces[at.part][number]
-                    beside = self._tensor_ids(at.transfers, scale_piece.tensor, source=True).tolist()
+                    scale_piece = self.plan.patterns[scales].src.pieces[place.part][number]
+                    beside = self._tensor_ids(place.transfers, scale_piece.tensor, source=True).tolist()
                 for tensor, scale in zip(tensors, beside, strict=True):
-                    found[tensor] = Cast(tensor, dtypes[at.transfers.group], scale, block)
+                    found[tensor] = Cast(tensor, dtypes[place.transfers.group], scale, block)
         return tuple(found[tensor] for tensor in sorted(found))
 
-    def receives(self, at: RankInGroup, piece: _End = "dst") -> _Columns:
+    def receives(self, place: RankInGroup, piece: _End = "dst") -> _Columns:
         """What a generation rank receives from training ranks, as it lies here or ("src") in their tensors."""
-        plan, transfers, overlaps = self.plan, at.transfers, at.overlaps
+        plan, transfers, overlaps = self.plan, place.transfers, place.overlaps
         member = np.arange(transfers.members)[:, None]
-        served = plan.served_by(transfers, member, overlaps, at.replica)
-        arrives = plan.lands_on(transfers, member, overlaps) == at.replica if plan.relay else np.ones_like(served, bool)
+        served = plan.served_by(transfers, member, overlaps, place.replica)
+        arrives = (
+            plan.lands_on(transfers, member, overlaps) == place.replica if plan.relay else np.ones_like(served, bool)
+        )
         member_of, overlap_of = np.nonzero(arrives)
-        parts = at.pattern.src_parts[overlaps]
+        parts = place.pattern.src_parts[overlaps]
         peers = plan.rank_grids[transfers.src][parts[overlap_of], served[member_of, overlap_of]].astype(np.int64)
-        return {"peer": peers, **self._local(at, overlaps, member_of, overlap_of, piece, order="src")}
+        return {"peer": peers, **self._local(place, overlaps, member_of, overlap_of, piece, order="src")}
 
-    def relay_sends(self, at: RankInGroup) -> _Columns:
+    def relay_sends(self, place: RankInGroup) -> _Columns:
         """What landed on this generation rank, for each of the other replicas."""
-        overlaps = at.overlaps
-        member = np.arange(at.transfers.members)[:, None]
-        landed = self.plan.lands_on(at.transfers, member, overlaps) == at.replica
-        replicas = self.plan.rank_grids[at.transfers.dst][at.part]
-        others = np.arange(len(replicas)) != at.replica
+        overlaps = place.overlaps
+        member = np.arange(place.transfers.members)[:, None]
+        landed = self.plan.lands_on(place.transfers, member, overlaps) == place.replica
+        replicas = self.plan.rank_grids[place.transfers.dst][place.part]
+        others = np.arange(len(replicas)) != place.replica
         member_of, overlap_of, dst_of = np.nonzero(landed[:, :, None] & others)
-        columns = self._local(at, overlaps, member_of, overlap_of, piece="dst", order="dst")
+        columns = self._local(place, overlaps, member_of, overlap_of, piece="dst", order="dst")
         return {"peer": replicas[dst_of].astype(np.int64), **columns}
 
-    def relay_receives(self, at: RankInGroup) -> _Columns:
+    def relay_receives(self, place: RankInGroup) -> _Columns:
         """What landed on other replicas of this generation rank's part."""
-        overlaps = at.overlaps
-        landed = self.plan.lands_on(at.transfers, np.arange(at.transfers.members)[:, None], overlaps)
-        member_of, overlap_of = np.nonzero(landed != at.replica)
-        peers = self.plan.rank_grids[at.transfers.dst][at.part][landed[member_of, overlap_of]].astype(np.int64)
-        return {"peer": peers, **self._local(at, overlaps, member_of, overlap_of, piece="dst", order="dst")}
+        overlaps = place.overlaps
+        landed = self.plan.lands_on(place.transfers, np.arange(place.transfers.members)[:, None], overlaps)
+        member_of, overlap_of = np.nonzero(landed != place.replica)
+        peers = self.plan.rank_grids[place.transfers.dst][place.part][landed[member_of, overlap_of]].astype(np.int64)
+        return {"peer": peers, **self._local(place, overlaps, member_of, overlap_of, piece="dst", order="dst")}
 
-    def _local(self, at: RankInGroup, overlaps: NDArray[np.int64], member_of: NDArray[np.int64], overlap_of: NDArray[np.int64],
+    def _local(self, place: RankInGroup, overlaps: NDArray[np.int64], member_of: NDArray[np.int64], overlap_of: NDArray[np.int64],
                piece: _End, order: _End) -> _Columns:  # fmt: skip
         """Where overlaps lie in the tensors of one end, for every (member, overlap) row, in memory order of one end."""
-        transfers, pattern, source = at.transfers, at.pattern, piece == "src"
+        transfers, pattern, source = place.transfers, place.pattern, piece == "src"
         slot0 = transfers.src_slot if source else transfers.dst_slot
         slots = slot0 + np.arange(transfers.members) % transfers.expert_count
         tensor = np.zeros((transfers.members, len(overlaps)), dtype=np.int64)
@@ -263,11 +265,11 @@ class _Expansion:
 
     def _padding(self) -> Iterator[tuple[int, int, StridedBox]]:
         """(tensor, offset, strided box) of what no parameter fills, maybe several times."""
-        for at in self.plan.groups_of(self.world, self.rank):
-            for padding in at.partition.padding_of(at.part):
+        for place in self.plan.groups_of(self.world, self.rank):
+            for padding in place.partition.padding_of(place.part):
                 strides = row_major_strides(padding.tensor.shape)
                 offset = ravel(padding.box.start, padding.tensor.shape)
-                for tensor in dict.fromkeys(self._tensor_ids(at.transfers, padding.tensor, source=False).tolist()):
+                for tensor in dict.fromkeys(self._tensor_ids(place.transfers, padding.tensor, source=False).tolist()):
                     yield tensor, offset, StridedBox(padding.box.extents, strides)
 
 

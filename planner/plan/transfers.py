@@ -211,7 +211,7 @@ def _of_members(
                 yield Transfer(name, route, entry.reason, group.view, None, group.nbytes, element=element)  # type: ignore[arg-type]
     uses: Iterable[tuple[int, Sequence[int] | None]] = ((index, None) for index in range(len(plan.transfer_groups)))
     if seat is not None:
-        uses = ((at.index, at.overlaps.tolist()) for at in plan.groups_of(*seat))
+        uses = ((place.index, place.overlaps.tolist()) for place in plan.groups_of(*seat))
     for index, numbers in uses:
         transfers = plan.transfer_groups[index]
         if len(members := members_of(index, transfers)):

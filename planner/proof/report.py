@@ -67,6 +67,6 @@ def listed(numbers: Iterable[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    shown = [f"{low}-{high}" if low < high else f"{low}" for low, high in spans[:_SPANS_SHOWN]]
+    shown = [f"{first}-{last}" if first < last else f"{first}" for first, last in spans[:_SPANS_SHOWN]]
     more = [f"... ({len(spans) - _SPANS_SHOWN} more)"] if len(spans) > _SPANS_SHOWN else []
     return ", ".join(shown + more) or "none"

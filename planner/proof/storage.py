@@ -114,9 +114,9 @@ def sections_fault(partition: Sequence[Sequence[Piece]], role: Role, is_src: boo
         if pieces and len(pieces) != count:
             return part, f"a part has {len(pieces)} pieces, {role.value!r} is made of {count} sections"
     for section in range(count if count > 1 else 0):
-        held = [pieces[section].region for pieces in partition if pieces]
-        for part, region in enumerate(held):
+        regions = [pieces[section].region for pieces in partition if pieces]
+        for part, region in enumerate(regions):
             if region.start[0] < stop:
                 return part, f"section {section} of {role.value!r} begins at {region}, inside of the one before"
-        stop = max((region.stop[0] for region in held), default=0)
+        stop = max((region.stop[0] for region in regions), default=0)
     return None
