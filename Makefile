@@ -62,7 +62,7 @@ test-memcheck: ## the copy kernel under compute-sanitizer (cuda.bindings asks th
 	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 $(PYTHON) -m pytest -m gpu tests/copies/test_device_copies.py
 
 validate-gpu: ## golden vs real on the GPUs, every family and mesh that fits; writes tools/results/validate-xN.json
-	$(PYTHON) tools/validate_gpus.py --out tools/results/validate-x$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())').json
+	PYTHONPATH=. $(PYTHON) tools/validate_gpus.py --out tools/results/validate-x$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())').json
 
 validate-all: $(VENV)/.ready ## golden vs real over every family and mesh
 	$(BIN)/python -m pytest -m "slow or not slow" tests/validation/test_validate.py tests/validation/test_validate_fp8.py
@@ -85,7 +85,7 @@ bench: $(VENV)/.ready ## planning time and memory; writes tools/results/planner.
 	$(BIN)/python tools/bench_planner.py
 
 bench-gpu: ## refits side by side on this machine's GPUs, with its torch; writes tools/results/refit-x*.json (BENCH="--nemo-rl PATH")
-	$(PYTHON) tools/bench_refit.py $(BENCH)
+	PYTHONPATH=. $(PYTHON) tools/bench_refit.py $(BENCH)
 
 clean: ## remove what the targets made
 	rm -rf build dist $(VENV) $(VENV_VLLM) .pytest_cache .mypy_cache .ruff_cache

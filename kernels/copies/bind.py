@@ -118,10 +118,7 @@ def bind(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedu
 
     Raises `BindError` listing everything unbound, of another shape, dtype, stride or device, or out of bounds.
     """
-    if problems := [
-        *tensor_problems(schedule, tensors),
-        *(cast_problems(schedule) or transfer_problems(schedule)),
-    ]:
+    if problems := [*tensor_problems(schedule, tensors), *(cast_problems(schedule) or transfer_problems(schedule))]:
         raise BindError(schedule.name, problems)
     return _bound(schedule, tensors)
 

@@ -51,11 +51,7 @@ class Tree:
 
 
 def broadcast(
-    group: GlooGroup,
-    tree: Tree,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    *,
-    frame_bytes: int = DEFAULT_FRAME_BYTES,
+    group: GlooGroup, tree: Tree, tensors: Iterable[tuple[str, torch.Tensor]], *, frame_bytes: int = DEFAULT_FRAME_BYTES
 ) -> int:
     """Send `tensors` from the tree's source to all others. Returns their bytes.
 

@@ -106,8 +106,7 @@ class GlooExecutor:
             raise ChecksumError(bucket.waiting, f"(run, stage, bucket) {place} arrived in place of {expected}")
         if (computed := zlib.crc32(body.data)) != crc:
             raise ChecksumError(
-                bucket.waiting,
-                f"bucket {bucket.number} arrived damaged: CRC-32 {computed:08x}, sent with {crc:08x}",
+                bucket.waiting, f"bucket {bucket.number} arrived damaged: CRC-32 {computed:08x}, sent with {crc:08x}"
             )
         self._copy(bucket, body)
 

@@ -43,10 +43,7 @@ def prepare() -> None:
 
 
 def build_engine(
-    config_folder: Path | str,
-    sizes: GenSizes,
-    gen_rank: int,
-    device: Literal["cpu", "meta"] = "cpu",
+    config_folder: Path | str, sizes: GenSizes, gen_rank: int, device: Literal["cpu", "meta"] = "cpu"
 ) -> torch.nn.Module:
     """The vLLM model of one generation rank in bf16, or as its quantization_config says, every parameter byte poisoned.
 
