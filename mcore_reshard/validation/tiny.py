@@ -52,7 +52,8 @@ def checkpoint_shapes(config: Mapping[str, Any]) -> Shapes:
     engine's tables.
     """
     if config["model_type"] == "nemotron_h":
-        untied = {**config, "tie_word_embeddings": False}  # vLLM has no tied one
+        # vLLM has no tied one, and the shapes of a checkpoint in FP8 are those of its weights
+        untied = {**config, "tie_word_embeddings": False, "quantization_config": None}
         shapes = StandInEngine(untied, GenSizes(), 0, "meta").checkpoint_shapes
     else:
         shapes = _transformers_shapes(config)
