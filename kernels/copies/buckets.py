@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from .casts import CastForm, band_copies, bound_casts, itemsizes
 from .copy_table import SCRATCH, distinct, expand, expand_copies, strided_copies
 
 Ints = NDArray[np.int64]
+Size = TypeVar("Size", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +65,7 @@ def cut_buckets(schedule: Schedule, bucket_bytes: int) -> tuple[Bucket, ...]:
     )
 
 
-def aligned(nbytes: int) -> int:
+def aligned(nbytes: Size) -> Size:
     """`nbytes`, rounded up to where a segment may start."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -205,7 +206,7 @@ def pack(nbytes: Ints, bucket_bytes: int) -> tuple[Ints, Ints]:
 
     `nbytes` [segments] are their sizes in order, each at most `bucket_bytes`.
     """
-    padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    padded = aligned(nbytes)
     ends = np.cumsum(padded)
     starts = ends - padded
     firsts: list[int] = []

@@ -138,6 +138,12 @@ def group_names(schedule: Schedule) -> list[str]:
     return [*train, *(schedule.name_of("gen", rank) for rank in range(schedule.gen_ranks))]
 
 
+def connect_group(store: Store, schedule: Schedule, timeout_s: float) -> GlooGroup:
+    """This rank's end of a group of all ranks of the session. Blocks until every rank has connected."""
+    rank = group_rank(schedule, schedule.world, schedule.rank)
+    return GlooGroup(store, rank, group_names(schedule), timeout_s=timeout_s)
+
+
 def gpu_unavailable_reason(*packages: str) -> str | None:
     """Why a transport that needs these packages cannot move tensors on this machine's GPUs; None: it can."""
     if not torch.cuda.is_available():

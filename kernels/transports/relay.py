@@ -25,7 +25,7 @@ from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.planner.plan.schedule import Relay, Schedule
 
-from .base import Executor, StageReport, TransportContext, group_names, group_rank, merged_reports
+from .base import Executor, StageReport, TransportContext, connect_group, merged_reports
 
 Connect = Callable[[TransportContext], Executor]
 
@@ -180,12 +180,7 @@ def _role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]
     """Connect one role of this rank in every wave."""
     schedule = waves[0]  # all waves have the same ranks
     store = FailFastStore("second", context.another_store())
-    group = GlooGroup(
-        FailFastStore("group", store),
-        group_rank(schedule, schedule.world, schedule.rank),
-        group_names(schedule),
-        timeout_s=context.options.timeout_s,
-    )
+    group = connect_group(FailFastStore("group", store), schedule, context.options.timeout_s)
     with ExitStack() as undone:
         undone.callback(group.close)
         executors: list[Executor] = []

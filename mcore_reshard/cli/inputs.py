@@ -12,7 +12,7 @@ from mcore_reshard.planner.model.families import ConfigError
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import FORMAT, PlanFileError, load_plan
 from mcore_reshard.planner.plan.transfers import UnknownElementError
-from mcore_reshard.planner.proof.prove import ProofError
+from mcore_reshard.planner.proof.prove import require_proof
 from mcore_reshard.planning import InputError
 
 
@@ -43,9 +43,7 @@ def read_plan(source: str) -> Plan:
 def read_proven_plan(source: str) -> Plan:
     """The plan in a file. Raises ProofError, besides what `read_plan` raises, where it is not sound."""
     plan = read_plan(source)
-    proof = plan.prove()
-    if not proof.ok:
-        raise ProofError(proof)
+    require_proof(plan)
     return plan
 
 

@@ -41,9 +41,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(problems)
     if args.parameter is not None:
         transfers = plan.transfers(args.parameter, rank=args.rank)
-        rows = (
-            [transfer_as_dict(transfer) for transfer in transfers] if args.json else []
-        )  # the text takes them one by one
+        # The text takes the transfers one by one.
+        rows = [transfer_as_dict(transfer) for transfer in transfers] if args.json else []
         report = {"digest": plan.digest, "parameter": args.parameter, "rank": args.rank, "transfers": rows}
         print_report(args.json, report, _transfers(args, transfers))
     elif rank is not None:

@@ -36,8 +36,8 @@ from mcore_reshard.kernels.transports.base import (
     StageReport,
     Transport,
     TransportContext,
+    connect_group,
     group_names,
-    group_rank,
 )
 from mcore_reshard.kernels.transports.broadcast import Tree, broadcast, receive
 from mcore_reshard.kernels.transports.registry import resolve
@@ -254,14 +254,8 @@ class _Endpoint(ABC):
         return transport, bind(schedule, tensors) if transport.connect else None
 
     def _connect(self, rendezvous: Rendezvous, transport: Transport, bound: BoundSchedule | None) -> _Connection:
-        schedule = self._schedule
         with Published(rendezvous, "connected"):
-            group = GlooGroup(
-                rendezvous.store_for("gloo"),
-                group_rank(schedule, schedule.world, schedule.rank),
-                group_names(schedule),
-                timeout_s=self._options.timeout_s,
-            )
+            group = connect_group(rendezvous.store_for("gloo"), self._schedule, self._options.timeout_s)
             executor = None
             try:
                 if bound is not None and transport.connect is not None:

@@ -11,7 +11,7 @@ from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.store import connect_store, store_address
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
-from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planner.proof.prove import require_proof
 
 _PLAN = "plan"
 
@@ -50,9 +50,7 @@ def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: floa
             f"the value of {_PLAN!r} on the store is malformed: {error}; one training rank publishes it, and nothing else may"
             " write there"
         ) from error
-    proof = prove(plan)
-    if not proof.ok:
-        raise ProofError(proof)
+    require_proof(plan)
     return plan
 
 

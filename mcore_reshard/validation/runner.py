@@ -26,7 +26,7 @@ from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planner.proof.prove import require_proof
 from mcore_reshard.trainers.quantized_export import pairs_by_name
 from mcore_reshard.validation import tiny
 from mcore_reshard.validation.engine import vllm_engine
@@ -63,9 +63,7 @@ def validate(request: ValidationRequest) -> ValidationReport:
     planning = request.planning
     precisions = side_precisions(planning)
     plan = request.plan or _make_plan(request)
-    proof = prove(plan)
-    if not proof.ok:
-        raise ProofError(proof)
+    require_proof(plan)
     _check_model(request)
     device = device_of(request.options.transport)
     _check_gpus(resolve(request.options.transport, device).name, device, planning.train.world + planning.gen.world)

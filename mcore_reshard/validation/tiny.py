@@ -1,8 +1,8 @@
 """Tiny models of every supported family, and checkpoints whose every element says where it belongs.
 
 `TINY` holds HF configs: those that the planner knows as `tiny-...`. `write_checkpoint` writes one with safetensors in
-HF names and a payload in which no two elements of the model agree in both of the first two versions, so that comparing
-bytes after a refit of each shows any element that landed in a wrong place.
+HF names. No two elements of its payload agree in both of the first two versions. So comparing the bytes after a refit
+of each version shows any element that landed in a wrong place.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def first_replicas(shares: Sequence[tuple[NDArray[np.int32], Ints, int]], world:
     """`first` of each round robin, given as (ranks, bytes if first is 0, members), both arrays [parts, replicas].
 
     The largest choose first: each puts its uneven remainder on the least loaded ranks. Where all replicas serve alike,
-    a round robin goes on where the one before it stopped, so that pairs of ranks exchange alike: the embedding's halves
-    come from two replicas, and those of the output layer from the same two the other way round.
+    a round robin goes on where the one before it stopped, so that pairs of ranks exchange alike. The embedding's halves
+    come from two replicas; those of the output layer come from the same two, the other way round.
     """
     load = np.zeros(world, dtype=np.int64)
     firsts = [0] * len(shares)

@@ -133,8 +133,8 @@ class Schedule:
 class Cast:
     """Everything sent from one live tensor goes in another dtype.
 
-    For float8_e4m3fn every block of the tensor is divided by a scale of its own: that of local element (r, c) of a matrix
-    is `scales[r // block[0], c // block[1]]`, with the expert's index in front where the tensor stacks experts.
+    For float8_e4m3fn every block of the tensor is divided by a scale of its own. Local element (r, c) of a matrix has
+    the scale `scales[r // block[0], c // block[1]]`. Where the tensor stacks experts, the expert's index comes first.
     """
 
     tensor: int  # index into Schedule.tensors

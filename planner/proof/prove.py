@@ -83,6 +83,13 @@ def prove(plan: Plan) -> Proof:
     return Proof(tuple(v for check in checks for v in _few_per_rule(check(plan))), *_bytes(plan))
 
 
+def require_proof(plan: Plan) -> Proof:
+    """The proof of a plan that must be sound. Raises ProofError where it is not."""
+    if not (proof := prove(plan)):
+        raise ProofError(proof)
+    return proof
+
+
 def _few_per_rule(found: Iterable[Violation]) -> Iterator[Violation]:
     counts: dict[str, int] = defaultdict(int)
     for violation in found:

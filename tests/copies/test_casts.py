@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.casting import E4M3, held, moves_with_casts, stepped, train_schedule, wanted
+from helpers.casting import E4M3, held, moves_with_casts, rank_schedule, stepped, train_schedule, wanted
 from helpers.deliver import deliver
 from helpers.gloo import connect
 from helpers.handmade import End, HandTransfer, allocate, raw_bytes, schedule_of
@@ -66,11 +66,7 @@ def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int) -
     """The weights change between the refits, and with them the scales; checked as the endpoints check."""
     transfers = moves_with_casts(np.random.default_rng(seed), worlds)
     train = number < worlds[0]
-    schedule = (
-        train_schedule(transfers, number, worlds)
-        if train
-        else schedule_of(transfers, "gen", number - worlds[0], worlds)
-    )
+    schedule = rank_schedule(transfers, number, worlds)
     tensors = held(schedule, seed) if train else allocate(schedule)
     bound = bind(schedule, tensors)
     group = connect(address, number, sum(worlds))

@@ -116,6 +116,13 @@ def train_schedule(transfers: Sequence[HandTransfer], rank: int, worlds: tuple[i
     return with_casts(schedule_of(transfers, "train", rank, worlds))
 
 
+def rank_schedule(transfers: Sequence[HandTransfer], number: int, worlds: tuple[int, int]) -> Schedule:
+    """The schedule of rank `number` of the group, training ranks first."""
+    if number < worlds[0]:
+        return train_schedule(transfers, number, worlds)
+    return schedule_of(transfers, "gen", number - worlds[0], worlds)
+
+
 def held(schedule: Schedule, seed: int) -> dict[str, torch.Tensor]:
     """The tensors that the trainer has: finite random numbers of many magnitudes, zeros and denormals."""
     generator = torch.Generator().manual_seed(seed * 1000 + schedule.rank)

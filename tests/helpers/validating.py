@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.base import StageReport
+from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.planner.plan.plan import Policy
 from mcore_reshard.planning import read_request
 from mcore_reshard.validation.report import ValidationReport
@@ -30,3 +35,16 @@ def validated(
 
 def assert_golden(report: ValidationReport) -> None:
     assert report.ok, [str(parameter) for refit in report.refits for parameter in refit.wrong][:5]
+
+
+def flip_bit_on_gen_1(monkeypatch: pytest.MonkeyPatch, name: str, word: torch.dtype, index: tuple[int, int]) -> None:
+    """Generation rank 1 spoils one element of a tensor, seen in words of `word`, after its transfers have landed."""
+    run = GlooExecutor.run
+
+    def spoiling(self: GlooExecutor) -> tuple[StageReport, ...]:
+        stages = run(self)
+        if self._bound.rank_name == "gen:1":
+            self._bound.by_name[name].view(word)[index] ^= 1
+        return stages
+
+    monkeypatch.setattr(GlooExecutor, "run", spoiling)

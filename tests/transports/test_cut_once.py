@@ -102,7 +102,7 @@ def test_direct_cuts_what_it_casts_once_for_all_readers(cut: list[Schedule]) -> 
 def test_a_relay_cuts_each_wave_of_each_hop_once(
     cut: list[Schedule], monkeypatch: pytest.MonkeyPatch, world: str
 ) -> None:
-    monkeypatch.setattr(relay, "GlooGroup", lambda *_, **__: NoGroup())
+    monkeypatch.setattr(relay, "connect_group", lambda *_, **__: NoGroup())
     bound = bound_rank(RELAYED, world, 0)
     relay.relayed(connecting(GlooExecutor), context_of(bound))
     assert bound.schedule.view is not None

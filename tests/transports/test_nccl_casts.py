@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.casting import held, moves_with_casts, stepped, train_schedule, wanted
+from helpers.casting import held, moves_with_casts, rank_schedule, stepped, train_schedule, wanted
 from helpers.gpu import needs_gpus
 from helpers.handmade import allocate, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
@@ -32,11 +32,7 @@ def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str,
     for seed, budget in enumerate(BUDGETS):
         transfers = moves_with_casts(np.random.default_rng(seed), worlds)
         train = number < worlds[0]
-        schedule = (
-            train_schedule(transfers, number, worlds)
-            if train
-            else schedule_of(transfers, "gen", number - worlds[0], worlds)
-        )
+        schedule = rank_schedule(transfers, number, worlds)
         start = held(schedule, seed) if train else allocate(schedule)
         tensors = {name: tensor.to(device) for name, tensor in start.items()}
         store = PrefixStore(f"budget-{seed}", connected(address))

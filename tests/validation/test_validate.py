@@ -10,14 +10,13 @@ import re
 import pytest
 import torch
 
-from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planning import InputError
 
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
-from helpers.validating import assert_golden, validated
+from helpers.validating import assert_golden, flip_bit_on_gen_1, validated
 from helpers.validation_cases import DEFAULT, FAMILIES, FULL, MESHES, REFUSED, arguments, covering, on_gpus
 
 from mcore_reshard.validation.errors import ValidationError
@@ -97,18 +96,7 @@ def test_golden_transport_moves_everything_by_name(monkeypatch):
 
 def test_one_flipped_bit_is_reported_with_rank_tensor_and_coordinate(monkeypatch):
     """The check itself can fail: generation rank 1 spoils one element after its transfers have landed."""
-    run = GlooExecutor.run
-
-    def spoiling(self):
-        stages = run(self)
-        schedule = self._bound.schedule
-        if (schedule.world, schedule.rank) == ("gen", 1):
-            names = [tensor.name for tensor in schedule.tensors]
-            down = self._bound.tensors[names.index("model.layers.2.mlp.down_proj.weight")]
-            down.view(torch.int16)[5, 3] ^= 1
-        return stages
-
-    monkeypatch.setattr(GlooExecutor, "run", spoiling)
+    flip_bit_on_gen_1(monkeypatch, "model.layers.2.mlp.down_proj.weight", torch.int16, (5, 3))
     report = check("llama", "TP4 -> TP2")
     assert not report.ok
     for refit in report.refits:

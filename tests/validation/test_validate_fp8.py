@@ -13,13 +13,12 @@ from functools import partial
 import pytest
 import torch
 
-from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.planner.model.configs import load_config
 
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
 from helpers.quantized_standin import ends_in_bf16
-from helpers.validating import assert_golden, validated
+from helpers.validating import assert_golden, flip_bit_on_gen_1, validated
 from helpers.validation_cases import FP8_DEFAULT, FP8_FULL, REFINED_EXPERTS, in_blocks
 
 from mcore_reshard.validation import runner
@@ -110,18 +109,7 @@ def test_golden_transport_moves_pairs_by_name(monkeypatch):
 
 @pytest.mark.parametrize("train_dtype", ["bf16", "fp8"])
 def test_one_flipped_bit_of_a_scale_is_reported_with_rank_tensor_and_coordinate(train_dtype, monkeypatch):
-    run = GlooExecutor.run
-
-    def spoiling(self):
-        stages = run(self)
-        schedule = self._bound.schedule
-        if (schedule.world, schedule.rank) == ("gen", 1):
-            names = [tensor.name for tensor in schedule.tensors]
-            scales = self._bound.tensors[names.index("model.layers.2.mlp.down_proj.weight_scale_inv")]
-            scales.view(torch.int32)[5, 1] ^= 1
-        return stages
-
-    monkeypatch.setattr(GlooExecutor, "run", spoiling)
+    flip_bit_on_gen_1(monkeypatch, "model.layers.2.mlp.down_proj.weight_scale_inv", torch.int32, (5, 1))
     report = check("llama", "tp=2", "tp=2", train_dtype, (8, 16), refits=1)
     (wrong,) = report.refits[0].wrong
     assert (wrong.name, wrong.gen_rank, wrong.mismatches) == ("model.layers.2.mlp.down_proj.weight_scale_inv", 1, 1)

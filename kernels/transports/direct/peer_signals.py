@@ -15,8 +15,8 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import TransferError, Waiting
 from mcore_reshard.kernels.rendezvous.exchange import fetch
 from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
-from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup, GlooMessage
-from mcore_reshard.kernels.transports.base import group_names, group_rank, other_world, peer_group_rank
+from mcore_reshard.kernels.rendezvous.gloo_group import GlooMessage
+from mcore_reshard.kernels.transports.base import connect_group, other_world, peer_group_rank
 
 T = TypeVar("T")
 
@@ -42,12 +42,7 @@ class PeerSignals:
         self.timeout_s = timeout_s
         self._store = store
         self.peers = _waiting_by_peer(bound)
-        self._group = GlooGroup(
-            FailFastStore("words", store),
-            group_rank(schedule, schedule.world, schedule.rank),
-            group_names(schedule),
-            timeout_s=timeout_s,
-        )
+        self._group = connect_group(FailFastStore("words", store), schedule, timeout_s)
         self._posted: dict[int, tuple[torch.Tensor, GlooMessage]] = {}
         self._listen(self.peers)
 

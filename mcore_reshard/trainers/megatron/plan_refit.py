@@ -22,7 +22,7 @@ from mcore_reshard.planner.model.parameters import ModelParameters
 from mcore_reshard.planner.model.precision import PRECISION_OF, PRECISIONS, QUANTIZED, UNQUANTIZED
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
-from mcore_reshard.planner.proof.prove import ProofError, prove
+from mcore_reshard.planner.proof.prove import require_proof
 
 from .model import local_tensors, precisions_of, rank_coordinate, train_mesh_of
 from .world import gather_from_all, own_rank
@@ -72,9 +72,7 @@ def plan_refit(
         gen_dtype=gen_dtype,
         train_unquantized_layers=unquantized,
     )
-    proof = prove(plan)
-    if not proof.ok:
-        raise ProofError(proof)
+    require_proof(plan)
     return plan
 
 
