@@ -6,27 +6,26 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from mcore_reshard.planner.model.config_reader import ConfigError, looks_like
+from mcore_reshard.planner.model.config_reader import ConfigError, ConfigReader, looks_like
 from mcore_reshard.planner.model.parameters import ModelParameters
 
 from .deepseek_v3 import deepseek_v3
-from .dense import dense
 from .gpt_oss import gpt_oss
+from .llama_qwen import llama_qwen
 from .nemotron_h import nemotron_h
-from .qwen3_moe import qwen3_moe
 
 __all__ = ["FAMILIES", "ConfigError", "as_published", "parameters_from_config"]
 
-FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], ModelParameters]] = {
+FAMILIES: Mapping[str, Callable[[ConfigReader], ModelParameters]] = {
     "deepseek_v3": deepseek_v3,
     "gpt_oss": gpt_oss,
     "kimi_k2": deepseek_v3,
-    "llama": dense,
-    "mistral": dense,
+    "llama": llama_qwen,
+    "mistral": llama_qwen,
     "nemotron_h": nemotron_h,
-    "qwen2": dense,
-    "qwen3": dense,
-    "qwen3_moe": qwen3_moe,
+    "qwen2": llama_qwen,
+    "qwen3": llama_qwen,
+    "qwen3_moe": llama_qwen,
 }
 
 # What transformers 5 calls fields in the configs that it writes (`attribute_map` of its config classes).
@@ -48,7 +47,7 @@ def parameters_from_config(config: Mapping[str, Any]) -> ModelParameters:
     """
     family = config.get("model_type")
     if isinstance(family, str) and family in FAMILIES:
-        return FAMILIES[family](as_published(config))
+        return FAMILIES[family](ConfigReader(as_published(config)))
     problem = f"model_type {family!r} is not known"
     if family is None:
         problem = f"model_type is missing{looks_like('model_type', config)}"

@@ -9,51 +9,48 @@ which. Listed is the config's dtype, in which transformers 5 and Megatron-Core h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
 
 from mcore_reshard.planner.model.config_reader import ConfigReader, read_attention
 from mcore_reshard.planner.model.parameters import Mamba, ModelParameters, ParameterGroup, Role
 
-from .blocks import Layers, attention, experts, mlp, read_frame, shared_experts
+from .blocks import EXPERT, SHARED, Layers, attention, framed, mlp, read_model
 
 # layers_block_type of transformers 5, and its older names, by letter of hybrid_override_pattern
 _KINDS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 _LETTERS = "M*-E"
 
 
-@dataclass(frozen=True, slots=True)
-class _Mixture:
-    """The sizes of a layer of experts. `latent` 0: experts work on the hidden size itself."""
-
-    count: int = 0
-    width: int = 0
-    shared_width: int = 0
-    latent: int = 0
-
-
-def nemotron_h(config: Mapping[str, Any]) -> ModelParameters:
+def nemotron_h(reader: ConfigReader) -> ModelParameters:
     """Which layer is what comes from `hybrid_override_pattern` (M, *, -, E) or `layers_block_type`.
 
     Sizes of a kind of layer that the model does not have need not be in the config.
     """
-    reader = ConfigReader(config)
     hidden, vocab = reader.size("hidden_size"), reader.size("vocab_size")
     pattern = _read_pattern(reader)
     heads = read_attention(reader, hidden, alias="attention_head_dim")
     mamba = _read_mamba(reader) if "M" in pattern else None
     width = reader.size("intermediate_size") if "-" in pattern else 0
     mamba_bias, mlp_bias = reader.flag("use_bias"), reader.flag("mlp_bias")
-    mixture = _read_mixture(reader, mlp_bias) if "E" in pattern else _Mixture()
+    experts, latent = _read_experts(reader, mlp_bias) if "E" in pattern else ({}, 0)
     conv_bias, attention_bias = reader.flag("use_conv_bias", default=True), reader.flag("attention_bias")
     reader.check(
         reader.size("num_nextn_predict_layers", minimum=0, default=0) == 0,
         "multi-token prediction is not known here; num_nextn_predict_layers 0 plans the model without it",
     )
-    frame = read_frame(reader, hidden, vocab)
+    model = read_model(
+        reader,
+        hidden,
+        vocab,
+        layers=len(pattern),
+        attention=heads,
+        intermediate=width,
+        gated=False,
+        mamba=mamba,
+        **experts,
+    )
     layers = {
-        letter: frame.layers((n for n, kind in enumerate(pattern) if kind == letter), "backbone.layers.{layer}")
+        letter: Layers(model, [n for n, kind in enumerate(pattern) if kind == letter], "backbone.layers.{layer}")
         for letter in _LETTERS
     }
     groups = (
@@ -62,23 +59,11 @@ def nemotron_h(config: Mapping[str, Any]) -> ModelParameters:
         *layers["*"].norm("norm", Role.ATTENTION_NORM),
         *attention(layers["*"], heads, "mixer", qkv_bias=attention_bias, o_bias=attention_bias),
         *layers["-"].norm("norm", Role.MLP_NORM),
-        *mlp(layers["-"], width, "mixer", gated=False, bias=mlp_bias),
+        *mlp(layers["-"], width, "mixer", bias=Role.UNKNOWN if mlp_bias else None),
         *layers["E"].norm("norm", Role.MOE_NORM),
-        *_mixture(layers["E"], mixture),
+        *_mixture(layers["E"], latent),
     )
-    return frame.model(
-        groups,
-        "backbone.embeddings.weight",
-        "backbone.norm_f.weight",
-        layers=len(pattern),
-        attention=heads,
-        intermediate=width,
-        experts=mixture.count,
-        expert_intermediate=mixture.width,
-        shared_intermediate=mixture.shared_width,
-        gated=False,
-        mamba=mamba,
-    )
+    return framed(model, groups, "backbone.embeddings.weight", "backbone.norm_f.weight")
 
 
 def _read_pattern(reader: ConfigReader) -> str:
@@ -114,16 +99,17 @@ def _read_mamba(reader: ConfigReader) -> Mamba:
     return mamba
 
 
-def _read_mixture(reader: ConfigReader, bias: bool) -> _Mixture:
+def _read_experts(reader: ConfigReader, bias: bool) -> tuple[dict[str, int], int]:
+    """Fields of `Architecture`, and the size that experts work on; 0: the hidden size itself."""
     reader.check(not bias, "mlp_bias is true: the checkpoints' code gives experts biases, transformers 5 does not")
     shared = reader.optional_size("n_shared_experts")
     reader.check(shared <= 1, f"n_shared_experts is {shared}: transformers and vLLM give them different widths")
-    return _Mixture(
-        count=reader.size("n_routed_experts"),
-        width=reader.size("moe_intermediate_size"),
-        shared_width=reader.size("moe_shared_expert_intermediate_size") if shared else 0,
-        latent=reader.size("moe_latent_size", minimum=0, default=0),
-    )
+    sizes = {
+        "experts": reader.size("n_routed_experts"),
+        "expert_intermediate": reader.size("moe_intermediate_size"),
+        "shared_intermediate": reader.size("moe_shared_expert_intermediate_size") if shared else 0,
+    }
+    return sizes, reader.size("moe_latent_size", minimum=0, default=0)
 
 
 def _mamba(layers: Layers, mamba: Mamba, bias: bool, conv_bias: bool) -> Iterator[ParameterGroup]:
@@ -141,15 +127,18 @@ def _mamba(layers: Layers, mamba: Mamba, bias: bool, conv_bias: bool) -> Iterato
     yield from layers.linear("mixer.out_proj", Role.MAMBA_OUT, layers.hidden, mamba.d_inner, unknown)
 
 
-def _mixture(layers: Layers, mixture: _Mixture) -> Iterator[ParameterGroup]:
+def _mixture(layers: Layers, latent: int) -> Iterator[ParameterGroup]:
     """Router with an fp32 bias, experts, a shared expert. Nemotron-3-Super's experts work on a smaller size; no layout
     rule knows the projections there and back."""
-    yield from layers.linear("mixer.gate", Role.ROUTER, mixture.count, layers.hidden)
-    yield from layers.group("mixer.gate.e_score_correction_bias", Role.EXPERT_BIAS, mixture.count, dtype="float32")
-    if mixture.latent:
-        yield from layers.linear("mixer.fc1_latent_proj", Role.UNKNOWN, mixture.latent, layers.hidden)
-    inner = replace(layers, hidden=mixture.latent) if mixture.latent else layers
-    yield from experts(inner, mixture.count, mixture.width, "mixer", gated=False)
-    if mixture.latent:
-        yield from layers.linear("mixer.fc2_latent_proj", Role.UNKNOWN, layers.hidden, mixture.latent)
-    yield from shared_experts(layers, mixture.shared_width, "mixer.shared_experts", gated=False)
+    sizes = layers.model.architecture
+    yield from layers.linear("mixer.gate", Role.ROUTER, sizes.experts, sizes.hidden)
+    yield from layers.group("mixer.gate.e_score_correction_bias", Role.EXPERT_BIAS, sizes.experts, dtype="float32")
+    if latent:
+        yield from layers.linear("mixer.fc1_latent_proj", Role.UNKNOWN, latent, sizes.hidden)
+    yield from mlp(
+        layers, sizes.expert_intermediate, "mixer.experts.{expert}", EXPERT, experts=sizes.experts, hidden=latent
+    )
+    if latent:
+        yield from layers.linear("mixer.fc2_latent_proj", Role.UNKNOWN, sizes.hidden, latent)
+    if sizes.shared_intermediate:
+        yield from mlp(layers, sizes.shared_intermediate, "mixer.shared_experts", SHARED)
