@@ -41,8 +41,6 @@ from .transformer_engine import te_scales
 
 __all__ = ["ExpertsModule", "MegatronBuild", "MegatronLayout", "padded_vocab"]
 
-_NORM_ROLES = {role for role in Role if role.value.endswith("norm")}
-
 
 class MegatronLayout(Layout):
     """The training side of a plan: a model, a mesh and how the model was built."""
@@ -111,8 +109,6 @@ class MegatronLayout(Layout):
             partition = rule(self._context, group)
         if isinstance(partition, Misc):
             return partition
-        if self._context.architecture.zero_centered_norms and group.role in _NORM_ROLES:
-            return Misc("zero-centered norm: the trainer holds w - 1, which is not a byte copy")
         return tuple(
             PartitionOwners(partition, ranks, pp_stage, layers, experts)
             for pp_stage, layers in self._stages(group).items()

@@ -11,6 +11,7 @@ from .parameters import Attention, Quantization
 _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST_SIZE = 1 << 24  # bytes of a tensor stay countable in 64 bits
 _LARGEST_DEPTH = 1 << 12  # layers are enumerated
+_NEEDED: Mapping[type, str] = {bool: "true or false", str: "a string", Mapping: "an object"}
 _DEPTHS = {"num_hidden_layers", "num_nextn_predict_layers"}
 # Fields of published configs that nothing reads, though they look like misspellings of n_groups and hybrid_override_pattern.
 _FIELDS_NOT_READ = {"n_group", "mtp_hybrid_override_pattern"}
@@ -26,8 +27,9 @@ class ConfigError(ValueError):
         if len(self.problems) == 1 and not remedy:
             message = f"{subject}: {self.problems[0]}"
         else:
-            lines = [f"{subject}: {_count(self.problems)}", *(f"  - {problem}" for problem in self.problems), remedy]
-            message = "\n".join(line for line in lines if line)
+            count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+            lines = [f"{subject}: {count}", *(f"  - {problem}" for problem in self.problems), remedy]
+            message = "\n".join(filter(None, lines))
         super().__init__(message)
 
 
@@ -43,10 +45,6 @@ def looks_like(name: str, keys: Iterable[str]) -> str:
 def _closest(name: str, names: Iterable[str]) -> str:
     """The name that differs from `name` by a letter or two; empty where there is none."""
     return next(iter(get_close_matches(name, names, n=1, cutoff=0.9)), "")
-
-
-def _count(problems: Sequence[str]) -> str:
-    return "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
 
 
 class ConfigReader:
@@ -65,17 +63,14 @@ class ConfigReader:
 
     def size(self, name: str, *aliases: str, minimum: int = 1, default: int | None = None) -> int:
         """An integer field from `minimum` to the largest that can be planned. Null or absent: `default`, else an error."""
-        is_there, value = self._look_up(name, aliases)
-        if value is None:
-            if default is not None:
-                return default
-            if is_there:
-                self._note(name, f"{name} is null, an integer is needed")
-            else:
-                self.note_missing(name)
-            return minimum
+        keys = (name, *aliases)
+        value = next((value for key in keys if (value := self._value(key)) is not None), default)
         largest = _LARGEST_DEPTH if name in _DEPTHS else _LARGEST_SIZE
-        if isinstance(value, bool) or not isinstance(value, int):
+        if value is None and not any(key in self._config for key in keys):
+            self.note_missing(name)
+        elif value is None:
+            self._note(name, f"{name} is null, an integer is needed")
+        elif isinstance(value, bool) or not isinstance(value, int):
             self._note(name, f"{name} is {value!r}, an integer is needed")
         elif value < minimum:
             self._note(name, f"{name} is {value}, at least {minimum} is needed")
@@ -87,30 +82,28 @@ class ConfigReader:
 
     def optional_size(self, name: str) -> int:
         """An integer field that must be there but may be null; null and 0 read as 0."""
-        if name not in self._config:
-            self.note_missing(name, " (null where the model has none)")
-            return 0
+        self.require(name, " (null where the model has none)")
         return self.size(name, minimum=0, default=0)
 
-    def require(self, name: str) -> None:
+    def require(self, name: str, remark: str = "") -> None:
         """Notes a field that is absent, though it may be null."""
         if name not in self._config:
-            self.note_missing(name)
+            self.note_missing(name, remark)
 
     def has(self, name: str) -> bool:
         return self._value(name) is not None
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value: bool | None = self._typed(name, bool, "true or false")
-        return default if value is None else value
+        value = self.typed(name, bool)
+        return default if value is None else bool(value)
 
-    def text(self, name: str) -> str | None:
-        text: str | None = self._typed(name, str, "a string")
-        return text
-
-    def mapping(self, name: str) -> Mapping[str, Any] | None:
-        mapping: Mapping[str, Any] | None = self._typed(name, Mapping, "an object")
-        return mapping
+    def typed(self, name: str, kind: type) -> Any:
+        """A field of type bool, str or Mapping; None where it is absent, null, or noted as of another type."""
+        value = self._value(name)
+        if value is None or isinstance(value, kind):
+            return value
+        self._note(name, f"{name} is {value!r}, {_NEEDED[kind]} is needed")
+        return None
 
     def items(self, name: str, kind: type) -> tuple[Any, ...] | None:
         """A list whose entries are all of type `kind`; None where absent or null."""
@@ -124,8 +117,8 @@ class ConfigReader:
 
     def dtype(self) -> str:
         """`dtype`, or `torch_dtype` as it was called before transformers 4.56; bfloat16 where neither is set."""
-        values = {self.text(name) for name in ("dtype", "torch_dtype")} - {None}
-        names = {str(value).removeprefix("torch.") for value in values}
+        values = {self.typed(name, str) for name in ("dtype", "torch_dtype")} - {None}
+        names = {value.removeprefix("torch.") for value in values}
         if len(names) > 1:
             self._note("dtype", f"dtype and torch_dtype differ: {' and '.join(sorted(names))}")
         name = min(names, default="bfloat16")
@@ -159,23 +152,9 @@ class ConfigReader:
         if problems := self.problems():
             raise ConfigError(f"{self.family} config", problems, "Correct these fields in config.json.")
 
-    def _look_up(self, name: str, aliases: tuple[str, ...]) -> tuple[bool, Any]:
-        for key in (name, *aliases):
-            if (value := self._value(key)) is not None:
-                return True, value
-        return any(key in self._config for key in (name, *aliases)), None
-
     def _value(self, name: str) -> Any:
         self._read.add(name)
         return self._config.get(name)
-
-    def _typed(self, name: str, kind: type, needed: str) -> Any:
-        """The value of a field; None where it is absent, null, or noted as no `kind`."""
-        value = self._value(name)
-        if value is None or isinstance(value, kind):
-            return value
-        self._note(name, f"{name} is {value!r}, {needed} is needed")
-        return None
 
     def _note(self, field: str, problem: str) -> None:
         self._bad.add(field)
@@ -213,21 +192,21 @@ def read_quantization(reader: ConfigReader) -> Quantization | None:
     Of its two lists of unquantized modules the first counts that is not empty; MXFP8 has the first alone.
     Source: vllm/model_executor/layers/quantization/fp8.py, Fp8Config.from_config; modelopt.py, ModelOptMxFp8Config.
     """
-    quantization = reader.mapping("quantization_config")
+    quantization = reader.typed("quantization_config", Mapping)
     if quantization is None:
         return None
     inner = ConfigReader(quantization)
-    method = inner.text("quant_method")
+    method = inner.typed("quant_method", str)
     if not inner.has("quant_method"):
         inner.note_missing("quant_method")
     block = inner.items("weight_block_size", int)
-    two_sizes = block is None or (len(block) == 2 and min(block) > 0)
-    inner.check(two_sizes, f"weight_block_size is {block}, two sizes are needed")
-    supported = not two_sizes or not block or max(block) <= _LARGEST_SIZE
-    inner.check(supported, f"weight_block_size is {block}, no more than {_LARGEST_SIZE:,} is supported")
-    scheme = inner.text("activation_scheme")
+    if block is not None and (len(block) != 2 or min(block) < 1):
+        inner.check(False, f"weight_block_size is {block}, two sizes are needed")
+    elif block is not None and max(block) > _LARGEST_SIZE:
+        inner.check(False, f"weight_block_size is {block}, no more than {_LARGEST_SIZE:,} is supported")
+    static = inner.typed("activation_scheme", str) == "static"
     inner.check(
-        not (method == "fp8" and block and scheme == "static"),
+        not (method == "fp8" and block and static),
         "activation_scheme is 'static', and block-wise quantization only supports dynamic activation: vLLM refuses it",
     )
     lists = [inner.items(name, str) for name in ("ignored_layers", "modules_to_not_convert")]

@@ -205,7 +205,6 @@ class Architecture:
     gated: bool = True  # gate/up experts and MLPs (False: up only, e.g. squared ReLU)
     mamba: Mamba | None = None
     mtp_layers: int = 0
-    zero_centered_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,13 +264,5 @@ class ModelParameters:
         return (parameter for group in self.groups for parameter in group.parameters())
 
     @property
-    def elements(self) -> int:
-        """Elements of all parameters together: the model's size as it is published, biases and norms included."""
-        return sum(group.count * prod(group.shape) for group in self.groups)
-
-    @property
     def nbytes(self) -> int:
         return sum(group.count * group.nbytes for group in self.groups)
-
-    def names(self) -> Iterator[str]:
-        return (parameter.name for parameter in self)

@@ -68,7 +68,7 @@ def nemotron_h(reader: ConfigReader) -> ModelParameters:
 
 def _read_pattern(reader: ConfigReader) -> str:
     """One letter a layer, however the config writes it; empty where it is wrong."""
-    pattern, kinds = reader.text("hybrid_override_pattern"), reader.items("layers_block_type", str)
+    pattern, kinds = reader.typed("hybrid_override_pattern", str), reader.items("layers_block_type", str)
     if not pattern and not kinds:
         reader.note_missing("hybrid_override_pattern", " (layers_block_type would do as well)")
         return ""
