@@ -1,6 +1,6 @@
 """Where a Megatron-Core trainer keeps a model: which ranks hold each group, and whether the mesh can hold it at all.
 
-How one parameter is cut stands in megatron_rules.py, the scales of FP8 parameters in transformer_engine.py.
+How one parameter is cut stands in megatron_rules.py, where the scales of FP8 parameters lie in transformer_engine.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from mcore_reshard.planner.model.parameters import (
 )
 from mcore_reshard.planner.model.precision import Format
 
-from .megatron_build import Context, ExpertsModule, MegatronBuild, padded_vocab
-from .megatron_rules import RULES
+from .megatron_rules import RULES, Context, ExpertsModule, MegatronBuild, padded_vocab
 from .mesh import LayerPlace, MeshError, TrainMesh
 from .partitions import (
     Excluded,
@@ -33,9 +32,7 @@ from .partitions import (
     PartitionOwners,
     indivisible,
     layers_by_stage,
-    ranks_of_parts,
     unshareable,
-    whole,
 )
 from .transformer_engine import te_scales
 
@@ -46,6 +43,8 @@ class MegatronLayout(Layout):
     """The training side of a plan: a model, a mesh and how the model was built."""
 
     name = "megatron"
+    title = "Megatron-Core"
+    rules = RULES
 
     def __init__(
         self,
@@ -53,17 +52,12 @@ class MegatronLayout(Layout):
         mesh: TrainMesh,
         build: MegatronBuild = MegatronBuild(),  # noqa: B008
     ) -> None:
-        self._context = Context(model.architecture, mesh, build)
+        self.context = Context(model.architecture, mesh, build)
         self._dtype = model.dtype
 
-    @property
-    def _hybrid(self) -> bool:
-        """megatron.core.models.mamba.MambaModel: also where the pattern has no Mamba layer."""
-        return self._context.architecture.family == "nemotron_h"
-
     def violations(self) -> list[str]:
-        model, mesh = self._context.architecture, self._context.mesh
-        tp, rows = mesh.tp, self._context.padded_vocab
+        model, mesh = self.context.architecture, self.context.mesh
+        tp, rows = mesh.tp, self.context.padded_vocab
         violations = self._pipeline_violations() + _attention_violations(model.attention, tp)
         violations += indivisible("MLP width {}", model.intermediate, "tp", tp)
         violations += indivisible("shared expert width {}", model.shared_intermediate, "tp", tp)
@@ -83,64 +77,45 @@ class MegatronLayout(Layout):
         return [f"training: {violation}" for violation in violations]
 
     def _pipeline_violations(self) -> list[str]:
-        mesh, violations = self._context.mesh, []
+        mesh, violations = self.context.mesh, []
         try:
-            counts = mesh.chunk_layers(self._context.architecture.layers)
-            if self._hybrid and (len(set(counts[1:-1])) > 1 or not (counts[0] and counts[-1])):
+            counts = mesh.chunk_layers(self.context.architecture.layers)
+            if self.context.is_hybrid and (len(set(counts[1:-1])) > 1 or not (counts[0] and counts[-1])):
                 violations.append(
                     f"layers {'+'.join(map(str, counts))}: Megatron-Core's hybrid (Mamba) pipelines hold layers on every stage"
                     " and differ only in the first and the last"
                 )
         except MeshError as error:
             violations += error.violations
-        if self._hybrid and mesh.vpp > 1:
+        if self.context.is_hybrid and mesh.vpp > 1:
             violations.append(f"vpp = {mesh.vpp}: Megatron-Core does not interleave hybrid (Mamba) models")
         return violations
 
     def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded:
         # Float16Module casts every parameter to the model's dtype, whatever the checkpoint says.
-        group = replace(group, dtype=self._dtype)
-        if group.role is Role.FINAL_NORM:
-            leaf = "final_norm" if self._hybrid else "final_layernorm"
-            partition: Partition | Misc = whole(group, f"vp{{vp}}.decoder.{leaf}.weight")
-        elif (rule := RULES.get(group.role)) is None:
-            return Misc(f"no layout rule for {group.role.value!r} in Megatron-Core")
-        else:
-            partition = rule(self._context, group)
-        if isinstance(partition, Misc):
-            return partition
-        return tuple(
-            PartitionOwners(partition, ranks, pp_stage, layers, experts)
-            for pp_stage, layers in self._stages(group).items()
-            for ranks, experts in self._ranks(group, partition, pp_stage)
-        )
+        return super().place(replace(group, dtype=self._dtype))
 
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
         return te_scales(group, partition, form)
 
-    def _ranks(
-        self, group: ParameterGroup, partition: Partition, pp_stage: int
-    ) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
-        """The ranks of a stage that hold a partition, with the experts that each set of ranks holds.
-
-        Local experts of expert-parallel rank e are the contiguous block e (megatron.core MoELayer.local_expert_indices).
-        """
-        mesh = self._context.mesh
+    def ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
+        """Local experts of expert-parallel rank e are the contiguous block e (megatron.core MoELayer.local_expert_indices)."""
+        mesh = self.context.mesh
         if group.role in EXPERT_ROLES:
             local = group.experts // mesh.ep
             return [(ranks, (ep * local, (ep + 1) * local)) for ep, ranks in enumerate(mesh.expert_ranks(pp_stage))]
         if group.role in STACKED_ROLES:
             return [(mesh.expert_ranks(pp_stage).reshape(mesh.ep, -1), (0, 0))]
-        return [(ranks_of_parts(partition, mesh.dense_ranks(pp_stage)), (0, 0))]
+        return [(mesh.dense_ranks(pp_stage), (0, 0))]
 
-    def _stages(self, group: ParameterGroup) -> dict[int, tuple[LayerPlace, ...]]:
+    def stages(self, group: ParameterGroup) -> dict[int, tuple[LayerPlace, ...]]:
         """The group's layers by pipeline stage.
 
         The embedding sits in the first chunk, the head in the last. So does the final norm, but with multi-token-prediction
         layers it follows the last decoder layer (TransformerBlock.has_final_layernorm_in_this_stage). A tied head on the last
         stage is a copy that Megatron keeps equal to the embedding; it is never the source.
         """
-        architecture, mesh = self._context.architecture, self._context.mesh
+        architecture, mesh = self.context.architecture, self.context.mesh
         places = mesh.place_layers(architecture.layers)
         if group.layers:
             return layers_by_stage(group.layers, places)

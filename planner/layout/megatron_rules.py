@@ -8,29 +8,76 @@ still claim tensor parallelism, and TE's duplicated linears claim a TP dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Literal
 
-from mcore_reshard.planner.model.parameters import Attention, Mamba, ParameterGroup, Role
+from mcore_reshard.planner.model.parameters import Architecture, Attention, Mamba, ParameterGroup, Role
 
 from .geometry import LocalTensor, Piece, Region, permuted
-from .megatron_build import Context
-from .partitions import Misc, Partition, RowRange, gate_up, padded_rows, rows_along, split, split_sections, whole
+from .mesh import TrainMesh
+from .partitions import Misc, Partition, RowRange, Rule, gate_up, padded_rows, rows_along, split, split_sections, whole
 
 _LAYER = "vp{vp}.decoder.layers.{layer}."
 _EXPERTS = _LAYER + "mlp.experts."
 
-Rule = Callable[[Context, ParameterGroup], Partition | Misc]
+ExpertsModule = Literal["grouped", "sequential", "stacked"]
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronBuild:
+    """The choices that, beside the mesh, decide the names and the storage of parameters.
+
+    `experts`: TEGroupedMLP (one tensor per expert), SequentialMLP (one module per expert) or the legacy GroupedMLP (one
+    stacked tensor). `fused_norms`: norms live inside the linear they precede (the Transformer Engine spec) or apart
+    (the local spec). `padded_vocab`: rows of the embedding over all tp ranks; 0 applies Megatron-Bridge's rule.
+    """
+
+    experts: ExpertsModule = "grouped"
+    fused_norms: bool = True
+    padded_vocab: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a layout rule sees beside the group it places."""
+
+    architecture: Architecture
+    mesh: TrainMesh
+    build: MegatronBuild
+    local_experts: int = 0  # on a rank; 0: the group has none
+
+    @property
+    def is_hybrid(self) -> bool:
+        """megatron.core.models.mamba.MambaModel: also where the pattern has no Mamba layer."""
+        return self.architecture.family == "nemotron_h"
+
+    @property
+    def padded_vocab(self) -> int:
+        return self.build.padded_vocab or padded_vocab(self.architecture.vocab, self.mesh.tp)
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """Vocabulary rows as Megatron-Bridge builds them: unpadded where tp divides, else padded.
+
+    Source: megatron.bridge.utils.vocab_utils.calculate_padded_vocab_size, with the divisor of
+    MegatronModelBridge.make_vocab_size_divisible_by (the largest power of two up to 128 that divides the vocabulary).
+    """
+    if vocab % tp == 0:
+        return vocab
+    multiple = gcd(vocab, 128) * tp
+    return -(-vocab // multiple) * multiple
 
 
 # --- vocabulary: megatron.core.tensor_parallel.layers.VocabParallelEmbedding, ColumnParallelLinear (output_layer)
 
 
-def _embedding(context: Context, group: ParameterGroup) -> Partition:
-    return padded_rows(group, "vp{vp}.embedding.word_embeddings.weight", context.padded_vocab, context.mesh.tp)
+def _vocabulary(path: str) -> Rule:
+    return lambda context, group: padded_rows(group, path, context.padded_vocab, context.mesh.tp)
 
 
-def _lm_head(context: Context, group: ParameterGroup) -> Partition:
-    return padded_rows(group, "vp{vp}.output_layer.weight", context.padded_vocab, context.mesh.tp)
+def _final_norm(context: Context, group: ParameterGroup) -> Partition:
+    return whole(group, f"vp{{vp}}.decoder.{'final_norm' if context.is_hybrid else 'final_layernorm'}.weight")
 
 
 # --- attention: megatron.core.transformer.attention.SelfAttention
@@ -64,25 +111,21 @@ def _fused_qkv(context: Context, group: ParameterGroup) -> Partition:
     return rows_along(group, _LAYER + f"self_attention.linear_qkv.{leaf}", 0, local_rows, row_ranges)
 
 
-def _attention_norm(context: Context, group: ParameterGroup) -> Partition:
-    """Fused in TELayerNormColumnParallelLinear, except for MLA, whose down projections have none."""
-    fused = context.build.fused_norms and isinstance(context.architecture.attention, Attention)
-    return whole(group, _LAYER + ("self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"))
-
-
-def _mlp_norm(context: Context, group: ParameterGroup) -> Partition:
-    fused = context.build.fused_norms
-    return whole(group, _LAYER + ("mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"))
-
-
-def _mla_norm(linear: str, separate: str) -> Rule:
-    """megatron.core.transformer.multi_latent_attention.MLASelfAttention: the norm of the latent, before its up projection."""
+def _norm(fused: str, separate: str) -> Rule:
+    """Norms live inside of the linear that they precede (TELayerNormColumnParallelLinear), or apart."""
 
     def rule(context: Context, group: ParameterGroup) -> Partition:
-        leaf = f"{linear}.layer_norm_weight" if context.build.fused_norms else f"{separate}.weight"
-        return whole(group, _LAYER + "self_attention." + leaf)
+        path = f"{fused}.layer_norm_weight" if context.build.fused_norms else f"{separate}.weight"
+        return whole(group, _LAYER + path)
 
     return rule
+
+
+def _attention_norm(context: Context, group: ParameterGroup) -> Partition | Misc:
+    """Apart for MLA, whose down projections have none fused."""
+    if isinstance(context.architecture.attention, Attention):
+        return _norm("self_attention.linear_qkv", "input_layernorm")(context, group)
+    return whole(group, _LAYER + "input_layernorm.weight")
 
 
 # --- MLP: megatron.core.transformer.mlp.MLP
@@ -128,7 +171,7 @@ def _grouped_mlp(context: Context, group: ParameterGroup) -> Partition:
 
     GroupedMLP.weight2 is [E * I / etp, H], used as (E, I / etp, H).
     """
-    etp, local = context.mesh.etp, context.architecture.experts // context.mesh.ep
+    etp, local = context.mesh.etp, context.local_experts
     cut_dim = 1 if group.role is Role.EXPERT_DOWN else 0
     rows, hidden = group.view[cut_dim] // etp, group.view[1 - cut_dim]
     origin: tuple[int, ...]
@@ -205,10 +248,11 @@ def _expert_bias(context: Context, group: ParameterGroup) -> Partition:
 
 
 RULES: Mapping[Role, Rule] = {
-    Role.EMBEDDING: _embedding,
-    Role.LM_HEAD: _lm_head,
+    Role.EMBEDDING: _vocabulary("vp{vp}.embedding.word_embeddings.weight"),
+    Role.LM_HEAD: _vocabulary("vp{vp}.output_layer.weight"),
+    Role.FINAL_NORM: _final_norm,
     Role.ATTENTION_NORM: _attention_norm,
-    Role.MLP_NORM: _mlp_norm,
+    Role.MLP_NORM: _norm("mlp.linear_fc1", "pre_mlp_layernorm"),
     Role.MOE_NORM: _replicated("pre_mlp_layernorm.weight"),
     Role.MAMBA_NORM: _replicated("mixer.in_proj.layer_norm_weight"),
     **dict.fromkeys((Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS), _fused_qkv),
@@ -219,10 +263,10 @@ RULES: Mapping[Role, Rule] = {
     Role.SINKS: _cut("self_attention.core_attention.softmax_offset", 0),
     Role.MLA_Q: _cut("self_attention.linear_q_proj.weight", 0),
     Role.MLA_Q_A: _replicated("self_attention.linear_q_down_proj.weight"),
-    Role.MLA_Q_A_NORM: _mla_norm("linear_q_up_proj", "q_layernorm"),
+    Role.MLA_Q_A_NORM: _norm("self_attention.linear_q_up_proj", "self_attention.q_layernorm"),
     Role.MLA_Q_B: _cut("self_attention.linear_q_up_proj.weight", 0),
     Role.MLA_KV_A: _replicated("self_attention.linear_kv_down_proj.weight"),
-    Role.MLA_KV_A_NORM: _mla_norm("linear_kv_up_proj", "kv_layernorm"),
+    Role.MLA_KV_A_NORM: _norm("self_attention.linear_kv_up_proj", "self_attention.kv_layernorm"),
     Role.MLA_KV_B: _cut("self_attention.linear_kv_up_proj.weight", 0),
     Role.MLA_O: _cut("self_attention.linear_proj.weight", 1),
     Role.GATE: _gate_up("mlp.linear_fc1.weight"),

@@ -10,9 +10,8 @@ expert parallelism spans dp x tp (vllm/distributed/parallel_state.py).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
-from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -57,22 +56,21 @@ class TrainMesh:
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        violations = _axis_violations(self, ("tp", "cp", "dp", "pp"))
-        replicas = self.tp * self.cp * self.dp
-        if not violations and replicas % (self.ep * self.etp):
+        violations = _degree_violations(self, "tp*cp*dp*pp")
+        if not violations and (ranks := self.world // self.pp) % (self.ep * self.etp):
             violations.append(
-                f"ep*etp = {self.ep}*{self.etp} must divide tp*cp*dp = {self.tp}*{self.cp}*{self.dp} = {replicas}"
+                f"ep*etp = {self.ep}*{self.etp} must divide tp*cp*dp = {self.tp}*{self.cp}*{self.dp} = {ranks}"
             )
-        if self.layers and len(self.layers) not in {self.pp, self.pp * self.vpp}:
+        entries, chunks = len(self.layers), self.pp * self.vpp
+        if self.layers and entries not in {self.pp, chunks}:
             violations.append(
-                f"layers has {len(self.layers)} entries, wants pp = {self.pp} (per stage) or pp*vpp ="
-                f" {self.pp * self.vpp} (per chunk)"
+                f"layers has {entries} entries, wants pp = {self.pp} (per stage) or pp*vpp = {chunks} (per chunk)"
             )
         if self.vpp > 1 and self.pp == 1:
             violations.append("vpp > 1 wants pp > 1 (Megatron interleaves chunks over pipeline stages)")
         if any(count < 0 for count in self.layers):
             violations.append(f"layers must not be negative, got {self.layers}")
-        if self.layers and len(self.layers) == self.pp and any(count % self.vpp for count in self.layers):
+        if self.vpp > 1 and entries == self.pp and any(count % self.vpp for count in self.layers):
             violations.append(f"layers per stage {self.layers} must be divisible by vpp = {self.vpp}")
         if violations:
             raise MeshError("impossible training mesh", violations)
@@ -84,7 +82,7 @@ class TrainMesh:
     @property
     def edp(self) -> int:
         """Replicas of an expert part."""
-        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+        return self.world // (self.pp * self.ep * self.etp)
 
     def coordinate(self, global_rank: int) -> dict[str, int]:
         """All coordinates of a rank, dense and expert: tp cp dp pp and etp ep edp."""
@@ -114,14 +112,11 @@ class TrainMesh:
         if not self.layers and num_layers % chunks:
             problem = f"{num_layers} layers do not divide over pp*vpp = {chunks}"
             if num_layers > chunks:
-                problem += "; give them, e.g. layers=" + "+".join(map(str, _even_counts(num_layers, chunks)))
+                problem += f"; give them, e.g. layers={_joined(_even_counts(num_layers, chunks))}"
             raise MeshError("impossible training mesh", [problem])
-        counts = self.layers or (num_layers // chunks,) * chunks
-        if len(counts) < chunks:  # per stage
-            counts = tuple(count // self.vpp for count in counts) * self.vpp
-        if sum(counts) != num_layers:
-            raise MeshError("impossible training mesh", [_wrong_sum(self.layers, num_layers)])
-        return counts
+        counts = _checked_sum(self.layers or (num_layers // chunks,) * chunks, num_layers, "training")
+        per_stage = len(counts) < chunks
+        return tuple(count // self.vpp for count in counts) * self.vpp if per_stage else counts
 
     def canonical(self, num_layers: int) -> TrainMesh:
         """The same pipeline in one spelling: no `layers` where the split is even, else one entry per chunk.
@@ -133,11 +128,10 @@ class TrainMesh:
 
     def place_layers(self, num_layers: int) -> tuple[tuple[int, LayerPlace], ...]:
         """The pipeline stage of each HF layer and its place there, by layer number."""
-        places = []
-        counts = self.chunk_layers(num_layers)
-        for chunk, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+        places: list[tuple[int, LayerPlace]] = []
+        for chunk, count in enumerate(self.chunk_layers(num_layers)):
             vp_stage, pp_stage = divmod(chunk, self.pp)
-            places += [(pp_stage, LayerPlace(end - count + i, vp_stage, i)) for i in range(count)]
+            places += [(pp_stage, LayerPlace(len(places) + i, vp_stage, i)) for i in range(count)]
         return tuple(places)
 
 
@@ -156,7 +150,7 @@ class GenMesh:
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        violations = _axis_violations(self, ("tp", "pp", "dp"))
+        violations = _degree_violations(self, "tp*pp*dp")
         if not violations and self.ep not in {1, self.tp * self.dp}:
             violations.append(
                 f"ep = {self.ep} must be 1 (experts cut by tp) or tp*dp = {self.tp}*{self.dp} = {self.tp * self.dp}"
@@ -165,7 +159,7 @@ class GenMesh:
         if self.layers and len(self.layers) != self.pp:
             violations.append(f"layers has {len(self.layers)} entries, wants pp = {self.pp} (one per stage)")
         if any(count < 1 for count in self.layers):
-            violations.append(f"layers must be at least 1 on every stage, got {'+'.join(map(str, self.layers))}")
+            violations.append(f"layers must be at least 1 on every stage, got {_joined(self.layers)}")
         if violations:
             raise MeshError("impossible generation mesh", violations)
 
@@ -184,7 +178,7 @@ class GenMesh:
 
     def expert_ranks(self, pp_stage: int) -> NDArray[np.int32]:
         """Ranks of a stage in expert-parallel order [tp * dp], data parallel outermost."""
-        return np.arange(self.world, dtype=np.int32).reshape(self.dp, self.pp, self.tp)[:, pp_stage].reshape(-1)
+        return self.dense_ranks(pp_stage).T.reshape(-1)
 
     def stage_layers(self, num_layers: int) -> tuple[int, ...]:
         """How many decoder layers every pipeline stage has. Raises MeshError where they do not fit the mesh.
@@ -193,9 +187,7 @@ class GenMesh:
         ones first: 5 layers on 2 stages are 3 + 2, 6 on 4 are 1 + 2 + 2 + 1.
         """
         counts = self.layers or _even_counts(num_layers, self.pp, spare_last=True)
-        if sum(counts) != num_layers:
-            raise MeshError("impossible generation mesh", [_wrong_sum(self.layers, num_layers)])
-        if min(counts) < 1:
+        if min(_checked_sum(counts, num_layers, "generation")) < 1:
             raise MeshError("impossible generation mesh", [f"pp = {self.pp} exceeds the {num_layers} layers"])
         return counts
 
@@ -206,58 +198,71 @@ class GenMesh:
     def canonical(self, num_layers: int) -> GenMesh:
         """The same pipeline in one spelling: no `layers` where the split is vLLM's own."""
         default = replace(self, layers=())
-        is_default = not self.layers or default.stage_of_layers(num_layers) == self.stage_of_layers(num_layers)
-        return default if is_default else self
+        return default if default.stage_layers(num_layers) == self.stage_layers(num_layers) else self
+
+
+def _degrees(mesh: TrainMesh | GenMesh) -> dict[str, int]:
+    return {f.name: getattr(mesh, f.name) for f in fields(mesh) if f.name != "layers"}
+
+
+def _degree_violations(mesh: TrainMesh | GenMesh, world: str) -> list[str]:
+    """Degrees below one, or more ranks than a plan may have; `world` says how many there are, as in `tp*pp*dp`."""
+    violations = [f"{axis} = {degree} must be at least 1" for axis, degree in _degrees(mesh).items() if degree < 1]
+    if not violations and mesh.world > MAX_RANKS:
+        violations.append(f"{world} = {mesh.world} ranks exceed the {MAX_RANKS} that a plan may have")
+    return violations
+
+
+def _checked_sum(counts: tuple[int, ...], num_layers: int, side: str) -> tuple[int, ...]:
+    if sum(counts) != num_layers:
+        problem = f"layers={_joined(counts)} adds up to {sum(counts)}, the model has {num_layers}"
+        raise MeshError(f"impossible {side} mesh", [problem])
+    return counts
+
+
+def _even_counts(total: int, parts: int, spare_last: bool = False) -> tuple[int, ...]:
+    """Parts that differ by one at most; the larger ones go first, or with `spare_last` before the last."""
+    base, left_over = divmod(total, parts)
+    larger = range(parts - 1 - left_over, parts - 1) if spare_last else range(left_over)
+    return tuple(base + (part in larger) for part in range(parts))
+
+
+def _joined(layers: tuple[int, ...]) -> str:
+    return "+".join(map(str, layers))
+
+
+def parse_train_mesh(text: str) -> TrainMesh:
+    """`tp=2,pp=2,ep=4,etp=1,cp=1,dp=2[,vpp=2][,layers=3+1]`; axes left out are 1."""
+    return _parse(text, "training", TrainMesh)
+
+
+def parse_gen_mesh(text: str) -> GenMesh:
+    """`tp=4,pp=2,dp=1[,ep=4][,layers=3+1]`; axes left out are 1."""
+    return _parse(text, "generation", GenMesh)
 
 
 _Mesh = TypeVar("_Mesh", TrainMesh, GenMesh)
 
 
-def _axis_violations(mesh: TrainMesh | GenMesh, ranks: tuple[str, ...]) -> list[str]:
-    """Sizes below one, or more ranks (the product of the axes `ranks`) than a plan may have."""
-    sizes = {f.name: getattr(mesh, f.name) for f in fields(mesh) if f.name != "layers"}
-    violations = [f"{axis} = {size} must be at least 1" for axis, size in sizes.items() if size < 1]
-    if not violations and (world := prod(sizes[axis] for axis in ranks)) > MAX_RANKS:
-        violations.append(f"{'*'.join(ranks)} = {world} ranks exceed the {MAX_RANKS} that a plan may have")
-    return violations
-
-
-def _wrong_sum(layers: tuple[int, ...], num_layers: int) -> str:
-    return f"layers={'+'.join(map(str, layers))} adds up to {sum(layers)}, the model has {num_layers}"
-
-
-def _even_counts(total: int, parts: int, spare_last: bool = False) -> tuple[int, ...]:
-    base, left = divmod(total, parts)
-    counts = [base] * parts
-    for i in range(left):
-        counts[-(i + 2) if spare_last else i] += 1
-    return tuple(counts)
-
-
-def parse_train_mesh(text: str) -> TrainMesh:
-    """`tp=2,pp=2,ep=4,etp=1,cp=1,dp=2[,vpp=2][,layers=3+1]`; axes left out are 1."""
-    return _parsed(text, "training", TrainMesh)
-
-
-def parse_gen_mesh(text: str) -> GenMesh:
-    """`tp=4,pp=2,dp=1[,ep=4][,layers=3+1]`; axes left out are 1."""
-    return _parsed(text, "generation", GenMesh)
-
-
-def _parsed(text: str, side: str, kind: type[_Mesh]) -> _Mesh:
-    """Read the axes that can be read and build the mesh, so that one error lists what is wrong with the text and the mesh."""
+def _parse(text: str, side: str, kind: type[_Mesh]) -> _Mesh:
+    """Reads the axes that can be read and builds the mesh, so that one error lists all that is wrong with both."""
     axes: dict[str, Any] = {}
     known = sorted(f.name for f in fields(kind))
-    violations = [] if text.replace(",", " ").strip() else ["it is empty, write for example tp=2"]
-    for item in filter(None, map(str.strip, text.split(","))):
+    violations = [] if text.strip(", ") else ["it is empty, write for example tp=2"]
+    plain = re.sub(r"layers=\d+(,\d+)+(?![^,])", lambda layers: layers[0].replace(",", "+"), text)
+    if plain != text:
+        violations.append(f"layers are joined by +; did you mean {plain}?")
+    for item in filter(None, map(str.strip, plain.split(","))):
         axis, _, value = item.partition("=")
         if axis not in known:
-            violations.append(f"unknown axis {axis!r}, known: {', '.join(known)}")
+            meant = re.fullmatch(r"([a-z]+)[\s:=]*([\d+]+)", item.lower())
+            hint = f"; did you mean {meant[1]}={meant[2]}?" if meant and meant[1] in known else ""
+            violations.append(f"unknown axis {axis!r}, known: {', '.join(known)}{hint}")
         elif axis in axes:
             violations.append(f"{axis} is given twice")
         else:
             try:
-                axes[axis] = tuple(int(n) for n in value.split("+")) if axis == "layers" else int(value)
+                axes[axis] = tuple(map(int, value.split("+"))) if axis == "layers" else int(value)
             except ValueError:
                 example = "layers=3+1" if axis == "layers" else f"{axis}=2"
                 violations.append(f"{item!r} is not a number, write for example {example}")
@@ -272,5 +277,5 @@ def _parsed(text: str, side: str, kind: type[_Mesh]) -> _Mesh:
 
 def format_mesh(mesh: TrainMesh | GenMesh) -> str:
     """The text that parses back to this mesh; every axis stays, also at size one."""
-    axes = [f"{f.name}={getattr(mesh, f.name)}" for f in fields(mesh) if f.name != "layers"]
-    return ",".join([*axes, "layers=" + "+".join(map(str, mesh.layers))] if mesh.layers else axes)
+    axes = [f"{axis}={degree}" for axis, degree in _degrees(mesh).items()]
+    return ",".join([*axes, f"layers={_joined(mesh.layers)}"] if mesh.layers else axes)

@@ -7,9 +7,11 @@ them. The functions at the end are the few ways in which parameters are cut.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,19 +73,48 @@ class Excluded:
     reason: str
 
 
-class Layout(Protocol):
+Rule = Callable[[Any, ParameterGroup], Partition | Misc]  # given a layout's context
+
+
+class Layout(ABC):
     """One side of a plan: where every group of a model lies on a mesh."""
 
     name: str
+    title: str  # as messages name the framework
+    rules: Mapping[Role, Rule]
+    context: Any  # what its rules see beside the group; `local_experts` is the number of experts on the rank
 
+    @abstractmethod
     def violations(self) -> list[str]:
         """Why the model cannot be cut this way; empty where it can."""
 
-    def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded:
-        """The ranks that hold the group, or the reason why no rank receives it point to point."""
-
+    @abstractmethod
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
         """Where the scales of a quantized group lie, whose weights are cut into `partition`."""
+
+    @abstractmethod
+    def stages(self, group: ParameterGroup) -> dict[int, tuple[LayerPlace, ...]]:
+        """The group's layers by pipeline stage."""
+
+    @abstractmethod
+    def ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
+        """The sets of ranks of a stage that hold a group, each [degree, replicas], with the experts that each set holds."""
+
+    def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded:
+        """The ranks that hold the group, or the reason why no rank receives it point to point."""
+        if (rule := self.rules.get(group.role)) is None:
+            return Misc(f"no layout rule for {group.role.value!r} in {self.title}")
+        partition_of = cache(lambda local_experts: rule(replace(self.context, local_experts=local_experts), group))
+        owners = []
+        for pp_stage, layers in self.stages(group).items():
+            for ranks, experts in self.ranks(group, pp_stage):
+                partition = partition_of(experts[1] - experts[0])
+                if isinstance(partition, Misc):
+                    return partition
+                if len(partition.pieces) == 1:  # every rank is a replica
+                    ranks = ranks.reshape(1, -1)
+                owners.append(PartitionOwners(partition, ranks, pp_stage, layers, experts))
+        return tuple(owners)
 
 
 def indivisible(what: str, size: int, axis: str, degree: int) -> list[str]:
@@ -107,11 +138,6 @@ def layers_by_stage(
         pp_stage, place = places[layer]
         stages.setdefault(pp_stage, []).append(place)
     return {stage: tuple(places_of_stage) for stage, places_of_stage in sorted(stages.items())}
-
-
-def ranks_of_parts(partition: Partition, ranks: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Ranks [degree, replicas] as [parts, replicas]: every rank is a replica of a partition in one part."""
-    return ranks.reshape(1, -1) if len(partition.pieces) == 1 else ranks
 
 
 @dataclass(frozen=True, slots=True)

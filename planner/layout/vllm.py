@@ -6,8 +6,6 @@ vllm_quantized.py. Files named here are under vllm/model_executor of vLLM 0.32.
 
 from __future__ import annotations
 
-from functools import cache, partial
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,11 +29,10 @@ from .partitions import (
     PartitionOwners,
     indivisible,
     layers_by_stage,
-    ranks_of_parts,
     unshareable,
 )
 from .vllm_quantized import misquantized, quantizes
-from .vllm_rules import RULES, Context, padded_vocab
+from .vllm_rules import RULES, Context
 from .vllm_scales import CHECKPOINT_BLOCKS, notes, vllm_scales
 
 # Families whose embedding, final norm and head are built and loaded on every pipeline stage.
@@ -48,13 +45,15 @@ class VllmLayout(Layout):
     """The generation side of a plan: a model on a vLLM mesh."""
 
     name = "vllm"
+    title = "vLLM"
+    rules = RULES
 
     def __init__(self, model: ModelParameters, mesh: GenMesh) -> None:
-        self._context = Context(model.architecture, mesh, model.dtype)
+        self.context = Context(model.architecture, mesh, model.dtype)
         self._groups = model.groups
 
     def violations(self) -> list[str]:
-        model, mesh = self._context.architecture, self._context.mesh
+        model, mesh = self.context.architecture, self.context.mesh
         violations = self._cut_violations()
         if mesh.ep > 1 and not model.experts:
             violations.append(f"ep = {mesh.ep} wants a model with experts, {model.family} has none here")
@@ -74,16 +73,16 @@ class VllmLayout(Layout):
 
     def _cut_violations(self) -> list[str]:
         """What tp does not divide."""
-        model, tp = self._context.architecture, self._context.mesh.tp
+        model, tp = self.context.architecture, self.context.mesh.tp
         attention, mamba = model.attention, model.mamba
         sizes = [
             ("{} attention heads", attention.heads),
             ("MLP width {}", model.intermediate),
-            ("vocabulary padded to {} rows", padded_vocab(model.vocab)),
+            ("vocabulary padded to {} rows", self.context.padded_vocab),
         ]
-        if self._context.shared_tp > 1:
+        if self.context.shared_tp > 1:
             sizes.append(("shared expert width {}", model.shared_intermediate))
-        if self._context.mesh.ep == 1:
+        if self.context.mesh.ep == 1:
             sizes.append(("expert width {}", model.expert_intermediate))
         if mamba is not None:
             sizes += [("{} Mamba heads", mamba.heads)] + [("{} Mamba groups", mamba.groups)] * (mamba.groups > 1)
@@ -99,7 +98,7 @@ class VllmLayout(Layout):
 
         models/qwen3_moe.py and models/nemotron_h.py look for a mixture of experts on every pipeline stage.
         """
-        architecture, mesh = self._context.architecture, self._context.mesh
+        architecture, mesh = self.context.architecture, self.context.mesh
         try:
             stage_of = mesh.stage_of_layers(architecture.layers)
         except MeshError as error:
@@ -117,41 +116,27 @@ class VllmLayout(Layout):
     def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded:
         if group.mtp:
             return Excluded("vLLM's main model does not load multi-token-prediction layers")
-        if (rule := RULES.get(group.role)) is None:
-            return Misc(f"no layout rule for {group.role.value!r} in vLLM")
-        partition_of = cache(partial(rule, self._context, group))  # by the number of local experts
-        owners = []
-        for pp_stage, layers in self._stages(group).items():
-            for ranks, (first, local) in self._ranks(group, pp_stage):
-                partition = partition_of(local)
-                if isinstance(partition, Misc):
-                    return partition
-                ranks = ranks_of_parts(partition, ranks)
-                owners.append(PartitionOwners(partition, ranks, pp_stage, layers, (first, first + local)))
-        return tuple(owners)
+        return super().place(group)
 
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
         return vllm_scales(group, partition, form)
 
-    def _ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
-        """The sets of ranks of a stage that hold a group, each with its first expert and its number of experts.
-
-        Linear placement: experts left over go to the first ranks (layers/fused_moe/expert_map_manager.py).
-        """
-        mesh = self._context.mesh
+    def ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
+        """Linear placement: experts left over go to the first ranks (layers/fused_moe/expert_map_manager.py)."""
+        mesh = self.context.mesh
         if mesh.ep > 1 and group.role in STACKED_ROLES:
             return [(mesh.expert_ranks(pp_stage).reshape(mesh.ep, 1), (0, 0))]
         if mesh.ep == 1 or group.role not in EXPERT_ROLES:
             return [(mesh.dense_ranks(pp_stage), (0, group.experts))]
         base, left_over = divmod(group.experts, mesh.ep)
+        starts = [ep * base + min(ep, left_over) for ep in range(mesh.ep + 1)]
         return [
-            (ranks[None, None], (ep * base + min(ep, left_over), base + (ep < left_over)))
-            for ep, ranks in enumerate(mesh.expert_ranks(pp_stage))
+            (ranks[None, None], (starts[ep], starts[ep + 1])) for ep, ranks in enumerate(mesh.expert_ranks(pp_stage))
         ]
 
-    def _stages(self, group: ParameterGroup) -> dict[int, tuple[LayerPlace, ...]]:
+    def stages(self, group: ParameterGroup) -> dict[int, tuple[LayerPlace, ...]]:
         """The group's layers by pipeline stage; vLLM's names carry the model-wide layer number."""
-        architecture, mesh = self._context.architecture, self._context.mesh
+        architecture, mesh = self.context.architecture, self.context.mesh
         if group.layers:
             stage_of = mesh.stage_of_layers(architecture.layers)
             places = [(stage, LayerPlace(layer, 0, layer)) for layer, stage in enumerate(stage_of)]

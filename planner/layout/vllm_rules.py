@@ -15,7 +15,7 @@ from mcore_reshard.planner.model.parameters import Architecture, Attention, Late
 
 from .geometry import LocalTensor, Piece, Region, permuted
 from .mesh import GenMesh
-from .partitions import Misc, Partition, RowRange, gate_up, padded_rows, rows_along, split, split_sections, whole
+from .partitions import Misc, Partition, RowRange, Rule, gate_up, padded_rows, rows_along, split, split_sections, whole
 
 _VOCAB_PADDING = 64  # layers/vocab_parallel_embedding.py DEFAULT_VOCAB_PADDING_SIZE
 _LAYER = "model.layers.{layer}."
@@ -29,6 +29,11 @@ class Context:
     architecture: Architecture
     mesh: GenMesh
     dtype: str
+    local_experts: int = 0  # on a rank; 0: the group has none
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.architecture.vocab // _VOCAB_PADDING) * _VOCAB_PADDING
 
     @property
     def family(self) -> str:
@@ -45,7 +50,6 @@ class Context:
         return 1 if self.mesh.ep > 1 and self.mesh.dp > 1 else self.mesh.tp
 
 
-Rule = Callable[[Context, ParameterGroup, int], Partition | Misc]  # the int: local experts of the rank
 Module = Callable[[Context], str]  # the path of a module, which families name differently
 
 
@@ -60,26 +64,22 @@ def _mlp(context: Context) -> str:
 # --- vocabulary: layers/vocab_parallel_embedding.py
 
 
-def padded_vocab(vocab: int) -> int:
-    return -(-vocab // _VOCAB_PADDING) * _VOCAB_PADDING
-
-
-def _embedding(context: Context, group: ParameterGroup, _: int) -> Partition:
+def _embedding(context: Context, group: ParameterGroup) -> Partition:
     name = "model.embedding.weight" if context.family == "gpt_oss" else "model.embed_tokens.weight"
-    return padded_rows(group, name, padded_vocab(context.architecture.vocab), context.mesh.tp)
+    return padded_rows(group, name, context.padded_vocab, context.mesh.tp)
 
 
-def _lm_head(context: Context, group: ParameterGroup, _: int) -> Partition:
-    return padded_rows(group, "lm_head.weight", padded_vocab(context.architecture.vocab), context.mesh.tp)
+def _lm_head(context: Context, group: ParameterGroup) -> Partition:
+    return padded_rows(group, "lm_head.weight", context.padded_vocab, context.mesh.tp)
 
 
-def _final_norm(context: Context, group: ParameterGroup, _: int) -> Partition:
+def _final_norm(context: Context, group: ParameterGroup) -> Partition:
     return whole(group, "model.norm_f.weight" if context.family == "nemotron_h" else "model.norm.weight")
 
 
 def _norm(leaf: str) -> Rule:
     """Replicated; Nemotron-H has one norm a layer, named so (models/nemotron_h.py)."""
-    return lambda context, group, _: whole(
+    return lambda context, group: whole(
         group, _LAYER + ("norm.weight" if context.family == "nemotron_h" else f"{leaf}.weight")
     )
 
@@ -87,7 +87,7 @@ def _norm(leaf: str) -> Rule:
 # --- attention: layers/linear.py QKVParallelLinear
 
 
-def _qkv(context: Context, group: ParameterGroup, _: int) -> Partition:
+def _qkv(context: Context, group: ParameterGroup) -> Partition:
     """Rows [q_r; k_r; v_r]; with more ranks than KV heads, rank r holds head r // (tp / kv_heads), so neighbors replicate."""
     attention, tp = context.architecture.attention, context.mesh.tp
     assert isinstance(attention, Attention)
@@ -104,17 +104,17 @@ def _qkv(context: Context, group: ParameterGroup, _: int) -> Partition:
 
 
 def _cut(module: Module, leaf: str, dim: int) -> Rule:
-    return lambda context, group, _: split(group, module(context) + leaf, dim, context.mesh.tp)
+    return lambda context, group: split(group, module(context) + leaf, dim, context.mesh.tp)
 
 
 def _whole(module: Module, leaf: str) -> Rule:
-    return lambda context, group, _: whole(group, module(context) + leaf)
+    return lambda context, group: whole(group, module(context) + leaf)
 
 
 # --- latent attention: models/deepseek_v2.py
 
 
-def _latent_a(context: Context, group: ParameterGroup, _: int) -> Partition:
+def _latent_a(context: Context, group: ParameterGroup) -> Partition:
     """fused_qkv_a_proj = [q_a; kv_a_with_mqa], replicated (DeepSeekV2FusedQkvAProjLinear, disable_tp)."""
     attention = context.architecture.attention
     assert isinstance(attention, LatentAttention)
@@ -129,35 +129,32 @@ def _latent_a(context: Context, group: ParameterGroup, _: int) -> Partition:
 # --- MLP: layers/linear.py MergedColumnParallelLinear
 
 
-def _merged(context: Context, group: ParameterGroup, module: str, tp: int) -> Partition:
+def _gate_up(context: Context, group: ParameterGroup, module: str = "", tp: int = 0) -> Partition:
     gated = context.architecture.gated
-    return gate_up(group, _mlp(context) + module + ("gate_up_proj" if gated else "up_proj") + ".weight", tp, gated)
+    name = _mlp(context) + module + ("gate_up_proj" if gated else "up_proj") + ".weight"
+    return gate_up(group, name, tp or context.mesh.tp, gated)
 
 
-def _gate_up(context: Context, group: ParameterGroup, _: int) -> Partition:
-    return _merged(context, group, "", context.mesh.tp)
+def _shared_fc1(context: Context, group: ParameterGroup) -> Partition:
+    return _gate_up(context, group, "shared_experts.", context.shared_tp)
 
 
-def _shared_fc1(context: Context, group: ParameterGroup, _: int) -> Partition:
-    return _merged(context, group, "shared_experts.", context.shared_tp)
-
-
-def _shared_fc2(context: Context, group: ParameterGroup, _: int) -> Partition:
+def _shared_fc2(context: Context, group: ParameterGroup) -> Partition:
     return split(group, _mlp(context) + "shared_experts.down_proj.weight", 1, context.shared_tp)
 
 
 # --- experts: layers/fused_moe/layer.py FusedMoE
 
 
-def _expert_fc1(context: Context, group: ParameterGroup, local: int) -> Partition:
+def _expert_fc1(context: Context, group: ParameterGroup) -> Partition:
     """w13 is (E, 2 I / tp, H) = [gate_r; up_r] per expert, or (E, I / tp, H) without a gate."""
     name = _mlp(context) + _ROUTED + "w13_weight"
-    return gate_up(group, name, context.expert_tp, context.architecture.gated, local)
+    return gate_up(group, name, context.expert_tp, context.architecture.gated, context.local_experts)
 
 
-def _expert_fc2(context: Context, group: ParameterGroup, local: int) -> Partition:
+def _expert_fc2(context: Context, group: ParameterGroup) -> Partition:
     """w2 is (E, H, I / tp)."""
-    return split(group, _mlp(context) + _ROUTED + "w2_weight", 1, context.expert_tp, local)
+    return split(group, _mlp(context) + _ROUTED + "w2_weight", 1, context.expert_tp, context.local_experts)
 
 
 # For each role its tensor, the dim that tp cuts, and the local dim of each global dim.
@@ -169,7 +166,7 @@ _STACKED: Mapping[Role, tuple[str, int, tuple[int, ...]]] = {
 }
 
 
-def _stacked(context: Context, group: ParameterGroup, _: int) -> Partition | Misc:
+def _stacked(context: Context, group: ParameterGroup) -> Partition | Misc:
     """gpt-oss in bf16 (models/gpt_oss.py _load_weights_other): w13 rows keep gate and up alternating, transposed from HF.
 
     Either tp cuts every expert, or ep the experts.
@@ -196,7 +193,7 @@ def _stacked(context: Context, group: ParameterGroup, _: int) -> Partition | Mis
 def _mamba_sections(sections_of: Callable[[Mamba], tuple[int, ...]], leaf: str, groups_start: int) -> Rule:
     """Sections cut by tp one after another; of a single group, B and C (from `groups_start` on) are whole on every rank."""
 
-    def rule(context: Context, group: ParameterGroup, _: int) -> Partition:
+    def rule(context: Context, group: ParameterGroup) -> Partition:
         mamba, tp = context.architecture.mamba, context.mesh.tp
         assert mamba is not None
         uncut = (groups_start, groups_start + 1) if mamba.groups == 1 else ()
@@ -205,20 +202,20 @@ def _mamba_sections(sections_of: Callable[[Mamba], tuple[int, ...]], leaf: str, 
     return rule
 
 
-def _mamba_a(context: Context, group: ParameterGroup, _: int) -> Misc:
+def _mamba_a(context: Context, group: ParameterGroup) -> Misc:
     return Misc("vLLM stores A = -exp(A_log): not a byte copy")
 
 
 def _model_dtype(leaf: str) -> Rule:
     """D and dt_bias are cut by heads and kept in the model's dtype, also where the checkpoint has fp32."""
-    return lambda context, group, _: split(replace(group, dtype=context.dtype), _LAYER + leaf, 0, context.mesh.tp)
+    return lambda context, group: split(replace(group, dtype=context.dtype), _LAYER + leaf, 0, context.mesh.tp)
 
 
-def _expert_bias(context: Context, group: ParameterGroup, _: int) -> Partition:
+def _expert_bias(context: Context, group: ParameterGroup) -> Partition:
     return whole(replace(group, dtype="float32"), _mlp(context) + "gate.e_score_correction_bias")
 
 
-def _router(context: Context, group: ParameterGroup, _: int) -> Partition | Misc:
+def _router(context: Context, group: ParameterGroup) -> Partition | Misc:
     """A plain replicated linear; Nemotron-H's GateLinear keeps fp32 where it has no bf16 kernel."""
     if context.family == "nemotron_h":
         return Misc("the engine keeps this router in float32 or bfloat16 depending on the device")

@@ -77,6 +77,7 @@ def test_mesh_text_round_trips_with_every_axis():
     [
         (lambda: TrainMesh(tp=2, ep=3, vpp=2), ["ep*etp = 3*1 must divide tp*cp*dp", "vpp > 1 wants pp > 1"]),
         (lambda: TrainMesh(tp=0, dp=-1), ["tp = 0 must be at least 1", "dp = -1 must be at least 1"]),
+        (lambda: TrainMesh(pp=2, vpp=0, layers=(1, 1)), ["vpp = 0 must be at least 1"]),
         (lambda: TrainMesh(pp=3, layers=(1, 2)), ["layers has 2 entries, wants pp = 3"]),
         (lambda: GenMesh(tp=2, dp=2, ep=2), ["ep = 2 must be 1", "tp*dp = 2*2 = 4"]),
         (lambda: GenMesh(pp=3, layers=(0, 4)), ["layers has 2 entries, wants pp = 3", "at least 1 on every stage, got 0+4"]),
@@ -94,6 +95,21 @@ def test_an_impossible_mesh_lists_every_violation(build, complaints):
         build()
     for complaint in complaints:
         assert complaint in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("tp:4", "unknown axis 'tp:4', known: dp, ep, layers, pp, tp; did you mean tp=4?"),
+        ("tp2,pp=2", "unknown axis 'tp2', known: dp, ep, layers, pp, tp; did you mean tp=2?"),
+        ("TP=2", "unknown axis 'TP', known: dp, ep, layers, pp, tp; did you mean tp=2?"),
+        ("pp=2,layers=24,24", "layers are joined by +; did you mean pp=2,layers=24+24?"),
+    ],
+)
+def test_another_spelling_of_a_mesh_is_answered_with_the_right_one(text, hint):
+    with pytest.raises(MeshError) as error:
+        parse_gen_mesh(text)
+    assert error.value.violations == (hint,)
 
 
 MESHES = [
