@@ -1,6 +1,6 @@
 """vLLM as the engine: which ranks hold each group, whether the mesh can hold the model, and what else a plan asks of it.
 
-How one parameter is cut stands in vllm_rules.py, where scales lie in vllm_scales.py, and which matrices are quantized in
+How one parameter is cut stands in vllm_rules.py; which matrices are quantized, and where their scales lie, in
 vllm_quantized.py. Files named here are under vllm/model_executor of vLLM 0.32.
 """
 
@@ -31,9 +31,8 @@ from .partitions import (
     layers_by_stage,
     unshareable,
 )
-from .vllm_quantized import misquantized, quantizes
+from .vllm_quantized import CHECKPOINT_BLOCKS, misquantized, notes, quantizes, vllm_scales
 from .vllm_rules import RULES, Context
-from .vllm_scales import CHECKPOINT_BLOCKS, notes, vllm_scales
 
 # Families whose embedding, final norm and head are built and loaded on every pipeline stage.
 _ENDS_EVERYWHERE = {"nemotron_h", "gpt_oss", "qwen3_moe"}

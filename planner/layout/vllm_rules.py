@@ -1,6 +1,6 @@
 """Which local tensor of vLLM holds a parameter, and how it is cut: one function a rule, keyed by role.
 
-These are the bf16 forms of vLLM 0.26 to 0.33; vllm_scales.py has the scales of quantized ones. Every rule names the file
+These are the bf16 forms of vLLM 0.26 to 0.33; vllm_quantized.py has the scales of quantized ones. Every rule names the file
 under vllm/model_executor that it mirrors. MLA derives W_UV and W_UK_T after loading: the engine adapter recomputes them, no
 plan moves them.
 """

@@ -17,7 +17,7 @@ import torch
 
 from mcore_reshard.planner.layout.block_scales import KV_SCALES
 from mcore_reshard.planner.layout.mesh import GenMesh
-from mcore_reshard.planner.layout.vllm_scales import CHECKPOINT_BLOCKS
+from mcore_reshard.planner.layout.vllm_quantized import CHECKPOINT_BLOCKS
 from mcore_reshard.session.agreement import is_positive_float32
 
 from . import refined_scales

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.planner.layout.vllm_scales import CHECKPOINT_BLOCKS
+from mcore_reshard.planner.layout.vllm_quantized import CHECKPOINT_BLOCKS
 
 _SUFFIX = "_weight_scale_inv"
 _UNFILLED = -1.0  # no scale is negative
