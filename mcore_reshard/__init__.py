@@ -25,30 +25,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Where each public name is defined; the two modules are names themselves.
+# Where each public name is defined, in the order of use; the two modules are names themselves.
 _MODULES = {
     "plan": "planning",
     "load_plan": "planner.plan.plan_file",
     "Plan": "planner.plan.plan",
     "TrainMesh": "planner.layout.mesh",
     "GenMesh": "planner.layout.mesh",
-    "Options": "kernels.options",
-    "RefitError": "kernels.errors",
     "megatron": "megatron",
     "vllm": "vllm",
+    "Options": "kernels.options",
+    "RefitError": "kernels.errors",
 }
 
-__all__ = [  # noqa: RUF022  in the order of use
-    "plan",
-    "load_plan",
-    "Plan",
-    "TrainMesh",
-    "GenMesh",
-    "megatron",
-    "vllm",
-    "Options",
-    "RefitError",
-]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

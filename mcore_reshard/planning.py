@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -32,7 +33,7 @@ from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.plan.plan_file import FORMAT
 
-ConfigSource = str | Path | Mapping[str, Any]
+ConfigSource = str | PathLike[str] | Mapping[str, Any]
 _Mesh = TypeVar("_Mesh", TrainMesh, GenMesh)
 
 
@@ -42,16 +43,13 @@ class InputError(ValueError):
     def __init__(self, problems: Sequence[str], remedy: str = "") -> None:
         self.problems = tuple(problems)
         self.remedy = remedy
-        if len(self.problems) == 1:
-            lines = [self.problems[0]]
-        else:
-            lines = [f"{len(self.problems)} problems", *(f"  - {problem}" for problem in self.problems)]
-        super().__init__("\n".join([*lines, remedy] if remedy else lines))
+        lines = [f"{len(problems)} problems", *(f"  - {problem}" for problem in problems)]
+        super().__init__("\n".join(filter(None, [*(lines if len(problems) > 1 else problems), remedy])))
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A model, two meshes that it fits, and the dtype of each side. `notes` are assumptions that the user should know."""
+    """A model, two meshes that it fits, and the dtype of each side. `notes` are assumptions that a user should know."""
 
     model: str
     config: dict[str, Any]
@@ -109,21 +107,12 @@ def read_request(
     gen_dtype: str | None = None,
     engine: str = DEFAULT_ENGINE,
 ) -> PlanRequest:
-    """Read a config and both meshes, and check that the model can be cut this way.
-
-    `config` is a built-in name, a config.json, a folder with one, or its content. Meshes may be texts, as "tp=2,pp=2".
-    Raises InputError with every violation of the training mesh, the generation mesh, the config and the dtypes.
-    """
-    others = _wrong_types(config, train, gen)
-    if others:
+    """Read the arguments of `plan`, and check that the model can be cut this way. Raises InputError as `plan` does."""
+    if others := _wrong_types(config, train, gen):
         raise InputError(others)
     if policy not in get_args(Policy):
         others.append(f"unknown policy {policy!r}, known: {', '.join(get_args(Policy))}")
-    remedy = ""
-    fields: dict[str, Any] = {}
-    parameters: ModelParameters | None = None
-    precisions: tuple[Precision, Precision] | None = None
-    rules: Engine | None = None
+    remedy, fields, parameters, precisions, rules = "", {}, None, None, None
     try:
         fields, parameters = _read_config(config)
         precisions = _precisions(parameters, train_dtype, gen_dtype, others)
@@ -159,7 +148,7 @@ def read_request(
 def _wrong_types(config: Any, train: Any, gen: Any) -> list[str]:
     """What a caller in Python gave in place of a config or a mesh."""
     wrong = []
-    if not isinstance(config, (str, Path, Mapping)):
+    if not isinstance(config, (str, PathLike, Mapping)):
         wrong.append(f"config is a {type(config).__name__}: give a name, a path or the dict (a config's to_dict())")
     for side, mesh, kind, example in (("train", train, TrainMesh, "tp=2,pp=2"), ("gen", gen, GenMesh, "tp=4")):
         if not isinstance(mesh, (str, kind)):
@@ -168,12 +157,12 @@ def _wrong_types(config: Any, train: Any, gen: Any) -> list[str]:
 
 
 def model_name(config: ConfigSource) -> str:
-    """The model's name in a plan: a built-in name, the name of the config's folder or file, or its model_type.
+    """The model's name in a plan: a built-in name, that of the config's folder, file or repository, or its model_type.
 
     Never a path: the digest covers the name, and plans of one model must agree between machines.
     """
     if isinstance(config, Mapping):
-        return str(config.get("model_type", ""))
+        return Path(config.get("_name_or_path") or config.get("model_type", "")).name
     path = Path(config).expanduser()
     if path.is_file():
         return path.resolve().parent.name if path.name == "config.json" else path.stem
@@ -182,7 +171,7 @@ def model_name(config: ConfigSource) -> str:
 
 def _read_config(config: ConfigSource) -> tuple[dict[str, Any], ModelParameters]:
     """The config's fields and the model's parameters. Raises ConfigError, its subject the file that was read."""
-    subject = "config" if isinstance(config, Mapping) else str(find_config(config))
+    subject = "config" if isinstance(config, Mapping) else str(find_config(fspath(config)))
     fields = dict(config) if isinstance(config, Mapping) else load_config(subject)
     if fields.get("format") == FORMAT:
         remedy = f"See what it does with `mcore-reshard show {config}`; `explain` and `validate` take plans too."
@@ -209,10 +198,11 @@ def _train_misfits(parameters: ModelParameters, mesh: TrainMesh | None, text: st
     An impossible mesh is replaced by one with the same degrees and enough replicas: no layout rule looks at dp. Its
     pipeline is left out where that is the impossible part.
     """
-    if mesh is None and (axes := _stated_axes(text)) is not None:
+    if mesh is None and (stated := _stated_degrees(text)):
+        axes, layers = stated
         mesh = TrainMesh(tp=axes["tp"], ep=axes["ep"], etp=axes["etp"], dp=axes["ep"] * axes["etp"])
         with suppress(MeshError):
-            mesh = replace(mesh, pp=axes["pp"], vpp=axes["vpp"], layers=_stated_layers(text))
+            mesh = replace(mesh, pp=axes["pp"], vpp=axes["vpp"], layers=layers)
     return [] if mesh is None else MegatronLayout(parameters, mesh).violations()
 
 
@@ -220,30 +210,28 @@ def _gen_misfits(parameters: ModelParameters, mesh: GenMesh | None, text: str, e
     """Why the model does not fit the generation mesh. Where its ep is impossible: what is wrong with either possible ep."""
     if mesh is not None:
         return engine.layout(parameters, mesh).violations()
-    if (axes := _stated_axes(text)) is None:
+    if (stated := _stated_degrees(text)) is None:
         return []
+    axes, layers = stated
     mesh = GenMesh(tp=axes["tp"], pp=axes["pp"], dp=axes["dp"])
     with suppress(MeshError):
-        mesh = replace(mesh, layers=_stated_layers(text))
+        mesh = replace(mesh, layers=layers)
     with_ep = engine.layout(parameters, replace(mesh, ep=mesh.tp * mesh.dp)).violations()
     return [violation for violation in engine.layout(parameters, mesh).violations() if violation in with_ep]
 
 
-def _stated_axes(text: str) -> dict[str, int] | None:
-    """The degrees that a mesh states, 1 for the rest; None where one is below 1 and nothing follows from it."""
-    axes = {axis: int(size) for axis, size in re.findall(r"([a-z]+)=(-?[0-9]+)", text) if axis != "layers"}
-    return defaultdict(lambda: 1, axes) if all(size > 0 for size in axes.values()) else None
-
-
-def _stated_layers(text: str) -> tuple[int, ...]:
-    layers = re.search(r"layers=([0-9+]+)", text)
-    return tuple(map(int, re.findall("[0-9]+", layers[1]))) if layers else ()
+def _stated_degrees(text: str) -> tuple[dict[str, int], tuple[int, ...]] | None:
+    """The degrees that a mesh states, 1 for the rest, and its layers; None where a degree below 1 says nothing."""
+    stated = dict(re.findall(r"([a-z]+)=(-?[0-9]+(?:\+[0-9]+)*)", text))
+    layers = tuple(map(int, re.findall("-?[0-9]+", stated.pop("layers", ""))))
+    axes = {axis: int(size.partition("+")[0]) for axis, size in stated.items()}
+    return (defaultdict(lambda: 1, axes), layers) if all(size > 0 for size in axes.values()) else None
 
 
 def _precisions(
     parameters: ModelParameters, train_dtype: str | None, gen_dtype: str | None, problems: list[str]
 ) -> tuple[Precision, Precision] | None:
-    """The precision of the trainer and of the engine; None where one is unknown, or no cast leads from one to the other."""
+    """The precisions of trainer and engine; None where one is unknown or no cast leads from the first to the second."""
     precisions = []
     for side, name in (("training", train_dtype), ("generation", gen_dtype)):
         try:
@@ -257,7 +245,7 @@ def _precisions(
         return src, dst
     problems.append(
         f"the trainer would hold {src.dtype} and the engine {dst.dtype}, and no cast leads from one to the other:"
-        f" give both --train-dtype and --gen-dtype (the config says {parameters.dtype})"
+        f" give both train_dtype and gen_dtype (the config says {parameters.dtype})"
     )
     return None
 

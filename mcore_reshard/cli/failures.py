@@ -24,7 +24,7 @@ def outcome_of(error: Exception, debug: bool) -> tuple[str, int]:
     """What to print, and the exit code."""
     for kind, code in _CODES.items():
         if isinstance(error, kind):
-            return str(error), code
+            return str(error).replace("both train_dtype and gen_dtype", "both --train-dtype and --gen-dtype"), code
     if isinstance(error, ImportError) and "pip install" in str(error):  # the message names the extra that is missing
         return str(error), 1
     hint = "" if debug else "\nThis is a bug, or this environment is at fault: --debug shows the traceback."

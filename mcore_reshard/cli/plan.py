@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from mcore_reshard.planner.plan.plan_file import dump_plan
+from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan
 from mcore_reshard.planning import InputError, read_request
 
 from .render import progress
@@ -35,8 +35,9 @@ def run(args: argparse.Namespace) -> int:
                 sys.stdout.write(dump_plan(plan))  # /dev/stdout, wherever it leads: the report follows
             else:
                 plan.save(args.out)
-        except OSError as error:
-            raise InputError([_cannot_write(args.out, error.strerror or str(error))]) from error
+        except (OSError, PlanFileError) as error:
+            failure = error.__cause__ or error  # a PlanFileError's is an OSError
+            raise InputError([_cannot_write(args.out, getattr(failure, "strerror", None) or str(failure))]) from error
         more = [f"plan written to {Path(args.out)}"]
     print_plan(plan, proof, summarize(plan, proof, seconds, request.notes), args.json, more)
     return 0

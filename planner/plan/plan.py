@@ -259,7 +259,7 @@ class Plan:
         return prove(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, whole or not at all."""
+        """Write the plan to a file, whole or not at all. Raises PlanFileError where it cannot be written."""
         from .plan_file import save_plan
 
         save_plan(self, path)

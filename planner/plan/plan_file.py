@@ -41,15 +41,20 @@ def dump_plan(plan: Plan) -> str:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a file whole or not at all. A device, a pipe or a terminal is written into: renaming would replace it."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "w") as stream:
-            stream.write(dump_plan(plan))
-        return
+    """Write a file whole or not at all. A device, a pipe or a terminal is written into: renaming would replace it.
+
+    Raises PlanFileError where the file cannot be written.
+    """
+    text = dump_plan(plan)
     target = Path(os.path.realpath(path))  # a link stays a link
-    temporary = target.with_name(target.name + ".partial")
-    temporary.write_text(dump_plan(plan))
-    temporary.replace(target)
+    in_place = os.path.exists(path) and not os.path.isfile(path)
+    written = Path(path) if in_place else target.with_name(target.name + ".partial")
+    try:
+        written.write_text(text)
+        if not in_place:
+            written.replace(target)
+    except OSError as error:
+        raise PlanFileError(f"cannot write plan {path}: {error.strerror or error}") from error
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -139,6 +139,15 @@ def test_a_plan_file_round_trips_byte_for_byte(model, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_a_plan_that_cannot_be_written_or_read_is_an_error_of_the_plan(tmp_path):
+    plan = plan_of("tiny-llama", "tp=2", "tp=4")
+    with pytest.raises(PlanFileError, match=r"cannot write plan .*none/plan\.json: No such file or directory"):
+        plan.save(tmp_path / "none" / "plan.json")
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "none", "No such file or directory")):
+        with pytest.raises(PlanFileError, match=f"cannot read plan .*: {reason}"):
+            load_plan(path)
+
+
 def corrupted(change):
     document = json.loads(dump_plan(plan_of("tiny-llama", "tp=2", "tp=4")))
     change(document)

@@ -70,6 +70,11 @@ def test_all_that_is_wrong_with_a_request_is_said_at_once() -> None:
         mr.plan("tiny-qwen3-moe", train="tp=3,ep=2", gen="tp=2,x=1", gen_dtype="fp9")
 
 
+def test_an_error_names_arguments_as_python_has_them() -> None:
+    with pytest.raises(ValueError, match="give both train_dtype and gen_dtype"):
+        mr.plan({**load_config("tiny-llama"), "torch_dtype": "float16"}, "tp=2", "tp=2", train_dtype="bf16")
+
+
 def test_what_is_no_mesh_no_config_and_no_policy_is_said_at_once() -> None:
     with pytest.raises(ValueError, match=r"(?s)3 problems.*config is a int.*train is a NoneType.*gen is a TrainMesh"):
         mr.plan(3, train=None, gen=mr.TrainMesh())  # type: ignore[arg-type]
