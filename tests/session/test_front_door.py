@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.front_door import Optimizer, free_address, golden_file, lines_with, listens, refill
 
@@ -179,6 +180,8 @@ def test_the_readmes_lines_move_every_byte(model: str, mesh: TrainMesh, tmp_path
 
 def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
     """What `connect` says on this rank in each case."""
+    from megatron.core import parallel_state
+
     from mcore_reshard.validation.trainer.build import build_trainer
 
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store")), rank=rank, world_size=2)
@@ -188,11 +191,11 @@ def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
     outcomes = {}
 
     def attempt(
-        case: str, hf_config: Any = config, bridge: Any = model.bridge, gen: str = "tp=1", **given: Any
+        case: str, hf_config: Any = config, bridge: Any = model.bridge, chunks: Any = model.model_chunks, **given: Any
     ) -> None:
-        arguments = {"store": address, "connect_timeout_s": 1.0, **given}
+        arguments = {"gen": "tp=1", "store": address, "connect_timeout_s": 1.0, **given}
         try:
-            mr.megatron.connect(model.model_chunks, bridge, hf_config, gen=gen, **arguments)
+            mr.megatron.connect(chunks, bridge, hf_config, **arguments)
         except Exception as error:
             outcomes[case] = f"{type(error).__name__}: {error}"
         dist.barrier()
@@ -206,9 +209,16 @@ def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
     attempt("engine", engine="nothing")
     attempt("golden", bridge=None, options=golden)
     attempt("address", store="10.0.0.1")
+    attempt("all", config | {"model_type": "mystery"}, gen="tp=3,x=1", store="10.0.0.1", chunks=[], gen_dtype="fp9")
+    attempt("module", chunks=torch.nn.Linear(2, 2))
+    attempt("bare", chunks=model.model_chunks[0], bridge=None, options=golden)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         attempt("taken", store=f"127.0.0.1:{deaf.getsockname()[1]}" if rank == 0 else address, options=short)
     attempt("absent", bridge=None, options=short)
+    parallel_state.destroy_model_parallel()
+    for module in (module for chunk in model.model_chunks for module in chunk.modules()):
+        module.__dict__.pop("pg_collection", None)
+    attempt("parallel state")
     return outcomes
 
 
@@ -217,19 +227,32 @@ def test_a_connect_that_fails_on_one_rank_fails_on_all(tmp_path: Path, megatron:
     tiny.write_checkpoint(load_config("tiny-llama"), tmp_path / "checkpoint", 1)
     first, second = run_processes(2, refused, (tmp_path, free_address()), timeout_s=120)
     expected: dict[str, Callable[[str], bool]] = {
-        "family": lambda said: "ConfigError" in said and "mystery" in said,
-        "path": lambda said: "ConfigError: /nowhere/config.json: " in said and "is no file" in said,
-        "mesh": lambda said: "MeshError: " in said and "tp = 3" in said,
-        "engine": lambda said: "UnknownEngineError: no engine 'nothing'" in said,
+        "family": lambda said: "RefitError" in said and "mystery" in said,
+        "path": lambda said: "RefitError: " in said and "/nowhere/config.json: is no file" in said,
+        "mesh": lambda said: "RefitError: " in said and "tp = 3" in said,
+        "engine": lambda said: "RefitError: " in said and "no engine 'nothing'" in said,
         "golden": lambda said: (
             "ValueError: Megatron-Bridge exports every parameter (golden): give connect() the" in said
         ),
-        "address": lambda said: "SessionError: '10.0.0.1' is not the address of a store: write 'host:port'" in said,
+        "address": lambda said: "'10.0.0.1' is not the address of a store: write 'host:port'" in said,
+        "all": lambda said: all(
+            part in said
+            for part in (
+                "model_chunks is empty",
+                "mystery",
+                "axis 'x'",
+                "'10.0.0.1' is not the address",
+                "gen_dtype 'fp9'",
+            )
+        ),
+        "module": lambda said: "model_chunks has no decoder in Linear: give the Megatron-Core model, or" in said,
+        "bare": lambda said: "ValueError: Megatron-Bridge exports every parameter (golden)" in said,
         "taken": lambda said: "does not talk as one; it is another service" in said,
         "absent": lambda said: "gen:0 did not arrive at 'hello' within 1 s" in said,
+        "parallel state": lambda said: "call parallel_state.initialize_model_parallel first" in said,
     }
     for outcomes in (first, second):
         assert outcomes.keys() == expected.keys()
         assert [(case, outcomes[case]) for case, holds in expected.items() if not holds(outcomes[case])] == []
     assert not any("left behind" in said for said in (*first.values(), *second.values()))
-    assert first["family"].startswith("SessionError: train:1: ConfigError: ")
+    assert first["family"].startswith("SessionError: train:1: RefitError: ")

@@ -11,28 +11,30 @@ use the layer below: `plan_refit`, `TrainEndpoint` and the exports.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from os import PathLike
 from typing import Any
 
 import torch
 
+from mcore_reshard.kernels.errors import RefitError, SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store import split_address
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
-from mcore_reshard.planner.layout.mesh import GenMesh, parse_gen_mesh
-from mcore_reshard.planner.model.configs import load_config
-from mcore_reshard.planner.model.families import parameters_from_config
+from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
+from mcore_reshard.planner.model.precision import PRECISIONS
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan, Policy
+from mcore_reshard.planning import InputError, PlanRequest, read_request
 from mcore_reshard.session.endpoints import Export, RefitReport, TrainEndpoint
 from mcore_reshard.session.plan_exchange import publish_plan
 from mcore_reshard.session.store_server import StoreServer, start_store_if_absent
 from mcore_reshard.trainers.quantized_export import pairs_by_name
 
-from .model import export_hf, local_tensors
+from .model import export_hf, local_tensors, rank_coordinate, unwrapped
 from .plan_refit import plan_refit
 from .quantized_pairs import export_with_pairs
 from .world import gather_from_all, own_rank, run_on_all_ranks
@@ -40,13 +42,13 @@ from .world import gather_from_all, own_rank, run_on_all_ranks
 _GRACE_S = 5.0  # after a failure: time for all ranks to read its cause before rank 0 stops the store
 
 
+@dataclass(eq=False)
 class RefitTrainer:
     """One training rank, connected: `connect` makes it. Use it as a context manager, or call `close`."""
 
-    def __init__(self, plan: Plan, endpoint: TrainEndpoint, server: StoreServer | None) -> None:
-        self.plan = plan
-        self._endpoint = endpoint
-        self._server = server  # on training rank 0, unless another store answered
+    plan: Plan
+    _endpoint: TrainEndpoint
+    _server: StoreServer | None = None  # on training rank 0, unless another store answered
 
     def refit(self, step: int, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
         """Move the current weights into the engine; return once all ranks of both worlds have acknowledged them.
@@ -77,7 +79,7 @@ class RefitTrainer:
 
 
 def connect(
-    model_chunks: Sequence[torch.nn.Module],
+    model_chunks: torch.nn.Module | Sequence[torch.nn.Module],
     bridge: Any,
     hf_config: Any,
     *,
@@ -92,6 +94,7 @@ def connect(
     """Plan the refit of a live Megatron-Core model, prove the plan, publish it, and meet the engine's ranks.
 
     Call it on every training rank; torch's default process group must be the training world.
+    - `model_chunks`: the model, or its virtual pipeline chunks.
     - `bridge`: the AutoBridge that built the model (`from_hf_pretrained`); None if no parameter takes the misc route.
     - `hf_config`: the engine's config.json, as a dict, a path or a transformers config.
     - `gen`: the engine's mesh, as in "tp=4,dp=2".
@@ -99,58 +102,84 @@ def connect(
     - `gen_dtype`: the engine's precision, as in "fp8". The trainer's own is read off its parameters.
     - `connect_timeout_s`: how long to wait for engines that are still starting.
 
-    Raises ConfigError, MeshError, ProofError, BindError, TransportUnavailable, SessionError or ValueError. If one rank
-    raises, all ranks do, and no store stays behind.
+    Raises RefitError, listing everything wrong with the arguments; then as `plan_refit` and `TrainEndpoint.prepare`, and
+    ValueError where a bridge is needed. If one rank raises, all ranks do, and no store stays behind.
     """
-    config, gen_mesh = run_on_all_ranks(lambda: _read_inputs(model_chunks, hf_config, gen, store))
-    model = gather_from_all(_model_name(hf_config, config))[0]
+    chunks, request = run_on_all_ranks(
+        lambda: _read_arguments(model_chunks, hf_config, gen, store, gen_dtype, policy, engine)
+    )
+    model = gather_from_all(request.model)[0]
 
-    def plan_and_bind() -> tuple[Plan, TrainEndpoint]:
+    def plan_and_bind() -> RefitTrainer:
         plan = plan_refit(
-            config, model_chunks, gen_mesh, model=model, policy=policy, gen_dtype=gen_dtype, engine=engine
+            request.config, chunks, request.gen, model=model, policy=policy, gen_dtype=gen_dtype, engine=engine
         )
-        export = _choose_export(plan, bridge, model_chunks, options)
-        tensors = partial(local_tensors, model_chunks)
+        export = _choose_export(plan, bridge, chunks, options)
+        tensors = partial(local_tensors, chunks)
         schedule = schedule_of(plan, "train", own_rank())
-        return plan, TrainEndpoint(schedule, tensors, store=store, export=export, options=options)
+        return RefitTrainer(plan, TrainEndpoint(schedule, tensors, store=store, export=export, options=options))
 
-    plan, endpoint = run_on_all_ranks(plan_and_bind)
-    server = run_on_all_ranks(lambda: _publish(plan, store, options) if own_rank() == 0 else None)
-    trainer = RefitTrainer(plan, endpoint, server)
+    trainer = run_on_all_ranks(plan_and_bind)
+
+    def publish() -> None:
+        if own_rank() == 0:
+            trainer._server = start_store_if_absent(store, options.timeout_s)
+            publish_plan(trainer.plan, store, session=options.session, timeout_s=options.timeout_s)
+
     try:
-        endpoint.prepare(timeout_s=connect_timeout_s)
+        run_on_all_ranks(publish)
+        trainer._endpoint.prepare(timeout_s=connect_timeout_s)
     except BaseException:
         trainer.close()
         raise
     return trainer
 
 
-def _read_inputs(
-    model_chunks: Sequence[torch.nn.Module], hf_config: Any, gen: str | GenMesh, store: str
-) -> tuple[dict[str, Any], GenMesh]:
-    """Run every step that may fail on one rank alone, before ranks wait for each other in `plan_refit`."""
-    split_address(store)
-    local_tensors(model_chunks)
-    config = _config_of(hf_config)
-    parameters_from_config(config)
-    return config, parse_gen_mesh(gen) if isinstance(gen, str) else gen
+def _read_arguments(
+    model_chunks: Any, hf_config: Any, gen: Any, store: Any, gen_dtype: str | None, policy: Policy, engine: str
+) -> tuple[list[torch.nn.Module], PlanRequest]:
+    """The chunks, and a request with the config and the generation mesh; its training mesh is not yet the model's.
+
+    Raises RefitError with all that this rank alone can see, before ranks wait for each other in `plan_refit`.
+    """
+    problems: list[str] = []
+    with _collected(problems):
+        chunks = _chunks_of(model_chunks)
+    with _collected(problems):
+        config = hf_config.to_dict() if hasattr(hf_config, "to_dict") else hf_config
+        request = read_request(config, TrainMesh(), gen, policy, engine=engine)
+    with _collected(problems):
+        split_address(str(store))
+    if gen_dtype not in (None, *PRECISIONS):
+        problems.append(f"unknown gen_dtype {gen_dtype!r}, known: {', '.join(PRECISIONS)}")
+    if problems:
+        raise RefitError("\n  ".join(("connect() cannot use its arguments:", *problems)))
+    return chunks, request
 
 
-def _config_of(hf_config: Any) -> dict[str, Any]:
-    if isinstance(hf_config, Mapping):
-        return dict(hf_config)
-    if isinstance(hf_config, (str, PathLike)):
-        return load_config(str(hf_config))
-    if hasattr(hf_config, "to_dict"):
-        return dict(hf_config.to_dict())
-    raise ValueError(f"hf_config is a {type(hf_config).__name__}: give a dict, a path or a transformers config")
+@contextmanager
+def _collected(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        problems += filter(None, (*error.problems, error.remedy))
+    except (ValueError, SessionError) as error:
+        problems.append(str(error))
 
 
-def _model_name(hf_config: Any, config: Mapping[str, Any]) -> str:
-    """The model's name in the plan: the last part of its path or repository, else its model_type."""
-    path = hf_config if isinstance(hf_config, (str, PathLike)) else config.get("_name_or_path")
-    name = str(path or "").rstrip("/").removesuffix("/config.json").rpartition("/")[2]
-    return name or str(config.get("model_type", ""))
+def _chunks_of(model_chunks: Any) -> list[torch.nn.Module]:
+    """The chunks as a list. Raises ValueError where one is no live Megatron-Core model."""
+    is_model = isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList)
+    chunks = [model_chunks] if is_model else list(model_chunks or ())
+    others = [type(chunk).__name__ for chunk in chunks if not hasattr(unwrapped(chunk), "decoder")]
+    if others or not chunks:
+        problem = f"has no decoder in {', '.join(others)}" if others else "is empty"
+        raise ValueError(
+            f"model_chunks {problem}: give the Megatron-Core model, or the list of its chunks on this rank"
+        )
+    rank_coordinate(chunks)
+    local_tensors(chunks)
+    return chunks
 
 
 def _choose_export(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Module], options: Options) -> Export | None:
@@ -166,15 +195,3 @@ def _choose_export(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Modu
     if quantized and (golden or any(entry.group in quantized for entry in plan.misc)):
         return partial(export_with_pairs, bridge, model_chunks, pairs_by_name(plan))
     return partial(export_hf, bridge, model_chunks)
-
-
-def _publish(plan: Plan, store: str, options: Options) -> StoreServer | None:
-    """On training rank 0: start a store if none answers, and put the plan there."""
-    server = start_store_if_absent(store, options.timeout_s)
-    try:
-        publish_plan(plan, store, session=options.session, timeout_s=options.timeout_s)
-    except BaseException:
-        if server is not None:
-            server.close()
-        raise
-    return server

@@ -1,7 +1,6 @@
 """A live Megatron-Core model as the source of a refit: its local tensors, its mesh, and Megatron-Bridge's export.
 
-Everything here runs inside a training process and reads the live modules, never a config. Functions import Megatron
-when they are first called.
+Everything here reads the live modules, never a config. Functions import Megatron when they are first called.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from mcore_reshard.kernels.copies.tensors import dtype_name
+from mcore_reshard.planner.layout.mesh import TrainMesh
 
 MINIMUM_VERSIONS = "megatron-core 0.16.1 and megatron-bridge 0.3.1"
 
@@ -27,9 +27,8 @@ def local_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Te
         vp1.decoder.layers.0.mlp.linear_fc2.weight                       the second virtual pipeline chunk's first layer
         vp1.decoder.layers.0.mlp.linear_fc2.weight._rowwise_scale_inv    its scales, where Transformer Engine quantized it
 
-    Names have no wrapper prefixes (DDP, Float16Module). Tensors that newer Megatron releases renamed keep their names of
-    0.16. A tied parameter appears under each of its names. Persistent buffers are included because the router's
-    `expert_bias` is one.
+    Names have no wrapper prefixes (DDP, Float16Module), and are those of Megatron 0.16. A tied parameter appears under
+    each of its names. The router's `expert_bias` is a persistent buffer.
 
     Sessions call this before every refit, so it copies nothing: tensors are the model's own, or views of E4M3 data.
     Raises ValueError for a quantized parameter without row-wise data.
@@ -102,16 +101,13 @@ def hf_names(task: Any) -> list[str]:
     return [hf_param] if isinstance(hf_param, str) else list(hf_param.values())
 
 
-def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """The parallel sizes that a live model runs under, read from its process groups and its layers.
+def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> TrainMesh:
+    """The mesh that a live model runs under, read from its process groups and its layers, which it states.
 
-    Returns `{tp, pp, vpp, cp, ep, etp, dp, layers}`, the fields of the planner's `TrainMesh`: `dp` counts dense
-    replicas, `layers` the decoder layers of every chunk in pipeline order (chunk `v` of stage `p` at `v * pp + p`).
-    Collective over the pipeline group. Raises ValueError when the chunks do not have the layers in that order.
+    Collective over the pipeline group. Raises MeshError, and ValueError when the chunks do not have the layers in order.
     """
     groups = _process_groups(model_chunks)
-    sizes: dict[str, Any] = {axis: _size(group) for axis, group in groups.items()}
-    sizes["vpp"] = len(model_chunks)
+    sizes = {axis: _size(group) for axis, group in groups.items()}
     own_layers = [[layer.layer_number - 1 for layer in unwrapped(chunk).decoder.layers] for chunk in model_chunks]  # type: ignore[union-attr]
     layers_of_stages: list[list[list[int]]] = [own_layers] * sizes["pp"]
     if sizes["pp"] > 1:
@@ -122,7 +118,7 @@ def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
         raise ValueError(
             f"the pipeline's chunks have layers {chunks}, out of order: give each chunk the layers after the chunk before"
         )
-    return {**sizes, "layers": tuple(len(chunk) for chunk in chunks)}
+    return TrainMesh(**sizes, vpp=len(model_chunks), layers=tuple(map(len, chunks)))
 
 
 def rank_coordinate(model_chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
@@ -163,12 +159,11 @@ def _own_tensors(module: torch.nn.Module, prefix: str) -> Mapping[str, torch.Ten
 def _data_and_scales(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The E4M3 data and the scales of a tensor that Transformer Engine quantized; any other tensor as it is.
 
-    Float8BlockwiseQTensor and MXFP8Tensor have row-wise data and scales, Float8Tensor one scale (transformer_engine/pytorch/
-    tensor/). Raises ValueError for one with column-wise data alone, which no layout rule reads.
+    Source: transformer_engine/pytorch/tensor/. Raises ValueError for column-wise data alone, which no layout rule reads.
     """
     if isinstance(getattr(tensor, "_scale_inv", None), torch.Tensor):  # Float8Tensor
         data, attribute = tensor._data, "_scale_inv"  # type: ignore[attr-defined]
-    elif hasattr(tensor, "_rowwise_scale_inv"):
+    elif hasattr(tensor, "_rowwise_scale_inv"):  # Float8BlockwiseQTensor, MXFP8Tensor
         data, attribute = tensor._rowwise_data, "_rowwise_scale_inv"  # type: ignore[attr-defined]
     else:
         return {name: tensor}
@@ -190,11 +185,16 @@ def precisions_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _process_groups(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """The groups that the model was built with; Megatron's globals for a model that does not carry them."""
+    """The groups that the model was built with, else Megatron's globals. Raises ValueError where there are neither."""
     collection = getattr(unwrapped(model_chunks[0]), "pg_collection", None)
     if collection is None or not hasattr(collection, "expt_tp"):
         process_groups = require("megatron.core.process_groups_config")
-        collection = process_groups.ProcessGroupCollection.use_mpu_process_groups()
+        try:
+            collection = process_groups.ProcessGroupCollection.use_mpu_process_groups()
+        except AssertionError as error:
+            raise ValueError(
+                f"Megatron-Core's parallel state is not there ({error}): call parallel_state.initialize_model_parallel first"
+            ) from error
     attributes = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "ep": "ep", "etp": "expt_tp"}
     return {axis: getattr(collection, attribute) for axis, attribute in attributes.items()}
 

@@ -50,7 +50,7 @@ def plan_refit(
     for a model that no plan describes, such as one with LoRA adapters.
     """
     model_parameters = parameters_from_config(config)
-    train = TrainMesh(**train_mesh_of(model_chunks))
+    train = train_mesh_of(model_chunks)
     _refuse_other_rank_orders(train, rank_coordinate(model_chunks))
     tensors = local_tensors(model_chunks)
     _refuse_adapters(tensors)
