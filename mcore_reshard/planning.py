@@ -112,7 +112,8 @@ def read_request(
         raise InputError(others)
     if policy not in get_args(Policy):
         others.append(f"unknown policy {policy!r}, known: {', '.join(get_args(Policy))}")
-    remedy, fields, parameters, precisions, rules = "", {}, None, None, None
+    fields: dict[str, Any] = {}
+    remedy, parameters, precisions, rules = "", None, None, None
     try:
         fields, parameters = _read_config(config)
         precisions = _precisions(parameters, train_dtype, gen_dtype, others)

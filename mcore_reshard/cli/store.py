@@ -18,18 +18,17 @@ def run(args: argparse.Namespace) -> int:
     signal.set_wakeup_fd(written.fileno())
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, lambda *_: None)
-    from mcore_reshard.session.store_server import StoreServer  # imports torch
+    from mcore_reshard.session.store_server import serve_store  # imports torch
 
     try:
-        server = StoreServer(args.port, args.host)
+        store = serve_store(args.port, args.host)
     except SessionError as error:
         raise InputError([str(error)], "Give another --port, or an address of this machine as --host.") from error
-    host, port = args.host or socket.gethostname(), server.port
+    host, port = args.host or socket.gethostname(), store.port
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if args.json:
         print(json.dumps({"address": address, "host": host, "port": port}), flush=True)
     else:
         print(f"store at {address}; end it with Ctrl-C or SIGTERM, after the last session", flush=True)
     signals.recv(1)
-    server.close()
     return 0

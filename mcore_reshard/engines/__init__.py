@@ -1,4 +1,1 @@
-"""Generation engines as destinations of a refit: one folder an engine, named after it.
-
-Imports `session`, `planner` and `kernels`; the engine is imported when a function first needs it.
-"""
+"""Generation engines as destinations: one folder an engine, which a function imports when it first needs it."""

@@ -24,9 +24,10 @@ from torch.distributed import TCPStore
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts, bind
 from mcore_reshard.kernels.cuda.streams import in_callers_context
-from mcore_reshard.kernels.errors import BindError, SessionError
+from mcore_reshard.kernels.errors import BindError, RefitError, SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.deadline_thread import DeadlineThread
+from mcore_reshard.kernels.rendezvous.exchange import Failure
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.polling import LOOK_S, NOTICE_S
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
@@ -44,7 +45,6 @@ from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
 from .agreement import agreed_kv_scales, check_alike, check_kv_names, check_versions, kv_scales_word, parse_word
-from .published import Published
 from .whole_tensors import NamedTensors, check_stream, exhaust
 
 PROTOCOL = 6  # version of the words that ranks exchange; both worlds must have the same
@@ -86,18 +86,20 @@ class _Endpoint(ABC):
 
     world: World
     by_name: str  # the argument with the function that moves whole tensors by name
-    _moves_by_name: bool  # whether that function was given
     _after_direct_writes: Callable[[], Any] | None = None  # this and the next two: on generation ranks
     _set_kv_scales: SetKvScales | None = None
     _kv_scale_names: KvScaleNames | None = None
 
-    def __init__(self, schedule: Schedule, tensors: LiveTensors, store: TCPStore | str, options: Options) -> None:
+    def __init__(
+        self, schedule: Schedule, tensors: LiveTensors, store: TCPStore | str, options: Options, moves_by_name: bool
+    ) -> None:
         if schedule.world != self.world:
             raise ValueError(f"{type(self).__name__} needs the schedule of a {self.world} rank, not of {schedule.name}")
         self.rank_name = schedule.name
         self.committed_version: int | None = None
         self._schedule = schedule
-        self._tensors = tensors
+        self._live_tensors = tensors if callable(tensors) else lambda: tensors
+        self._moves_by_name = moves_by_name
         self._store_address = store_address(store)
         self._options = options
         self._connection: _Connection | None = None
@@ -119,25 +121,23 @@ class _Endpoint(ABC):
         rendezvous = Rendezvous(
             self._store_address, options.session, self.rank_name, members, timeout_s=options.timeout_s
         )
-        with Published(rendezvous, "hello"):
+        with _Published(rendezvous, "hello", self._end):
             transport, bound = self._bind()
         check_alike(rendezvous.gather("hello", self._hello(transport), parse=parse_word, timeout_s=timeout_s))
-        self._connection = self._connect(rendezvous, transport, bound)
-        with Published(rendezvous, "connected", self._end):
+        with _Published(rendezvous, "connected", self._end):
+            self._connection = self._connect(rendezvous, transport, bound)
             rendezvous.gather("connected", {})
         self._ended = None
 
     def refit(self, version: int, *, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
         """Move the weights of `version` from the trainer to the engine; return once every rank has acknowledged it.
 
-        `kv_scales` are calibrated scales of the engine's KV cache that belong to this version, by checkpoint name
-        (`model.layers.0.self_attn.attn.k_scale`). Give them on training rank 0; other ranks may be given the same. Each
-        generation rank hands those of its layers to `set_kv_scales`.
+        `kv_scales` are calibrated scales of the engine's KV cache, by checkpoint name, as in
+        `model.layers.0.self_attn.attn.k_scale`. Give them on training rank 0; other ranks may be given the same.
 
         All ranks of both worlds must call it with the same version, larger than the last: else all of them raise
         `VersionError`. Scales that no rank can take raise `KvScalesError`. After these two errors nothing has moved,
-        and the session goes on. Each wait ends with an error after `timeout_s`. Training weights may change again as
-        soon as this returns.
+        and the session goes on. Each wait ends with an error after `timeout_s`.
         """
         connection = self._connection
         if connection is None:
@@ -145,21 +145,19 @@ class _Endpoint(ABC):
         start = time.perf_counter()
         self._refits += 1
         rendezvous, phase = connection.rendezvous, f"refit-{self._refits}"
-        with Published(rendezvous, f"{phase}/start", self._end):
+        with _Published(rendezvous, f"{phase}/start", self._end):
             writes = connection.bound.check_fresh(self._live_tensors()) if connection.bound is not None else None
             word = {"version": version, **kv_scales_word(kv_scales)}
             words = rendezvous.gather(f"{phase}/start", word, parse=parse_word)
         check_versions(words, self.rank_name, self.committed_version)
         all_scales = agreed_kv_scales(words, self._schedule.name_of("train", 0))
         own_scales = self._own_kv_scales(rendezvous, f"{phase}/kv_scales", all_scales) if all_scales else {}
-        stages: tuple[StageReport, ...] = ()
-        exports = bool(self._schedule.misc)
-        if exports:  # these are collectives: no rank may enter one while another's transfer has failed
-            with Published(rendezvous, f"{phase}/bulk", self._end):
+        if self._schedule.misc:  # exports are collectives: no rank may enter one while another's transfer has failed
+            with _Published(rendezvous, f"{phase}/bulk", self._end):
                 stages = self._move_bulk(connection, f"{phase}/bulk", writes)
                 rendezvous.gather(f"{phase}/bulk", {})
-        with ExitStack() as afterwards, Published(rendezvous, f"{phase}/commit", self._end):
-            if not exports:
+        with ExitStack() as afterwards, _Published(rendezvous, f"{phase}/commit", self._end):
+            if not self._schedule.misc:
                 stages = self._move_bulk(connection, f"{phase}/commit", writes)
             names = None if connection.executor is None else self._schedule.misc  # under golden everything
             misc_bytes = self._move_by_name(connection.group, names, afterwards) if names is None or names else 0
@@ -170,9 +168,8 @@ class _Endpoint(ABC):
             rendezvous.gather(f"{phase}/commit", {})
         self.committed_version = version
         nbytes = sum(stage.nbytes for stage in stages)
-        seconds = time.perf_counter() - start
-        moved_by = connection.executor.name if connection.executor else connection.transport.name
-        return RefitReport(version, moved_by, nbytes, misc_bytes, seconds, stages)
+        moved_by = (connection.executor or connection.transport).name
+        return RefitReport(version, moved_by, nbytes, misc_bytes, time.perf_counter() - start, stages)
 
     @property
     def scratch_bytes(self) -> int:
@@ -188,10 +185,8 @@ class _Endpoint(ABC):
     def close(self) -> None:
         """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice.
 
-        After a committed refit it waits, 5 s at most, until all ranks know of the commit. Then the process may end, even
-        if it hosts the store; a rank slower than that loses the store, and raises. After a failure it waits, 1 s at
-        most, for the transport to end; a slower one is freed once it ends. After a failure the store must stay up until
-        all ranks have raised: they read the cause there.
+        After a committed refit it waits, 5 s at most, until all ranks know of the commit: a process that hosts the store
+        may then end. After a failure the store must stay up until all ranks have raised, for they read the cause there.
         """
         connection, self._connection = self._connection, None
         if connection is not None and self._ended is None:
@@ -215,13 +210,25 @@ class _Endpoint(ABC):
         """
 
     def _move_bulk(self, connection: _Connection, phase: str, writes: WriteCounts | None) -> tuple[StageReport, ...]:
-        """Run the plan's transfers; none under golden. `writes` counts the earlier writes to each tensor."""
+        """Run the plan's transfers; none under golden. `writes` counts the earlier writes to each tensor.
+
+        The executor runs on a thread of its own; waiting for it ends once the store reports the failure of any rank.
+        Connections mostly report it sooner, but gloo leaves a sender waiting if its peer closes during a message.
+        """
         bound, executor = connection.bound, connection.executor
         if bound is None or executor is None or writes is None:
             return ()
         if self.world == "gen":
             bound.zero_padding()
-        stages = _run(connection, executor, bound, phase)
+        run = connection.thread.start(in_callers_context(executor.run, bound.device))
+        try:
+            while not wait([run], LOOK_S).done:
+                failure = connection.rendezvous.failure(phase)
+                if failure and not wait([run], NOTICE_S).done:
+                    raise SessionFailed(failure)
+            stages = run.result()
+        finally:
+            del run  # it keeps its error, whose traceback would keep it in turn
         if self.world == "train":
             bound.check_unwritten(writes)
         return stages
@@ -232,15 +239,12 @@ class _Endpoint(ABC):
 
     def _own_kv_scales(self, rendezvous: Rendezvous, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
         """This rank's part of `scales`. Collective: it raises unless each of them belongs to some generation rank."""
-        with Published(rendezvous, phase, self._end):
+        with _Published(rendezvous, phase, self._end):
             names = None if self._kv_scale_names is None else self._kv_scale_names()
             lacks = None if names is None else [number for number, name in enumerate(scales) if name not in names]
             words = rendezvous.gather(phase, {"lacks": lacks} if self.world == "gen" else {}, parse=parse_word)
         check_kv_names(words, scales)
         return {name: scale for name, scale in scales.items() if name in (names or ())}
-
-    def _live_tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._tensors() if callable(self._tensors) else self._tensors
 
     def _bind(self) -> tuple[Transport, BoundSchedule | None]:
         tensors, schedule = self._live_tensors(), self._schedule
@@ -254,17 +258,16 @@ class _Endpoint(ABC):
         return transport, bind(schedule, tensors) if transport.connect else None
 
     def _connect(self, rendezvous: Rendezvous, transport: Transport, bound: BoundSchedule | None) -> _Connection:
-        with Published(rendezvous, "connected"):
-            group = connect_group(rendezvous.store_for("gloo"), self._schedule, self._options.timeout_s)
-            executor = None
-            try:
-                if bound is not None and transport.connect is not None:
-                    store = rendezvous.store_for(transport.name)
-                    another_store = partial(rendezvous.store_for, transport.name, connect=True)
-                    executor = transport.connect(TransportContext(store, another_store, group, bound, self._options))
-            except BaseException:
-                group.close()
-                raise
+        group = connect_group(rendezvous.store_for("gloo"), self._schedule, self._options.timeout_s)
+        executor = None
+        try:
+            if bound is not None and transport.connect is not None:
+                store = rendezvous.store_for(transport.name)
+                another_store = partial(rendezvous.store_for, transport.name, connect=True)
+                executor = transport.connect(TransportContext(store, another_store, group, bound, self._options))
+        except BaseException:
+            group.close()
+            raise
         return _Connection(rendezvous, transport, group, bound, executor, DeadlineThread("refit"))
 
     def _hello(self, transport: Transport) -> dict[str, Any]:
@@ -316,9 +319,8 @@ class TrainEndpoint(_Endpoint):
         export: Export | None = None,
         options: Options = Options(),  # noqa: B008
     ) -> None:
-        super().__init__(schedule, tensors, store, options)
+        super().__init__(schedule, tensors, store, options, export is not None)
         self._export = export
-        self._moves_by_name = export is not None
 
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
         assert self._export is not None, "prepare() has checked it"
@@ -363,9 +365,8 @@ class GenerationEndpoint(_Endpoint):
     ) -> None:
         if (set_kv_scales is None) != (kv_scale_names is None):
             raise ValueError("give set_kv_scales and kv_scale_names together: a rank gets the scales that it names")
-        super().__init__(schedule, tensors, store, options)
+        super().__init__(schedule, tensors, store, options, load_weights is not None)
         self._load_weights = load_weights
-        self._moves_by_name = load_weights is not None
         self._after_direct_writes = after_direct_writes
         self._set_kv_scales = set_kv_scales
         self._kv_scale_names = kv_scale_names
@@ -389,17 +390,28 @@ class GenerationEndpoint(_Endpoint):
         return received
 
 
-def _run(connection: _Connection, executor: Executor, bound: BoundSchedule, phase: str) -> tuple[StageReport, ...]:
-    """Run the executor on its own thread; stop waiting for it once the store reports the failure of any rank.
+class _Published:
+    """Publish an error raised inside, then raise its cause: this error, or another rank's that led to it.
 
-    Connections mostly report it sooner, but not always: gloo leaves a sender waiting if its peer closes during a message.
+    `end` is called with the cause. A class, not @contextmanager: contextlib's frames would keep a replaced exception,
+    and the tensors in its traceback, alive.
     """
-    run = connection.thread.start(in_callers_context(executor.run, bound.device))
-    try:
-        while not wait([run], LOOK_S).done:
-            failure = connection.rendezvous.failure(phase)
-            if failure and not wait([run], NOTICE_S).done:
-                raise SessionFailed(failure)
-        return run.result()
-    finally:
-        del run  # it keeps its error, whose traceback would keep it in turn
+
+    def __init__(self, rendezvous: Rendezvous, phase: str, end: Callable[[BaseException], None]) -> None:
+        self._rendezvous, self._phase, self._end = rendezvous, phase, end
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None:
+            return
+        try:
+            if not isinstance(error, SessionFailed):  # this one came from the store: every rank knows its cause
+                failure = self._rendezvous.fail(self._phase, error)
+                if failure != Failure.of(self._rendezvous.rank_name, error) and isinstance(error, RefitError):
+                    raise SessionFailed(failure) from error
+        except BaseException as cause:
+            self._end(cause)
+            raise
+        self._end(error)

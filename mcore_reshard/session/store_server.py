@@ -1,7 +1,4 @@
-"""The store where the ranks of both worlds meet: start one, or use the one that answers already.
-
-    with StoreServer(29600) as server:   # a store that outlives the ranks
-        wait_for_a_signal()
+"""The store where the ranks of both worlds meet: serve one, or use the one that answers already.
 
 A store must stay up until all ranks have left the session: `close` of an endpoint says how long that takes.
 """
@@ -20,38 +17,26 @@ _PROBE_S = 2.0  # limit for a TCP connection to open; the session's own deadline
 _IDENTITY = "mcore-reshard/store"
 
 
-class StoreServer:
-    """A TCPStore that this process serves until `close`, at one address of this machine or, if `host` is None, at all.
+def serve_store(port: int, host: str | None = None) -> TCPStore:
+    """Serve a store at one address of this machine or, if `host` is None, at all, for as long as the result is kept.
 
     `port` 0 takes a free port. Raises SessionError where the port is taken or the address is not this machine's.
     """
-
-    def __init__(self, port: int, host: str | None = None) -> None:
-        try:
-            listening = _listen(host, port)
-        except (OSError, OverflowError) as error:
-            reason = (getattr(error, "strerror", None) or str(error)).partition(" (")[0].lower()
-            raise SessionError(f"cannot serve a store at {host or 'any address'}, port {port}: {reason}") from error
-        self.port = listening.getsockname()[1]
-        self._store: TCPStore | None = TCPStore(
-            host or "localhost", self.port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
-        self.identity = uuid4().hex
-        self._store.set(_IDENTITY, self.identity)
-
-    def close(self) -> None:
-        """Stop serving: ranks that are still connected lose the store. May be called twice."""
-        self._store = None
-
-    def __enter__(self) -> StoreServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    try:
+        listening = _listen(host, port)
+    except (OSError, OverflowError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).partition(" (")[0].lower()
+        raise SessionError(f"cannot serve a store at {host or 'any address'}, port {port}: {reason}") from error
+    port = listening.getsockname()[1]
+    store = TCPStore(
+        host or "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    store.set(_IDENTITY, uuid4().hex)
+    return store
 
 
-def start_store_if_absent(address: str, timeout_s: float) -> StoreServer | None:
-    """Start a store at `address` ("host:port") where nothing listens; None where a store answers already.
+def start_store_if_absent(address: str, timeout_s: float) -> TCPStore | None:
+    """Serve a store at `address` ("host:port") where nothing listens; None where a store answers already.
 
     Raises SessionError where something else listens, and where `address` does not lead to this host.
     """
@@ -59,19 +44,20 @@ def start_store_if_absent(address: str, timeout_s: float) -> StoreServer | None:
     if _listens(host, port):
         connect_store(address, timeout_s)
         return None
-    server = StoreServer(port)
+    store = serve_store(port)
     try:
         if _listens(host, port):
             client = connect_store(address, timeout_s)
-            if client.check([_IDENTITY]) and client.get(_IDENTITY).decode() == server.identity:
-                return server
-        raise SessionError(
-            f"nothing answers at {address}, and a store that was started on {socket.gethostname()} is not reached there:"
-            f" give an address of this host, or run `mcore-reshard store --port {port}` on {host}"
-        )
+            if client.check([_IDENTITY]) and client.get(_IDENTITY) == store.get(_IDENTITY):
+                return store
     except BaseException:
-        server.close()
+        del store  # the traceback would keep it up
         raise
+    del store
+    raise SessionError(
+        f"nothing answers at {address}, and a store that was started on {socket.gethostname()} is not reached there:"
+        f" give an address of this host, or run `mcore-reshard store --port {port}` on {host}"
+    )
 
 
 def _listens(host: str, port: int) -> bool:

@@ -1,4 +1,1 @@
-"""A live vLLM model as the destination: its tensors, its loader, its workers, and what must follow direct writes.
-
-Imports what `engines` may import.
-"""
+"""A live vLLM model as the destination: its tensors, its loader, its workers, what follows direct writes."""

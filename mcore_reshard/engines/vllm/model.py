@@ -1,8 +1,7 @@
 """A live vLLM model as the destination of a refit: its tensors, its loader, and what must follow direct writes.
 
-A refit writes parameters in the layout in which `load_weights` leaves them. Kernels read that layout for bf16 dense
-layers, for block-FP8 layers on most kernels and for experts on the Triton backend. `kernel_layouts` names all other
-parameters; a model that has some is refused. File names below are vLLM 0.32's, under vllm/model_executor.
+A refit writes parameters in the layout in which `load_weights` leaves them. A model whose kernels read another one is
+refused (`kernel_layouts`). File names below are vLLM 0.32's, under vllm/model_executor.
 """
 
 from __future__ import annotations
@@ -51,12 +50,11 @@ def require_vllm() -> None:
 
 
 def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor that `load_weights` fills on this rank, by vLLM name; the live storage, not copies.
+    """Every parameter that `load_weights` fills on this rank, by vLLM name; the live storage, not copies.
 
-    These are the parameters. No supported family loads into buffers (a Mamba mixer's `conv_weights` is a view of its
-    `conv1d.weight`). Tied weights appear once. Two kinds of parameters are left out: those that attention derives after
-    loading, and the scales of the KV cache, which `set_kv_scales` takes. Where vLLM repeats the scales of FP8 experts,
-    tensors with the checkpoint's scales stand for them (`refined_scales`).
+    No supported family loads into buffers. Tied weights appear once. Two kinds of parameters are left out: those that
+    attention derives after loading, and the scales of the KV cache, which `set_kv_scales` takes. Where vLLM repeats the
+    scales of FP8 experts, tensors with the checkpoint's scales stand for them (`refined_scales`).
     Raises RuntimeError where kernels read another layout than `load_weights` leaves, naming every such parameter.
     """
     _refuse_kernel_layouts(model)
@@ -81,7 +79,7 @@ def load_weights(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torc
     """Feed whole HF tensors, any subset, to the model's own loader, as the misc route and golden do.
 
     The loader may change the tensors: gpt-oss zeroes expert biases in place (models/gpt_oss.py, _load_weights_other).
-    Raises RuntimeError as `local_tensors` does: the loaders would corrupt rearranged parameters (vLLM #42821).
+    Raises RuntimeError as `local_tensors` does: loaders would corrupt rearranged parameters (vLLM #42821).
     """
     _refuse_kernel_layouts(model)
     with torch.no_grad():
@@ -91,15 +89,13 @@ def load_weights(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torc
 def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     """Derive again the tensors that engine layers derive from parameters; returns the names of the attention layers.
 
-    - MLA absorbs `kv_b_proj` into W_UV and W_UK_T: views of the parameter in plain bf16, copies otherwise
-      (layers/attention/mla_attention.py, process_weights_after_loading).
+    - MLA absorbs `kv_b_proj` into W_UV and W_UK_T (layers/attention/mla_attention.py).
     - Some backends keep attention sinks as fp32 copies (v1/attention/backends/flashinfer.py).
     - Refined scales of FP8 experts are repeated (`refined_scales`).
 
     vLLM ends its own weight updates with the same call (model_loader/reload/layerwise.py, _finalize_attention_layer). It
     writes in place, so captured CUDA graphs stay valid. It also sets scales of the KV cache to 1 where the checkpoint has
-    none (layers/attention/attention.py, set_default_quant_scales), so these are put back.
-    `dtype` is the activation dtype, `vllm_config.model_config.dtype`.
+    none (layers/attention/attention.py), so these are put back. `dtype` is that of activations.
     """
     refined_scales.refine(model)
     done = []
@@ -133,14 +129,12 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     """
     from vllm.platforms import current_platform
 
-    known = _kv_scales(model)
-    problems = [
-        f"{name} is {scale}, a positive float32 number is needed"
-        if name in known
-        else f"{name} is no scale of an attention layer whose KV cache is quantized"
-        for name, scale in scales.items()
-        if name not in known or not is_positive_float32(scale)
-    ]
+    known, problems = _kv_scales(model), []
+    for name, scale in scales.items():
+        if name not in known:
+            problems.append(f"{name} is no scale of an attention layer whose KV cache is quantized")
+        elif not is_positive_float32(scale):
+            problems.append(f"{name} is {scale}, a positive float32 number is needed")
     if problems:
         raise ValueError("\n  ".join((f"{len(problems)} scales of the KV cache cannot be set:", *problems)))
     with torch.no_grad():
@@ -161,16 +155,14 @@ def _write_kv_scale(layer: Any, leaf: str, value: float) -> None:
 
 
 def _kv_scales(model: torch.nn.Module) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Every scale of the KV cache by name -> its attention layer, and which of the layer's scales it is.
-
-    Checkpoints call multi-head latent attention `self_attn.attn`, vLLM has it deeper down; both names count.
-    """
+    """Every scale of the KV cache by name -> its attention layer, and which of the layer's scales it is."""
     from vllm.utils.torch_utils import is_quantized_kv_cache
 
     scales: dict[str, tuple[torch.nn.Module, str]] = {}
     for prefix, layer in model.named_modules():
         cache_dtype: Any = layer.kv_cache_dtype if _is_attention(layer) else "auto"
         if is_quantized_kv_cache(cache_dtype) and not cache_dtype.endswith("per_token_head"):
+            # Checkpoints call multi-head latent attention `self_attn.attn`, vLLM has it deeper down.
             for name in (prefix, re.sub(r"\.mla_attn\.mla_attn$", ".attn", prefix)):
                 scales |= {f"{name}.{leaf}": (layer, leaf) for leaf in KV_SCALES if hasattr(layer, f"_{leaf}")}
     return scales
@@ -184,8 +176,8 @@ def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
     """Parameters that kernels do not read as `load_weights` leaves them -> the reason: no refit can write these.
 
     A whitelist decides: unquantized linear layers and embeddings; experts and block-FP8 layers on kernels that leave them
-    alone (layers/fused_moe/oracle/unquantized.py, convert_to_unquantized_kernel_format, and oracle/fp8.py,
-    convert_to_fp8_moe_kernel_format). Attention passes: `after_direct_writes` derives its tensors again.
+    alone (layers/fused_moe/oracle/, unquantized.py and fp8.py). Attention passes: `after_direct_writes` derives its
+    tensors again.
     """
     changed: dict[str, str] = {}
     for prefix, layer in _layers_with_parameters(model):
@@ -251,24 +243,19 @@ def _derives_weights(layer: torch.nn.Module) -> bool:
 
 
 def _refuse_kernel_layouts(model: torch.nn.Module) -> None:
-    names_by_reason: dict[str, list[str]] = {}
-    for name, reason in kernel_layouts(model).items():
-        names_by_reason.setdefault(reason, []).append(name)
-    if names_by_reason:
-        count = sum(map(len, names_by_reason.values()))
-        lines = [f"{reason}: {', '.join(names)}" for reason, names in names_by_reason.items()]
+    if changed := kernel_layouts(model):
+        reasons = dict.fromkeys(changed.values())
+        lines = [f"{reason}: {', '.join(name for name in changed if changed[name] == reason)}" for reason in reasons]
         raise RuntimeError(
-            "\n  ".join((f"a refit cannot write {count} parameters of this engine in place:", *lines))
+            "\n  ".join((f"a refit cannot write {len(changed)} parameters of this engine in place:", *lines))
             + "\nstart vLLM with moe_backend='triton' for experts, linear_backend='triton' for block FP8, and without the"
             " other features that are named here"
         )
 
 
 def _is_given_the_weight(linear: Any) -> bool:
-    """Whether this `cpu_linear` reads the weight that it is called with, and has kept no copy.
-
-    So do torch's own function and vLLM's fallback for CPUs without kernels. Lambdas over packed weights have closures.
-    """
+    """Whether this `cpu_linear` keeps no copy of the weight, as torch's function and vLLM's fallback without kernels."""
+    # vLLM's lambdas over packed weights have closures or defaults.
     plain = isinstance(linear, FunctionType) and linear.__closure__ is None and linear.__defaults__ is None
     return plain or linear is torch.nn.functional.linear
 

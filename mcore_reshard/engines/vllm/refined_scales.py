@@ -1,12 +1,11 @@
-"""Scales of block-FP8 experts where a tensor-parallel cut falls inside a block: vLLM refines the blocks.
+"""Scales of block-FP8 experts where a tensor-parallel cut falls inside a block: vLLM repeats them for smaller blocks.
 
-vLLM makes the blocks smaller and repeats the checkpoint's scales for them. A plan moves the checkpoint's scales, of every
-block that a rank holds a part of, into a tensor beside the parameter. `refine` repeats them from there:
+A plan moves the checkpoint's scales, of every block that a rank holds a part of, into a tensor beside the parameter.
+`refine` repeats them from there:
 
     blocks of 128 columns, cut every 64     checkpoint's scales [a b]  ->  parameter of tp rank 1: [a], of tp rank 2: [b]
 
-Source: vllm/model_executor/layers/fused_moe/oracle/fp8.py (refine_fp8_moe_block_shape) and routed_experts.py
-(weight_loader), 0.32.
+Source: vllm/model_executor/layers/fused_moe/, oracle/fp8.py (refine_fp8_moe_block_shape) and routed_experts.py, 0.32.
 """
 
 from __future__ import annotations

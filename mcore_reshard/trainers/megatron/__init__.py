@@ -1,4 +1,1 @@
-"""A live Megatron-Core model as the source: its tensors, its mesh, its plan, and Megatron-Bridge's export.
-
-Imports what `trainers` may import.
-"""
+"""A live Megatron-Core model as the source: its tensors, its mesh, its plan, and Megatron-Bridge's export."""

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from mcore_reshard.kernels.errors import RefitError, SessionError
 from mcore_reshard.kernels.options import Options
@@ -31,7 +32,7 @@ from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planning import InputError, PlanRequest, read_request
 from mcore_reshard.session.endpoints import Export, RefitReport, TrainEndpoint
 from mcore_reshard.session.plan_exchange import publish_plan
-from mcore_reshard.session.store_server import StoreServer, start_store_if_absent
+from mcore_reshard.session.store_server import start_store_if_absent
 from mcore_reshard.trainers.quantized_export import pairs_by_name
 
 from .model import export_hf, local_tensors, rank_coordinate, unwrapped
@@ -48,7 +49,7 @@ class RefitTrainer:
 
     plan: Plan
     _endpoint: TrainEndpoint
-    _server: StoreServer | None = None  # on training rank 0, unless another store answered
+    _store: TCPStore | None = None  # on training rank 0, unless another store answered
 
     def refit(self, step: int, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
         """Move the current weights into the engine; return once all ranks of both worlds have acknowledged them.
@@ -65,11 +66,9 @@ class RefitTrainer:
         """
         failed = self._endpoint.failure is not None
         self._endpoint.close()
-        server, self._server = self._server, None
-        if server is not None:
-            if failed:
-                time.sleep(_GRACE_S)
-            server.close()
+        if failed and self._store is not None:
+            time.sleep(_GRACE_S)
+        self._store = None
 
     def __enter__(self) -> RefitTrainer:
         return self
@@ -123,7 +122,7 @@ def connect(
 
     def publish() -> None:
         if own_rank() == 0:
-            trainer._server = start_store_if_absent(store, options.timeout_s)
+            trainer._store = start_store_if_absent(store, options.timeout_s)
             publish_plan(trainer.plan, store, session=options.session, timeout_s=options.timeout_s)
 
     try:

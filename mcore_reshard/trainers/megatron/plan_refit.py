@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from .world import gather_from_all, own_rank
 _FUSED_NORM = ".layer_norm_weight"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _FORMATS = {*PRECISIONS} - {*UNQUANTIZED}
+_Key = TypeVar("_Key", int, str)
 
 
 def plan_refit(
@@ -44,10 +45,9 @@ def plan_refit(
 ) -> Plan:
     """Plan the refit of a live Megatron-Core model into the mesh of an engine, and prove it.
 
-    `config` is the model's HF config.json. `engine` and `gen_dtype` (the engine's precision) are as in `make_plan`. The
-    trainer's precision is read off its parameters, layer by layer. Collective over the training world (torch's default
-    group): every rank must call it, and all get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError
-    for a model that no plan describes, such as one with LoRA adapters.
+    `config` is the model's HF config.json; the rest is as in `make_plan`. The trainer's precision is read off its
+    parameters. Collective over the training world (torch's default group): all ranks get the same plan. Raises
+    ConfigError, MeshError, ProofError, or ValueError for a model that no plan describes, such as one with LoRA adapters.
     """
     model_parameters = parameters_from_config(config)
     train = train_mesh_of(model_chunks)
@@ -81,13 +81,12 @@ def _refuse_other_rank_orders(train: TrainMesh, coordinate: dict[str, int]) -> N
 
     Megatron-Bridge's `use_tp_pp_dp_mapping` initializes Megatron with order="tp-cp-ep-pp-dp" (training/initialize.py).
     """
+    remedy = "initialize Megatron-Core with order='tp-cp-ep-dp-pp', its default (Megatron-Bridge: use_tp_pp_dp_mapping=False)"
     for global_rank, actual in enumerate(gather_from_all(coordinate)):
         planned = train.coordinate(global_rank)
         if wrong := [axis for axis in actual if actual[axis] != planned[axis]]:
             in_megatron, in_plan = (" ".join(f"{axis}={place[axis]}" for axis in wrong) for place in (actual, planned))
             difference = f"Megatron-Core has rank {global_rank} at {in_megatron}, a plan has it at {in_plan}"
-            remedy = "initialize Megatron-Core with order='tp-cp-ep-dp-pp', its default"
-            remedy += " (Megatron-Bridge: use_tp_pp_dp_mapping=False)"
             raise MeshError("no plan fits this order of training ranks", [difference, remedy])
 
 
@@ -107,7 +106,7 @@ def _agree_on_precision(first_in: dict[str, str], main: str) -> str | None:
 
     `first_in` names one matrix of this rank for each precision. Collective: a pipeline stage may hold no quantized one.
     """
-    name_in = {precision: name for rank in reversed(gather_from_all(first_in)) for precision, name in rank.items()}
+    name_in = _merge_first(first_in)
     formats, dtypes = name_in.keys() & _FORMATS, name_in.keys() - _FORMATS
     known = {main} if formats else {main, *PRECISION_OF}
     if len(formats) > 1 or len(dtypes) > 1 or dtypes - known:
@@ -125,23 +124,25 @@ def _find_unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Itera
     `weights` are the (layer, name) that this rank may hold. Collective: a layer may be on several ranks. Raises ValueError
     for layers that are quantized in part.
     """
-    own_first: dict[tuple[int, bool], str] = {}  # by layer and whether it is quantized: the first weight
+    own_first: tuple[dict[int, str], dict[int, str]] = {}, {}  # by layer: the first weight unquantized, and quantized
     for layer, name in weights:
         if name in tensors:
-            own_first.setdefault((layer, tensors[name].dtype is torch.float8_e4m3fn), name)
-    first = {key: name for rank in reversed(gather_from_all(own_first)) for key, name in rank.items()}
-    unquantized = sorted(layer for layer, quantized in first if not quantized)
+            own_first[tensors[name].dtype is torch.float8_e4m3fn].setdefault(layer, name)
+    plain, quantized = map(_merge_first, own_first)
     mixed = [
-        f"of layer {layer} {first[layer, True]} is, {first[layer, False]} is not"
-        for layer in unquantized
-        if (layer, True) in first
+        f"of layer {layer} {quantized[layer]} is, {plain[layer]} is not" for layer in sorted(plain.keys() & quantized)
     ]
     if mixed:
         raise ValueError(
             f"training ranks keep layers quantized in part: {'; '.join(mixed)}; quantize all linear weights of a layer or"
             " none, as fp8_param and first_last_layers_bf16 do"
         )
-    return unquantized
+    return sorted(plain)
+
+
+def _merge_first(own: dict[_Key, str]) -> dict[_Key, str]:
+    """The dicts of all ranks in one; the lowest rank's name stands. Collective."""
+    return {key: name for rank in reversed(gather_from_all(own)) for key, name in rank.items()}
 
 
 def _linear_weights(
@@ -166,11 +167,11 @@ def _linear_weights(
 
 def _agree_on_build(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
     """How the model was built. Collective: a stage without experts or without the embedding lacks that evidence."""
+    in_layers = [name for name in tensors if ".decoder.layers." in name]
+    own_fused = {any(name.endswith(_FUSED_NORM) for name in in_layers)} if in_layers else set()
     own_rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)}
-    evidence = gather_from_all((_experts_modules(tensors), _fused_norms(tensors), own_rows))
-    modules: set[ExpertsModule] = set().union(*(rank[0] for rank in evidence))
-    fused: set[bool] = set().union(*(rank[1] for rank in evidence))
-    rows: set[int] = set().union(*(rank[2] for rank in evidence))
+    evidence = gather_from_all((_experts_modules(tensors), own_fused, own_rows))
+    modules, fused, rows = (set().union(*sets) for sets in zip(*evidence, strict=True))
     if len(modules) > 1 or len(fused) > 1 or len(rows) != 1:
         raise ValueError(
             f"training ranks built the model differently: experts {modules}, fused norms {fused}, embedding rows {rows};"
@@ -188,9 +189,3 @@ def _experts_modules(names: Iterable[str]) -> set[ExpertsModule]:
     module_of: dict[str, ExpertsModule] = {"local_experts": "sequential", "weight1": "stacked", "linear_fc1": "grouped"}
     leaves = {name.partition(".mlp.experts.")[2].partition(".")[0] for name in names}
     return {module_of[leaf] for leaf in leaves & module_of.keys()}
-
-
-def _fused_norms(names: Iterable[str]) -> set[bool]:
-    """Whether norms live inside the linear that they precede; empty on a rank without layers."""
-    in_layers = [name for name in names if ".decoder.layers." in name]
-    return {any(name.endswith(_FUSED_NORM) for name in in_layers)} if in_layers else set()

@@ -33,12 +33,12 @@ def export_with_pairs(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `export_hf`, with each weight of `pairs` as float8_e4m3fn data, followed by its float32 scales.
 
-    Weights that the trainer holds quantized keep their data and scales. One exception: a block of the checkpoint may span
-    several blocks of the trainer, as where heads in the fused QKV tensor are smaller than a block. Such a weight is
-    dequantized and quantized again, which rounds. Weights in bfloat16 are quantized. Both follow the engine's arithmetic
+    Weights that the trainer holds quantized keep their data and scales. One exception: where a block of the checkpoint
+    spans several of the trainer (heads of the fused QKV tensor smaller than a block), the weight is dequantized and
+    quantized again, which rounds. Weights in bfloat16 are quantized by the engine's arithmetic
     (`kernels.copies.cast_arithmetic`). Meanwhile the scales of a weight's elements take four bytes an element.
 
-    Collective, as `export_hf`. Raises KeyError for names that no task yields, ValueError for other blocks than the plan's.
+    Raises as `export_hf`, and ValueError for other blocks than the plan's.
     """
     if names is not None:  # scales come with their weights
         weight_of = {scales.name: weight for weight, scales in pairs.items()}
