@@ -1,7 +1,7 @@
 """Checks that the ranks of a session agree before anything moves.
 
-Every rank publishes a word, a small dict. `words` are those of all ranks, by rank name: {"train:0": {"version": 3}, ...}.
-All ranks check the same words, so all of them raise, or none.
+Every rank publishes a word, a small dict. All ranks check the `words` of all, by rank name, so all of them raise, or none:
+{"train:0": {"version": 3}, "gen:0": {"version": 3}}.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def check_alike(words: Words) -> None:
     """Raise `SessionError` unless all ranks were given the same; the message says which rank has what."""
     values = {field: _ranks_by(words, field) for field in _ALIKE}
     if problems := [f"different {field}: {_list_ranks(ranks)}" for field, ranks in values.items() if len(ranks) > 1]:
-        raise SessionError(
-            "\n  ".join(("the ranks of this session do not fit together, give all of them the same:", *problems))
-        )
+        heading = "the ranks of this session do not fit together, give all of them the same:"
+        raise SessionError("\n  ".join((heading, *problems)))
 
 
 def check_versions(words: Words, rank: str, committed: int | None) -> None:
@@ -65,12 +64,9 @@ def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(scales, Mapping | None):
         return {"wrong_kv_scales": f"a {type(scales).__name__} in place of a mapping of names to scales"}
     given = dict(scales or {})
-    if wrong := [
-        f"{name} is {scale!r:.40}"
-        for name, scale in given.items()
-        if not (isinstance(name, str) and is_positive_float32(scale))
-    ]:
-        return {"wrong_kv_scales": ", ".join(wrong)}
+    wrong = {name: scale for name, scale in given.items() if not (isinstance(name, str) and is_positive_float32(scale))}
+    if wrong:
+        return {"wrong_kv_scales": ", ".join(f"{name} is {scale!r:.40}" for name, scale in wrong.items())}
     return {"kv_scales": {name: float(scale) for name, scale in given.items()}} if given else {}
 
 

@@ -109,18 +109,16 @@ class _Endpoint(ABC):
     def prepare(self, *, timeout_s: float | None = None) -> None:
         """Bind, meet all other ranks, compare what they were given, and connect. Call once, on every rank.
 
-        `timeout_s` limits the wait for ranks that are still starting; by default it is that of the options. Raises
-        `BindError`, `TransportUnavailable` or `SessionError`; if one rank raises, all do.
+        `timeout_s` (by default that of the options) limits the wait for ranks that are still starting.
+        Raises `BindError`, `TransportUnavailable` or `SessionError`; if one rank raises, all do.
         """
         if self._connection or self._ended:
             raise SessionError(
                 f"{self.rank_name}: {self._ended or 'already prepared'}; call prepare() once, on a new endpoint"
             )
         self._ended = "prepare() failed"
-        options, members = self._options, group_names(self._schedule)
-        rendezvous = Rendezvous(
-            self._store_address, options.session, self.rank_name, members, timeout_s=options.timeout_s
-        )
+        session, limit_s, members = self._options.session, self._options.timeout_s, group_names(self._schedule)
+        rendezvous = Rendezvous(self._store_address, session, self.rank_name, members, timeout_s=limit_s)
         with _Published(rendezvous, "hello", self._end):
             transport, bound = self._bind()
         check_alike(rendezvous.gather("hello", self._hello(transport), parse=parse_word, timeout_s=timeout_s))
@@ -204,10 +202,7 @@ class _Endpoint(ABC):
 
     @abstractmethod
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
-        """Export or load the whole tensors `names` (None: of the whole model). Returns their bytes.
-
-        `afterwards` runs once all ranks know the outcome, good or bad.
-        """
+        """Export or load the tensors `names`, or all if None; returns their bytes. `afterwards` runs after the outcome."""
 
     def _move_bulk(self, connection: _Connection, phase: str, writes: WriteCounts | None) -> tuple[StageReport, ...]:
         """Run the plan's transfers; none under golden. `writes` counts the earlier writes to each tensor.
@@ -252,9 +247,8 @@ class _Endpoint(ABC):
         transport = resolve(self._options.transport, devices[0] if devices else "cpu")
         if (transport.connect is None or schedule.misc) and not self._moves_by_name:
             route = f"{len(schedule.misc)} parameters on the misc route" if transport.connect else transport.name
-            raise BindError(
-                self.rank_name, [f"{route}, and no function to move whole tensors by name was given: {self.by_name}="]
-            )
+            missing = f"{route}, and no function to move whole tensors by name was given: {self.by_name}="
+            raise BindError(self.rank_name, [missing])
         return transport, bind(schedule, tensors) if transport.connect else None
 
     def _connect(self, rendezvous: Rendezvous, transport: Transport, bound: BoundSchedule | None) -> _Connection:
@@ -287,9 +281,9 @@ class _Endpoint(ABC):
 
     def _tree(self) -> Tree:
         """Training rank 0 is the root; generation ranks follow."""
-        schedule, names = self._schedule, group_names(self._schedule)
-        position = schedule.rank + 1 if schedule.world == "gen" else 0
-        ranks = (0, *range(schedule.train_ranks, len(names)))
+        names = group_names(self._schedule)
+        ranks = (0, *range(self._schedule.train_ranks, len(names)))
+        position = self._schedule.rank + 1 if self.world == "gen" else 0
         return Tree(position, ranks, tuple(names[rank] for rank in ranks))
 
 
@@ -302,9 +296,8 @@ class TrainEndpoint(_Endpoint):
       all training ranks at once, so it may run collectives. It must yield everything on training rank 0.
     - `store`: a TCPStore or its "host:port"; `close` says how long it must stay up.
 
-    On CUDA, weights must be complete on the current stream of their device when `refit` is called. A generation rank's
-    current stream must be done with the old weights, or wait for the streams that use them. When `refit` returns, all
-    streams see the new bytes.
+    On CUDA, weights must be complete on the current stream when `refit` is called. A generation rank's current stream
+    must be done with the old weights. When `refit` returns, all streams see the new bytes.
     """
 
     world: World = "train"
@@ -339,11 +332,10 @@ class GenerationEndpoint(_Endpoint):
     - `tensors`: the live engine's parameters by the names of `schedule.tensors`, written in place. A parameter that
       nothing in the plan fills is refused.
     - `load_weights(pairs)`: the engine's own loader. It gets (HF name, whole CPU tensor) pairs and must read them all.
-    - `after_direct_writes()` derives tensors from new weights. It is called in each refit once all weights are there,
-      under golden too, before the refit is acknowledged.
-    - `kv_scale_names()`: the names of this rank's scales of the KV cache.
-    - `set_kv_scales(scales)` puts scales of these names where attention reads them. It is called last of all, if scales
-      came with the refit.
+    - `after_direct_writes()` derives tensors from new weights. It is called in each refit, under golden too, once all
+      weights are there.
+    - `kv_scale_names()`: the names of this rank's scales of the KV cache. `set_kv_scales(scales)` puts scales of these
+      names where attention reads them. It is called last, if scales came with the refit.
 
     The rest is as for `TrainEndpoint`.
     """
@@ -384,9 +376,8 @@ class GenerationEndpoint(_Endpoint):
         tensors = count_bytes()
         self._load_weights(tensors)
         if unread := [name for name, _ in tensors]:
-            raise SessionError(
-                f"{self.rank_name}: load_weights left {len(unread)} tensors unread, first {unread[0]}; it must read them all"
-            )
+            left = f"load_weights left {len(unread)} tensors unread, first {unread[0]}"
+            raise SessionError(f"{self.rank_name}: {left}; it must read them all")
         return received
 
 

@@ -14,6 +14,7 @@ from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import require_proof
 
 _PLAN = "plan"
+_ANEW = "start it anew, and connect all ranks again"
 
 
 def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> None:
@@ -23,9 +24,7 @@ def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", t
         plan_store.set(_PLAN, dump_plan(plan))
         plan_store.check([_PLAN])  # A frozen store takes a `set` as well: only an answer shows that it has the plan.
     except DistNetworkError as error:
-        raise SessionError(
-            f"the plan was not published, lost {error}; start it anew, and connect all ranks again"
-        ) from error
+        raise SessionError(f"the plan was not published, lost {error}; {_ANEW}") from error
 
 
 def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> Plan:
@@ -38,7 +37,7 @@ def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: floa
         plan_store.wait([_PLAN], timedelta(seconds=timeout_s))
         content = plan_store.get(_PLAN)
     except DistNetworkError as error:
-        raise SessionError(f"no plan was read, lost {error}; start it anew, and connect all ranks again") from error
+        raise SessionError(f"no plan was read, lost {error}; {_ANEW}") from error
     except DistStoreError as error:
         raise SessionError(
             f"no training rank published a plan for session {session!r} within {timeout_s:g} s: connect the trainer"
@@ -46,10 +45,8 @@ def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: floa
     try:
         plan = parse_plan(content.decode(), f"the plan published for session {session!r}")
     except ValueError as error:
-        raise SessionError(
-            f"the value of {_PLAN!r} on the store is malformed: {error}; one training rank publishes it, and nothing else may"
-            " write there"
-        ) from error
+        remedy = "one training rank publishes it, and nothing else may write there"
+        raise SessionError(f"the value of {_PLAN!r} on the store is malformed: {error}; {remedy}") from error
     require_proof(plan)
     return plan
 

@@ -76,9 +76,8 @@ def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Feed whole HF tensors, any subset, to the model's own loader, as the misc route and golden do.
+    """Feed whole HF tensors, any subset, to the model's own loader, which may change them (models/gpt_oss.py).
 
-    The loader may change the tensors: gpt-oss zeroes expert biases in place (models/gpt_oss.py, _load_weights_other).
     Raises RuntimeError as `local_tensors` does: loaders would corrupt rearranged parameters (vLLM #42821).
     """
     _refuse_kernel_layouts(model)
@@ -113,8 +112,8 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
 def kv_scale_names(model: torch.nn.Module) -> list[str]:
     """This rank's scales of the KV cache, by checkpoint name: `set_kv_scales` takes these.
 
-    A layer has none if its cache is not quantized or has a scale for every token. vLLM then keeps its scales at 1, even
-    where a checkpoint has others (layers/quantization/kv_cache.py), and some backends multiply by them all the same.
+    A layer has none if its cache is not quantized or has a scale for every token. vLLM then keeps its scales at 1, and
+    some backends multiply by them all the same (layers/quantization/kv_cache.py).
     """
     return list(_kv_scales(model))
 
@@ -122,10 +121,9 @@ def kv_scale_names(model: torch.nn.Module) -> list[str]:
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     """Put calibrated scales of the KV cache where attention reads them; `scales` are some of `kv_scale_names`.
 
-    They stay until others are set. Entries that are in the cache already were quantized with the old scales. Tensors are
-    written in place, so captured CUDA graphs read the new scales; but the graphs have the host's floats baked in.
-    The values are those of layers/quantization/kv_cache.py, BaseKVCacheMethod.process_weights_after_loading.
-    Raises ValueError, before anything is written, for names that this rank does not have and scales that are not positive.
+    Entries that are in the cache already were quantized with the old scales. Tensors are written in place, so captured
+    CUDA graphs read the new scales; but the graphs have the host's floats baked in. Source: layers/quantization/kv_cache.py,
+    BaseKVCacheMethod. Raises ValueError, before anything is written, for names that are not here and scales not above 0.
     """
     from vllm.platforms import current_platform
 
@@ -190,8 +188,7 @@ def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
 def gen_mesh_of(vllm_config: VllmConfig) -> GenMesh:
     """The generation mesh of a vLLM configuration, and of the variable VLLM_PP_LAYER_PARTITION of this process.
 
-    Raises MeshError for a partition that does not fit the model. Raises ValueError where no `GenMesh` describes the engine:
-    experts cut over data parallelism, moved at run time or not placed linearly, and prefill context parallelism.
+    Raises MeshError for a partition that does not fit the model, and ValueError where no `GenMesh` describes the engine.
     """
     from vllm import envs
 
@@ -216,18 +213,15 @@ def gen_mesh_of(vllm_config: VllmConfig) -> GenMesh:
     partition = envs.VLLM_PP_LAYER_PARTITION  # "1,3"; read as in vllm/distributed/utils.py, get_pp_indices
     if partition is None:
         return mesh
-    mesh = replace(mesh, layers=tuple(int(count) for count in partition.split(",")))
+    mesh = replace(mesh, layers=tuple(map(int, partition.split(","))))
     return mesh.canonical(vllm_config.model_config.hf_text_config.num_hidden_layers)
 
 
 def gen_rank_of(vllm_config: VllmConfig) -> int:
-    """This worker's rank in its engine's `GenMesh`; engines that are replicas of each other all count from zero.
-
-    It counts by `data_parallel_index`, because vLLM resets `data_parallel_rank` of a model without experts.
-    """
+    """This worker's rank in its engine's `GenMesh`; engines that are replicas of each other all count from zero."""
     parallel = vllm_config.parallel_config
     replica_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    return parallel.data_parallel_index * replica_size + parallel.rank
+    return parallel.data_parallel_index * replica_size + parallel.rank  # vLLM resets data_parallel_rank of dense models
 
 
 def _layers_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -261,6 +255,7 @@ def _is_given_the_weight(linear: Any) -> bool:
 
 
 def _rearranged_by(layer: torch.nn.Module, method: Any) -> str | None:
+    """Why kernels read the layer's parameters in another layout than `load_weights` leaves; None where they do not."""
     kind = type(method).__name__
     if kind in _AS_LOADED:
         may_be_copies = (getattr(layer, name, None) for name in _COPIES)
@@ -270,14 +265,13 @@ def _rearranged_by(layer: torch.nn.Module, method: Any) -> str | None:
         return "converted to float8_e4m3fnuz after loading"
     if kind == "Fp8LinearMethod" and method.block_quant:
         kernel = type(method.fp8_linear).__name__
-        as_loaded = method.fp8_linear is None or kernel in _AS_LOADED_FP8_KERNELS  # None: built without kernels
-        return None if as_loaded else f"{kernel} rearranges block FP8 after loading"
+        if method.fp8_linear is None or kernel in _AS_LOADED_FP8_KERNELS:  # None: built without kernels
+            return None
+        return f"{kernel} rearranges block FP8 after loading"
     if kind == "UnquantizedFusedMoEMethod":
-        backend, as_loaded_backends = method.unquantized_backend, _AS_LOADED_MOE_BACKENDS
+        backend, as_loaded = method.unquantized_backend, _AS_LOADED_MOE_BACKENDS
     elif kind == "Fp8MoEMethod" and method.block_quant:
-        backend, as_loaded_backends = method.fp8_backend, _AS_LOADED_FP8_MOE_BACKENDS
+        backend, as_loaded = method.fp8_backend, _AS_LOADED_FP8_MOE_BACKENDS
     else:
         return f"{kind} is not known to leave parameters as they were loaded"
-    return (
-        None if backend.name in as_loaded_backends else f"the {backend.value} backend rearranges experts after loading"
-    )
+    return None if backend.name in as_loaded else f"the {backend.value} backend rearranges experts after loading"

@@ -4,8 +4,8 @@
     llm.collective_rpc("refit", args=(step,))
     llm.collective_rpc("close_refit")
 
-vLLM makes the class a base of its worker (v1/worker/worker_base.py, WorkerWrapperBase.init_worker) and refuses names
-that the worker has. Arguments and results are plain data, which vLLM carries between processes.
+vLLM makes the class a base of its worker (v1/worker/worker_base.py, WorkerWrapperBase.init_worker). Arguments and
+results are plain data, which vLLM carries between processes.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ class RefitWorker:
     def connect_refit(self, store: str, *, replica: int = 0, connect_timeout_s: float = 600.0, **options: Any) -> str:
         """Fetch the plan that the trainer publishes, bind this worker's parameters and meet all other ranks.
 
-        `replica` counts engines of the same mesh. `connect_timeout_s` limits the wait for the plan, and then the wait
-        for ranks that are still starting. `options` are the fields of `Options`. Returns the rank's name, as in "gen:3".
-        Raises MeshError where the plan is for other engines, ValueError for wrong options, and otherwise as
-        `GenerationEndpoint.prepare`.
+        `replica` counts engines of the same mesh. `connect_timeout_s` limits the wait for the plan, and then that for ranks
+        that are still starting. `options` are the fields of `Options`. Returns the rank's name, as in "gen:3". Raises
+        MeshError where the plan is for other engines, ValueError for wrong options, else as `GenerationEndpoint.prepare`.
         """
         self.close_refit()
         session = Options(**options)

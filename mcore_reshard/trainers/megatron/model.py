@@ -52,10 +52,10 @@ def export_hf(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Megatron-Bridge's export: (HF name, whole tensor) on every training rank, on the tensors' own device.
 
-    A padded vocabulary is cut back to the config's size, which Bridge does not do. With `names`, only these are yielded,
-    and only the conversion tasks that yield them run. `bridge` is an AutoBridge made by `from_hf_pretrained`.
-    Collective: all ranks of the training world must call it with the same names and consume the iterator to its end.
-    Raises KeyError, on all ranks alike and before any tensor moves, for a name that no task yields.
+    `bridge` is an AutoBridge made by `from_hf_pretrained`. With `names`, only tasks that yield these run. A padded
+    vocabulary is cut back to the config's size, which Bridge does not do. Collective: all training ranks must call it
+    with the same names and consume the iterator to its end. Raises KeyError, on all ranks alike and before any tensor
+    moves, for a name that no task yields.
     """
     yield from export_tasks(bridge, model_chunks, select_tasks(bridge, model_chunks, names), names)
 
@@ -63,7 +63,7 @@ def export_hf(
 def select_tasks(bridge: Any, model_chunks: Sequence[torch.nn.Module], names: Collection[str] | None) -> list[Any]:
     """Bridge's conversion tasks that yield `names`, or all: the same number, in the same order, on every rank.
 
-    Tasks are collective. On one rank a task names its own experts alone, so expert-parallel ranks gather whom they serve.
+    Collective: a task names only its own rank's experts, so expert-parallel ranks gather the names that they serve.
     """
     require("megatron.bridge")
     tasks = [task for task in bridge.get_conversion_tasks(list(model_chunks)) if task is not None]
@@ -132,10 +132,8 @@ def require(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"{module} cannot be imported ({error}); install {MINIMUM_VERSIONS} or newer, "
-            "from a clone of mcore-reshard: pip install '.[megatron]'"
-        ) from error
+        remedy = f"install {MINIMUM_VERSIONS} or newer, from a clone of mcore-reshard: pip install '.[megatron]'"
+        raise ImportError(f"{module} cannot be imported ({error}); {remedy}") from error
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
