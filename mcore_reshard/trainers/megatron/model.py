@@ -15,8 +15,6 @@ import torch
 from mcore_reshard.kernels.copies.tensors import dtype_name
 from mcore_reshard.planner.layout.mesh import TrainMesh
 
-MINIMUM_VERSIONS = "megatron-core 0.16.1 and megatron-bridge 0.3.1"
-
 # megatron-core 0.19 keeps the convolution's parameters on the Mamba mixer itself.
 _EARLIER_NAMES_IN_A_MIXER = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
 
@@ -132,8 +130,9 @@ def require(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        remedy = f"install {MINIMUM_VERSIONS} or newer, from a clone of mcore-reshard: pip install '.[megatron]'"
-        raise ImportError(f"{module} cannot be imported ({error}); {remedy}") from error
+        remedy = "install megatron-core 0.16.1 and megatron-bridge 0.3.1 or newer"
+        how = "from a clone of mcore-reshard: pip install '.[megatron]'"
+        raise ImportError(f"{module} cannot be imported ({error}); {remedy}, {how}") from error
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -27,8 +27,6 @@ from mcore_reshard.planner.proof.prove import require_proof
 from .model import local_tensors, precisions_of, rank_coordinate, train_mesh_of
 from .world import gather_from_all, own_rank
 
-_FUSED_NORM = ".layer_norm_weight"
-_EMBEDDING = "embedding.word_embeddings.weight"
 _FORMATS = {*PRECISIONS} - {*UNQUANTIZED}
 _Key = TypeVar("_Key", int, str)
 
@@ -168,8 +166,9 @@ def _linear_weights(
 def _agree_on_build(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
     """How the model was built. Collective: a stage without experts or without the embedding lacks that evidence."""
     in_layers = [name for name in tensors if ".decoder.layers." in name]
-    own_fused = {any(name.endswith(_FUSED_NORM) for name in in_layers)} if in_layers else set()
-    own_rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_EMBEDDING)}
+    own_fused = {any(name.endswith(".layer_norm_weight") for name in in_layers)} if in_layers else set()
+    embedding = "embedding.word_embeddings.weight"
+    own_rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(embedding)}
     evidence = gather_from_all((_experts_modules(tensors), own_fused, own_rows))
     modules, fused, rows = (set().union(*sets) for sets in zip(*evidence, strict=True))
     if len(modules) > 1 or len(fused) > 1 or len(rows) != 1:

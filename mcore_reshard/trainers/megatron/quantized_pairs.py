@@ -62,18 +62,15 @@ def export_with_pairs(
 
 
 def _quantized_tasks(tasks: Sequence[Any], pairs: Pairs) -> set[int]:
-    """The numbers of the tasks whose weight this rank holds quantized and the engine keeps as a pair."""
-    return {
-        index
-        for index, task in enumerate(tasks)
-        if _has_blocks(task.param_weight) and not pairs.keys().isdisjoint(hf_names(task))
-    }
-
-
-def _has_blocks(weight: Any) -> bool:
-    """Whether this is Transformer Engine's block FP8. Bridge itself dequantizes MXFP8, whose scales are bytes."""
-    scales = getattr(weight, "_rowwise_scale_inv", None)
-    return isinstance(scales, torch.Tensor) and scales.dtype is torch.float32
+    """The numbers of the tasks whose weight this rank holds in block FP8 and the engine keeps as a pair."""
+    numbers = set()
+    for index, task in enumerate(tasks):
+        scales = getattr(task.param_weight, "_rowwise_scale_inv", None)
+        # Bridge itself dequantizes MXFP8, whose scales are bytes.
+        in_blocks = isinstance(scales, torch.Tensor) and scales.dtype is torch.float32
+        if in_blocks and not pairs.keys().isdisjoint(hf_names(task)):
+            numbers.add(index)
+    return numbers
 
 
 def _with_weight(task: Any, read: Callable[[Any], torch.Tensor]) -> Any:
