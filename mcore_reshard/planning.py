@@ -64,16 +64,8 @@ class PlanRequest:
 
     def plan(self) -> Plan:
         """Make the plan; it is not proven yet."""
-        return make_plan(
-            self.model_parameters,
-            self.train,
-            self.gen,
-            model=self.model,
-            policy=self.policy,
-            engine=self.engine,
-            train_dtype=self.train_dtype,
-            gen_dtype=self.gen_dtype,
-        )
+        options = {name: getattr(self, name) for name in ("model", "policy", "engine", "train_dtype", "gen_dtype")}
+        return make_plan(self.model_parameters, self.train, self.gen, **options)
 
 
 def plan(

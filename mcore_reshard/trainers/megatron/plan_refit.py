@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
 from mcore_reshard.planner.layout.megatron import ExpertsModule, MegatronBuild, MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc
@@ -21,7 +20,7 @@ from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.model.parameters import ModelParameters
 from mcore_reshard.planner.model.precision import PRECISION_OF, PRECISIONS, QUANTIZED, UNQUANTIZED
 from mcore_reshard.planner.plan.make_plan import make_plan
-from mcore_reshard.planner.plan.plan import Plan, Policy
+from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.proof.prove import require_proof
 
 from .model import local_tensors, precisions_of, rank_coordinate, train_mesh_of
@@ -32,20 +31,14 @@ _Key = TypeVar("_Key", int, str)
 
 
 def plan_refit(
-    config: Mapping[str, Any],
-    model_chunks: Sequence[torch.nn.Module],
-    gen: GenMesh,
-    *,
-    model: str = "",
-    policy: Policy = "exact",
-    engine: str = DEFAULT_ENGINE,
-    gen_dtype: str | None = None,
+    config: Mapping[str, Any], model_chunks: Sequence[torch.nn.Module], gen: GenMesh, **options: Any
 ) -> Plan:
     """Plan the refit of a live Megatron-Core model into the mesh of an engine, and prove it.
 
-    `config` is the model's HF config.json; the rest is as in `make_plan`. The trainer's precision is read off its
-    parameters. Collective over the training world (torch's default group): all ranks get the same plan. Raises
-    ConfigError, MeshError, ProofError, or ValueError for a model that no plan describes, such as one with LoRA adapters.
+    `config` is the model's HF config.json; `options` are `model`, `policy`, `engine` and `gen_dtype`, as in `make_plan`.
+    The trainer's precision is read off its parameters. Collective over the training world (torch's default group): all
+    ranks get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a model that no plan describes,
+    such as one with LoRA adapters.
     """
     model_parameters = parameters_from_config(config)
     train = train_mesh_of(model_chunks)
@@ -54,22 +47,11 @@ def plan_refit(
     _refuse_adapters(tensors)
     build = _agree_on_build(tensors, train.tp)
     train_dtype = _agree_on_precision(precisions_of(tensors), model_parameters.dtype)
-    unquantized: list[int] = []
     if train_dtype in _FORMATS:
         pp_stage = train.coordinate(own_rank())["pp"]
-        unquantized = _find_unquantized_layers(tensors, _linear_weights(model_parameters, train, build, pp_stage))
-    plan = make_plan(
-        model_parameters,
-        train,
-        gen,
-        model=model,
-        policy=policy,
-        engine=engine,
-        build=build,
-        train_dtype=train_dtype,
-        gen_dtype=gen_dtype,
-        train_unquantized_layers=unquantized,
-    )
+        weights = _linear_weights(model_parameters, train, build, pp_stage)
+        options["train_unquantized_layers"] = _find_unquantized_layers(tensors, weights)
+    plan = make_plan(model_parameters, train, gen, build=build, train_dtype=train_dtype, **options)
     require_proof(plan)
     return plan
 
