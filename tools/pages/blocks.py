@@ -1,8 +1,8 @@
-"""The code of a page: find it, run it, and compare what commands print with what the page shows.
+"""The code of a page: find it, run it, and compare the output of each command with the one shown.
 
-Every `python` and `console` block runs, in the order of the page and in one folder a page, unless the line above it is
-`<!-- not run: REASON -->`, or begins the front door, which has a test of its own. A console block holds `$ command`
-lines, each followed by its output. Of python that is not run, the imports of this package are.
+Every `python` and `console` block runs, in the order of the page and in one folder a page. A line above it excepts it:
+`<!-- not run: REASON -->`, or the mark that begins the front door, which has a test of its own. A console block holds
+`$ command` lines, each followed by its output. An excepted python block still runs its imports of this package.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def run_page(page: str, folder: Path) -> tuple[str, list[str]]:
 
 
 def alike(shown: str, printed: str) -> bool:
-    """Whether two outputs differ in nothing but times, digests and the width of columns."""
+    """Whether two outputs differ in nothing but times and the width of columns."""
     return _masked(shown) == _masked(printed)
 
 
 def _masked(text: str) -> str:
-    return re.sub(r"[ ─]+", " ", re.sub(r"\b\d+\.\d\d\b(?! [kMG]?B)|\b[0-9a-f]{64}\b", "#", text))
+    return re.sub(r"[ ─]+", " ", re.sub(r"\b\d+\.\d\d\b(?! [kMG]?B)", "#", text))
 
 
 def _run_python(text: str, folder: Path, environment: dict[str, str]) -> str:
@@ -91,7 +91,7 @@ def _run_python(text: str, folder: Path, environment: dict[str, str]) -> str:
 
 
 def _own_imports(text: str) -> str:
-    """What can be run of code that is not: what it imports of this package. Raises SyntaxError."""
+    """The imports of this package in code that does not run. Raises SyntaxError."""
     lines = ast.parse(text).body
     return "\n".join(line for line in map(ast.unparse, lines) if re.match(r"(from|import) mcore_reshard\b", line))
 
@@ -124,11 +124,11 @@ def commands_of(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """The commands of this checkout and this Python, printing to 110 columns."""
+    """The commands of this checkout and this Python, printing to 100 columns."""
     programs = folder / ".bin"
     programs.mkdir(exist_ok=True)
     program = programs / "mcore-reshard"
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m mcore_reshard "$@"\n')
     program.chmod(0o755)
     path = f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "110", "NO_COLOR": "1"}
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "NO_COLOR": "1"}

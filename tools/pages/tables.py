@@ -34,8 +34,8 @@ def numbers_section() -> str:
         [
             "| | |",
             "|---|---|",
-            f"| **{direct['ms']:.0f} ms** | to move Qwen3-30B-A3B, {gigabytes:.0f} GB, from 2 H200s to 2 H200s by `direct`:"
-            f" {direct['share']:.0%} of the copy engines' rate; a whole `refit()` took"
+            f"| **{direct['ms']:.0f} ms** | to move Qwen3-30B-A3B, {gigabytes:.0f} GB, from 2 H200s to 2 H200s by `direct`,"
+            f" which reads GPU memory: {direct['share']:.0%} of the copy engines' rate. A whole `refit()` took"
             f" {session['ms']:.0f} ms ([data]({here}/refit-x4.json)) |",
             f"| **{seconds:.2f} s** | planning and proof of DeepSeek-V3, {case['train_ranks']} to {case['gen_ranks']}"
             f" ranks, {case['transfers'] / 1e6:.1f} million transfers ([data]({here}/planner.json)) |",
