@@ -69,14 +69,20 @@ def planner_section() -> str:
 
 
 def support_section() -> str:
+    """A row for each mesh that is validated, a column for each family."""
     from helpers import validation_cases as cases  # of the tests
 
     families = list(cases.FAMILIES)
     lines = ["| mesh | " + " | ".join(families) + " |", "|---|" + "---|" * len(families)]
-    for mesh in cases.MESHES:
-        marks = [cases.standing(family, mesh) for family in families]
-        lines.append(f"| {mesh} | " + " | ".join(marks) + " |")
+    for name, (train, gen, overrides, _) in cases.MESHES.items():
+        changed = "".join(f", {_CHANGED[field]}: {value}" for field, value in overrides.items())
+        marks = [cases.standing(family, name) for family in families]
+        lines.append(f"| `{train}` -> `{gen}`{changed} | " + " | ".join(marks) + " |")
     return "\n".join(lines)
+
+
+# Fields of a config that cases change, in the words of the table.
+_CHANGED = {"num_key_value_heads": "KV heads", "vocab_size": "vocabulary"}
 
 
 def attack_section() -> str:
