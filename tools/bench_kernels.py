@@ -2,13 +2,13 @@
 
     python tools/bench_kernels.py                # two GPUs; writes tools/results/kernels-x2.json
 
-The same bytes by every method: the copy engine, our kernel as `direct` launches it, two kernels in Triton (see
-bench/triton_copies.py: a launch for each size of words, as one would write it there) and bulk copies. A method is tried in
-several configurations and its best counts; users get ours with 48 CTAs. Before a configuration is timed its
-result is compared with torch's, bit for bit; one that is wrong, or raises, is recorded as such, without a figure.
+The same bytes by every method: the copy engine, our kernel as `direct` launches it, two kernels in Triton
+(bench/triton_copies.py) and bulk copies. A method is tried in several configurations and its best counts; users get
+ours with 48 CTAs. Before a configuration is timed, its result is compared with torch's, bit for bit. One that is wrong,
+or raises, is recorded as such, without a figure.
 
-The first launch is that of a small table with words of 2, 4, 8 and 16 bytes (of bulk copies: a small region) in a process
-of its own: compiled for it, nothing is cached, modules are imported before.
+The first launch is that of a small table with words of 2, 4, 8 and 16 bytes; of bulk copies, a small region. It runs in
+a process of its own, with modules imported before, nothing cached, and the kernel compiled for it.
 """
 
 from __future__ import annotations

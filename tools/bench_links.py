@@ -2,9 +2,9 @@
 
     python tools/bench_links.py                  # four GPUs; writes tools/results/links-x4.json
 
-One process drives all GPUs: the copy kernel of the direct transport, which pulls or pushes 2 GiB between each pair of a
-pattern, and the copy engines. Where a GPU reads several others, it takes from one after the other or in turns of a tile.
-For what a replica in a relay does, it also pulls with two kernels at once, one from the trainer and one from the others.
+One process drives all GPUs. The copy kernel of the direct transport, and the copy engines, move 2 GiB between each pair
+of a pattern. A GPU that reads several others takes from one after the other, or in turns of a tile. As a replica in a
+relay does, it also pulls with two kernels at once, one from the trainer and one from the others.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _SETTINGS = ("NCCL_", "CUDA_MPS_")  # of the environment, written down with the 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the command line asks for."""
+    """The command line, parsed."""
 
     work: tuple[tuple[Case, tuple[Method, ...]], ...]
     ranks: int
@@ -60,7 +60,7 @@ class Run:
     nemo_rl: Path | None
 
     def launches(self) -> list[tuple[Case, tuple[Method, ...]]]:
-        """What shares a launch: the methods of a workload that may, then each of the others by itself, golden last."""
+        """The methods of each workload that may share a launch, then each of the others alone, golden last."""
         shared = [(case, tuple(m for m in methods if not m.kind.alone)) for case, methods in self.work]
         alone = [(case, (m,)) for case, methods in self.work for m in methods if m.kind.alone]
         order = list(KINDS)
@@ -118,7 +118,7 @@ def reason_of(error: str, timeout_s: float) -> str:
 
 
 def header(run: Run) -> dict[str, Any]:
-    """What was measured, on what, with what, when."""
+    """The first part of the result file: hardware, versions, settings, date and workloads."""
     return {
         "command": " ".join(["bench_refit.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),

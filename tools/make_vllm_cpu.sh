@@ -3,8 +3,8 @@
 #
 #   tools/make_vllm_cpu.sh VENV        PYTHON=... names the interpreter to start from, python3 otherwise
 #
-# vLLM is built from its source distribution without kernels (VLLM_TARGET_DEVICE=empty): models construct and load
-# weights, forward does not run. Needs Python 3.11 to 3.13 and PyPI; about 1.5 GB of disk. A complete environment is
+# vLLM is built from its source distribution without kernels (VLLM_TARGET_DEVICE=empty). Models construct and load
+# weights; forward does not run. Needs Python 3.11 to 3.13 and PyPI; about 1.5 GB of disk. A complete environment is
 # reused as it is; an interrupted one is completed.
 set -euo pipefail
 

@@ -1,9 +1,9 @@
 """Attack the proof and what follows it, and report the score: every known bug class, put in on purpose.
 
-Three attacks: mutants written for the known bug classes; random single-field damage; random wrong layouts that the whole
-plan follows. A mutant counts as found only by the layer and rule that it was written for. Damage that the proof accepts
-must be refused when bound, or be shown by simulation to change nothing. Results go to tools/results/mutation_score.json;
-the exit status is 1 if anything got through. Needs what the tests need.
+Three attacks: mutants written for the known bug classes; random damage to single fields; random wrong layouts that the
+whole plan follows. A mutant counts as found only by the layer and rule that it was written for. Damage that the proof
+accepts must be refused when bound, or be shown by simulation to change nothing. Results go to
+tools/results/mutation_score.json; the exit status is 1 if anything got through. Needs what the tests need.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def bug_classes() -> Iterator[ClassScore]:
 
 
 def random_attack(mutants: Callable[..., Any], seed: int, count: int) -> dict[str, Any]:
-    """What became of `count` mutants of each tiny plan."""
+    """Damage each tiny plan `count` times: how many mutants each layer refused, and which got through."""
     verdicts: list[Verdict] = []
     for number, case in enumerate(TINY + QUANTIZED):
         verdicts += attack(case, mutants, seed + number, count)

@@ -1,8 +1,8 @@
 """Weights without a model: tensors as a plan describes them, with content that every rank can compute for itself.
 
-The bits of an element depend on its parameter and its position there alone, so that a generation rank can check what it
-received without having seen the source; what is cast on the way it casts for itself, with the reference arithmetic. Pieces
-of the layouts are used, not transfers: what is checked is the result.
+The bits of an element depend on its parameter and its position there alone. So a generation rank can check its tensors
+without having seen the source. Where a plan casts, the check casts for itself, with the reference arithmetic. It reads
+the pieces of the layouts, not the transfers: it judges the result.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def box(held: Held, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _held_bits(plan: Plan, world: World, held: Held, tensor: torch.Tensor) -> torch.Tensor:
-    """What a piece must hold, as integers: its content, cast if it was cast on the way here."""
+    """The content of a piece, as integers, after the cast that the plan has for it."""
     region, device = held.piece.region, tensor.device
     casts = {cast.group: cast for cast in plan.casts} if world == "gen" else {}
     scaled = {pair.scales: pair for pair in plan.pairs if pair.weight in casts}

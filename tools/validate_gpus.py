@@ -2,11 +2,11 @@
 
     python tools/validate_gpus.py --out tools/results/validate-x4.json
 
-What `mcore-reshard validate` does for one case, for all of tests/helpers/validation_cases.py: over `nccl` and `auto` those with
-no more ranks than there are GPUs, over `direct` all, since ranks may share a GPU. For `auto` one pair of ranks is
-declared unreachable, so that both transports take part wherever there are more pairs. `--few` takes as many cases as it
-takes to have each family and each mesh once. Results are written as they come, and a file that this machine and these
-versions wrote is gone on with: its cases are not run again. Exit code 1 if any byte was wrong or a case failed.
+It does what `mcore-reshard validate` does, for all cases of tests/helpers/validation_cases.py. `direct` takes them all,
+since ranks may share a GPU; `nccl` and `auto` take those with no more ranks than there are GPUs. For `auto` one pair of
+ranks is declared unreachable, so that both transports take part wherever there are more pairs. `--few` takes as many
+cases as give each family and each mesh once. Results are written as they come. A file that this machine and these
+versions wrote is continued: its cases are not run again. Exit code 1 if any byte was wrong or a case failed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def cases_on(gpus: int, transport: str, few: bool) -> list[tuple[str, str]]:
 
 
 def _begun(out: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What `out` holds if it is about the same, without what failed; else a report without cases."""
+    """The report in `out` without its failed cases, if it is about the same; else a report without cases."""
     cases = []
     if out.exists():
         begun = json.loads(out.read_text())

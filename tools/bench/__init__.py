@@ -1,1 +1,1 @@
-"""What tools/bench_refit.py measures: workloads, methods, and the ranks that run them."""
+"""The parts of tools/bench_refit.py: workloads, methods, and the ranks that run them."""

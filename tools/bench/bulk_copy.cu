@@ -1,10 +1,10 @@
 // One aligned region copied by bulk copies (TMA), memory -> shared memory -> memory, for tools/bench_kernels.py.
 //
 // The region is cut into pieces of BULK_BYTES, of which a CTA takes every gridDim.x-th. One thread starts them all and
-// keeps up to STAGES under way; piece k of a CTA passes through stage k % STAGES of shared memory:
+// keeps up to STAGES under way. Piece k of a CTA passes through stage k % STAGES of shared memory:
 //
 //     load(k)   the bulk copy into the stage; completes the phase k / STAGES of the stage's barrier
-//     store(k)  waits for that phase, then a bulk copy out of the stage; once it has been read the stage is free again
+//     store(k)  waits for that phase, then a bulk copy out of the stage; once read, the stage is free again
 //
 // Bulk copies take multiples of 16 bytes at addresses that are multiples of 16: nothing narrower.
 

@@ -1,4 +1,4 @@
-"""What a refit should reach, and what a run reached of it."""
+"""The goals of a refit, and whether a run reached them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Our golden: training ranks gather whole tensors as an export does, a session broadcasts them, engines cut them.
 
-The broadcast and its checks are the product's own (`transport="golden"`); the gathering is the least that an export can
-do, whole tensors one by one on training rank 0 over the trainer's own process group.
+The broadcast and its checks are the product's own (`transport="golden"`). The gathering is the least that an export can
+do: whole tensors one by one, on training rank 0, over the trainer's own process group.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A message for every transfer through torch's `batch_isend_irecv`: what most stacks' point-to-point paths do.
+"""A message for every transfer through torch's `batch_isend_irecv`, as most stacks' point-to-point paths do.
 
-What is not contiguous is packed before it is sent and copied back after it arrives. Messages are batched by layers.
+A region that is not contiguous is packed before it is sent and copied back after it arrives. Messages are batched by
+layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the links give at best: the copy engines between disjoint pairs, and NCCL with large messages and no copies."""
+"""The limits of the links: copy engines between disjoint pairs, and NCCL with large messages and no copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: GPUs, their driver, and versions."""
+"""The machine of a benchmark: GPUs, their driver, and versions."""
 
 from __future__ import annotations
 

@@ -9,8 +9,10 @@ from .ranks import Rank
 
 
 def reshard(rank: Rank, options: Options) -> Prepared:
-    """Never prepared: on the hosts that there were, with nccl-extensions 0.1.0 and NCCL 2.30.7, `ncclDevCommCreate`
-    failed with "invalid argument", so there is nothing tried to build on."""
+    """Never prepared: no way to run it is known.
+
+    With nccl-extensions 0.1.0 and NCCL 2.30.7 `ncclDevCommCreate` failed with "invalid argument" on all hosts tried.
+    """
     try:
         import_module("nccl.m2n")
     except ImportError as error:

@@ -38,7 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the processes of one launch measure."""
+    """The work of the processes of one launch."""
 
     case: Case
     methods: tuple[Method, ...]
@@ -68,7 +68,7 @@ class Launch:
 
 
 class Rank:
-    """What methods see of a process."""
+    """One process, as methods see it."""
 
     def __init__(self, number: int, launch: Launch) -> None:
         self.number, self.launch, self.case = number, launch, launch.case
@@ -102,7 +102,7 @@ class Rank:
 
     @cached_property
     def _wanted(self) -> Mapping[str, torch.Tensor]:
-        """What a generation rank's tensors must hold after a refit."""
+        """The tensors of a generation rank as they must be after a refit."""
         return self.allocated(filled=True) if self.world == "gen" else {}
 
     def allocated(self, *, filled: bool) -> Mapping[str, torch.Tensor]:
@@ -226,7 +226,7 @@ class Rank:
                 message.wait()
 
     def gather(self, word: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every rank said, on every rank."""
+        """The words of all ranks, on every rank."""
         self._words += 1
         self._root.set(f"word/{self._words}/{self.number}", json.dumps(word))
         return [json.loads(self._root.get(f"word/{self._words}/{other}")) for other in range(self.ranks)]

@@ -56,10 +56,13 @@ def with_share(row: Row, earlier: Sequence[Row]) -> Row:
 def row_of(workload: str, method: str, told: Sequence[dict[str, Any]]) -> Row:
     """The row of a method from what every rank told.
 
-    Each tells `spans` ((start, end) seconds of every run, on a clock that all share; the first run is the first call),
-    `cpu_ms` and `thread_ms` (CPU of the process and of the calling thread in every run), `prepare_s`, `nbytes`
-    (received), `wrong_elements` (of all ranks), `extra_bytes` (lost by the device), `allocated_bytes` (peak of torch's
-    allocator) and `facts`, of which the last rank's, a generation rank's, are shown.
+    Each tells:
+
+    - `spans`: (start, end) seconds of every run, on a clock that all share; the first run is the first call.
+    - `cpu_ms`, `thread_ms`: CPU of the process and of the calling thread, in every run.
+    - `prepare_s`, `nbytes` (received), `wrong_elements` (of all ranks).
+    - `extra_bytes` (lost by the device), `allocated_bytes` (peak of torch's allocator).
+    - `facts`: further columns, those of the last rank, a generation rank; each is the most of all ranks.
     """
     runs = [
         1e3 * (max(end for _, end in spans) - max(start for start, _ in spans))

@@ -1,10 +1,10 @@
 """The table of tiles walked by Triton kernels, as one would write the copy kernel in Triton.
 
-A Triton kernel is compiled for one type of element. A table of several word sizes is therefore parted by word size, with
-a launch for each; words of 16 bytes, for which there is no type, are two int64 side by side. `walk_flat` numbers the
-words of a tile row by row, as our kernel does. `walk_rows` takes blocks of rows and columns: nothing is divided, but a
-block must fit the rows. Here it is fitted to the widest rows of a launch, which favors it: in the tables of the
-benchmark rows of one word size are of one width, in those of a model they are not.
+A Triton kernel is compiled for one type of element. So a table of several word sizes is parted by word size, with a
+launch for each. Words of 16 bytes have no type, and are two int64 side by side. `walk_flat` numbers the words of a tile
+row by row, as our kernel does. `walk_rows` takes blocks of rows and columns: nothing is divided, but a block must fit
+the rows. Here it is fitted to the widest rows of a launch, which favors it: in these tables all rows of one word size
+are of one width, in those of a model they are not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is moved: a model, the meshes on both sides, and the methods that are measured on it."""
+"""The workloads: a model, the meshes on both sides, and the methods that are measured on it."""
 
 from __future__ import annotations
 

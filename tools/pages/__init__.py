@@ -1,4 +1,4 @@
-"""What tools/docs.py puts into the pages, and what it checks of them.
+"""The parts of tools/docs.py: it fills the pages and checks them.
 
 `tables` and `figures` are made from data files and from the planner; `blocks` runs the code; `checks` follows links.
 """

@@ -38,7 +38,7 @@ class HeadMove:
 
 
 def head_moves(heads: int, kv_heads: int, train_tp: int, gen_tp: int) -> list[HeadMove]:
-    """What the planner moves of layer 0's fused QKV, for tiny-qwen3 with so many heads."""
+    """The moves that the planner makes of layer 0's fused QKV, for tiny-qwen3 with so many heads."""
     config = {**load_config("tiny-qwen3"), "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     plan = make_plan(parameters_from_config(config), TrainMesh(tp=train_tp), GenMesh(tp=gen_tp))
     head_dim = config["head_dim"]

@@ -136,6 +136,9 @@ def shared_section(folder: Path = RESULTS) -> str:
             cells = [f"{by_workload[name]['ms']:.1f} ms" if name in by_workload else "" for name in dtypes]
             link = f"[data]({LINKS}/{file.name})"
             lines.append(f"| {data['shared']} | {runs_on} | `{method}` | {' | '.join(cells)} | {link} |")
+    for _, data in runs:
+        if "note" in data:
+            lines += ["", _wrapped(f"{data['shared']}: data {data['note']}.")]
     return "\n".join(lines)
 
 
@@ -144,7 +147,7 @@ def links_section() -> str:
     lines = [
         _wrapped(
             f"{data['what']}, {data['hardware']}, driver {data['driver']}, torch {data['versions']['torch']},"
-            f" {data['date']} (`python tools/bench_links.py`, [data]({LINKS}/links-x4.json){_noted(data)}):"
+            f" {data['date']} (`python tools/bench_links.py`, [data]({LINKS}/links-x4.json)).{_noted(data)}"
         ),
         "",
         "| GPUs | copy engines | our kernel, one source after another | in turns of a tile | pushing | two kernels |",
@@ -159,7 +162,7 @@ def links_section() -> str:
 
 
 def kernels_section(folder: Path = RESULTS) -> str:
-    """What tools/bench_kernels.py measured; nothing where it was not run."""
+    """The results of tools/bench_kernels.py; nothing where it was not run."""
     file = folder / "kernels-x2.json"
     if not file.exists():
         return ""
@@ -177,15 +180,16 @@ def kernels_section(folder: Path = RESULTS) -> str:
         ]
         return min(fitting, key=lambda attempt: attempt["ms"], default=None)
 
-    described = "; ".join(f"{name}: {case['what']}" for name, case in data["cases"].items())
     lines = [
         _wrapped(
             f"{data['what']}, {data['hardware']}, driver {data['driver']}, {_versions(data)}, {data['date']}"
-            f" (`python tools/bench_kernels.py`, [data]({LINKS}/{file.name}){_noted(data)}). Each figure is the best of"
+            f" (`python tools/bench_kernels.py`, [data]({LINKS}/{file.name})).{_noted(data)} Each figure is the best of"
             " several configurations. The first launch is that of a small table in a fresh process, compiling included."
         ),
         "",
-        _wrapped(f"Columns: {described}."),
+        "Columns:",
+        "",
+        *(_wrapped(f"- {name}: {case['what']}", "  ") for name, case in data["cases"].items()),
         "",
         f"| method | {' | '.join(cases)} | launches | first launch |",
         f"|{'---|' * (len(cases) + 3)}",
@@ -215,7 +219,8 @@ def _versions(data: dict[str, Any]) -> str:
 
 
 def _noted(data: dict[str, Any]) -> str:
-    return f"; {data['note']}" if "note" in data else ""
+    """A sentence of the data file's own, where it has one."""
+    return f" {data['note'][0].upper()}{data['note'][1:]}." if "note" in data else ""
 
 
 def goals_section(folder: Path = RESULTS) -> str:
@@ -303,8 +308,8 @@ def gpu_validation_section() -> str:
         sentences = [
             f"- On {data['hardware']} ({'; '.join(sorted({case['source'] for case in compared}))}; torch"
             f" {data['versions']['torch']}, NCCL {data['versions']['nccl']}, {data['date']},"
-            f" [data]({LINKS}/{file.name}){_noted(data)}), cases compared of those that fit: {', '.join(counts)};"
-            f" {sum(case.get('tensors', 0) for case in compared):,} tensors,"
+            f" [data]({LINKS}/{file.name})).{_noted(data)} Cases compared of those that fit: {', '.join(counts)}."
+            f" They are {sum(case.get('tensors', 0) for case in compared):,} tensors,"
             f" {sum(case.get('wrong', 1) for case in compared)} with a wrong byte.",
             *(
                 f"Besides, {len(families)} cases ({', '.join(sorted(set(families)))}) are refused because of"
