@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.casting import WEIGHTS, held, moves_with_casts, train_schedule
+from helpers.casting import WEIGHTS, train_schedule, trainer_tensors, transfers_with_casts
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
@@ -28,8 +28,8 @@ BITS = {"bfloat16": np.uint16, "float32": np.uint32, "float8_e4m3fn": np.uint8}
 
 
 def bound_of(seed: int) -> tuple[BoundSchedule, tuple[Bucket, ...]]:
-    schedule = train_schedule(moves_with_casts(np.random.default_rng(seed), (1, 2)), 0, (1, 2))
-    bound = bind(schedule, held(schedule, seed))
+    schedule = train_schedule(transfers_with_casts(np.random.default_rng(seed), (1, 2)), 0, (1, 2))
+    bound = bind(schedule, trainer_tensors(schedule, seed))
     compute_scales(bound.casts, bound.tensors)
     return bound, cut_buckets(schedule, 4096)
 

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.casting import E4M3, held, moves_with_casts, rank_schedule, stepped, train_schedule, wanted
+from helpers.casting import (
+    E4M3,
+    expected_bytes,
+    rank_schedule,
+    stepped,
+    train_schedule,
+    trainer_tensors,
+    transfers_with_casts,
+)
 from helpers.deliver import deliver
 from helpers.gloo import connect
 from helpers.handmade import End, HandTransfer, allocate, raw_bytes, schedule_of
@@ -51,23 +59,23 @@ def test_scales_of_elements() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_arrives_is_what_torch_casts(seed: int, bucket_bytes: int) -> None:
     worlds = (2, 2)
-    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
+    transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
     schedules = [train_schedule(transfers, rank, worlds) for rank in range(2)]
-    sources = [held(schedule, seed) for schedule in schedules]
+    sources = [trainer_tensors(schedule, seed) for schedule in schedules]
     train = [bind(schedule, tensors) for schedule, tensors in zip(schedules, sources, strict=True)]
     for rank in range(worlds[1]):
         gen = schedule_of(transfers, "gen", rank, worlds)
         tensors = allocate(gen)
         deliver(train, bind(gen, tensors), bucket_bytes)
-        assert {name: raw_bytes(tensor) for name, tensor in tensors.items()} == wanted(transfers, gen, sources)
+        assert {name: raw_bytes(tensor) for name, tensor in tensors.items()} == expected_bytes(transfers, gen, sources)
 
 
 def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int) -> dict[str, bytes]:
     """The weights change between the refits, and with them the scales; checked as the endpoints check."""
-    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
+    transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
     train = number < worlds[0]
     schedule = rank_schedule(transfers, number, worlds)
-    tensors = held(schedule, seed) if train else allocate(schedule)
+    tensors = trainer_tensors(schedule, seed) if train else allocate(schedule)
     bound = bind(schedule, tensors)
     group = connect(address, number, sum(worlds))
     running = GlooExecutor(group, bound, bucket_bytes=4096)
@@ -86,10 +94,12 @@ def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int) -
 @pytest.mark.parametrize(("worlds", "seed"), [((1, 1), 10), ((2, 2), 11), ((1, 3), 12)])
 def test_gloo_casts_what_it_sends(worlds: tuple[int, int], seed: int) -> None:
     arrived = values(run_ranks(sum(worlds), refit_twice, worlds, seed))
-    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
-    sources = [stepped(held(train_schedule(transfers, rank, worlds), seed)) for rank in range(worlds[0])]
+    transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
+    sources = [stepped(trainer_tensors(train_schedule(transfers, rank, worlds), seed)) for rank in range(worlds[0])]
     for rank in range(worlds[1]):
-        assert arrived[worlds[0] + rank] == wanted(transfers, schedule_of(transfers, "gen", rank, worlds), sources)
+        assert arrived[worlds[0] + rank] == expected_bytes(
+            transfers, schedule_of(transfers, "gen", rank, worlds), sources
+        )
 
 
 def one_weight(origin: tuple[int, int] = (0, 0)) -> Schedule:
@@ -105,7 +115,7 @@ def one_weight(origin: tuple[int, int] = (0, 0)) -> Schedule:
 
 def problems(schedule: Schedule, tensors: dict[str, torch.Tensor] | None = None) -> tuple[str, ...]:
     with pytest.raises(BindError) as error:
-        bind(schedule, held(one_weight(), 0) if tensors is None else tensors)
+        bind(schedule, trainer_tensors(one_weight(), 0) if tensors is None else tensors)
     return error.value.problems
 
 
@@ -175,6 +185,6 @@ def test_a_cast_of_what_is_not_sent_computes_nothing() -> None:
     schedule = one_weight()
     extra = (LocalTensor("other", (8,), "bfloat16"),)
     schedule = replace(schedule, tensors=schedule.tensors + extra, casts=(*schedule.casts, Cast(2, "float32")))
-    bound = bind(schedule, held(schedule, 0))
+    bound = bind(schedule, trainer_tensors(schedule, 0))
     assert list(bound.casts) == [0]
     assert bound.tensors[1].shape == (3, 2)

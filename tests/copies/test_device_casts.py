@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.casting import held, moves_with_casts, train_schedule
+from helpers.casting import train_schedule, trainer_tensors, transfers_with_casts
 from helpers.gpu import needs_gpus
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
@@ -29,8 +29,8 @@ POISON = 0xEE
 
 
 def bound_of(seed: int) -> BoundSchedule:
-    schedule = train_schedule(moves_with_casts(np.random.default_rng(seed), (1, 2)), 0, (1, 2))
-    return bind(schedule, {k: t.to(CUDA) for k, t in held(schedule, seed).items()})
+    schedule = train_schedule(transfers_with_casts(np.random.default_rng(seed), (1, 2)), 0, (1, 2))
+    return bind(schedule, {k: t.to(CUDA) for k, t in trainer_tensors(schedule, seed).items()})
 
 
 def compute(bound: BoundSchedule) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.handmade import raw_bytes
 from helpers.plans import TINY, Case
-from helpers.simulate import execute, held
+from helpers.simulate import execute, numbered_tensors
 
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.pull_table import pull_table
@@ -35,7 +35,7 @@ def filled(schedule: Schedule, arrays: dict[str, np.ndarray]) -> dict[str, torch
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_element_is_pulled_to_its_place(case: Case) -> None:
     plan = case.plan()
-    sources, wanted = held(plan, "train"), held(plan, "gen")
+    sources, wanted = numbered_tensors(plan, "train"), numbered_tensors(plan, "gen")
     arrived, faults = execute(plan, sources, wanted)
     assert not faults
     train = [

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from helpers.tiles import run_tiles
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.copy_table import COPY, joined, strided_copies
@@ -15,20 +16,6 @@ from mcore_reshard.kernels.cuda.tiles import TILE, cut_tiles, interleaved
 
 def table(*rows: tuple[object, ...]) -> NDArray[np.void]:
     return np.array(list(rows), COPY)
-
-
-def run_tiles(tiles: NDArray[np.void], memory: NDArray[np.uint8]) -> None:
-    """What the kernel does, with addresses that count from the start of `memory`."""
-    for tile in tiles:
-        row_bytes = int(tile["row_words"]) * int(tile["word_bytes"])
-        rows = int(tile["words"]) // int(tile["row_words"])
-        assert rows * int(tile["row_words"]) == int(tile["words"])
-        for end in ("src", "dst"):
-            assert tile[end] % tile["word_bytes"] == 0
-            assert rows == 1 or tile[f"{end}_stride"] % int(tile["word_bytes"]) == 0
-        for row in range(rows):
-            src, dst = (int(tile[end]) + row * int(tile[f"{end}_stride"]) for end in ("src", "dst"))
-            memory[dst : dst + row_bytes] = memory[src : src + row_bytes]
 
 
 def random_copies(rng: np.random.Generator, sources: int, source_bytes: int) -> tuple[NDArray[np.void], int]:
@@ -75,7 +62,7 @@ def test_tiles_move_what_the_copies_move(seed: int, tile_bytes: int) -> None:
     for base, address in zip(bases, addresses.tolist(), strict=False):
         memory[address : address + size] = base
     tiles = cut_tiles(copies, addresses, tile_bytes)
-    run_tiles(tiles, memory)
+    run_tiles(tiles, memory.ctypes.data)
     np.testing.assert_array_equal(memory[int(addresses[-1]) :], wanted)
     assert (tiles["words"].astype(np.int64) * tiles["word_bytes"] <= max(tile_bytes, 16)).all()
     moved = copies["extents"].prod(axis=1) * copies["row_bytes"]

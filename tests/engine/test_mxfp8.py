@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.simulate import held
+from helpers.simulate import numbered_tensors
 
 from mcore_reshard.kernels.copies.tensors import dtype_name
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
@@ -86,7 +86,12 @@ def test_every_parameter_of_vllm_is_planned_as_it_is(name, config_folder):
             assert "list it in ignored_layers" in unplanned.reason
             rows = -(-group.shape[0] // 64) * 64 // tp
             assert tensors.pop(group.name_pattern) == ((rows, *group.shape[1:]), group.dtype)
-    moved = {local.name: (local.shape, local.dtype) for plan in plans for rank, local in held(plan, "gen") if rank == 0}
+    moved = {
+        local.name: (local.shape, local.dtype)
+        for plan in plans
+        for rank, local in numbered_tensors(plan, "gen")
+        if rank == 0
+    }
     if config["model_type"] == "gpt_oss":  # no layout rule where experts, stacked in one tensor, are in MXFP8
         tensors = {name: found for name, found in tensors.items() if ".experts." not in name}
         moved = {name: found for name, found in moved.items() if ".experts." not in name}

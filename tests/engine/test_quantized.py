@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.plans import REFINED, Case
-from helpers.simulate import held
+from helpers.simulate import numbered_tensors
 
 from mcore_reshard.engines.vllm.model import after_direct_writes, kernel_layouts, load_weights, local_tensors
 from mcore_reshard.kernels.copies.tensors import dtype_name
@@ -50,7 +50,7 @@ CASES = [
 
 
 def checkpoint(plan: Plan, version: int) -> dict[str, torch.Tensor]:
-    """An FP8 checkpoint: element i of the model, counted as `simulate.held` does, has the bytes of `number(i)`."""
+    """An FP8 checkpoint: element i of the model, counted as `simulate.numbered_tensors` does, has the bytes of `number(i)`."""
     tensors, first = {}, 0
     for group in plan.groups:
         for name in group.names():
@@ -84,7 +84,7 @@ def test_vllm_loads_pairs_where_the_plan_puts_them(case, config_folder):
     plan = case.plan()
     assert not plan.misc
     sizes = GenSizes(plan.gen.tp, plan.gen.pp, plan.gen.dp, plan.gen.ep)
-    wanted = held(plan, "gen")
+    wanted = numbered_tensors(plan, "gen")
     for gen_rank in range(plan.gen.world):
         model = build_engine(config_folder(case.hf_config), sizes, gen_rank)
         assert kernel_layouts(model) == {}
@@ -157,7 +157,7 @@ def test_vllm_keeps_one_scale_a_tensor(config_folder):
     tensors = dict(model.named_parameters())
     with pytest.raises(RuntimeError, match="Fp8LinearMethod is not known to leave parameters as they were loaded"):
         local_tensors(model)  # once processed they have one scale for all that is fused
-    wanted = {local for rank, local in held(case.plan(), "gen") if rank == 0}
+    wanted = {local for rank, local in numbered_tensors(case.plan(), "gen") if rank == 0}
     assert {local.name.split(".")[-1] for local in wanted} >= {"weight_scale", "w2_weight_scale"}
     for local in wanted:
         assert (tuple(tensors[local.name].shape), dtype_name(tensors[local.name].dtype)) == (local.shape, local.dtype)
@@ -202,7 +202,7 @@ def test_scales_of_experts_cut_inside_of_blocks_are_repeated_as_vllm_does(gen, b
     case = fp8("qwen3-moe", gen, block, changes)
     plan = case.plan()
     assert not plan.misc and sum(pair.touched for pair in plan.pairs) == 3
-    wanted = held(plan, "gen")
+    wanted = numbered_tensors(plan, "gen")
     for gen_rank in range(plan.gen.world):
         model = build_engine(config_folder(case.hf_config), GenSizes(plan.gen.tp, plan.gen.pp), gen_rank)
         mine = {local: ids for (rank, local), ids in wanted.items() if rank == gen_rank}

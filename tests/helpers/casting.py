@@ -1,4 +1,4 @@
-"""Schedules written by hand in which weights change their dtype on the way."""
+"""Hand-written schedules that cast weights on the way, the trainer's tensors for them, and what must arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ E4M3 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of every training rank that is cast. Moves from it have the dtype of the wire."""
+    """A tensor that every training rank casts. Transfers from it have the dtype of the wire."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ WEIGHTS = (
 )
 
 
-def moves_with_casts(rng: np.random.Generator, worlds: tuple[int, int]) -> list[HandTransfer]:
+def transfers_with_casts(rng: np.random.Generator, worlds: tuple[int, int]) -> list[HandTransfer]:
     """Every weight goes in random parts to random ranks, block scales with their blocks, between other parameters."""
     transfers = random_transfers(rng, worlds, parameters=8, stages=2)
     for weight in WEIGHTS:
@@ -66,14 +66,14 @@ def _parts(rng: np.random.Generator, weight: Weight, worlds: tuple[int, int], ds
         if start == stop:
             continue
         src = int(rng.integers(worlds[0]))
-        transfers.append(_move(stage, weight.name, weight.to, weight.shape, (dim, start, stop), src, dst_rank))
+        transfers.append(_transfer(stage, weight.name, weight.to, weight.shape, (dim, start, stop), src, dst_rank))
         if weight.block != (0, 0):
             part = (dim, -(-start // step[dim]), -(-stop // step[dim]))
-            transfers.append(_move(stage, weight.scales, "float32", weight.scales_shape, part, src, dst_rank))
+            transfers.append(_transfer(stage, weight.scales, "float32", weight.scales_shape, part, src, dst_rank))
     return transfers
 
 
-def _move(
+def _transfer(
     stage: int, name: str, dtype: str, shape: tuple[int, ...], part: tuple[int, int, int], src: int, dst: int
 ) -> HandTransfer:
     dim, start, stop = part
@@ -87,9 +87,9 @@ def _move(
 
 
 def with_casts(schedule: Schedule, weights: Sequence[Weight] = WEIGHTS) -> Schedule:
-    """The training rank's schedule with what its weights really are, and how they are cast."""
+    """The training rank's schedule with the dtypes that its weights have before the cast, and the casts."""
     assert schedule.world == "train"
-    tensors = _as_held(schedule.tensors, weights)
+    tensors = _with_stored_dtypes(schedule.tensors, weights)
     index = {local.name: number for number, local in enumerate(tensors)}
     casts, computed = [], []
     for weight in weights:
@@ -104,10 +104,10 @@ def with_casts(schedule: Schedule, weights: Sequence[Weight] = WEIGHTS) -> Sched
 
 
 def pulls_with_casts(pulls: SourceTable, weights: Sequence[Weight] = WEIGHTS) -> SourceTable:
-    return replace(pulls, tensors=_as_held(pulls.tensors, weights))
+    return replace(pulls, tensors=_with_stored_dtypes(pulls.tensors, weights))
 
 
-def _as_held(tensors: Sequence[LocalTensor], weights: Sequence[Weight]) -> tuple[LocalTensor, ...]:
+def _with_stored_dtypes(tensors: Sequence[LocalTensor], weights: Sequence[Weight]) -> tuple[LocalTensor, ...]:
     dtypes = {weight.name: weight.dtype for weight in weights}
     return tuple(replace(local, dtype=dtypes.get(local.name, local.dtype)) for local in tensors)
 
@@ -123,8 +123,8 @@ def rank_schedule(transfers: Sequence[HandTransfer], number: int, worlds: tuple[
     return schedule_of(transfers, "gen", number - worlds[0], worlds)
 
 
-def held(schedule: Schedule, seed: int) -> dict[str, torch.Tensor]:
-    """The tensors that the trainer has: finite random numbers of many magnitudes, zeros and denormals."""
+def trainer_tensors(schedule: Schedule, seed: int) -> dict[str, torch.Tensor]:
+    """The tensors of one training rank: finite random numbers of many magnitudes, zeros and denormals."""
     generator = torch.Generator().manual_seed(seed * 1000 + schedule.rank)
     tensors: dict[str, torch.Tensor] = {}
     for number, local in enumerate(schedule.tensors):
@@ -143,20 +143,20 @@ def stepped(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def on_the_wire(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What arrives if whole tensors are cast: the reference, in plain torch."""
-    found = dict(tensors)
+    """The tensors after a cast of each whole weight: the reference, in plain torch."""
+    arriving = dict(tensors)
     for weight in WEIGHTS:
         if weight.name in tensors:
-            found[weight.name] = tensors[weight.name].to(getattr(torch, weight.to))
+            arriving[weight.name] = tensors[weight.name].to(getattr(torch, weight.to))
         if weight.name in tensors and weight.block != (0, 0):
-            scales = found[weight.scales] = block_scales(tensors[weight.name], weight.block)
+            scales = arriving[weight.scales] = block_scales(tensors[weight.name], weight.block)
             spread = scales.repeat_interleave(weight.block[0], -2).repeat_interleave(weight.block[1], -1)
             spread = spread[..., : weight.shape[-2], : weight.shape[-1]]
-            found[weight.name] = (tensors[weight.name].float() * (1.0 / spread)).to(torch.float8_e4m3fn)
-    return found
+            arriving[weight.name] = (tensors[weight.name].float() * (1.0 / spread)).to(torch.float8_e4m3fn)
+    return arriving
 
 
-def wanted(
+def expected_bytes(
     transfers: Sequence[HandTransfer], gen: Schedule, sources: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, bytes]:
     """The bytes of one generation rank's tensors after a refit from `sources`, the tensors of the training ranks."""
@@ -171,6 +171,6 @@ def wanted(
 
 
 def box(tensor: torch.Tensor, extents: tuple[int, ...], end: End) -> torch.Tensor:
-    """The elements of a move at one of its ends, as unsigned numbers so that every bit counts."""
+    """The elements of a transfer at one of its ends, as integers so that every bit counts."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return tensor.view(words[tensor.element_size()]).as_strided(extents, end.strides, end.offset)

@@ -1,4 +1,4 @@
-"""Arguments of commands that several tests give, and what a command answers."""
+"""Command lines that several tests run, and the record of what a command answered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan against golden: its deliveries compared with what plain slicing code, which knows no planner, puts there."""
+"""Compare the deliveries of a plan with golden: tensors cut by plain slicing code that knows no planner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from helpers.plans import Case
-from helpers.simulate import TRAINER_PADDING, UNTOUCHED, declared_padding, execute, held, sources_of
+from helpers.simulate import TRAINER_PADDING, UNTOUCHED, declared_padding, execute, numbered_tensors, sources_of
 
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.plan.plan import Plan
@@ -35,8 +35,8 @@ def differences(case: Case, plan: Plan | None = None) -> list[Difference]:
     plan = good if plan is None else plan
     config = {**load_config(case.config), **dict(case.changes), "torch_dtype": "float32"}  # holds numbers to 2^24
     checkpoint = _checkpoint(good)
-    arrived, faults = execute(plan, sources_of(good), held(plan, "gen"))
-    found = [Difference(-1, "", fault) for fault in faults]
+    arrived, faults = execute(plan, sources_of(good), numbered_tensors(plan, "gen"))
+    differing = [Difference(-1, "", fault) for fault in faults]
     for (rank, local), padded in declared_padding(plan).items():
         arrived[rank, local].reshape(-1)[list(padded)] = 0
     mesh = {axis: size for axis, size in asdict(plan.gen).items() if axis in ("tp", "pp", "dp", "ep")}
@@ -46,8 +46,8 @@ def differences(case: Case, plan: Plan | None = None) -> list[Difference]:
             got[name] = np.where(tensor == UNTOUCHED, got.get(name, np.full(tensor.shape, UNTOUCHED)), tensor)
         for name, want in expected_tensors(config, checkpoint, GenSizes(**mesh), rank).items():
             if message := _difference(got.get(name), want.numpy()):
-                found.append(Difference(rank, name, message))
-    return found
+                differing.append(Difference(rank, name, message))
+    return differing
 
 
 def expected_tensors(
@@ -68,7 +68,7 @@ def expected_tensors(
 
 
 def _checkpoint(plan: Plan) -> dict[str, torch.Tensor]:
-    """Every HF tensor; element numbers are those of `simulate.held`."""
+    """Every HF tensor; element numbers are those of `simulate.numbered_tensors`."""
     tensors, first = {}, 0
     for group in plan.groups:
         for name in group.names():
@@ -95,6 +95,6 @@ def _difference(got: np.ndarray | None, want: np.ndarray) -> str:
     wrong = np.argwhere(got != want)
     if not len(wrong):
         return ""
-    at = tuple(wrong[0].tolist())
-    value = {UNTOUCHED: "nothing", TRAINER_PADDING: "the trainer's padding"}.get(got[at], str(got[at]))
-    return f"{len(wrong)} of {want.size} elements differ, first at {list(at)}: {value}, golden {want[at]}"
+    first = tuple(wrong[0].tolist())
+    value = {UNTOUCHED: "nothing", TRAINER_PADDING: "the trainer's padding"}.get(got[first], str(got[first]))
+    return f"{len(wrong)} of {want.size} elements differ, first at {list(first)}: {value}, golden {want[first]}"

@@ -1,4 +1,4 @@
-"""What the tests on GPUs share. `make test-gpu` runs them; elsewhere they are skipped with the reason."""
+"""Marks and probes of the tests on GPUs. `make test-gpu` runs them; elsewhere they are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 def needs_gpus(count: int) -> pytest.MarkDecorator:
-    found = torch.cuda.device_count()
-    return pytest.mark.skipif(found < count, reason=f"needs {count} CUDA devices, there are {found}")
+    available = torch.cuda.device_count()
+    return pytest.mark.skipif(available < count, reason=f"needs {count} CUDA devices, there are {available}")
 
 
 def has_transformer_engine() -> bool:

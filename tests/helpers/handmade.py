@@ -1,4 +1,4 @@
-"""Schedules written by hand, for tests of what executes them: no planner, no layout rules, just moves."""
+"""Hand-written schedules, for tests of executors: no planner and no layout rules, transfers alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mcore_reshard.planner.plan.schedule import (
 
 @dataclass(frozen=True)
 class End:
-    """One end of a move: a box in a local tensor, whose dims are those of the wire in another order."""
+    """One end of a transfer: a box in a local tensor, whose dims are those of the wire in another order."""
 
     rank: int
     tensor: str
@@ -40,7 +40,7 @@ class End:
 
     @property
     def offset(self) -> int:
-        return sum(low * stride for low, stride in zip(self.origin, row_major_strides(self.shape), strict=True))
+        return sum(start * stride for start, stride in zip(self.origin, row_major_strides(self.shape), strict=True))
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ def schedule_of(
     strided_boxes: dict[StridedBox, int] = {}
     rows: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in sorted({transfer.stage for transfer in transfers})}
     for transfer in transfers:
-        mine, other = (transfer.src, transfer.dst) if sends else (transfer.dst, transfer.src)
-        if mine.rank != rank:
+        own, other = (transfer.src, transfer.dst) if sends else (transfer.dst, transfer.src)
+        if own.rank != rank:
             continue
-        tensors.setdefault(mine.tensor, LocalTensor(mine.tensor, mine.shape, transfer.dtype))
-        strided_box = strided_boxes.setdefault(StridedBox(transfer.extents, mine.strides), len(strided_boxes))
+        tensors.setdefault(own.tensor, LocalTensor(own.tensor, own.shape, transfer.dtype))
+        strided_box = strided_boxes.setdefault(StridedBox(transfer.extents, own.strides), len(strided_boxes))
         nbytes = prod(transfer.extents) * getattr(torch, transfer.dtype).itemsize
-        tensor = list(tensors).index(mine.tensor)
+        tensor = list(tensors).index(own.tensor)
         rows[transfer.stage].append(
-            (other.rank, tensor, strided_box, mine.offset, nbytes, names.index(transfer.parameter), 0)
+            (other.rank, tensor, strided_box, own.offset, nbytes, names.index(transfer.parameter), 0)
         )
     return Schedule(
         world=world,
@@ -92,8 +92,8 @@ def schedule_of(
         tensors=tuple(tensors.values()),
         strided_boxes=tuple(strided_boxes),
         stages=tuple(
-            StageSchedule(stage, table(found if sends else ()), table(() if sends else found))
-            for stage, found in rows.items()
+            StageSchedule(stage, table(transfers if sends else ()), table(() if sends else transfers))
+            for stage, transfers in rows.items()
         ),
         padding=padding,
         misc=misc,
@@ -102,7 +102,7 @@ def schedule_of(
 
 
 def source_table_of(transfers: Sequence[HandTransfer], rank: int, *, digest: str = "d1") -> SourceTable:
-    """The other end of what generation rank `rank` receives, in the order of its schedule."""
+    """The sources of all that generation rank `rank` receives, in the order of its schedule."""
     names = list(dict.fromkeys(transfer.parameter for transfer in transfers))
     tensors: dict[LocalTensor, int] = {}
     strided_boxes: dict[StridedBox, int] = {}
@@ -158,7 +158,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 def expected(
     transfers: Sequence[HandTransfer], gen: Schedule, sources: Sequence[dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """What the tensors of one generation rank must hold, element by element, in plain Python."""
+    """The tensors of one generation rank after the transfers, copied element by element in plain Python."""
     tensors = allocate(gen)
     for transfer in transfers:
         if transfer.dst.rank != gen.rank:
@@ -166,10 +166,12 @@ def expected(
         itemsize = getattr(torch, transfer.dtype).itemsize
         src = sources[transfer.src.rank][transfer.src.tensor].reshape(-1).view(torch.uint8)
         dst = tensors[transfer.dst.tensor].reshape(-1).view(torch.uint8)
-        for at in product(*map(range, transfer.extents)):
-            a = itemsize * (transfer.src.offset + sum(i * s for i, s in zip(at, transfer.src.strides, strict=True)))
-            b = itemsize * (transfer.dst.offset + sum(i * s for i, s in zip(at, transfer.dst.strides, strict=True)))
-            dst[b : b + itemsize] = src[a : a + itemsize]
+        for index in product(*map(range, transfer.extents)):
+            read, write = (
+                itemsize * (end.offset + sum(i * stride for i, stride in zip(index, end.strides, strict=True)))
+                for end in (transfer.src, transfer.dst)
+            )
+            dst[write : write + itemsize] = src[read : read + itemsize]
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""Run one function as many real processes, and collect what each returned, raised or died of."""
+"""Run one function in many real processes, and collect what each returned, raised or died of."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def store_process() -> Iterator[StoreProcess]:
     Talk to it from other processes: a thread that is left behind here would log what its store died of while tests fork.
     """
     context: Any = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_host, args=(theirs,), daemon=True)
+    pipe, end_of_child = context.Pipe()
+    process = context.Process(target=_host, args=(end_of_child,), daemon=True)
     process.start()
-    theirs.close()
+    end_of_child.close()
     try:
-        yield StoreProcess(f"127.0.0.1:{ours.recv()}", process.pid)
+        yield StoreProcess(f"127.0.0.1:{pipe.recv()}", process.pid)
     finally:
         process.kill()
         process.join()
@@ -67,7 +67,7 @@ def store_process() -> Iterator[StoreProcess]:
 def run_ranks(
     count: int, target: Callable[..., Any], *args: Any, timeout_s: float = 30.0, method: str = "fork"
 ) -> list[Outcome]:
-    """`target(rank, store_address, *args)` in `count` processes that meet at a store held here.
+    """`target(rank, store_address, *args)` in `count` processes that meet at a store in this process.
 
     They are forked, or with `method="spawn"` started afresh, as CUDA needs. Fails the test if a process outlives
     `timeout_s`; processes that hang are killed.
@@ -75,15 +75,15 @@ def run_ranks(
     context: Any = multiprocessing.get_context(method)
     processes: dict[Any, tuple[int, Any]] = {}  # by the pipe to each one
     for rank in range(count):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(theirs, rank, target, args, timeout_s), daemon=True)
+        pipe, end_of_child = context.Pipe()
+        process = context.Process(target=_run, args=(end_of_child, rank, target, args, timeout_s), daemon=True)
         process.start()
-        theirs.close()
-        processes[ours] = (rank, process)
+        end_of_child.close()
+        processes[pipe] = (rank, process)
     # Only now: a store has threads, and a fork beside running threads may inherit a lock that nobody will release.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    for ours in processes:
-        ours.send(f"127.0.0.1:{store.port}")
+    for pipe in processes:
+        pipe.send(f"127.0.0.1:{store.port}")
     outcomes = [Outcome(kind="died")] * count
     deadline = time.monotonic() + timeout_s
     ready: list[Any]  # pipes
@@ -103,7 +103,7 @@ def run_ranks(
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks returned; fails with the errors of those that did not."""
+    """The return values of all ranks. Fails with the errors of those that raised or died."""
     bad = {rank: outcome.error or outcome.kind for rank, outcome in enumerate(outcomes) if outcome.kind}
     assert not bad, bad
     return [outcome.value for outcome in outcomes]

@@ -1,8 +1,8 @@
-"""What a plan really does, element by element, on numpy arrays: the judge of plans and of their proof.
+"""Run a plan element by element on numpy arrays: the judge of plans and of their proof.
 
-Every element of every parameter gets a number of its own. Source tensors are filled with them as the pieces of a *good*
-plan say; then the schedules of all ranks are executed, and the destination tensors are compared with what the good
-plan's pieces want there. Of the planner only `schedule_of` and `relay_of` are used: pieces are read here with numpy slices alone.
+Every element of every parameter gets a number of its own. The pieces of a *good* plan say which numbers the source
+tensors have, and which the destination tensors must have. The schedules of all ranks of the plan are run in between.
+Of the planner only `schedule_of` and `relay_of` are used: pieces are read here with numpy slices alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece
+from mcore_reshard.planner.layout.mesh import LayerPlace
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
@@ -40,63 +41,62 @@ class Transfer:
     wire: str  # dtype on the wire: the tensor's, or that of its cast
 
 
-def held(plan: Plan, world: World) -> Tensors:
-    """What the ranks of a world hold (or want) according to the plan's pieces; UNTOUCHED where no piece lies."""
+def numbered_tensors(plan: Plan, world: World) -> Tensors:
+    """The tensors of a world's ranks with the numbers that the plan's pieces put there; UNTOUCHED where no piece lies."""
     tensors: Tensors = {}
     first_id = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])
     for transfers in plan.transfer_groups:
         group = plan.groups[transfers.group]
         layers = group.layers or (-1,)
-        for at in transfers.layers:
+        for place in transfers.layers:
             for expert in range(*transfers.experts) if group.experts else (0,):
-                member = layers.index(at.layer) * max(1, group.experts) + expert
+                member = layers.index(place.layer) * max(1, group.experts) + expert
                 ids = first_id[transfers.group] + member * prod(group.shape) + np.arange(prod(group.shape))
-                for rank, name, piece, slot in _pieces(plan, transfers, world, at, expert - transfers.experts[0]):
+                for rank, name, piece, slot in _pieces(plan, transfers, world, place, expert - transfers.experts[0]):
                     local = LocalTensor(name, piece.tensor.shape, piece.tensor.dtype)
                     tensor = tensors.setdefault((rank, local), np.full(local.shape, UNTOUCHED))
                     _store(tensor, piece, slot, ids.reshape(group.view))
     return tensors
 
 
-def _pieces(plan, transfers: TransferGroup, world: World, at, number: int) -> Iterator[tuple[int, str, Piece, int]]:  # type: ignore[no-untyped-def]
+def _pieces(
+    plan: Plan, transfers: TransferGroup, world: World, place: LayerPlace, number: int
+) -> Iterator[tuple[int, str, Piece, int]]:
+    """(rank, tensor name, piece, slot) of one member on every rank of the world that holds a part of it."""
     pattern = plan.patterns[transfers.pattern]
     if world == "train":
-        partition, ranks, slot = (
-            pattern.src,
-            plan.rank_grids[transfers.src],
-            transfers.src_slot + number,
-        )
-        place = {"vp": at.vp_stage, "layer": at.local, "expert": slot}
+        partition, ranks, slot = pattern.src, plan.rank_grids[transfers.src], transfers.src_slot + number
+        fields = {"vp": place.vp_stage, "layer": place.local, "expert": slot}
     else:
-        partition, ranks, slot = (
-            pattern.dst,
-            plan.rank_grids[transfers.dst],
-            transfers.dst_slot + number,
-        )
-        place = {"vp": 0, "layer": at.layer, "expert": slot}
+        partition, ranks, slot = pattern.dst, plan.rank_grids[transfers.dst], transfers.dst_slot + number
+        fields = {"vp": 0, "layer": place.layer, "expert": slot}
     for part, holders in enumerate(ranks.tolist()):
         for piece in partition.pieces[part]:
             for rank in holders:
-                yield rank, piece.tensor.name.format(**place), piece, slot
+                yield rank, piece.tensor.name.format(**fields), piece, slot
 
 
 def _store(tensor: Ids, piece: Piece, slot: int, ids: Ids) -> None:
+    """Write the ids of the piece's region into its box of the local tensor."""
     sizes = [1] * len(piece.view)
-    for low, high, dim in zip(piece.region.start, piece.region.stop, piece.dims, strict=True):
-        sizes[dim] = high - low
-    starts = list(piece.origin)
+    for start, stop, dim in zip(piece.region.start, piece.region.stop, piece.dims, strict=True):
+        sizes[dim] = stop - start
+    origin = list(piece.origin)
     if piece.slot_dim >= 0:
-        starts[piece.slot_dim] += slot
-    box = tensor.reshape(piece.view)[tuple(slice(low, low + n) for low, n in zip(starts, sizes, strict=True))]
-    part = ids[tuple(slice(low, high) for low, high in zip(piece.region.start, piece.region.stop, strict=True))]
+        origin[piece.slot_dim] += slot
+    box = tensor.reshape(piece.view)[tuple(slice(start, start + n) for start, n in zip(origin, sizes, strict=True))]
+    part = ids[tuple(map(slice, piece.region.start, piece.region.stop))]
     part = part.transpose(np.argsort(piece.dims)).reshape(sizes)
     assert ((box == UNTOUCHED) | (box == part)).all(), f"{piece.tensor.name} holds two parameters"
     box[...] = part
 
 
 def sources_of(plan: Plan) -> Tensors:
-    """What training ranks hold; what no piece fills there has a number that no destination wants."""
-    return {key: np.where(tensor == UNTOUCHED, TRAINER_PADDING, tensor) for key, tensor in held(plan, "train").items()}
+    """The tensors of the training ranks. Elements outside of all pieces have a number that no destination wants."""
+    return {
+        key: np.where(tensor == UNTOUCHED, TRAINER_PADDING, tensor)
+        for key, tensor in numbered_tensors(plan, "train").items()
+    }
 
 
 def execute(plan: Plan, sources: Tensors, wanted: Tensors) -> tuple[Tensors, list[str]]:
@@ -111,8 +111,8 @@ def execute(plan: Plan, sources: Tensors, wanted: Tensors) -> tuple[Tensors, lis
     return {key: flat.reshape(wanted[key].shape) for key, flat in arrived.items()}, faults
 
 
-def _exchange(senders: list[Schedule], receivers: list[Schedule], held: Tensors, arrived: Tensors) -> Iterator[str]:
-    """Run the schedules of senders against those of receivers, pair by pair; what went wrong."""
+def _exchange(senders: list[Schedule], receivers: list[Schedule], sources: Tensors, arrived: Tensors) -> Iterator[str]:
+    """Run the schedules of senders against those of receivers, pair by pair; yields the faults."""
     for stage in range(len(senders[0].stages)):
         sent = {(s.rank, peer): rows for s in senders for peer, rows in _by_peer(s, s.stages[stage].sends).items()}
         received = {
@@ -125,7 +125,7 @@ def _exchange(senders: list[Schedule], receivers: list[Schedule], held: Tensors,
                 yield f"{where}: {len(sends)} sends for {len(recvs)} receives"
                 continue
             for send, recv in zip(sends, recvs, strict=True):
-                if message := _move(send, recv, held.get((src, send.tensor)), arrived.get((dst, recv.tensor))):
+                if message := _move(send, recv, sources.get((src, send.tensor)), arrived.get((dst, recv.tensor))):
                     yield f"{where}, {send.parameter}: {message}"
 
 
@@ -185,7 +185,7 @@ def damage(good: Plan, plan: Plan | None = None) -> list[str]:
         before, after = good, good
     else:
         before, after = _differing(good, plan)
-    sources, wanted = sources_of(before), held(before, "gen")
+    sources, wanted = sources_of(before), numbered_tensors(before, "gen")
     try:
         arrived, faults = execute(after, sources, wanted)
     except (ArithmeticError, LookupError, ValueError, TypeError, AssertionError) as error:
@@ -195,25 +195,25 @@ def damage(good: Plan, plan: Plan | None = None) -> list[str]:
     for (rank, local), tensor in wanted.items():
         wrong = np.argwhere(arrived[rank, local] != tensor)
         if len(wrong):
-            at = tuple(wrong[0].tolist())
+            first = tuple(wrong[0].tolist())
             faults.append(
-                f"gen {rank} {local.name}{list(at)}: {len(wrong)} of {tensor.size} elements wrong, first has"
-                f" {arrived[rank, local][at]}, wanted {tensor[at]}"
+                f"gen {rank} {local.name}{list(first)}: {len(wrong)} of {tensor.size} elements wrong, first has"
+                f" {arrived[rank, local][first]}, wanted {tensor[first]}"
             )
     return faults
 
 
 def scale_damage(plan: Plan) -> list[str]:
-    """Where an element and its scale do not lie together: at (r, c) of a local matrix the scale is that of the element's
-    own block of the parameter, in the scales' tensor at (r // block rows, c // block columns).
+    """Where an element and its scale do not lie together.
 
-    One scale a tensor is a block as large as the local matrix, which may be a part of the parameter.
+    The scale of element (r, c) of a local matrix must lie at (r // block rows, c // block columns) of the scales' tensor,
+    and be that of the element's own block of the parameter. One scale a tensor is a block as large as the local matrix.
     """
     faults: list[str] = []
     first_id = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])
     worlds: tuple[World, ...] = ("train", "gen")
     for world in worlds:
-        tensors = held(plan, world)
+        tensors = numbered_tensors(plan, world)
         by_name = {(rank, local.name): tensor for (rank, local), tensor in tensors.items()}
         for (rank, local), ids in tensors.items():
             group = int(np.searchsorted(first_id, ids[ids >= 0][:1], side="right")[0]) - 1
@@ -232,13 +232,15 @@ def scale_damage(plan: Plan) -> list[str]:
             scales = by_name[rank, name].reshape((*ids.shape[:-2], 1, 1) if one else by_name[rank, name].shape)
             nearby = scales[..., np.arange(rows)[:, None] // block[0], np.arange(columns) // block[1]]
             if (nearby != wanted).any():
-                at = tuple(np.argwhere(nearby != wanted)[0].tolist())
-                faults.append(f"{world} {rank} {local.name}{list(at)}: scale {nearby[at]}, wanted {wanted[at]}")
+                first = tuple(np.argwhere(nearby != wanted)[0].tolist())
+                faults.append(
+                    f"{world} {rank} {local.name}{list(first)}: scale {nearby[first]}, wanted {wanted[first]}"
+                )
     return faults
 
 
 def _touched_damage(where: str, wanted: Ids, scales: Ids) -> list[str]:
-    """Experts that do not lie with the scales of all blocks that they have a part of, and of no others."""
+    """Experts that lie with other scales than those of the blocks that they have a part of."""
     return [
         f"{where}[{expert}]: other scales than those of its blocks"
         for expert in range(len(wanted))
@@ -280,13 +282,13 @@ def _differing(good: Plan, plan: Plan) -> tuple[Plan, Plan]:
             for transfers in of.transfer_groups
         }  # fmt: skip
 
-    ours, theirs = resolved(good), resolved(plan)
-    twice = len(theirs) != len(plan.transfer_groups)
-    before = tuple(transfers for key, transfers in ours.items() if key not in theirs or twice)
+    before_by_key, after_by_key = resolved(good), resolved(plan)
+    twice = len(after_by_key) != len(plan.transfer_groups)
+    before = tuple(transfers for key, transfers in before_by_key.items() if key not in after_by_key or twice)
     after = (
         tuple(plan.transfer_groups)
         if twice
-        else tuple(transfers for key, transfers in theirs.items() if key not in ours)
+        else tuple(transfers for key, transfers in after_by_key.items() if key not in before_by_key)
     )
     return replace(good, transfer_groups=before), replace(plan, transfer_groups=after)
 
@@ -294,7 +296,7 @@ def _differing(good: Plan, plan: Plan) -> tuple[Plan, Plan]:
 def padding_damage(plan: Plan) -> list[str]:
     """Where declared padding and the elements that no piece fills are not the same."""
     declared, faults = declared_padding(plan), []
-    for (rank, local), tensor in held(plan, "gen").items():
+    for (rank, local), tensor in numbered_tensors(plan, "gen").items():
         empty = set(np.flatnonzero(tensor.reshape(-1) == UNTOUCHED).tolist())
         padded = declared.get((rank, local), set())
         if empty != padded:
@@ -302,23 +304,23 @@ def padding_damage(plan: Plan) -> list[str]:
     return faults
 
 
-def _padding_changes(before: Plan, after: Plan) -> list[str]:
-    ours, theirs = declared_padding(before), declared_padding(after)
+def _padding_changes(good: Plan, plan: Plan) -> list[str]:
+    before, after = declared_padding(good), declared_padding(plan)
     return [
         f"gen {rank} {local.name}: other padding"
-        for rank, local in ours.keys() | theirs.keys()
-        if ours.get((rank, local)) != theirs.get((rank, local))
+        for rank, local in before.keys() | after.keys()
+        if before.get((rank, local)) != after.get((rank, local))
     ]
 
 
 def _cast_changes(good: Plan, plan: Plan) -> list[str]:
     """Training ranks that would cast something else, or in other blocks."""
-    found = [(casts_of(good, rank), casts_of(plan, rank)) for rank in range(good.train.world)]
-    return [f"train {rank}: other casts" for rank, (ours, theirs) in enumerate(found) if ours != theirs]
+    ranks = range(good.train.world)
+    return [f"train {rank}: other casts" for rank in ranks if casts_of(good, rank) != casts_of(plan, rank)]
 
 
 def casts_of(plan: Plan, rank: int) -> dict[str, tuple[str, str | None, tuple[int, int]]]:
-    """What a training rank casts, by tensor: (dtype on the wire, tensor of the scales, block)."""
+    """The casts of a training rank, by tensor: (dtype on the wire, tensor of the scales, block)."""
     schedule = schedule_of(plan, "train", rank)
     name = [local.name for local in schedule.tensors]
     return {
@@ -328,12 +330,12 @@ def casts_of(plan: Plan, rank: int) -> dict[str, tuple[str, str | None, tuple[in
 
 
 def declared_padding(plan: Plan) -> dict[tuple[int, LocalTensor], set[int]]:
-    """The elements that schedules say no parameter fills."""
+    """The elements that the schedules declare as padding."""
     declared: dict[tuple[int, LocalTensor], set[int]] = defaultdict(set)
     if any(pattern.dst.padding for pattern in plan.patterns):
         for rank in range(plan.gen.world):
             schedule = schedule_of(plan, "gen", rank)
             for tensor, offset, strided_box in schedule.padding:
-                found = Transfer(schedule.tensors[tensor], strided_box, offset, 0, "", "")
-                declared[rank, found.tensor] |= set(_indices(found).tolist())
+                box = Transfer(schedule.tensors[tensor], strided_box, offset, 0, "", "")
+                declared[rank, box.tensor] |= set(_indices(box).tolist())
     return declared

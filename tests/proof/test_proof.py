@@ -18,7 +18,7 @@ from attack.mutants.edits import (
     without_transfers,
 )
 from helpers.plans import TINY, Case
-from helpers.simulate import damage, held, padding_damage
+from helpers.simulate import damage, numbered_tensors, padding_damage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,7 +128,7 @@ def test_every_builtin_config_proves_on_several_meshes(name: str) -> None:
 def test_the_simulator_can_fail() -> None:
     """One element written elsewhere, and the judge says where."""
     plan = TINY[0].plan()
-    wanted = held(plan, "gen")
+    wanted = numbered_tensors(plan, "gen")
     assert len({rank for rank, _ in wanted}) == 4
     pattern = plan.patterns[plan.transfer_groups[0].pattern]
     overlap = pattern.overlaps[0]

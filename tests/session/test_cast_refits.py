@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.plans import REFINED, UNQUANTIZED_LAYERS, Case
 from helpers.ranks import run_ranks, values
-from helpers.simulate import held
+from helpers.simulate import numbered_tensors
 
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
 from mcore_reshard.kernels.options import Options
@@ -95,7 +95,9 @@ def refit(number: int, address: str, case: Case) -> dict[str, int]:
     rank = number if train else number - plan.train.world
     schedule = schedule_of(plan, "train" if train else "gen", rank)
     computed = {schedule.tensors[index].name for index in schedule.computed}
-    ids = {local.name: array for (owner, local), array in held(plan, schedule.world).items() if owner == rank}
+    ids = {
+        local.name: array for (owner, local), array in numbered_tensors(plan, schedule.world).items() if owner == rank
+    }
     tensors = {
         local.name: torch.zeros(local.shape, dtype=dtype(local.dtype))
         for local in schedule.tensors

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.gloo import connecting
+from helpers.gloo import NoisyWire, connecting
 from helpers.handmade import HandTransfer, allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.ranks import Outcome, StoreProcess, run_ranks, store_process, values
 from numpy.typing import NDArray
@@ -354,15 +354,6 @@ def test_versions_increase_and_agree() -> None:
 
 
 # --- refits that go wrong ----------------------------------------------------------------------------------------
-
-
-class NoisyWire(GlooExecutor):
-    """Damages one byte of the third bucket, after its checksum was taken."""
-
-    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
-        super()._pack(bucket, message)
-        if self._buckets.index(bucket) == 2:
-            message[-1] ^= 0x10
 
 
 class Killed(GlooExecutor):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.casting import moves_with_casts, train_schedule
+from helpers.casting import train_schedule, transfers_with_casts
 from helpers.gloo import connecting
 from helpers.handmade import allocate
 from helpers.plans import Case
@@ -92,7 +92,7 @@ def test_nccl_cuts_once_to_the_size_that_all_ranks_agree_on(
 
 
 def test_direct_cuts_what_it_casts_once_for_all_readers(cut: list[Schedule]) -> None:
-    schedule = train_schedule(moves_with_casts(np.random.default_rng(0), (1, 3)), 0, (1, 3))
+    schedule = train_schedule(transfers_with_casts(np.random.default_rng(0), (1, 3)), 0, (1, 3))
     _, cast = parted(schedule)
     divide_slots(cast, 1 << 20)
     assert len(cut) == 1 and moved(cut) == moved([cast]) > 0

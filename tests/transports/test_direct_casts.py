@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.casting import held, moves_with_casts, stepped, train_schedule, wanted
+from helpers.casting import expected_bytes, stepped, train_schedule, trainer_tensors, transfers_with_casts
 from helpers.gpu import needs_gpus
 from helpers.handmade import End, HandTransfer, allocate, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
@@ -27,7 +27,7 @@ pytest.importorskip("mcore_reshard.kernels.transports.direct.executor", reason="
 
 
 def of(number: int, worlds: tuple[int, int], seed: int) -> Schedule:
-    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
+    transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
     return (
         train_schedule(transfers, number, worlds)
         if number < worlds[0]
@@ -41,7 +41,7 @@ def refit_twice(
     """Weights change between the refits; slots are far smaller than what goes through them."""
     schedule = of(number, worlds, seed)
     train = schedule.world == "train"
-    tensors = held(schedule, seed) if train else allocate(schedule)
+    tensors = trainer_tensors(schedule, seed) if train else allocate(schedule)
     rank = Rank(
         number, address, worlds, schedule, tensors, gpus, scratch_bytes=scratch_bytes, checksums=seed % 2 == 1
     )  # fmt: skip
@@ -61,12 +61,12 @@ def check(worlds: tuple[int, int], seed: int, gpus: int, scratch_bytes: int) -> 
     arrived = values(
         run_ranks(sum(worlds), refit_twice, worlds, seed, gpus, scratch_bytes, timeout_s=SPAWN_S, method="spawn")
     )
-    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
-    starts = [held(train_schedule(transfers, rank, worlds), seed) for rank in range(worlds[0])]
+    transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
+    starts = [trainer_tensors(train_schedule(transfers, rank, worlds), seed) for rank in range(worlds[0])]
     sources = [stepped({name: tensor.cuda() for name, tensor in start.items()}) for start in starts]  # and scales there
     for rank in range(worlds[1]):
         gen = schedule_of(transfers, "gen", rank, worlds)
-        assert arrived[worlds[0] + rank] == wanted(transfers, gen, sources)
+        assert arrived[worlds[0] + rank] == expected_bytes(transfers, gen, sources)
 
 
 @pytest.mark.parametrize(

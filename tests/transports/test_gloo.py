@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.gloo import connect
+from helpers.gloo import NoisyWire, connect
 from helpers.handmade import allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
 from numpy.typing import NDArray
@@ -72,15 +72,6 @@ def test_executors_of_one_group_share_their_slots() -> None:
     small, large = group.slots(4, 100), group.slots(2, 300)
     assert [slot.numel() for slot in group.slots(4, 100)] == [300] * 4 and len(large) == 2 and len(small) == 4
     assert len({slot.data_ptr() for n in (2, 3, 4) for slot in group.slots(n, 200)}) == 4
-
-
-class NoisyWire(GlooExecutor):
-    """Damages one byte of the third bucket, after its checksum was taken."""
-
-    def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
-        super()._pack(bucket, message)
-        if self._buckets.index(bucket) == 2:
-            message[-1] ^= 0x10
 
 
 class LostBucket(GlooExecutor):

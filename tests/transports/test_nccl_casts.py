@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.casting import held, moves_with_casts, rank_schedule, stepped, train_schedule, wanted
+from helpers.casting import (
+    expected_bytes,
+    rank_schedule,
+    stepped,
+    train_schedule,
+    trainer_tensors,
+    transfers_with_casts,
+)
 from helpers.gpu import needs_gpus
 from helpers.handmade import allocate, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
@@ -30,10 +37,10 @@ def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str,
     device = own_device(number)
     found = []
     for seed, budget in enumerate(BUDGETS):
-        transfers = moves_with_casts(np.random.default_rng(seed), worlds)
+        transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
         train = number < worlds[0]
         schedule = rank_schedule(transfers, number, worlds)
-        start = held(schedule, seed) if train else allocate(schedule)
+        start = trainer_tensors(schedule, seed) if train else allocate(schedule)
         tensors = {name: tensor.to(device) for name, tensor in start.items()}
         store = PrefixStore(f"budget-{seed}", connected(address))
         executor = NcclExecutor(bind(schedule, tensors), store, timeout_s=TIMEOUT_S, budget=budget)
@@ -51,9 +58,9 @@ def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str,
 def test_nccl_casts_what_it_sends(worlds: tuple[int, int]) -> None:
     arrived = values(run_ranks(sum(worlds), refits, worlds, timeout_s=SPAWN_S, method="spawn"))
     for seed in range(len(BUDGETS)):
-        transfers = moves_with_casts(np.random.default_rng(seed), worlds)
-        starts = [held(train_schedule(transfers, rank, worlds), seed) for rank in range(worlds[0])]
+        transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
+        starts = [trainer_tensors(train_schedule(transfers, rank, worlds), seed) for rank in range(worlds[0])]
         sources = [stepped({name: tensor.cuda() for name, tensor in start.items()}) for start in starts]
         for rank in range(worlds[1]):
             gen = schedule_of(transfers, "gen", rank, worlds)
-            assert arrived[worlds[0] + rank][seed] == wanted(transfers, gen, sources)
+            assert arrived[worlds[0] + rank][seed] == expected_bytes(transfers, gen, sources)

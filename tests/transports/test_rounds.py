@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from helpers.handmade import allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.plans import Case
+from helpers.tiles import run_tiles
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
@@ -337,15 +337,6 @@ def test_a_digest_changes_with_any_bit_and_any_two_words_that_change_places() ->
             assert torch.equal(digest(swapped.view(torch.uint8)), whole) == (a == b)
 
 
-def walk(tiles: NDArray[np.void]) -> None:
-    """What the GPU kernel does with its table, on memory of the host."""
-    for tile in tiles:
-        row_bytes = int(tile["row_words"]) * int(tile["word_bytes"])
-        for row in range(int(tile["words"]) // int(tile["row_words"])):
-            src = int(tile["src"]) + row * int(tile["src_stride"])
-            ctypes.memmove(int(tile["dst"]) + row * int(tile["dst_stride"]), src, row_bytes)
-
-
 @pytest.mark.parametrize(("worlds", "seed", "budget"), CASES)
 def test_the_tables_that_the_gpu_walks_move_the_same_bytes(worlds: Worlds, seed: int, budget: ScratchBudget) -> None:
     transfers = transfers_of(seed, worlds)
@@ -359,12 +350,12 @@ def test_the_tables_that_the_gpu_walks_move_the_same_bytes(worlds: Worlds, seed:
             tiles = cut_tiles(each.copies, np.array(bases, np.uint64), 64)
             peers = [(placed, division.members[each.stage][placed.member]) for placed in each.placed_messages]
             if device.sends:
-                walk(tiles)
+                run_tiles(tiles)
                 for placed, peer in peers:
                     on_the_wire[each.stage, each.number, rank, peer] = device.message(each, placed).copy()
             else:
                 for placed, peer in peers:
                     device.message(each, placed)[:] = on_the_wire.pop((each.stage, each.number, peer, rank))
-                walk(tiles)
+                run_tiles(tiles)
     assert not on_the_wire
     check_delivered(transfers, bound_schedules, worlds)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.casting import held, moves_with_casts, pulls_with_casts, train_schedule, wanted
+from helpers.casting import expected_bytes, pulls_with_casts, train_schedule, trainer_tensors, transfers_with_casts
 from helpers.handmade import HandTransfer, allocate, raw_bytes, schedule_of, source_table_of
 
 from mcore_reshard.kernels.copies.bind import bind
@@ -35,9 +35,9 @@ def gen_schedule(transfers: list[HandTransfer], rank: int, worlds: tuple[int, in
 @pytest.mark.parametrize("scratch_bytes", [200, 20_000, 1 << 20])
 @pytest.mark.parametrize(("worlds", "seed"), [((1, 1), 0), ((2, 2), 1), ((3, 2), 2), ((1, 3), 3)])
 def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int, scratch_bytes: int) -> None:
-    transfers = moves_with_casts(np.random.default_rng(seed), worlds)
+    transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
     schedules = [train_schedule(transfers, rank, worlds) for rank in range(worlds[0])]
-    sources = [held(schedule, seed) for schedule in schedules]
+    sources = [trainer_tensors(schedule, seed) for schedule in schedules]
     train = [bind(schedule, tensors) for schedule, tensors in zip(schedules, sources, strict=True)]
     for bound in train:
         compute_scales(bound.casts, bound.tensors)
@@ -77,11 +77,11 @@ def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int
         theirs = [byte_array(train[source.rank].by_name[source.tensor]) for source in table.sources]
         run_copies(table.copies, [*map(byte_array, engine.tensors), *theirs])
         held_now = {name: raw_bytes(tensor) for name, tensor in engine.by_name.items()}
-        assert held_now == wanted(transfers, engine.schedule, sources)
+        assert held_now == expected_bytes(transfers, engine.schedule, sources)
 
 
 def test_rows_are_parted_alike_at_both_ends() -> None:
-    transfers = moves_with_casts(np.random.default_rng(5), (1, 1))
+    transfers = transfers_with_casts(np.random.default_rng(5), (1, 1))
     train, gen = train_schedule(transfers, 0, (1, 1)), gen_schedule(transfers, 0, (1, 1))
     for ours, theirs in zip(parted(train), parted(gen), strict=True):
         for stage, other in zip(ours.stages, theirs.stages, strict=True):
@@ -94,7 +94,7 @@ def test_rows_are_parted_alike_at_both_ends() -> None:
 
 
 def test_too_little_scratch_is_an_error() -> None:
-    transfers = moves_with_casts(np.random.default_rng(0), (1, 3))
+    transfers = transfers_with_casts(np.random.default_rng(0), (1, 3))
     with pytest.raises(
         ValueError, match=r"95 bytes of scratch are too few for 6 buckets \(3 peers, 2 slots\): give at least 96"
     ):
@@ -102,6 +102,6 @@ def test_too_little_scratch_is_an_error() -> None:
 
 
 def test_a_trainer_without_casts_needs_no_slots() -> None:
-    schedule = schedule_of(moves_with_casts(np.random.default_rng(0), (1, 1)), "train", 0, (1, 1))
+    schedule = schedule_of(transfers_with_casts(np.random.default_rng(0), (1, 1)), "train", 0, (1, 1))
     plan, buckets = divide_slots(parted(schedule)[1], 1 << 20)
     assert (plan.slot_bytes, buckets) == (0, {})
