@@ -154,22 +154,21 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
 
 
 def _tables(report: dict[str, Any]) -> Iterator[RenderableType]:
-    names = {"mcore-reshard": "mcore_reshard", "Python": "python", "platform": "platform"}
-    yield facts((name, report[key]) for name, key in names.items())
+    yield facts((name, report[name.lower().replace("-", "_")]) for name in ("mcore-reshard", "Python", "platform"))
     rows: list[list[Cell]] = []
     for package in report["packages"]:
         version = package["version"] or styled("missing", "yellow")
         missing = package["extra"] and not package["version"]
         hint = f"from a clone: pip install '.[{package['extra']}]'" if missing else ""
         rows.append([package["name"], version, package["wanted"] or "any", package["purpose"], hint])
-    yield table("Packages", ("package", "version", "wanted", "for", ""), rows)
+    yield table("Packages", "package, version, wanted, for, ", rows)
     yield _devices(report["cuda"])
     shown = [row for row in report["transports"] if row["name"] != "auto"]  # the lines below say what auto comes to
     rows = [[row["name"], _ok(row, "reason"), ", ".join(row["devices"]), row["reach"]] for row in shown]
-    yield table("Transports", ("transport", "", "tensors on", "reach"), rows)
+    yield table("Transports", "transport, , tensors on, reach", rows)
     if report["auto"]:
         yield facts(("" if number else "auto", line) for number, line in enumerate(report["auto"]))
-    yield table("Commands", ("command", ""), ([row["command"], _ok(row, "detail")] for row in report["commands"]))
+    yield table("Commands", "command, ", ([row["command"], _ok(row, "detail")] for row in report["commands"]))
 
 
 def _ok(row: dict[str, Any], why: str) -> Cell:
@@ -180,8 +179,9 @@ def _devices(cuda: dict[str, Any]) -> RenderableType:
     if not cuda["available"]:
         return facts([("CUDA", f"none: {cuda['reason']}")])
     rows = []
-    for device in cuda["devices"]:
-        peers = ", ".join(map(str, device["peer_access"])) or "none"
-        rows.append([str(device["device"]), device["name"], size(device["memory_bytes"]), device["capability"], peers])
-    columns = ("device", "name", "memory", "capability", "peer access to")
-    return table(f"CUDA {cuda['cuda']}, NCCL {cuda['nccl']}", columns, rows, numbers=("device", "memory"))
+    for gpu in cuda["devices"]:
+        peers = ", ".join(map(str, gpu["peer_access"])) or "none"
+        rows.append([gpu["device"], gpu["name"], size(gpu["memory_bytes"]), gpu["capability"], peers])
+    return table(
+        f"CUDA {cuda['cuda']}, NCCL {cuda['nccl']}", ">device, name, >memory, capability, peer access to", rows
+    )

@@ -27,8 +27,8 @@ from mcore_reshard.planner.plan.transfers import (
 from mcore_reshard.planning import InputError
 
 from .inputs import collected, read_proven_plan
-from .render import Cell, facts, grouped, noted, print_report, ranges, shape, styled, table
-from .transfers import offset, origin_as_dict, place_as_dict, rank_name, sender, tensor_lines, tensors_of
+from .render import Cell, facts, grouped, noted, print_report, ranges, styled, table
+from .transfers import origin_as_dict, place_as_dict, rank_name, sender, tensor_lines, tensors_of
 
 _ROWS_SHOWN = 64
 
@@ -46,8 +46,8 @@ class Question:
         """The index of the element. Raises InputError, with an example, where the user gave none."""
         if self.index is not None:
             return self.index
-        zeros = ",".join("0" * len(sizes))
-        problem = f"{self.name} has shape {shape(sizes)}: name one element, for example '{self.name}[{zeros}]'"
+        example = f"{self.name}{_brackets([0] * len(sizes))}"
+        problem = f"{self.name} has shape {list(sizes)}: name one element, for example '{example}'"
         raise InputError([f"{problem}; `show PLAN --parameter '{self.name}'` lists the transfers of all"])
 
     def concerns(self, transfer: Transfer) -> bool:
@@ -66,8 +66,18 @@ class Answer:
 
 def run(args: argparse.Namespace) -> int:
     plan = read_proven_plan(args.plan)
-    asked = (("gen", args.gen_rank), ("train", args.train_rank))
-    answer = _answer(plan, args.element, [f"{world}:{rank}" for world, rank in asked if rank is not None])
+    problems: list[str] = []
+    ranks: dict[World, int] = {}
+    for world, rank in (("gen", args.gen_rank), ("train", args.train_rank)):
+        if rank is not None:
+            with collected(problems):
+                ranks.update([parse_rank(plan, f"{world}:{rank}")])
+    with collected(problems):
+        question = replace(parse_element(args.element), ranks=ranks)
+        owner = question.world or _world_of(plan, question)
+        answer = _of_parameter(plan, question) if owner is None else _of_tensor(plan, question, owner)
+    if problems:
+        raise InputError(problems)
     report: dict[str, Any] = {
         "digest": plan.digest,
         "element": args.element,
@@ -87,29 +97,13 @@ def parse_element(text: str) -> Question:
     match = re.fullmatch(r"\s*(?:(gen|train):)?([^\[\]\s]+)\s*(?:\[([^\[\]]*)\])?\s*", text)
     if match is None:
         raise InputError([f"cannot read {text!r}, write NAME[i,j], for example model.norm.weight[5]"])
-    world: World | None = "gen" if match[1] == "gen" else "train" if match[1] else None
+    world: World | None = match[1]  # type: ignore[assignment]
     name, inside = match[2], match[3]
     try:
         return Question(name, None if inside is None else tuple(map(int, inside.split(","))), world)
     except ValueError as error:
         problem = f"cannot read the index [{inside}], write whole numbers, for example {name}[5,3]"
         raise InputError([problem]) from error
-
-
-def _answer(plan: Plan, text: str, rank_names: list[str]) -> Answer:
-    """Raises InputError with every problem of the ranks and the element."""
-    problems: list[str] = []
-    ranks: dict[World, int] = {}
-    for name in rank_names:
-        with collected(problems):
-            ranks.update([parse_rank(plan, name)])
-    with collected(problems):
-        question = replace(parse_element(text), ranks=ranks)
-        owner = question.world or _world_of(plan, question)
-        answer = _of_parameter(plan, question) if owner is None else _of_tensor(plan, question, owner)
-    if problems:
-        raise InputError(problems)
-    return answer
 
 
 def _world_of(plan: Plan, question: Question) -> World | None:
@@ -139,7 +133,7 @@ def _of_parameter(plan: Plan, question: Question) -> Answer:
     rank = question.ranks.get("gen")
     tensor = None if rank is None else local_tensors(plan, "gen", rank).get(name)
     if tensor is not None and tensor.shape != group.shape:
-        sizes, gen_name = f"{shape(tensor.shape)} of {shape(group.shape)}", f"'gen:{name}[...]'"
+        sizes, gen_name = f"{list(tensor.shape)} of {list(group.shape)}", f"'gen:{name}[...]'"
         notes.append(f"{name} is also a tensor of gen:{rank}, {sizes}; for an element of that one write {gen_name}")
     return Answer("parameter", list(transfers), holders_of(plan, name, index), notes)
 
@@ -213,22 +207,19 @@ def _transfer_tables(transfers: list[Transfer], holders: list[Place]) -> Iterato
     lines: list[tuple[str, Cell]] = [("parameter", name)] if first.parameter else []
     lines.append(("route", first.route + (f": {first.reason}" if first.reason else "")))
     if first.region is not None:
-        lines.append(("stage", f"{first.pp_stage}, in region {first.region} of {shape(first.view)}"))
+        lines.append(("stage", f"{first.pp_stage}, in region {first.region} of {list(first.view)}"))
     lines += tensor_lines(first)
     if holders and first.src is not None:
         lines.append(("held by", f"train {ranges({place.rank for place in holders})}"))
     yield facts(lines)
     if first.src is not None or first.dst is not None:
         rows = ((rank_name(t.dst), *_where(t.dst), sender(t), *_where(t.src)) for t in transfers)
-        where = ("index", "element", "byte")
-        columns = ("to", *where, "from", *where)
-        yield table(None, columns, rows, numbers=("element", "byte"), most=_ROWS_SHOWN, noun="transfer")
+        columns = "to, index, >element, >byte, from, index, >element, >byte"
+        yield table(None, columns, rows, most=_ROWS_SHOWN, noun="transfer")
 
 
-def _where(place: Place | None) -> tuple[str, str, str]:
-    if place is None:
-        return "", "", ""
-    return _brackets(place.index), offset(place), f"{place.byte_offset:,}"
+def _where(place: Place | None) -> tuple[Cell, Cell, Cell]:
+    return ("", "", "") if place is None else (_brackets(place.index), place.offset, place.byte_offset)
 
 
 def _brackets(index: Iterable[int]) -> str:

@@ -18,7 +18,8 @@ from mcore_reshard import __version__
 
 from .printable import printable
 
-EXIT_UNEXPECTED, EXIT_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_UNEXPECTED, EXIT_INPUT, EXIT_UNSOUND, EXIT_INTERRUPTED = 1, 2, 3, 130
+_REQUIRED = ("numpy", "rich", "torch")  # installed with this package, but a plain checkout may lack them
 
 _MESHES = """\
 meshes:
@@ -58,14 +59,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.debug:
             print(printable(traceback.format_exc()), file=sys.stderr)
-        from .failures import outcome_of
-
-        return _fail(*outcome_of(error, args.debug))
+        return _fail(*_outcome_of(error, args.debug))
 
 
 def _fail(message: str, code: int) -> int:
     print(printable(f"mcore-reshard: {message}"), file=sys.stderr)
     return code
+
+
+def _outcome_of(error: Exception, debug: bool) -> tuple[str, int]:
+    """What to print, and the exit code."""
+    if isinstance(error, ModuleNotFoundError) and error.name in _REQUIRED:
+        return f"{error.name} is not installed: pip install {error.name}", EXIT_UNEXPECTED
+    from mcore_reshard.kernels.errors import RefitError, TransportUnavailable
+    from mcore_reshard.planner.layout.mesh import MeshError
+    from mcore_reshard.planner.model.families import ConfigError
+    from mcore_reshard.planner.plan.plan_file import PlanFileError
+    from mcore_reshard.planner.plan.transfers import UnknownElementError
+    from mcore_reshard.planner.proof.prove import ProofError
+    from mcore_reshard.planning import InputError
+    from mcore_reshard.validation.errors import ProcessError, ValidationError
+
+    bad_input = (InputError, ConfigError, MeshError, PlanFileError, UnknownElementError)
+    if isinstance(error, ProofError):
+        return str(error), EXIT_UNSOUND
+    if isinstance(error, (*bad_input, ValidationError, TransportUnavailable)):
+        return str(error), EXIT_INPUT
+    names_the_extra = isinstance(error, ImportError) and "pip install" in str(error)
+    if isinstance(error, RefitError | ProcessError) or names_the_extra:
+        return str(error), EXIT_UNEXPECTED
+    hint = "" if debug else "\nThis is a bug, or this environment is at fault: --debug shows the traceback."
+    return f"unexpected {type(error).__name__}: {error}{hint}", EXIT_UNEXPECTED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,12 +9,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console, RenderableType
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -22,61 +22,47 @@ from .printable import printable
 
 _PIPED_WIDTH = 250  # columns where no terminal says otherwise; names of tensors are long
 
-Cell = str | Text
+Cell = str | int | Text
 _Row = TypeVar("_Row")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-def write(*parts: RenderableType) -> None:
-    """Print a report, one blank line between its parts.
+def print_report(as_json: bool, report: Mapping[str, Any], parts: Iterable[RenderableType]) -> None:
+    """Print a command's answer: its JSON object, or the parts of its text with a blank line between them.
 
     Without a terminal: no colors, no padding at line ends, and wide enough not to fold names.
     """
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
     columns = os.environ.get("COLUMNS", "")
     piped_width = int(columns) if columns.isdigit() else _PIPED_WIDTH
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else piped_width)
     with console.capture() as captured:
         for number, part in enumerate(parts):
-            shown = printable(part) if isinstance(part, str) else part
-            console.print(*([""] if number else []), shown, sep="\n")
+            if number:
+                console.print()
+            console.print(printable(part) if isinstance(part, str) else part)
     sys.stdout.write(re.sub(r"[ \t]+$", "", captured.get(), flags=re.MULTILINE))
 
 
-def print_report(as_json: bool, report: Mapping[str, Any], parts: Iterable[RenderableType]) -> None:
-    """Print a command's answer: its JSON object, or the parts of its text, which are drawn only then."""
-    if as_json:
-        print(json.dumps(report, indent=2))
-    else:
-        write(*parts)
-
-
-@contextmanager
-def progress(text: str) -> Iterator[None]:
+def progress(text: str) -> Status:
     """A spinner on stderr while something runs, and nothing at all where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with Console(stderr=True, markup=False).status(printable(text)):
-        yield
+    return Console(stderr=True, markup=False, force_terminal=sys.stderr.isatty()).status(printable(text))
 
 
 def table(
-    title: str | None,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[Cell]],
-    numbers: Iterable[str] = (),
-    most: int | None = None,
-    noun: str = "row",
+    title: str | None, columns: str, rows: Iterable[Iterable[Cell]], most: int | None = None, noun: str = "row"
 ) -> Table:
-    """A table with a heading, or none. Columns named in `numbers` are right-aligned, the others fold.
+    """A table with a heading, or none, of `columns` like "name, >bytes": right-aligned behind `>`, others fold.
 
     After `most` rows a last line says how many more there are.
     """
-    made = Table(title=title, title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    made.title_justify = made.caption_justify = "left"
-    for column in columns:
-        if column in numbers:
-            made.add_column(column, justify="right", no_wrap=True)
+    made = Table(title=title, title_style="bold", title_justify="left", caption_justify="left")
+    made.box, made.show_edge, made.pad_edge = box.SIMPLE_HEAD, False, False
+    for column in columns.split(", "):
+        if column.startswith(">"):
+            made.add_column(column[1:], justify="right", no_wrap=True)
         else:
             made.add_column(column, overflow="fold")
     rows = list(rows)
@@ -97,7 +83,9 @@ def facts(rows: Iterable[tuple[str, Cell]]) -> Table:
     return made
 
 
-def _shown(cell: Cell) -> Cell:
+def _shown(cell: Cell) -> str | Text:
+    if isinstance(cell, int):
+        return f"{cell:,}"
     return printable(cell) if isinstance(cell, str) else cell
 
 
@@ -149,7 +137,3 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             spans.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-
-
-def shape(sizes: Iterable[int]) -> str:
-    return "[" + ", ".join(map(str, sizes)) + "]"

@@ -18,7 +18,7 @@ from mcore_reshard.planner.plan.transfers import Transfer, parse_rank
 from mcore_reshard.planning import InputError
 
 from .inputs import collected, read_plan, read_proven_plan
-from .render import and_more, count, facts, grouped, print_report, shape, size, styled, table
+from .render import and_more, count, facts, grouped, print_report, size, styled, table
 from .summary import parameters_table, print_plan, summarize
 from .transfers import offset, rank_name, sender, tensor_lines, tensors_of, transfer_as_dict
 
@@ -114,20 +114,19 @@ def _rank_tables(report: dict[str, Any]) -> Iterator[RenderableType]:
         yield _peers("Passed on by other replicas", report["relay"]["receives"], "from", "gen")
         yield _peers("Passed on to other replicas", report["relay"]["sends"], "to", "gen")
     rows = (
-        (tensor["tensor"], shape(tensor["shape"]), tensor["dtype"], f"{tensor['transfers']:,}", size(tensor["bytes"]))
+        (tensor["tensor"], str(tensor["shape"]), tensor["dtype"], tensor["transfers"], size(tensor["bytes"]))
         for tensor in report["tensors"]
     )
-    numbers = ("transfers", "bytes")
-    yield table("Tensors", ("tensor", "shape", "dtype", *numbers), rows, numbers, most=_ROWS_SHOWN, noun="tensor")
+    yield table("Tensors", "tensor, shape, dtype, >transfers, >bytes", rows, most=_ROWS_SHOWN, noun="tensor")
 
 
 def _peers(title: str, stages: list[dict[str, Any]], direction: str, world: str) -> Table:
     rows = (
-        (str(stage["pp_stage"]), f"{world}:{peer['rank']}", f"{peer['transfers']:,}", size(peer["bytes"]))
+        (stage["pp_stage"], f"{world}:{peer['rank']}", peer["transfers"], size(peer["bytes"]))
         for stage in stages
         for peer in stage["peers"]
     )
-    return table(title, ("stage", direction, "transfers", "bytes"), rows, numbers=("stage", "transfers", "bytes"))
+    return table(title, f">stage, {direction}, >transfers, >bytes", rows)
 
 
 def _transfers(args: argparse.Namespace, transfers: Iterator[Transfer]) -> Iterator[RenderableType]:
@@ -136,21 +135,16 @@ def _transfers(args: argparse.Namespace, transfers: Iterator[Transfer]) -> Itera
     if not shown:
         yield f"{args.rank} has no part in moving {args.parameter}"
     for alike in grouped(shown, lambda t: (t.parameter, *tensors_of(t))).values():
-        yield from _transfer_tables(alike)
+        first = alike[0]
+        lines = [("parameter", styled(first.parameter, "bold"))]
+        if first.route != "bulk":
+            yield facts([*lines, ("route", f"{first.route}: {first.reason}"), ("bytes", size(first.nbytes))])
+            continue
+        yield facts([*lines, *tensor_lines(first), ("regions", f"in coordinates of {list(first.view)}")])
+        rows = (
+            (t.pp_stage or 0, str(t.region), size(t.nbytes), sender(t), offset(t.src), rank_name(t.dst), offset(t.dst))
+            for t in alike
+        )
+        yield table(None, ">stage, region, >bytes, from, >at element, to, >at element", rows)
     if left := sum(1 for _ in transfers):
         yield and_more(left, "transfer")
-
-
-def _transfer_tables(transfers: list[Transfer]) -> Iterator[RenderableType]:
-    first = transfers[0]
-    lines = [("parameter", styled(first.parameter, "bold"))]
-    if first.route != "bulk":
-        yield facts([*lines, ("route", f"{first.route}: {first.reason}"), ("bytes", size(first.nbytes))])
-        return
-    yield facts([*lines, *tensor_lines(first), ("regions", f"in coordinates of {shape(first.view)}")])
-    rows = (
-        (str(t.pp_stage), str(t.region), size(t.nbytes), sender(t), offset(t.src), rank_name(t.dst), offset(t.dst))
-        for t in transfers
-    )
-    columns = ("stage", "region", "bytes", "from", "at element", "to", "at element")
-    yield table(None, columns, rows, numbers=("stage", "bytes", "at element"))

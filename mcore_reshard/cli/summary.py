@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -21,7 +20,7 @@ from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof, ProofError
 
-from .render import Cell, count, facts, grouped, noted, print_report, ranges, shape, size, styled, table, verdict
+from .render import Cell, count, facts, grouped, noted, print_report, ranges, size, styled, table, verdict
 
 _MUCH_MISC = 0.1  # share of the bytes by misc from which on a note says so
 _STAGES_SHOWN, _VIOLATIONS_SHOWN, _ALIKE_SHOWN, _BLOCKS_SHOWN = 64, 20, 8, 4
@@ -43,7 +42,7 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
     `bytes` and `parameters` count each parameter once, however many ranks receive it. `bytes.total` is bulk and misc
     together, as excluded parameters do not travel. `proof` and `wire_bytes` count bytes over all generation ranks.
     """
-    parameters, nbytes = (dict.fromkeys(("total", "bulk", "misc", "excluded"), 0) for _ in range(2))
+    parameters, nbytes = (dict.fromkeys(("total", *_ROUTES), 0) for _ in range(2))
     for (route, _), group in zip(routes_of(plan), plan.groups, strict=True):
         for key in (route, "total"):
             parameters[key] += group.count
@@ -69,8 +68,11 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
             {"pp_stage": stage, "transfers": number, "bytes": sent} for stage, number, sent in plan.stage_totals
         ],
         "ranks": {
-            "train": _ranks(send_bytes=plan.send_bytes),
-            "gen": _ranks(recv_bytes=plan.recv_bytes, relay_bytes=plan.relay_bytes),
+            "train": [{"rank": rank, "send_bytes": sent} for rank, sent in enumerate(plan.send_bytes.tolist())],
+            "gen": [
+                {"rank": rank, "recv_bytes": received, "relay_bytes": relayed}
+                for rank, (received, relayed) in enumerate(np.stack([plan.recv_bytes, plan.relay_bytes], 1).tolist())
+            ],
         },
         "relay": plan.relay,
         "plan_seconds": plan_seconds,
@@ -88,12 +90,6 @@ def routes_of(plan: Plan) -> list[tuple[str, str]]:
 def starred(pattern: str) -> str:
     """A pattern of names with stars for what varies: `layers.{layer}.mlp` -> `layers.*.mlp`."""
     return re.sub(r"\{\w+\}", "*", pattern)
-
-
-def _ranks(**loads: NDArray[np.int64]) -> list[dict[str, int]]:
-    """Of every rank of a world, its number and its loads."""
-    columns = {"rank": range(len(next(iter(loads.values())))), **{key: load.tolist() for key, load in loads.items()}}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _pairs(plan: Plan) -> list[dict[str, Any]]:
@@ -117,7 +113,6 @@ def _pairs(plan: Plan) -> list[dict[str, Any]]:
 
 def _casts(plan: Plan) -> list[dict[str, Any]]:
     """Groups that change their dtype on the way; `bytes` are those on the wire, each parameter once."""
-    groups = [(plan.groups[cast.group], cast) for cast in plan.casts]
     return [
         {
             "parameter": group.name_pattern,
@@ -127,7 +122,7 @@ def _casts(plan: Plan) -> list[dict[str, Any]]:
             "to": cast.dst,
             "bytes": group.count * prod(group.shape) * ITEMSIZE[cast.dst],
         }
-        for group, cast in groups
+        for group, cast in ((plan.groups[cast.group], cast) for cast in plan.casts)
     ]
 
 
@@ -158,18 +153,15 @@ def _report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> Iterator[Rende
     covered = f"{proof.covered_bytes:,} of {proof.destination_bytes:,} destination bytes of the bulk route covered"
     yield facts([("proof", verdict(proof.ok, covered + ", each exactly once" * proof.ok))])
     if not proof.ok:
-        rows = [[v.rule, v.parameter, v.ranks, v.message] for v in proof.violations[:_VIOLATIONS_SHOWN]]
-        title = f"Proof violations ({len(proof.violations)})"
-        yield table(title, ("rule", "parameter", "ranks", "what is wrong"), rows)
+        violations = ((v.rule, v.parameter, v.ranks, v.message) for v in proof.violations[:_VIOLATIONS_SHOWN])
+        yield table(f"Proof violations ({len(proof.violations)})", "rule, parameter, ranks, what is wrong", violations)
     total = sum(sent for _, _, sent in plan.stage_totals) or 1
-    rows = [[str(s), f"{number:,}", size(sent), f"{sent / total:.1%}"] for s, number, sent in plan.stage_totals]
-    numbers = ("stage", "transfers", "bytes", "share")
-    yield table("Stages", numbers, rows, numbers, most=_STAGES_SHOWN, noun="stage")
+    stages = ((stage, number, size(sent), f"{sent / total:.1%}") for stage, number, sent in plan.stage_totals)
+    yield table("Stages", ">stage, >transfers, >bytes, >share", stages, most=_STAGES_SHOWN, noun="stage")
     yield _loads(plan)
     for title, entries in (("Misc route", plan.misc), ("Excluded", plan.excluded)):
         if entries:
-            columns = ("parameter", "layers", "count", "bytes", "reason")
-            yield table(title, columns, _unplanned_rows(plan, entries), numbers=("count", "bytes"))
+            yield table(title, "parameter, layers, >count, >bytes, reason", _unplanned_rows(plan, entries))
     yield from noted(summary["notes"])
 
 
@@ -222,13 +214,12 @@ def _loads(plan: Plan) -> Table:
         mean, most = float(load.mean()), int(load.max())
         as_busy = int(np.count_nonzero(load == most)) - 1
         busiest = f"{world}:{int(load.argmax())}" + (f" and {as_busy} more" if as_busy else "")
-        sizes = [size(int(load.min())), size(mean), size(most), f"{most / mean:.2f}" if mean else "-"]
-        rows.append([f"{world}, {verb}", str(len(load)), *sizes, busiest])
-    numbers = ("ranks", "least", "mean", "most", "most / mean")
-    return table("Load per rank", ("world", *numbers, "busiest"), rows, numbers=numbers)
+        sizes = (size(int(load.min())), size(mean), size(most), f"{most / mean:.2f}" if mean else "-")
+        rows.append((f"{world}, {verb}", len(load), *sizes, busiest))
+    return table("Load per rank", "world, >ranks, >least, >mean, >most, >most / mean, busiest", rows)
 
 
-def _unplanned_rows(plan: Plan, entries: tuple[UnplannedGroup, ...]) -> Iterator[tuple[str, ...]]:
+def _unplanned_rows(plan: Plan, entries: tuple[UnplannedGroup, ...]) -> Iterator[tuple[Cell, ...]]:
     """One line a group, or one for many groups that share a reason."""
     for reason, sharing in grouped(entries, lambda entry: entry.reason).items():
         groups = [plan.groups[entry.group] for entry in sharing]
@@ -236,22 +227,20 @@ def _unplanned_rows(plan: Plan, entries: tuple[UnplannedGroup, ...]) -> Iterator
             more = f" and {len(alike) - 1} more names" if len(alike) > 1 else ""
             layers = ranges({layer for group in alike for layer in group.layers}) or "-"
             nbytes = size(sum(group.nbytes * group.count for group in alike))
-            number = f"{sum(group.count for group in alike):,}"
-            yield starred(alike[0].name_pattern) + more, layers, number, nbytes, reason
+            yield starred(alike[0].name_pattern) + more, layers, sum(g.count for g in alike), nbytes, reason
 
 
 def parameters_table(plan: Plan) -> Iterator[RenderableType]:
     """One line a group of parameters: where the trainer keeps them and where the engine wants them."""
     patterns = {transfers.group: plan.patterns[transfers.pattern] for transfers in reversed(plan.transfer_groups)}
-    rows: list[list[Cell]] = []
+    rows: list[tuple[Cell, ...]] = []
     for number, (group, (route, _)) in enumerate(zip(plan.groups, routes_of(plan), strict=True)):
-        ends: list[Cell] = [styled(route, "yellow"), "", "", ""]
+        ends: tuple[Cell, ...] = (styled(route, "yellow"), "", "", "")
         if pattern := patterns.get(number):
             cuts = f"{len(pattern.src.pieces)} -> {len(pattern.dst.pieces)}"
-            ends = [route, _tensors(pattern.src), _tensors(pattern.dst), cuts]
-        rows.append([starred(group.name_pattern), f"{group.count:,}", shape(group.shape), *ends])
-    columns = ("parameter", "count", "shape", "route", "trainer tensor", "engine tensor", "cuts")
-    yield table("Parameters", columns, rows, numbers=("count",))
+            ends = (route, _tensors(pattern.src), _tensors(pattern.dst), cuts)
+        rows.append((starred(group.name_pattern), group.count, str(list(group.shape)), *ends))
+    yield table("Parameters", "parameter, >count, shape, route, trainer tensor, engine tensor, cuts", rows)
 
 
 def _tensors(partition: Partition) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_reshard.planner.plan.transfers import Place, Transfer
 
-from .render import Cell, shape
+from .render import Cell
 
 _ELEMENT = "world rank tensor shape dtype index offset byte_offset"
 
@@ -47,13 +47,12 @@ def tensor_lines(transfer: Transfer) -> Iterator[tuple[str, Cell]]:
     """The local tensors at both ends, as far as the transfer has any."""
     for title, place in (("trainer tensor", transfer.src), ("engine tensor", transfer.dst)):
         if place is not None:
-            yield title, f"{place.tensor}  {place.dtype} {shape(place.shape)}"
+            yield title, f"{place.tensor}  {place.dtype} {list(place.shape)}"
 
 
-def tensors_of(transfer: Transfer) -> tuple[str | None, str | None]:
-    """The names of the local tensors at both ends."""
-    src, dst = transfer.src, transfer.dst
-    return None if src is None else src.tensor, None if dst is None else dst.tensor
+def tensors_of(transfer: Transfer) -> list[str]:
+    """The names of the local tensors, of both ends where there are two."""
+    return [place.tensor for place in (transfer.src, transfer.dst) if place is not None]
 
 
 def sender(transfer: Transfer) -> str:
@@ -65,5 +64,5 @@ def rank_name(place: Place | None) -> str:
     return "-" if place is None else f"{place.world}:{place.rank}"
 
 
-def offset(place: Place | None) -> str:
-    return "" if place is None else f"{place.offset:,}"
+def offset(place: Place | None) -> Cell:
+    return "" if place is None else place.offset

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -80,9 +80,10 @@ def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
     dtypes = asked_dtypes if any(asked_dtypes) else planned_dtypes
     request = read_request(config, args.train or train, args.gen or gen, plan.policy, dtypes[0], dtypes[1], plan.engine)
     planned_again = request.plan()
-    meshes = (("train", planned_again.train, train), ("gen", planned_again.gen, gen))
-    stated = ((side, format_mesh(mesh), planned) for side, mesh, planned in meshes)
-    problems = [f"--{side} is {mesh}, the plan is for {planned}" for side, mesh, planned in stated if mesh != planned]
+    problems = []
+    for side, planned, mesh in (("train", train, planned_again.train), ("gen", gen, planned_again.gen)):
+        if (asked := format_mesh(mesh)) != planned:
+            problems.append(f"--{side} is {asked}, the plan is for {planned}")
     asked, planned = (" -> ".join(dtype or "bf16" for dtype in both) for both in (dtypes, planned_dtypes))
     fields = ("groups", "pairs", "casts", "misc")
     differs = {name for name in fields if getattr(planned_again, name) != getattr(plan, name)}
@@ -122,30 +123,30 @@ def _tables(report: ValidationReport) -> Iterator[RenderableType]:
         *((name, getattr(report, name)) for name in ("precision", "policy", "transport", "digest")),
     ]
     yield facts((name, value) for name, value in lines if value)
-    rows = [
-        [
-            *(str(refit.version), refit.change, f"{refit.seconds:.2f}", size(refit.bulk_bytes), size(refit.misc_bytes)),
-            *(f"{len(refit.parameters):,}", f"{len(refit.wrong):,}"),
-        ]
-        for refit in report.refits
-    ]
-    columns: tuple[str, ...] = ("refit", "weights", "seconds", "bulk", "misc", "tensors", "wrong")
-    yield table("Refits", columns, rows, numbers=(columns[0], *columns[2:]))
-    columns = ("tensor", "route", "compared", "bytes", "differing elements")
-    yield table("Engine tensors", columns, _by_name(report.parameters), numbers=columns[2:])
+    refits = (
+        (
+            r.version,
+            r.change,
+            f"{r.seconds:.2f}",
+            size(r.bulk_bytes),
+            size(r.misc_bytes),
+            len(r.parameters),
+            len(r.wrong),
+        )
+        for r in report.refits
+    )
+    yield table("Refits", ">refit, weights, >seconds, >bulk, >misc, >tensors, >wrong", refits)
+    groups = grouped(report.parameters, lambda result: (re.sub(r"\.[0-9]+\.", ".*.", result.name), result.route))
+    tensors = (
+        (*name_and_route, len(alike), size(sum(r.nbytes for r in alike)), sum(r.mismatches for r in alike))
+        for name_and_route, alike in groups.items()  # over all layers, ranks and refits
+    )
+    yield table("Engine tensors", "tensor, route, >compared, >bytes, >differing elements", tensors)
     if differences := _differences(report):
-        rows = [[str(version), f"gen:{r.gen_rank}", r.name, r.route, _difference(r)] for version, r in differences]
-        columns = ("refit", "rank", "tensor", "route", "what")
-        yield table("Differences from golden", columns, rows, numbers=("refit",), most=_ROWS_SHOWN, noun="tensor")
+        rows = ((version, f"gen:{r.gen_rank}", r.name, r.route, _difference(r)) for version, r in differences)
+        columns = ">refit, rank, tensor, route, what"
+        yield table("Differences from golden", columns, rows, most=_ROWS_SHOWN, noun="tensor")
     yield facts([("golden", verdict(report.ok, _verdict(report)))])
-
-
-def _by_name(results: Iterable[ParameterResult]) -> Iterator[tuple[str, ...]]:
-    """Results over all layers, ranks and refits, one line a tensor name and route."""
-    groups = grouped(results, lambda result: (re.sub(r"\.[0-9]+\.", ".*.", result.name), result.route))
-    for (name, route), alike in groups.items():
-        nbytes, mismatches = sum(result.nbytes for result in alike), sum(result.mismatches for result in alike)
-        yield name, route, f"{len(alike):,}", size(nbytes), f"{mismatches:,}"
 
 
 def _differences(report: ValidationReport) -> list[tuple[int, ParameterResult]]:

@@ -1,12 +1,11 @@
 """Run a function in several forked processes, as a launcher of ranks would, in one call.
 
 The parent imports what the ranks need (`prepare` functions, seconds for Megatron) and forks, so that ranks start in
-tens of milliseconds and share those pages. The first failure or the deadline ends all of them with one error.
+tens of milliseconds and share those pages.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -16,7 +15,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -40,85 +40,74 @@ def run_processes(
     """
     if torch.cuda.is_initialized():
         raise RuntimeError("run_processes forks, which CUDA does not survive: call it before using CUDA")
+    context = multiprocessing.get_context("fork")
+    children: list[_Child] = []
     with tempfile.TemporaryDirectory(prefix="mcore-reshard-") as folder:
-        return _Launch(count, function, args, timeout_s, Path(folder)).results()
-
-
-class _Launch:
-    """The processes of one call, and the results that have come back from them."""
-
-    def __init__(
-        self, count: int, function: Callable[..., Any], args: Sequence[Any], timeout_s: float, folder: Path
-    ) -> None:
-        self.timeout_s, self.folder = timeout_s, folder
-        self.deadline = time.monotonic() + timeout_s
-        self.returned: dict[int, Any] = {}
-        self.processes: list[ForkProcess] = []
-        self.pending: dict[Connection, int] = {}
-        context = multiprocessing.get_context("fork")
-        for index in range(count):
-            receive, send = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_child, args=(index, function, args, send, self._stack_file(index)), name=f"process {index}"
-            )
-            process.start()
-            send.close()  # so that a death of the child ends the pipe
-            self.processes.append(process)
-            self.pending[receive] = index
-
-    def results(self) -> list[Any]:
         try:
-            while self.pending:
-                ready = wait(list(self.pending), max(0.0, self.deadline - time.monotonic()))
-                if not ready:
-                    late = sorted(self.pending.values())
-                    raise ProcessError(f"still running after {self.timeout_s:g} s: processes {late}\n{self._stacks()}")
-                for connection in ready:
-                    assert isinstance(connection, Connection)
-                    self._collect(connection)
-            for process in self.processes:
-                process.join(max(1.0, self.deadline - time.monotonic()))
+            for index in range(count):
+                receive, send = context.Pipe(duplex=False)
+                stack_file = Path(folder) / f"stack{index}"
+                process = context.Process(target=_run_child, args=(index, function, args, send, stack_file))
+                process.start()
+                send.close()  # so that a death of the child ends the pipe
+                children.append(_Child(index, process, receive, stack_file))
+            return _collect(children, timeout_s)
         finally:
-            for process in self.processes:
-                process.kill()
-            for process in self.processes:
-                process.join()
-            for connection in self.pending:
-                connection.close()
-        return [self.returned[index] for index in range(len(self.processes))]
-
-    def _collect(self, connection: Connection) -> None:
-        index = self.pending.pop(connection)
-        try:
-            succeeded, outcome = pickle.loads(connection.recv_bytes())  # from our own child
-        except EOFError:
-            self.processes[index].join(1.0)
-            raise ProcessError(f"process {index} {_death(self.processes[index].exitcode)}") from None
-        if not succeeded:
-            raise ProcessError(f"process {index} failed:\n{outcome}\n{self._stacks()}")
-        self.returned[index] = outcome
-
-    def _stacks(self) -> str:
-        """Where the processes that have not returned are."""
-        running = sorted(self.pending.values())
-        for index in running:
-            if (pid := self.processes[index].pid) is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.2)  # for the stacks to be written
-        return "\n".join(f"process {index} was at:\n{self._stack(index)}" for index in running)
-
-    def _stack(self, index: int) -> str:
-        try:
-            return self._stack_file(index).read_text()
-        except FileNotFoundError:
-            return "its start, before its first line ran"
-
-    def _stack_file(self, index: int) -> Path:
-        return self.folder / f"stack{index}"
+            for child in children:
+                child.process.kill()
+            for child in children:
+                child.process.join()
+                child.connection.close()
 
 
-def _child(index: int, function: Callable[..., Any], args: Sequence[Any], send: Connection, stack_file: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _Child:
+    index: int
+    process: ForkProcess
+    connection: Connection
+    stack_file: Path
+
+
+def _collect(children: list[_Child], timeout_s: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    running, results = {child.connection: child for child in children}, dict[int, Any]()
+    while running:
+        ready = wait(list(running), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [child.index for child in running.values()]
+            raise ProcessError(f"still running after {timeout_s:g} s: processes {late}\n{_stacks(running.values())}")
+        for connection in ready:
+            child = running.pop(connection)  # type: ignore[call-overload]
+            try:
+                succeeded, outcome = pickle.loads(child.connection.recv_bytes())  # from our own child
+            except EOFError:
+                child.process.join(1.0)
+                raise ProcessError(f"process {child.index} {_death(child.process.exitcode)}") from None
+            if not succeeded:
+                raise ProcessError(f"process {child.index} failed:\n{outcome}\n{_stacks(running.values())}")
+            results[child.index] = outcome
+    for child in children:
+        child.process.join(max(1.0, deadline - time.monotonic()))
+    return [results[child.index] for child in children]
+
+
+def _stacks(running: Collection[_Child]) -> str:
+    """Where the processes that have not returned are."""
+    for child in running:
+        if child.process.is_alive() and child.process.pid is not None:
+            os.kill(child.process.pid, signal.SIGUSR1)
+    time.sleep(0.2)  # for the stacks to be written
+    stacks = []
+    for child in running:
+        started = child.stack_file.exists()
+        stack = child.stack_file.read_text() if started else "its start, before its first line ran"
+        stacks.append(f"process {child.index} was at:\n{stack}")
+    return "\n".join(stacks)
+
+
+def _run_child(
+    index: int, function: Callable[..., Any], args: Sequence[Any], send: Connection, stack_file: Path
+) -> None:
     torch.set_num_threads(1)
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)

@@ -76,12 +76,12 @@ def test_the_deadline_names_who_is_late_and_where_it_was() -> None:
 
 
 def test_a_failure_before_others_have_started_is_still_the_one_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = processes._child
+    real = processes._run_child
 
     def slow_start(index: int, *args: Any) -> None:
         time.sleep(3 * index)  # its stack file does not exist yet when process 0 fails
         real(index, *args)
 
-    monkeypatch.setattr(processes, "_child", slow_start)
+    monkeypatch.setattr(processes, "_run_child", slow_start)
     with pytest.raises(ProcessError, match=r"process 0 failed:(.|\n)*ZeroDivisionError(.|\n)*its start"):
         run_processes(2, lambda index: 1 // index)
