@@ -1,8 +1,8 @@
-"""What both sides of a validation hold, in which blocks, and how golden becomes what the engine loads.
+"""The dtypes of both sides of a validation, and golden in the dtype that the engine loads.
 
-The trainer's checkpoint is always in bfloat16: it quantizes what it loads, if it is to hold FP8. Golden of weights that
-the trainer holds in FP8 are its own bytes, gathered by Megatron-Bridge's mappings. Golden of weights that are quantized
-on the way are Bridge's bfloat16 export, quantized by the engine's own arithmetic where the engine is a real one.
+The checkpoint is always in bfloat16; a trainer in FP8 quantizes it as it loads. Golden of such a trainer are its own
+bytes. Golden of weights that the refit quantizes are Megatron-Bridge's bfloat16 export, quantized by the engine's own
+arithmetic where the engine is vLLM.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.copies.cast_arithmetic import quantized
 from mcore_reshard.planner.model.families import as_published
 from mcore_reshard.planner.model.parameters import ModelParameters, Role
 from mcore_reshard.planner.model.precision import BLOCK_FP8, Block
 from mcore_reshard.planning import PlanRequest
-from mcore_reshard.trainers.quantized_export import Pairs
+from mcore_reshard.trainers.quantized_export import Pairs, quantize_pair
 
 from .errors import ValidationError
 
 # (--train-dtype, --gen-dtype) whose results can be compared byte for byte, beside bf16 on both
-_COMPARED = {("bf16", "fp8"), ("fp8", "fp8")}
+_COMPARED = (("bf16", "fp8"), ("fp8", "fp8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,12 @@ class SidePrecisions:
     def __str__(self) -> str:
         if self.block is None:
             return ""
-        block = "x".join(map(str, self.block))
         quantizer = "quantized on the way" if self.quantized_on_the_way else "kept by the trainer"
-        return f"{self.train_dtype} -> {self.gen_dtype} in blocks of {block}, {quantizer}"
+        return f"{self.train_dtype} -> {self.gen_dtype} in blocks of {'x'.join(map(str, self.block))}, {quantizer}"
 
 
 def side_precisions(planning: PlanRequest) -> SidePrecisions:
-    """What the sides hold of a model; a config in FP8 is in the blocks that it says, another one in 128 by 128.
+    """What the sides hold of a model. FP8 is in the blocks of its config, or where that has none in 128 by 128.
 
     Raises ValidationError for dtypes that cannot be compared, models that are not in bfloat16 and FP8 not in blocks.
     """
@@ -69,19 +67,19 @@ def side_precisions(planning: PlanRequest) -> SidePrecisions:
     if dtypes == ("bf16", "bf16"):
         return SidePrecisions(None, None, plain, plain, None)
     if dtypes not in _COMPARED:
-        pairs = ", ".join(f"{train} -> {gen}" for train, gen in sorted(_COMPARED))
+        pairs = ", ".join(f"{train} -> {gen}" for train, gen in _COMPARED)
         raise ValidationError(
             f"{dtypes[0]} -> {dtypes[1]} is not validated here: what can be compared is {pairs}, and bf16 on both sides"
         )
-    stated = config.get("quantization_config") or _published_as(model_parameters)
+    stated = config.get("quantization_config") or _default_quantization(model_parameters)
     if stated.get("quant_method") != "fp8" or not stated.get("weight_block_size"):
         raise ValidationError(f"only FP8 in blocks is validated here, and the config's quantization_config is {stated}")
     rows, columns = stated["weight_block_size"]
     return SidePrecisions(*dtypes, plain, {**plain, "quantization_config": stated}, (int(rows), int(columns)))
 
 
-def _published_as(model_parameters: ModelParameters) -> dict[str, Any]:
-    """The quantization_config of a checkpoint in FP8. It names the routers, which stay as they are."""
+def _default_quantization(model_parameters: ModelParameters) -> dict[str, Any]:
+    """The quantization_config of a usual FP8 checkpoint. It lists the routers, which stay unquantized."""
     routers = [name for group in model_parameters.groups if group.role is Role.ROUTER for name in group.names()]
     return {
         "quant_method": "fp8",
@@ -94,21 +92,21 @@ def _published_as(model_parameters: ModelParameters) -> dict[str, Any]:
 def quantized_by_engine(
     tensors: Iterable[tuple[str, torch.Tensor]], pairs: Pairs, device: torch.device, *, by_vllm: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of `pairs`, in bfloat16, as the engine would quantize them; the rest as it is.
+    """Quantize the bfloat16 weights of `pairs` as the engine would; other tensors pass through.
 
-    With vLLM that is what it does to a bfloat16 checkpoint itself (layers/quantization/online/fp8.py), else the reference
-    (`kernels.precision`), which is tested against it. It is done on `device`, the engine's: a GPU divides otherwise.
+    `by_vllm` calls vLLM's own quantizer of bfloat16 checkpoints (layers/quantization/online/fp8.py). Otherwise the
+    reference does it (kernels/copies/cast_arithmetic.py), which is tested against vLLM's. The engine's `device` computes,
+    because a GPU divides otherwise than a CPU.
     """
     for name, tensor in tensors:
         if (pair := pairs.get(name)) is None:
             yield name, tensor
-            continue
-        if by_vllm:
+        elif by_vllm:
             from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-            # Not compiled, which would take every rank longer than all else: on a CPU the bytes are the same.
+            # Compiling would take a rank longer than all else, and gives the same bytes on a CPU.
             with torch.compiler.set_stance("force_eager"):
                 data, scales = per_block_cast_to_fp8(tensor.to(device), list(pair.block), use_ue8m0=False)
+            yield from ((name, data), (pair.name, scales))
         else:
-            data, scales = quantized(tensor.to(device), pair.block)
-        yield from ((name, data), (pair.name, scales))
+            yield from quantize_pair(name, tensor.to(device), pair)

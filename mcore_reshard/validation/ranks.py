@@ -15,11 +15,14 @@ import torch.distributed as dist
 
 from mcore_reshard.engines.vllm import model as vllm_model
 from mcore_reshard.engines.vllm import refined_scales as vllm_refined_scales
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.engines import engine_named
+from mcore_reshard.planner.layout.megatron import ExpertsModule
 from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planning import PlanRequest
 from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
 from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
 from mcore_reshard.trainers.megatron.plan_refit import plan_refit
@@ -31,7 +34,21 @@ from mcore_reshard.validation.trainer import build as trainer
 from .errors import ValidationError
 from .precision import SidePrecisions, quantized_by_engine
 from .report import ParameterResult, compare
-from .request import ValidationRequest
+
+_DEFAULT_OPTIONS = Options(transport="gloo")
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationRequest:
+    """A model and two meshes, as they are read for a plan, and how to refit between them on this machine."""
+
+    planning: PlanRequest
+    plan: Plan | None = None  # used instead of making one; it must be for the same meshes
+    options: Options = _DEFAULT_OPTIONS
+    engine: str = "auto"  # "vllm", "slices" (plain slicing code, tested against vLLM), or vLLM where it is installed
+    refits: int = 3
+    experts: ExpertsModule = "grouped"  # TEGroupedMLP, or "sequential": SequentialMLP
+    unknown: frozenset[Role] = frozenset()  # roles to treat as if no layout rule knew them
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +62,11 @@ class Job:
     folder: Path
     device: str  # torch device type of the tensors that the transport moves
     engine: str  # "vllm" or "slices"
-    store_socket: socket.socket  # listens from before the fork on, so that no rank has to wait for the store's process
+    store_socket: socket.socket  # listens since before the fork: no rank has to wait for the store's process
 
     @property
     def ranks(self) -> int:
         return self.plan.train.world + self.plan.gen.world
-
-    @property
-    def timeout_s(self) -> float:
-        return self.request.options.timeout_s
 
     @property
     def store_port(self) -> int:
@@ -81,27 +94,23 @@ def run_process(index: int, job: Job) -> Results:
     The store has a thread, and forking beside threads is not safe: nothing of it may exist before the fork.
     """
     if index == job.ranks:
-        _host_store(job)
+        port, listening = job.store_port, job.store_socket.detach()
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+        while len(list(job.folder.glob("done*"))) < job.ranks:  # the launcher ends this process when a rank fails
+            time.sleep(0.02)
+        del store  # it serves until here
         return [], []
-    address, train_world = f"127.0.0.1:{job.store_port}", job.plan.train.world
-    results = _train(index, job, address) if index < train_world else _generate(index - train_world, job, address)
+    address, gen_rank = f"127.0.0.1:{job.store_port}", index - job.plan.train.world
+    results = _train(index, job, address) if gen_rank < 0 else _generate(gen_rank, job, address)
     (job.folder / f"done{index}").touch()
     return results
-
-
-def _host_store(job: Job) -> None:
-    port, listening = job.store_port, job.store_socket.detach()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
-    while len(list(job.folder.glob("done*"))) < job.ranks:  # the launcher ends this process when a rank fails
-        time.sleep(0.02)
-    del store  # it serves until here
 
 
 def _train(rank: int, job: Job, store: str) -> Results:
     mesh, device = job.plan.train, _device(job, rank)
     os.environ["MEGATRON_CONFIG_LOCK_DIR"] = str(job.folder / f"locks{rank}")  # else ranks queue for the config
     world_store = dist.FileStore(str(job.folder / "train.store"), mesh.world)
-    timeout = timedelta(seconds=job.timeout_s)
+    timeout = timedelta(seconds=job.request.options.timeout_s)
     dist.init_process_group("gloo", store=world_store, rank=rank, world_size=mesh.world, timeout=timeout)
     model = trainer.build_trainer(
         job.payload_folder(1),
@@ -112,7 +121,16 @@ def _train(rank: int, job: Job, store: str) -> Results:
         pairs=job.pairs,
     )
     if job.request.plan is None and not job.request.unknown:
-        _check_live_plan(job, model)
+        live = plan_refit(
+            job.precisions.engine_config,
+            model.model_chunks,
+            job.plan.gen,
+            model=job.plan.model,
+            policy=job.plan.policy,
+            gen_dtype=job.precisions.gen_dtype,
+        )
+        if live.digest != job.plan.digest:
+            raise ValidationError(f"the live model gives plan {live.digest}, its config and mesh {job.plan.digest}")
     if rank == 0:
         publish_plan(job.plan, store)
     source = trainer.Source(model, device)
@@ -147,22 +165,8 @@ def _device(job: Job, index: int) -> torch.device:
     return device
 
 
-def _check_live_plan(job: Job, model: trainer.Trainer) -> None:
-    """Raise ValidationError unless the live model, asked for its mesh and build, gives the plan of the config."""
-    live = plan_refit(
-        job.precisions.engine_config,
-        model.model_chunks,
-        job.plan.gen,
-        model=job.plan.model,
-        policy=job.plan.policy,
-        gen_dtype=job.precisions.gen_dtype,
-    )
-    if live.digest != job.plan.digest:
-        raise ValidationError(f"the live model gives plan {live.digest}, its config and mesh {job.plan.digest}")
-
-
 def _vocab_multiple(job: Job) -> int | None:
-    """The divisor that makes Megatron pad to what the plan's embedding says; None where it does not pad."""
+    """The divisor with which Megatron pads the vocabulary as the plan says; None where it does not pad."""
     plan = job.plan
     embedding = next(i for i, group in enumerate(plan.groups) if group.role in {Role.EMBEDDING, Role.UNKNOWN})
     pattern = next((transfers.pattern for transfers in plan.transfer_groups if transfers.group == embedding), None)
@@ -220,7 +224,7 @@ def _generate(rank: int, job: Job, store: str) -> Results:
     else:
         device = _device(job, job.plan.train.world + rank)
         engine = StandInEngine(job.precisions.engine_config, gen_sizes(job.plan.gen), rank, device)
-    schedule = schedule_of(fetch_plan(store, timeout_s=job.timeout_s), "gen", rank)
+    schedule = schedule_of(fetch_plan(store, timeout_s=job.request.options.timeout_s), "gen", rank)
     endpoint = GenerationEndpoint(
         schedule,
         engine.tensors,

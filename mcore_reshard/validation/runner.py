@@ -1,10 +1,9 @@
 """Golden against real: refit a real trainer into an engine in real processes, and compare every byte with golden.
 
-One forked process a rank. Training ranks hold a Megatron-Core model built by Megatron-Bridge: with a transport for GPUs
-a model on the GPU, of real Transformer Engine modules where it is installed, else one on the CPU. Generation ranks hold
-a vLLM model where vLLM is installed, and otherwise the tensors that it would hold. The two worlds have separate process
-groups and meet only at the refit. Golden is Megatron-Bridge's export of the same weights, handed over in a file and fed
-to the engine's own loader; it shares neither layouts nor transport with the refit.
+Each rank is a forked process. Training ranks hold a Megatron-Core model built by Megatron-Bridge: on the GPU with a
+transport for GPUs and an installed Transformer Engine, else on the CPU. Generation ranks hold a vLLM model, or the
+tensors of one where vLLM is not installed. The two worlds meet only at the refit. Golden is Megatron-Bridge's export of
+the same weights, handed over in a file to the engine's own loader: it shares neither layouts nor transport.
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ from mcore_reshard.validation.trainer.bridge_limits import bridge_limits
 from .errors import ValidationError
 from .precision import side_precisions
 from .processes import run_processes
-from .ranks import Job, Results, gen_sizes, run_process
+from .ranks import Job, Results, ValidationRequest, gen_sizes, run_process
 from .report import RefitResult, ValidationReport
-from .request import ValidationRequest
-
-__all__ = ["ValidationError", "ValidationRequest", "validate"]
 
 LARGEST_MODEL_BYTES = 2 << 30  # every rank of the check holds a golden copy on this one machine
 
@@ -52,8 +48,8 @@ CHANGES = ("payload 1 loaded", "payload 2 loaded in place", "an SGD step")
 def validate(request: ValidationRequest) -> ValidationReport:
     """Refit the model between the ranks of both meshes `refits` times, changing all weights in between.
 
-    The first two sets of weights together give every element of the model an identity of its own, so an element out of
-    place cannot go unseen. The third set comes from an optimizer step.
+    No two elements of the model agree in both of the first two sets of weights, so an element out of place shows.
+    Later sets come from optimizer steps.
 
     Raises MeshError for what cannot be planned, ProofError for an unsound plan and ValidationError where the check cannot
     be run. Differences are not errors: they are in the report.
@@ -66,7 +62,11 @@ def validate(request: ValidationRequest) -> ValidationReport:
     require_proof(plan)
     _check_model(request)
     device = device_of(request.options.transport)
-    _check_gpus(resolve(request.options.transport, device).name, device, planning.train.world + planning.gen.world)
+    ranks, gpus = planning.train.world + planning.gen.world, torch.cuda.device_count() if device == "cuda" else 0
+    if resolve(request.options.transport, device).name == "nccl" and ranks > gpus:
+        raise ValidationError(
+            f"NCCL needs a GPU for each rank: {ranks} ranks, {gpus} here; --transport direct lets ranks share GPUs"
+        )
     engine = _engine_kind(request.engine, device)
     trainer.prepare(on_cuda=device == "cuda")
     if engine == "vllm":
@@ -136,18 +136,8 @@ def _check_model(request: ValidationRequest) -> None:
             f"the model has {model_parameters.nbytes / 1e9:.0f} GB, more than the {LARGEST_MODEL_BYTES >> 30} GiB that a check"
             f" on one machine is made for: validate a small config of the same family, such as {small}"
         )
-    if limits := bridge_limits(model_parameters, request.planning.train, request.experts):
-        raise ValidationError(
-            f"Megatron-Bridge does not make this model, so nothing can be compared: {'; '.join(limits)}"
-        )
-
-
-def _check_gpus(transport: str, device: str, ranks: int) -> None:
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
-    if transport == "nccl" and ranks > gpus:
-        raise ValidationError(
-            f"NCCL needs a GPU for each rank: {ranks} ranks, {gpus} here; --transport direct lets ranks share GPUs"
-        )
+    if limits := "; ".join(bridge_limits(model_parameters, request.planning.train, request.experts)):
+        raise ValidationError(f"Megatron-Bridge does not make this model, so nothing can be compared: {limits}")
 
 
 def _check_slices(job: Job) -> None:
@@ -170,11 +160,8 @@ def _check_vllm(job: Job, timeout_s: float) -> None:
         checkpoint[name] = torch.empty(shape, dtype=dtype, device="meta")
         if scales:
             checkpoint[scales.name] = torch.empty(scales.shape, dtype=torch.float32, device="meta")
-
-    def ask(_: int) -> str | None:
-        return vllm_engine.refusal(job.engine_folder, gen_sizes(job.plan.gen), checkpoint)
-
-    (refusal,) = run_processes(1, ask, timeout_s=timeout_s)
+    args = (job.engine_folder, gen_sizes(job.plan.gen), checkpoint)
+    (refusal,) = run_processes(1, lambda _: vllm_engine.refusal(*args), timeout_s=timeout_s)
     if refusal:
         raise ValidationError(
             f"vLLM refuses this model, so nothing can be compared: {refusal.rstrip('.')}; change the config or --gen to what"
@@ -184,14 +171,17 @@ def _check_vllm(job: Job, timeout_s: float) -> None:
 
 def _engine_kind(engine: str, device: str) -> str:
     """What holds the destination tensors: "vllm", whose model is built on the CPU, or "slices"."""
-    unavailable_reason = ""
+    if engine == "slices":
+        return engine
     if importlib.util.find_spec("vllm") is None:
         unavailable_reason = "vLLM is not installed: use plain slices, or from a clone: pip install '.[vllm]'"
     elif device != "cpu":
         unavailable_reason = "vLLM's model is built on the CPU here: use --transport gloo, or plain slices"
-    if engine == "vllm" and unavailable_reason:
+    else:
+        return "vllm"
+    if engine == "vllm":
         raise ValidationError(unavailable_reason)
-    return "slices" if engine == "slices" or unavailable_reason else "vllm"
+    return "slices"
 
 
 def _source_versions() -> str:

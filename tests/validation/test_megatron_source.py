@@ -24,7 +24,7 @@ from mcore_reshard.trainers.megatron.plan_refit import _agree_on_precision, plan
 from mcore_reshard.validation import tiny
 from mcore_reshard.validation.processes import run_processes
 from mcore_reshard.validation.trainer import build as trainer_module
-from mcore_reshard.validation.trainer import te_standin, te_standin_fp8
+from mcore_reshard.validation.trainer import te_standin, te_standin_modules
 from mcore_reshard.validation.trainer.build import Trainer, build_trainer, prepare
 
 if find_spec("megatron") is None or find_spec("megatron.bridge") is None:
@@ -324,7 +324,7 @@ def _planned_in_fp8(trainer: Trainer, folder: Path, config: dict[str, Any], unli
         if layer.layer_number - 1 in unlike:
             linear = layer.self_attention.linear_proj
             weight, quantized = linear.weight.data, hasattr(linear.weight, "_rowwise_data")
-            other = weight.dequantize() if quantized else te_standin_fp8.Float8BlockwiseQTensor.of(weight, (8, 8))
+            other = weight.dequantize() if quantized else te_standin_modules.Float8BlockwiseQTensor.of(weight, (8, 8))
             linear.weight = torch.nn.Parameter(other)
     try:
         plan = plan_refit(config, trainer.model_chunks, GenMesh(), gen_dtype="fp8")

@@ -1,7 +1,7 @@
-"""Repairs of Megatron-Bridge, so that its load and export can be the yardstick of a refit also on older releases.
+"""Repairs of Megatron-Bridge: with them its load and export can judge a refit on older releases too.
 
-All but the padding of a vocabulary at TP1 are what newer releases do themselves (compared with 0.6.2), and are left
-out there. They belong to validation and to nothing else: a policy worker runs the Bridge it has.
+Releases since 0.6 bring all but the padding of a vocabulary at TP1 (compared with 0.6.2). Only validation installs
+these repairs; a policy worker runs the Bridge it has.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import torch
 
 from .bridge_limits import bridge_release
 
-FIXED_IN = (0, 6)
-
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
@@ -27,80 +25,68 @@ def apply() -> None:
     if getattr(megatron.bridge, "__backported__", False):
         return
     megatron.bridge.__backported__ = True
-    column = param_mapping.ColumnParallelMapping
-    column.hf_to_megatron = _padding_load(column.hf_to_megatron)
-    if bridge_release() >= FIXED_IN:
+    _wrap(param_mapping.ColumnParallelMapping, "hf_to_megatron", _pad_vocabulary)
+    if bridge_release() >= (0, 6):
         return
-    mapping = param_mapping.MegatronParamMapping
-    mapping.scatter_to_tp_ranks = _contiguous_scatter(mapping.scatter_to_tp_ranks)
-    mapping.gather_from_ep_ranks = _numbered_gather(mapping.gather_from_ep_ranks)
-    model_bridge._megatron_local_name_to_global = _global_expert_name(model_bridge._megatron_local_name_to_global)
-    model_bridge.extract_sort_key = _expert_sort_key(model_bridge.extract_sort_key)
+    _wrap(param_mapping.MegatronParamMapping, "scatter_to_tp_ranks", _scatter_contiguous)
+    _wrap(param_mapping.MegatronParamMapping, "gather_from_ep_ranks", _gather_numbered_experts)
+    _wrap(model_bridge, "_megatron_local_name_to_global", _number_experts_globally)
+    _wrap(model_bridge, "extract_sort_key", _sort_experts_by_number)
     model_bridge.MegatronModelBridge._broadcast_shared_embeddings = _share_embedding
 
 
-def _contiguous_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    """gloo's scatter sends wrong bytes for strided inputs, which row-parallel cuts are."""
-
-    def repaired(self: Any, splits: Sequence[torch.Tensor] | None, *args: Any, **kwargs: Any) -> Any:
-        return scatter(self, [split.contiguous() for split in splits] if splits else splits, *args, **kwargs)
-
-    return repaired
+def _wrap(owner: Any, name: str, repair: Callable[..., Any]) -> None:
+    """Replace `owner.name` by `repair`, which takes the original before its arguments."""
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: repair(original, *args, **kwargs))
 
 
-def _padding_load(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint's vocabulary may be smaller than the model's: the rest is zero rows."""
-
-    def repaired(self: Any, weights: torch.Tensor, module: Any) -> Any:
-        if self.megatron_param in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            missing = module.weight.shape[0] * self.tp_size - weights.shape[0]
-            weights = torch.cat([weights, weights.new_zeros(missing, *weights.shape[1:])])
-        return convert(self, weights, module)
-
-    return repaired
+def _scatter_contiguous(
+    scatter: Callable[..., Any], mapping: Any, splits: Sequence[torch.Tensor] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Row-parallel cuts are strided, and gloo scatters wrong bytes of strided inputs."""
+    return scatter(mapping, [split.contiguous() for split in splits] if splits else splits, *args, **kwargs)
 
 
-def _global_expert_name(rename: Callable[..., str]) -> Callable[..., str]:
-    """SequentialMLP: `local_experts.0` of the second expert-parallel rank is not expert 0."""
-
-    def repaired(models: Any, config: Any, param_name: str, vp_stage: int | None = None) -> str:
-        from megatron.core import parallel_state
-
-        name = rename(models, config, param_name, vp_stage)
-        size = parallel_state.get_expert_model_parallel_world_size()
-        first = parallel_state.get_expert_model_parallel_rank() * ((config.num_moe_experts or 0) // size)
-        return _LOCAL_EXPERT.sub(lambda match: f".local_experts.{first + int(match.group(1))}.", name)
-
-    return repaired
+def _pad_vocabulary(convert: Callable[..., Any], mapping: Any, weights: torch.Tensor, module: Any) -> Any:
+    """Append zero rows where the checkpoint's vocabulary is smaller than the model's."""
+    if mapping.megatron_param in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        missing = module.weight.shape[0] * mapping.tp_size - weights.shape[0]
+        weights = torch.cat([weights, weights.new_zeros(missing, *weights.shape[1:])])
+    return convert(mapping, weights, module)
 
 
-def _expert_sort_key(sort_key: Callable[[str], Any]) -> Callable[[str], Any]:
-    """SequentialMLP: experts in numeric order, or ranks with experts 8.. and 16.. would disagree about it."""
+def _number_experts_globally(
+    rename: Callable[..., str], models: Any, config: Any, param_name: str, vp_stage: int | None = None
+) -> str:
+    """SequentialMLP: on the second of two expert-parallel ranks, `local_experts.0` of 8 experts becomes number 4."""
+    from megatron.core import parallel_state
 
-    def repaired(param_name: str) -> Any:
-        (layer, number), name = sort_key(param_name)
-        match = _LOCAL_EXPERT.search(param_name)
-        return [layer, int(match.group(1)) if match else number], name
-
-    return repaired
-
-
-def _numbered_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """SequentialMLP: the expert's number is not where the gather reads it, at the end of the name."""
-
-    def repaired(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = self.megatron_param
-        match = _LOCAL_EXPERT.search(name)
-        self.megatron_param = name + match.group(1) if match else name
-        try:
-            return gather(self, *args, **kwargs)
-        finally:
-            self.megatron_param = name
-
-    return repaired
+    name = rename(models, config, param_name, vp_stage)
+    size = parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * ((config.num_moe_experts or 0) // size)
+    return _LOCAL_EXPERT.sub(lambda match: f".local_experts.{first + int(match.group(1))}.", name)
 
 
-def _share_embedding(self: Any, model_chunks: Any) -> None:
+def _sort_experts_by_number(sort_key: Callable[[str], Any], param_name: str) -> Any:
+    """SequentialMLP: numeric order of experts. In text order, ranks with experts 8.. and 16.. disagree."""
+    (layer, number), name = sort_key(param_name)
+    match = _LOCAL_EXPERT.search(param_name)
+    return [layer, int(match.group(1)) if match else number], name
+
+
+def _gather_numbered_experts(gather: Callable[..., Any], mapping: Any, *args: Any, **kwargs: Any) -> Any:
+    """SequentialMLP: the gather reads an expert's number at the end of its name, so put it there."""
+    name = mapping.megatron_param
+    match = _LOCAL_EXPERT.search(name)
+    mapping.megatron_param = name + match.group(1) if match else name
+    try:
+        return gather(mapping, *args, **kwargs)
+    finally:
+        mapping.megatron_param = name
+
+
+def _share_embedding(_: Any, model_chunks: Any) -> None:
     """Tied embeddings over a pipeline: the last stage's last chunk copies the first stage's first."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model

@@ -1,8 +1,7 @@
 """A real Megatron-Core trainer of a tiny model, built through Megatron-Bridge inside one training process.
 
-It stands for a policy worker in validation and in the demo: it holds weights over a real mesh, takes optimizer steps
-in place, and exports through Megatron-Bridge. On a GPU the real Transformer Engine holds the parameters where it is
-installed; elsewhere, and on the CPU, its stand-in does.
+It stands for a policy worker: it holds weights over a real mesh, takes optimizer steps in place, and exports through
+Megatron-Bridge. The real Transformer Engine holds the parameters on a GPU where it is installed, its stand-in elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from mcore_reshard.planner.model.precision import Block
 from mcore_reshard.trainers.megatron.model import export_hf, local_tensors, require
 from mcore_reshard.trainers.megatron.quantized_pairs import export_with_pairs
 from mcore_reshard.trainers.quantized_export import Pairs
-from mcore_reshard.validation.trainer import bridge_backports, te_standin, te_standin_fp8
+from mcore_reshard.validation.trainer import bridge_backports, te_standin
+from mcore_reshard.validation.trainer.te_standin_modules import use_block
 
 LEARNING_RATE = 0.5
 
@@ -43,7 +43,7 @@ class Trainer:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's tensors as the refit binds them: see `trainers.megatron.model.local_tensors`."""
+        """This rank's tensors as the refit binds them."""
         return local_tensors(self.model_chunks)
 
     def load(self, checkpoint: Path | str) -> None:
@@ -58,30 +58,28 @@ class Trainer:
         passes through the model, since forward needs kernels that a CPU does not have. The router's bias, which
         Megatron updates outside the optimizer, is halved too.
         """
-        parameters = [p for chunk in self.model_chunks for p in chunk.parameters() if not _is_quantized(p)]
-        for parameter in parameters:
+        parameters = [parameter for chunk in self.model_chunks for parameter in chunk.parameters()]
+        unquantized = [parameter for parameter in parameters if not hasattr(parameter, "_rowwise_data")]
+        for parameter in unquantized:
             parameter.grad = parameter.detach().clone()
-        optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, foreach=False)
+        optimizer = torch.optim.SGD(unquantized, lr=LEARNING_RATE, foreach=False)
         optimizer.step()
         optimizer.zero_grad()
         for name, tensor in self.tensors.items():
             if name.endswith("router.expert_bias"):
                 tensor.mul_(1 - LEARNING_RATE)
         with torch.no_grad():
-            for parameter in (p for chunk in self.model_chunks for p in chunk.parameters() if _is_quantized(p)):
-                parameter.copy_(parameter.dequantize() * (1 - LEARNING_RATE))
+            for parameter in parameters:
+                if hasattr(parameter, "_rowwise_data"):
+                    parameter.copy_(parameter.dequantize() * (1 - LEARNING_RATE))
 
     def export(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole HF tensors as the engine holds them: see `trainers.megatron.quantized_pairs.export_with_pairs`."""
+        """Whole HF tensors as the engine holds them."""
         return export_with_pairs(self.bridge, self.model_chunks, self.pairs, names)
 
     def export_unquantized(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All HF tensors as Megatron-Bridge gives them, none quantized: see `trainers.megatron.model.export_hf`."""
+        """All HF tensors as Megatron-Bridge gives them, none quantized."""
         return export_hf(self.bridge, self.model_chunks)
-
-
-def _is_quantized(parameter: torch.nn.Parameter) -> bool:
-    return hasattr(parameter, "_rowwise_data")
 
 
 class Source:
@@ -172,7 +170,7 @@ def build_trainer(
         for name, value in fields.items():
             setattr(provider, name, value)
         provider.finalize()
-        with te_standin_fp8.use_block(fp8_block or (128, 128)):
+        with use_block(fp8_block or (128, 128)):
             chunks = provider.provide_distributed_model(
                 wrap_with_ddp=False, use_cpu_initialization=not te_standin.is_real(), bf16=True
             )

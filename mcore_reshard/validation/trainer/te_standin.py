@@ -2,11 +2,8 @@
 
 Megatron-Core wraps Transformer Engine's linears and norms, and Megatron-Bridge refuses to import without it. Building a
 model and moving its weights needs only their parameters. `install` registers modules of the same names in `sys.modules`;
-their classes (te_standin_modules) own the parameters of the real ones and cannot run forward. Megatron's own wrappers
-then run unmodified. `mamba_ssm` and `triton` are stood in for where they are absent.
-
-Call `install()` before anything imports megatron: its imports are decided once. On a GPU the real Transformer Engine
-is used where it is installed.
+their classes (te_standin_modules) own these parameters, and Megatron's own wrappers run unmodified. `mamba_ssm` and
+`triton` are stood in for where they are absent.
 """
 
 from __future__ import annotations
@@ -18,12 +15,12 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 
-from mcore_reshard.validation.trainer import te_standin_fp8
 from mcore_reshard.validation.trainer import te_standin_modules as modules
 
 
@@ -57,11 +54,9 @@ def install(*, on_cuda: bool = False) -> None:
 def cpu_as_device() -> Iterator[None]:
     """Redirect Megatron's hard-coded CUDA calls to the CPU while a model of the stand-in is built, loaded or exported.
 
-    With the real Transformer Engine this does nothing. With the stand-in the model is on the CPU on any machine.
-
     Megatron places a few buffers (router bias, rotary tables) on `torch.cuda.current_device()`, forks CUDA random
     states around initialization, moves tied embeddings with `.cuda()`, and with context parallelism makes a stream and
-    pins a tensor.
+    pins a tensor. With the real Transformer Engine this does nothing.
     """
     if is_real():
         yield
@@ -102,34 +97,37 @@ def _unavailable(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _register(contents: Mapping[str, Mapping[str, Any]], kind: type[types.ModuleType] = types.ModuleType) -> None:
-    """Put modules of these contents into `sys.modules`; parents come before their children."""
-    for name, members in contents.items():
-        module = sys.modules[name] = kind(name)
-        module.__path__ = []
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__dict__.update(members, __standin__=True)
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    """Put modules of these contents into `sys.modules`, and empty ones for their parents."""
+    for full_name, members in contents.items():
+        for name in accumulate(full_name.split("."), "{}.{}".format):
+            if name in sys.modules:
+                continue
+            module = sys.modules[name] = kind(name)
+            module.__path__ = []
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            vars(module)["__standin__"] = True
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(sys.modules[parent], child, module)
+        vars(sys.modules[full_name]).update(members)
 
 
 _TRANSFORMER_ENGINE: dict[str, dict[str, Any]] = {
     "transformer_engine": {"__version__": "2.11.0"},
-    "transformer_engine.common": {},
     "transformer_engine.common.recipe": {
         "Format": enum.Enum("Format", {"E4M3": "e4m3", "E5M2": "e5m2", "HYBRID": "hybrid"}),
-        "Float8BlockScaling": te_standin_fp8.Float8BlockScaling,
+        "Float8BlockScaling": modules.Float8BlockScaling,
         **_inert_classes("Recipe", "DelayedScaling"),
     },
     "transformer_engine.pytorch": {
         **{name: getattr(modules, name) for name in modules.TRANSFORMER_ENGINE},
-        "fp8_model_init": te_standin_fp8.fp8_model_init,
+        "fp8_model_init": modules.fp8_model_init,
         **_inert_classes("TransformerLayer", base=torch.nn.Module),
         **_inert_classes("Fp8Padding", "Fp8Unpadding"),
     },
     "transformer_engine.pytorch.fp8": {
         "fp8_autocast": _null_context,
-        "fp8_model_init": te_standin_fp8.fp8_model_init,
+        "fp8_model_init": modules.fp8_model_init,
         **_inert_classes("FP8GlobalStateManager"),
     },
     "transformer_engine.pytorch.distributed": {
@@ -143,14 +141,11 @@ _TRANSFORMER_ENGINE: dict[str, dict[str, Any]] = {
     "transformer_engine.pytorch.router": dict.fromkeys(
         ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
     ),
-    "transformer_engine.pytorch.tensor": {"QuantizedTensor": te_standin_fp8.QuantizedTensor},
+    "transformer_engine.pytorch.tensor": {"QuantizedTensor": modules.QuantizedTensor},
     "transformer_engine.pytorch.tensor.utils": {"replace_raw_data": None},
 }
 
 _MAMBA_SSM: dict[str, dict[str, Any]] = {
-    "mamba_ssm": {},
-    "mamba_ssm.ops": {},
-    "mamba_ssm.ops.triton": {},
     "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": modules.GatedRMSNorm},
     "mamba_ssm.ops.triton.ssd_combined": dict.fromkeys(
         ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), _unavailable
@@ -176,10 +171,7 @@ def _decorator(*args: Any, **kwargs: Any) -> Any:
 
 _TRITON: dict[str, dict[str, Any]] = {
     "triton": {"__version__": "3.4.0", **dict.fromkeys(("jit", "autotune", "heuristics"), _decorator)},
-    "triton.language": {},
-    "triton.language.extra": {},
     "triton.language.extra.libdevice": {},
-    "triton.runtime": {},
     "triton.runtime.cache": {},
 }
 

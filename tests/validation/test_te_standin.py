@@ -8,7 +8,7 @@ import torch
 from mcore_reshard.kernels.copies.cast_arithmetic import quantized
 from mcore_reshard.trainers.megatron.quantized_pairs import pair_of_elements
 from mcore_reshard.trainers.quantized_export import Scales
-from mcore_reshard.validation.trainer.te_standin_fp8 import (
+from mcore_reshard.validation.trainer.te_standin_modules import (
     Float8BlockScaling,
     Float8BlockwiseQTensor,
     fp8_model_init,
