@@ -133,10 +133,9 @@ def _train(rank: int, job: Job, store: str) -> Results:
             raise ValidationError(f"the live model gives plan {live.digest}, its config and mesh {job.plan.digest}")
     if rank == 0:
         publish_plan(job.plan, store)
-    source = trainer.Source(model, device)
     endpoint = TrainEndpoint(
         schedule_of(job.plan, "train", rank),
-        lambda: source.tensors,
+        lambda: model.tensors_on(device),
         store=store,
         export=model.export,
         options=job.request.options,
@@ -148,7 +147,6 @@ def _train(rank: int, job: Job, store: str) -> Results:
             model.load(job.payload_folder(2))
         elif version > 2:
             model.step()
-        source.refresh()
         golden = model.export_unquantized() if job.precisions.quantized_on_the_way else model.export()
         _write_golden(job.golden_file(version), golden, keep=rank == 0)
         reports.append(endpoint.refit(version))
@@ -188,7 +186,7 @@ def _write_golden(file: Path, exported: Iterable[tuple[str, torch.Tensor]], keep
 
 
 class _VllmEngine:
-    """A vLLM model as a generation rank's engine: the methods of `StandInEngine`."""
+    """A vLLM model with the methods of `StandInEngine`."""
 
     def __init__(self, job: Job, gen_rank: int) -> None:
         self._model = vllm_engine.build_engine(job.engine_folder, gen_sizes(job.plan.gen), gen_rank)

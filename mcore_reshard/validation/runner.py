@@ -32,7 +32,7 @@ from mcore_reshard.validation.engine import vllm_engine
 from mcore_reshard.validation.engine.slices import StandInEngine
 from mcore_reshard.validation.trainer import build as trainer
 from mcore_reshard.validation.trainer import te_standin
-from mcore_reshard.validation.trainer.bridge_limits import bridge_limits
+from mcore_reshard.validation.trainer.bridge import bridge_limits
 
 from .errors import ValidationError
 from .precision import side_precisions

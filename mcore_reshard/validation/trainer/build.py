@@ -24,7 +24,8 @@ from mcore_reshard.planner.model.precision import Block
 from mcore_reshard.trainers.megatron.model import export_hf, local_tensors, require
 from mcore_reshard.trainers.megatron.quantized_pairs import export_with_pairs
 from mcore_reshard.trainers.quantized_export import Pairs
-from mcore_reshard.validation.trainer import bridge_backports, te_standin
+from mcore_reshard.validation.trainer import te_standin
+from mcore_reshard.validation.trainer.bridge import install_repairs
 from mcore_reshard.validation.trainer.te_standin_modules import use_block
 
 LEARNING_RATE = 0.5
@@ -40,11 +41,21 @@ class Trainer:
     bridge: Any
     model_chunks: list[torch.nn.Module]
     pairs: Pairs = field(default_factory=dict)  # what to export as FP8 data and scales
+    _copies: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's tensors as the refit binds them."""
         return local_tensors(self.model_chunks)
+
+    def tensors_on(self, device: torch.device) -> Mapping[str, torch.Tensor]:
+        """The tensors; of a model elsewhere, copies on `device` that each call brings up to date in place."""
+        if all(tensor.device.type == device.type for tensor in self.tensors.values()):
+            return self.tensors
+        copies = self._copies
+        for name, tensor in self.tensors.items():
+            copies[name] = copies[name].copy_(tensor.detach()) if name in copies else tensor.detach().to(device)
+        return copies
 
     def load(self, checkpoint: Path | str) -> None:
         """Replace all weights, in place, by those of a checkpoint of the same config."""
@@ -82,26 +93,6 @@ class Trainer:
         return export_hf(self.bridge, self.model_chunks)
 
 
-class Source:
-    """A trainer's tensors where a transport wants them: its own, or copies on a GPU of a model on the CPU."""
-
-    def __init__(self, trainer: Trainer, device: torch.device) -> None:
-        self._trainer = trainer
-        self._copies = None
-        if any(tensor.device.type != device.type for tensor in trainer.tensors.values()):
-            self._copies = {name: tensor.detach().to(device) for name, tensor in trainer.tensors.items()}
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return self._trainer.tensors if self._copies is None else self._copies
-
-    def refresh(self) -> None:
-        """Bring the copies up to the model, in place."""
-        if self._copies is not None:
-            for name, tensor in self._trainer.tensors.items():
-                self._copies[name].copy_(tensor.detach())
-
-
 def prepare(*, on_cuda: bool = False) -> None:
     """Import everything a trainer needs; called before a fork, it is paid once for all processes.
 
@@ -113,7 +104,7 @@ def prepare(*, on_cuda: bool = False) -> None:
         te_standin.install(on_cuda=on_cuda)
         require("megatron.core")
         require("megatron.bridge")
-    bridge_backports.apply()
+    install_repairs()
     _register_configs()
 
 
@@ -128,7 +119,6 @@ def build_trainer(
 ) -> Trainer:
     """Build the checkpoint's model over `mesh` and load it. The default process group must be the training world.
 
-    With the real Transformer Engine the model is on the current CUDA device, with its stand-in on the CPU.
     `grouped_experts=False` gives one module an expert (SequentialMLP) instead of grouped tensors (TEGroupedMLP).
     The vocabulary is padded with zero rows to a multiple of `vocab_multiple * tp`; None keeps the checkpoint's size
     where TP divides it, and elsewhere pads with Megatron-Bridge's divisor (a power of two up to 128 that divides it).
@@ -180,7 +170,7 @@ def build_trainer(
 
 
 def _provider_fields(provider: Any, mesh: TrainMesh, vocab_multiple: int | None) -> dict[str, Any]:
-    return {
+    fields = {
         "sequence_parallel": mesh.tp > 1,
         "pipeline_dtype": torch.bfloat16,
         "should_pad_vocab": vocab_multiple is not None or provider.vocab_size % mesh.tp != 0,
@@ -191,46 +181,45 @@ def _provider_fields(provider: Any, mesh: TrainMesh, vocab_multiple: int | None)
         "moe_permute_fusion": False,
         "moe_shared_expert_overlap": False,
         "moe_token_dispatcher_type": "allgather",
-        **_uneven_pipeline_fields(provider, mesh),
     }
-
-
-def _uneven_pipeline_fields(provider: Any, mesh: TrainMesh) -> dict[str, Any]:
-    """An uneven pipeline, in the two ways that Megatron takes it."""
     if not mesh.layers:
-        return {}
+        return fields
     counts = mesh.chunk_layers(provider.num_layers)
     if not hasattr(provider, "hybrid_override_pattern"):
         chunks = [["decoder"] * count for count in counts]
         chunks[0].insert(0, "embedding")
         chunks[-1].append("loss")
-        return {"pipeline_model_parallel_layout": chunks}
+        return fields | {"pipeline_model_parallel_layout": chunks}
     if len(set(counts[1:-1])) > 1:
         raise ValueError("a pipeline of a hybrid model can differ only in its first and last stage")
-    return {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
+    return fields | {
+        "num_layers_in_first_pipeline_stage": counts[0],
+        "num_layers_in_last_pipeline_stage": counts[-1],
+    }
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Megatron's chatter about absent kernels and progress would drown a validation report."""
-    before = logging.root.manager.disable
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(level)
 
 
 def _register_configs() -> None:
     """Let transformers read configs of families that it lacks; Bridge asks it for nothing but the config."""
     import transformers
 
-    code = {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}  # Bridge reads the class name
+    # Bridge reads the class name out of auto_map.
+    nemotron = {"auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}}
     for model_type, base, fields in (
         ("kimi_k2", transformers.DeepseekV3Config, {}),
-        ("nemotron_h", transformers.PretrainedConfig, {"auto_map": code}),
+        ("nemotron_h", transformers.PretrainedConfig, nemotron),
     ):
         if model_type not in transformers.CONFIG_MAPPING:
             config_class = type(model_type, (base,), {"model_type": model_type, **fields})

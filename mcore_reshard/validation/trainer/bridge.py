@@ -1,23 +1,64 @@
-"""Repairs of Megatron-Bridge: with them its load and export can judge a refit on older releases too.
+"""Megatron-Bridge as the yardstick of a refit: which models it lacks, and repairs of its older releases.
 
-Releases since 0.6 bring all but the padding of a vocabulary at TP1 (compared with 0.6.2). Only validation installs
-these repairs; a policy worker runs the Bridge it has.
+A plan needs only rules for where bytes lie; validation needs a live model and Bridge's own export of it. Without
+`bridge_limits` an unsupported model fails inside Megatron, far from the cause. Releases since 0.6 bring all repairs but
+the padding of a vocabulary at TP1 (compared with 0.6.2). Only validation installs them: a policy worker runs the Bridge
+it has.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .bridge_limits import bridge_release
+from mcore_reshard.planner.layout.megatron import ExpertsModule
+from mcore_reshard.planner.layout.mesh import TrainMesh
+from mcore_reshard.planner.model.parameters import LatentAttention, ModelParameters, Role
 
+_QKV_BIASES = {"qwen2", "gpt_oss"}  # families whose providers set add_qkv_bias
+_SEQUENTIAL_EXPERTS = {"qwen3_moe", "gpt_oss"}  # families whose mappings know local_experts.N
+_YARN_POSITIONS = 4096  # original_max_position_embeddings in Megatron-Core and Bridge, whatever the config says
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
-def apply() -> None:
+def bridge_limits(model_parameters: ModelParameters, train: TrainMesh, experts: ExpertsModule) -> list[str]:
+    """Every reason why the installed Megatron-Bridge has no such model on this mesh; empty if it has."""
+    architecture, family = model_parameters.architecture, model_parameters.architecture.family
+    roles = {group.role for group in model_parameters.groups}
+    limits = [f"it has no mapping for {g.name_pattern}" for g in model_parameters.groups if g.role is Role.UNKNOWN]
+    if Role.Q_BIAS in roles and family not in _QKV_BIASES:
+        limits.append(f"it builds {family} without biases in attention")
+    if family == "qwen3_moe" and Role.GATE in roles:
+        limits.append("it builds qwen3_moe with experts in every layer: no decoder_sparse_step, no mlp_only_layers")
+    if architecture.mtp_layers and not train.chunk_layers(architecture.layers)[-1]:
+        limits.append("it builds no multi-token prediction, without which the final norm is not with the last layer")
+    if experts == "sequential" and architecture.experts and family not in _SEQUENTIAL_EXPERTS:
+        limits.append(f"it has no mapping for SequentialMLP in {family}")
+    attention = architecture.attention
+    if isinstance(attention, LatentAttention) and not attention.q_lora_rank and bridge_release() >= (0, 6):
+        limits.append(
+            "it has no mapping for the norm that Megatron-Core 0.19 fuses into linear_q_proj (no q_lora_rank)"
+        )
+    yarn = isinstance(architecture.attention, LatentAttention) or family == "gpt_oss"
+    if yarn and train.cp > 1 and _YARN_POSITIONS % (2 * train.cp):
+        limits.append(f"Megatron-Core does not cut YaRN's {_YARN_POSITIONS} positions in 2*cp = {2 * train.cp} parts")
+    return limits
+
+
+def bridge_release() -> tuple[int, ...]:
+    """Major and minor version of the installed Megatron-Bridge; empty without one."""
+    try:
+        version = importlib.metadata.version("megatron-bridge")
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def install_repairs() -> None:
     """Install the repairs that the imported Megatron-Bridge needs. Calling it twice is harmless."""
     import megatron.bridge
     from megatron.bridge.models.conversion import model_bridge, param_mapping
