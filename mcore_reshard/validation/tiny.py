@@ -1,8 +1,7 @@
 """Tiny models of every supported family, and checkpoints whose every element says where it belongs.
 
-`TINY` holds HF configs: those that the planner knows as `tiny-...`. `write_checkpoint` writes one with safetensors in
-HF names. No two elements of its payload agree in both of the first two versions. So comparing the bytes after a refit
-of each version shows any element that landed in a wrong place.
+No two elements of a payload agree in both of its first two versions. So the bytes after a refit of each version show
+any element that landed in a wrong place.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ Shapes = dict[str, tuple[int, ...]]
 Blocks = Mapping[str, Block]  # by the names of weights that will be quantized
 
 _NAMES = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2", "nemotron_h", "gpt_oss")
+# HF configs: those that the planner knows as `tiny-...`
 TINY: dict[str, dict[str, Any]] = {name: load_config(f"tiny-{name.replace('_', '-')}") for name in _NAMES}
 TINY["deepseek_v3_nolora"] = load_config("tiny-moonlight")
 # Megatron-Bridge 0.6 tells by its shape whether an expert is stored transposed: no square gate_up_proj.
@@ -36,22 +36,15 @@ _FLOAT32_NAMES = ("e_score_correction_bias", "A_log", "mixer.D")
 
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
-    """A copy of `TINY[family]` with some fields replaced, e.g. `num_key_value_heads=2`, `vocab_size=250`.
-
-    Raises KeyError for a family or a field that does not exist: a misspelled override must not go unseen.
-    """
+    """A copy of `TINY[family]` with some fields replaced. Raises KeyError for a family or a field that does not exist."""
     if unknown := sorted(set(overrides) - set(TINY[family])):
         raise KeyError(f"{family} has no config field {', '.join(unknown)}")
     return {**TINY[family], **overrides}
 
 
 def checkpoint_shapes(config: Mapping[str, Any]) -> Shapes:
-    """Every tensor of the checkpoint in sorted HF name order, and its shape.
-
-    Read off transformers' own model on the meta device. Nemotron-H, which transformers 4 does not have, is read off the
-    engine's tables.
-    """
-    if config["model_type"] == "nemotron_h":
+    """Every tensor of the checkpoint in sorted HF name order, and its shape."""
+    if config["model_type"] == "nemotron_h":  # transformers 4 does not have it
         # vLLM has no tied one, and the shapes of a checkpoint in FP8 are those of its weights
         untied = {**config, "tie_word_embeddings": False, "quantization_config": None}
         shapes = StandInEngine(untied, GenSizes(), 0, "meta").checkpoint_shapes
@@ -62,7 +55,7 @@ def checkpoint_shapes(config: Mapping[str, Any]) -> Shapes:
 
 
 def checkpoint_dtype(name: str) -> torch.dtype:
-    """The dtype that published checkpoints store this tensor in: bfloat16, and float32 for the few that need it."""
+    """The dtype in which published checkpoints store this tensor."""
     return torch.float32 if name.endswith(_FLOAT32_NAMES) else torch.bfloat16
 
 
@@ -70,11 +63,11 @@ def payload(shapes: Shapes, version: int, blocks: Blocks | None = None) -> Itera
     """Tensors that identify their elements: (name, tensor) for each of `shapes`, in its order.
 
     Elements are numbered through the whole model. A bfloat16 element of version 1 is the low digit of its number in
-    base 32,640 taken as a bit pattern (the finite non-negative ones), of version 2 the next digit: the two versions
-    together identify it. From version 3 on the digit is a hash of number and version. A float32 element has that
-    pattern in its upper half and a nonzero lower half, so a cast to bfloat16 keeps the identity and destroys the rest.
-    Matrices that will be quantized in `blocks` are E4M3 numbers times a factor for each block, both hashes of where they
-    are: one of 254 numbers does not identify an element, but no two regions have the same.
+    base 32,640, taken as a bit pattern (the finite non-negative ones); version 2 has the next digit. From version 3 on
+    the digit is a hash of number and version. A float32 element has that pattern in its upper half and a nonzero lower
+    half, so a cast to bfloat16 keeps the identity and destroys the rest. Matrices that will be quantized in `blocks` are
+    E4M3 numbers times a factor for each block, both hashed from where they are. One of 254 numbers does not identify an
+    element, but no two regions have the same numbers.
     """
     if version < 1:
         raise ValueError(f"payload versions start at 1, not {version}")
@@ -131,8 +124,8 @@ def _digits(numbers: torch.Tensor, version: int) -> torch.Tensor:
     if version == 2:
         return numbers // _BASE % _BASE
     mixed = (numbers + version * 0x9E3779B1) % 2**32
-    for factor in (0x45D9F3B, 0x45D9F3B):
-        mixed = (mixed ^ (mixed >> 16)) * factor % 2**32
+    for _ in range(2):
+        mixed = (mixed ^ (mixed >> 16)) * 0x45D9F3B % 2**32
     return (mixed ^ (mixed >> 16)) % _BASE
 
 

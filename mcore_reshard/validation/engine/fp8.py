@@ -1,9 +1,9 @@
 """The tensors of a vLLM rank in block FP8: data in E4M3, and scales beside them.
 
-The other half of the oracle's tables, and again no code of the planner's. The scale of every element is taken the same
-way as the element, and one of each block is kept. Mirrors vLLM 0.32's layers/quantization/fp8.py (Fp8LinearMethod,
-Fp8MoEMethod, for checkpoints that are in FP8). Blocks of experts are made smaller where tensor parallelism cuts inside
-of them; a plan then fills a tensor of the checkpoint's blocks, and the engine repeats them.
+The other half of the oracle, again without code of the planner's. The scale of every element is taken the same way as
+the element, and one of each block is kept. Mirrors vLLM 0.32's layers/quantization/fp8.py (Fp8LinearMethod,
+Fp8MoEMethod). vLLM makes blocks of experts smaller where tensor parallelism cuts inside of them; a plan then fills a
+tensor of the checkpoint's blocks, and the engine repeats them.
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ def quantize(table: Table) -> dict[str, Refined]:
         if not _is_linear(name) or _is_kept(name, kept):
             continue
         grid, fine = _grid(shape, block), expert_block if ".experts." in name else block
-        table.sources[name + SUFFIX] = (grid, [])
-        for target in targets:
-            scales = _beside(table, target, shape, block, fine)
-            table.sources[name + SUFFIX][1].append(scales)
-            _add_scales(table, target.tensor, fine)
-            if fine != block and scales.index[0] == 0:  # all experts are alike
+        scales = [_beside(table, target, shape, block, fine) for target in targets]
+        table.sources[name + SUFFIX] = (grid, scales)
+        for target, scale in zip(targets, scales, strict=True):
+            whole, _ = table.tensors[target.tensor]
+            table.tensors[target.tensor] = (whole, torch.float8_e4m3fn)
+            table.tensors[scale.tensor] = ((*whole[:-2], *_grid(whole, fine)), torch.float32)
+            if fine != block and scale.index[0] == 0:  # all experts are alike
                 block_numbers = torch.arange(grid[0] * grid[1]).reshape(grid)
-                numbers.setdefault(scales.tensor, []).append(scales.take(block_numbers))
+                numbers.setdefault(scale.tensor, []).append(scale.take(block_numbers))
     return {name: _refined(table.tensors[name][0], parts) for name, parts in numbers.items()}
 
 
@@ -86,9 +87,7 @@ def _expert_block(table: Table, block: Block) -> Block:
     size = gcd(*block, width, hidden)
     if size < _SMALLEST:
         return block
-    if any(
-        part % edge for part in (inner, hidden) for edge in block
-    ):  # its loader repeats scales, cuts the grid evenly
+    if any(part % edge for part in (inner, hidden) for edge in block):  # its loader would cut the grid unevenly
         raise ValueError(f"experts of {inner} by {hidden} are not whole blocks of {block}: vLLM fails to load them")
     return (size, size)
 
@@ -119,12 +118,6 @@ def _is_kept(name: str, kept: list[str] | tuple[str, ...]) -> bool:
     return any(f"{prefix}.{module}" in kept for module in {leaf, _FUSED_IN.get(leaf, leaf)})
 
 
-def _add_scales(table: Table, tensor: str, block: Block) -> None:
-    shape, _ = table.tensors[tensor]
-    table.tensors[tensor] = (shape, torch.float8_e4m3fn)
-    table.tensors[tensor + SUFFIX] = ((*shape[:-2], *_grid(shape, block)), torch.float32)
-
-
 def _grid(shape: Shape, block: Block) -> Block:
     return -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
 
@@ -136,13 +129,12 @@ def _beside(table: Table, target: Target, whole: Shape, block: Block, fine: Bloc
     for extent, full, size in zip(box, whole, fine, strict=True):
         if extent % size and extent != full:
             raise ValueError(f"{target.tensor} holds {extent} of {full} rows or columns: not whole blocks of {size}")
-    index: list[int | slice] = []
-    for part in target.index:
+    index = list(target.index)
+    for position, part in enumerate(index):
         if isinstance(part, slice):
             if part.start % fine[0]:
                 raise ValueError(f"{target.tensor}: parts share a block of {fine[0]} rows")
-            part = slice(part.start // fine[0], -(-part.stop // fine[0]))
-        index.append(part)
+            index[position] = slice(part.start // fine[0], -(-part.stop // fine[0]))
 
     def take(grid: torch.Tensor) -> torch.Tensor:
         by_row = grid.repeat_interleave(block[0], 0)[: whole[0]]

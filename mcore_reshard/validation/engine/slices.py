@@ -13,9 +13,7 @@ import torch
 
 from .families import FAMILIES
 from .fp8 import BLOCKS, Refined, quantize
-from .tables import Config, GenSizes, Table, empty_table
-
-__all__ = ["GenSizes", "StandInEngine", "poison"]
+from .tables import Config, GenSizes, Table, stage_layers
 
 POISON = 0xFF  # NaN in every floating-point dtype
 _UNWRITTEN = -1.0  # no scale is negative
@@ -110,7 +108,11 @@ def _table(config: Config, sizes: GenSizes, gen_rank: int) -> tuple[Table, dict[
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"  # absent in gpt-oss
     if dtype not in _DTYPES:
         raise ValueError(f"config dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
-    table = empty_table(config, sizes, gen_rank, _DTYPES[dtype])
+    dp_index, pp_index, tp_index = sizes.coordinates(gen_rank)
+    ep_index = dp_index * sizes.tp + tp_index if sizes.ep > 1 else 0
+    layers = len(config.get("hybrid_override_pattern") or "") or config["num_hidden_layers"]
+    stage = stage_layers(layers, pp_index, sizes.pp, sizes.layers)
+    table = Table(config, sizes, tp_index, ep_index, layers, stage, _DTYPES[dtype])
     FAMILIES[family](table)
     refined = quantize(table)
     if sizes.ep > 1 and not any(".experts." in source for source in table.sources):

@@ -1,7 +1,7 @@
 """Which HF tensor goes where in the tensors of one vLLM rank, written down family by family.
 
-This is an oracle's half: plain index arithmetic that shares no code with the planner, itself compared byte for byte
-with vLLM's own `load_weights` (tests/engine). Mirrors vLLM 0.32; every table names the model file it follows.
+Half of an oracle. It repeats rules of planner/layout on purpose and shares no code with it: plain index arithmetic,
+compared byte for byte with vLLM's own `load_weights` (tests/engine). Mirrors vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -167,7 +167,11 @@ class Table:
         """Rows padded to a multiple of 64, then cut; the padding is zero (layers/vocab_parallel_embedding.py)."""
         vocab = self.config["vocab_size"]
         rows = _divide((vocab + 63) // 64 * 64, self.sizes.tp, "the padded vocabulary")
-        take = _padded_rows(self.tp_index * rows, (self.tp_index + 1) * rows)
+
+        def take(whole: torch.Tensor) -> torch.Tensor:
+            local = whole[self.tp_index * rows : (self.tp_index + 1) * rows]
+            return torch.cat([local, local.new_zeros(rows - len(local), local.shape[1])])
+
         self.single(tensor, (vocab, self.config["hidden_size"]), take)
 
     def norms(self, layer: str) -> None:
@@ -207,11 +211,10 @@ class Table:
         kv_ways = min(tp, kv_heads)
         key_value = (kv_heads * dim, (kv_ways, self.tp_index // (tp // kv_ways)))
         parts = {"q_proj": (heads * dim, self.tp_cut), "k_proj": key_value, "v_proj": key_value}
-        self.fused(
-            f"{name}.qkv_proj.weight", [Part(f"{name}.{proj}.weight", *part) for proj, part in parts.items()], hidden
-        )
-        if qkv_bias:
-            self.fused(f"{name}.qkv_proj.bias", [Part(f"{name}.{proj}.bias", *part) for proj, part in parts.items()])
+        for leaf, rest in (("weight", (hidden,)), ("bias", ())) if qkv_bias else (("weight", (hidden,)),):
+            self.fused(
+                f"{name}.qkv_proj.{leaf}", [Part(f"{name}.{proj}.{leaf}", *parts[proj]) for proj in parts], *rest
+            )
         self.row(f"{name}.o_proj.weight", hidden, heads * dim)
         if o_bias:
             self.single(f"{name}.o_proj.bias", (hidden,))
@@ -225,14 +228,6 @@ class Table:
         parts = [Part(f"{name}.{projection}.weight", inner, cut) for projection in projections]
         self.fused(f"{name}.{fused}.weight", parts, hidden)
         self.row(f"{name}.down_proj.weight", hidden, inner, cut)
-
-
-def empty_table(config: Config, sizes: GenSizes, gen_rank: int, dtype: torch.dtype) -> Table:
-    """The table of a rank before any family has filled it."""
-    dp_index, pp_index, tp_index = sizes.coordinates(gen_rank)
-    layers = len(config.get("hybrid_override_pattern") or "") or config["num_hidden_layers"]
-    stage = stage_layers(layers, pp_index, sizes.pp, sizes.layers)
-    return Table(config, sizes, tp_index, dp_index * sizes.tp + tp_index if sizes.ep > 1 else 0, layers, stage, dtype)
 
 
 def stage_layers(layers: int, pp_index: int, pp: int, partition: Sequence[int] = ()) -> range:
@@ -264,11 +259,3 @@ def _rows(start: int, stop: int) -> Take:
 
 def _columns(start: int, stop: int) -> Take:
     return lambda t: t[:, start:stop]
-
-
-def _padded_rows(start: int, stop: int) -> Take:
-    def take(t: torch.Tensor) -> torch.Tensor:
-        rows = t[start:stop]
-        return torch.cat([rows, rows.new_zeros(stop - start - len(rows), *t.shape[1:])])
-
-    return take

@@ -59,14 +59,19 @@ def build_engine(
 
     sizes.coordinates(gen_rank)  # refuses a rank outside the mesh
     config = engine_config(config_folder, sizes, gen_rank)
+    # Without expert parallelism every replica is an engine of its own, and gpt_oss.py asks for the size of its world.
+    engine = sizes if sizes.ep > 1 else replace(sizes, dp=1)
     with (
+        mock.patch.dict(os.environ),
         set_current_vllm_config(config),
-        stand_in_groups(*_own_engine(sizes, gen_rank)),
-        _layer_partition(sizes),
+        stand_in_groups(engine, gen_rank % engine.world),
         _without_kernels(),
         set_default_torch_dtype(torch.bfloat16),
         torch.device(device),
     ):
+        os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
+        if sizes.layers:
+            os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, sizes.layers))
         model = initialize_model(config)
     _model_to_pp_missing_layer_names.clear()  # keyed by id(module), which a later model may reuse
     for parameter in model.parameters():
@@ -80,27 +85,28 @@ def refusal(config_folder: Path | str, sizes: GenSizes, checkpoint: Mapping[str,
     Builds every generation rank and loads `checkpoint` into it, all on the meta device. Other failures than of sizes that
     do not fit are raised.
     """
+    loading = ""
+
+    def note_names() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal loading
+        for name, tensor in checkpoint.items():
+            loading = name
+            yield name, tensor
+
     for gen_rank in range(sizes.world):
-        rank = f"gen:{gen_rank}"
         try:
             model = build_engine(config_folder, sizes, gen_rank, device="meta")
         except (AssertionError, ValueError) as error:
-            return f"{rank}: {type(error).__name__}: {error}"
-        loading = ["its checkpoint"]
+            return f"gen:{gen_rank}: {type(error).__name__}: {error}"
+        loading = "its checkpoint"
         try:
             with torch.no_grad():
-                model.load_weights(_noting_names(checkpoint, loading))  # type: ignore[operator]
+                model.load_weights(note_names())  # type: ignore[operator]
         except NotImplementedError:  # a RuntimeError, of the meta device
             raise
         except (AssertionError, ValueError, RuntimeError) as error:
-            return f"{rank}, loading {loading[-1]}: {type(error).__name__}: {error}"
+            return f"gen:{gen_rank}, loading {loading}: {type(error).__name__}: {error}"
     return None
-
-
-def _noting_names(tensors: Mapping[str, torch.Tensor], names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in tensors.items():
-        names.append(name)
-        yield name, tensor
 
 
 def engine_config(config_folder: Path | str, sizes: GenSizes, gen_rank: int) -> VllmConfig:
@@ -109,12 +115,8 @@ def engine_config(config_folder: Path | str, sizes: GenSizes, gen_rank: int) -> 
     import vllm.model_executor.models.registry as registry
     from vllm.config import DeviceConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 
-    folder, within_replica = str(config_folder), sizes.tp * sizes.pp
-    expert_parallel = {
-        "enable_expert_parallel": True,
-        "data_parallel_size": sizes.dp,
-        "data_parallel_rank": gen_rank // within_replica,
-    }
+    folder, (replica, rank) = str(config_folder), divmod(gen_rank, sizes.tp * sizes.pp)
+    expert_parallel = {"enable_expert_parallel": True, "data_parallel_size": sizes.dp, "data_parallel_rank": replica}
     # Inspect model classes here: in a subprocess each family takes 6 seconds.
     with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
         model = ModelConfig(
@@ -129,34 +131,19 @@ def engine_config(config_folder: Path | str, sizes: GenSizes, gen_rank: int) -> 
             tensor_parallel_size=sizes.tp,
             pipeline_parallel_size=sizes.pp,
             distributed_executor_backend="mp",
-            rank=gen_rank % within_replica,
+            rank=rank,
             **(expert_parallel if sizes.ep > 1 else {}),
         )
-        return VllmConfig(
-            model_config=model,
-            parallel_config=parallel,
-            device_config=DeviceConfig("cpu"),
-            load_config=LoadConfig(load_format="dummy"),
-        )
-
-
-@contextlib.contextmanager
-def _layer_partition(sizes: GenSizes) -> Iterator[None]:
-    """VLLM_PP_LAYER_PARTITION as `sizes` says it, also where the environment says otherwise (vllm/envs.py)."""
-    with mock.patch.dict(os.environ):
-        os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
-        if sizes.layers:
-            os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, sizes.layers))
-        yield
+        device, load = DeviceConfig("cpu"), LoadConfig(load_format="dummy")
+        return VllmConfig(model_config=model, parallel_config=parallel, device_config=device, load_config=load)
 
 
 @contextlib.contextmanager
 def _without_kernels() -> Iterator[None]:
     """Build layers where no kernel can run them. Parameters and their loaders are vLLM's own.
 
-    Experts are built as for the Triton backend, Hopper's default, which keeps them as loaded; vLLM's CPU platform has
-    neither that backend nor non-gated experts. vLLM reads its expert maps back, which the meta device cannot: they are
-    on the CPU.
+    Experts are built as for the Triton backend, Hopper's default, which keeps them as loaded: vLLM's CPU platform lacks
+    it, and lacks non-gated experts. Expert maps are on the CPU, because vLLM reads them back.
     """
     import vllm.model_executor.layers.fused_moe.config as moe_config
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as moe_method
@@ -182,14 +169,6 @@ def _without_kernels() -> Iterator[None]:
         mock.patch.object(ExpertMapManager, "__init__", build_map_on_cpu),
     ):
         yield
-
-
-def _own_engine(sizes: GenSizes, gen_rank: int) -> tuple[GenSizes, int]:
-    """The sizes of this rank's engine and its rank there: gpt_oss.py, for one, asks for the size of the world."""
-    if sizes.ep > 1:
-        return sizes, gen_rank
-    replica = replace(sizes, dp=1)
-    return replica, gen_rank % replica.world
 
 
 @contextlib.contextmanager
