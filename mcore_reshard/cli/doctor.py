@@ -23,8 +23,8 @@ from .render import Cell, facts, print_report, size, styled, table, verdict
 
 # distribution -> (module that shows it is really there, what it is for, extra that installs it)
 _PACKAGES = {
-    "numpy": ("numpy", "planning", ""),
-    "torch": ("torch", "moving bytes", ""),
+    "numpy": ("numpy", "planning", None),
+    "torch": ("torch", "moving bytes", None),
     "megatron-core": ("megatron.core", "the trainer", "megatron"),
     "megatron-bridge": ("megatron.bridge", "misc route, golden, validation", "megatron"),
     "transformers": ("transformers", "Megatron-Bridge", "megatron"),
@@ -37,7 +37,11 @@ _PACKAGES = {
 
 
 def run(args: argparse.Namespace) -> int:
-    packages = [_package(name, *about) for name, about in _PACKAGES.items()]
+    wanted = _wanted_versions()
+    packages: list[dict[str, Any]] = [
+        {"name": n, "version": _version(n, module), "wanted": wanted.get(n), "purpose": purpose, "extra": extra}
+        for n, (module, purpose, extra) in _PACKAGES.items()
+    ]
     has = {package["name"] for package in packages if package["version"]}
     cuda = _cuda() if "torch" in has else {"available": False, "reason": "torch is not installed"}
     transports = _transports() if "torch" in has else []
@@ -55,25 +59,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _package(name: str, module: str, purpose: str, extra: str) -> dict[str, Any]:
+def _version(name: str, module: str) -> str | None:
     try:
-        version = metadata.version(name) if is_importable(module) else None
+        return metadata.version(name) if is_importable(module) else None
     except metadata.PackageNotFoundError:
-        version = "unknown version"
-    return {"name": name, "version": version, "wanted": _wanted(name), "purpose": purpose, "extra": extra or None}
+        return "unknown version"
 
 
-def _wanted(name: str) -> str | None:
-    """The versions that this package asks for, from its own metadata; None in a checkout that is not installed."""
+def _wanted_versions() -> dict[str, str]:
+    """What this package asks for of others, from its own metadata; nothing in a checkout that is not installed."""
     try:
         requirements = metadata.requires("mcore-reshard") or []
     except metadata.PackageNotFoundError:
-        return None
-    for requirement in requirements:
-        match = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)", requirement)
-        if match and match[1].lower().replace("_", "-") == name and match[2].strip():
-            return match[2].strip()
-    return None
+        return {}
+    matches = (re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([^;]*)", requirement) for requirement in requirements)
+    return {m[1].lower().replace("_", "-"): m[2].strip() for m in matches if m and m[2].strip()}
 
 
 def _cuda() -> dict[str, Any]:
@@ -83,23 +83,15 @@ def _cuda() -> dict[str, Any]:
         built = torch.version.cuda
         reason = f"torch is built for CUDA {built} and finds no device" if built else "this torch is built without CUDA"
         return {"available": False, "reason": reason, "devices": []}
-    devices = range(torch.cuda.device_count())
-    properties = [torch.cuda.get_device_properties(device) for device in devices]
-    return {
-        "available": True,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "devices": [
-            {
-                "device": device,
-                "name": gpu.name,
-                "memory_bytes": gpu.total_memory,
-                "capability": f"{gpu.major}.{gpu.minor}",
-                "peer_access": [p for p in devices if p != device and torch.cuda.can_device_access_peer(device, p)],
-            }
-            for device, gpu in zip(devices, properties, strict=True)
-        ],
-    }
+    count = torch.cuda.device_count()
+    devices = []
+    for device in range(count):
+        gpu = torch.cuda.get_device_properties(device)
+        peers = [p for p in range(count) if p != device and torch.cuda.can_device_access_peer(device, p)]
+        about = {"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
+        devices.append({"device": device, **about, "peer_access": peers})
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {"available": True, "cuda": torch.version.cuda, "nccl": nccl, "devices": devices}
 
 
 def _transports() -> list[dict[str, Any]]:
@@ -162,26 +154,23 @@ def _tables(report: dict[str, Any]) -> Iterator[RenderableType]:
         hint = f"from a clone: pip install '.[{package['extra']}]'" if missing else ""
         rows.append([package["name"], version, package["wanted"] or "any", package["purpose"], hint])
     yield table("Packages", "package, version, wanted, for, ", rows)
-    yield _devices(report["cuda"])
-    shown = [row for row in report["transports"] if row["name"] != "auto"]  # the lines below say what auto comes to
-    rows = [[row["name"], _ok(row, "reason"), ", ".join(row["devices"]), row["reach"]] for row in shown]
+    cuda = report["cuda"]
+    if cuda["available"]:
+        gpus = []
+        for gpu in cuda["devices"]:
+            peers = ", ".join(map(str, gpu["peer_access"])) or "none"
+            gpus.append([gpu["device"], gpu["name"], size(gpu["memory_bytes"]), gpu["capability"], peers])
+        columns = ">device, name, >memory, capability, peer access to"
+        yield table(f"CUDA {cuda['cuda']}, NCCL {cuda['nccl']}", columns, gpus)
+    else:
+        yield facts([("CUDA", f"none: {cuda['reason']}")])
+    rows = [
+        [row["name"], verdict(row["ok"], row["reason"] or "", bad="no"), ", ".join(row["devices"]), row["reach"]]
+        for row in report["transports"]
+        if row["name"] != "auto"  # the lines below say what auto comes to
+    ]
     yield table("Transports", "transport, , tensors on, reach", rows)
     if report["auto"]:
         yield facts(("" if number else "auto", line) for number, line in enumerate(report["auto"]))
-    yield table("Commands", "command, ", ([row["command"], _ok(row, "detail")] for row in report["commands"]))
-
-
-def _ok(row: dict[str, Any], why: str) -> Cell:
-    return verdict(row["ok"], row[why] or "", bad="no")
-
-
-def _devices(cuda: dict[str, Any]) -> RenderableType:
-    if not cuda["available"]:
-        return facts([("CUDA", f"none: {cuda['reason']}")])
-    rows = []
-    for gpu in cuda["devices"]:
-        peers = ", ".join(map(str, gpu["peer_access"])) or "none"
-        rows.append([gpu["device"], gpu["name"], size(gpu["memory_bytes"]), gpu["capability"], peers])
-    return table(
-        f"CUDA {cuda['cuda']}, NCCL {cuda['nccl']}", ">device, name, >memory, capability, peer access to", rows
-    )
+    rows = [[row["command"], verdict(row["ok"], row["detail"], bad="no")] for row in report["commands"]]
+    yield table("Commands", "command, ", rows)

@@ -28,7 +28,7 @@ from mcore_reshard.planning import InputError
 
 from .inputs import collected, read_proven_plan
 from .render import Cell, facts, grouped, noted, print_report, ranges, styled, table
-from .transfers import origin_as_dict, place_as_dict, rank_name, sender, tensor_lines, tensors_of
+from .show import origin_as_dict, place_as_dict, rank_name, sender, tensor_lines, tensors_of
 
 _ROWS_SHOWN = 64
 

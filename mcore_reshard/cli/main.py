@@ -19,6 +19,14 @@ from mcore_reshard import __version__
 from .printable import printable
 
 EXIT_UNEXPECTED, EXIT_INPUT, EXIT_UNSOUND, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+# Exit codes of this package's errors. By name: importing their classes takes numpy, which may be what is missing.
+_INPUT_ERRORS = ("InputError", "ConfigError", "MeshError", "PlanFileError", "UnknownElementError", "ValidationError")
+_CODES = {
+    **dict.fromkeys((*_INPUT_ERRORS, "TransportUnavailable"), EXIT_INPUT),
+    **dict.fromkeys(("RefitError", "ProcessError"), EXIT_UNEXPECTED),
+    "ProofError": EXIT_UNSOUND,
+}
 _REQUIRED = ("numpy", "rich", "torch")  # installed with this package, but a plain checkout may lack them
 
 _MESHES = """\
@@ -71,23 +79,12 @@ def _outcome_of(error: Exception, debug: bool) -> tuple[str, int]:
     """What to print, and the exit code."""
     if isinstance(error, ModuleNotFoundError) and error.name in _REQUIRED:
         return f"{error.name} is not installed: pip install {error.name}", EXIT_UNEXPECTED
-    from mcore_reshard.kernels.errors import RefitError, TransportUnavailable
-    from mcore_reshard.planner.layout.mesh import MeshError
-    from mcore_reshard.planner.model.families import ConfigError
-    from mcore_reshard.planner.plan.plan_file import PlanFileError
-    from mcore_reshard.planner.plan.transfers import UnknownElementError
-    from mcore_reshard.planner.proof.prove import ProofError
-    from mcore_reshard.planning import InputError
-    from mcore_reshard.validation.errors import ProcessError, ValidationError
-
-    bad_input = (InputError, ConfigError, MeshError, PlanFileError, UnknownElementError)
-    if isinstance(error, ProofError):
-        return str(error), EXIT_UNSOUND
-    if isinstance(error, (*bad_input, ValidationError, TransportUnavailable)):
-        return str(error), EXIT_INPUT
-    names_the_extra = isinstance(error, ImportError) and "pip install" in str(error)
-    if isinstance(error, RefitError | ProcessError) or names_the_extra:
-        return str(error), EXIT_UNEXPECTED
+    kinds = (kind for kind in type(error).__mro__ if kind.__module__.startswith("mcore_reshard."))
+    code = next((_CODES[kind.__name__] for kind in kinds if kind.__name__ in _CODES), None)
+    if code is None and isinstance(error, ImportError) and "pip install" in str(error):
+        code = EXIT_UNEXPECTED  # the message names the extra that is missing
+    if code is not None:
+        return str(error), code
     hint = "" if debug else "\nThis is a bug, or this environment is at fault: --debug shows the traceback."
     return f"unexpected {type(error).__name__}: {error}{hint}", EXIT_UNEXPECTED
 

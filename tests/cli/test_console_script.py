@@ -77,22 +77,37 @@ def test_commands_do_not_import_what_they_do_not_need(argv: list[str], forbidden
     assert done.returncode == 0, done.stderr
 
 
-def test_doctor_reports_that_torch_is_missing() -> None:
-    code = """
+def without(package: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """A command where `package` is not installed."""
+    code = f"""
 import sys
 class Hidden:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hidden)
 from mcore_reshard.cli.main import main
-sys.exit(main(["doctor"]))
+sys.exit(main(sys.argv[1:]))
 """
-    done = python(code)
+    return python(code, *argv)
+
+
+def test_doctor_reports_that_torch_is_missing() -> None:
+    done = without("torch", "doctor")
     assert done.returncode == 0, done.stderr
     assert "torch is not installed" in done.stdout
     assert re.search(r"^store +no  torch is not installed$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("package", "argv"),
+    [("rich", ["doctor"]), ("numpy", ["plan", *MOE]), ("torch", ["store"]), ("torch", ["validate", *MOE])],
+)
+def test_a_package_that_is_missing_is_named_in_one_line_with_what_to_install(package: str, argv: list[str]) -> None:
+    done = without(package, *argv)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"mcore-reshard: {package} is not installed: pip install {package}\n"
 
 
 def test_the_three_ways_to_start_it_agree() -> None:
