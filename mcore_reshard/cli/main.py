@@ -84,7 +84,7 @@ def _outcome_of(error: Exception, debug: bool) -> tuple[str, int]:
     if code is None and isinstance(error, ImportError) and "pip install" in str(error):
         code = EXIT_UNEXPECTED  # the message names the extra that is missing
     if code is not None:
-        return str(error), code
+        return str(error).replace("both train_dtype and gen_dtype", "both --train-dtype and --gen-dtype"), code
     hint = "" if debug else "\nThis is a bug, or this environment is at fault: --debug shows the traceback."
     return f"unexpected {type(error).__name__}: {error}{hint}", EXIT_UNEXPECTED
 
