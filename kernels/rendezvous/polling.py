@@ -1,4 +1,4 @@
-"""How long this package waits: the one loop that polls, and every tuned time and share of it.
+"""How this package waits: the one loop that polls, a thread for calls that may never return, and every tuned time.
 
 EventPoller(timeout_s).until(stream.query)      # True once it is done, False when the time is up
 """
@@ -7,6 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+from weakref import finalize, ref
+
+T = TypeVar("T")
 
 # Naps while waiting for a GPU, as a share of the wait: they delay a refit by half a thousandth, and a look costs the CPU
 # some microseconds.
@@ -85,3 +92,43 @@ class EventPoller:
         if due_s > 0:
             return min(due_s, COARSE_SHARE * self.fastest_s) if self._watches else due_s
         return min(self._share * max(waited_s, self.fastest_s), LOOK_S)
+
+
+class DeadlineThread:
+    """Makes one call after another. A call that does not return keeps the thread until the process ends.
+
+    Not a pool of `concurrent.futures`: the interpreter would wait for its threads before it exits.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        Thread(target=_make, args=(self._calls,), name=name, daemon=True).start()
+        finalize(self, self._calls.put, None).atexit = False  # exit handlers may still call
+        # Of the last call; weak, as the traceback of its error may hold this.
+        self._outcome: Callable[[], Future[Any] | None] = lambda: None
+
+    @property
+    def is_busy(self) -> bool:
+        outcome = self._outcome()
+        return outcome is not None and not outcome.done()
+
+    def start(self, function: Callable[[], T]) -> Future[T]:
+        """Call `function` once the calls before it have returned."""
+        outcome = Future[T]()
+        self._outcome = ref(outcome)
+        self._calls.put((outcome, function))
+        return outcome
+
+    def call(self, function: Callable[[], T], limit_s: float) -> T:
+        """Return or raise what `function` does. Raises `concurrent.futures.TimeoutError` if it does neither within `limit_s`."""
+        return self.start(function).result(limit_s)
+
+
+def _make(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while call := calls.get():
+        outcome, function = call
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # raised in the caller
+            outcome.set_exception(error)
+        del call, outcome, function  # an idle thread keeps nothing alive

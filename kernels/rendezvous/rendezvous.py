@@ -23,9 +23,8 @@ import torch.distributed as dist
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
 
 from .exchange import Failure, StoreExchange, parse_stored
-from .fail_fast_store import FailFastStore
 from .polling import CAUSE_S, CLOSE_S, COARSE_SHARE, EventPoller
-from .store import connect_store
+from .store import FailFastStore, connect_store
 
 _AGREED = json.dumps({"agreed": True})
 _FAILED = "failed"  # the key of the session's failure, for FailFastStores

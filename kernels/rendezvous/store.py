@@ -10,17 +10,17 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as Overdue
 from datetime import timedelta
 from functools import partial
 from threading import RLock
 from typing import TypeVar
 
-from torch.distributed import DistNetworkError, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
 
 from mcore_reshard.kernels.errors import SessionError
 
-from .deadline_thread import DeadlineThread, Overdue
-from .polling import ATTEMPTS, CAUSE_S
+from .polling import ATTEMPTS, CAUSE_S, COARSE_SHARE, DeadlineThread, EventPoller
 
 T = TypeVar("T")
 
@@ -136,6 +136,42 @@ class AnsweringStore(Store):
             self._lost = str(error)
         else:
             self._store, self._thread = other._store, other._thread
+
+
+class FailFastStore(PrefixStore):
+    """The keys under `name` of a store.
+
+    A rank that fails writes why under the key `failure` of `store`. From then on every `wait` raises, here and on each
+    FailFastStore made on this one. A FailFastStore on a plain store without `failure` is a PrefixStore.
+
+    C++ code does not see this `wait`: what is given the store itself waits natively.
+    """
+
+    def __init__(self, name: str, store: Store, failure: str | None = None) -> None:
+        super().__init__(name, store)
+        self._store = store  # torch calls one that is written in Python, but does not keep it alive
+        self._failure: tuple[Store, str] | None = getattr(store, "_failure", None)
+        if failure is not None:
+            self._failure = store, failure
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]  # torch has more ways to call it
+        """Wait for all `keys`. Raises `SessionError` with the reason of a failure, `DistStoreError` when the time is up.
+
+        It polls: a native wait cannot be for one key or another, and logs each time that it ends in vain.
+        """
+        if self._failure is None:
+            super().wait(keys, timeout)
+            return
+        store, failure = self._failure
+
+        def has_come() -> bool:
+            came: bool = self.check(keys)
+            if store.check([failure]):
+                raise SessionError(store.get(failure).decode(errors="replace"))
+            return came
+
+        if not EventPoller(timeout.total_seconds(), share=COARSE_SHARE).until(has_come):
+            raise DistStoreError(f"waited {timeout.total_seconds():g} s for {', '.join(keys)}")
 
 
 def _what_is_there(host: str, port: int) -> str:

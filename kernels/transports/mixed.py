@@ -13,7 +13,7 @@ import torch
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import TransportUnavailable, first_of
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
-from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
+from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 from .base import Executor, StageReport, Transport, TransportContext, group_names, merged_reports

@@ -21,8 +21,8 @@ import torch
 
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import first_of
-from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.planner.plan.schedule import Relay, Schedule
 
 from .base import Executor, StageReport, TransportContext, connect_group, merged_reports

@@ -27,10 +27,9 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts, bind
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import BindError, RefitError, SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.deadline_thread import DeadlineThread
 from mcore_reshard.kernels.rendezvous.exchange import Failure
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.polling import LOOK_S, NOTICE_S
+from mcore_reshard.kernels.rendezvous.polling import LOOK_S, NOTICE_S, DeadlineThread
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
 from mcore_reshard.kernels.rendezvous.store import store_address
 from mcore_reshard.kernels.transports.base import (

@@ -7,8 +7,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
-from mcore_reshard.kernels.rendezvous.store import connect_store, store_address
+from mcore_reshard.kernels.rendezvous.store import FailFastStore, connect_store, store_address
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import require_proof

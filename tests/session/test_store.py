@@ -20,10 +20,9 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore
 
 from mcore_reshard.kernels.errors import DeadlineError, Waiting
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
-from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
-from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.kernels.rendezvous.store import FailFastStore, connect_store
 
 LIMIT_S = 1.0
 SLOW_S = 3.0  # what a busy machine adds

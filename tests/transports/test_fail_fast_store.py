@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
+from mcore_reshard.kernels.rendezvous.store import FailFastStore
 
 LONG = timedelta(seconds=20)
 
@@ -77,4 +77,4 @@ def test_transports_make_fail_fast_stores_on_fail_fast_stores() -> None:
         for path in kernels.rglob("*.py")
         if "import PrefixStore" in path.read_text() or "PrefixStore," in path.read_text()
     }
-    assert users == {"fail_fast_store.py"}
+    assert users == {"store.py"}

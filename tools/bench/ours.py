@@ -11,8 +11,8 @@ from torch.distributed import PrefixStore
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.options import Options as SessionOptions
-from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.kernels.transports.base import Executor, TransportContext
 from mcore_reshard.kernels.transports.registry import AUTO, resolve
 from mcore_reshard.kernels.transports.relay import RelayedExecutor, relayed, unrelayed

@@ -22,9 +22,8 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import Waiting
-from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.kernels.rendezvous.store import FailFastStore, connect_store
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World

@@ -14,8 +14,8 @@ from torch.distributed import Store
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import TransferError, Waiting
 from mcore_reshard.kernels.rendezvous.exchange import fetch
-from mcore_reshard.kernels.rendezvous.fail_fast_store import FailFastStore
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooMessage
+from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.kernels.transports.base import connect_group, other_world, peer_group_rank
 
 T = TypeVar("T")
