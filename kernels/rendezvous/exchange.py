@@ -3,8 +3,8 @@
     exchange = StoreExchange(store, "gen:0", ("train:0", "gen:0"), timeout_s=60.0)
     exchange.gather("budget", 512)      # [256, 512]: everyone's, in the order of the ranks
 
-A store is open to anyone who knows its address. So each value that is read here is checked, and a malformed one is a
-`SessionError` that names its key and the rank to which the key belongs.
+Anyone who knows a store's address can write to it. So `parse_stored` checks each value, and its `SessionError` names the
+key and the rank to which the key belongs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,20 +25,27 @@ from .polling import NOTICE_S
 
 T = TypeVar("T")
 
-_SHOWN = 60  # characters of a malformed value
-_OPTIONAL = {"stage": int, "parameter": str, "peer": str}
+
+def stored_text(value: Any) -> str:
+    """A value as it lies on the store, for `parse_stored`."""
+    return json.dumps(value)
 
 
 def parse_stored(key: str, content: bytes, parse: Callable[[Any], T], *, written_by: str = "") -> T:
-    """`parse(json)` of a key's value. Raises `SessionError` for what is no JSON, or where `parse` raises for anything else."""
+    """`parse(value)` of a key's content. Raises `SessionError` for what is no JSON, or where `parse` raises."""
     try:
         return parse(json.loads(content))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         owner = f", which {written_by} wrote," if written_by else ""
         raise SessionError(
-            f"the value of {key!r} on the store{owner} is malformed: {content[:_SHOWN]!r} ({error!r:.120}); give"
+            f"the value of {key!r} on the store{owner} is malformed: {content[:60]!r} ({error!r:.120}); give"
             " every session on a store a name of its own, and let nothing else write there"
         ) from error
+
+
+def publish(store: Store, key: str, value: Any) -> None:
+    """Tell all ranks `value`, as JSON."""
+    store.set(key, stored_text(value))
 
 
 def fetch(store: Store, key: str, waiting: Waiting, parse: Callable[[Any], T], *, timeout_s: float) -> T:
@@ -73,10 +80,9 @@ class Failure:
     def from_json(cls, value: Any) -> Failure:
         """Raises TypeError or ValueError for what no rank wrote."""
         failure = cls(**value)
-        for name in cls.__slots__:
-            field, kind = getattr(failure, name), _OPTIONAL.get(name, str)
-            if not isinstance(field, kind) and not (field is None and name in _OPTIONAL):
-                raise ValueError(f"{name} is {field!r}")
+        for field, kind in zip(astuple(failure), (str, str, str, int | None, str | None, str | None), strict=True):
+            if not isinstance(field, kind):
+                raise ValueError(f"{field!r} is no {kind}")
             str(field).encode()  # half of a surrogate pair cannot be passed on
         return failure
 
@@ -84,41 +90,39 @@ class Failure:
         return f"{self.rank_name}: {self.error}: {self.message}"
 
 
+@dataclass(frozen=True)
 class StoreExchange:
-    """One rank's access to the values of all. `members` are the names of the ranks, in the order of the group."""
+    """One rank's access to the values of all."""
 
-    def __init__(self, store: Store, rank_name: str, members: Sequence[str], *, timeout_s: float) -> None:
-        self._store = store
-        self._rank_name = rank_name
-        self._members = tuple(members)
-        self._timeout_s = timeout_s
+    store: Store
+    rank_name: str
+    members: Sequence[str]  # the names of all ranks, in the order of the group
+    timeout_s: float
 
     def gather(self, topic: str, value: Any, parse: Callable[[Any], T]) -> list[T]:
         """Publish `value` (JSON) and return everyone's, each through `parse`, in the order of the ranks.
 
         Raises `SessionError` naming the ranks that publish none.
         """
-        self._store.set(f"{topic}/{self._rank_name}", json.dumps(value))
+        publish(self.store, f"{topic}/{self.rank_name}", value)
         try:
-            self._store.wait(self.keys(topic), timedelta(seconds=self._timeout_s))
+            self.store.wait(self.keys(topic), timedelta(seconds=self.timeout_s))
         except DistStoreError as error:
-            raise SessionError(
-                f"{self._rank_name}: {', '.join(self.missing(topic)) or 'the last rank'} did not come within"
-                f" {self._timeout_s:g} s"
-            ) from error
+            missing = ", ".join(self.missing(topic)) or "the last rank"
+            raise SessionError(f"{self.rank_name}: {missing} did not come within {self.timeout_s:g} s") from error
         return self.values(topic, parse)
 
     def keys(self, topic: str) -> list[str]:
-        return [f"{topic}/{name}" for name in self._members]
+        return [f"{topic}/{name}" for name in self.members]
 
     def missing(self, topic: str) -> list[str]:
         """The ranks that have published nothing yet."""
-        return [name for name in self._members if not self._store.check([f"{topic}/{name}"])]
+        return [name for name in self.members if not self.store.check([f"{topic}/{name}"])]
 
     def values(self, topic: str, parse: Callable[[Any], T]) -> list[T]:
         """The values of all ranks, which must be there."""
         keys = self.keys(topic)
-        contents = zip(keys, self._store.multi_get(keys), self._members, strict=True)
+        contents = zip(keys, self.store.multi_get(keys), self.members, strict=True)
         return [parse_stored(key, content, parse, written_by=name) for key, content, name in contents]
 
     def blame(self, occasion: str, waits: Sequence[Failure], grace: Callable[[], None] | None = None) -> Failure:
@@ -126,33 +130,31 @@ class StoreExchange:
 
             gen:1 waits for gen:0, gen:0 waits for train:1, train:1 says nothing    ->    gen:0 waits for train:1
 
-        `waits` are this rank's, first the one that ended. `grace` is the time in which the others publish theirs, by default
-        NOTICE_S.
+        `waits` are this rank's, first the one that ended. The others publish theirs during `grace`, by default NOTICE_S.
         """
-        own = f"{occasion}/stuck/{self._rank_name}"
-        self._store.set(own, json.dumps([asdict(failure) for failure in waits]))
+        publish(self.store, f"{occasion}/stuck/{self.rank_name}", [asdict(failure) for failure in waits])
         if grace is None:
-            time.sleep(min(NOTICE_S, self._timeout_s))
+            time.sleep(min(NOTICE_S, self.timeout_s))
         else:
             grace()
-        followed, left = {self._rank_name}, list(waits[::-1])
+        followed, left = {self.rank_name}, list(waits[::-1])
         while left:
             failure = left.pop()
-            if not failure.peer or not self._store.check([stuck := f"{occasion}/stuck/{failure.peer}"]):
+            if not failure.peer or not self.store.check([stuck := f"{occasion}/stuck/{failure.peer}"]):
                 return failure
             if failure.peer in followed:
                 continue
             followed.add(failure.peer)
             with suppress(SessionError):  # a malformed chain ends here; this rank's own error matters more
-                chain = parse_stored(stuck, self._store.get(stuck), lambda value: [*map(Failure.from_json, value)])
+                chain = parse_stored(stuck, self.store.get(stuck), lambda value: [*map(Failure.from_json, value)])
                 left += chain[::-1]
         return waits[0]  # all wait for each other
 
     def give_up(self) -> None:
         """Tell the others that this rank moves nothing any more."""
-        with suppress(DistError):  # the store may be what failed; those that wait have their deadline
-            self._store.compare_set("gave-up", "", self._rank_name)
+        with suppress(DistError):  # the store may be what failed; ranks that wait have their deadline
+            self.store.compare_set("gave-up", "", self.rank_name)
 
     def who_gave_up(self) -> str | None:
         """The first rank that did, if any; cheap enough to ask while waiting."""
-        return self._store.get("gave-up").decode(errors="replace") if self._store.check(["gave-up"]) else None
+        return self.store.get("gave-up").decode(errors="replace") if self.store.check(["gave-up"]) else None

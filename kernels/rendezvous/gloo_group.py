@@ -134,9 +134,7 @@ class _GlooStore(Store):
 
     def __init__(self, store: Store, rank: int, names: Sequence[str]) -> None:
         super().__init__()
-        self._store = store
-        self._rank_name = names[rank]
-        self._names = names
+        self._store, self._rank_name, self._names = store, names[rank], names
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._store.set(key, value + _CRC.pack(zlib.crc32(value)))  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ another reports failure.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -22,11 +21,11 @@ import torch.distributed as dist
 
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
 
-from .exchange import Failure, StoreExchange, parse_stored
+from .exchange import Failure, StoreExchange, parse_stored, stored_text
 from .polling import CAUSE_S, CLOSE_S, COARSE_SHARE, EventPoller
 from .store import FailFastStore, connect_store
 
-_AGREED = json.dumps({"agreed": True})
+_AGREED = stored_text({"agreed": True})
 _FAILED = "failed"  # the key of the session's failure, for FailFastStores
 
 
@@ -41,9 +40,8 @@ class SessionFailed(SessionError):
 class Rendezvous:
     """One rank's place among all ranks of a session, with a connection of its own to the store at `address`.
 
-    The store must be up until `leave` has returned in the process that hosts it. After a failure it must be up until all
-    ranks have read the cause; a later rank can only say that it lost the store. `session` names the session on the store;
-    each name serves once.
+    The process that hosts the store must keep it up until its `leave` has returned. After a failure all ranks must have
+    read the cause before; a later rank can only say that it lost the store. Each name of a `session` serves once on a store.
 
     A store that does not answer for `timeout_s` is lost: `gather` and `fail` then end within twice their deadline.
     """
@@ -52,7 +50,7 @@ class Rendezvous:
         self.rank_name = rank_name
         self.timeout_s = timeout_s
         self._address = address
-        self._prefix = f"mcore-reshard/{session}"
+        self._session = session
         self._members = tuple(members)
         self._process = uuid4().hex
         self._agreed: list[str] = []  # the first phase that all agreed on, and the last
@@ -60,10 +58,7 @@ class Rendezvous:
         self._exchange = StoreExchange(self.store, rank_name, members, timeout_s=timeout_s)
 
     def store_for(self, name: str, *, connect: bool = False) -> FailFastStore:
-        """A place for what ranks tell each other besides words: waits there end with the session.
-
-        With `connect` it is reached over a connection of its own.
-        """
+        """A part of the store where waits end with the session. `connect` opens a connection of its own to it."""
         return FailFastStore(name, self._connect() if connect else self.store, _FAILED)
 
     def gather(
@@ -71,29 +66,27 @@ class Rendezvous:
         phase: str,
         word: Mapping[str, Any],
         *,
-        parse: Callable[[Any], dict[str, Any]] | None = None,
+        parse: Callable[[Any], dict[str, Any]] = dict,
         timeout_s: float | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Publish this rank's `word` and return everyone's by rank name, once all have arrived at `phase`.
 
-        `parse` checks a word as it comes from JSON. Raises `SessionFailed` with the cause
-        if a rank failed, or naming those that did not arrive by the deadline.
+        `parse` checks a word as it comes from JSON. Raises `SessionFailed` with the cause if a rank failed, or with the
+        names of the ranks that did not arrive by the deadline.
         """
         with self._store_is_up():
             self._arrive(phase, word)
             self._await_outcome(phase, self.timeout_s if timeout_s is None else timeout_s)
             if not self.store.check(self._exchange.keys(phase)):
                 raise SessionError(f"ranks disagree on how many they are: {self.rank_name} counts {len(self._members)}")
-            words = dict(
-                zip(self._members, self._exchange.values(phase, partial(_checked, parse or dict)), strict=True)
-            )
+            words = self._exchange.values(phase, partial(_checked, parse))
             self._forget()
             self._agreed.append(phase)
             self.store.add(f"{phase}/read", 1)  # last: the store may go once all have said so
-        return words
+        return dict(zip(self._members, words, strict=True))
 
     def leave(self) -> None:
-        """Wait, CLOSE_S at most, until everyone has read the last outcome: this process may host the store and end next."""
+        """Wait, CLOSE_S at most, until everyone has read the last outcome: the store may end with this process."""
         if not self._agreed:
             return
         grace_s = min(CLOSE_S, self.timeout_s)
@@ -121,7 +114,7 @@ class Rendezvous:
             return self._outcome(phase) if self.store.check([f"{phase}/outcome"]) else None
 
     def _connect(self) -> FailFastStore:
-        return FailFastStore(self._prefix, connect_store(self._address, self.timeout_s))
+        return FailFastStore(f"mcore-reshard/{self._session}", connect_store(self._address, self.timeout_s))
 
     @contextmanager
     def _store_is_up(self) -> Iterator[None]:
@@ -131,7 +124,7 @@ class Rendezvous:
             raise SessionError(f"{self.rank_name} lost {error}") from error
 
     def _arrive(self, phase: str, word: Mapping[str, Any]) -> None:
-        content = json.dumps({**word, "process": self._process})
+        content = stored_text({**word, "process": self._process})
         if self.store.compare_set(f"{phase}/{self.rank_name}", "", content) != content.encode():
             raise SessionError(
                 f"another process has been {self.rank_name} at {phase!r} of this session: "
@@ -160,7 +153,7 @@ class Rendezvous:
         EventPoller(grace_s, share=COARSE_SHARE).until(lambda: self.store.check([f"{phase}/outcome"]))
 
     def _declare(self, phase: str, failure: Failure) -> None:
-        self.store.compare_set(f"{phase}/outcome", "", json.dumps(asdict(failure)))
+        self.store.compare_set(f"{phase}/outcome", "", stored_text(asdict(failure)))
         if stands := self._outcome(phase):
             self.store.set(_FAILED, str(stands))
 
@@ -169,11 +162,8 @@ class Rendezvous:
         return parse_stored(key, self.store.get(key), _failure_or_agreed)
 
     def _forget(self) -> None:
-        """Delete the keys of the last phase: all ranks have arrived at the next one, so none reads them any more.
-
-        The first phase's keys stay: they show that the session's name is taken.
-        """
-        if len(self._agreed) < 2:
+        """Delete the keys of the last phase: all ranks have arrived at the next one, so none reads them any more."""
+        if len(self._agreed) < 2:  # the first phase's keys stay: they show that the session's name is taken
             return
         past = self._agreed.pop()
         self.store.delete_key(f"{past}/{self.rank_name}")

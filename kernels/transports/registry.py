@@ -8,19 +8,18 @@ from functools import partial
 import torch
 
 from mcore_reshard.kernels.errors import TransportUnavailable
-from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
-from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
-from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 
 from .base import Executor, Transport, TransportContext, gpu_unavailable_reason
 from .gloo import GlooExecutor
 from .mixed import connect_by_pair
+from .nccl.communicator import nccl_unavailable_reason
+from .nccl.executor import NcclExecutor
+from .nccl.staging import ScratchBudget
 from .relay import relayed, unrelayed
 
 AUTO = "auto"
 GOLDEN = "golden"
 TRANSPORT_VARIABLE = "MCORE_RESHARD_TRANSPORT"
-
 
 _transports: dict[str, Transport] = {}
 
@@ -39,17 +38,19 @@ def transports() -> tuple[Transport, ...]:
 def resolve(requested: str, device: str) -> Transport:
     """The transport of that name; for 'auto' the first one that can move tensors of `device` (a torch device type).
 
-    MCORE_RESHARD_TRANSPORT in the environment overrides `requested`; nothing else reads it. Raises `TransportUnavailable`
-    saying what is missing: no other transport is ever taken instead.
+    MCORE_RESHARD_TRANSPORT in the environment overrides `requested`. Raises `TransportUnavailable` saying what is
+    missing: no other transport is ever taken instead.
     """
     name = os.environ.get(TRANSPORT_VARIABLE) or requested
     if name == AUTO:
-        planned = [transport for transport in _transports.values() if transport.connect is not None]
-        usable = [transport for transport in planned if _unavailable_reason(transport, device) is None]
-        if not usable:
-            reasons = "; ".join(f"{transport.name}: {_unavailable_reason(transport, device)}" for transport in planned)
-            raise TransportUnavailable(f"no transport can move {device} tensors here ({reasons})")
-        return usable[0]
+        reasons = []
+        for transport in _transports.values():
+            if transport.connect is not None:
+                reason = _unavailable_reason(transport, device)
+                if reason is None:
+                    return transport
+                reasons.append(f"{transport.name}: {reason}")
+        raise TransportUnavailable(f"no transport can move {device} tensors here ({'; '.join(reasons)})")
     if name not in _transports:
         raise TransportUnavailable(
             f"unknown transport {name!r}; known: {', '.join(dict.fromkeys((AUTO, *_transports)))}"
@@ -64,16 +65,13 @@ def device_of(requested: str) -> str:
 
     Raises `TransportUnavailable` where it can move neither.
     """
-    devices = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
-    unavailable_reasons = []
-    for device in devices:
-        try:
-            resolve(requested, device)
-        except TransportUnavailable as error:
-            unavailable_reasons.append(error)
-        else:
-            return device
-    raise unavailable_reasons[-1]
+    first, second = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
+    try:
+        resolve(requested, first)
+    except TransportUnavailable:
+        resolve(requested, second)
+        return second
+    return first
 
 
 def _unavailable_reason(transport: Transport, device: str) -> str | None:
@@ -82,19 +80,11 @@ def _unavailable_reason(transport: Transport, device: str) -> str | None:
     return transport.unavailable_reason()
 
 
-def _always_available() -> None:
-    return None
-
-
-def _direct_unavailable_reason() -> str | None:
-    """Why no rank of this machine can read other ranks' GPU memory. Which ranks it reaches shows when it connects."""
-    return gpu_unavailable_reason("cuda-core", "cuda-bindings")
-
-
 def _connect_direct(context: TransportContext) -> Executor:
     from mcore_reshard.kernels.cuda.copy_kernel import KernelShape  # these need CUDA's Python packages
-    from mcore_reshard.kernels.transports.direct.executor import DirectExecutor
-    from mcore_reshard.kernels.transports.direct.options import DirectOptions
+
+    from .direct.executor import DirectExecutor
+    from .direct.options import DirectOptions
 
     options = context.options
     shape = KernelShape() if options.ctas is None else KernelShape(ctas=options.ctas)
@@ -118,56 +108,37 @@ def _connect_gloo(context: TransportContext) -> Executor:
 
 
 _DIRECT = Transport(
-    name="direct",
-    devices=frozenset({"cuda"}),
-    reach="GPUs of one host that can access each other's memory",
-    unavailable_reason=_direct_unavailable_reason,
-    connect=partial(relayed, _connect_direct),
+    "direct",
+    frozenset({"cuda"}),
+    "GPUs of one host that can access each other's memory",
+    partial(gpu_unavailable_reason, "cuda-core", "cuda-bindings"),  # which ranks it reaches shows when it connects
+    partial(relayed, _connect_direct),
 )
 _NCCL = Transport(
-    name="nccl",
-    devices=frozenset({"cuda"}),
-    reach="any hosts that NCCL can connect",
-    unavailable_reason=nccl_unavailable_reason,
-    connect=partial(unrelayed, _connect_nccl),
+    "nccl",
+    frozenset({"cuda"}),
+    "any hosts that NCCL can connect",
+    nccl_unavailable_reason,
+    partial(unrelayed, _connect_nccl),
 )
 
 
 def _unavailable_reason_by_pair() -> str | None:
-    unavailable_reasons = [
-        f"{transport.name}: {transport.unavailable_reason()}"
-        for transport in (_DIRECT, _NCCL)
-        if transport.unavailable_reason()
-    ]
-    return "; ".join(unavailable_reasons) if len(unavailable_reasons) == 2 else None
+    reasons = {transport.name: transport.unavailable_reason() for transport in (_DIRECT, _NCCL)}
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) if all(reasons.values()) else None
 
 
 register(
     Transport(
-        name=AUTO,
-        devices=frozenset({"cuda"}),
-        reach="each pair of ranks by direct where it reaches, by nccl elsewhere",
-        unavailable_reason=_unavailable_reason_by_pair,
-        connect=lambda context: connect_by_pair(context, _DIRECT, _NCCL),
+        AUTO,
+        frozenset({"cuda"}),
+        "each pair of ranks by direct where it reaches, by nccl elsewhere",
+        _unavailable_reason_by_pair,
+        lambda context: connect_by_pair(context, _DIRECT, _NCCL),
     )
 )
 register(_DIRECT)
 register(_NCCL)
-register(
-    Transport(
-        name="gloo",
-        devices=frozenset({"cpu"}),
-        reach="any hosts with a TCP route",
-        unavailable_reason=_always_available,
-        connect=partial(relayed, _connect_gloo),
-    )
-)
-register(
-    Transport(
-        name=GOLDEN,
-        devices=frozenset({"cpu", "cuda"}),
-        reach="any hosts with a TCP route",
-        unavailable_reason=_always_available,
-        connect=None,
-    )
-)
+_TCP = "any hosts with a TCP route"
+register(Transport("gloo", frozenset({"cpu"}), _TCP, lambda: None, partial(relayed, _connect_gloo)))
+register(Transport(GOLDEN, frozenset({"cpu", "cuda"}), _TCP, lambda: None, None))

@@ -79,7 +79,7 @@ class NcclExecutor:
         schedule = bound.schedule
         self._timeout_s = timeout_s
         self._store = store
-        self._store_exchange = StoreExchange(store, bound.rank_name, group_names(schedule), timeout_s=timeout_s)
+        self._store_exchange = StoreExchange(store, bound.rank_name, group_names(schedule), timeout_s)
         self._bound = bound
         self._device = bound.device or torch.device("cpu")
         self._sends = schedule.world == "train"
