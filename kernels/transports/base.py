@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import Store
@@ -116,6 +117,24 @@ def merged_reports(reports: Sequence[tuple[StageReport, ...]]) -> tuple[StageRep
         )
         for stage in zip(*reports, strict=True)
     )
+
+
+def connect_all(executors: Iterable[Executor]) -> list[Executor]:
+    """The executors, each of which connects when it is asked for. If one fails, those before it are closed."""
+    connected: list[Executor] = []
+    try:
+        connected.extend(executors)
+    except BaseException:
+        close_all(connected)
+        raise
+    return connected
+
+
+def close_all(parts: Sequence[Any]) -> None:
+    """Close all parts, also where one raises."""
+    with ExitStack() as closing:
+        for part in parts:
+            closing.callback(part.close)
 
 
 def other_world(world: World) -> World:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -12,11 +11,10 @@ import torch
 
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import TransportUnavailable, first_of
-from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
-from .base import Executor, StageReport, Transport, TransportContext, group_names, merged_reports
+from .base import Executor, StageReport, Transport, TransportContext, close_all, connect_all, merged_reports
 from .peer_access import RankPair, unavailable_reasons_by_pair
 from .relay import unrelayed
 
@@ -30,7 +28,7 @@ def connect_by_pair(context: TransportContext, direct: Transport, nccl: Transpor
     naming pairs that neither transport reaches.
     """
     assert direct.connect is not None
-    unavailable_reasons = _unavailable_reasons(context, direct.unavailable_reason())
+    unavailable_reasons = unavailable_reasons_by_pair(context, direct.unavailable_reason())
     if not any(unavailable_reasons.values()):
         return direct.connect(replace(context, store=FailFastStore(direct.name, context.store)))
     far = {pair: why for pair, why in unavailable_reasons.items() if why is not None and not pair.relays}
@@ -40,47 +38,17 @@ def connect_by_pair(context: TransportContext, direct: Transport, nccl: Transpor
     return unrelayed(lambda straight: _mixed(straight, direct if near else None, nccl if far else None, far), context)
 
 
-def _unavailable_reasons(
-    context: TransportContext, direct_unavailable_reason: str | None
-) -> dict[RankPair, str | None]:
-    """Why each pair of the plan, relaying or not, cannot share memory; None where it can."""
-    schedule = context.bound.schedule
-    exchange = StoreExchange(
-        FailFastStore("pairs", context.store),
-        context.bound.rank_name,
-        group_names(schedule),
-        timeout_s=context.options.timeout_s,
-    )
-    sources: frozenset[int] = frozenset()
-    relays: frozenset[int] = frozenset()
-    if schedule.world == "gen":
-        sources = peers_of(schedule)
-        if schedule.relayed and schedule.view is not None:
-            sources |= peers_of(schedule.view.unrelayed())
-            relays = peers_of(schedule.view.relay().receives)
-    return unavailable_reasons_by_pair(
-        exchange, context.bound, direct_unavailable_reason, sources=sources, relays=relays
-    )
-
-
 def _mixed(
     context: TransportContext, direct: Transport | None, nccl: Transport | None, far: Mapping[RankPair, str]
 ) -> Executor:
     """Connect one transport or both; all ranks do the same, also those with no peer of one kind."""
     schedule = context.bound.schedule
-    is_train = schedule.world == "train"
-    far_peers = {
-        pair.dst if is_train else pair.src for pair in far if schedule.rank == (pair.src if is_train else pair.dst)
-    }
-    parts: list[Executor] = []
-    try:
-        for transport, peers in ((direct, peers_of(schedule) - far_peers), (nccl, peers_of(schedule) & far_peers)):
-            if transport is not None:
-                parts.append(_part(context, transport, peers))
-    except BaseException:
-        for part in parts:
-            part.close()
-        raise
+    ends = [(pair.src, pair.dst) if schedule.world == "train" else (pair.dst, pair.src) for pair in far]
+    far_peers = {peer for rank, peer in ends if rank == schedule.rank}
+    peers_by_transport = (direct, peers_of(schedule) - far_peers), (nccl, peers_of(schedule) & far_peers)
+    parts = connect_all(
+        _part(context, transport, peers) for transport, peers in peers_by_transport if transport is not None
+    )
     return parts[0] if len(parts) == 1 else MixedExecutor(parts, context.bound.device)
 
 
@@ -107,10 +75,10 @@ class MixedExecutor:
     """
 
     def __init__(self, parts: Sequence[Executor], device: torch.device | None) -> None:
-        self._parts = tuple(parts)
+        self._parts = parts
         self.name = "+".join(dict.fromkeys(part.name for part in parts))
         self._device = device
-        self._threads = ThreadPoolExecutor(max(1, len(self._parts) - 1), thread_name_prefix="refit")
+        self._threads = ThreadPoolExecutor(max(1, len(parts) - 1), thread_name_prefix="refit")
 
     @property
     def scratch_bytes(self) -> int:
@@ -119,25 +87,20 @@ class MixedExecutor:
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once, by all transports. Raises the first failure, once all parts have ended."""
         failures: list[BaseException] = []
-        others = [
-            self._threads.submit(in_callers_context(partial(_reports, part, failures), self._device))
-            for part in self._parts[1:]
-        ]
-        reports = [_reports(part, failures) for part in self._parts[:1]]
-        reports += [other.result() for other in others]
+        first, *others = (partial(_run, part, failures) for part in self._parts)
+        running = [self._threads.submit(in_callers_context(other, self._device)) for other in others]
+        reports = [first(), *(other.result() for other in running)]
         if failures:
             raise first_of(failures)
         return merged_reports(reports)
 
     def close(self) -> None:
         """Close all parts. May be called twice."""
-        with ExitStack() as closing:
-            closing.callback(self._threads.shutdown, wait=False)
-            for part in self._parts:
-                closing.callback(part.close)
+        self._threads.shutdown(wait=False)
+        close_all(self._parts)
 
 
-def _reports(part: Executor, failures: list[BaseException]) -> tuple[StageReport, ...]:
+def _run(part: Executor, failures: list[BaseException]) -> tuple[StageReport, ...]:
     """Run a part. Its failure goes to `failures`, which holds those of all parts in the order they came."""
     try:
         return part.run()

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,11 @@ from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.host import host
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
+from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.planner.plan.schedule import Schedule
+from mcore_reshard.planner.plan.subset import peers_of
+
+from .base import TransportContext, group_names
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
 _NUMBER = "(0|[1-9][0-9]*)"
@@ -40,67 +43,70 @@ class RankPair:
         return f"{'relay' if self.relays else 'train'}:{self.src}-gen:{self.dst}"
 
 
-def unavailable_reasons_by_pair(
-    exchange: StoreExchange,
-    bound: BoundSchedule,
-    direct_unavailable_reason: str | None,
-    *,
-    sources: Collection[int],
-    relays: Collection[int],
-) -> dict[RankPair, str | None]:
-    """Why pairs cannot share memory; None where they can. All ranks call this together and get the pairs of all.
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """Where a rank is, and why others cannot read its memory."""
 
-    A generation rank asks for the training ranks `sources` and the replicas `relays`; a training rank asks for none.
-    `direct_unavailable_reason` says why this rank can share memory with nobody. Raises `TransportUnavailable` on all ranks
-    if MCORE_RESHARD_UNREACHABLE of any rank has a word that is no pair.
+    unavailable_reason: str | None
+    host: str
+    gpu: str
+    malformed: tuple[str, ...]  # words of its MCORE_RESHARD_UNREACHABLE that are no pairs
+
+
+def unavailable_reasons_by_pair(
+    context: TransportContext, direct_unavailable_reason: str | None
+) -> dict[RankPair, str | None]:
+    """Why pairs of the plan, relaying or not, cannot share memory; None where they can.
+
+    All ranks call this together and get the pairs of all. `direct_unavailable_reason` says why this rank can share memory
+    with nobody. Raises `TransportUnavailable` on all ranks if MCORE_RESHARD_UNREACHABLE of any rank has a word that is
+    no pair.
     """
+    bound, timeout_s = context.bound, context.options.timeout_s
     schedule = bound.schedule
-    seats = exchange.gather("seat", _seat(bound, direct_unavailable_reason), _parse_seat)
-    if wrong := sorted({word for seat in seats for word in seat["malformed"]}):
+    store = FailFastStore("pairs", context.store)
+    exchange = StoreExchange(store, bound.rank_name, group_names(schedule), timeout_s)
+    own_seat = _own_seat(bound, direct_unavailable_reason)
+    seats = exchange.gather("seat", astuple(own_seat), _parse_seat)
+    if wrong := sorted({word for seat in seats for word in seat.malformed}):
         raise TransportUnavailable(
             f"{UNREACHABLE_VARIABLE} has {', '.join(map(repr, wrong))}: pairs are written train:0-gen:1 or relay:1-gen:0,"
             " with commas between them"
         )
-    asked = [RankPair(src, schedule.rank, False) for src in sorted(sources)]
-    asked += [RankPair(src, schedule.rank, True) for src in sorted(relays)]
-    own_pairs = [
-        (
-            pair.src,
-            pair.dst,
-            pair.relays,
-            _pair_unavailable_reason(seats[_seat_number(schedule, pair)], direct_unavailable_reason, bound, pair),
-        )
-        for pair in asked
-    ]
+    own_pairs = []
+    for pair in _pairs_to_read(schedule):
+        source_seat = seats[pair.src + schedule.train_ranks * pair.relays]
+        if str(pair) in _declared():
+            reason: str | None = f"declared in {UNREACHABLE_VARIABLE}"
+        else:
+            reason = source_seat.unavailable_reason or direct_unavailable_reason or _distance(source_seat, own_seat)
+        own_pairs.append((*astuple(pair), reason))
     return dict(reason for pairs in exchange.gather("reach", own_pairs, _parse_pairs) for reason in pairs)
 
 
-def _seat_number(schedule: Schedule, pair: RankPair) -> int:
-    return schedule.train_ranks + pair.src if pair.relays else pair.src
+def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
+    """The pairs in which this rank is `dst`, with the trainer in place of relays and with them."""
+    if schedule.world == "train":
+        return []
+    sources, relays = peers_of(schedule), frozenset[int]()
+    if schedule.relayed and schedule.view is not None:
+        sources |= peers_of(schedule.view.unrelayed())
+        relays = peers_of(schedule.view.relay().receives)
+    by_trainer = [RankPair(src, schedule.rank, False) for src in sorted(sources)]
+    return by_trainer + [RankPair(src, schedule.rank, True) for src in sorted(relays)]
 
 
-def _seat(bound: BoundSchedule, direct_unavailable_reason: str | None) -> dict[str, Any]:
-    """Where this rank is, and why others cannot read its memory."""
-    schedule, unavailable_reason = bound.schedule, direct_unavailable_reason
-    if unavailable_reason is None and (schedule.world == "train" or schedule.relayed):
-        unavailable_reason = _export_unavailable_reason(bound)
-    malformed = [word for word in _declared() if not _PAIR.fullmatch(word)]
-    return {
-        "unavailable_reason": unavailable_reason,
-        "host": host(),
-        "gpu": gpu_of(bound.device),
-        "malformed": malformed,
-    }
+def _own_seat(bound: BoundSchedule, direct_unavailable_reason: str | None) -> _Seat:
+    schedule, reason = bound.schedule, direct_unavailable_reason
+    if reason is None and (schedule.world == "train" or schedule.relayed):
+        reason = _export_unavailable_reason(bound)
+    malformed = tuple(word for word in _declared() if not _PAIR.fullmatch(word))
+    return _Seat(reason, host(), gpu_of(bound.device), malformed)
 
 
-def _parse_seat(seat: Any) -> dict[str, Any]:
-    reason, malformed = seat["unavailable_reason"], [str(word) for word in seat["malformed"]]
-    return {
-        "unavailable_reason": None if reason is None else str(reason),
-        "host": str(seat["host"]),
-        "gpu": str(seat["gpu"]),
-        "malformed": malformed,
-    }
+def _parse_seat(said: Any) -> _Seat:
+    reason, host_name, gpu, malformed = said
+    return _Seat(None if reason is None else str(reason), str(host_name), str(gpu), tuple(map(str, malformed)))
 
 
 def _parse_pairs(pairs: Any) -> list[tuple[RankPair, str | None]]:
@@ -122,22 +128,16 @@ def _export_unavailable_reason(bound: BoundSchedule) -> str | None:
     return None
 
 
-def _pair_unavailable_reason(
-    there: Mapping[str, Any], direct_unavailable_reason: str | None, bound: BoundSchedule, pair: RankPair
-) -> str | None:
-    here = gpu_of(bound.device)
-    if str(pair) in _declared():
-        return f"declared in {UNREACHABLE_VARIABLE}"
-    if why := there["unavailable_reason"] or direct_unavailable_reason:
-        return str(why)
-    if there["host"] != host():
+def _distance(source: _Seat, reader: _Seat) -> str | None:
+    """Why two GPUs that can both share memory cannot share it with each other."""
+    if source.host != reader.host:
         return "on different hosts"
-    if there["gpu"] == here:
+    if source.gpu == reader.gpu:
         return None
-    uuids = [gpu_of(device) for device in range(torch.cuda.device_count())]
-    if there["gpu"] not in uuids:
+    gpus = [gpu_of(device) for device in range(torch.cuda.device_count())]
+    if source.gpu not in gpus:
         return "the reader does not see the other's GPU (CUDA_VISIBLE_DEVICES)"
-    if not torch.cuda.can_device_access_peer(uuids.index(here), uuids.index(there["gpu"])):
+    if not torch.cuda.can_device_access_peer(gpus.index(reader.gpu), gpus.index(source.gpu)):
         return "the two GPUs cannot access each other"
     return None
 

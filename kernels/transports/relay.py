@@ -12,20 +12,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Semaphore
 
 import torch
 
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import first_of
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
-from mcore_reshard.planner.plan.schedule import Relay, Schedule
+from mcore_reshard.planner.plan.schedule import Schedule
 
-from .base import Executor, StageReport, TransportContext, connect_group, merged_reports
+from .base import Executor, StageReport, TransportContext, close_all, connect_all, connect_group, merged_reports
 
 Connect = Callable[[TransportContext], Executor]
 
@@ -41,17 +41,15 @@ def relayed(connect: Connect, context: TransportContext) -> Executor:
         return connect(context)
     assert schedule.view is not None
     waves = [context.bound.part(wave) for wave in schedule.view.waves()] or [context.bound]
-    with ExitStack() as undone:
-        first: list[Executor] = []
-        for bound in waves:
-            store = FailFastStore(f"first/{len(first)}", context.store)
-            first.append(connect(replace(context, bound=bound, store=store)))
-            undone.callback(first[-1].close)
-        views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
-        relays = [view.relay() for view in views if view is not None]
-        roles = _second_hop(connect, context, relays) if relays else []
-        undone.pop_all()
-    return RelayedExecutor(first, roles, context.bound.device)
+    views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
+    relays = [view.relay() for view in views if view is not None]
+    first = _connect_waves(connect, replace(context, store=FailFastStore("first", context.store)), waves)
+    try:
+        ends = ([relay.sends for relay in relays], [relay.receives for relay in relays])
+        return RelayedExecutor(first, _connect_roles(connect, context, ends) if relays else [], context.bound.device)
+    except BaseException:
+        close_all(first)
+        raise
 
 
 def unrelayed(connect: Connect, context: TransportContext) -> Executor:
@@ -70,7 +68,7 @@ def unrelayed(connect: Connect, context: TransportContext) -> Executor:
 class Role:
     """One end of the second hop: its executor in every wave, and the group of its own."""
 
-    waves: tuple[Executor, ...]
+    waves: Sequence[Executor]
     group: GlooGroup
 
     def run(self, landed: Semaphore, failures: list[BaseException]) -> list[tuple[StageReport, ...]]:
@@ -92,10 +90,7 @@ class Role:
         return reports
 
     def close(self) -> None:
-        with ExitStack() as closing:
-            for executor in self.waves:
-                closing.callback(executor.close)
-            closing.callback(self.group.close)
+        close_all([*self.waves, self.group])
 
 
 class RelayedExecutor:
@@ -105,9 +100,9 @@ class RelayedExecutor:
     """
 
     def __init__(self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None) -> None:
-        self._first, self._roles, self._device = tuple(first), tuple(roles), device
-        self._threads = ThreadPoolExecutor(max(1, len(self._roles)), thread_name_prefix="relay")
-        self.name = self._first[0].name
+        self._first, self._roles, self._device = first, roles, device
+        self._threads = ThreadPoolExecutor(max(1, len(roles)), thread_name_prefix="relay")
+        self.name = first[0].name
 
     @property
     def scratch_bytes(self) -> int:
@@ -146,20 +141,23 @@ class RelayedExecutor:
 
     def close(self) -> None:
         """Close both hops. May be called twice."""
-        with ExitStack() as closing:
-            closing.callback(self._threads.shutdown, wait=False)
-            for executor in self._first:
-                closing.callback(executor.close)
-            for role in self._roles:
-                closing.callback(role.close)
+        self._threads.shutdown(wait=False)
+        close_all([*self._first, *self._roles])
 
 
-def _second_hop(connect: Connect, context: TransportContext, relays: Sequence[Relay]) -> list[Role]:
+def _connect_waves(connect: Connect, context: TransportContext, waves: Sequence[BoundSchedule]) -> list[Executor]:
+    return connect_all(
+        connect(replace(context, bound=bound, store=FailFastStore(f"wave/{number}", context.store)))
+        for number, bound in enumerate(waves)
+    )
+
+
+def _connect_roles(connect: Connect, context: TransportContext, ends: Sequence[Sequence[Schedule]]) -> list[Role]:
     """Connect both roles at the same time: each waits for the opposite roles of other ranks."""
-    threads = ThreadPoolExecutor(2, thread_name_prefix="relay")
+    threads = ThreadPoolExecutor(len(ends), thread_name_prefix="relay")
     roles = [
-        threads.submit(in_callers_context(partial(_role, connect, context, schedules), context.bound.device))
-        for schedules in ([relay.sends for relay in relays], [relay.receives for relay in relays])
+        threads.submit(in_callers_context(partial(_connect_role, connect, context, waves), context.bound.device))
+        for waves in ends
     ]
     threads.shutdown(wait=False)
     ended, _ = wait(roles, return_when=FIRST_EXCEPTION)
@@ -176,18 +174,13 @@ def _close(role: Future[Role]) -> None:
         role.result().close()
 
 
-def _role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]) -> Role:
-    """Connect one role of this rank in every wave."""
-    schedule = waves[0]  # all waves have the same ranks
+def _connect_role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]) -> Role:
+    """Connect one role of this rank in every wave; all waves have the same ranks."""
     store = FailFastStore("second", context.another_store())
-    group = connect_group(FailFastStore("group", store), schedule, context.options.timeout_s)
-    with ExitStack() as undone:
-        undone.callback(group.close)
-        executors: list[Executor] = []
-        for wave in waves:
-            wave_store = FailFastStore(f"wave/{len(executors)}", store)
-            bound = context.bound.part(wave)
-            executors.append(connect(replace(context, bound=bound, group=group, store=wave_store)))
-            undone.callback(executors[-1].close)
-        undone.pop_all()
-    return Role(tuple(executors), group)
+    group = connect_group(FailFastStore("group", store), waves[0], context.options.timeout_s)
+    try:
+        bound = [context.bound.part(wave) for wave in waves]
+        return Role(_connect_waves(connect, replace(context, group=group, store=store), bound), group)
+    except BaseException:
+        group.close()
+        raise

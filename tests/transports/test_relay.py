@@ -226,14 +226,14 @@ def test_replicas_pass_on_over_direct(case: Case, device: str) -> None:
 
 def failing(number: int, address: str) -> None:
     """Generation rank 1 cannot connect as a relay."""
-    role = relaying._role
+    role = relaying._connect_role
 
     def broken(connect: Any, context: Any, waves: Any) -> Any:
         if waves[0].name == "relay:1":
             raise OSError("no memory left to share")
         return role(connect, context, waves)
 
-    relaying._role = broken  # this process ends with the test
+    relaying._connect_role = broken  # this process ends with the test
     planned_refits.refit(number, address, ONE_TO_THREE, "cpu", timeout_s=20.0)
 
 
@@ -246,7 +246,7 @@ def test_a_relay_that_cannot_connect_is_everyones_error_with_its_cause_and_at_on
 
 def failing_in_a_wave(number: int, address: str, part: str, wave: int) -> None:
     """One part of generation rank 1 fails in the second half of a wave of the second hop."""
-    role = relaying._role
+    role = relaying._connect_role
 
     def broken(connect: Any, context: Any, waves: Any) -> relaying.Role:
         found = role(connect, context, waves)
@@ -262,7 +262,7 @@ def failing_in_a_wave(number: int, address: str, part: str, wave: int) -> None:
             executor._start = failing_start
         return found
 
-    relaying._role = broken  # this process ends with the test
+    relaying._connect_role = broken  # this process ends with the test
     planned_refits.refit(number, address, ONE_TO_THREE, "cpu", timeout_s=20.0, bucket_bytes=4096)
 
 
