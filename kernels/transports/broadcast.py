@@ -53,10 +53,7 @@ class Tree:
 def broadcast(
     group: GlooGroup, tree: Tree, tensors: Iterable[tuple[str, torch.Tensor]], *, frame_bytes: int = DEFAULT_FRAME_BYTES
 ) -> int:
-    """Send `tensors` from the tree's source to all others. Returns their bytes.
-
-    Tensors are read one at a time, so `tensors` may produce them lazily. Any device, any strides.
-    """
+    """Send `tensors`, one at a time, from the tree's source to all others; any device, any strides. Returns their bytes."""
     frames = _FrameWriter(group, tree, frame_bytes)
     nbytes = 0
     for name, tensor in tensors:
@@ -93,10 +90,10 @@ def _parsed(header: bytes) -> tuple[str, torch.dtype, tuple[int, ...]]:
     try:
         fields = json.loads(header)
         name, dtype, shape = fields["name"], _DTYPES[fields["dtype"]], tuple(fields["shape"])
+        if not isinstance(name, str) or not all(isinstance(extent, int) and extent >= 0 for extent in shape):
+            raise ValueError("a name is a string, an extent an integer from 0")
     except (ValueError, KeyError, TypeError) as error:
         raise SessionError(f"not a tensor header: {header[:200]!r}") from error
-    if not isinstance(name, str) or not all(isinstance(extent, int) and extent >= 0 for extent in shape):
-        raise SessionError(f"not a tensor header: {header[:200]!r}")
     return name, dtype, shape
 
 
@@ -121,9 +118,9 @@ class _Frames:
         self._group = group
         self._tree = tree
         self._slots = (_Slot(frame_bytes), _Slot(frame_bytes))
+        self._slot = self._slots[0]
         self._number = 0
         self._used = 0  # bytes of the current frame already written or read
-        self._slot = self._slots[0]
 
     def _pass_on(self, nbytes: int, parameter: str) -> None:
         for child in self._tree.children:
@@ -151,12 +148,11 @@ class _Frames:
 class _FrameWriter(_Frames):
     def write(self, parameter: str, payload: torch.Tensor) -> None:
         """Append bytes (uint8 [n], any device)."""
-        written = 0
-        while written < payload.numel():
-            count = min(payload.numel() - written, self._slot.frame.numel() - self._used)
-            self._slot.frame[self._used : self._used + count].copy_(payload[written : written + count])
-            self._used += count
-            written += count
+        while payload.numel():
+            room = self._slot.frame[self._used :][: payload.numel()]
+            room.copy_(payload[: room.numel()])
+            payload = payload[room.numel() :]
+            self._used += room.numel()
             if self._used == self._slot.frame.numel():
                 self._flush(parameter)
 
@@ -179,15 +175,14 @@ class _FrameReader(_Frames):
 
     def read(self, parameter: str, nbytes: int) -> torch.Tensor:
         """The next bytes of the stream, uint8 [nbytes]."""
-        payload = torch.empty(nbytes, dtype=torch.uint8)
-        read = 0
-        while read < nbytes:
+        payload = left = torch.empty(nbytes, dtype=torch.uint8)
+        while left.numel():
             if self._used == self._filled:
                 self._next(parameter)
-            count = min(nbytes - read, self._filled - self._used)
-            payload[read : read + count] = self._slot.frame[self._used : self._used + count]
-            self._used += count
-            read += count
+            part = self._slot.frame[self._used : self._filled][: left.numel()]
+            left[: part.numel()] = part
+            left = left[part.numel() :]
+            self._used += part.numel()
         return payload
 
     def _next(self, parameter: str) -> None:

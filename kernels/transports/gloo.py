@@ -52,13 +52,9 @@ class GlooExecutor:
         self._tensors = [byte_array(tensor) for tensor in bound.tensors]
         self._slot_bytes = _HEADER.size + max((bucket.nbytes for bucket in self._buckets), default=0)
         self._slots = min(slots, len(self._buckets))
+        self.scratch_bytes = self._slots * self._slot_bytes  # all executors of one group share them
         group.slots(self._slots, self._slot_bytes)  # reserved: a run allocates nothing
         self._runs = 0
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the slots that it uses. All executors of one group share them."""
-        return self._slots * self._slot_bytes
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every bucket once. Returns when all bytes sent were taken and all bytes received are in place."""

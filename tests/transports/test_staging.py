@@ -18,7 +18,6 @@ from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.transports.direct.staging import (
     SLOTS,
-    SlotPlan,
     divide_slots,
     parted,
 )
@@ -43,7 +42,6 @@ def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int
         compute_scales(bound.casts, bound.tensors)
     divided = [divide_slots(parted(schedule)[1], scratch_bytes) for schedule in schedules]
     assert all(SLOTS * plan.slot_bytes <= scratch_bytes for plan, _ in divided)
-    assert all(SlotPlan.from_json(plan.to_json()) == plan for plan, _ in divided)
 
     gens = [gen_schedule(transfers, rank, worlds) for rank in range(worlds[1])]
     engines = [bind(gen, allocate(gen)) for gen in gens]

@@ -18,7 +18,6 @@ Weights that are cast on the way go first, through slots at their source: see `s
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -74,9 +73,9 @@ class DirectExecutor:
         self._end: _Source | _Reader
         try:
             if bound.schedule.world == "train":
-                self._end = _Source(store, bound, self._signals, scratch_bytes)
+                self._end = _Source(bound, self._signals, scratch_bytes)
             else:
-                self._end = _Reader(store, bound, self._signals, options)
+                self._end = _Reader(bound, self._signals, options)
         except BaseException:
             self._signals.close()
             raise
@@ -113,24 +112,22 @@ class DirectExecutor:
 class _Source:
     """A training rank: its memory is read, and it waits for that to end."""
 
-    def __init__(self, store: Store, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int) -> None:
-        self._bound = bound
+    def __init__(self, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int) -> None:
+        self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._signals = signals
         self._settling = _EventWait(signals, "what was queued before the refit")
         self._reading = _EventWait(signals, "the pull")
         self._not_done: int | None = None  # the run whose DONE has not been received yet
-        store.set(bound.rank_name, json.dumps(export(bound.by_name).to_json()))
-        self._read: dict[int, torch.cuda.Event] = {}  # by reader: has happened when its last pull has ended
-        for peer in signals.peers:
-            assert bound.device is not None, "there are transfers, so there are tensors"
-            self._read[peer] = signals.fetch(peer, partial(open_event, device=bound.device))
-        self._slots = SlotSource(store, bound, parted(bound.schedule)[1], signals, scratch_bytes)
+        signals.publish(export(bound.by_name).to_json())
+        parse = partial(open_event, device=self._device)
+        self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
+        self._slots = SlotSource(bound, parted(bound.schedule)[1], signals, scratch_bytes)
         self.scratch_bytes, self.table_bytes = self._slots.scratch_bytes, self._slots.table_bytes
 
     def run(self, run: int) -> None:
         self._hear_done()  # of the run before: it came long ago
         self._slots.rounds(run)
-        stream = self._slots.stream or torch.cuda.current_stream(self._bound.device)
+        stream = self._slots.stream or torch.cuda.current_stream(self._device)
         settled = stream.record_event()
         self._settling.wait(dict.fromkeys(self._signals.peers, settled))
         self._signals.tell(run, Signal.READY)
@@ -153,7 +150,7 @@ class _Reader:
 
     scratch_bytes = 0
 
-    def __init__(self, store: Store, bound: BoundSchedule, signals: PeerSignals, options: DirectOptions) -> None:
+    def __init__(self, bound: BoundSchedule, signals: PeerSignals, options: DirectOptions) -> None:
         schedule = bound.schedule
         plain, cast = parted(schedule)
         assert plain.view is not None
@@ -164,10 +161,10 @@ class _Reader:
         device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(device)
         self._pulled = torch.cuda.Event(interprocess=True)
-        store.set(schedule.name, json.dumps(export_event(self._pulled, device)))
+        signals.publish(export_event(self._pulled, device))
         self._mappings = Mappings(device)
         try:
-            self._slots = SlotReader(store, bound, cast, signals, self._mappings, self._stream, options)
+            self._slots = SlotReader(bound, cast, signals, self._mappings, self._stream, options)
             exports = {peer: signals.fetch(peer, Export.from_json) for peer in signals.peers}
             addresses = self._addresses(exports)
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)

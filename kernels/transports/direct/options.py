@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
-from mcore_reshard.kernels.cuda.tiles import check_tile_bytes
 
 DEFAULT_TILE_BYTES = 128 << 10
 
@@ -18,6 +17,3 @@ class DirectOptions:
     tile_bytes: int = DEFAULT_TILE_BYTES
     turn_bytes: int | None = None  # bytes from one source before the next has its turn; None: as `interleaved` chooses
     checksums: bool = False  # sum every tile as it is read and as it was written, and compare
-
-    def __post_init__(self) -> None:
-        check_tile_bytes(self.tile_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import TransferError, Waiting
-from mcore_reshard.kernels.rendezvous.exchange import fetch
+from mcore_reshard.kernels.rendezvous.exchange import fetch, publish
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooMessage
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.kernels.transports.base import connect_group, other_world, peer_group_rank
@@ -38,52 +38,54 @@ class PeerSignals:
     """
 
     def __init__(self, store: Store, bound: BoundSchedule, timeout_s: float) -> None:
-        schedule = self._schedule = bound.schedule
+        self._bound = bound
         self.timeout_s = timeout_s
         self._store = store
         self.peers = _waiting_by_peer(bound)
-        self._group = connect_group(FailFastStore("words", store), schedule, timeout_s)
+        self._group = connect_group(FailFastStore("words", store), bound.schedule, timeout_s)
         self._posted: dict[int, tuple[torch.Tensor, GlooMessage]] = {}
         self._listen(self.peers)
 
+    def publish(self, value: Any, *, prefix: str = "") -> None:
+        """Tell all peers `value`, as JSON."""
+        publish(self._store, prefix + self._bound.rank_name, value)
+
     def fetch(self, peer: int, parse: Callable[[Any], T], *, prefix: str = "") -> T:
-        """What a peer publishes under its own name."""
+        """What a peer publishes."""
         waiting = self.peers[peer]
         return fetch(self._store, prefix + waiting.peer, waiting, parse, timeout_s=self.timeout_s)
 
-    def tell(self, run: int, signal: int, peers: Iterable[int] | None = None) -> None:
+    def tell(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
         """Send `signal` to some peers, by default to all."""
         content = torch.frombuffer(bytearray(_MESSAGE.pack(run, signal)), dtype=torch.uint8)
         messages = [
-            self._group.send(content, peer_group_rank(self._schedule, peer), waiting)
-            for peer, waiting in self._chosen(peers).items()
+            self._group.send(content, peer_group_rank(self._bound.schedule, peer), self.peers[peer])
+            for peer in (self.peers if peers is None else peers)
         ]
         for message in messages:
             message.wait()
 
-    def hear(self, run: int, signal: int, peers: Iterable[int] | None = None) -> None:
+    def hear(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
         """Wait until these peers, by default all, have sent `signal`."""
-        chosen = self._chosen(peers)
-        for peer in chosen:
+        if peers is None:
+            peers = self.peers
+        for peer in peers:
             buffer, message = self._posted[peer]
             message.wait()
             if (heard := _MESSAGE.unpack(buffer.numpy().tobytes())) != (run, signal):
-                expected = (run, int(signal))
-                raise TransferError(self.peers[peer], f"(run, signal) {heard} came in place of {expected}")
-        self._listen(chosen)
+                raise TransferError(self.peers[peer], f"(run, signal) {heard} came in place of {(run, int(signal))}")
+        self._listen(peers)
 
     def close(self) -> None:
         self._posted.clear()
         self._group.close()
 
-    def _chosen(self, peers: Iterable[int] | None) -> dict[int, Waiting]:
-        return self.peers if peers is None else {peer: self.peers[peer] for peer in peers}
-
-    def _listen(self, peers: dict[int, Waiting]) -> None:
+    def _listen(self, peers: Collection[int]) -> None:
         """Post buffers for the next signals of peers: one that is posted late costs the sender a round trip."""
-        for peer, waiting in peers.items():
+        for peer in peers:
             buffer = torch.empty(_MESSAGE.size, dtype=torch.uint8)
-            self._posted[peer] = buffer, self._group.recv(buffer, peer_group_rank(self._schedule, peer), waiting)
+            group_rank = peer_group_rank(self._bound.schedule, peer)
+            self._posted[peer] = buffer, self._group.recv(buffer, group_rank, self.peers[peer])
 
 
 def _waiting_by_peer(bound: BoundSchedule) -> dict[int, Waiting]:

@@ -1,13 +1,12 @@
 """Both ends of what the direct transport casts: a source that casts into slots, a reader that pulls out of them.
 
-Events order casts and pulls on the GPUs: each process waits for the other's. A signal over the CPU only says that an
-event has been recorded, and it travels while earlier rounds are still under way. So `rounds(run)` returns before the last
-bytes have landed; work that is queued on `stream` afterwards comes after them.
+Events order casts and pulls on the GPUs. A signal over the CPU only says that an event has been recorded; it travels
+while earlier rounds are under way. So `rounds(run)` returns before the last bytes have landed; work that is queued on
+`stream` afterwards comes after them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
@@ -33,7 +31,7 @@ from .options import DEFAULT_TILE_BYTES, DirectOptions
 from .peer_signals import PeerSignals
 from .staging import SLOTS, SlotPlan, divide_slots
 
-_SLOTS = "slots/"  # what a rank publishes of its slots, and of its events
+_PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
 # All of an H200: a trainer that refits does nothing else, and readers wait for it.
 _CASTING_SHAPE = KernelShape(ctas=132)
 
@@ -57,11 +55,9 @@ class _Pulling:
 
 
 class SlotSource:
-    """A training rank that casts. `schedule` is the part of the program's that does."""
+    """A training rank that casts. `schedule` is the part of the bound one that does."""
 
-    def __init__(
-        self, store: Store, bound: BoundSchedule, schedule: Schedule, signals: PeerSignals, scratch_bytes: int
-    ) -> None:
+    def __init__(self, bound: BoundSchedule, schedule: Schedule, signals: PeerSignals, scratch_bytes: int) -> None:
         self._signals = signals
         self._rounds: list[_Casting] = []
         self._cast: list[torch.cuda.Event] = []  # by slot: has happened when the last cast into it is done
@@ -81,15 +77,16 @@ class SlotSource:
         self.scratch_bytes = sum(slot.nbytes for slot in self._slots)
         self._cast = [torch.cuda.Event(interprocess=True) for _ in range(SLOTS)]
         word = {
-            "plan": plan.to_json(),
+            "bucket_bytes": plan.bucket_bytes,
+            "places": plan.places,
             "slots": export({str(number): slot for number, slot in enumerate(self._slots)}).to_json(),
-            "cast": [export_event(event, device) for event in self._cast],
+            "events": [export_event(event, device) for event in self._cast],
         }
-        store.set(_SLOTS + bound.rank_name, json.dumps(word))
+        signals.publish(word, prefix=_PREFIX)
         self._rounds = self._bind_rounds(bound, plan, buckets)
         self.table_bytes = sum(each.gather.nbytes + (each.scales.nbytes if each.scales else 0) for each in self._rounds)
-        for peer in buckets:
-            self._taken[peer] = signals.fetch(peer, partial(_parse_events, device, "taken"), prefix=_SLOTS)
+        parse = partial(_parse_events, device)
+        self._taken = {peer: signals.fetch(peer, parse, prefix=_PREFIX) for peer in buckets}
 
     def rounds(self, run: int) -> None:
         """Queue all casts, after what is queued on the current stream. Returns once all readers have queued all pulls."""
@@ -140,7 +137,6 @@ class SlotReader:
 
     def __init__(
         self,
-        store: Store,
         bound: BoundSchedule,
         schedule: Schedule,
         signals: PeerSignals,
@@ -159,17 +155,15 @@ class SlotReader:
             return
         device = stream.device
         self._taken = [torch.cuda.Event(interprocess=True) for _ in range(SLOTS)]
-        word = {"taken": [export_event(event, device) for event in self._taken]}
-        store.set(_SLOTS + bound.rank_name, json.dumps(word))
+        signals.publish({"events": [export_event(event, device) for event in self._taken]}, prefix=_PREFIX)
         addresses = [tensor.data_ptr() for tensor in bound.tensors]
         own = len(addresses)
         buckets: dict[int, tuple[Bucket, ...]] = {}
         places: dict[int, int] = {}
         for peer in sources:
-            owner = bound.schedule.name_of("train", peer)
             parse = partial(_parse_slots, device, schedule.rank)
-            bucket_bytes, places[peer], exported, self._cast[peer] = signals.fetch(peer, parse, prefix=_SLOTS)
-            addresses += mappings.addresses(exported, map(str, range(SLOTS)), owner)
+            bucket_bytes, places[peer], exported, self._cast[peer] = signals.fetch(peer, parse, prefix=_PREFIX)
+            addresses += mappings.addresses(exported, map(str, range(SLOTS)), schedule.name_of("train", peer))
             buckets[peer] = cut_buckets(with_peers(schedule, {peer}), bucket_bytes)
         bases = np.array(addresses, np.uint64)
         for number, together in enumerate(in_rounds(buckets)):
@@ -190,7 +184,7 @@ class SlotReader:
     def rounds(self, run: int) -> None:
         """Queue all pulls. Returns when they are queued."""
         for number, each in enumerate(self._rounds):
-            slot, peers = number % SLOTS, tuple(bucket.peer for bucket in each.buckets)
+            slot, peers = number % SLOTS, [bucket.peer for bucket in each.buckets]
             self._signals.hear(run, number, peers)
             for peer in peers:
                 self._stream.wait_event(self._cast[peer][slot])
@@ -213,12 +207,11 @@ class SlotReader:
 
 def _parse_slots(device: torch.device, rank: int, said: Any) -> tuple[int, int, Export, list[torch.cuda.Event]]:
     """(bucket bytes, where a slot has this rank's bucket, the slots, their events) of a source."""
-    plan = SlotPlan.from_json(said["plan"])
-    events = _parse_events(device, "cast", said)
-    return plan.bucket_bytes, plan.places[rank], Export.from_json(said["slots"]), events
+    place = int(said["places"][str(rank)])
+    return int(said["bucket_bytes"]), place, Export.from_json(said["slots"]), _parse_events(device, said)
 
 
-def _parse_events(device: torch.device, name: str, said: Any) -> list[torch.cuda.Event]:
-    if len(texts := said[name]) != SLOTS:
+def _parse_events(device: torch.device, said: Any) -> list[torch.cuda.Event]:
+    if len(texts := said["events"]) != SLOTS:
         raise ValueError(f"{len(texts)} events in place of {SLOTS}")
     return [open_event(text, device) for text in texts]

@@ -12,7 +12,6 @@ the rest, since buckets depend on the transfers alone. A reader takes round k of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -34,14 +33,6 @@ class SlotPlan:
     bucket_bytes: int
     slot_bytes: int
     places: Mapping[int, int]  # by reader: where its bucket begins in a slot
-
-    def to_json(self) -> str:
-        return json.dumps([self.bucket_bytes, self.slot_bytes, sorted(self.places.items())])
-
-    @classmethod
-    def from_json(cls, text: str) -> SlotPlan:
-        bucket_bytes, slot_bytes, places = json.loads(text)
-        return cls(int(bucket_bytes), int(slot_bytes), {int(reader): int(place) for reader, place in places})
 
 
 def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:

@@ -15,7 +15,6 @@ messages of 64 MiB, 292 against 299 in messages of 128 MiB (four H200s).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError, Waiting
-from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fetch
+from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fetch, publish
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.base import StageClock, StageReport, group_names, group_rank
 
@@ -39,7 +38,6 @@ from .communicator import NcclCommunicator, NcclError, new_unique_id
 from .staging import (
     DIGEST_BYTES,
     Division,
-    PlacedMessage,
     Round,
     ScratchBudget,
     divide,
@@ -101,8 +99,7 @@ class NcclExecutor:
 
     @property
     def scratch_bytes(self) -> int:
-        """Device memory of the slots. The kernels' tables (about a thousandth of the bytes moved) and NCCL's own
-        buffers come on top."""
+        """Device memory of the slots. The kernels' tables and NCCL's own buffers come on top."""
         return sum(slot.tensor.numel() for slot in self._slots.values())
 
     @property
@@ -138,8 +135,9 @@ class NcclExecutor:
         for abort in aborts:
             abort.start()
         if graph is not None:
-            if not self._drained():
-                return  # a kernel may still use the memory, and freeing it would wait for that kernel
+            with suppress(RuntimeError):  # a broken device has said so before
+                if not EventPoller(CLOSE_S).until(self._done.query):
+                    return  # a kernel may still use the memory, and freeing it would wait for that kernel
             graph.reset()
         for abort in aborts:
             abort.join(CLOSE_S)
@@ -249,11 +247,10 @@ class NcclExecutor:
         self._settle(communicator, each.round)
 
     def _check_digests(self) -> None:
-        placed_messages = [placed for each in self._rounds for placed in each.round.placed_messages]
+        buckets = [placed.bucket for each in self._rounds for placed in each.round.placed_messages]
         for number in torch.nonzero(self._damaged).reshape(-1).tolist():
-            bucket = placed_messages[number].bucket
-            reason = f"bucket {bucket.number} arrived with other bytes than it was sent with"
-            raise ChecksumError(bucket.waiting, reason)
+            reason = f"bucket {buckets[number].number} arrived with other bytes than it was sent with"
+            raise ChecksumError(buckets[number].waiting, reason)
 
     def _wait(self, has_happened: Callable[[], bool], where: Callable[[], Round], poller: EventPoller) -> None:
         """Poll `has_happened`. Raises if one round takes too long, another rank has given up, or NCCL fails.
@@ -302,7 +299,7 @@ class NcclExecutor:
             raise
 
     def _agree_on_division(self, budget: ScratchBudget) -> Division:
-        word = {"peers": sorted(peers_by_stage(self._bound.schedule).items()), "budget": repr(budget)}
+        word = [*peers_by_stage(self._bound.schedule).items()], repr(budget)
         words = self._store_exchange.gather("word", word, _parse_word)
         if len(budgets := sorted({budget for _, budget in words})) > 1:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}")
@@ -322,7 +319,7 @@ class NcclExecutor:
         for stage, stream in places:
             members, key = division.members[stage], f"id/{stage}/{stream}"
             if me == members[0]:
-                self._store.set(key, json.dumps(new_unique_id().hex()))
+                publish(self._store, key, new_unique_id().hex())
             waiting = _waiting(firsts[stage])
             owner = replace(waiting, peer=group_names(schedule)[members[0]])
             unique_id = fetch(self._store, key, owner, _parse_unique_id, timeout_s=self._timeout_s)
@@ -355,20 +352,13 @@ class NcclExecutor:
             if len(table := each.copies):
                 bases = np.array([*addresses, slot.data_ptr()], np.uint64)
                 copies = DeviceGather(table, bases, self._bound.casts, self._device, shape, _TILE_BYTES)
-            payloads = {placed.member: self._payload(placed, slot) for placed in each.placed_messages}
+            payloads: dict[int, torch.Tensor] = {}
+            for placed in each.placed_messages:
+                memory = slot if placed.tensor is None else byte_view(self._bound.tensors[placed.tensor])
+                payloads[placed.member] = memory[placed.offset :][: placed.message_bytes]
             rounds.append(_DeviceRound(each, payloads, copies, messages))
             messages += len(payloads)
         return tuple(rounds)
-
-    def _payload(self, placed: PlacedMessage, slot: torch.Tensor) -> torch.Tensor:
-        memory = slot if placed.tensor is None else byte_view(self._bound.tensors[placed.tensor])
-        return memory[placed.offset :][: placed.message_bytes]
-
-    def _drained(self) -> bool:
-        """Wait a moment for the last run to end on the device; whether it has."""
-        with suppress(RuntimeError):  # a broken device has said so before
-            return EventPoller(CLOSE_S).until(self._done.query)
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +386,8 @@ def _waiting(where: Round) -> Waiting:
 
 def _parse_word(word: Any) -> tuple[dict[int, int], str]:
     """(number of peers by stage, budget) of a rank."""
-    return {int(stage): int(peers) for stage, peers in word["peers"]}, str(word["budget"])
+    peers_of_stages, budget = word
+    return {int(stage): int(peers) for stage, peers in peers_of_stages}, str(budget)
 
 
 def _parse_unique_id(text: str) -> bytes:

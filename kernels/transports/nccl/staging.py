@@ -147,10 +147,9 @@ def _placed_messages(
         message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if checksums else bucket.nbytes
         member = members.index(peer_group_rank(bound.schedule, bucket.peer))
         place = None if checksums or casts else place_in_tensor(bucket.copies, sends=bucket.sends)
-        if place is not None and in_place[place[0]]:
-            messages.append(PlacedMessage(bucket, member, message_bytes, *place))
-        else:
-            messages.append(PlacedMessage(bucket, member, message_bytes, None, slot_end))
+        tensor, offset = place if place is not None and in_place[place[0]] else (None, slot_end)
+        messages.append(PlacedMessage(bucket, member, message_bytes, tensor, offset))
+        if tensor is None:
             slot_end += aligned(message_bytes)
     return tuple(messages)
 
