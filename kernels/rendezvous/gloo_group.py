@@ -69,9 +69,8 @@ class GlooGroup:
     On a FailFastStore construction ends when any rank has failed. Only gloo's own connects cannot be interrupted: a rank
     that dies in the middle of one costs the others `timeout_s`.
 
-    A connection closes when its process dies or calls `close`. A rank that waits on it then gets `PeerLostError` at once,
-    so one failure runs through all ranks that wait for each other. gloo listens where the host's name points;
-    GLOO_SOCKET_IFNAME names another interface.
+    A connection closes when its process dies or calls `close`. A rank that waits on it then gets `PeerLostError` at once.
+    gloo listens where the host's name points; GLOO_SOCKET_IFNAME names another interface.
     """
 
     def __init__(self, store: Store, rank: int, names: Sequence[str], *, timeout_s: float) -> None:
@@ -100,7 +99,7 @@ class GlooGroup:
         return self._slots[:count]
 
     def close(self) -> None:
-        """Close all connections. Other threads' waits for messages under way end. May be called twice."""
+        """Close all connections; other threads' waits end. May be called twice."""
         for message in tuple(self._pending):
             message.drop()
         group, self._group = self._group, None
@@ -172,7 +171,7 @@ def _connect(store: _GlooStore, rank: int, names: Sequence[str], timeout_s: floa
 
 
 def _hang_up(group: ProcessGroupGloo) -> None:
-    """Close the connections under threads that wait on them. gloo has no call for it, but does it when a wait is overdue."""
+    """Close the connections under threads that wait on them: gloo has no call for it, but a wait that is overdue does it."""
     for peer in range(group.size()):
         with suppress(RuntimeError):  # overdue, as intended; or this one was closed before
             work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED_TAG)  # type: ignore[attr-defined]

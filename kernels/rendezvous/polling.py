@@ -28,7 +28,7 @@ DUE_SHARE = 0.99
 # A rank that waits looks this often whether another rank has failed, so it hears of it this late.
 LOOK_S = 0.25
 
-# For what takes an instant: other ranks whose time is up say so too, this rank's transport notices a failure.
+# For other ranks whose time is up to say so too, and for this rank's transport to notice a failure.
 NOTICE_S = 1.0
 
 # For the rank that knows the cause of a failure to tell it. Longer than NOTICE_S, which that rank may wait first.
@@ -37,8 +37,8 @@ CAUSE_S = 3.0
 # For all ranks to read the last outcome before the store may go, and for a GPU to end what was queued before memory is freed.
 CLOSE_S = 5.0
 
-# Connection attempts to the store within a timeout; torch may take twice as long for each. At both ends torch looks up the
-# name of the other's address: a lost DNS answer holds an attempt, or the whole store, for the resolver's 5 s.
+# Connection attempts to the store within a timeout; torch may take twice as long for each. Torch looks up the name of the
+# other's address at both ends: a lost DNS answer holds an attempt, or the whole store, for the resolver's 5 s.
 ATTEMPTS = 6
 
 
@@ -97,7 +97,7 @@ class EventPoller:
 class DeadlineThread:
     """Makes one call after another. A call that does not return keeps the thread until the process ends.
 
-    Not a pool of `concurrent.futures`: the interpreter would wait for its threads before it exits.
+    At exit the interpreter would wait for threads of a `concurrent.futures` pool.
     """
 
     def __init__(self, name: str) -> None:

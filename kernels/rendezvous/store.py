@@ -1,8 +1,7 @@
 """Connections to a TCPStore on which nothing waits forever.
 
-torch limits how long the store waits for a key, not how long a client waits for the store. Two calls never return, and
-nothing can interrupt them: connecting to a service that accepts and says nothing, and any call to a frozen process. So a
-thread makes them, and is left behind at the deadline.
+torch limits how long the store waits for a key, not how long a client waits for the store. Connecting to a service that
+says nothing, and any call to a frozen process, never return. So a thread makes them, and is left behind at the deadline.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from .polling import ATTEMPTS, CAUSE_S, COARSE_SHARE, DeadlineThread, EventPolle
 
 T = TypeVar("T")
 
+_SILENT_HOST = "the host does not answer"
+
 
 def store_address(store: TCPStore | str) -> str:
     """'host:port' of a store."""
@@ -40,10 +41,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def connect_store(address: str, timeout_s: float) -> AnsweringStore:
-    """A connection of one's own to the store at `address`, which must be up.
-
-    Raises `SessionError` after `timeout_s`, and CAUSE_S at most to see what is there instead.
-    """
+    """A connection to the store at `address`. Raises `SessionError` after `timeout_s`, and up to CAUSE_S to see why."""
     host, port = split_address(address)
     attempt = timedelta(seconds=timeout_s / ATTEMPTS)
     connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=attempt)
@@ -58,7 +56,7 @@ def connect_store(address: str, timeout_s: float) -> AnsweringStore:
     try:
         instead = DeadlineThread("store").call(partial(_what_is_there, host, port), limit_s=CAUSE_S)
     except Overdue:
-        instead = "the host does not answer"
+        instead = _SILENT_HOST
     raise SessionError(
         f"no store answers at {address} within {timeout_s:g} s: {instead}; "
         "start the TCPStore that the session is to meet at, or correct the address"
@@ -68,11 +66,9 @@ def connect_store(address: str, timeout_s: float) -> AnsweringStore:
 class AnsweringStore(Store):
     """A connection to the store at `address`. It is lost once the store has not answered a call for `timeout_s`.
 
-    `set_timeout` changes that time. A call that may wait for a key gets the time for the key on top. On a lost connection
-    every call raises `DistNetworkError` at once.
-
-    torch calls it back from C++ but does not keep it alive. Hold it, or a FailFastStore on it, as long as a PrefixStore is
-    on it.
+    A call that may wait for a key gets the time for the key on top. On a lost connection every call raises
+    `DistNetworkError` at once. torch calls this object from C++ but does not keep it alive: hold it, or a FailFastStore
+    on it, as long as a PrefixStore is on it.
     """
 
     def __init__(self, store: TCPStore, address: str, timeout_s: float, thread: DeadlineThread) -> None:
@@ -83,7 +79,7 @@ class AnsweringStore(Store):
         self._store = store
         self._address = address
         self._thread = thread
-        self._turn = RLock()  # one call at a time, as on the connection itself: a call in the queue does not wait yet
+        self._turn = RLock()  # one call at a time: the time of a call in the queue does not run yet
         self._lost = ""  # why it is lost
 
     def set(self, key: str, value: str) -> None:
@@ -139,12 +135,10 @@ class AnsweringStore(Store):
 
 
 class FailFastStore(PrefixStore):
-    """The keys under `name` of a store.
+    """The keys under `name` of a store, on which a wait ends at once when the session has failed.
 
     A rank that fails writes why under the key `failure` of `store`. From then on every `wait` raises, here and on each
-    FailFastStore made on this one. A FailFastStore on a plain store without `failure` is a PrefixStore.
-
-    C++ code does not see this `wait`: what is given the store itself waits natively.
+    FailFastStore made on this one; C++ code does not see this `wait`. On a plain store without `failure` it is a PrefixStore.
     """
 
     def __init__(self, name: str, store: Store, failure: str | None = None) -> None:
@@ -155,7 +149,7 @@ class FailFastStore(PrefixStore):
             self._failure = store, failure
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]  # torch has more ways to call it
-        """Wait for all `keys`. Raises `SessionError` with the reason of a failure, `DistStoreError` when the time is up.
+        """Raises `SessionError` with the reason of a failure, `DistStoreError` when the time is up.
 
         It polls: a native wait cannot be for one key or another, and logs each time that it ends in vain.
         """
@@ -176,14 +170,11 @@ class FailFastStore(PrefixStore):
 
 def _what_is_there(host: str, port: int) -> str:
     """What is at an address where no store answers."""
+    causes = {socket.gaierror: "no host has that name", ConnectionRefusedError: "nothing listens there"}
     try:
         socket.create_connection((host, port), timeout=CAUSE_S).close()
-    except socket.gaierror:
-        return "no host has that name"
-    except ConnectionRefusedError:
-        return "nothing listens there"
     except TimeoutError:
-        return "the host does not answer"
+        return _SILENT_HOST
     except OSError as error:
-        return str(error)
+        return causes.get(type(error), str(error))
     return "what listens there does not talk as one; it is another service, or a frozen process"

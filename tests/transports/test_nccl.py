@@ -174,8 +174,8 @@ def test_whole_models_arrive_element_by_element(gpus: int) -> None:
 class NoisyWire(NcclExecutor):
     """Flips one bit of what arrives first in the third round, before it is unpacked; that is part of the graph."""
 
-    def _exchange(self, each: Any, stream: torch.cuda.Stream) -> None:
-        super()._exchange(each, stream)
+    def _communicate(self, each: Any, stream: torch.cuda.Stream) -> None:
+        super()._communicate(each, stream)
         if not self._sends and each is self._rounds[2]:
             with torch.cuda.stream(stream):
                 next(iter(each.payloads.values()))[5] ^= 1

@@ -5,8 +5,8 @@
 
 Every stage has a communicator on each of its streams. The kernels run on streams beside them: one round is packed or
 unpacked while others are on the wire (`rounds` says why this cannot deadlock). A bucket that lies in one piece skips its
-copy. All rounds are one CUDA graph, captured in advance: a refit is one launch, then the host polls against the deadline.
-Without the graph the host spent 0.1 ms a round on NCCL's calls and threads.
+copy. All rounds are one CUDA graph: a refit is one launch, then the host polls against the deadline. Without the graph
+the host spent 0.1 ms a round on NCCL's calls and threads.
 
 NCCL registers the virtual memory that a graph sends or receives, and hangs where only one end could be registered. So
 slots are plain memory, and virtual memory always takes the copy. Registered slots were no faster: 294 against 305 GB/s in
@@ -59,8 +59,8 @@ _UNIQUE_ID_BYTES = 128
 class NcclExecutor:
     """Runs a bound schedule over NCCL. All ranks of the session construct it at the same time, with the same `budget`.
 
-    It cuts buckets of the size that scratch allows. Weights must be complete on the current stream of their device when
-    `run` is called; when it returns, every byte has landed, for all streams.
+    Weights must be complete on the current stream of their device when `run` is called; when it returns, every byte has
+    landed, for all streams.
     """
 
     name = "nccl"
@@ -74,16 +74,15 @@ class NcclExecutor:
         budget: ScratchBudget = ScratchBudget(),  # noqa: B008
         copy_ctas: int = DEFAULT_COPY_CTAS,
     ) -> None:
-        schedule = bound.schedule
         self._timeout_s = timeout_s
-        self._store = store
-        self._store_exchange = StoreExchange(store, bound.rank_name, group_names(schedule), timeout_s)
+        self._exchange = StoreExchange(store, bound.rank_name, group_names(bound.schedule), timeout_s)
         self._bound = bound
         self._device = bound.device or torch.device("cpu")
-        self._sends = schedule.world == "train"
+        self._sends = bound.schedule.world == "train"
         self._runs = 0
         self._refit_poller = EventPoller(timeout_s, watches=True)
         self._closed = False
+        self.table_bytes = 0  # device memory of what the kernels walk
         self._links: dict[tuple[int, int], _Link] = {}  # by stage and stream
         self._rounds: tuple[_DeviceRound, ...] = ()
         self._slots: dict[tuple[int, int], PlainBuffer] = {}
@@ -91,7 +90,7 @@ class NcclExecutor:
         self._graph: torch.cuda.CUDAGraph | None = None
         with self._gives_up_on_error():
             self._division = self._agree_on_division(budget)
-            buckets = cut_buckets(schedule, self._division.bucket_bytes)
+            buckets = cut_buckets(bound.schedule, self._division.bucket_bytes)
             self._clock = StageClock(bound, buckets)
             if buckets:
                 with torch.cuda.device(self._device):
@@ -101,11 +100,6 @@ class NcclExecutor:
     def scratch_bytes(self) -> int:
         """Device memory of the slots. The kernels' tables and NCCL's own buffers come on top."""
         return sum(slot.tensor.numel() for slot in self._slots.values())
-
-    @property
-    def table_bytes(self) -> int:
-        """Device memory of the kernels' tables."""
-        return sum(each.copies.nbytes for each in self._rounds if each.copies is not None)
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. Returns when all bytes sent have left, or all bytes received are in place.
@@ -129,8 +123,8 @@ class NcclExecutor:
         graph, self._graph = self._graph, None
         slots, self._slots = self._slots, {}
         self._rounds = ()
-        # NCCL's abort stops its kernels. Then it waits until no graph holds the communicator, and until the device is at
-        # rest. So all are aborted at the same time, and the graph goes in between.
+        # NCCL's abort stops its kernels, then waits until no graph holds the communicator and the device is at rest. So
+        # all are aborted at the same time, and the graph goes in between.
         aborts = [Thread(target=link.communicator.abort, daemon=True) for link in links.values()]
         for abort in aborts:
             abort.start()
@@ -157,6 +151,7 @@ class NcclExecutor:
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
         self._connect(planned)
         self._rounds = self._bind_rounds(planned, copy_ctas)
+        self.table_bytes = sum(each.copies.nbytes for each in self._rounds if each.copies is not None)
         self._scales = device_scales(self._bound.casts, self._bound.tensors, self._device)
         torch.cuda.synchronize(self._device)
         self._graph = self._capture_graph()
@@ -216,8 +211,7 @@ class NcclExecutor:
 
     def _queue(self, each: _DeviceRound, over: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
         """Queue a round; `over` are the ends of those before it. Returns its own."""
-        link = self._links[each.round.stage, each.round.stream]
-        pack_or_unpack, exchange = (self._copy, link.side), (self._exchange, link.wire)
+        pack_or_unpack, exchange = (self._copy, each.link.side), (self._communicate, each.link.wire)
         (first, before), (second, behind) = (pack_or_unpack, exchange) if self._sends else (exchange, pack_or_unpack)
         if each.round.after is not None:
             before.wait_event(over[each.round.after])
@@ -241,10 +235,9 @@ class NcclExecutor:
         if not self._sends and each.copies is not None:
             each.copies.launch(stream)
 
-    def _exchange(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
-        communicator = self._links[each.round.stage, each.round.stream].communicator
-        communicator.start(each.payloads, stream, _waiting(each.round), sends=self._sends)
-        self._settle(communicator, each.round)
+    def _communicate(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
+        each.link.communicator.start(each.payloads, stream, _waiting(each.round), sends=self._sends)
+        self._settle(each.link.communicator, each.round)
 
     def _check_digests(self) -> None:
         buckets = [placed.bucket for each in self._rounds for placed in each.round.placed_messages]
@@ -268,7 +261,7 @@ class NcclExecutor:
 
         def look(waited_s: float) -> None:
             waiting = _waiting(where())
-            if who := self._store_exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
+            if who := self._exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
                 raise PeerLostError(waiting, f"{who} gave up")
             for link in self._links.values():
                 link.communicator.is_idle(waiting)
@@ -286,7 +279,7 @@ class NcclExecutor:
             placed.bucket.waiting.peer: DeadlineError(placed.bucket.waiting, reason) for placed in where.placed_messages
         }
         waits = [Failure.of(self._bound.rank_name, error) for error in errors.values()]
-        culprit = self._store_exchange.blame(f"run-{self._runs}", waits).peer
+        culprit = self._exchange.blame(f"run-{self._runs}", waits).peer
         return errors.get(culprit or "", next(iter(errors.values())))
 
     @contextmanager
@@ -294,13 +287,13 @@ class NcclExecutor:
         try:
             yield
         except BaseException:
-            self._store_exchange.give_up()
+            self._exchange.give_up()
             self.close()
             raise
 
     def _agree_on_division(self, budget: ScratchBudget) -> Division:
         word = [*peers_by_stage(self._bound.schedule).items()], repr(budget)
-        words = self._store_exchange.gather("word", word, _parse_word)
+        words = self._exchange.gather("word", word, _parse_word)
         if len(budgets := sorted({budget for _, budget in words})) > 1:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}")
         try:
@@ -319,10 +312,10 @@ class NcclExecutor:
         for stage, stream in places:
             members, key = division.members[stage], f"id/{stage}/{stream}"
             if me == members[0]:
-                publish(self._store, key, new_unique_id().hex())
+                publish(self._exchange.store, key, new_unique_id().hex())
             waiting = _waiting(firsts[stage])
             owner = replace(waiting, peer=group_names(schedule)[members[0]])
-            unique_id = fetch(self._store, key, owner, _parse_unique_id, timeout_s=self._timeout_s)
+            unique_id = fetch(self._exchange.store, key, owner, _parse_unique_id, timeout_s=self._timeout_s)
             communicator = NcclCommunicator(unique_id, members.index(me), len(members), waiting)
             self._links[stage, stream] = _Link(communicator, *pairs[stream])
         for place in places:
@@ -356,7 +349,7 @@ class NcclExecutor:
             for placed in each.placed_messages:
                 memory = slot if placed.tensor is None else byte_view(self._bound.tensors[placed.tensor])
                 payloads[placed.member] = memory[placed.offset :][: placed.message_bytes]
-            rounds.append(_DeviceRound(each, payloads, copies, messages))
+            rounds.append(_DeviceRound(each, self._links[each.stage, each.stream], payloads, copies, messages))
             messages += len(payloads)
         return tuple(rounds)
 
@@ -375,6 +368,7 @@ class _DeviceRound:
     """A round bound to memory."""
 
     round: Round
+    link: _Link
     payloads: Mapping[int, torch.Tensor]  # by member
     copies: DeviceGather | None
     first_message: int  # its number among all messages of the rank
