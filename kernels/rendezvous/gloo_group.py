@@ -6,22 +6,20 @@ an engine that each have a default group of their own can be joined.
 
 from __future__ import annotations
 
-import struct
 import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed import DistError, DistStoreError, ProcessGroupGloo, Store
 
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, TransferError, Waiting
 
-from .exchange import StoreExchange
+from .exchange import StoreExchange, parse_stored, publish
 
-_CRC = struct.Struct("<I")
 _TAG = 0  # one tag: gloo keeps messages of a pair and tag in order
 _UNUSED_TAG = 5040  # of the same connections as _TAG: gloo goes by the remainder where it has several networks
 
@@ -127,8 +125,8 @@ def _closed_here(waiting: Waiting) -> TransferError:
 class _GlooStore(Store):
     """The store as gloo uses it while it connects: each rank's addresses, under keys such as "0/2" for rank 2.
 
-    gloo crashes the process on an address that is malformed, so each value carries its CRC-32. Waits go through Python
-    here: on a FailFastStore they end with the session.
+    gloo crashes the process on an address that is malformed, so each value carries its CRC-32. On a FailFastStore a
+    wait ends with the session.
     """
 
     def __init__(self, store: Store, rank: int, names: Sequence[str]) -> None:
@@ -136,16 +134,10 @@ class _GlooStore(Store):
         self._store, self._rank_name, self._names = store, names[rank], names
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        self._store.set(key, value + _CRC.pack(zlib.crc32(value)))  # type: ignore[arg-type]
+        publish(self._store, key, [value.hex(), zlib.crc32(value)])
 
     def get(self, key: str) -> bytes:
-        sealed = self._store.get(key)
-        value, crc = sealed[: -_CRC.size], sealed[-_CRC.size :]
-        if _CRC.pack(zlib.crc32(value)) != crc:
-            raise SessionError(
-                f"the value of gloo's key {key!r} on the store, which {self._writer(key)} wrote, is malformed"
-            )
-        return value
+        return parse_stored(key, self._store.get(key), _parse_address, written_by=self._writer(key))
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
         try:
@@ -159,6 +151,14 @@ class _GlooStore(Store):
     def _writer(self, key: str) -> str:
         rank = key.rpartition("/")[2]
         return self._names[int(rank)] if rank.isdecimal() and int(rank) < len(self._names) else "a rank"
+
+
+def _parse_address(stored: Any) -> bytes:
+    text, crc = stored
+    value = bytes.fromhex(text)
+    if zlib.crc32(value) != crc:
+        raise ValueError("its CRC-32 is another one")
+    return value
 
 
 def _connect(store: _GlooStore, rank: int, names: Sequence[str], timeout_s: float) -> ProcessGroupGloo:
