@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def stored_text(value: Any) -> str:
-    """A value as it lies on the store, for `parse_stored`."""
+    """A value as it lies on the store; `parse_stored` reads it."""
     return json.dumps(value)
 
 
@@ -100,10 +100,7 @@ class StoreExchange:
     timeout_s: float
 
     def gather(self, topic: str, value: Any, parse: Callable[[Any], T]) -> list[T]:
-        """Publish `value` (JSON) and return everyone's, each through `parse`, in the order of the ranks.
-
-        Raises `SessionError` naming the ranks that publish none.
-        """
+        """Publish `value` (JSON) and return everyone's, parsed. Raises `SessionError` naming ranks that publish none."""
         publish(self.store, f"{topic}/{self.rank_name}", value)
         try:
             self.store.wait(self.keys(topic), timedelta(seconds=self.timeout_s))

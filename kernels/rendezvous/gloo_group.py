@@ -25,16 +25,13 @@ _UNUSED_TAG = 5040  # of the same connections as _TAG: gloo goes by the remainde
 
 
 class GlooMessage:
-    """A message under way. It alone holds gloo's handle, so that closing the group really closes the connection.
-
-    No local variable may hold the handle: an error's traceback would keep it.
-    """
+    """A message under way. It alone holds gloo's handle, so that closing the group closes the connection."""
 
     __slots__ = ("_group", "_waiting", "_work")
 
     def __init__(self, group: GlooGroup, work: torch.distributed.Work, waiting: Waiting) -> None:
         self._group = group
-        self._work: torch.distributed.Work | None = work
+        self._work: torch.distributed.Work | None = work  # in no local variable: an error's traceback would keep it
         self._waiting = waiting
 
     def wait(self) -> None:
@@ -123,11 +120,7 @@ def _closed_here(waiting: Waiting) -> TransferError:
 
 
 class _GlooStore(Store):
-    """The store as gloo uses it while it connects: each rank's addresses, under keys such as "0/2" for rank 2.
-
-    gloo crashes the process on an address that is malformed, so each value carries its CRC-32. On a FailFastStore a
-    wait ends with the session.
-    """
+    """The store as gloo uses it while it connects: each rank's addresses, under keys such as "0/2" for rank 2."""
 
     def __init__(self, store: Store, rank: int, names: Sequence[str]) -> None:
         super().__init__()
@@ -156,7 +149,7 @@ class _GlooStore(Store):
 def _parse_address(stored: Any) -> bytes:
     text, crc = stored
     value = bytes.fromhex(text)
-    if zlib.crc32(value) != crc:
+    if zlib.crc32(value) != crc:  # gloo would crash the process
         raise ValueError("its CRC-32 is another one")
     return value
 

@@ -65,10 +65,9 @@ class EventPoller:
         look: Callable[[float], None] | None = None,
         progress: Callable[[], int] | None = None,
     ) -> bool:
-        """Poll `has_happened` until it returns True. Returns False if it does not within `timeout_s`.
+        """Poll until `has_happened()`; False if it does not within `timeout_s` of the last change of `progress()`.
 
-        `look(waited_s)` is called every LOOK_S, to raise if the wait is in vain. The time counts from the last change of
-        `progress()`.
+        `look(waited_s)` is called every LOOK_S, to raise if the wait is in vain.
         """
         start = changed = looked = time.monotonic()
         stage = progress() if progress is not None else 0
@@ -95,10 +94,7 @@ class EventPoller:
 
 
 class DeadlineThread:
-    """Makes one call after another. A call that does not return keeps the thread until the process ends.
-
-    At exit the interpreter would wait for threads of a `concurrent.futures` pool.
-    """
+    """Makes one call after another. One that never returns does not keep the process from ending, as in a pool it would."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()

@@ -69,10 +69,9 @@ class Rendezvous:
         parse: Callable[[Any], dict[str, Any]] = dict,
         timeout_s: float | None = None,
     ) -> dict[str, dict[str, Any]]:
-        """Publish this rank's `word` and return everyone's by rank name, once all have arrived at `phase`.
+        """Publish this rank's `word` and return everyone's by rank name, parsed, once all have arrived at `phase`.
 
-        `parse` checks a word as it comes from JSON. Raises `SessionFailed` with the cause if a rank failed, or with the
-        names of the ranks that did not arrive by the deadline.
+        Raises `SessionFailed` with the cause if a rank failed, or with the names of ranks that are late.
         """
         with self._store_is_up():
             self._arrive(phase, word)

@@ -149,16 +149,13 @@ class FailFastStore(PrefixStore):
             self._failure = store, failure
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]  # torch has more ways to call it
-        """Raises `SessionError` with the reason of a failure, `DistStoreError` when the time is up.
-
-        It polls: a native wait cannot be for one key or another, and logs each time that it ends in vain.
-        """
+        """Raises `SessionError` with the reason of a failure, `DistStoreError` when the time is up."""
         if self._failure is None:
             super().wait(keys, timeout)
             return
         store, failure = self._failure
 
-        def has_come() -> bool:
+        def has_come() -> bool:  # a native wait cannot be for one key or another, and logs when it ends in vain
             came: bool = self.check(keys)
             if store.check([failure]):
                 raise SessionError(store.get(failure).decode(errors="replace"))

@@ -73,10 +73,7 @@ def broadcast(
 def receive(
     group: GlooGroup, tree: Tree, *, frame_bytes: int = DEFAULT_FRAME_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, CPU tensor) as they arrive, and pass the frames on. Every tensor owns its memory.
-
-    Read the iterator to its end: frames that are not read are not passed on.
-    """
+    """Yield (name, CPU tensor with memory of its own). Read it to its end: frames are passed on as they are read."""
     frames = _FrameReader(group, tree, frame_bytes)
     while length := _LENGTH.unpack(frames.read("the next tensor", _LENGTH.size).numpy().tobytes())[0]:
         if length > _LONGEST_HEADER:

@@ -27,10 +27,7 @@ _HEADER = struct.Struct("<IIII")  # CRC-32 of the rest, run, stage index, bucket
 
 
 class GlooExecutor:
-    """Runs a bound schedule over a group: packs, sends, receives and unpacks a window of `slots` buckets at a time.
-
-    Packing and unpacking overlap with gloo's own threads. Scratch is `scratch_bytes`, whatever the number of peers.
-    """
+    """Packs, sends, receives and unpacks a window of `slots` buckets at a time, overlapped with gloo's own threads."""
 
     name = "gloo"
 

@@ -22,10 +22,9 @@ _SHOWN = 3
 
 
 def connect_by_pair(context: TransportContext, direct: Transport, nccl: Transport) -> Executor:
-    """Connect by `direct`, by `nccl` or by both: all ranks find out together which pairs can share memory.
+    """Connect by `direct`, by `nccl` or by both. Raises `TransportUnavailable` naming pairs that neither reaches.
 
-    A plan that relays does so if all its pairs can; else every byte comes from the trainer. Raises `TransportUnavailable`
-    naming pairs that neither transport reaches.
+    A plan that relays does so if all its pairs can share memory; else every byte comes from the trainer.
     """
     assert direct.connect is not None
     unavailable_reasons = unavailable_reasons_by_pair(context, direct.unavailable_reason())

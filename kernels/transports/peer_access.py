@@ -56,11 +56,10 @@ class _Seat:
 def unavailable_reasons_by_pair(
     context: TransportContext, direct_unavailable_reason: str | None
 ) -> dict[RankPair, str | None]:
-    """Why pairs of the plan, relaying or not, cannot share memory; None where they can.
+    """Why pairs of the plan, of all ranks, relaying or not, cannot share memory; None where they can.
 
-    All ranks call this together and get the pairs of all. `direct_unavailable_reason` says why this rank can share memory
-    with nobody. Raises `TransportUnavailable` on all ranks if MCORE_RESHARD_UNREACHABLE of any rank has a word that is
-    no pair.
+    All ranks call this together. `direct_unavailable_reason` says why this rank can share memory with nobody. Raises
+    `TransportUnavailable` on all ranks if MCORE_RESHARD_UNREACHABLE of any rank has a word that is no pair.
     """
     bound, timeout_s = context.bound, context.options.timeout_s
     schedule = bound.schedule

@@ -61,10 +61,7 @@ def resolve(requested: str, device: str) -> Transport:
 
 
 def device_of(requested: str) -> str:
-    """The torch device type whose tensors `requested` moves on this machine: "cuda" where it can, else "cpu".
-
-    Raises `TransportUnavailable` where it can move neither.
-    """
+    """The torch device type of tensors that `requested` moves here: "cuda" or "cpu". Raises `TransportUnavailable`."""
     first, second = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
     try:
         resolve(requested, first)

@@ -33,8 +33,7 @@ Connect = Callable[[TransportContext], Executor]
 def relayed(connect: Connect, context: TransportContext) -> Executor:
     """Connect the executor of a plan, with two hops where the plan relays.
 
-    Every wave and hop of a rank is given all of its scratch. Only casts take any, and only one wave of the first hop casts
-    at a time.
+    Every wave and hop is given all of a rank's scratch: only casts take any, and one wave of the first hop at a time casts.
     """
     schedule = context.bound.schedule
     if not schedule.relayed:
@@ -53,10 +52,7 @@ def relayed(connect: Connect, context: TransportContext) -> Executor:
 
 
 def unrelayed(connect: Connect, context: TransportContext) -> Executor:
-    """Connect the executor of a plan. Every byte comes from the trainer, also where the plan relays.
-
-    For nccl: a rank that passes on plays two roles, and NCCL refuses a GPU twice in one communicator.
-    """
+    """Connect the executor of a plan. Every byte comes from the trainer: NCCL refuses a GPU twice in one communicator."""
     schedule = context.bound.schedule
     if not schedule.relayed:
         return connect(context)
@@ -72,10 +68,7 @@ class Role:
     group: GlooGroup
 
     def run(self, landed: Semaphore, failures: list[BaseException]) -> list[tuple[StageReport, ...]]:
-        """Run wave after wave, each once it has `landed`, until the rank has `failures`; append an own one to them.
-
-        A role that ends early leaves its group at once, so that its peers end too, and the peers of these.
-        """
+        """Run wave after wave, each once it has `landed`, until the rank has `failures`; append an own one to them."""
         reports: list[tuple[StageReport, ...]] = []
         try:
             for executor in self.waves:
@@ -86,7 +79,7 @@ class Role:
         except BaseException as error:
             failures.append(error)
         if failures:
-            self.group.close()
+            self.group.close()  # so that peers end too, and the peers of these
         return reports
 
     def close(self) -> None:
@@ -94,10 +87,7 @@ class Role:
 
 
 class RelayedExecutor:
-    """The waves of the first hop one after another and, behind them, those of the second.
-
-    `roles` are both ends of the second hop on a generation rank; a training rank has none.
-    """
+    """The waves of the first hop and, behind them, those of the second. A training rank has no `roles` in the second."""
 
     def __init__(self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None) -> None:
         self._first, self._roles, self._device = first, roles, device
@@ -111,10 +101,7 @@ class RelayedExecutor:
         return sum(max(executor.scratch_bytes for executor in waves) for waves in hops)
 
     def run(self) -> tuple[StageReport, ...]:
-        """Run both hops. Bytes that are passed on count on both ranks, as sent and as received.
-
-        Raises the rank's first failure once everything on it has ended: a later failure may be a consequence.
-        """
+        """Run both hops. Raises the rank's first failure, of which later ones may be consequences, once all has ended."""
         start = time.perf_counter()
         reports: list[tuple[StageReport, ...]] = []
         failures: list[BaseException] = []

@@ -9,9 +9,8 @@ Each pair of ranks orders its reads by three signals of 16 bytes, over CPU conne
     source    READY: all that it had queued is done                        returns when the events have happened
     reader                                           launches its kernel, records its event, STARTED          DONE
 
-So a source is not read before it is ready, and may be overwritten as soon as `run` returns. A refit waits for one signal,
-whose buffer the reader has posted beforehand, and for a poll of the events. The source waits for DONE only when a pull
-takes long: if a reader dies its connection closes, but its event never happens.
+So a source is not read before it is ready, and may be overwritten as soon as `run` returns. The source waits for DONE
+only when a pull takes long: if a reader dies its connection closes, but its event never happens.
 
 Weights that are cast on the way go first, through slots at their source: see `staging` and `slots`.
 """
@@ -83,10 +82,9 @@ class DirectExecutor:
         self.table_bytes = self._end.table_bytes  # GPU memory of what the kernels walk, and of checksums
 
     def run(self) -> tuple[StageReport, ...]:
-        """Move every byte once. On a training rank: until all readers are done. Stages move together, in one launch.
+        """Move every byte once. Raises `DeadlineError`, `PeerLostError` or `ChecksumError`.
 
-        Raises `DeadlineError`, `PeerLostError` or `ChecksumError`. After an error on a training rank the content of its
-        readers is unknown, and they may go on reading until the session is closed everywhere.
+        After an error on a training rank its readers may go on reading until the session is closed everywhere.
         """
         if self._closed:
             raise SessionError(f"{self._bound.rank_name}: this executor is closed")
@@ -100,10 +98,7 @@ class DirectExecutor:
         )
 
     def close(self) -> None:
-        """Unmap the sources and end the connections: peers that still wait for this rank get `PeerLostError`.
-
-        May be called twice.
-        """
+        """Unmap the sources and end the connections: peers that wait get `PeerLostError`. May be called twice."""
         self._closed = True
         self._signals.close()
         self._end.close()
@@ -180,7 +175,6 @@ class _Reader:
         self.table_bytes = self._copies.nbytes + self._slots.table_bytes
 
     def run(self, run: int) -> None:
-        """Copy everything, after all that is queued on the current stream; return when it is in place."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._slots.rounds(run)
         self._signals.hear(run, Signal.READY)
@@ -194,10 +188,7 @@ class _Reader:
         self._slots.check_sums()
 
     def close(self) -> None:
-        """Unmap the sources, once nothing here reads them any more.
-
-        A source that died while it cast leaves a wait on the GPU that never ends: its memory then stays mapped.
-        """
+        """Unmap the sources. A source that died while it cast leaves a wait on the GPU: its memory then stays mapped."""
         withdraw_event(self._pulled)
         self._slots.close()
         if EventPoller(CLOSE_S).until(self._stream.query):
@@ -227,8 +218,8 @@ class _Reader:
 def _together(schedule: Schedule, options: DirectOptions, *, shared: bool) -> int | None:
     """Tiles taken from one source before the next one's turn.
 
-    One in a relay: its replicas do not keep pace, and two that meet at a source for long are both slow. One also with a
-    source on the reader's own GPU (`shared`): its tiles are copied while the links are busy.
+    One in a relay: two replicas that meet at a source for long are both slow. One also with a source on the reader's own
+    GPU (`shared`): its tiles are copied while the links are busy.
     """
     if schedule.relayed or schedule.between_replicas:
         return 1
@@ -256,10 +247,7 @@ class _EventWait:
         self._poller = EventPoller(signals.timeout_s)
 
     def wait(self, events: Mapping[int, torch.cuda.Event], when_late: Callable[[], None] | None = None) -> None:
-        """Wait until all events have happened. Raises `DeadlineError`, or `TransferError` if the GPU reports an error.
-
-        `when_late` is called when it takes twice as long as the fastest time before: a peer may be dead.
-        """
+        """Raises `DeadlineError`, or the GPU's error. Calls `when_late` after twice the fastest time: a peer may be dead."""
         left = deque(events.items())
 
         def all_have_happened() -> bool:

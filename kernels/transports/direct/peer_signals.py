@@ -32,16 +32,14 @@ class Signal(IntEnum):
 
 
 class PeerSignals:
-    """Signals between this rank and the peers that it exchanges bytes with, and what these publish on the store.
-
-    The group is not the session's: a buffer posted there would get the next message of whatever kind.
-    """
+    """Signals between this rank and the peers that it exchanges bytes with, and what these publish on the store."""
 
     def __init__(self, store: Store, bound: BoundSchedule, timeout_s: float) -> None:
         self._bound = bound
         self.timeout_s = timeout_s
         self._store = store
         self.peers = _waiting_by_peer(bound)
+        # Not the session's: a buffer posted there would get the next message of whatever kind.
         self._group = connect_group(FailFastStore("words", store), bound.schedule, timeout_s)
         self._posted: dict[int, tuple[torch.Tensor, GlooMessage]] = {}
         self._listen(self.peers)
@@ -56,7 +54,7 @@ class PeerSignals:
         return fetch(self._store, prefix + waiting.peer, waiting, parse, timeout_s=self.timeout_s)
 
     def tell(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
-        """Send `signal` to some peers, by default to all."""
+        """Send `signal` to `peers`, by default to all."""
         content = torch.frombuffer(bytearray(_MESSAGE.pack(run, signal)), dtype=torch.uint8)
         messages = [
             self._group.send(content, peer_group_rank(self._bound.schedule, peer), self.peers[peer])
@@ -66,7 +64,7 @@ class PeerSignals:
             message.wait()
 
     def hear(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
-        """Wait until these peers, by default all, have sent `signal`."""
+        """Wait until `peers`, by default all, have sent `signal`."""
         if peers is None:
             peers = self.peers
         for peer in peers:

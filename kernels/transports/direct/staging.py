@@ -54,10 +54,7 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
 
 
 def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict[int, tuple[Bucket, ...]]]:
-    """How a source uses at most `scratch_bytes`, and the buckets of each reader. `schedule` has casts alone.
-
-    Raises ValueError if less than one element would fit.
-    """
+    """A source's slots, and the buckets of each reader. `schedule` has casts alone. ValueError if no element fits."""
     peers = sorted(peers_of(schedule))
     if not peers:
         return SlotPlan(0, 0, {}), {}

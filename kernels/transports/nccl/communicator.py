@@ -1,7 +1,7 @@
 """One NCCL communicator that never blocks: its caller polls against a deadline, and can abort.
 
-It uses NVIDIA's own binding (nccl4py). The watchdog of torch's process group answers a timeout by ending the process, and
-a trainer must outlive its generator. The binding also needs no process group, and uses the library that torch has loaded.
+It uses NVIDIA's own binding (nccl4py) of the library that torch has loaded. The watchdog of torch's process group answers
+a timeout by ending the process, and a trainer must outlive its generator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def new_unique_id() -> bytes:
 
 
 class NcclCommunicator:
-    """A member of a communicator, on the current device. Connecting goes on in the background: poll `is_idle`."""
+    """A member of a communicator, on the current device. It connects in the background: poll `is_idle`."""
 
     def __init__(self, unique_id: bytes, member: int, members: int, waiting: Waiting) -> None:
         from nccl.bindings import nccl as bindings
@@ -62,11 +62,8 @@ class NcclCommunicator:
     def start(
         self, payloads: Mapping[int, torch.Tensor], stream: torch.cuda.Stream, waiting: Waiting, *, sends: bool
     ) -> None:
-        """Queue messages to or from other members on `stream`, as one group: they are under way at the same time.
-
-        `payloads` are contiguous uint8 tensors by member. This calls the binding's lower layer: the upper one examines
-        every tensor anew, in each refit.
-        """
+        """Queue messages on `stream`, as one group. `payloads` are contiguous uint8 tensors by member."""
+        # The binding's lower layer: the upper one examines every tensor anew, in each refit.
         nccl, communicator, handle = self._bindings, self._bindings.Comm(self._open(waiting).ptr), stream.cuda_stream
         move = nccl.send if sends else nccl.recv
         try:
@@ -80,10 +77,7 @@ class NcclCommunicator:
             raise NcclError(waiting, f"NCCL: {error}") from error
 
     def abort(self) -> None:
-        """End everything under way, then free the communicator. May be called twice.
-
-        Waits for the device to be at rest, and for the end of every CUDA graph that holds messages of it.
-        """
+        """End everything under way and free it. Waits for the device, and for CUDA graphs with messages of it to go."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             with suppress(self._bindings.NCCLError):

@@ -102,10 +102,7 @@ class NcclExecutor:
         return sum(slot.tensor.numel() for slot in self._slots.values())
 
     def run(self) -> tuple[StageReport, ...]:
-        """Move every byte once. Returns when all bytes sent have left, or all bytes received are in place.
-
-        Raises `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError`; the executor is then closed.
-        """
+        """Move every byte once. After `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError` it is closed."""
         if self._closed:
             raise SessionError(f"{self._bound.rank_name}: the nccl transport has been closed")
         self._runs += 1
@@ -246,10 +243,7 @@ class NcclExecutor:
             raise ChecksumError(buckets[number].waiting, reason)
 
     def _wait(self, has_happened: Callable[[], bool], where: Callable[[], Round], poller: EventPoller) -> None:
-        """Poll `has_happened`. Raises if one round takes too long, another rank has given up, or NCCL fails.
-
-        `where()` is the round that the rank waits for.
-        """
+        """Poll `has_happened`. Raises if one round, `where()`, takes too long, another rank has given up, or NCCL fails."""
 
         def check() -> bool:
             try:

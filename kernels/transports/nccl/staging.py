@@ -82,10 +82,7 @@ class Round:
 
 
 def peers_by_stage(schedule: Schedule) -> dict[int, int]:
-    """Stage index -> number of peers that bytes pass to or from; stages without any are left out.
-
-    Each rank tells the others this of itself.
-    """
+    """Stage index -> number of peers that bytes pass to or from; stages without any are left out."""
     peers = {
         index: sum(len(np.unique(table.peer[table.nbytes > 0])) for table in (stage.sends, stage.recvs))
         for index, stage in enumerate(schedule.stages)
@@ -96,9 +93,8 @@ def peers_by_stage(schedule: Schedule) -> dict[int, int]:
 def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Division:
     """Divide scratch so that the rank with the most peers fits. `peers[r]` is the `peers_by_stage` of group rank `r`.
 
-    2 streams of 2 slots, at most 4 peers, 512 MiB: buckets of 32 MiB. A slot then has a place for a bucket of every
-    peer of any stage, so no rank needs more than the budget, whatever its rounds are. Raises ValueError if less than
-    one element fits.
+    2 streams of 2 slots, at most 4 peers, 512 MiB: buckets of 32 MiB, for a slot has a place for a bucket of every peer
+    of any stage. Raises ValueError if less than one element fits.
     """
     members = {
         stage: tuple(rank for rank, of_rank in enumerate(peers) if of_rank.get(stage))
