@@ -93,14 +93,9 @@ class StageClock:
 
     def reports(self) -> tuple[StageReport, ...]:
         """What was bound, with the times taken here."""
+        seconds = {index: end - self._starts[index] for index, end in self._ends.items()}
         return tuple(
-            StageReport(
-                stage.pp_stage,
-                stage.transfers,
-                self._buckets[index],
-                stage.nbytes,
-                self._ends.get(index, 0.0) - self._starts.get(index, 0.0),
-            )
+            StageReport(stage.pp_stage, stage.transfers, self._buckets[index], stage.nbytes, seconds.get(index, 0.0))
             for index, stage in enumerate(self._stages)
         )
 
@@ -137,10 +132,6 @@ def close_all(parts: Sequence[Any]) -> None:
             closing.callback(part.close)
 
 
-def other_world(world: World) -> World:
-    return "gen" if world == "train" else "train"
-
-
 def group_rank(schedule: Schedule, world: World, rank: int) -> int:
     """Where a rank of a world stands in the session's group: training ranks come first."""
     return rank if world == "train" else schedule.train_ranks + rank
@@ -148,7 +139,7 @@ def group_rank(schedule: Schedule, world: World, rank: int) -> int:
 
 def peer_group_rank(schedule: Schedule, peer: int) -> int:
     """Where a rank of the other world stands in the session's group."""
-    return group_rank(schedule, other_world(schedule.world), peer)
+    return group_rank(schedule, "gen" if schedule.world == "train" else "train", peer)
 
 
 def group_names(schedule: Schedule) -> list[str]:
@@ -167,7 +158,5 @@ def gpu_unavailable_reason(*packages: str) -> str | None:
     """Why a transport that needs these packages cannot move tensors on this machine's GPUs; None: it can."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
-    missing = [package for package in packages if not is_importable(_MODULES[package])]
-    if not missing:
-        return None
-    return f"{' and '.join(missing)} not installed; from a clone of mcore-reshard: pip install '.[gpu]'"
+    missing = " and ".join(package for package in packages if not is_importable(_MODULES[package]))
+    return f"{missing} not installed; from a clone of mcore-reshard: pip install '.[gpu]'" if missing else None

@@ -24,13 +24,8 @@ DEFAULT_FRAME_BYTES = 8 << 20
 _FRAME = struct.Struct("<III")  # CRC-32 of the frame, its bytes, its number
 _LENGTH = struct.Struct("<I")
 _LONGEST_HEADER = 1 << 16
-_DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
+_FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_DTYPES = {name: getattr(torch, name) for name in (*_FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class GlooExecutor:
 
     def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
         body = message[_HEADER.size :]
-        self._copy(bucket, body)
+        run_copies(bucket.copies, [*self._tensors, body], self._bound.casts)
         _HEADER.pack_into(message.data, 0, zlib.crc32(body.data), self._runs, bucket.stage, bucket.number)
 
     def _unpack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
@@ -101,7 +101,4 @@ class GlooExecutor:
             raise ChecksumError(
                 bucket.waiting, f"bucket {bucket.number} arrived damaged: CRC-32 {computed:08x}, sent with {crc:08x}"
             )
-        self._copy(bucket, body)
-
-    def _copy(self, bucket: Bucket, body: NDArray[np.uint8]) -> None:
         run_copies(bucket.copies, [*self._tensors, body], self._bound.casts)

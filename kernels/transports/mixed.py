@@ -75,13 +75,10 @@ class MixedExecutor:
 
     def __init__(self, parts: Sequence[Executor], device: torch.device | None) -> None:
         self._parts = parts
+        self.scratch_bytes = sum(part.scratch_bytes for part in parts)
         self.name = "+".join(dict.fromkeys(part.name for part in parts))
         self._device = device
         self._threads = ThreadPoolExecutor(max(1, len(parts) - 1), thread_name_prefix="refit")
-
-    @property
-    def scratch_bytes(self) -> int:
-        return sum(part.scratch_bytes for part in self._parts)
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once, by all transports. Raises the first failure, once all parts have ended."""

@@ -97,8 +97,13 @@ def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
 
 def _own_seat(bound: BoundSchedule, direct_unavailable_reason: str | None) -> _Seat:
     schedule, reason = bound.schedule, direct_unavailable_reason
-    if reason is None and (schedule.world == "train" or schedule.relayed):
-        reason = _export_unavailable_reason(bound)
+    if reason is None and gpu_of(bound.device) and (schedule.world == "train" or schedule.relayed):
+        from mcore_reshard.kernels.cuda.ipc import export  # needs CUDA's Python packages
+
+        try:
+            export(bound.by_name)
+        except TransportUnavailable as error:
+            reason = str(error)
     malformed = tuple(word for word in _declared() if not _PAIR.fullmatch(word))
     return _Seat(reason, host(), gpu_of(bound.device), malformed)
 
@@ -113,18 +118,6 @@ def _parse_pairs(pairs: Any) -> list[tuple[RankPair, str | None]]:
         (RankPair(int(src), int(dst), bool(relays)), None if why is None else str(why))
         for src, dst, relays, why in pairs
     ]
-
-
-def _export_unavailable_reason(bound: BoundSchedule) -> str | None:
-    if not gpu_of(bound.device):
-        return None
-    from mcore_reshard.kernels.cuda.ipc import export  # needs CUDA's Python packages
-
-    try:
-        export(bound.by_name)
-    except TransportUnavailable as error:
-        return str(error)
-    return None
 
 
 def _distance(source: _Seat, reader: _Seat) -> str | None:

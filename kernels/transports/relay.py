@@ -93,12 +93,9 @@ class RelayedExecutor:
         self._first, self._roles, self._device = first, roles, device
         self._threads = ThreadPoolExecutor(max(1, len(roles)), thread_name_prefix="relay")
         self.name = first[0].name
-
-    @property
-    def scratch_bytes(self) -> int:
-        """The largest wave of each hop: gloo's waves share their slots, and all casts are in one wave."""
-        hops = (self._first, *(role.waves for role in self._roles))
-        return sum(max(executor.scratch_bytes for executor in waves) for waves in hops)
+        # The largest wave of each hop: gloo's waves share their slots, and all casts are in one wave.
+        hops = (first, *(role.waves for role in roles))
+        self.scratch_bytes = sum(max(executor.scratch_bytes for executor in waves) for waves in hops)
 
     def run(self) -> tuple[StageReport, ...]:
         """Run both hops. Raises the rank's first failure, of which later ones may be consequences, once all has ended."""

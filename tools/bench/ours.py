@@ -122,7 +122,6 @@ def _direct_with(options: Options, context: TransportContext) -> Executor:
         options=DirectOptions(
             shape,
             int(options["tile_kib"]) << 10 if "tile_kib" in options else usual.tile_bytes,
-            int(options["turn_kib"]) << 10 if "turn_kib" in options else usual.turn_bytes,
             bool(int(options.get("checksums", 0))),
         ),
     )

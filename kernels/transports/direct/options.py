@@ -15,5 +15,4 @@ class DirectOptions:
 
     shape: KernelShape = KernelShape()  # noqa: RUF009  `ctas` leaves the rest of the GPU to generation
     tile_bytes: int = DEFAULT_TILE_BYTES
-    turn_bytes: int | None = None  # bytes from one source before the next has its turn; None: as `interleaved` chooses
     checksums: bool = False  # sum every tile as it is read and as it was written, and compare

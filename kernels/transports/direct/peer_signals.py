@@ -16,7 +16,7 @@ from mcore_reshard.kernels.errors import TransferError, Waiting
 from mcore_reshard.kernels.rendezvous.exchange import fetch, publish
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooMessage
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
-from mcore_reshard.kernels.transports.base import connect_group, other_world, peer_group_rank
+from mcore_reshard.kernels.transports.base import connect_group, group_names, peer_group_rank
 
 T = TypeVar("T")
 
@@ -88,14 +88,14 @@ class PeerSignals:
 
 def _waiting_by_peer(bound: BoundSchedule) -> dict[int, Waiting]:
     """The ranks that this one moves bytes to or from, with the first parameter between them; in rotated order."""
-    schedule = bound.schedule
+    schedule, names = bound.schedule, group_names(bound.schedule)
     waiting: dict[int, Waiting] = {}
     sends = schedule.world == "train"
     for stage in schedule.stages:
         table = stage.sends if sends else stage.recvs
         for peer, row in zip(*(column.tolist() for column in np.unique(table.peer, return_index=True)), strict=True):
             name = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
-            other = schedule.name_of(other_world(schedule.world), peer)
-            waiting.setdefault(peer, Waiting(bound.rank_name, other, stage.pp_stage, name, sends))
+            peer_name = names[peer_group_rank(schedule, peer)]
+            waiting.setdefault(peer, Waiting(bound.rank_name, peer_name, stage.pp_stage, name, sends))
     size = max(schedule.train_ranks, schedule.gen_ranks)
     return dict(sorted(waiting.items(), key=lambda item: (item[0] - schedule.rank) % size))

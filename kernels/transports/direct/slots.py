@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
@@ -50,7 +51,7 @@ class _Pulling:
     """A round of a reader."""
 
     buckets: tuple[Bucket, ...]  # one for each source
-    bucket_of: Sequence[int]  # of each copy: index into buckets
+    source: NDArray[np.int64]  # of each copy
     copies: DeviceCopies
 
 
@@ -167,8 +168,7 @@ class SlotReader:
             buckets[peer] = cut_buckets(with_peers(schedule, {peer}), bucket_bytes)
         bases = np.array(addresses, np.uint64)
         for number, together in enumerate(in_rounds(buckets)):
-            bucket_of = np.repeat(np.arange(len(together)), [len(bucket.copies) for bucket in together])
-            source = np.array([bucket.peer for bucket in together])[bucket_of]
+            source = np.repeat([bucket.peer for bucket in together], [len(bucket.copies) for bucket in together])
             tables = [
                 bucket.copies_at(own + sources.index(bucket.peer) * SLOTS + number % SLOTS, places[bucket.peer])
                 for bucket in together
@@ -178,7 +178,7 @@ class SlotReader:
             # come to read from the same one at all times.
             order = interleaved(source[tiles["copy"]], schedule.rank, together=1)
             copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
-            self._rounds.append(_Pulling(together, bucket_of.tolist(), copies))
+            self._rounds.append(_Pulling(together, source, copies))
             self.table_bytes += copies.nbytes
 
     def rounds(self, run: int) -> None:
@@ -195,8 +195,8 @@ class SlotReader:
     def check_sums(self) -> None:
         """Raise `ChecksumError` for bytes that were written otherwise than read. Everything queued must be done."""
         for each in self._rounds:
-            for copy in each.copies.damaged().tolist():
-                waiting = each.buckets[each.bucket_of[copy]].waiting
+            for source in each.source[each.copies.damaged()].tolist():
+                waiting = next(bucket.waiting for bucket in each.buckets if bucket.peer == source)
                 raise ChecksumError(waiting, "other bytes were written than were read")
 
     def close(self) -> None:

@@ -35,16 +35,7 @@ from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.base import StageClock, StageReport, group_names, group_rank
 
 from .communicator import NcclCommunicator, NcclError, new_unique_id
-from .staging import (
-    DIGEST_BYTES,
-    Division,
-    Round,
-    ScratchBudget,
-    divide,
-    divided_rounds,
-    peers_by_stage,
-    slot_bytes,
-)
+from .staging import DIGEST_BYTES, Division, Round, ScratchBudget, divide, divided_rounds, peers_by_stage, slot_bytes
 
 if TYPE_CHECKING:
     from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather, DeviceScales
