@@ -81,7 +81,7 @@ def _connect_direct(context: TransportContext) -> Executor:
     from mcore_reshard.kernels.cuda.copy_kernel import KernelShape  # these need CUDA's Python packages
 
     from .direct.executor import DirectExecutor
-    from .direct.options import DirectOptions
+    from .direct.slots import DirectOptions
 
     options = context.options
     shape = KernelShape() if options.ctas is None else KernelShape(ctas=options.ctas)

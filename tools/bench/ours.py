@@ -110,7 +110,7 @@ def _check(rank: Rank, transport: str) -> Callable[[TransportContext], Executor]
 def _direct_with(options: Options, context: TransportContext) -> Executor:
     from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
     from mcore_reshard.kernels.transports.direct.executor import DirectExecutor
-    from mcore_reshard.kernels.transports.direct.options import DirectOptions
+    from mcore_reshard.kernels.transports.direct.slots import DirectOptions
 
     shape = KernelShape(**{name: int(options[name]) for name in ("ctas", "threads", "batch") if name in options})
     usual = DirectOptions()

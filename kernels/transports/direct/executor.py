@@ -41,9 +41,8 @@ from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.base import StageReport
 from mcore_reshard.planner.plan.schedule import Schedule
 
-from .options import DirectOptions
 from .peer_signals import PeerSignals, Signal
-from .slots import SlotReader, SlotSource
+from .slots import DirectOptions, SlotReader, SlotSource
 from .staging import parted
 
 

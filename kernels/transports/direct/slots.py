@@ -28,13 +28,22 @@ from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
 from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
-from .options import DEFAULT_TILE_BYTES, DirectOptions
 from .peer_signals import PeerSignals
 from .staging import SLOTS, SlotPlan, divide_slots
 
+DEFAULT_TILE_BYTES = 128 << 10
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
 # All of an H200: a trainer that refits does nothing else, and readers wait for it.
 _CASTING_SHAPE = KernelShape(ctas=132)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectOptions:
+    """How generation ranks pull. Training ranks ignore it."""
+
+    shape: KernelShape = KernelShape()  # noqa: RUF009  `ctas` leaves the rest of the GPU to generation
+    tile_bytes: int = DEFAULT_TILE_BYTES
+    checksums: bool = False  # sum every tile as it is read and as it was written, and compare
 
 
 @dataclass(frozen=True, slots=True)
