@@ -98,10 +98,9 @@ class NcclExecutor:
             raise SessionError(f"{self._bound.rank_name}: the nccl transport has been closed")
         self._runs += 1
         self._clock.reset()
-        with self._gives_up_on_error():
-            if self._rounds:
-                with torch.cuda.device(self._device):
-                    self._run()
+        if self._rounds:
+            with self._gives_up_on_error(), torch.cuda.device(self._device):
+                self._run()
         return self._clock.reports()
 
     def close(self) -> None:
@@ -111,8 +110,8 @@ class NcclExecutor:
         graph, self._graph = self._graph, None
         slots, self._slots = self._slots, {}
         self._rounds = ()
-        # NCCL's abort stops its kernels, then waits until no graph holds the communicator and the device is at rest. So
-        # all are aborted at the same time, and the graph goes in between.
+        # NCCL's abort stops its kernels, then waits for the device and for graphs that hold the communicator. So all are
+        # aborted at the same time, and the graph goes in between.
         aborts = [Thread(target=link.communicator.abort, daemon=True) for link in links.values()]
         for abort in aborts:
             abort.start()
@@ -139,7 +138,7 @@ class NcclExecutor:
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
         self._connect(planned)
         self._rounds = self._bind_rounds(planned, copy_ctas)
-        self.table_bytes = sum(each.copies.nbytes for each in self._rounds if each.copies is not None)
+        self.table_bytes = sum(each.copies.nbytes for each in self._rounds)
         self._scales = device_scales(self._bound.casts, self._bound.tensors, self._device)
         torch.cuda.synchronize(self._device)
         self._graph = self._capture_graph()
@@ -167,14 +166,17 @@ class NcclExecutor:
 
         self._wait(reached, lambda: self._rounds[int(over.argmin())].round, self._refit_poller)
         if self._division.budget.checksums:
-            self._check_digests()
+            buckets = [placed.bucket for each in self._rounds for placed in each.round.placed_messages]
+            for number in torch.nonzero(self._damaged).reshape(-1).tolist():
+                reason = f"bucket {buckets[number].number} arrived with other bytes than it was sent with"
+                raise ChecksumError(buckets[number].waiting, reason)
 
     def _capture_graph(self) -> torch.cuda.CUDAGraph:
         """All rounds, from their packing to a note in the host's memory that they are over."""
         graph, notes = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         streams = list(dict.fromkeys(stream for link in self._links.values() for stream in (link.wire, link.side)))
         streams.append(notes)
-        one = torch.ones(1, dtype=torch.uint8, device=self._device)
+        self._one = torch.ones(1, dtype=torch.uint8, device=self._device)  # the graph reads it
         over: list[torch.cuda.Event] = []
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream):
@@ -186,7 +188,7 @@ class NcclExecutor:
                     over.append(self._queue(each, over))
                     notes.wait_event(over[-1])
                     with torch.cuda.stream(notes):
-                        self._over[number : number + 1].copy_(one, non_blocking=True)
+                        self._over[number : number + 1].copy_(self._one, non_blocking=True)
                 for stream in streams:
                     self._stream.wait_stream(stream)
             except BaseException:
@@ -194,7 +196,6 @@ class NcclExecutor:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        self._one = one  # the graph reads it
         return graph
 
     def _queue(self, each: _DeviceRound, over: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
@@ -210,7 +211,7 @@ class NcclExecutor:
 
     def _copy(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
         """Pack or unpack the staged buckets. Digests are taken before bytes leave, and when they have come."""
-        if self._sends and each.copies is not None:
+        if self._sends:
             each.copies.launch(stream)
         if self._division.budget.checksums:
             with torch.cuda.stream(stream):
@@ -220,18 +221,12 @@ class NcclExecutor:
                         end.copy_(digest(body))
                     else:
                         self._damaged[number] = (digest(body) != end).any()
-        if not self._sends and each.copies is not None:
+        if not self._sends:
             each.copies.launch(stream)
 
     def _communicate(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
         each.link.communicator.start(each.payloads, stream, _waiting(each.round), sends=self._sends)
         self._settle(each.link.communicator, each.round)
-
-    def _check_digests(self) -> None:
-        buckets = [placed.bucket for each in self._rounds for placed in each.round.placed_messages]
-        for number in torch.nonzero(self._damaged).reshape(-1).tolist():
-            reason = f"bucket {buckets[number].number} arrived with other bytes than it was sent with"
-            raise ChecksumError(buckets[number].waiting, reason)
 
     def _wait(self, has_happened: Callable[[], bool], where: Callable[[], Round], poller: EventPoller) -> None:
         """Poll `has_happened`. Raises if one round, `where()`, takes too long, another rank has given up, or NCCL fails."""
@@ -326,10 +321,9 @@ class NcclExecutor:
         rounds: list[_DeviceRound] = []
         messages = 0
         for each in planned:
-            slot, copies = self._slots[each.stream, each.slot].tensor, None
-            if len(table := each.copies):
-                bases = np.array([*addresses, slot.data_ptr()], np.uint64)
-                copies = DeviceGather(table, bases, self._bound.casts, self._device, shape, _TILE_BYTES)
+            slot = self._slots[each.stream, each.slot].tensor
+            bases = np.array([*addresses, slot.data_ptr()], np.uint64)
+            copies = DeviceGather(each.copies, bases, self._bound.casts, self._device, shape, _TILE_BYTES)
             payloads: dict[int, torch.Tensor] = {}
             for placed in each.placed_messages:
                 memory = slot if placed.tensor is None else byte_view(self._bound.tensors[placed.tensor])
@@ -355,7 +349,7 @@ class _DeviceRound:
     round: Round
     link: _Link
     payloads: Mapping[int, torch.Tensor]  # by member
-    copies: DeviceGather | None
+    copies: DeviceGather
     first_message: int  # its number among all messages of the rank
 
 
@@ -370,7 +364,6 @@ def _parse_word(word: Any) -> tuple[dict[int, int], str]:
 
 
 def _parse_unique_id(text: str) -> bytes:
-    unique_id = bytes.fromhex(text)
-    if len(unique_id) != _UNIQUE_ID_BYTES:
-        raise ValueError(f"{len(unique_id)} bytes")
-    return unique_id
+    if len(text) != 2 * _UNIQUE_ID_BYTES:
+        raise ValueError(f"{len(text)} digits")
+    return bytes.fromhex(text)
