@@ -1,4 +1,1 @@
-"""How ranks of separate worlds meet: one store client, one exchange, and a CPU group for messages.
-
-Imports `kernels.errors` alone, so that nothing here knows of plans or tensors.
-"""
+"""How ranks of separate worlds meet: one store client, one exchange, and a CPU group for messages."""
