@@ -1,4 +1,4 @@
-"""What must happen before any test imports torch or Megatron, and the option --fast."""
+"""Set up torch and Megatron before any test imports them, and add the option --fast."""
 
 import os
 from importlib.util import find_spec

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# What a folder may import of this package, besides itself and the folders in it. A trailing slash takes in the folders
+# The imports of this package that a folder may make, besides itself and the folders in it. A trailing slash takes in the folders
 # below: "kernels" is errors.py and host.py alone, "kernels/" is everything there.
 ARROWS: dict[str, tuple[str, ...]] = {
     "planner/model": (),

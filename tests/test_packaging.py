@@ -1,4 +1,4 @@
-"""What is packed and what is imported: the wheel, the sdist and a plain checkout hold the same package."""
+"""The wheel, the sdist and a plain checkout hold the same package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is: its parameters, their precision, and the config.json that they are read from.
+"""The parameters of a model, their precision, and the config.json that they are read from.
 
 Imports nothing else of this package.
 """

@@ -1,4 +1,4 @@
-"""Who sends what: routes, the plan and its file, the schedule of one rank, and where any element goes.
+"""The plan of who sends what: routes, plan file, the schedule of one rank, and where any element goes.
 
 Imports `planner.model` and `planner.layout`.
 """

@@ -1,7 +1,7 @@
 """Random single-field damage to a good plan: one number, name or entry of one record is other than it was.
 
-`mutants(plan, seed)` yields them without end. The record, the field and the new value are drawn at random; what is
-drawn may change nothing that matters, which is for the simulator to say.
+`mutants(plan, seed)` yields them without end. The record, the field and the new value are drawn at random. A draw may
+change nothing that matters; the simulator decides.
 """
 
 from __future__ import annotations

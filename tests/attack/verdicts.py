@@ -1,4 +1,4 @@
-"""What becomes of a damaged plan: refused by the proof, refused when bound, or shown to change nothing."""
+"""The verdict on a damaged plan: refused by the proof, refused when bound, or shown to change nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ EQUIVALENT: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one mutant. `by` is a rule of the proof, "BindError", "equivalent" or "missed"."""
+    """The verdict on one mutant. `by` is a rule of the proof, "BindError", "equivalent" or "missed"."""
 
     field: str
     by: str

@@ -1,4 +1,4 @@
-"""What scripts rely on does not change unseen: the text of every `--help`, and the keys of every `--json`.
+"""Scripts rely on the text of every `--help` and the keys of every `--json`: neither changes unseen.
 
 `python tests/cli/test_frozen.py` writes frozen.json anew; a change of it is a change for users and goes into CHANGELOG.md.
 """

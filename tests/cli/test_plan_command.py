@@ -1,4 +1,4 @@
-"""What `plan` prints, as tables and as JSON, and what it makes of dtypes and quantized configs."""
+"""`plan` prints tables and JSON, and reads dtypes and quantized configs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `show` says about a plan, one rank and some parameters."""
+"""`show` tells of a plan, one rank and some parameters."""
 
 from __future__ import annotations
 

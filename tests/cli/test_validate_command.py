@@ -1,4 +1,4 @@
-"""What `validate` checks before it starts, and what it finds."""
+"""`validate` checks its input before it starts, and reports every difference."""
 
 from __future__ import annotations
 

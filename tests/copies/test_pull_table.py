@@ -57,7 +57,7 @@ def test_every_element_is_pulled_to_its_place(case: Case) -> None:
 
 
 def pull(schedule: Schedule, own: dict[str, torch.Tensor], sources: list[dict[str, torch.Tensor]]) -> None:
-    """What the kernel of a generation rank does, on the CPU."""
+    """Pull on the CPU, as the kernel of a generation rank does."""
     assert schedule.view is not None
     table = pull_table(schedule, schedule.view.source_table())
     bases = [byte_array(own[local.name]) for local in schedule.tensors]

@@ -1,4 +1,4 @@
-"""What vLLM keeps in MXFP8, and in which tensors, against plans for the same config."""
+"""vLLM's MXFP8 tensors are those of plans for the same config."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def case_id(case: object) -> str:
 
 
 def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> list[str]:
-    """What differs, byte for byte: names, shapes, dtypes, and the first coordinate with both values."""
+    """The differences, byte for byte: names, shapes, dtypes, and the first coordinate with both values."""
     found = [f"{name}: only one side has it" for name in sorted(expected.keys() ^ actual.keys())]
     for name in sorted(expected.keys() & actual.keys()):
         want, have = expected[name], actual[name]

@@ -42,7 +42,7 @@ class Transfer:
 
 
 def numbered_tensors(plan: Plan, world: World) -> Tensors:
-    """The tensors of a world's ranks with the numbers that the plan's pieces put there; UNTOUCHED where no piece lies."""
+    """The tensors of a world's ranks, filled with numbers as the plan's pieces say; UNTOUCHED where no piece lies."""
     tensors: Tensors = {}
     first_id = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])
     for transfers in plan.transfer_groups:
@@ -206,8 +206,8 @@ def damage(good: Plan, plan: Plan | None = None) -> list[str]:
 def scale_damage(plan: Plan) -> list[str]:
     """Where an element and its scale do not lie together.
 
-    The scale of element (r, c) of a local matrix must lie at (r // block rows, c // block columns) of the scales' tensor,
-    and be that of the element's own block of the parameter. One scale a tensor is a block as large as the local matrix.
+    The scale at (r // block rows, c // block columns) of the scales' tensor must be that of element (r, c) of the local
+    matrix: the scale of the element's own block of the parameter. One scale a tensor is a block as large as the matrix.
     """
     faults: list[str] = []
     first_id = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])

@@ -50,7 +50,7 @@ FEW_RANKS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "1 KV head, TP2 -> TP2": ("tp=2", "tp=2", {"num_key_value_heads": 1}, False),
 }
 
-# What the default suite runs: each family once with tensor and once with pipeline or expert parallelism, each mesh once.
+# The default suite: each family once with tensor and once with pipeline or expert parallelism, each mesh once.
 DEFAULT = [
     ("llama", "TP2 -> TP4"),
     ("llama", "PP2 3+1 layers -> TP2"),

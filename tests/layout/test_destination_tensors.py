@@ -1,7 +1,7 @@
 """The tensors that the planner writes on a generation rank are exactly those of the engine: names, shapes, dtypes.
 
 The engine's side comes from the oracle of engine slices, which tests/engine compares with real vLLM models, published
-ones at full size included. What a plan sends by the misc route is loaded by the engine and not listed here.
+ones at full size included. The engine loads misc parameters itself, so they are not listed here.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
 }
 
-# What model.layers.61 of the published DeepSeek-V3 checkpoint holds (README_WEIGHTS.md of its repository lists the
-# parts), experts as one entry.
+# The tensors of model.layers.61 in the published DeepSeek-V3 checkpoint, as README_WEIGHTS.md of its repository lists
+# them; experts are one entry.
 DEEPSEEK_V3_MTP = {
     "embed_tokens.weight": (129280, 7168),
     "enorm.weight": (7168,),
@@ -59,8 +59,8 @@ DEEPSEEK_V3_MTP = {
     "mlp.shared_experts.down_proj.weight": (7168, 2048),
 }
 
-# The tensors of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B by kind of layer, as modeling_nemotron_h.py in the checkpoint's
-# repository names and sizes them: 23 Mamba2 layers, 6 of attention, 23 of experts.
+# The tensors of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B by kind of layer: 23 of Mamba2, 6 of attention, 23 of experts.
+# Names and sizes are those of modeling_nemotron_h.py in the checkpoint's repository.
 NEMOTRON_3_NANO: dict[str, dict[str, tuple[int, ...]]] = {
     "M": {
         "norm.weight": (2688,),

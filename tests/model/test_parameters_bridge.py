@@ -23,8 +23,11 @@ TINY = [name for name in builtin_names() if name.startswith("tiny-")]
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By config and HF name: [shape, dtype]. From a fresh interpreter, since a stand-in for Transformer Engine can be
-    installed only before Megatron is imported; one for all, since that import takes most of the time."""
+    """By config and HF name: [shape, dtype].
+
+    A fresh interpreter makes them: the stand-in for Transformer Engine must be installed before Megatron is imported. One
+    serves all configs, since that import takes most of the time.
+    """
     folder = tmp_path_factory.mktemp("exports")
     subprocess.run([sys.executable, __file__, str(folder), *TINY], check=True, timeout=300)
     return json.loads((folder / "exports.json").read_text())

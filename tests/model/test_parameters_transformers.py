@@ -37,7 +37,7 @@ def listing(model_parameters: ModelParameters, with_mtp: bool = False) -> Listin
 
 
 def transformers_listing(config: dict[str, Any]) -> Listing:
-    """What transformers' model for this config holds, built on the meta device, under checkpoint names."""
+    """The tensors of transformers' model for this config, built on the meta device, under checkpoint names."""
     family = config["model_type"]
     known = TRANSFORMERS_TYPE.get(family, family)
     if known not in CONFIG_MAPPING_NAMES:  # the library's own: Megatron-Bridge registers others where it is imported
@@ -60,8 +60,8 @@ def transformers_listing(config: dict[str, Any]) -> Listing:
 def checkpoint_form(family: str, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Checkpoint names and shapes of one in-memory tensor (transformers' own table: `conversion_mapping.py` of 5.x).
 
-    Transformers 5 stacks experts, `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I], where 4 has a module for each;
-    gpt-oss is stacked in its checkpoints too.
+    Transformers 5 stacks experts, `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; 4 has a module for each. The
+    checkpoints of gpt-oss are stacked too.
     """
     if family == "nemotron_h" and name.startswith("model."):
         name = "backbone." + name.removeprefix("model.")

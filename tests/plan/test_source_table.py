@@ -1,4 +1,4 @@
-"""What a generation rank pulls is what its training ranks would send, row by row."""
+"""A generation rank pulls what its training ranks would send, row by row."""
 
 from __future__ import annotations
 

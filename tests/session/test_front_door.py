@@ -179,7 +179,7 @@ def test_the_readmes_lines_move_every_byte(model: str, mesh: TrainMesh, tmp_path
 
 
 def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
-    """What `connect` says on this rank in each case."""
+    """The message of `connect` on this rank in each case."""
     from megatron.core import parallel_state
 
     from mcore_reshard.validation.trainer.build import build_trainer

@@ -113,7 +113,7 @@ def test_a_store_that_is_frozen_from_the_start_is_left_at_the_deadline(host: Sto
 
 
 def test_a_process_that_gave_up_on_a_store_can_exit(host: StoreProcess) -> None:
-    """What is left behind with the unanswered call does not keep it."""
+    """The thread that is left with the unanswered call does not keep it."""
     bound = f"""
 from mcore_reshard.kernels.rendezvous.store import connect_store
 store = connect_store({host.address!r}, 2.0)

@@ -95,7 +95,7 @@ def test_a_wrong_command_line_is_refused_with_all_its_faults(capsys: pytest.Capt
 
 
 def told(start: float, ends: list[float], **changes: Any) -> dict[str, Any]:
-    """What a rank tells of runs that all begin at 0, 10, 20... s."""
+    """The word of a rank about runs that all begin at 0, 10, 20... s."""
     word = {
         "spans": [[10 * n + start, 10 * n + end] for n, end in enumerate(ends)],
         "cpu_ms": [50.0, 1.0, 3.0, 2.0],

@@ -102,7 +102,7 @@ def check_random_patterns(worlds: tuple[int, int], seed: int, gpus: int) -> None
 
 
 def check_held(held: list[dict[str, bytes]], worlds: tuple[int, int], seed: int) -> None:
-    """What every rank's tensors must hold after a refit of `transfers_of(seed, worlds)`."""
+    """Compare every rank's tensors with those after a refit of `transfers_of(seed, worlds)`."""
     transfers = transfers_of(seed, worlds)
     sources = [allocate(schedule_of(transfers, "train", rank, worlds), seed=seed) for rank in range(worlds[0])]
     for rank in range(worlds[1]):

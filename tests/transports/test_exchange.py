@@ -1,4 +1,4 @@
-"""What ranks of the nccl transport say to each other before and beside the bytes: real processes, no device."""
+"""Ranks of the nccl transport talk to each other before and beside the bytes: real processes, no device."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def waves_of(plan: Plan, world: World, rank: int) -> tuple[Schedule, ...]:
 
 
 def moved(schedule: Schedule) -> Iterator[Counter[tuple[Any, ...]]]:
-    """What a rank sends, receives and pulls, and the same of both its parts in the second hop."""
+    """A rank's sends, receives and pulls, and those of both its parts in the second hop."""
     yield rows(schedule.tensors, schedule.strided_boxes, (stage.sends for stage in schedule.stages))
     yield rows(schedule.tensors, schedule.strided_boxes, (stage.recvs for stage in schedule.stages))
     if schedule.world == "gen" and schedule.view is not None:

@@ -1,4 +1,4 @@
-"""What the direct transport casts, on CPU: both ends divide slots alike, and rounds bring every byte to its place."""
+"""Casts of the direct transport, on CPU: both ends divide slots alike, and rounds bring every byte to its place."""
 
 from __future__ import annotations
 

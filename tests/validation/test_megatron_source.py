@@ -65,7 +65,7 @@ def _rank(index: int, folder: Path, mesh: TrainMesh, check: Check, args: tuple[A
 
 
 def _mismatches(trainer: Trainer, checkpoint: Path) -> list[str]:
-    """What is wrong with a whole export: the trainer must hold the checkpoint's bytes under the checkpoint's names."""
+    """The faults of a whole export: the trainer must hold the checkpoint's bytes under the checkpoint's names."""
     from safetensors.torch import load_file
 
     expected = load_file(checkpoint / "model.safetensors")

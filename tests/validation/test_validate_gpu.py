@@ -1,7 +1,7 @@
 """Golden against real with transports for GPUs: real Megatron-Core models, of real Transformer Engine where installed.
 
-The cases run several at a time in one process beside the tests, since ranks are forked and CUDA does not survive that;
-each family and each mesh that fits the GPUs comes at least once for each transport. `make validate-gpu` runs them all.
+The cases run several at a time in one process beside the tests, since ranks are forked and CUDA does not survive that.
+Each family and each mesh that fits the GPUs comes at least once for each transport. `make validate-gpu` runs them all.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ BUGS: dict[int, str] = {
     37: "bf16 sent into fp8 tensors",
 }
 
-# What a class also means and cannot be attacked yet, or is not refused while it happens.
+# Parts of a class that cannot be attacked yet, or that are not refused while they happen.
 NOTES: dict[int, str] = {
     14: "memory while planning is measured by the planner's benchmark, not refused",
     15: "CUDA's caching allocator is not involved on CPU",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rejection:
-    """Who refused a mutant (a key of LAYERS), by which rule, and whom the message names."""
+    """The refusal of a mutant: by which layer (a key of LAYERS) and rule, and whom the message names."""
 
     layer: str
     rule: str

@@ -262,7 +262,7 @@ def qkv_as_sections() -> Plan:
 
 
 def left_over_layers_first(mesh: GenMesh, num_layers: int) -> tuple[int, ...]:
-    """What numpy.array_split would do; vLLM gives layers left over to the stages before the last."""
+    """As numpy.array_split would do it; vLLM gives layers left over to the stages before the last."""
     return tuple(stage for stage, layers in enumerate(np.array_split(range(num_layers), mesh.pp)) for _ in layers)
 
 
