@@ -283,16 +283,16 @@ def launched(memory: Memory, copies: Copies, wanted: torch.Tensor) -> int:
 
 def timed_ms(memory: Memory, copies: Copies) -> float:
     """Milliseconds from the launch until both devices are done; the median of several times."""
-    found = []
+    times_ms = []
     for _ in range(REPEATS):
         memory.settle()
         start = time.perf_counter()
         copies.launch()
         memory.settle()
-        found.append(1e3 * (time.perf_counter() - start))
-        if sum(found) > 2000:
+        times_ms.append(1e3 * (time.perf_counter() - start))
+        if sum(times_ms) > 2000:
             break
-    return statistics.median(found)
+    return statistics.median(times_ms)
 
 
 def tried(
@@ -337,12 +337,12 @@ def attempted(
 
 def first_launches() -> dict[str, float | str]:
     """Seconds from a table until a process has performed it for the first time, or why it could not, by method."""
-    found: dict[str, float | str] = {}
+    seconds: dict[str, float | str] = {}
     for number, method in enumerate(METHODS):
         if method.compiles and not method.missing():
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-                found[method.name] = fresh.submit(first_launch, number).result()
-    return found
+                seconds[method.name] = fresh.submit(first_launch, number).result()
+    return seconds
 
 
 def first_launch(number: int) -> float | str:

@@ -73,15 +73,15 @@ class Gpus:
 
     def fastest_s(self, launches: Sequence[Callable[[], Any]]) -> float:
         """Seconds from the first launch until all GPUs are done; the best of several times."""
-        found = []
+        seconds = []
         for _ in range(REPEATS):
             self.settle()
             start = time.perf_counter()
             for launch in launches:
                 launch()
             self.settle()
-            found.append(time.perf_counter() - start)
-        return min(found)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
 
     def settle(self) -> None:
         for gpu in range(self.count):
@@ -150,7 +150,7 @@ def main() -> None:
         parser.error(f"the patterns are of four GPUs, there are {count}")
     name, driver = machine.gpus()[0]
     gpus = Gpus(4)
-    found = {
+    document = {
         "what": "GB/s into each GPU that reads",
         "date": date.today().isoformat(),
         "hardware": f"4 x {name}",
@@ -158,8 +158,8 @@ def main() -> None:
         "versions": {"torch": torch.__version__},
         "rows": [measured(gpus, name, pattern) for name, pattern in PATTERNS.items()],
     }
-    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    for row in found["rows"]:
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    for row in document["rows"]:
         print(row)
 
 

@@ -52,15 +52,15 @@ class ClassScore:
 
 def bug_classes() -> Iterator[ClassScore]:
     for bug, title in BUGS.items():
-        mine = [mutant for mutant in MUTANTS if mutant.bug == bug]
+        mutants_of_bug = [mutant for mutant in MUTANTS if mutant.bug == bug]
         by: Counter[str] = Counter()
-        for mutant in mine:
+        for mutant in mutants_of_bug:
             rejection = mutant.refused()
             if rejection is not None and (rejection.layer, rejection.rule) == mutant.expected:
                 by[f"{rejection.layer}: {rejection.rule}"] += 1
             else:
                 print(f"got through: {mutant}, expected {mutant.expected}, got {rejection}", file=sys.stderr)
-        yield ClassScore(bug, title, len(mine), by.total(), dict(by), NOTES.get(bug, ""))
+        yield ClassScore(bug, title, len(mutants_of_bug), by.total(), dict(by), NOTES.get(bug, ""))
 
 
 def random_attack(mutants: Callable[..., Any], seed: int, count: int) -> dict[str, Any]:
@@ -116,12 +116,12 @@ def main() -> int:
         print(f"  {layer:9} {layers[layer]:3}  {meaning}")
     for bug, note in NOTES.items():
         print(f"  #{bug}: {note}")
-    for name, found in damage.items():
-        bound = sum(found["refused_by_binding"].values())
-        equivalent = sum(entry["mutants"] for entry in found["equivalent"].values())
+    for name, outcome in damage.items():
+        bound = sum(outcome["refused_by_binding"].values())
+        equivalent = sum(entry["mutants"] for entry in outcome["equivalent"].values())
         print(
-            f"{name}: {found['mutants']} random mutants of {found['plans']} plans: {found['refused_by_proof']} refused by"
-            f" the proof, {bound} when bound, {equivalent} change nothing, {found['missed']} got through"
+            f"{name}: {outcome['mutants']} random mutants of {outcome['plans']} plans: {outcome['refused_by_proof']} refused by"
+            f" the proof, {bound} when bound, {equivalent} change nothing, {outcome['missed']} got through"
         )
     arguments.out.parent.mkdir(exist_ok=True)
     report = {
@@ -139,7 +139,7 @@ def main() -> int:
         "random": damage,
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    return int(refused < total or any(found["missed"] for found in damage.values()))
+    return int(refused < total or any(outcome["missed"] for outcome in damage.values()))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ POISON = 0xFF  # NaN in every floating-point dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A piece that a rank holds of one parameter."""
+class LocalPiece:
+    """A piece of one parameter in a tensor of one rank."""
 
     parameter: str
     group: int  # index into Plan.groups
@@ -51,21 +51,21 @@ def allocate(schedule: Schedule, device: torch.device) -> dict[str, torch.Tensor
 
 def fill(plan: Plan, world: World, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give every piece that the rank holds its content."""
-    for held in pieces(plan, world, rank):
-        if held.tensor in tensors:
-            box(held, tensors).copy_(_held_bits(plan, world, held, tensors[held.tensor]))
+    for local in pieces(plan, world, rank):
+        if local.tensor in tensors:
+            box(local, tensors).copy_(_expected_bits(plan, world, local, tensors[local.tensor]))
 
 
 def wrong_elements(plan: Plan, world: World, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """How many elements of each parameter are not what they should be; {} where all are right."""
     counts: dict[str, torch.Tensor] = {}
-    for held in pieces(plan, world, rank):
-        wrong = (box(held, tensors) != _held_bits(plan, world, held, tensors[held.tensor])).sum()
-        counts[held.parameter] = counts.get(held.parameter, torch.zeros_like(wrong)) + wrong
+    for local in pieces(plan, world, rank):
+        wrong = (box(local, tensors) != _expected_bits(plan, world, local, tensors[local.tensor])).sum()
+        counts[local.parameter] = counts.get(local.parameter, torch.zeros_like(wrong)) + wrong
     return {name: int(count) for name, count in counts.items() if count}
 
 
-def pieces(plan: Plan, world: World, rank: int) -> Iterator[Held]:
+def pieces(plan: Plan, world: World, rank: int) -> Iterator[LocalPiece]:
     """Every piece of every parameter that `rank` of `world` holds."""
     seen: set[tuple[str, str, Piece, int]] = set()
     for index, transfers in enumerate(plan.transfer_groups):
@@ -78,7 +78,7 @@ def pieces(plan: Plan, world: World, rank: int) -> Iterator[Held]:
                 layer, number = divmod(member, transfers.expert_count)
                 place, slot = _place(transfers, transfers.layers[layer], world, number)
                 for piece in partition.pieces[part]:
-                    held = Held(
+                    local = LocalPiece(
                         plan.parameter_name(index, member),
                         transfers.group,
                         plan.groups[transfers.group].view,
@@ -86,48 +86,48 @@ def pieces(plan: Plan, world: World, rank: int) -> Iterator[Held]:
                         piece,
                         slot,
                     )
-                    if (key := (held.parameter, held.tensor, piece, slot)) not in seen:
+                    if (key := (local.parameter, local.tensor, piece, slot)) not in seen:
                         seen.add(key)
-                        yield held
+                        yield local
 
 
-def _place(transfers: TransferGroup, at: LayerPlace, world: World, number: int) -> tuple[dict[str, int], int]:
+def _place(transfers: TransferGroup, place: LayerPlace, world: World, number: int) -> tuple[dict[str, int], int]:
     if world == "train":
         slot = transfers.src_slot + number
-        return {"vp": at.vp_stage, "layer": at.local, "expert": slot}, slot
+        return {"vp": place.vp_stage, "layer": place.local, "expert": slot}, slot
     slot = transfers.dst_slot + number
-    return {"vp": 0, "layer": at.layer, "expert": slot}, slot
+    return {"vp": 0, "layer": place.layer, "expert": slot}, slot
 
 
-def box(held: Held, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def box(local: LocalPiece, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The piece's elements in the local tensor as integers, with the dims of the parameter."""
-    flat = bits(tensors[held.tensor]).reshape(-1)
-    region = held.piece.region
+    flat = bits(tensors[local.tensor]).reshape(-1)
+    region = local.piece.region
     return flat.as_strided(
-        region.extents, held.piece.strides, flat.storage_offset() + held.piece.offset(region.start, held.slot)
+        region.extents, local.piece.strides, flat.storage_offset() + local.piece.offset(region.start, local.slot)
     )
 
 
-def _held_bits(plan: Plan, world: World, held: Held, tensor: torch.Tensor) -> torch.Tensor:
+def _expected_bits(plan: Plan, world: World, local: LocalPiece, tensor: torch.Tensor) -> torch.Tensor:
     """The content of a piece, as integers, after the cast that the plan has for it."""
-    region, device = held.piece.region, tensor.device
+    region, device = local.piece.region, tensor.device
     casts = {cast.group: cast for cast in plan.casts} if world == "gen" else {}
     scaled = {pair.scales: pair for pair in plan.pairs if pair.weight in casts}
-    if (pair := scaled.get(held.group)) is not None:  # the scales of a weight that was cast
+    if (pair := scaled.get(local.group)) is not None:  # the scales of a weight that was cast
         weight = plan.groups[pair.weight]
         suffix = plan.groups[pair.scales].name_pattern.removeprefix(weight.name_pattern)
         covered = _covered(region, pair.block, weight.view)
-        values = _content(held.parameter.removesuffix(suffix), weight.view, covered, torch.bfloat16, device)
+        values = _content(local.parameter.removesuffix(suffix), weight.view, covered, torch.bfloat16, device)
         return bits(block_scales(values, pair.block))
-    cast = casts.get(held.group)
+    cast = casts.get(local.group)
     if cast is None:
-        return bits(_content(held.parameter, held.shape, region, tensor.dtype, device))
-    block = next((pair.block for pair in plan.pairs if pair.weight == held.group), None)
+        return bits(_content(local.parameter, local.shape, region, tensor.dtype, device))
+    block = next((pair.block for pair in plan.pairs if pair.weight == local.group), None)
     if block is None:
-        return bits(_content(held.parameter, held.shape, region, getattr(torch, cast.src), device).to(tensor.dtype))
+        return bits(_content(local.parameter, local.shape, region, getattr(torch, cast.src), device).to(tensor.dtype))
     # A scale is that of a whole block of the parameter, also where the piece has only a part of the block.
-    covered = _covered(blocks_touched(region, block), block, held.shape)
-    data, _ = quantized(_content(held.parameter, held.shape, covered, torch.bfloat16, device), block)
+    covered = _covered(blocks_touched(region, block), block, local.shape)
+    data, _ = quantized(_content(local.parameter, local.shape, covered, torch.bfloat16, device), block)
     top, left = (start - outer for start, outer in zip(region.start, covered.start, strict=True))
     rows, columns = region.extents
     return bits(data)[top : top + rows, left : left + columns]
@@ -146,8 +146,8 @@ def _content(
     """A region of a parameter. Floating-point numbers of two and four bytes are finite, so that casts mean something."""
     number = torch.tensor(zlib.crc32(name.encode()), dtype=torch.int64, device=device)
     for dim, stride in enumerate(row_major_strides(shape)):
-        at = torch.arange(region.start[dim], region.stop[dim], device=device) * stride
-        number = number.unsqueeze(-1) + at
+        position = torch.arange(region.start[dim], region.stop[dim], device=device) * stride
+        number = number.unsqueeze(-1) + position
     mixed = number * _MIX[0]
     mixed = (mixed ^ (mixed >> 31)) * _MIX[1]
     itemsize = dtype.itemsize

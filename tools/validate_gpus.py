@@ -140,8 +140,8 @@ def _outcome(case: dict[str, Any]) -> str:
 def _machine(gpus: int) -> dict[str, Any]:
     name, nccl = run_processes(1, lambda _: (torch.cuda.get_device_name(0), torch.cuda.nccl.version()))[0]
     packages = ("megatron-core", "megatron-bridge", "transformer-engine", "transformers", "nccl4py", "cuda-core")
-    found = machine.versions(*packages, nccl=".".join(map(str, nccl)))
-    return {"date": date.today().isoformat(), "hardware": f"{gpus} x {name}", "versions": found}
+    versions = machine.versions(*packages, nccl=".".join(map(str, nccl)))
+    return {"date": date.today().isoformat(), "hardware": f"{gpus} x {name}", "versions": versions}
 
 
 def _cases() -> ModuleType:

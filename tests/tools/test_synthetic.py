@@ -41,10 +41,10 @@ def whole_parameters(plan: Plan) -> dict[str, torch.Tensor]:
     parameters: dict[str, torch.Tensor] = {}
     for rank in range(plan.train.world):
         tensors = filled(plan, "train", rank)
-        for held in synthetic.pieces(plan, "train", rank):
-            if held.tensor in tensors and tensors[held.tensor].dtype == torch.bfloat16:
-                whole = parameters.setdefault(held.parameter, torch.zeros(held.shape, dtype=torch.int16))
-                whole[synthetic.slices(held.piece.region)] = synthetic.box(held, tensors)
+        for local in synthetic.pieces(plan, "train", rank):
+            if local.tensor in tensors and tensors[local.tensor].dtype == torch.bfloat16:
+                whole = parameters.setdefault(local.parameter, torch.zeros(local.shape, dtype=torch.int16))
+                whole[synthetic.slices(local.piece.region)] = synthetic.box(local, tensors)
     return parameters
 
 
@@ -59,17 +59,17 @@ def test_experts_cut_inside_of_blocks_have_the_scales_of_the_whole_parameter(cas
     compared = 0
     for rank in range(plan.gen.world):
         tensors = filled(plan, "gen", rank)
-        for held in synthetic.pieces(plan, "gen", rank):
-            pattern = plan.groups[held.group].name_pattern
-            name = held.parameter.removesuffix("_scale_inv")
+        for local in synthetic.pieces(plan, "gen", rank):
+            pattern = plan.groups[local.group].name_pattern
+            name = local.parameter.removesuffix("_scale_inv")
             pair = block.get(pattern.removesuffix("_scale_inv"))
             if pair is None:
                 continue
             if name not in arrived:
                 arrived[name] = quantized(wanted[name].view(torch.bfloat16), pair.block)
-            whole = arrived[name][name != held.parameter]
+            whole = arrived[name][name != local.parameter]
             assert torch.equal(
-                synthetic.box(held, tensors), synthetic.bits(whole)[synthetic.slices(held.piece.region)]
-            ), held
+                synthetic.box(local, tensors), synthetic.bits(whole)[synthetic.slices(local.piece.region)]
+            ), local
             compared += 1
     assert compared > 100

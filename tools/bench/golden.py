@@ -49,7 +49,7 @@ class _Export:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._held = _first_holders(rank.plan)
+        self._pieces = _first_holders(rank.plan)
         if rank.case.train_ranks > 1:
             dist.init_process_group(
                 "nccl" if rank.on_cuda else "gloo",
@@ -61,18 +61,18 @@ class _Export:
 
     def __call__(self, names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
         assert names is None, "golden asks for the whole model"
-        for name, pieces in self._held.items():
+        for name, pieces in self._pieces.items():
             yield name, self._gathered(pieces)
 
-    def _gathered(self, pieces: list[tuple[int, synthetic.Held]]) -> torch.Tensor:
+    def _gathered(self, pieces: list[tuple[int, synthetic.LocalPiece]]) -> torch.Tensor:
         rank = self._rank
         dtype = getattr(torch, pieces[0][1].piece.tensor.dtype)
         whole = torch.empty(pieces[0][1].shape, dtype=dtype, device=rank.device)
         bits = synthetic.bits(whole)
-        for holder, held in pieces:
-            place = bits[synthetic.slices(held.piece.region)]
+        for holder, local in pieces:
+            place = bits[synthetic.slices(local.piece.region)]
             if holder == rank.rank:
-                box = synthetic.box(held, rank.tensors)
+                box = synthetic.box(local, rank.tensors)
                 if rank.rank == 0:
                     place.copy_(box)
                 else:
@@ -89,22 +89,22 @@ class _Cut:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._held: dict[str, list[synthetic.Held]] = {}
-        for held in synthetic.pieces(rank.plan, "gen", rank.rank):
-            self._held.setdefault(held.parameter, []).append(held)
+        self._pieces: dict[str, list[synthetic.LocalPiece]] = {}
+        for local in synthetic.pieces(rank.plan, "gen", rank.rank):
+            self._pieces.setdefault(local.parameter, []).append(local)
 
     def __call__(self, tensors: NamedTensors) -> None:
         for name, tensor in tensors:
             whole = synthetic.bits(tensor.to(self._rank.device))
-            for held in self._held.get(name, ()):
-                part = whole.reshape(held.shape)[synthetic.slices(held.piece.region)]
-                synthetic.box(held, self._rank.tensors).copy_(part)
+            for local in self._pieces.get(name, ()):
+                part = whole.reshape(local.shape)[synthetic.slices(local.piece.region)]
+                synthetic.box(local, self._rank.tensors).copy_(part)
 
 
-def _first_holders(plan: Plan) -> dict[str, list[tuple[int, synthetic.Held]]]:
+def _first_holders(plan: Plan) -> dict[str, list[tuple[int, synthetic.LocalPiece]]]:
     """By parameter, every region with the first training rank that holds it."""
-    found: dict[str, dict[object, tuple[int, synthetic.Held]]] = {}
+    by_parameter: dict[str, dict[object, tuple[int, synthetic.LocalPiece]]] = {}
     for holder in range(plan.train.world):
-        for held in synthetic.pieces(plan, "train", holder):
-            found.setdefault(held.parameter, {}).setdefault(held.piece.region, (holder, held))
-    return {name: list(regions.values()) for name, regions in found.items()}
+        for local in synthetic.pieces(plan, "train", holder):
+            by_parameter.setdefault(local.parameter, {}).setdefault(local.piece.region, (holder, local))
+    return {name: list(regions.values()) for name, regions in by_parameter.items()}

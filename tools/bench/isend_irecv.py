@@ -83,16 +83,16 @@ def _messages(rank: Rank, layers: int) -> list[_Message]:
     schedule, plan = rank.schedule, rank.plan
     first_peer = rank.case.train_ranks if rank.world == "train" else 0
     flat = [rank.tensors[local.name].reshape(-1) for local in schedule.tensors]
-    found = []
+    messages = []
     for stage in schedule.stages:
         table: TransferTable = stage.sends if rank.world == "train" else stage.recvs
         columns = (table.peer, table.tensor, table.strided_box, table.offset, table.transfer_group, table.member)
         for peer, tensor, strided_box, offset, transfers, member in zip(
             *(column.tolist() for column in columns), strict=True
         ):
-            held = plan.transfer_groups[transfers]
-            layer = held.layers[member // held.expert_count].layer // layers
+            group = plan.transfer_groups[transfers]
+            layer = group.layers[member // group.expert_count].layer // layers
             shape = schedule.strided_boxes[strided_box]
             view = flat[tensor].as_strided(shape.extents, shape.strides, flat[tensor].storage_offset() + offset)
-            found.append(_Message((stage.pp_stage, layer), first_peer + peer, view))
-    return sorted(found, key=lambda message: message.batch)  # stable: pairs keep the order that both ends agree on
+            messages.append(_Message((stage.pp_stage, layer), first_peer + peer, view))
+    return sorted(messages, key=lambda message: message.batch)  # stable: pairs keep the order that both ends agree on

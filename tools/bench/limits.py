@@ -27,8 +27,8 @@ def copy_engine(rank: Rank, options: Options) -> Prepared:
     if rank.world == "train" or not paired:
         if paired:
             rank.store.set(f"memory/{rank.rank}", export({"buffer": buffer}).to_json())
-        held = [buffer]  # until all pairs are done
-        return Prepared(lambda: None, held.clear, nbytes=0, wrong=lambda: 0, weight_bytes=nbytes)
+        kept = [buffer]  # until all pairs are done
+        return Prepared(lambda: None, kept.clear, nbytes=0, wrong=lambda: 0, weight_bytes=nbytes)
     mappings = Mappings(rank.device)
     exported = Export.from_json(rank.store.get(f"memory/{rank.rank}"))
     (source,) = mappings.addresses(exported, ["buffer"], f"train:{rank.rank}")

@@ -18,10 +18,10 @@ def gpus() -> list[tuple[str, str]]:
 
 def versions(*packages: str, **more: str) -> dict[str, str]:
     """Of Python, torch, `more` and those of `packages` that are installed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, **more}
+    by_name = {"python": platform.python_version(), "torch": torch.__version__, **more}
     for package in packages:
         try:
-            found[package] = version(package)
+            by_name[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return by_name

@@ -58,7 +58,7 @@ def swap_weights(rank: Rank, options: Options) -> Prepared:
         dist.destroy_process_group,
         nbytes=0 if trains else sum(tensor.nbytes for tensor in tensors.values()),
         wrong=lambda: sum(differing(tensors[name], right) for name, right in wanted.items()),
-        weight_bytes=sum(tensor.nbytes for held in (tensors, wanted) for tensor in held.values()),
+        weight_bytes=sum(tensor.nbytes for copy in (tensors, wanted) for tensor in copy.values()),
         building_s=building_s,
     )
 
@@ -119,28 +119,28 @@ def _groups(rank: Rank, tp: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    ours: dict[str, dist.ProcessGroup] = {}
+    own_groups: dict[str, dist.ProcessGroup] = {}
     train = rank.case.train_ranks
     sides = (range(train), rank.plan.train.tp), (range(train, rank.ranks), rank.plan.gen.tp)
     for side, degree in sides:
         for first in side[::degree]:
-            _join(ours, "tp", list(range(first, first + degree)), rank.number)
+            _join(own_groups, "tp", list(range(first, first + degree)), rank.number)
         for first in side[:degree]:
-            _join(ours, "dp", list(side[first - side[0] :: degree]), rank.number)
+            _join(own_groups, "dp", list(side[first - side[0] :: degree]), rank.number)
     for number in range(rank.ranks):
-        _join(ours, "alone", [number], rank.number)
+        _join(own_groups, "alone", [number], rank.number)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)  # for what asks globals
     groups = ProcessGroupCollection.use_mpu_process_groups()
     for name in ("pp", "cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_ep_pp", "embd", "pos_embd"):
-        setattr(groups, name, ours["alone"])
+        setattr(groups, name, own_groups["alone"])
     for name in ("tp", "tp_cp", "mp"):
-        setattr(groups, name, ours["tp"])
+        setattr(groups, name, own_groups["tp"])
     for name in ("dp", "dp_cp"):
-        setattr(groups, name, ours["dp"])
+        setattr(groups, name, own_groups["dp"])
     return groups
 
 
-def _join(ours: dict[str, dist.ProcessGroup], name: str, ranks: list[int], me: int) -> None:
+def _join(own_groups: dict[str, dist.ProcessGroup], name: str, ranks: list[int], own_rank: int) -> None:
     group = dist.new_group(ranks)  # every rank takes part in making every group
-    if me in ranks:
-        ours[name] = group
+    if own_rank in ranks:
+        own_groups[name] = group

@@ -87,15 +87,15 @@ def _prepared(rank: Rank, transport: str, connect: Callable[[TransportContext], 
         group.close()
 
     def facts() -> dict[str, Any]:
-        found = {
+        columns = {
             "moved_by": executor.name,
             "relayed": isinstance(executor, RelayedExecutor),
             "misc_bytes": rank.plan.misc_bytes,
         }
-        found["scratch_mb"] = round(executor.scratch_bytes / 1e6, 1)
+        columns["scratch_mb"] = round(executor.scratch_bytes / 1e6, 1)
         if isinstance(table_bytes := getattr(executor, "table_bytes", None), int):  # not a MixedExecutor
-            found["table_mb"] = round(table_bytes / 1e6, 1)
-        return found
+            columns["table_mb"] = round(table_bytes / 1e6, 1)
+        return columns
 
     return Prepared(executor.run, close, facts=facts)
 

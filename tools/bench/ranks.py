@@ -187,10 +187,10 @@ class Rank:
     def _check(self, method: Method, prepared: Prepared) -> int:
         """Wrong elements of all ranks: none, or this is the end of the launch."""
         wrong = self.wrong_elements() if prepared.wrong is None else prepared.wrong()
-        found = [word["wrong"] for word in self.gather({"wrong": wrong})]
-        if any(found):
-            raise SystemExit(f"after {method.text} elements are wrong; by rank, training ranks first: {found}")
-        return sum(found)
+        counts = [word["wrong"] for word in self.gather({"wrong": wrong})]
+        if any(counts):
+            raise SystemExit(f"after {method.text} elements are wrong; by rank, training ranks first: {counts}")
+        return sum(counts)
 
     def _hold(self) -> None:
         """Have the weights in place and destinations poisoned, so that none of that counts as time or memory."""

@@ -30,13 +30,13 @@ class ResultFile:
 
     def add(self, row: Row) -> None:
         """Append `row`, with its share of the limit that the same run has measured."""
-        found = json.loads(self.path.read_text())
-        found["rows"].append(with_share(row, found["rows"]))
-        self._write(found)
+        document = json.loads(self.path.read_text())
+        document["rows"].append(with_share(row, document["rows"]))
+        self._write(document)
 
-    def _write(self, found: dict[str, Any]) -> None:
+    def _write(self, document: dict[str, Any]) -> None:
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(found, indent=1) + "\n")
+        partial.write_text(json.dumps(document, indent=1) + "\n")
         partial.replace(self.path)
 
 

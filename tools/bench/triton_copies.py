@@ -34,9 +34,9 @@ def walk_flat(table, count, PART: tl.constexpr, PARTS: tl.constexpr, WORD: tl.co
         for first in range(0, words, BLOCK):
             word = first + tl.arange(0, BLOCK)
             row, column = (word // row_words)[:, None], (word % row_words)[:, None] * PARTS + part
-            held = (word < words)[:, None]
-            values = tl.load(src + (row * src_stride + column), mask=held, eviction_policy="evict_first")
-            tl.store(dst + (row * dst_stride + column), values, mask=held, eviction_policy="evict_first")
+            valid = (word < words)[:, None]
+            values = tl.load(src + (row * src_stride + column), mask=valid, eviction_policy="evict_first")
+            tl.store(dst + (row * dst_stride + column), values, mask=valid, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -54,9 +54,9 @@ def walk_rows(
             row = (first_row + tl.arange(0, ROWS))[:, None]
             for first in range(0, row_parts, COLUMNS * PARTS):
                 column = (first + tl.arange(0, COLUMNS * PARTS))[None, :]
-                held = (row < rows) & (column < row_parts)
-                values = tl.load(src + (row * src_stride + column), mask=held, eviction_policy="evict_first")
-                tl.store(dst + (row * dst_stride + column), values, mask=held, eviction_policy="evict_first")
+                valid = (row < rows) & (column < row_parts)
+                values = tl.load(src + (row * src_stride + column), mask=valid, eviction_policy="evict_first")
+                tl.store(dst + (row * dst_stride + column), values, mask=valid, eviction_policy="evict_first")
 
 
 KERNELS: dict[str, Any] = {"flat": walk_flat, "rows": walk_rows}
