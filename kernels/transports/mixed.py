@@ -12,7 +12,6 @@ import torch
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import TransportUnavailable, first_of
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
-from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 from .base import Executor, StageReport, Transport, TransportContext, close_all, connect_all, merged_reports
 from .peer_access import RankPair, unavailable_reasons_by_pair
@@ -44,7 +43,7 @@ def _mixed(
     schedule = context.bound.schedule
     ends = [(pair.src, pair.dst) if schedule.world == "train" else (pair.dst, pair.src) for pair in far]
     far_peers = {peer for rank, peer in ends if rank == schedule.rank}
-    peers_by_transport = (direct, peers_of(schedule) - far_peers), (nccl, peers_of(schedule) & far_peers)
+    peers_by_transport = (direct, schedule.peers - far_peers), (nccl, schedule.peers & far_peers)
     parts = connect_all(
         _part(context, transport, peers) for transport, peers in peers_by_transport if transport is not None
     )
@@ -55,8 +54,8 @@ def _part(context: TransportContext, transport: Transport, peers: frozenset[int]
     """Connect one transport for some of the peers. With none too: other ranks wait for this one to connect."""
     assert transport.connect is not None
     bound = context.bound
-    if peers != peers_of(bound.schedule):
-        bound = bound.part(with_peers(bound.schedule, peers))
+    if peers != bound.schedule.peers:
+        bound = bound.part(bound.schedule.with_peers(peers))
     return transport.connect(replace(context, bound=bound, store=FailFastStore(transport.name, context.store)))
 
 

@@ -1,13 +1,13 @@
 """Expand a plan into one rank's schedule, from the plan and the rank number alone.
 
-Work is done transfer group by transfer group with columns, never transfer by transfer: a generation rank of DeepSeek-V3 has 45,000
-transfers and its schedule takes a fraction of a second.
+Work is done with columns, transfer group by transfer group: a generation rank of DeepSeek-V3 has 45,000 transfers, and
+its schedule takes a fraction of a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,11 +17,22 @@ from numpy.typing import NDArray
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ravel, row_major_strides
 
 from .plan import Plan, RankInGroup, TransferGroup
-from .schedule import Cast, Relay, Schedule, SourceTable, SourceView, StageSchedule, StridedBox, TransferTable, World
+from .schedule import (
+    Cast,
+    Relay,
+    Schedule,
+    SourceTable,
+    SourceView,
+    StageSchedule,
+    StridedBox,
+    TransferTable,
+    View,
+    World,
+)
 
 WAVES = 8  # of a relay; more overlap better, and every wave takes some words between all ranks
-_COLUMNS = ("peer", "tensor", "strided_box", "offset", "nbytes", "transfer_group", "member")
 _WIDE = {"offset", "nbytes"}
+_Columns = dict[str, NDArray[np.int64]]
 _End = Literal["src", "dst"]
 
 
@@ -33,14 +44,6 @@ def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
     return RankView(plan, world, rank).schedule()
 
 
-def source_table_of(plan: Plan, gen_rank: int) -> SourceTable:
-    """Where in the training ranks' tensors lies what `gen_rank` receives, row by row as its schedule lists it.
-
-    Raises IndexError for a rank outside of the generation mesh.
-    """
-    return RankView(plan, "gen", gen_rank).source_table()
-
-
 def relay_of(plan: Plan, gen_rank: int) -> Relay:
     """What a generation rank passes on to other replicas and what these pass on to it, in a plan that relays.
 
@@ -50,7 +53,7 @@ def relay_of(plan: Plan, gen_rank: int) -> Relay:
 
 
 @dataclass(frozen=True, slots=True)
-class RankView:
+class RankView(View):
     """One rank of a plan, the whole of it or one wave of its relay. Everything is computed when it is asked for."""
 
     plan: Plan
@@ -58,6 +61,9 @@ class RankView:
     rank: int
     wave: int | None = None  # None: all of them
     rows: tuple[NDArray[np.int64], ...] | None = None  # of each stage; None: all of them
+    # Both are numbered as they are met, anew in every copy that `replace` makes.
+    tensors: dict[LocalTensor, int] = field(default_factory=dict, init=False)
+    strided_boxes: dict[StridedBox, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         size = self.plan.train.world if self.world == "train" else self.plan.gen.world
@@ -65,31 +71,27 @@ class RankView:
             raise IndexError(f"{self.world} rank {self.rank} is outside of the {size} ranks that the plan has")
 
     def schedule(self) -> Schedule:
-        expansion = self._expansion()
-        if self.world == "train":
-            casts = expansion.casts()
-            computed = tuple(sorted(cast.scales for cast in casts if cast.scales is not None))
-            schedule = replace(expansion.schedule(expansion.sends, sends=True), casts=casts, computed=computed)
-        else:
-            schedule = expansion.schedule(expansion.receives, sends=False)
-        return replace(schedule, relayed=self.plan.relay, view=self)
+        view, is_sender = replace(self), self.world == "train"
+        casts = view._casts() if is_sender else ()
+        computed = tuple(sorted(cast.scales for cast in casts if cast.scales is not None))
+        schedule = view._schedule(view._sends if is_sender else view._receives, is_sender)
+        return replace(schedule, casts=casts, computed=computed, relayed=self.plan.relay, view=self)
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> RankView:
         before = [np.arange(len(mask)) for mask in masks] if self.rows is None else self.rows
         return replace(self, rows=tuple(rows[mask] for rows, mask in zip(before, masks, strict=True)))
 
     def source_table(self) -> SourceTable:
-        expansion = self._expansion()
-        tables = tuple(expansion.tables(partial(expansion.receives, piece="src")).values())
+        view = replace(self)
+        tables = tuple(view._tables(partial(view._receives, piece="src")).values())
         if self.rows is not None:
             tables = tuple(table.rows(rows) for table, rows in zip(tables, self.rows, strict=True))
-        boxes = tuple(expansion.strided_boxes)
-        return SourceTable(self.rank, self.plan.digest, tuple(expansion.tensors), boxes, tables)
+        return SourceTable(self.rank, self.plan.digest, tuple(view.tensors), tuple(view.strided_boxes), tables)
 
     def relay(self) -> Relay:
-        sending, receiving = self._expansion(), self._expansion()
-        sends = replace(sending.schedule(sending.relay_sends, sends=True), world="train")
-        receives = receiving.schedule(receiving.relay_receives, sends=False)
+        sending, receiving = replace(self), replace(self)
+        sends = replace(sending._schedule(sending._relay_sends, is_sender=True), world="train")
+        receives = receiving._schedule(receiving._relay_receives, is_sender=False)
         recvs = tuple(stage.recvs for stage in receives.stages)  # replicas keep the same tensors: this is both ends
         table = SourceTable(self.rank, self.plan.digest, receives.tensors, receives.strided_boxes, recvs)
         return Relay(_among_replicas(sends), _among_replicas(replace(receives, view=SourceView(table))))
@@ -103,40 +105,17 @@ class RankView:
             return ()
         return tuple(replace(self, wave=wave).schedule() for wave in range(WAVES))
 
-    def _expansion(self) -> _Expansion:
-        return _Expansion(self.plan, self.world, self.rank, self.wave)
-
-
-def _among_replicas(schedule: Schedule) -> Schedule:
-    return replace(schedule, between_replicas=True, train_ranks=schedule.gen_ranks, padding=())
-
-
-_Columns = dict[str, NDArray[np.int64]]
-
-
-@dataclass(slots=True)
-class _Expansion:
-    """Rows of one rank; tensors and strided boxes are numbered as they are met."""
-
-    plan: Plan
-    world: World
-    rank: int
-    wave: int | None = None  # None: all of them
-    tensors: dict[LocalTensor, int] = field(default_factory=dict)
-    strided_boxes: dict[StridedBox, int] = field(default_factory=dict)
-
-    def schedule(self, rows_of: Callable[[RankInGroup], _Columns], *, sends: bool) -> Schedule:
+    def _schedule(self, rows_of: Callable[[RankInGroup], _Columns], is_sender: bool) -> Schedule:
         plan = self.plan
-        tables, none = self.tables(rows_of), _table([])
-        padding = () if sends or self.wave is not None else tuple(dict.fromkeys(self._padding()))
+        tables, none = self._tables(rows_of), _table([])
+        padding = () if is_sender or self.wave is not None else tuple(dict.fromkeys(self._padding()))
         tensors = tuple(self.tensors)  # after the padding: nothing else may lie in some of them
         if self.wave is not None:
             used = np.unique(np.concatenate([table.tensor for table in tables.values()]))
             tensors = tuple(tensors[tensor] for tensor in used.tolist())
             for stage, table in tables.items():
                 tables[stage] = replace(table, tensor=np.searchsorted(used, table.tensor).astype(np.int32))
-        both = ((stage, (table, none) if sends else (none, table)) for stage, table in tables.items())
-        stages = tuple(StageSchedule(stage, *columns) for stage, columns in both)
+        both = ((stage, (table, none) if is_sender else (none, table)) for stage, table in tables.items())
         return Schedule(
             world=self.world,
             rank=self.rank,
@@ -145,14 +124,14 @@ class _Expansion:
             gen_ranks=plan.gen.world,
             tensors=tensors,
             strided_boxes=tuple(self.strided_boxes),
-            stages=stages,
+            stages=tuple(StageSchedule(stage, *columns) for stage, columns in both),
             padding=padding,
             misc=tuple(plan.misc_names()),
             names={place.index: plan.names_of(place.transfers) for place in plan.groups_of(self.world, self.rank)},
             pairs=tuple((plan.groups[pair.weight], plan.groups[pair.scales]) for pair in plan.pairs),
         )
 
-    def tables(self, rows_of: Callable[[RankInGroup], _Columns]) -> dict[int, TransferTable]:
+    def _tables(self, rows_of: Callable[[RankInGroup], _Columns]) -> dict[int, TransferTable]:
         rows: dict[int, list[_Columns]] = {stage: [] for stage in range(self.plan.train.pp)}
         for place in self.plan.groups_of(self.world, self.rank):
             columns = rows_of(place)
@@ -164,80 +143,51 @@ class _Expansion:
                 rows[place.transfers.pp_stage].append(columns)
         return {stage: _table(parts) for stage, parts in rows.items()}
 
-    def sends(self, place: RankInGroup) -> _Columns:
+    def _sends(self, place: RankInGroup) -> _Columns:
         """What a training rank sends."""
-        plan, transfers = self.plan, place.transfers
-        overlaps = place.overlaps
+        plan, transfers, overlaps = self.plan, place.transfers, place.overlaps
         member, overlap = np.arange(transfers.members)[:, None, None], overlaps[:, None]
         dst = np.arange(plan.dst_replicas(transfers))
         sent = plan.served_by(transfers, member, overlap, dst) == place.replica
         if plan.relay:
             sent = sent & (plan.lands_on(transfers, member, overlap) == dst)
-        member_of, overlap_of, dst_of = np.nonzero(sent)
         peers = plan.rank_grids[transfers.dst][place.pattern.dst_parts[overlaps]]
-        columns = self._local(place, overlaps, member_of, overlap_of, piece="src", order="src")
-        return {"peer": peers[overlap_of, dst_of].astype(np.int64), **columns}
+        return self._columns(place, sent, peers, piece="src", order="src")
 
-    def casts(self) -> tuple[Cast, ...]:
-        """What a training rank casts: one entry a tensor, also where several parameters are fused in it."""
-        dtypes = {cast.group: cast.dst for cast in self.plan.casts}
-        blocks = {pair.weight: pair.block for pair in self.plan.pairs}
-        found: dict[int, Cast] = {}
-        for place in self.plan.groups_of(self.world, self.rank) if dtypes else ():
-            if place.transfers.group not in dtypes:
-                continue
-            scales = self.plan.scale_patterns.get(place.index)
-            block = blocks.get(place.transfers.group, (0, 0))
-            for number, piece in enumerate(place.partition.pieces[place.part]):
-                tensors = self._tensor_ids(place.transfers, piece.tensor, source=True).tolist()
-                beside: list[int | None] = [None] * len(tensors)
-                if scales is not None:
-                    scale_piece = self.plan.patterns[scales].src.pieces[place.part][number]
-                    beside = self._tensor_ids(place.transfers, scale_piece.tensor, source=True).tolist()
-                for tensor, scale in zip(tensors, beside, strict=True):
-                    found[tensor] = Cast(tensor, dtypes[place.transfers.group], scale, block)
-        return tuple(found[tensor] for tensor in sorted(found))
-
-    def receives(self, place: RankInGroup, piece: _End = "dst") -> _Columns:
+    def _receives(self, place: RankInGroup, piece: _End = "dst") -> _Columns:
         """What a generation rank receives from training ranks, as it lies here or ("src") in their tensors."""
         plan, transfers, overlaps = self.plan, place.transfers, place.overlaps
         member = np.arange(transfers.members)[:, None]
         served = plan.served_by(transfers, member, overlaps, place.replica)
-        arrives = (
-            plan.lands_on(transfers, member, overlaps) == place.replica if plan.relay else np.ones_like(served, bool)
-        )
-        member_of, overlap_of = np.nonzero(arrives)
-        parts = place.pattern.src_parts[overlaps]
-        peers = plan.rank_grids[transfers.src][parts[overlap_of], served[member_of, overlap_of]].astype(np.int64)
-        return {"peer": peers, **self._local(place, overlaps, member_of, overlap_of, piece, order="src")}
+        lands = plan.lands_on(transfers, member, overlaps) == place.replica if plan.relay else served >= 0
+        peers = plan.rank_grids[transfers.src][place.pattern.src_parts[overlaps], served]
+        return self._columns(place, lands, peers, piece, order="src")
 
-    def relay_sends(self, place: RankInGroup) -> _Columns:
+    def _relay_sends(self, place: RankInGroup) -> _Columns:
         """What landed on this generation rank, for each of the other replicas."""
-        overlaps = place.overlaps
         member = np.arange(place.transfers.members)[:, None]
-        landed = self.plan.lands_on(place.transfers, member, overlaps) == place.replica
+        landed = self.plan.lands_on(place.transfers, member, place.overlaps) == place.replica
         replicas = self.plan.rank_grids[place.transfers.dst][place.part]
         others = np.arange(len(replicas)) != place.replica
-        member_of, overlap_of, dst_of = np.nonzero(landed[:, :, None] & others)
-        columns = self._local(place, overlaps, member_of, overlap_of, piece="dst", order="dst")
-        return {"peer": replicas[dst_of].astype(np.int64), **columns}
+        return self._columns(place, landed[:, :, None] & others, replicas, piece="dst", order="dst")
 
-    def relay_receives(self, place: RankInGroup) -> _Columns:
+    def _relay_receives(self, place: RankInGroup) -> _Columns:
         """What landed on other replicas of this generation rank's part."""
-        overlaps = place.overlaps
-        landed = self.plan.lands_on(place.transfers, np.arange(place.transfers.members)[:, None], overlaps)
-        member_of, overlap_of = np.nonzero(landed != place.replica)
-        peers = self.plan.rank_grids[place.transfers.dst][place.part][landed[member_of, overlap_of]].astype(np.int64)
-        return {"peer": peers, **self._local(place, overlaps, member_of, overlap_of, piece="dst", order="dst")}
+        landed = self.plan.lands_on(place.transfers, np.arange(place.transfers.members)[:, None], place.overlaps)
+        peers = self.plan.rank_grids[place.transfers.dst][place.part][landed]
+        return self._columns(place, landed != place.replica, peers, piece="dst", order="dst")
 
-    def _local(self, place: RankInGroup, overlaps: NDArray[np.int64], member_of: NDArray[np.int64], overlap_of: NDArray[np.int64],
-               piece: _End, order: _End) -> _Columns:  # fmt: skip
-        """Where overlaps lie in the tensors of one end, for every (member, overlap) row, in memory order of one end."""
-        transfers, pattern, source = place.transfers, place.pattern, piece == "src"
+    def _columns(
+        self, place: RankInGroup, chosen: NDArray[np.bool_], peers: NDArray[np.int32], piece: _End, order: _End
+    ) -> _Columns:
+        """One row for each `chosen` [members, overlaps, ...] of the rank's part: the peer, and where it lies on one end.
+
+        `peers` broadcasts to `chosen`; `order` says whose memory order the extents have.
+        """
+        transfers, pattern, overlaps, source = place.transfers, place.pattern, place.overlaps, piece == "src"
         slot0 = transfers.src_slot if source else transfers.dst_slot
         slots = slot0 + np.arange(transfers.members) % transfers.expert_count
-        tensor = np.zeros((transfers.members, len(overlaps)), dtype=np.int64)
-        offset = np.zeros((transfers.members, len(overlaps)), dtype=np.int64)
+        tensor, offset = np.zeros((2, transfers.members, len(overlaps)), dtype=np.int64)
         strided_box = np.zeros(len(overlaps), dtype=np.int64)
         for column, index in enumerate(overlaps):
             overlap = pattern.overlaps[index]
@@ -248,13 +198,35 @@ class _Expansion:
             offset[:, column] = local.offset(overlap.region.start) + slots * slot_stride
             box = _wire_box(overlap.region, src if order == "src" else dst, local)
             strided_box[column] = self.strided_boxes.setdefault(box, len(self.strided_boxes))
+        member_of, overlap_of, *_ = np.nonzero(chosen)
         return {
+            "peer": np.broadcast_to(peers, chosen.shape)[chosen].astype(np.int64),
             "tensor": tensor[member_of, overlap_of],
             "strided_box": strided_box[overlap_of],
             "offset": offset[member_of, overlap_of],
             "nbytes": pattern.overlap_bytes[overlaps][overlap_of],
             "member": member_of,
         }
+
+    def _casts(self) -> tuple[Cast, ...]:
+        """What a training rank casts: one entry a tensor, also where several parameters are fused in it."""
+        dtypes = {cast.group: cast.dst for cast in self.plan.casts}
+        blocks = {pair.weight: pair.block for pair in self.plan.pairs}
+        casts: dict[int, Cast] = {}
+        for place in self.plan.groups_of(self.world, self.rank) if dtypes else ():
+            if place.transfers.group not in dtypes:
+                continue
+            scales = self.plan.scale_patterns.get(place.index)
+            block = blocks.get(place.transfers.group, (0, 0))
+            for number, piece in enumerate(place.partition.pieces[place.part]):
+                tensors = self._tensor_ids(place.transfers, piece.tensor, source=True).tolist()
+                scale_tensors: list[int | None] = [None] * len(tensors)
+                if scales is not None:
+                    scale_piece = self.plan.patterns[scales].src.pieces[place.part][number]
+                    scale_tensors = self._tensor_ids(place.transfers, scale_piece.tensor, source=True).tolist()
+                for tensor, scale_tensor in zip(tensors, scale_tensors, strict=True):
+                    casts[tensor] = Cast(tensor, dtypes[place.transfers.group], scale_tensor, block)
+        return tuple(casts[tensor] for tensor in sorted(casts))
 
     def _tensor_ids(self, transfers: TransferGroup, pattern: LocalTensor, source: bool) -> NDArray[np.int64]:
         """Index of the tensor that holds each member of the transfer group."""
@@ -273,6 +245,10 @@ class _Expansion:
                     yield tensor, offset, StridedBox(padding.box.extents, strides)
 
 
+def _among_replicas(schedule: Schedule) -> Schedule:
+    return replace(schedule, between_replicas=True, train_ranks=schedule.gen_ranks, padding=())
+
+
 def _wave_of(transfers: TransferGroup) -> NDArray[np.int64]:
     """The wave of every member: as many follow each other in one wave, so that in each wave all ranks get their turn.
 
@@ -289,10 +265,9 @@ def _wire_box(region: Region, ordering: Piece, local: Piece) -> StridedBox:
     return StridedBox(tuple(region.extents[dim] for dim in kept), tuple(local.strides[dim] for dim in kept))
 
 
-def _table(parts: list[dict[str, NDArray[np.int64]]]) -> TransferTable:
-    columns: dict[str, Any] = {}
-    for name in _COLUMNS:
-        dtype = np.int64 if name in _WIDE else np.int32
-        values = [part[name] for part in parts] or [np.zeros(0, np.int64)]
-        columns[name] = np.concatenate(values).astype(dtype)
+def _table(parts: list[_Columns]) -> TransferTable:
+    columns: dict[str, NDArray[Any]] = {}
+    for name in (column.name for column in fields(TransferTable)):
+        values = np.concatenate([np.zeros(0, np.int64), *(part[name] for part in parts)])
+        columns[name] = values.astype(np.int64 if name in _WIDE else np.int32)
     return TransferTable(**columns)

@@ -6,9 +6,9 @@ ranks agree without a word being exchanged. Extents are in wire order and equal 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +119,20 @@ class Schedule:
         )
         return replace(self, stages=stages, view=None if self.view is None else self.view.with_rows(masks))
 
+    def with_peers(self, peers: Collection[int]) -> Schedule:
+        """The transfers to and from `peers` (ranks in the other world) alone. Both ends must leave a pair out alike."""
+        return self.with_rows([np.isin(table.peer, sorted(peers)) for table in self.tables])
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """Ranks in the other world that the rank exchanges bytes with."""
+        return frozenset(peer for table in self.tables for peer in np.unique(table.peer).tolist())
+
+    @property
+    def tables(self) -> list[TransferTable]:
+        """What the rank sends or receives in each stage."""
+        return [stage.sends if self.world == "train" else stage.recvs for stage in self.stages]
+
     def name_of(self, world: World, rank: int) -> str:
         """How messages call a rank: 'train:0', 'gen:3'; 'relay:3' is gen:3 where it passes on."""
         return f"{'relay' if self.between_replicas and world == 'train' else world}:{rank}"
@@ -172,30 +186,35 @@ class SourceTable:
         return replace(self, stages=tuple(table.rows(mask) for table, mask in zip(self.stages, masks, strict=True)))
 
 
-class View(Protocol):
+class View:
     """What some executors need beside a schedule, computed when they ask for it."""
 
     def source_table(self) -> SourceTable:
         """Generation ranks: the other end of what the schedule receives, for executors that read it there."""
+        raise NotImplementedError
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> View:
         """The view of the schedule with the chosen transfers of each stage alone."""
+        raise NotImplementedError
 
     def relay(self) -> Relay:
         """Generation ranks of a relayed plan: what they pass on, and what they get so."""
+        raise NotImplementedError("nothing is passed on here")
 
     def unrelayed(self) -> Schedule:
         """The schedule if all bytes came from the trainer."""
+        raise NotImplementedError("nothing is passed on here")
 
     def waves(self) -> tuple[Schedule, ...]:
         """A relayed schedule in parts, each with its own tensors: one is passed on while the next comes from the trainer.
 
         () where all is to move at once.
         """
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
-class SourceView:
+class SourceView(View):
     """A view that has its source table and nothing else."""
 
     table: SourceTable
@@ -205,12 +224,3 @@ class SourceView:
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> SourceView:
         return SourceView(self.table.with_rows(masks))
-
-    def relay(self) -> Relay:
-        raise NotImplementedError("nothing is passed on here")
-
-    def unrelayed(self) -> Schedule:
-        raise NotImplementedError("nothing is passed on here")
-
-    def waves(self) -> tuple[Schedule, ...]:
-        return ()

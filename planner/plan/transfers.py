@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import translate
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 from .schedule import World
 
 if TYPE_CHECKING:
-    from .plan import Plan, RankInGroup, TransferGroup
+    from .plan import Plan, RankInGroup, TransferGroup, UnplannedGroup
 
 Route = Literal["bulk", "misc", "excluded", "padding"]
 Seat = tuple[World, int]  # a rank of one world
@@ -108,7 +108,7 @@ def transfers_of(
     if tensor is not None:
         if seat is None or parameter is not None:
             raise UnknownElementError(f"{tensor} is another tensor on every rank: name one rank, and no parameter")
-        return _of_tensor(plan, tensor, *seat, element)
+        return _of_tensor(plan, tensor, seat, element)
     if parameter is None or set("*?[") & set(parameter):
         return _of_glob(plan, parameter, seat, element)
     return _of_parameter(plan, parameter, seat, element)
@@ -142,26 +142,26 @@ def holders_of(plan: Plan, name: str, element: Sequence[int]) -> list[Place]:
     """Every training rank that holds an element of a parameter, also those that serve nobody; [] off the bulk route."""
     number, layer, expert = find_parameter(plan, name)
     point = _point(plan.groups[number], name, element)
-    places: dict[Place, None] = {}
+    places: set[Place] = set()
     for transfers in plan.transfer_groups:
         if transfers.group != number or (member := transfers.member(layer, expert)) is None:
             continue
-        for part, pieces in enumerate(plan.patterns[transfers.pattern].src.pieces):
+        for ranks, pieces in zip(
+            plan.rank_grids[transfers.src], plan.patterns[transfers.pattern].src.pieces, strict=True
+        ):
             for piece in pieces:
                 if piece.region.holds(point):
-                    ranks = plan.rank_grids[transfers.src][part].tolist()
-                    places.update((_place("train", rank, piece, transfers, member, point), None) for rank in ranks)
+                    places |= {_place("train", rank, piece, transfers, member, point) for rank in ranks.tolist()}
     return sorted(places, key=lambda place: (place.rank, place.offset))
 
 
 def local_tensors(plan: Plan, world: World, rank: int) -> dict[str, LocalTensor]:
     """The tensors of one rank that planned transfers read or write, by name."""
     tensors: dict[str, LocalTensor] = {}
-    for seat in plan.groups_of(world, rank):
-        patterns = [piece.tensor for piece in seat.partition.pieces[seat.part]]
-        patterns += [padding.tensor for padding in seat.partition.padding_of(seat.part)]
-        for pattern in dict.fromkeys(patterns):
-            for name in seat.transfers.tensor_names(pattern, world):
+    for place in plan.groups_of(world, rank):
+        part = *place.partition.pieces[place.part], *place.partition.padding_of(place.part)
+        for pattern in dict.fromkeys(entry.tensor for entry in part):
+            for name in place.transfers.tensor_names(pattern, world):
                 tensors[name] = LocalTensor(name, pattern.shape, pattern.dtype)
     return tensors
 
@@ -173,7 +173,7 @@ def _of_parameter(plan: Plan, name: str, seat: Seat | None, element: Sequence[in
     number, layer, expert = find_parameter(plan, name)
     point = None if element is None else _point(plan.groups[number], name, element)
 
-    def members_of(index: int, transfers: TransferGroup) -> Sequence[int]:
+    def members_of(transfers: TransferGroup) -> Sequence[int]:
         member = transfers.member(layer, expert) if transfers.group == number else None
         return () if member is None else (member,)
 
@@ -181,54 +181,57 @@ def _of_parameter(plan: Plan, name: str, seat: Seat | None, element: Sequence[in
 
 
 def _of_glob(plan: Plan, glob: str | None, seat: Seat | None, element: Sequence[int] | None) -> Iterator[Transfer]:
-    matches: Callable[[str], Any] = re.compile(translate(glob or "*")).match
+    matches = re.compile(translate(glob or "*")).match
     if element is not None:
         raise UnknownElementError(f"element {list(element)} of which parameter? Name one in place of {glob!r}")
     if not any(matches(name) for group in plan.groups for name in group.names()):
         raise UnknownElementError(f"no parameter of the plan matches {glob!r}; `show PLAN` lists them")
 
-    def members_of(index: int, transfers: TransferGroup) -> Sequence[int]:
-        every = range(transfers.members)
-        return every if glob is None else [m for m in every if matches(plan.parameter_name(index, m))]
+    def members_of(transfers: TransferGroup) -> Sequence[int]:
+        names = plan.names_of(transfers)
+        return [member for member in range(transfers.members) if glob is None or matches(names.name(member))]
 
-    names = ((entry.group, plan.groups[entry.group].names()) for entry in (*plan.misc, *plan.excluded))
-    unplanned = {group: list(filter(matches, names_of_group)) for group, names_of_group in names}
-    return _of_members(plan, members_of, unplanned, seat, None)
+    unplanned = {entry.group: plan.groups[entry.group].names() for entry in (*plan.misc, *plan.excluded)}
+    names = {group: list(filter(matches, names_of_group)) for group, names_of_group in unplanned.items()}
+    return _of_members(plan, members_of, names, seat, None)
 
 
 def _of_members(
     plan: Plan,
-    members_of: Callable[[int, TransferGroup], Sequence[int]],
+    members_of: Callable[[TransferGroup], Sequence[int]],
     names: dict[int, list[str]],  # by group, where it may be off the bulk route
     seat: Seat | None,
     point: Index | None,
 ) -> Iterator[Transfer]:
-    for route, unplanned in (("misc", plan.misc), ("excluded", plan.excluded)) if seat is None else ():
+    routes: tuple[tuple[Route, tuple[UnplannedGroup, ...]], ...] = ("misc", plan.misc), ("excluded", plan.excluded)
+    for route, unplanned in routes if seat is None else ():
         for entry in unplanned:
             group = plan.groups[entry.group]
             element = None if point is None else _element(group, point)
             for name in names.get(entry.group, ()):
-                yield Transfer(name, route, entry.reason, group.view, None, group.nbytes, element=element)  # type: ignore[arg-type]
-    uses: Iterable[tuple[int, Sequence[int] | None]] = ((index, None) for index in range(len(plan.transfer_groups)))
-    if seat is not None:
-        uses = ((place.index, place.overlaps.tolist()) for place in plan.groups_of(*seat))
-    for index, numbers in uses:
-        transfers = plan.transfer_groups[index]
-        if len(members := members_of(index, transfers)):
-            overlaps = plan.patterns[transfers.pattern].overlaps
-            numbers = range(len(overlaps)) if numbers is None else numbers
-            here = [number for number in numbers if point is None or overlaps[number].region.holds(point)]
-            yield from _of_overlaps(plan, index, members, here, seat, point)
+                yield Transfer(name, route, entry.reason, group.view, None, group.nbytes, element=element)
+    if seat is None:
+        overlaps_of: Iterable[tuple[int, Sequence[int]]] = (
+            (index, range(len(plan.patterns[transfers.pattern].overlaps)))
+            for index, transfers in enumerate(plan.transfer_groups)
+        )
+    else:
+        overlaps_of = ((place.index, place.overlaps.tolist()) for place in plan.groups_of(*seat))
+    for index, overlaps in overlaps_of:
+        if members := members_of(plan.transfer_groups[index]):
+            yield from _of_overlaps(plan, index, members, overlaps, seat, point)
 
 
 def _of_overlaps(
     plan: Plan, index: int, members: Sequence[int], overlaps: Sequence[int], seat: Seat | None, point: Index | None
 ) -> Iterator[Transfer]:
-    """What each destination replica gets of some members and overlaps of a transfer group."""
-    if not overlaps:
-        return
+    """What each destination replica gets of some members and overlaps of a transfer group; of those that hold `point`."""
     transfers = plan.transfer_groups[index]
     pattern, group = plan.patterns[transfers.pattern], plan.groups[transfers.group]
+    if point is not None:
+        overlaps = [number for number in overlaps if pattern.overlaps[number].region.holds(point)]
+    if not overlaps:
+        return
     src_ranks, dst_ranks = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
     member, overlap = np.array(members)[:, None, None], np.array(overlaps)[:, None]
     replica = np.arange(dst_ranks.shape[1])
@@ -240,14 +243,14 @@ def _of_overlaps(
     chosen = np.ones(src.shape, bool) if seat is None else (src if seat[0] == "train" else dst) == seat[1]
     element, names = None if point is None else _element(group, point), plan.names_of(transfers)
     for i, j, r in np.argwhere(chosen).tolist():
-        region = pattern.overlaps[overlaps[j]].region
-        src_piece, dst_piece = pattern.ends(pattern.overlaps[overlaps[j]])
-        first = region.start if point is None else point
+        chosen_overlap = pattern.overlaps[overlaps[j]]
+        src_piece, dst_piece = pattern.ends(chosen_overlap)
+        first = chosen_overlap.region.start if point is None else point
         yield Transfer(
             parameter=names.name(members[i]),
             route="bulk",
             view=group.view,
-            region=region,
+            region=chosen_overlap.region,
             nbytes=int(pattern.overlap_bytes[overlaps[j]]),
             pp_stage=transfers.pp_stage,
             src=_place("train", int(src[i, j, r]), src_piece, transfers, members[i], first),
@@ -266,47 +269,47 @@ def _place(world: World, rank: int, piece: Piece, transfers: TransferGroup, memb
 # --- by local tensor
 
 
-def _of_tensor(plan: Plan, name: str, world: World, rank: int, element: Sequence[int] | None) -> Iterator[Transfer]:
+def _of_tensor(plan: Plan, name: str, seat: Seat, element: Sequence[int] | None) -> Iterator[Transfer]:
     """What one rank moves of one of its tensors; an element that is padding gives one transfer with one place."""
+    (world, rank), rank_name = seat, f"{seat[0]}:{seat[1]}"
     pieces: list[tuple[RankInGroup, int, list[int]]] = []
-    known: LocalTensor | None = None
+    tensor: LocalTensor | None = None
     padding: list[Region] = []
-    for seat in plan.groups_of(world, rank):
-        for number, piece in enumerate(seat.partition.pieces[seat.part]):
-            if members := _members_in(seat.transfers, piece.tensor, world, name):
-                known = piece.tensor
-                pieces.append((seat, number, members))
-        for entry in seat.partition.padding_of(seat.part):
-            if _members_in(seat.transfers, entry.tensor, world, name):
-                known = entry.tensor
+    for place in plan.groups_of(world, rank):
+        for number, piece in enumerate(place.partition.pieces[place.part]):
+            if members := _members_in(place.transfers, piece.tensor, world, name):
+                tensor = piece.tensor
+                pieces.append((place, number, members))
+        for entry in place.partition.padding_of(place.part):
+            if _members_in(place.transfers, entry.tensor, world, name):
+                tensor = entry.tensor
                 padding.append(entry.box)
-    if known is None:
+    if tensor is None:
         hint = _tensor_hint(plan, world, rank, name)
-        raise UnknownElementError(f"no planned transfer touches {name!r} on {world}:{rank}{hint}")
-    offset = None if element is None else _checked_offset(f"{world}:{rank} {name}", known.shape, element)
-    if offset is not None and any(box.holds(unravel(offset, known.shape)) for box in padding):
-        place = Place(world, rank, name, known.shape, known.dtype, offset, ())
-        src, dst = (place, None) if world == "train" else (None, place)
+        raise UnknownElementError(f"no planned transfer touches {name!r} on {rank_name}{hint}")
+    offset = None if element is None else _checked_offset(f"{rank_name} {name}", tensor.shape, element)
+    if offset is not None and any(box.holds(unravel(offset, tensor.shape)) for box in padding):
+        padded = Place(world, rank, name, tensor.shape, tensor.dtype, offset, ())
+        src, dst = (padded, None) if world == "train" else (None, padded)
         return iter([Transfer("", "padding", "no parameter fills it", src=src, dst=dst)])
-    return _of_pieces(plan, pieces, world, rank, offset)
+    return _of_pieces(plan, pieces, seat, offset)
 
 
 def _of_pieces(
-    plan: Plan, pieces: Sequence[tuple[RankInGroup, int, list[int]]], world: World, rank: int, offset: int | None
+    plan: Plan, pieces: Sequence[tuple[RankInGroup, int, list[int]]], seat: Seat, offset: int | None
 ) -> Iterator[Transfer]:
     """What one rank moves of some of its pieces (by number, with the members that lie in the tensor)."""
-    for seat, number, members in pieces:
-        piece = seat.partition.pieces[seat.part][number]
-        ends = [(o.src, o.src_piece) if world == "train" else (o.dst, o.dst_piece) for o in seat.pattern.overlaps]
-        overlaps = [i for i, end in enumerate(ends) if end == (seat.part, number)]
+    for place, number, members in pieces:
+        piece = place.partition.pieces[place.part][number]
+        ends = [(o.src, o.src_piece) if seat[0] == "train" else (o.dst, o.dst_piece) for o in place.pattern.overlaps]
+        overlaps = [i for i, end in enumerate(ends) if end == (place.part, number)]
         if offset is None:
-            yield from _of_overlaps(plan, seat.index, members, overlaps, (world, rank), None)
+            yield from _of_overlaps(plan, place.index, members, overlaps, seat, None)
             continue
         for member in members:
-            point = piece.coordinate(offset, seat.transfers.slot(world, member))
+            point = piece.coordinate(offset, place.transfers.slot(seat[0], member))
             if point is not None:
-                here = [i for i in overlaps if seat.pattern.overlaps[i].region.holds(point)]
-                yield from _of_overlaps(plan, seat.index, [member], here, (world, rank), point)
+                yield from _of_overlaps(plan, place.index, [member], overlaps, seat, point)
 
 
 def _members_in(transfers: TransferGroup, tensor: LocalTensor, world: World, name: str) -> list[int]:

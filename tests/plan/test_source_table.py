@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.plans import TINY, Case
 
-from mcore_reshard.planner.plan.make_schedule import schedule_of, source_table_of
+from mcore_reshard.planner.plan.make_schedule import RankView, schedule_of
 from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, SourceTable, StridedBox, TransferTable
 
 Row = tuple[LocalTensor, StridedBox, int, int, int, int]
@@ -32,7 +32,7 @@ def test_sources_are_those_of_the_senders_own_schedules(case: Case) -> None:
     plan = case.plan()
     senders = [schedule_of(plan, "train", rank) for rank in range(plan.train.world)]
     for rank in range(plan.gen.world):
-        receiver, source_table = schedule_of(plan, "gen", rank), source_table_of(plan, rank)
+        receiver, source_table = schedule_of(plan, "gen", rank), RankView(plan, "gen", rank).source_table()
         assert (source_table.rank, source_table.digest) == (rank, receiver.digest)
         for index, stage in enumerate(receiver.stages):
             pulled = source_table.stages[index]
@@ -45,7 +45,7 @@ def test_sources_are_those_of_the_senders_own_schedules(case: Case) -> None:
 
 def test_extents_are_equal_on_both_ends() -> None:
     plan = TINY[0].plan()
-    receiver, source_table = schedule_of(plan, "gen", 1), source_table_of(plan, 1)
+    receiver, source_table = schedule_of(plan, "gen", 1), RankView(plan, "gen", 1).source_table()
     for stage, pulled in zip(receiver.stages, source_table.stages, strict=True):
         for source, destination in zip(pulled.strided_box.tolist(), stage.recvs.strided_box.tolist(), strict=True):
             assert source_table.strided_boxes[source].extents == receiver.strided_boxes[destination].extents
@@ -54,4 +54,4 @@ def test_extents_are_equal_on_both_ends() -> None:
 def test_a_rank_outside_of_the_mesh_is_refused() -> None:
     plan = TINY[0].plan()
     with pytest.raises(IndexError, match="gen rank 4 is outside of the 4 ranks"):
-        source_table_of(plan, 4)
+        RankView(plan, "gen", 4)

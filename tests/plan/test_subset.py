@@ -10,7 +10,6 @@ from helpers.plans import TINY, Case
 
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.schedule import TransferTable
-from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 
 def rows(table: TransferTable) -> list[tuple[int, ...]]:
@@ -22,9 +21,9 @@ def test_two_parts_make_up_the_whole_in_order(case: Case) -> None:
     plan = case.plan()
     for world, size in (("train", plan.train.world), ("gen", plan.gen.world)):
         whole = schedule_of(plan, world, size - 1)  # type: ignore[arg-type]
-        near = {peer for peer in peers_of(whole) if peer % 2}
-        parts = with_peers(whole, near), with_peers(whole, peers_of(whole) - near)
-        assert peers_of(parts[0]) == near
+        near = {peer for peer in whole.peers if peer % 2}
+        parts = whole.with_peers(near), whole.with_peers(whole.peers - near)
+        assert parts[0].peers == near
         for index, stage in enumerate(whole.stages):
             for name in ("sends", "recvs"):
                 want = rows(getattr(stage, name))
@@ -38,7 +37,7 @@ def test_two_parts_make_up_the_whole_in_order(case: Case) -> None:
 
 def test_pulls_keep_going_row_by_row_with_what_is_received() -> None:
     plan = TINY[0].plan()
-    part = with_peers(schedule_of(plan, "gen", 0), {0, 3})
+    part = schedule_of(plan, "gen", 0).with_peers({0, 3})
     assert part.view is not None
     for stage, table in zip(part.stages, part.view.source_table().stages, strict=True):
         for column in ("peer", "nbytes", "transfer_group", "member"):

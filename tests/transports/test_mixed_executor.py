@@ -18,7 +18,6 @@ from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports.base import StageReport, merged_reports
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.mixed import MixedExecutor
-from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 WORLDS = (3, 2)
 MOVES = random_transfers(np.random.default_rng(9), WORLDS, parameters=30, stages=3)
@@ -38,7 +37,7 @@ def both_halves(rank: int, address: str, timeout_s: float) -> tuple[MixedExecuto
     for turn in range(2):
         store = PrefixStore(f"part-{turn}", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
         group = GlooGroup(store, rank, list(map(str, range(sum(WORLDS)))), timeout_s=timeout_s)
-        part = with_peers(schedule, {peer for peer in peers_of(schedule) if (peer + number) % 2 == turn})
+        part = schedule.with_peers({peer for peer in schedule.peers if (peer + number) % 2 == turn})
         parts.append(GlooExecutor(group, bind(part, tensors), bucket_bytes=128))
     return MixedExecutor(parts, None), tensors, bind(schedule, tensors).nbytes
 

@@ -26,7 +26,6 @@ from mcore_reshard.planner.plan.make_schedule import WAVES, relay_of, schedule_o
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import save_plan
 from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, StridedBox, TransferTable, World
-from mcore_reshard.planner.plan.subset import with_peers
 from mcore_reshard.planner.proof.prove import prove
 
 ONE_TO_THREE = Case("tiny-qwen3", "tp=1", "dp=3")
@@ -190,7 +189,7 @@ def test_the_simulation_notices_a_replica_that_passes_nothing_on(monkeypatch: py
 
 
 def _silenced(relay, silent, rank):  # type: ignore[no-untyped-def]
-    return replace(relay, sends=with_peers(silent, ())) if rank == 1 else relay
+    return replace(relay, sends=silent.with_peers(())) if rank == 1 else relay
 
 
 def test_the_command_line_says_who_passes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

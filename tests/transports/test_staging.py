@@ -23,7 +23,6 @@ from mcore_reshard.kernels.transports.direct.staging import (
 )
 from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule, SourceView
-from mcore_reshard.planner.plan.subset import with_peers
 
 
 def gen_schedule(transfers: list[HandTransfer], rank: int, worlds: tuple[int, int]) -> Schedule:
@@ -49,7 +48,7 @@ def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int
     reader_rounds = [
         in_rounds(
             {
-                peer: cut_buckets(with_peers(parted(gen)[1], {peer}), plan.bucket_bytes)
+                peer: cut_buckets(parted(gen)[1].with_peers({peer}), plan.bucket_bytes)
                 for peer, (plan, _) in enumerate(divided)
                 if gen.rank in plan.places
             }

@@ -26,7 +26,6 @@ from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
 from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
-from mcore_reshard.planner.plan.subset import peers_of, with_peers
 
 from .peer_signals import PeerSignals
 from .staging import SLOTS, SlotPlan, divide_slots
@@ -160,7 +159,7 @@ class SlotReader:
         self._taken: list[torch.cuda.Event] = []
         self._cast: dict[int, list[torch.cuda.Event]] = {}
         self.table_bytes = 0
-        sources = sorted(peers_of(schedule))
+        sources = sorted(schedule.peers)
         if not sources:
             return
         device = stream.device
@@ -174,7 +173,7 @@ class SlotReader:
             parse = partial(_parse_slots, device, schedule.rank)
             bucket_bytes, places[peer], exported, self._cast[peer] = signals.fetch(peer, parse, prefix=_PREFIX)
             addresses += mappings.addresses(exported, map(str, range(SLOTS)), schedule.name_of("train", peer))
-            buckets[peer] = cut_buckets(with_peers(schedule, {peer}), bucket_bytes)
+            buckets[peer] = cut_buckets(schedule.with_peers({peer}), bucket_bytes)
         bases = np.array(addresses, np.uint64)
         for number, together in enumerate(in_rounds(buckets)):
             source = np.repeat([bucket.peer for bucket in together], [len(bucket.copies) for bucket in together])

@@ -21,7 +21,6 @@ from mcore_reshard.kernels.copies.buckets import Bucket, aligned, cut_buckets
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.transports.rounds import bucket_bytes_within
 from mcore_reshard.planner.plan.schedule import Schedule
-from mcore_reshard.planner.plan.subset import peers_of
 
 SLOTS = 2  # one is cast into while the other one is read
 
@@ -55,7 +54,7 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
 
 def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict[int, tuple[Bucket, ...]]]:
     """A source's slots, and the buckets of each reader. `schedule` has casts alone. ValueError if no element fits."""
-    peers = sorted(peers_of(schedule))
+    peers = sorted(schedule.peers)
     if not peers:
         return SlotPlan(0, 0, {}), {}
     bucket_bytes = bucket_bytes_within(scratch_bytes, len(peers), SLOTS)
