@@ -11,8 +11,9 @@ stored per rank or per parameter: `schedule` expands what one rank needs, `trans
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -55,6 +56,9 @@ class TransferPattern:
     src: Partition
     dst: Partition
     overlaps: tuple[Overlap, ...]
+    _round_robins: dict[tuple[World, int, int], RoundRobin] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def ends(self, overlap: Overlap) -> tuple[Piece, Piece]:
         """The source piece and the destination piece of an overlap."""
@@ -70,6 +74,10 @@ class TransferPattern:
         """The destination part of each overlap."""
         return np.array([overlap.dst for overlap in self.overlaps], dtype=np.int64)
 
+    def parts(self, world: World) -> NDArray[np.int64]:
+        """The part of each overlap on one end."""
+        return self.src_parts if world == "train" else self.dst_parts
+
     @cached_property
     def overlap_bytes(self) -> NDArray[np.int64]:
         """Bytes of each overlap on the wire, in the dtype that the destination holds."""
@@ -81,14 +89,10 @@ class TransferPattern:
 
         At the source they take turns at sending; at the destination of a relayed plan, at receiving from the trainer.
         """
-        if (world, replicas, pulls) not in self._round_robins:
-            parts = self.src_parts if world == "train" else self.dst_parts
-            self._round_robins[world, replicas, pulls] = RoundRobin.of(parts, replicas, pulls)
-        return self._round_robins[world, replicas, pulls]
-
-    @cached_property
-    def _round_robins(self) -> dict[tuple[World, int, int], RoundRobin]:
-        return {}
+        key = (world, replicas, pulls)
+        if key not in self._round_robins:
+            self._round_robins[key] = RoundRobin.of(self.parts(world), replicas, pulls)
+        return self._round_robins[key]
 
     def replica_bytes(self, world: World, members: int, replicas: int, pulls: int = 1) -> NDArray[np.int64]:
         """Bytes that take each replica of one end if the first one begins, as [parts, replicas]."""
@@ -166,8 +170,7 @@ class RankInGroup:
     @property
     def overlaps(self) -> NDArray[np.int64]:
         """The numbers of the overlaps that its part sends or receives."""
-        parts = self.pattern.src_parts if self.world == "train" else self.pattern.dst_parts
-        return np.flatnonzero(parts == self.part)
+        return np.flatnonzero(self.pattern.parts(self.world) == self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +278,6 @@ class Plan:
             if (place := places[grid]) is not None:
                 yield RankInGroup(index, transfers, self.patterns[transfers.pattern], world, *place)
 
-    def src_replicas(self, transfers: TransferGroup) -> int:
-        return self.rank_grids[transfers.src].shape[1]
-
     def dst_replicas(self, transfers: TransferGroup) -> int:
         return self.rank_grids[transfers.dst].shape[1]
 
@@ -290,8 +290,8 @@ class Plan:
     ) -> NDArray[np.int64]:
         """The source replica that an overlap comes from, for one destination replica; arguments broadcast."""
         pull = 0 * np.asarray(dst_replica) if self.relay else dst_replica
-        pattern, replicas = self.patterns[transfers.pattern], self.src_replicas(transfers)
-        turns = pattern.round_robin("train", replicas, self.train_pulls(transfers))
+        replicas = self.rank_grids[transfers.src].shape[1]
+        turns = self.patterns[transfers.pattern].round_robin("train", replicas, self.train_pulls(transfers))
         return turns.replica(transfers.first_src_replica, member, overlap, pull)
 
     def lands_on(self, transfers: TransferGroup, member: Numbers, overlap: Numbers) -> NDArray[np.int64]:
@@ -318,30 +318,28 @@ class Plan:
     def scale_patterns(self) -> dict[int, int]:
         """Of each transfer group of a weight in a pair, the pattern of its scales: those in the transfer group beside it."""
         scales_of = {pair.weight: pair.scales for pair in self.pairs}
-        places = [(b.pp_stage, b.src, b.dst, b.layers, b.experts) for b in self.transfer_groups]
-        patterns = {(b.group, place): b.pattern for b, place in zip(self.transfer_groups, places, strict=True)}
-        keys = [(scales_of.get(b.group), place) for b, place in zip(self.transfer_groups, places, strict=True)]
+        patterns = {replace(transfers, pattern=0): transfers.pattern for transfers in self.transfer_groups}
+        keys = [replace(t, group=scales_of.get(t.group, -1), pattern=0) for t in self.transfer_groups]
         return {index: patterns[key] for index, key in enumerate(keys) if key in patterns}
 
     @cached_property
     def wire_bytes(self) -> dict[str, int]:
         """Bytes that all generation ranks receive in one refit, by dtype on the wire, the most first."""
-        carried: dict[str, int] = {}
+        carried: Counter[str] = Counter()
         for transfers in self.transfer_groups:
             pattern, copies = self.patterns[transfers.pattern], transfers.members * self.dst_replicas(transfers)
             for overlap, nbytes in zip(pattern.overlaps, pattern.overlap_bytes.tolist(), strict=True):
-                dtype = pattern.ends(overlap)[1].tensor.dtype
-                carried[dtype] = carried.get(dtype, 0) + nbytes * copies
-        return dict(sorted(carried.items(), key=lambda item: -item[1]))
+                carried[pattern.ends(overlap)[1].tensor.dtype] += nbytes * copies
+        return dict(carried.most_common())
 
     @cached_property
     def send_bytes(self) -> NDArray[np.int64]:
         """Bytes that each training rank sends in one refit."""
         load = np.zeros(self.train.world, dtype=np.int64)
         for transfers in self.transfer_groups:
-            replicas, pulls = self.src_replicas(transfers), self.train_pulls(transfers)
-            sent = self.patterns[transfers.pattern].replica_bytes("train", transfers.members, replicas, pulls)
-            np.add.at(load, self.rank_grids[transfers.src], np.roll(sent, transfers.first_src_replica, axis=1))
+            ranks, pattern = self.rank_grids[transfers.src], self.patterns[transfers.pattern]
+            sent = pattern.replica_bytes("train", transfers.members, ranks.shape[1], self.train_pulls(transfers))
+            np.add.at(load, ranks, np.roll(sent, transfers.first_src_replica, axis=1))
         return load
 
     @cached_property
@@ -358,10 +356,9 @@ class Plan:
         """Bytes that each generation rank passes on to other replicas in one refit."""
         load = np.zeros(self.gen.world, dtype=np.int64)
         for transfers in self.transfer_groups if self.relay else ():
-            replicas = self.dst_replicas(transfers)
-            landed = self.patterns[transfers.pattern].replica_bytes("gen", transfers.members, replicas)
-            landed = np.roll(landed, transfers.first_dst_replica, axis=1)
-            np.add.at(load, self.rank_grids[transfers.dst], landed * (replicas - 1))
+            ranks, pattern = self.rank_grids[transfers.dst], self.patterns[transfers.pattern]
+            landed = pattern.replica_bytes("gen", transfers.members, ranks.shape[1])
+            np.add.at(load, ranks, np.roll(landed, transfers.first_dst_replica, axis=1) * (ranks.shape[1] - 1))
         return load
 
     @property

@@ -159,8 +159,8 @@ def local_tensors(plan: Plan, world: World, rank: int) -> dict[str, LocalTensor]
     """The tensors of one rank that planned transfers read or write, by name."""
     tensors: dict[str, LocalTensor] = {}
     for place in plan.groups_of(world, rank):
-        part = *place.partition.pieces[place.part], *place.partition.padding_of(place.part)
-        for pattern in dict.fromkeys(entry.tensor for entry in part):
+        pieces, padding = place.partition.pieces[place.part], place.partition.padding_of(place.part)
+        for pattern in dict.fromkeys([*(piece.tensor for piece in pieces), *(box.tensor for box in padding)]):
             for name in place.transfers.tensor_names(pattern, world):
                 tensors[name] = LocalTensor(name, pattern.shape, pattern.dtype)
     return tensors
@@ -210,26 +210,27 @@ def _of_members(
             element = None if point is None else _element(group, point)
             for name in names.get(entry.group, ()):
                 yield Transfer(name, route, entry.reason, group.view, None, group.nbytes, element=element)
-    if seat is None:
-        overlaps_of: Iterable[tuple[int, Sequence[int]]] = (
-            (index, range(len(plan.patterns[transfers.pattern].overlaps)))
-            for index, transfers in enumerate(plan.transfer_groups)
-        )
-    else:
-        overlaps_of = ((place.index, place.overlaps.tolist()) for place in plan.groups_of(*seat))
-    for index, overlaps in overlaps_of:
+    uses: Iterable[tuple[int, Sequence[int] | None]] = ((index, None) for index in range(len(plan.transfer_groups)))
+    if seat is not None:
+        uses = ((place.index, place.overlaps.tolist()) for place in plan.groups_of(*seat))
+    for index, overlaps in uses:
         if members := members_of(plan.transfer_groups[index]):
             yield from _of_overlaps(plan, index, members, overlaps, seat, point)
 
 
 def _of_overlaps(
-    plan: Plan, index: int, members: Sequence[int], overlaps: Sequence[int], seat: Seat | None, point: Index | None
+    plan: Plan,
+    index: int,
+    members: Sequence[int],
+    numbers: Sequence[int] | None,
+    seat: Seat | None,
+    point: Index | None,
 ) -> Iterator[Transfer]:
-    """What each destination replica gets of some members and overlaps of a transfer group; of those that hold `point`."""
+    """What each destination replica gets of some members and overlaps (by number; None: all) of a transfer group."""
     transfers = plan.transfer_groups[index]
     pattern, group = plan.patterns[transfers.pattern], plan.groups[transfers.group]
-    if point is not None:
-        overlaps = [number for number in overlaps if pattern.overlaps[number].region.holds(point)]
+    numbers = range(len(pattern.overlaps)) if numbers is None else numbers
+    overlaps = [number for number in numbers if point is None or pattern.overlaps[number].region.holds(point)]
     if not overlaps:
         return
     src_ranks, dst_ranks = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]

@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterator
 from itertools import pairwise
 from math import prod
 from string import Formatter
-from typing import NamedTuple
 
 from mcore_reshard.planner.layout.engines import Transposed, UnknownEngineError, engine_named
 from mcore_reshard.planner.layout.geometry import Piece, Region
@@ -20,15 +19,6 @@ from .quantized import check_pair_references
 from .report import Violation, distinct, ranks_of
 from .storage import MEGATRON, sections_fault, shared_name_fault, storage_fault
 from .tiling import tiling_fault
-
-
-class Fault(NamedTuple):
-    """A violation of a pattern, before it is said for which parameter; parts are None where all are meant."""
-
-    rule: str
-    src_part: int | None
-    dst_part: int | None
-    message: str
 
 
 def _sides(pattern: TransferPattern) -> tuple[tuple[Partition, bool], ...]:
@@ -115,18 +105,16 @@ def _part_faults(plan: Plan, transfers: TransferGroup) -> Iterator[str]:
 def check_pieces(plan: Plan) -> Iterator[Violation]:
     """Pieces lie inside of their parameter and of their tensor, and so does padding; dtypes are known."""
     for transfers, pattern, _, _ in _first_uses(plan):
+        whole = Region.whole(plan.groups[transfers.group].view)
         for partition, is_src in _sides(pattern):
-            for part, message in _placing_faults(partition, Region.whole(plan.groups[transfers.group].view)):
+            for part, message in _placing_faults(partition, whole):
                 yield Violation.of_group(plan, transfers, "bounds", message, *_ends(part, is_src))
 
 
 def _placing_faults(partition: Partition, whole: Region) -> Iterator[tuple[int, str]]:
     for part, pieces in enumerate(partition.pieces):
-        for piece in pieces:
-            if message := _piece_fault(piece, whole):
-                yield part, message
-    for part, padding in enumerate(partition.padding):
-        for entry in padding:
+        yield from ((part, message) for piece in pieces if (message := _piece_fault(piece, whole)))
+        for entry in partition.padding_of(part):
             shape = entry.tensor.shape
             fits = len(entry.box.start) == len(shape) and min(shape, default=1) > 0
             if not fits or not Region.whole(shape).contains(entry.box):
@@ -193,16 +181,25 @@ def check_patterns(plan: Plan) -> Iterator[Violation]:
     transposed = engine_named(plan.engine).transposed
     for transfers, pattern, cast, is_scales in _first_uses(plan):
         group = plan.groups[transfers.group]
+        whole = Region.whole(group.view)
+        if message := tiling_fault(whole, [piece.region for pieces in pattern.src.pieces for piece in pieces]):
+            message = f"source parts do not tile the parameter {whole}: {message}"
+            yield Violation.of_group(plan, transfers, "source", message)
+        wanted = [*dict.fromkeys(piece.region for pieces in pattern.dst.pieces for piece in pieces)]
+        message = "" if is_scales else tiling_fault(whole, wanted)  # the proof of pairs knows who wants which scales
+        if message:
+            message = f"destination parts do not tile the parameter {whole}: {message}"
+            yield Violation.of_group(plan, transfers, "consumed", message)
         for partition, is_src in _sides(pattern):
             for name in {piece.tensor.name for pieces in partition.pieces for piece in pieces}:
                 before = shared_name_fault(serves[is_src, name])
                 serves[is_src, name].add(group.role)
                 if not before and (message := shared_name_fault(serves[is_src, name])):
                     yield Violation.of_group(plan, transfers, "names", f"{name} {message}")
-        faults = [*_pattern_faults(pattern, group, is_scales), *_overlap_faults(pattern, cast)]
-        if not is_scales:  # those lie as their weights do, which is checked of pairs
-            faults += _storage_faults(pattern, group, transposed)
-        for rule, src_part, dst_part, message in faults:
+            declared = MEGATRON if is_src else transposed
+            for rule, part, message in _partition_faults(partition, group, is_src, None if is_scales else declared):
+                yield Violation.of_group(plan, transfers, rule, message, *_ends(part, is_src))
+        for rule, src_part, dst_part, message in _overlap_faults(pattern, cast):
             yield Violation.of_group(plan, transfers, rule, message, src_part, dst_part)
 
 
@@ -219,52 +216,25 @@ def _first_uses(plan: Plan) -> Iterator[tuple[TransferGroup, TransferPattern, Gr
         yield transfers, plan.patterns[transfers.pattern], casts.get(transfers.group), transfers.group in scales
 
 
-def _pattern_faults(pattern: TransferPattern, group: ParameterGroup, is_scales: bool) -> Iterator[Fault]:
-    whole = Region.whole(group.view)
-    if message := tiling_fault(whole, [piece.region for pieces in pattern.src.pieces for piece in pieces]):
-        yield Fault("source", None, None, f"source parts do not tile the parameter {whole}: {message}")
-    regions = list({piece.region: None for pieces in pattern.dst.pieces for piece in pieces})
-    if not is_scales and (
-        message := tiling_fault(whole, regions)
-    ):  # of scales the proof of pairs knows who wants which
-        yield Fault("consumed", None, None, f"destination parts do not tile the parameter {whole}: {message}")
-    for partition, is_src in _sides(pattern):
-        for part, pieces in enumerate(partition.pieces):
-            for message in _name_faults(pieces, group, is_src):
-                yield Fault("names", *_ends(part, is_src), message)
-        if sections := sections_fault(partition.pieces, group.role, is_src):
-            part, message = sections
-            yield Fault("order", *_ends(part, is_src), message)
-        for part, rule, message in _partition_faults(partition, is_scales):
-            yield Fault(rule, *_ends(part, is_src), message)
-
-
-def _storage_faults(pattern: TransferPattern, group: ParameterGroup, engine: Transposed) -> Iterator[Fault]:
-    for partition, is_src in _sides(pattern):
-        for part, pieces in enumerate(partition.pieces):
-            for piece in pieces:
-                if message := storage_fault(piece, group.role, MEGATRON if is_src else engine):
-                    yield Fault("storage", *_ends(part, is_src), message)
-
-
-def _overlap_faults(pattern: TransferPattern, cast: GroupCast | None) -> Iterator[Fault]:
+def _overlap_faults(pattern: TransferPattern, cast: GroupCast | None) -> Iterator[tuple[str, int | None, int, str]]:
+    """(rule, source part, destination part, message): overlaps tile the destination, from parts that hold them, in its dtype."""
     arriving: dict[tuple[int, int], list[Region]] = defaultdict(list)
     for overlap in pattern.overlaps:
         src_piece, dst_piece = pattern.ends(overlap)
         source, src, dst = src_piece.region, src_piece.tensor, dst_piece.tensor
         if len(overlap.region.start) != len(source.start) or not source.contains(overlap.region):
-            yield Fault("cover", overlap.src, overlap.dst, f"{overlap.region} is sent by a part that holds {source}")
+            yield "cover", overlap.src, overlap.dst, f"{overlap.region} is sent by a part that holds {source}"
         if not overlap.region.elements:
-            yield Fault("cover", overlap.src, overlap.dst, f"{overlap.region} is empty")
+            yield "cover", overlap.src, overlap.dst, f"{overlap.region} is empty"
         if src.dtype != dst.dtype if cast is None else (src.dtype, dst.dtype) != (cast.src, cast.dst):
             declared = f"the cast declared is from {cast.src} to {cast.dst}" if cast else "no cast is declared"
             message = f"{src.name} is {src.dtype}, {dst.name} is {dst.dtype}, and {declared}"
-            yield Fault("bytes", overlap.src, overlap.dst, message)
+            yield "bytes", overlap.src, overlap.dst, message
         arriving[overlap.dst, overlap.dst_piece].append(overlap.region)
     for part, pieces in enumerate(pattern.dst.pieces):
         for number, piece in enumerate(pieces):
             if message := tiling_fault(piece.region, arriving[part, number]):
-                yield Fault("cover", None, part, f"{piece.region} is not written exactly once: {message}")
+                yield "cover", None, part, f"{piece.region} is not written exactly once: {message}"
 
 
 def _name_faults(pieces: tuple[Piece, ...], group: ParameterGroup, is_src: bool) -> Iterator[str]:
@@ -283,34 +253,41 @@ def _name_faults(pieces: tuple[Piece, ...], group: ParameterGroup, is_src: bool)
             yield f"{name} varies with {sorted(fields) or 'nothing'}, must vary with {sorted(required) or 'nothing'}"
 
 
-def _partition_faults(partition: Partition, padded_each: bool) -> Iterator[tuple[int, str, str]]:
-    """(part, rule, message): parts have the same tensors, ascend, are replicated alike, and only the last are padded.
+def _partition_faults(
+    partition: Partition, group: ParameterGroup, is_src: bool, transposed: Transposed | None
+) -> Iterator[tuple[str, int, str]]:
+    """(rule, part, message): parts have the same tensors, ascend, are replicated alike, and only the last are padded.
 
-    `padded_each`: tensors of scales may be padded on every rank.
+    `transposed` is None for scales, whose tensors may be padded on every rank.
     """
     filled = [(part, pieces) for part, pieces in enumerate(partition.pieces) if pieces]
     tensors = {piece.tensor.name: piece.tensor for _, pieces in filled for piece in pieces}
+    if sections := sections_fault(partition.pieces, group.role, is_src):
+        yield "order", *sections
+    for part, pieces in filled:
+        yield from (("names", part, message) for message in _name_faults(pieces, group, is_src))
+        if message := _experts_fault(pieces):
+            yield "order", part, message
+        messages = (storage_fault(piece, group.role, transposed) for piece in pieces if transposed is not None)
+        yield from (("storage", part, message) for message in messages if message)
     for (before, earlier), (part, pieces) in pairwise(filled):
         if {piece.tensor for piece in pieces} != {piece.tensor for piece in earlier}:
             message = f"parts {before} and {part} lie in different tensors: {_tensors(earlier)} and {_tensors(pieces)}"
-            yield part, "names", message
+            yield "names", part, message
         matched = len(earlier) == len(pieces)
         for first, second in zip(earlier, pieces, strict=True) if matched else [(earlier[0], pieces[0])]:
             if first.region.start > second.region.start:
-                yield part, "order", f"part {part} holds {second.region}, part {before} before it {first.region}"
-    for part, pieces in filled:
-        if message := _experts_fault(pieces):
-            yield part, "order", message
+                yield "order", part, f"part {part} holds {second.region}, part {before} before it {first.region}"
     for part, padding in enumerate(partition.padding):
         for entry in padding:
             if tensors.setdefault(entry.tensor.name, entry.tensor) != entry.tensor:
-                yield part, "names", f"padding is of {entry.tensor}, pieces are of {tensors[entry.tensor.name]}"
-        if padding and not padded_each and any(partition.pieces[part + 1 :]):
-            yield part, "order", f"part {part} is padded, but later parts still hold parts of the parameter"
+                yield "names", part, f"padding is of {entry.tensor}, pieces are of {tensors[entry.tensor.name]}"
+        if padding and transposed is not None and any(partition.pieces[part + 1 :]):
+            yield "order", part, f"part {part} is padded, but later parts still hold parts of the parameter"
     copies = Counter(pieces[0].region for _, pieces in filled)
     if len(set(copies.values())) > 1:
         uneven = ", ".join(f"{region} by {count}" for region, count in list(copies.items())[:4])
-        yield 0, "order", f"regions are held by unequal numbers of parts: {uneven}"
+        yield "order", 0, f"regions are held by unequal numbers of parts: {uneven}"
 
 
 def _experts_fault(pieces: tuple[Piece, ...]) -> str:
@@ -321,12 +298,11 @@ def _experts_fault(pieces: tuple[Piece, ...]) -> str:
     for piece in pieces:
         if piece.region.start[0] != starts[piece.tensor.name]:
             return f"{piece.tensor.name} holds parts of experts {piece.region.start[0]} and {starts[piece.tensor.name]}"
-    numbered = sorted(
-        starts, key=lambda name: [int(part) if part.isdigit() else 0 for part in re.split(r"(\d+)", name)]
-    )
-    by_expert = sorted(starts, key=lambda name: starts[name])
-    wrong = next((names for names in zip(numbered, by_expert, strict=True) if names[0] != names[1]), None)
-    return f"experts of {wrong[0]} and {wrong[1]} lie in each other's place" if wrong else ""
+    by_number = sorted(starts, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+    for numbered, named in zip(by_number, sorted(starts, key=starts.__getitem__), strict=True):
+        if numbered != named:
+            return f"experts of {numbered} and {named} lie in each other's place"
+    return ""
 
 
 def _tensors(pieces: tuple[Piece, ...]) -> str:

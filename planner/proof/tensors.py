@@ -21,7 +21,7 @@ from .tiling import tiling_fault
 
 
 class _Filling(NamedTuple):
-    """What one transfer group puts into a tensor: the parts of one part, in slots `[first, stop)` if experts are stacked."""
+    """What one transfer group puts into a tensor: one part, in slots `[first, stop)` if experts are stacked."""
 
     group: int
     pattern: int
@@ -49,7 +49,7 @@ def check_tensors(plan: Plan) -> Iterator[Violation]:
     """Pieces and declared padding tile each tensor of either world, in the declared order."""
     scales = {pair.scales for pair in plan.pairs}
     for is_src in (True, False):
-        contents, served = _contents(plan, is_src), _served(plan, is_src)
+        contents, served = _contents(plan, is_src)
         checked: set[tuple[str, tuple[_Filling, ...]]] = set()
         for rank, parts in _rank_classes(plan, is_src):
             by_name: dict[str, list[_Entry]] = defaultdict(list)
@@ -58,10 +58,9 @@ def check_tensors(plan: Plan) -> Iterator[Violation]:
                     by_name[name] += entries
             for name, entries in by_name.items():
                 for place, fillings, transfers in _tensors_of(entries):
-                    signature = (name, fillings)
-                    if signature in checked:
+                    if (name, fillings) in checked:
                         continue
-                    checked.add(signature)
+                    checked.add((name, fillings))
                     if fault := _tensor_fault(plan, name, fillings, served[name], is_src, scales):
                         rule, message = fault
                         where = f"{'train' if is_src else 'gen'} {rank}"
@@ -83,16 +82,14 @@ def _rank_classes(plan: Plan, is_src: bool) -> Iterator[tuple[int, tuple[tuple[i
         yield rank, parts
 
 
-def _contents(plan: Plan, is_src: bool) -> _Contents:
-    """For each (grid, part): what is put into each tensor (by the pattern of its name)."""
+def _contents(plan: Plan, is_src: bool) -> tuple[_Contents, dict[str, set[Role]]]:
+    """For each (grid, part): what is put into each tensor (by the pattern of its name); and the roles of each name."""
     contents: _Contents = defaultdict(lambda: defaultdict(list))
-    names_of: dict[int, list[list[str]]] = {}  # by pattern: the tensors of each part
+    served: dict[str, set[Role]] = defaultdict(set)
+    partitions = [pattern.src if is_src else pattern.dst for pattern in plan.patterns]
+    names_of = [[_names(partition, part) for part in range(len(partition.pieces))] for partition in partitions]
     interned: dict[_Places, _Places] = {}
     for transfers in plan.transfer_groups:
-        pattern = plan.patterns[transfers.pattern]
-        partition = pattern.src if is_src else pattern.dst
-        if transfers.pattern not in names_of:
-            names_of[transfers.pattern] = [_names(partition, part) for part in range(len(partition.pieces))]
         places: _Places = tuple((p.vp_stage, p.local) if is_src else (0, p.layer) for p in transfers.layers)
         places = interned.setdefault(places, places)
         grid, first = (transfers.src, transfers.src_slot) if is_src else (transfers.dst, transfers.dst_slot)
@@ -101,24 +98,12 @@ def _contents(plan: Plan, is_src: bool) -> _Contents:
             entry = (places, _Filling(transfers.group, transfers.pattern, part, first, stop), transfers)
             for name in names:
                 contents[grid, part][name].append(entry)
-    return contents
-
-
-def _served(plan: Plan, is_src: bool) -> dict[str, set[Role]]:
-    """The roles that tensors of each name hold."""
-    served: dict[str, set[Role]] = defaultdict(set)
-    for number, role in {(transfers.pattern, plan.groups[transfers.group].role) for transfers in plan.transfer_groups}:
-        pattern = plan.patterns[number]
-        partition = pattern.src if is_src else pattern.dst
-        for part in range(len(partition.pieces)):
-            for name in _names(partition, part):
-                served[name].add(role)
-    return served
+                served[name].add(plan.groups[transfers.group].role)
+    return contents, served
 
 
 def _names(partition: Partition, part: int) -> list[str]:
-    tensors = [p.tensor for p in partition.pieces[part]] + [p.tensor for p in partition.padding_of(part)]
-    return list(dict.fromkeys(tensor.name for tensor in tensors))
+    return list(dict.fromkeys(entry.tensor.name for entry in (*partition.pieces[part], *partition.padding_of(part))))
 
 
 def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tuple[_Filling, ...], TransferGroup]]:
@@ -126,12 +111,12 @@ def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tu
     if all(places is entries[0][0] for places, _, _ in entries):
         yield entries[0][0][0], tuple(sorted(filling for _, filling, _ in entries)), entries[0][2]
         return
-    by_place: dict[tuple[int, int], list[tuple[_Filling, TransferGroup]]] = defaultdict(list)
-    for places, filling, transfers in entries:
-        for place in places:
-            by_place[place].append((filling, transfers))
+    by_place: dict[tuple[int, int], list[_Entry]] = defaultdict(list)
+    for entry in entries:
+        for place in entry[0]:
+            by_place[place].append(entry)
     for place, filled in by_place.items():
-        yield place, tuple(sorted(filling for filling, _ in filled)), filled[0][1]
+        yield place, tuple(sorted(filling for _, filling, _ in filled)), filled[0][2]
 
 
 def _tensor_fault(
@@ -139,32 +124,30 @@ def _tensor_fault(
 ) -> tuple[str, str] | None:
     """(rule, message) of what is wrong with one tensor, or with one slot of a stack of experts."""
     parts_of = {key: _parts(plan, name, *key, is_src) for key in {filling[:3] for filling in fillings}}
-    forms = {form for _, found in parts_of.values() for form in found}
+    forms = {form for _, part_forms in parts_of.values() for form in part_forms}
     if len(forms) > 1:
         return "tensors", "its pieces disagree on it: " + " and ".join(map(str, sorted(forms)))
     ((tensor, view, slot_dim),) = forms
     if slot_dim < 0 and "{expert}" not in name:
         fillings = tuple(filling._replace(first=0, stop=1) for filling in fillings)
-    checked: set[tuple[tuple[int, int, int], ...]] = set()
     whole = Region.whole(view)
     cuts = sorted({end for filling in fillings for end in (filling.first, filling.stop)})
     if slot_dim >= 0:
         whole = whole.within(slot_dim, 0, 1)
         if cuts[0] != 0 or cuts[-1] != view[slot_dim]:
             return "tensors", f"slots {cuts[0]} to {cuts[-1] - 1} are filled, it has {view[slot_dim]}"
+    slots_by_filling: dict[tuple[tuple[int, int, int], ...], tuple[int, int]] = {}
     for first, stop in pairwise(cuts):
         filled = tuple(filling[:3] for filling in fillings if filling.first <= first < filling.stop)
-        if filled in checked:
-            continue
-        checked.add(filled)
+        slots_by_filling.setdefault(filled, (first, stop))
+    for filled, (first, stop) in slots_by_filling.items():
         parts = [part for key in filled for part in parts_of[key][0]]
         if is_src:
             parts = list(dict.fromkeys(parts))  # several transfer groups may read one group's bytes
         if message := tiling_fault(whole, [part.box for part in parts]):
             which = f"slots {first} to {stop - 1} of " if slot_dim >= 0 else ""
             return "tensors", f"{which}{tensor.shape} are not held by exactly one parameter each: {message}"
-        padded_each = any(part.group in scales for part in parts)
-        if message := _order_fault(parts, served, is_src, padded_each):
+        if message := _order_fault(parts, served, is_src, padded_each=any(part.group in scales for part in parts)):
             return "order", message
     return None
 
@@ -173,17 +156,13 @@ def _parts(
     plan: Plan, name: str, group: int, pattern: int, part: int, is_src: bool
 ) -> tuple[list[_Part], set[tuple[LocalTensor, tuple[int, ...], int]]]:
     """The boxes that a part fills in a tensor, within its slot, and the forms (tensor, view, slot dim) it gives it."""
-    partition = plan.patterns[pattern].src if is_src else plan.patterns[pattern].dst
-    parts, forms = [], set()
-    for piece in partition.pieces[part]:
-        if piece.tensor.name == name:
-            parts.append(_Part(piece.local(), group, piece.region, plan.groups[group].role))
-            forms.add((piece.tensor, piece.view, piece.slot_dim))
-    for padding in partition.padding_of(part):
-        if padding.tensor.name == name:
-            parts.append(_Part(padding.box, -1, padding.box, plan.groups[group].role))
-            forms.add((padding.tensor, padding.tensor.shape, -1))
-    return parts, forms
+    partition, role = plan.patterns[pattern].src if is_src else plan.patterns[pattern].dst, plan.groups[group].role
+    pieces = [piece for piece in partition.pieces[part] if piece.tensor.name == name]
+    padding = [entry for entry in partition.padding_of(part) if entry.tensor.name == name]
+    parts = [_Part(piece.local(), group, piece.region, role) for piece in pieces]
+    parts += [_Part(entry.box, -1, entry.box, role) for entry in padding]
+    forms = {(piece.tensor, piece.view, piece.slot_dim) for piece in pieces}
+    return parts, forms | {(entry.tensor, entry.tensor.shape, -1) for entry in padding}
 
 
 def _order_fault(parts: Sequence[_Part], served: Set[Role], is_src: bool, padded_each: bool) -> str:
