@@ -66,14 +66,15 @@ def make_plan(
     gen = gen.canonical(model_parameters.architecture.layers)
     sides = Side(train_parameters, source, train_precision), Side(gen_parameters, destination, gen_precision)
     routed = Router(*sides, engine_rules, train, gen, policy).routes()
-    return _Planner(train, gen, model, policy, destination.name).plan(routed)
+    blank = Plan(model, train, gen, destination.name, policy, (), (), (), ())
+    return _Planner(blank).plan(routed)
 
 
 class _Planner:
     """Holds the tables a plan shares (groups, patterns, rank grids) while they grow."""
 
-    def __init__(self, train: TrainMesh, gen: GenMesh, model: str, policy: Policy, engine: str) -> None:
-        self._train, self._gen, self._model, self._policy, self._engine = train, gen, model, policy, engine
+    def __init__(self, blank: Plan) -> None:
+        self._blank = blank  # has the meshes and names alone
         self._patterns: dict[tuple[Partition, Partition], int] = {}
         self._overlaps: list[tuple[Overlap, ...]] = []  # of each pattern
         self._scales: dict[tuple[int, int], int] = {}  # (group, pattern) of a weight in a pair -> that of its scales
@@ -102,13 +103,9 @@ class _Planner:
         transfer_groups.sort(key=_order)
         cuts = zip(self._patterns, self._overlaps, strict=True)
         patterns = tuple(TransferPattern(*ends, overlaps) for ends, overlaps in cuts)
-        balanced = balance(transfer_groups, patterns, self._rank_grids, "train", self._train.world, relay=False)
-        plan = Plan(
-            model=self._model,
-            train=self._train,
-            gen=self._gen,
-            engine=self._engine,
-            policy=self._policy,
+        balanced = balance(transfer_groups, patterns, self._rank_grids, "train", self._blank.train.world, relay=False)
+        plan = replace(
+            self._blank,
             groups=tuple(groups),
             patterns=patterns,
             rank_grids=tuple(self._rank_grids),
@@ -130,8 +127,8 @@ class _Planner:
         if plan.recv_bytes.max(initial=0) >= _DISTINCTLY * plan.send_bytes.max(initial=0):
             return plan
         shared = plan.patterns, self._rank_grids
-        transfer_groups = balance(transfer_groups, *shared, "train", self._train.world, relay=True)
-        transfer_groups = balance(transfer_groups, *shared, "gen", self._gen.world, relay=True)
+        transfer_groups = balance(transfer_groups, *shared, "train", plan.train.world, relay=True)
+        transfer_groups = balance(transfer_groups, *shared, "gen", plan.gen.world, relay=True)
         relayed = replace(plan, transfer_groups=self._with_scales(transfer_groups), relay=True)
         return relayed if relayed.busiest_link < _DISTINCTLY * plan.busiest_link else plan
 
@@ -150,14 +147,12 @@ class _Planner:
         by_stage: dict[int, list[PartitionOwners]] = {}
         for dst in sorted(destination, key=lambda owners: owners.experts):
             by_stage.setdefault(dst.pp_stage, []).append(dst)
-        starts = {stage: [dst.experts[0] for dst in owner_sets] for stage, owner_sets in by_stage.items()}
-        stops = {stage: [dst.experts[1] for dst in owner_sets] for stage, owner_sets in by_stage.items()}
         for src in source:
-            for stage, owner_sets in by_stage.items():
+            for owner_sets in by_stage.values():
                 first, last = 0, len(owner_sets)
                 if src.experts[1]:
-                    first = bisect_right(stops[stage], src.experts[0])
-                    last = bisect_left(starts[stage], src.experts[1])
+                    first = bisect_right(owner_sets, src.experts[0], key=lambda dst: dst.experts[1])
+                    last = bisect_left(owner_sets, src.experts[1], key=lambda dst: dst.experts[0])
                 for dst in owner_sets[first:last]:
                     layers_of_dst = {place.layer for place in dst.layers}
                     if layers := tuple(place for place in src.layers if place.layer in layers_of_dst):
@@ -208,9 +203,11 @@ def _intersect(src: Partition, dst: Partition) -> tuple[Overlap, ...]:
 
     Pieces are looked up along dim 0 of the parameter, so that the cost follows the number of overlaps.
     """
-    places = [(part, number) for part, pieces in enumerate(src.pieces) for number in range(len(pieces))]
-    rows = [(src.pieces[p][n].region.start[0], src.pieces[p][n].region.stop[0], p, n) for p, n in places]
-    rows.sort()
+    rows = sorted(
+        (piece.region.start[0], piece.region.stop[0], part, number)
+        for part, pieces in enumerate(src.pieces)
+        for number, piece in enumerate(pieces)
+    )
     starts = [start for start, *_ in rows]
     longest = max((stop - start for start, stop, *_ in rows), default=0)
     overlaps = []

@@ -6,7 +6,7 @@ shares a tensor with it is bulk too. A quantized weight and its scales have one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_reshard.planner.layout.block_scales import in_dtype, splits_blocks
@@ -23,6 +23,7 @@ from .plan import Policy
 _QKV_ROLES = {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS}
 
 Placed = tuple[PartitionOwners, ...] | Misc | Excluded
+_Tensor = tuple[str, int]  # name and layer
 ScalesOf = Mapping[int, tuple[Partition, Partition]]  # id of a weight's parts -> those parts and the ones of its scales
 
 
@@ -65,12 +66,11 @@ class Router:
     ) -> None:
         self._source, self._destination, self._engine = source, destination, engine
         self._train, self._gen, self._policy = train, gen, policy
-        self._tensor_names: dict[int, list[tuple[str, int]]] = {}
 
     def routes(self) -> list[RoutedGroup]:
         groups = [*zip(self._source.model_parameters.groups, self._destination.model_parameters.groups, strict=True)]
         routed = [self._routed(train_group, gen_group) for train_group, gen_group in groups]
-        self._keep_fused_together(routed)
+        _keep_fused_together(routed, [self._tensors(train_group, gen_group) for train_group, gen_group in groups])
         return [
             _saying_what_is_cast(train_group, entry) for (train_group, _), entry in zip(groups, routed, strict=True)
         ]
@@ -80,18 +80,12 @@ class Router:
         quantized = self._engine.quantizes(gen_group, layer, self._destination.model_parameters)
         form = self._destination.precision.format if quantized else None
         destination = self._destination.layout.place(gen_group)
-        if form is not None and len(gen_group.view) != 2:
-            reason = (
-                f"no layout rule for {form.name} {gen_group.role.value!r}, which Hugging Face does not keep as a matrix"
-            )
-            return RoutedGroup(gen_group, destination if isinstance(destination, Excluded) else Misc(reason))
         if form is None:
             return self._plain(train_group, gen_group, destination)
-        scales, block = scales_group(gen_group, form), form.block_of(gen_group)
-        route, cast = self._quantized(train_group, gen_group, destination, form, block)
-        cuts = route.dst_scales.values() if isinstance(route, BulkRoute) and form.block is not None else ()
-        touched = any(splits_blocks(cut, block) for cut, _ in cuts)
-        return RoutedGroup(replace(gen_group, dtype=FP8), route, scales, block, touched, cast)
+        if len(gen_group.view) == 2:
+            return self._quantized(train_group, gen_group, destination, form)
+        why = f"no layout rule for {form.name} {gen_group.role.value!r}, which Hugging Face does not keep as a matrix"
+        return RoutedGroup(gen_group, destination if isinstance(destination, Excluded) else Misc(why))
 
     def _plain(self, train_group: ParameterGroup, gen_group: ParameterGroup, destination: Placed) -> RoutedGroup:
         """A group that the engine does not quantize."""
@@ -111,31 +105,35 @@ class Router:
         return RoutedGroup(gen_group, Misc(reason))
 
     def _quantized(
-        self, train_group: ParameterGroup, gen_group: ParameterGroup, destination: Placed, form: Format, block: Block
-    ) -> tuple[BulkRoute | Misc | Excluded, tuple[str, str] | None]:
+        self, train_group: ParameterGroup, gen_group: ParameterGroup, destination: Placed, form: Format
+    ) -> RoutedGroup:
         """A pair of weight and scales: both arrive as they are, or both are made from one tensor on the way."""
+        block = form.block_of(gen_group)
+        pair = RoutedGroup(replace(gen_group, dtype=FP8), Misc(""), scales_group(gen_group, form), block)
         ends, train_form = self._ends(train_group, destination), self._train_format(train_group)
         if not isinstance(ends, BulkRoute):
-            return ends, None
+            return replace(pair, route=ends)
         dst = _with_scales(ends.dst, FP8, lambda partition: self._destination.layout.scales(gen_group, partition, form))
         if isinstance(dst, Misc):
-            return Misc(f"engine: {dst.reason}"), None
+            return replace(pair, route=Misc(f"engine: {dst.reason}"))
         cast, src_dtype = None, FP8
         if train_form is None:
             src_dtype = "/".join(sorted(_dtypes(ends.src)))
             cast = (src_dtype, FP8)
             if form.block is None or form.scales != "float32" or cast not in CASTS:
-                return Misc(f"trainer holds {src_dtype}, engine {form.name}: nothing casts that on the way"), None
+                reason = f"trainer holds {src_dtype}, engine {form.name}: nothing casts that on the way"
+                return replace(pair, route=Misc(reason))
             src = _with_scales(ends.src, src_dtype, lambda partition: computed_scales(train_group, partition, block))
         elif train_form != form:
-            return Misc(f"trainer holds {train_form.name}, engine {form.name}: nothing requantizes on the way"), None
+            reason = f"trainer holds {train_form.name}, engine {form.name}: nothing requantizes on the way"
+            return replace(pair, route=Misc(reason))
         else:
-            src = _with_scales(
-                ends.src, FP8, lambda partition: self._source.layout.scales(train_group, partition, form)
-            )
+            scales = self._source.layout.scales
+            src = _with_scales(ends.src, FP8, lambda partition: scales(train_group, partition, form))
         if isinstance(src, Misc):
-            return Misc(f"trainer: {src.reason}"), None
-        return BulkRoute(src[0], dst[0], src[1], dst[1]), cast
+            return replace(pair, route=Misc(f"trainer: {src.reason}"))
+        touched = form.block is not None and any(splits_blocks(cut, block) for cut, _ in dst[1].values())
+        return replace(pair, route=BulkRoute(src[0], dst[0], src[1], dst[1]), touched=touched, cast=cast)
 
     def _train_format(self, group: ParameterGroup) -> Format | None:
         """The trainer's fp8_param quantizes every linear weight but those of whole layers, which groups are divided by."""
@@ -164,54 +162,47 @@ class Router:
             return ""
         return f"conservative policy: {attention.kv_heads} KV heads < max(train tp {self._train.tp}, gen tp {self._gen.tp})"
 
-    def _keep_fused_together(self, routed: list[RoutedGroup]) -> None:
-        """A tensor that several groups share travels whole: if one of them goes to misc, so do the others.
+    def _tensors(self, train_group: ParameterGroup, gen_group: ParameterGroup) -> list[_Tensor]:
+        """The tensors that hold a group, those of the trainer first."""
+        tensors: list[_Tensor] = []
+        for placed in (self._source.layout.place(train_group), self._destination.layout.place(gen_group)):
+            if not isinstance(placed, (Misc, Excluded)):
+                names = sorted({tensor.name for tensor in _tensors_of(placed)})
+                tensors += [(name, layer) for name in names for layer in train_group.layers or (-1,)]
+        return tensors
 
-        So do groups that a tensor would hold in two precisions.
-        """
-        for index, reason in self._mixed(routed):
-            routed[index] = replace(routed[index], route=Misc(reason))
-        changed = True
-        while changed:
-            changed = False
-            reasons: dict[tuple[str, int], str] = {}
-            for index, entry in enumerate(routed):
-                if isinstance(entry.route, Misc):
-                    for name, layer in self._tensors(index):
-                        text = f"shares {name} with {entry.group.name_pattern} ({entry.route.reason})"
-                        reasons.setdefault((name, layer), text)
-            for index, entry in enumerate(routed):
-                if isinstance(entry.route, BulkRoute):
-                    shared = [reasons[tensor] for tensor in self._tensors(index) if tensor in reasons]
-                    if shared:
-                        routed[index] = replace(entry, route=Misc(shared[0]))
-                        changed = True
 
-    def _mixed(self, routed: list[RoutedGroup]) -> Iterator[tuple[int, str]]:
-        """Groups that lie in a tensor with others of another precision, on either side."""
-        users: dict[tuple[str, int], int] = {}
+def _keep_fused_together(routed: list[RoutedGroup], tensors: Sequence[Sequence[_Tensor]]) -> None:
+    """A tensor that several groups share travels whole: if one of them goes to misc, so do the others.
+
+    So do groups that a tensor would hold in two precisions. `tensors[i]` are those that hold group `i`.
+    """
+    for index, reason in _mixed(routed, tensors):
+        routed[index] = replace(routed[index], route=Misc(reason))
+    sharing = True
+    while sharing:
+        reasons: dict[_Tensor, str] = {}
+        for entry, tensors_of_group in zip(routed, tensors, strict=True):
+            if isinstance(entry.route, Misc):
+                for tensor in tensors_of_group:
+                    text = f"shares {tensor[0]} with {entry.group.name_pattern} ({entry.route.reason})"
+                    reasons.setdefault(tensor, text)
+        sharing = False
         for index, entry in enumerate(routed):
-            if isinstance(entry.route, BulkRoute):
-                for tensor in self._tensors(index):
-                    first = routed[users.setdefault(tensor, index)]
-                    if (first.group.dtype, first.cast) != (entry.group.dtype, entry.cast):
-                        name = first.group.name_pattern
-                        yield index, f"shares {tensor[0]} with {name}, which the engine keeps otherwise"
+            shared = [reasons[tensor] for tensor in tensors[index] if tensor in reasons]
+            if shared and isinstance(entry.route, BulkRoute):
+                routed[index], sharing = replace(entry, route=Misc(shared[0])), True
 
-    def _tensors(self, index: int) -> list[tuple[str, int]]:
-        """(name, layer) of the tensors that hold a group, those of the trainer first."""
-        if index not in self._tensor_names:
-            train_group, gen_group = (
-                self._source.model_parameters.groups[index],
-                self._destination.model_parameters.groups[index],
-            )
-            tensor_names: list[tuple[str, int]] = []
-            for placed in (self._source.layout.place(train_group), self._destination.layout.place(gen_group)):
-                tensors = set() if isinstance(placed, (Misc, Excluded)) else _tensors_of(placed)
-                names = sorted({tensor.name for tensor in tensors})
-                tensor_names += [(name, layer) for name in names for layer in train_group.layers or (-1,)]
-            self._tensor_names[index] = tensor_names
-        return self._tensor_names[index]
+
+def _mixed(routed: list[RoutedGroup], tensors: Sequence[Sequence[_Tensor]]) -> Iterator[tuple[int, str]]:
+    """Groups that lie in a tensor with others of another precision, on either side."""
+    users: dict[_Tensor, int] = {}
+    for index, entry in enumerate(routed):
+        for tensor in tensors[index] if isinstance(entry.route, BulkRoute) else ():
+            first = routed[users.setdefault(tensor, index)]
+            if (first.group.dtype, first.cast) != (entry.group.dtype, entry.cast):
+                name = first.group.name_pattern
+                yield index, f"shares {tensor[0]} with {name}, which the engine keeps otherwise"
 
 
 def _with_scales(owner_sets: tuple[PartitionOwners, ...], dtype: str, scales_of: Callable[[Partition], Partition | Misc]
@@ -219,14 +210,13 @@ def _with_scales(owner_sets: tuple[PartitionOwners, ...], dtype: str, scales_of:
     """The placements with their data in a dtype, and the scales of each cut; placements share cuts."""
     cuts: dict[int, Partition] = {}  # by id of the cut that a placement came with
     scales: dict[int, tuple[Partition, Partition]] = {}
-    for owners in owner_sets:
-        if id(owners.partition) not in cuts:
-            found = scales_of(owners.partition)
-            if isinstance(found, Misc):
-                return found
-            cut = in_dtype(owners.partition, dtype)
-            cuts[id(owners.partition)] = cut
-            scales[id(cut)] = (cut, found)
+    for partition in (owners.partition for owners in owner_sets):
+        if id(partition) not in cuts:
+            scales_of_cut = scales_of(partition)
+            if isinstance(scales_of_cut, Misc):
+                return scales_of_cut
+            cuts[id(partition)] = cut = in_dtype(partition, dtype)
+            scales[id(cut)] = (cut, scales_of_cut)
     return tuple(replace(p, partition=cuts[id(p.partition)]) for p in owner_sets), scales
 
 

@@ -57,37 +57,33 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
     checked: dict[tuple[int, int, tuple[int, int], bool, str], str] = {}
     for pair in plan.pairs:
         weight, scales = plan.groups[pair.weight], plan.groups[pair.scales]
-        if message := _group_fault(weight, scales, pair):
-            yield Violation.of_all(plan, scales.name_pattern, "pairs", message)
-            continue
-        if any(routes[pair.weight] != routes[pair.scales] for routes in unplanned):
+        message = _group_fault(weight, scales, pair)
+        if not message and any(routes[pair.weight] != routes[pair.scales] for routes in unplanned):
             message = f"{weight.name_pattern} travels by another route"
+        if message:
             yield Violation.of_all(plan, scales.name_pattern, "pairs", message)
             continue
         beside = {_place(transfers): transfers for transfers in transfer_groups[pair.scales]}
         for transfers in transfer_groups[pair.weight]:
-            found = beside.pop(_place(transfers), None)
-            if found is None:
+            scale_transfers = beside.pop(_place(transfers), None)
+            if scale_transfers is None:
                 message = "its scales do not travel with it: none of their transfer groups has its members, ranks and replica order"
                 yield Violation.of_group(plan, transfers, "pairs", message)
                 continue
-            key = (transfers.pattern, found.pattern, pair.block, pair.weight in casts, scales.dtype)
+            is_cast = pair.weight in casts
+            key = (transfers.pattern, scale_transfers.pattern, pair.block, is_cast, scales.dtype)
             if key not in checked:
-                patterns = plan.patterns[transfers.pattern], plan.patterns[found.pattern]
-                checked[key] = _pattern_fault(*patterns, pair, weight, scales, pair.weight in casts)
+                patterns = plan.patterns[transfers.pattern], plan.patterns[scale_transfers.pattern]
+                checked[key] = _pattern_fault(*patterns, pair, weight, scales, is_cast)
             if checked[key]:
-                yield Violation.of_group(plan, found, "pairs", checked[key])
-        for transfers in beside.values():
-            message = (
-                "scales are sent, but no transfer group of their weight has their members, ranks and replica order"
-            )
-            yield Violation.of_group(plan, transfers, "pairs", message)
+                yield Violation.of_group(plan, scale_transfers, "pairs", checked[key])
+        message = "scales are sent, but no transfer group of their weight has their members, ranks and replica order"
+        yield from (Violation.of_group(plan, transfers, "pairs", message) for transfers in beside.values())
 
 
 def _membership(plan: Plan) -> Iterator[Violation]:
     """A group is in one pair at most, and whatever arrives in FP8 is the weight of one."""
-    members = Counter(group for pair in plan.pairs for group in (pair.weight, pair.scales))
-    for group, count in members.items():
+    for group, count in Counter(group for pair in plan.pairs for group in (pair.weight, pair.scales)).items():
         if count > 1:
             yield Violation.of_all(plan, plan.groups[group].name_pattern, "pairs", f"it is in {count} pairs")
     weights = {pair.weight for pair in plan.pairs}
@@ -99,13 +95,12 @@ def _membership(plan: Plan) -> Iterator[Violation]:
 
 def _blocks(plan: Plan, bulk: Collection[int]) -> Iterator[Violation]:
     """Blocks have one size, unless every matrix is a block of its own."""
-    first: QuantizedPair | None = None
-    for pair in plan.pairs:
-        if pair.weight in bulk and pair.block != plan.groups[pair.weight].view:
-            first = first or pair
-            if pair.block != first.block:
-                message = f"blocks of {pair.block}, while {plan.groups[first.weight].name_pattern} has {first.block}"
-                yield Violation.of_all(plan, plan.groups[pair.scales].name_pattern, "pairs", message)
+    in_blocks = [p for p in plan.pairs if p.weight in bulk and p.block != plan.groups[p.weight].view]
+    for pair in in_blocks:
+        if pair.block != in_blocks[0].block:
+            first = plan.groups[in_blocks[0].weight].name_pattern
+            message = f"blocks of {pair.block}, while {first} has {in_blocks[0].block}"
+            yield Violation.of_all(plan, plan.groups[pair.scales].name_pattern, "pairs", message)
 
 
 def _group_fault(weight: ParameterGroup, scales: ParameterGroup, pair: QuantizedPair) -> str:
@@ -140,8 +135,7 @@ def _pattern_fault(weight: TransferPattern, scales: TransferPattern, pair: Quant
                 message = _piece_fault(piece, scale, pair, group, is_src)
                 if scale.tensor.dtype != scales_group.dtype:
                     message = f"{scale.tensor.name} is {scale.tensor.dtype}, scales are {scales_group.dtype}"
-                if is_src and is_cast and not message:
-                    message = _computed_fault(piece, scale, pair.block)
+                message = message or (_computed_fault(piece, scale, pair.block) if is_src and is_cast else "")
                 if message:
                     return f"part {part}: {message}"
     if len(weight.overlaps) != len(scales.overlaps):
@@ -205,21 +199,19 @@ def _computed_fault(piece: Piece, scale: Piece, block: tuple[int, int]) -> str:
 def check_casts(plan: Plan) -> Iterator[Violation]:
     """Declared casts are known ones, of bulk groups, and one tensor is sent in one dtype."""
     weights = {pair.weight for pair in plan.pairs}
-    counts = Counter(cast.group for cast in plan.casts)
+    counts, casts = Counter(cast.group for cast in plan.casts), {cast.group: cast for cast in plan.casts}
     sent_as: dict[tuple[object, ...], tuple[str, str]] = {}  # trainer's tensor -> dtype on the wire, parameter
-    casts = {cast.group: cast for cast in plan.casts}
     bulk = {transfers.group for transfers in plan.transfer_groups}
     for cast in plan.casts:
-        name = plan.groups[cast.group].name_pattern
-        role = plan.groups[cast.group].role
+        group = plan.groups[cast.group]
         for wrong, message in (
             (counts[cast.group] > 1 or cast.group not in bulk, "cast once, and on the bulk route only"),
             ((cast.src, cast.dst) not in CASTS, f"nothing casts {cast.src} to {cast.dst}"),
-            (role is Role.EXPERT_BIAS, "the router's bias is kept bit for bit, it decides who serves"),
+            (group.role is Role.EXPERT_BIAS, "the router's bias is kept bit for bit, it decides who serves"),
             ((cast.dst == FP8) != (cast.group in weights), "a cast to FP8 fills the scales of a pair, no other does"),
         ):
             if wrong:
-                yield Violation.of_all(plan, name, "casts", message)
+                yield Violation.of_all(plan, group.name_pattern, "casts", message)
     for transfers in distinct(plan, attrgetter("group", "pattern", "pp_stage", "layers")):
         wire = casts[transfers.group].dst if transfers.group in casts else "it is"
         for name in {piece.tensor.name for pieces in plan.patterns[transfers.pattern].src.pieces for piece in pieces}:

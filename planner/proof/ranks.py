@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,36 +14,31 @@ from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
 from .report import Violation, distinct, listed, ranks_of
 
-
-@dataclass(frozen=True, slots=True)
-class _Pipelines:
-    """Where both meshes keep each decoder layer."""
-
-    train: tuple[tuple[int, LayerPlace], ...]  # (pp_stage, place) by layer
-    gen: tuple[int, ...]
+_TrainPlaces = tuple[tuple[int, LayerPlace], ...]  # (pp_stage, place) by decoder layer
+_GenStages = tuple[int, ...]  # by decoder layer
 
 
 def check_ranks(plan: Plan) -> Iterator[Violation]:
     """Holders, layer places, arrivals and stage order."""
     layers = 1 + max((layer for group in plan.groups if not group.mtp for layer in group.layers), default=-1)
     try:
-        pipelines = _Pipelines(plan.train.place_layers(layers), plan.gen.stage_of_layers(layers))
+        train_places, gen_stages = plan.train.place_layers(layers), plan.gen.stage_of_layers(layers)
     except MeshError as error:
         last = next((group.name(layers - 1, 0) for group in plan.groups if layers - 1 in group.layers), "no layer")
         yield Violation.of_all(plan, last, "places", str(error))
         return
-    misplaced = list(_check_places(plan, pipelines))
+    misplaced = list(_check_places(plan, train_places, gen_stages))
     yield from misplaced
-    yield from _check_holders(plan, pipelines)
+    yield from _check_holders(plan, gen_stages)
     if not misplaced:  # arrivals are counted per stage
-        yield from _check_arrivals(plan, pipelines)
+        yield from _check_arrivals(plan, gen_stages)
     yield from _check_stages(plan)
 
 
 # --- places
 
 
-def _check_places(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
+def _check_places(plan: Plan, train_places: _TrainPlaces, gen_stages: _GenStages) -> Iterator[Violation]:
     """Layers are read and written where the pipelines keep them; what is in no layer, at the pipeline's ends."""
     has_mtp = any(group.mtp for group in plan.groups)
 
@@ -55,62 +49,58 @@ def _check_places(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
     for transfers in distinct(plan, use_of):
         group = plan.groups[transfers.group]
         for place in transfers.layers:
-            if message := _place_fault(plan.train, pipelines, transfers.pp_stage, place, group.role, has_mtp):
+            if message := _place_fault(plan.train, train_places, transfers.pp_stage, place, group.role, has_mtp):
                 name = group.name(place.layer, transfers.experts[0])
                 yield Violation("places", name, ranks_of(plan, transfers), message)
-        if len({pipelines.gen[place.layer] for place in transfers.layers if place.layer >= 0}) > 1:
-            message = (
-                f"layers {listed(place.layer for place in transfers.layers)} are on different stages of the engine"
-            )
+        layers = [place.layer for place in transfers.layers]
+        if len({gen_stages[layer] for layer in layers if layer >= 0}) > 1:
+            message = f"layers {listed(layers)} are on different stages of the engine"
             yield Violation.of_group(plan, transfers, "places", message)
 
 
 def _place_fault(
-    mesh: TrainMesh, pipelines: _Pipelines, pp_stage: int, at: LayerPlace, role: Role, has_mtp: bool
+    mesh: TrainMesh, train_places: _TrainPlaces, pp_stage: int, place: LayerPlace, role: Role, has_mtp: bool
 ) -> str:
-    if at.layer >= len(pipelines.train):
-        return f"layer {at.layer} is not among the {len(pipelines.train)} of the pipeline"
-    if at.layer >= 0:
-        stage, place = pipelines.train[at.layer]
-        if (pp_stage, at) == (stage, place):
+    vp_stage, layer = place.vp_stage, place.layer
+    if layer >= len(train_places):
+        return f"layer {layer} is not among the {len(train_places)} of the pipeline"
+    if layer >= 0:
+        stage, kept = train_places[layer]
+        if (pp_stage, place) == (stage, kept):
             return ""
         return (
-            f"layer {at.layer} is read from stage {pp_stage} chunk {at.vp_stage} index {at.local}, the pipeline"
-            f" keeps it on stage {stage} chunk {place.vp_stage} index {place.local}"
+            f"layer {layer} is read from stage {pp_stage} chunk {vp_stage} index {place.local}, the pipeline"
+            f" keeps it on stage {stage} chunk {kept.vp_stage} index {kept.local}"
         )
-    expected = (mesh.pp - 1, mesh.vpp - 1)
+    stage, chunk = mesh.pp - 1, mesh.vpp - 1
     if role is Role.EMBEDDING:
-        expected = (0, 0)
+        stage, chunk = 0, 0
     elif role is Role.FINAL_NORM and has_mtp:  # follows the last decoder layer, prediction layers come after it
-        stage, place = pipelines.train[-1]
-        expected = (stage, place.vp_stage)
-    if (pp_stage, at.vp_stage) == expected:
+        stage, chunk = train_places[-1][0], train_places[-1][1].vp_stage
+    if (pp_stage, vp_stage) == (stage, chunk):
         return ""
-    return (
-        f"it is read from stage {pp_stage} chunk {at.vp_stage}, the pipeline keeps it on stage {expected[0]} chunk"
-        f" {expected[1]}"
-    )
+    return f"it is read from stage {pp_stage} chunk {vp_stage}, the pipeline keeps it on stage {stage} chunk {chunk}"
 
 
 # --- holders
 
 
-def _check_holders(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
+def _check_holders(plan: Plan, gen_stages: _GenStages) -> Iterator[Violation]:
     """The ranks named are those that hold the parts on the mesh, for the right stage and experts."""
 
-    def use_of(transfers: TransferGroup, grid: int, place: int, slot: int) -> Hashable:
+    def use_of(transfers: TransferGroup, *end: int) -> Hashable:
         group = plan.groups[transfers.group]
-        return grid, place, slot, transfers.experts, group.experts, group.role in STACKED_ROLES
+        return end, transfers.experts, group.experts, group.role in STACKED_ROLES
 
-    sources = distinct(plan, lambda group: use_of(group, group.src, group.pp_stage, group.src_slot))
-    destinations = distinct(plan, lambda group: use_of(group, group.dst, group.layers[0].layer, group.dst_slot))
-    for fault_of, uses in ((_source_fault, sources), (_destination_fault, destinations)):
-        for transfers in uses:
-            if message := fault_of(plan, pipelines, transfers, plan.groups[transfers.group]):
-                yield Violation.of_group(plan, transfers, "holders", message)
+    for transfers in distinct(plan, lambda group: use_of(group, group.src, group.pp_stage, group.src_slot)):
+        if message := _source_fault(plan, transfers, plan.groups[transfers.group]):
+            yield Violation.of_group(plan, transfers, "holders", message)
+    for transfers in distinct(plan, lambda group: use_of(group, group.dst, group.layers[0].layer, group.dst_slot)):
+        if message := _destination_fault(plan, gen_stages, transfers, plan.groups[transfers.group]):
+            yield Violation.of_group(plan, transfers, "holders", message)
 
 
-def _source_fault(plan: Plan, pipelines: _Pipelines, transfers: TransferGroup, group: ParameterGroup) -> str:
+def _source_fault(plan: Plan, transfers: TransferGroup, group: ParameterGroup) -> str:
     mesh, ranks, stage = plan.train, plan.rank_grids[transfers.src], transfers.pp_stage
     if not 0 <= stage < mesh.pp:
         return f"stage {stage} is not among the {mesh.pp} of the mesh"
@@ -128,9 +118,9 @@ def _source_fault(plan: Plan, pipelines: _Pipelines, transfers: TransferGroup, g
     return _same_holders("train", mesh.expert_ranks(stage)[ep], ranks)
 
 
-def _destination_fault(plan: Plan, pipelines: _Pipelines, transfers: TransferGroup, group: ParameterGroup) -> str:
+def _destination_fault(plan: Plan, gen_stages: _GenStages, transfers: TransferGroup, group: ParameterGroup) -> str:
     mesh, ranks, layer = plan.gen, plan.rank_grids[transfers.dst], transfers.layers[0].layer
-    stage = _gen_stage(mesh, ranks) if layer < 0 else pipelines.gen[min(layer, len(pipelines.gen) - 1)]
+    stage = _gen_stage(mesh, ranks) if layer < 0 else gen_stages[min(layer, len(gen_stages) - 1)]
     dense, along_experts = mesh.dense_ranks(stage), mesh.expert_ranks(stage)
     if group.role in STACKED_ROLES and mesh.ep > 1:
         return _same_holders("gen", along_experts.reshape(mesh.ep, 1), ranks)
@@ -171,34 +161,31 @@ def _by_part(ranks: NDArray[np.int32]) -> str:
 # --- arrivals
 
 
-def _check_arrivals(plan: Plan, pipelines: _Pipelines) -> Iterator[Violation]:
+def _check_arrivals(plan: Plan, gen_stages: _GenStages) -> Iterator[Violation]:
     """Every bulk parameter arrives once on each stage that it is meant for."""
     rows = [{layer: row for row, layer in enumerate(group.layers or (-1,))} for group in plan.groups]  # by layer
+    # How often each (layer, expert) of a group arrives on a stage.
     counts: dict[tuple[int, int], NDArray[np.int8]] = {}
     for transfers in plan.transfer_groups:
-        number, stage = transfers.group, _gen_stage(plan.gen, plan.rank_grids[transfers.dst])
-        if (number, stage) not in counts:
-            shape = len(rows[number]), max(1, plan.groups[number].experts)
-            counts[number, stage] = np.zeros(shape, dtype=np.int8)
-        first = transfers.experts[0]
+        number, (first, _) = transfers.group, transfers.experts
+        key = number, _gen_stage(plan.gen, plan.rank_grids[transfers.dst])
+        if key not in counts:
+            counts[key] = np.zeros((len(rows[number]), max(1, plan.groups[number].experts)), dtype=np.int8)
         layers = [rows[number][place.layer] for place in transfers.layers]
-        counts[number, stage][layers, first : first + transfers.expert_count] += 1
+        counts[key][layers, first : first + transfers.expert_count] += 1
     stages_of = _stages_of_ends(plan, {key for key in counts if not plan.groups[key[0]].layers})
     for number in sorted({group for group, _ in counts}):
         group = plan.groups[number]
         for stage in range(plan.gen.pp):
-            expected = np.array(
-                [pipelines.gen[layer] == stage for layer in group.layers] or [stage in stages_of[number]]
-            )
-            count = counts.get((number, stage), np.zeros((len(expected), max(1, group.experts)), np.int8))
-            wrong = np.argwhere(count != expected[:, None])
+            on_stage = [gen_stages[layer] == stage for layer in group.layers] or [stage in stages_of[number]]
+            count = counts.get((number, stage), np.zeros((len(on_stage), max(1, group.experts)), np.int8))
+            wrong = np.argwhere(count != np.array(on_stage)[:, None])
             if not len(wrong):
                 continue
             row, expert = wrong[0].tolist()
             name, times = group.name(group.layers[row] if group.layers else None, expert), int(count[row, expert])
-            how = {0: "never arrives", 1: "arrives, though it lives on another stage"}.get(
-                times, f"arrives {times} times"
-            )
+            unexpected = {0: "never arrives", 1: "arrives, though it lives on another stage"}
+            how = unexpected.get(times, f"arrives {times} times")
             more = f" (and {len(wrong) - 1} more of {group.name_pattern})" if len(wrong) > 1 else ""
             ranks = f"train {listed(range(plan.train.world))} -> gen {listed(plan.gen.dense_ranks(stage).ravel())}"
             yield Violation("arrivals", name, ranks, f"{how} on stage {stage} of the engine{more}")

@@ -93,17 +93,18 @@ def _contents(plan: Plan, is_src: bool) -> tuple[_Contents, dict[str, set[Role]]
         places: _Places = tuple((p.vp_stage, p.local) if is_src else (0, p.layer) for p in transfers.layers)
         places = interned.setdefault(places, places)
         grid, first = (transfers.src, transfers.src_slot) if is_src else (transfers.dst, transfers.dst_slot)
-        stop = first + transfers.expert_count
+        stop, role = first + transfers.expert_count, plan.groups[transfers.group].role
         for part, names in enumerate(names_of[transfers.pattern]):
             entry = (places, _Filling(transfers.group, transfers.pattern, part, first, stop), transfers)
             for name in names:
                 contents[grid, part][name].append(entry)
-                served[name].add(plan.groups[transfers.group].role)
+                served[name].add(role)
     return contents, served
 
 
 def _names(partition: Partition, part: int) -> list[str]:
-    return list(dict.fromkeys(entry.tensor.name for entry in (*partition.pieces[part], *partition.padding_of(part))))
+    tensors = [piece.tensor for piece in partition.pieces[part]] + [box.tensor for box in partition.padding_of(part)]
+    return list(dict.fromkeys(tensor.name for tensor in tensors))
 
 
 def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tuple[_Filling, ...], TransferGroup]]:
