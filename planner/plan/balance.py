@@ -81,10 +81,7 @@ def balance(
     transfer_groups: Sequence[TransferGroup], patterns: Sequence[TransferPattern],
     rank_grids: Sequence[NDArray[np.int32]], world: World, ranks: int, *, relay: bool,
 ) -> list[TransferGroup]:  # fmt: skip
-    """The transfer groups, each with the first replica that makes the `ranks` ranks of a world carry alike.
-
-    Training ranks send (`first_src_replica`); generation ranks pass on what they relay (`first_dst_replica`).
-    """
+    """The transfer groups, each with the first replica that evens out what the `ranks` ranks of a world send or relay."""
     shares = []
     for transfers in transfer_groups:
         grid = rank_grids[transfers.src if world == "train" else transfers.dst]

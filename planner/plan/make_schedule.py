@@ -37,18 +37,12 @@ _End = Literal["src", "dst"]
 
 
 def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
-    """What `rank` of `world` ("train" or "gen") sends or receives. Raises IndexError for a rank outside of its mesh.
-
-    Of a relayed plan this is what passes between trainer and engine; `relay_of` has the rest.
-    """
+    """What a rank sends or receives, between trainer and engine alone. Raises IndexError for a rank outside of its mesh."""
     return RankView(plan, world, rank).schedule()
 
 
 def relay_of(plan: Plan, gen_rank: int) -> Relay:
-    """What a generation rank passes on to other replicas and what these pass on to it, in a plan that relays.
-
-    Raises IndexError for a rank outside of the generation mesh.
-    """
+    """What a generation rank of a relayed plan passes on, and what it gets so. Raises IndexError as `schedule_of`."""
     return RankView(plan, "gen", gen_rank).relay()
 
 
@@ -144,14 +138,13 @@ class RankView(View):
         return {stage: _table(parts) for stage, parts in rows.items()}
 
     def _sends(self, place: RankInGroup) -> _Columns:
-        """What a training rank sends."""
         plan, transfers, overlaps = self.plan, place.transfers, place.overlaps
         member, overlap = np.arange(transfers.members)[:, None, None], overlaps[:, None]
         dst = np.arange(plan.dst_replicas(transfers))
         sent = plan.served_by(transfers, member, overlap, dst) == place.replica
         if plan.relay:
             sent = sent & (plan.lands_on(transfers, member, overlap) == dst)
-        peers = plan.rank_grids[transfers.dst][place.pattern.dst_parts[overlaps]]
+        peers = plan.rank_grids[transfers.dst][place.pattern.parts["gen"][overlaps]]
         return self._columns(place, sent, peers, piece="src", order="src")
 
     def _receives(self, place: RankInGroup, piece: _End = "dst") -> _Columns:
@@ -160,7 +153,7 @@ class RankView(View):
         member = np.arange(transfers.members)[:, None]
         served = plan.served_by(transfers, member, overlaps, place.replica)
         lands = plan.lands_on(transfers, member, overlaps) == place.replica if plan.relay else served >= 0
-        peers = plan.rank_grids[transfers.src][place.pattern.src_parts[overlaps], served]
+        peers = plan.rank_grids[transfers.src][place.pattern.parts["train"][overlaps], served]
         return self._columns(place, lands, peers, piece, order="src")
 
     def _relay_sends(self, place: RankInGroup) -> _Columns:
@@ -229,7 +222,6 @@ class RankView(View):
         return tuple(casts[tensor] for tensor in sorted(casts))
 
     def _tensor_ids(self, transfers: TransferGroup, pattern: LocalTensor, source: bool) -> NDArray[np.int64]:
-        """Index of the tensor that holds each member of the transfer group."""
         names = transfers.tensor_names(pattern, "train" if source else "gen")
         tensors = (LocalTensor(name, pattern.shape, pattern.dtype) for name in names)
         ids = [self.tensors.setdefault(tensor, len(self.tensors)) for tensor in tensors]
@@ -250,10 +242,9 @@ def _among_replicas(schedule: Schedule) -> Schedule:
 
 
 def _wave_of(transfers: TransferGroup) -> NDArray[np.int64]:
-    """The wave of every member: as many follow each other in one wave, so that in each wave all ranks get their turn.
+    """The wave of every member: equally many are in each wave, so that all ranks get their turn in it.
 
-    A weight and its scales have the same members and so the same waves; single tensors, such as an embedding, are in
-    the middle, where both hops are under way.
+    Single tensors, such as an embedding, are in the middle, where both hops are under way.
     """
     return (2 * np.arange(transfers.members) + 1) * WAVES // (2 * transfers.members)
 

@@ -5,8 +5,8 @@
     rank_grids        which rank holds replica r of part p
     transfer_groups   parameters that share a pattern and the ranks on both ends
 
-One transfer group is, say, the eight experts of one expert-parallel rank in the layers of one pipeline stage. Nothing is
-stored per rank or per parameter: `schedule` expands what one rank needs, `transfers` what anybody asks for.
+A transfer group may be the eight experts of one expert-parallel rank in the layers of one pipeline stage. Nothing is
+stored per rank or per parameter: `schedule` and `transfers` expand what one asks for.
 """
 
 from __future__ import annotations
@@ -61,22 +61,13 @@ class TransferPattern:
     )
 
     def ends(self, overlap: Overlap) -> tuple[Piece, Piece]:
-        """The source piece and the destination piece of an overlap."""
         return self.src.pieces[overlap.src][overlap.src_piece], self.dst.pieces[overlap.dst][overlap.dst_piece]
 
     @cached_property
-    def src_parts(self) -> NDArray[np.int64]:
-        """The source part of each overlap."""
-        return np.array([overlap.src for overlap in self.overlaps], dtype=np.int64)
-
-    @cached_property
-    def dst_parts(self) -> NDArray[np.int64]:
-        """The destination part of each overlap."""
-        return np.array([overlap.dst for overlap in self.overlaps], dtype=np.int64)
-
-    def parts(self, world: World) -> NDArray[np.int64]:
-        """The part of each overlap on one end."""
-        return self.src_parts if world == "train" else self.dst_parts
+    def parts(self) -> dict[World, NDArray[np.int64]]:
+        """The part of each overlap, at the source ("train") and at the destination ("gen")."""
+        src, dst = np.array([(o.src, o.dst) for o in self.overlaps], dtype=np.int64).reshape(-1, 2).T.copy()
+        return {"train": src, "gen": dst}
 
     @cached_property
     def overlap_bytes(self) -> NDArray[np.int64]:
@@ -85,13 +76,10 @@ class TransferPattern:
         return np.array(nbytes, dtype=np.int64)
 
     def round_robin(self, world: World, replicas: int, pulls: int = 1) -> RoundRobin:
-        """How the replicas of each part of one end take turns, if each overlap moves `pulls` times.
-
-        At the source they take turns at sending; at the destination of a relayed plan, at receiving from the trainer.
-        """
+        """The turns of each part's replicas: at sending ("train"), or at receiving what the plan relays ("gen")."""
         key = (world, replicas, pulls)
         if key not in self._round_robins:
-            self._round_robins[key] = RoundRobin.of(self.parts(world), replicas, pulls)
+            self._round_robins[key] = RoundRobin.of(self.parts[world], replicas, pulls)
         return self._round_robins[key]
 
     def replica_bytes(self, world: World, members: int, replicas: int, pulls: int = 1) -> NDArray[np.int64]:
@@ -141,12 +129,11 @@ class TransferGroup:
         return (self.src_slot if world == "train" else self.dst_slot) + member % self.expert_count
 
     def tensor_names(self, tensor: LocalTensor, world: World) -> list[str]:
-        """The names of the tensors that hold the members on one end, each once, from the pattern that the plan has."""
+        """The names of the tensors that hold the members on one end, each once; `tensor.name` is their pattern."""
         step = 1 if "{expert}" in tensor.name else self.expert_count
         return [self.tensor_name(tensor, world, member) for member in range(0, self.members, step)]
 
     def tensor_name(self, tensor: LocalTensor, world: World, member: int) -> str:
-        """The name of the tensor that holds one member."""
         place = self.layers[member // self.expert_count]
         vp, layer = (place.vp_stage, place.local) if world == "train" else (0, place.layer)
         return tensor.name.format(vp=vp, layer=layer, expert=self.slot(world, member))
@@ -169,8 +156,7 @@ class RankInGroup:
 
     @property
     def overlaps(self) -> NDArray[np.int64]:
-        """The numbers of the overlaps that its part sends or receives."""
-        return np.flatnonzero(self.pattern.parts(self.world) == self.part)
+        return np.flatnonzero(self.pattern.parts[self.world] == self.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +216,6 @@ class Plan:
         return MemberNames(pattern, layers, transfers.experts[0], transfers.expert_count)
 
     def parameter_name(self, transfers: int, member: int) -> str:
-        """The HF name of a member of a transfer group, both by number."""
         return self.names_of(self.transfer_groups[transfers]).name(member)
 
     def transfers(
@@ -241,10 +226,7 @@ class Plan:
         rank: str | None = None,
         element: Sequence[int] | None = None,
     ) -> Iterator[Transfer]:
-        """The transfers of one refit that concern a parameter, a tensor, a rank or an element; all of them without any.
-
-        `parameter` is an HF name or a shell pattern of them, `rank` is "train:0" or "gen:3". See `transfers_of`.
-        """
+        """The transfers of one refit, or those of a parameter, a tensor, a rank ("gen:3") or an element: `transfers_of`."""
         from .transfers import transfers_of
 
         return transfers_of(self, parameter, tensor=tensor, rank=rank, element=element)
@@ -269,13 +251,12 @@ class Plan:
 
     def groups_of(self, world: World, rank: int) -> Iterator[RankInGroup]:
         """The transfer groups that a rank takes part in, in order."""
-        places: dict[int, tuple[int, int] | None] = {}  # by rank grid
+        places: dict[int, list[list[int]]] = {}  # by rank grid: no [part, replica], or one
         for index, transfers in enumerate(self.transfer_groups):
             grid = transfers.src if world == "train" else transfers.dst
             if grid not in places:
-                entries = np.argwhere(self.rank_grids[grid] == rank)
-                places[grid] = (int(entries[0, 0]), int(entries[0, 1])) if len(entries) else None
-            if (place := places[grid]) is not None:
+                places[grid] = np.argwhere(self.rank_grids[grid] == rank)[:1].tolist()
+            for place in places[grid]:
                 yield RankInGroup(index, transfers, self.patterns[transfers.pattern], world, *place)
 
     def dst_replicas(self, transfers: TransferGroup) -> int:
@@ -363,7 +344,6 @@ class Plan:
 
     @property
     def busiest_link(self) -> int:
-        """The most bytes that any rank sends or receives in one refit."""
         return int(max(load.max(initial=0) for load in (self.send_bytes, self.recv_bytes, self.relay_bytes)))
 
     @cached_property

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -36,7 +36,6 @@ def digest_of(plan: Plan) -> str:
 
 
 def dump_plan(plan: Plan) -> str:
-    """The file's text."""
     return _canonical({"format": FORMAT, "version": VERSION, "digest": plan.digest, "plan": _body_of(plan)}) + "\n"
 
 
@@ -117,30 +116,22 @@ def _plan_of(body: Any) -> Plan:
 # --- the form of every record: one table to write, check and read it by
 
 
-class _Row:
-    """A record as a list: the form of each attribute, and how to build the record of these."""
+class _Record:
+    """The form of each attribute of a record, and how to build one; a list in the file, or {attribute: value}."""
 
-    def __init__(self, build: Callable[..., Any], columns: dict[str, Any]) -> None:
-        self.build, self.forms, self.read = build, tuple(columns.values()), attrgetter(*columns)
+    def __init__(self, build: Callable[..., Any], columns: dict[str, Any], *, is_row: bool = True) -> None:
+        self.build, self.columns, self.is_row = build, columns, is_row
+        self.forms, self.read = tuple(columns.values()), attrgetter(*columns)
         self.nested = [index for index, form in enumerate(self.forms) if form not in (*_NAMES, _SIZES)]
-
-
-class _Fields(NamedTuple):
-    """A record as {attribute: its form}."""
-
-    build: Callable[..., Any]
-    forms: dict[str, Any]
 
 
 def _encode(value: Any, form: Any, numbers: dict[LocalTensor, int]) -> Any:
     """A value as JSON. Tensors are written by number; those not yet in `numbers` are added."""
-    if isinstance(form, _Row):
+    if isinstance(form, _Record):
         row = list(form.read(value))
         for index in form.nested:
             row[index] = _encode(row[index], form.forms[index], numbers)
-        return row
-    if isinstance(form, _Fields):
-        return {name: _encode(getattr(value, name), of_one, numbers) for name, of_one in form.forms.items()}
+        return row if form.is_row else dict(zip(form.columns, row, strict=True))
     if isinstance(form, list) and form != _SIZES:
         return [_encode(item, form[0], numbers) for item in value]
     if form is LocalTensor:
@@ -161,58 +152,62 @@ def _decode(value: Any, form: Any, where: str, tensors: Sequence[LocalTensor]) -
         return tensors[_decode(value, int, where, tensors)]
     if form is np.ndarray:
         return np.array(_decode(value, [_SIZES], where, tensors), dtype=np.int32)
-    if isinstance(form, _Fields):
-        if not isinstance(value, dict) or value.keys() != form.forms.keys():
-            raise TypeError(f"{where} does not have the fields {', '.join(form.forms)}")
-        return form.build(**{name: _decode(value[name], of_one, name, tensors) for name, of_one in form.forms.items()})
-    forms = form.forms if isinstance(form, _Row) else form
+    is_record = isinstance(form, _Record)
+    if is_record and not form.is_row:
+        if not isinstance(value, dict) or value.keys() != form.columns.keys():
+            raise TypeError(f"{where} does not have the fields {', '.join(form.columns)}")
+        return form.build(
+            **{name: _decode(value[name], of_one, name, tensors) for name, of_one in form.columns.items()}
+        )
+    forms = form.forms if is_record else form
     if not isinstance(value, list) or (isinstance(forms, tuple) and len(value) != len(forms)):
         raise TypeError(f"{value!r} in {where} where a list{f' of {len(forms)}' * isinstance(forms, tuple)} belongs")
     if isinstance(forms, list):
         return tuple([_decode(item, forms[0], where, tensors) for item in value])
     items = [_decode(item, of_one, where, tensors) for item, of_one in zip(value, forms, strict=True)]
-    return form.build(*items) if isinstance(form, _Row) else tuple(items)
+    return form.build(*items) if is_record else tuple(items)
 
 
-def _mesh_form(mesh: type[TrainMesh] | type[GenMesh]) -> _Fields:
+def _mesh_form(mesh: type[TrainMesh] | type[GenMesh]) -> _Record:
     def build(**sizes: Any) -> TrainMesh | GenMesh:
         try:
             return mesh(**sizes)
         except MeshError as error:
             raise ValueError(str(error)) from error
 
-    return _Fields(build, {**dict.fromkeys(mesh.__dataclass_fields__, int), "layers": _SIZES})
+    return _Record(build, {**dict.fromkeys(mesh.__dataclass_fields__, int), "layers": _SIZES}, is_row=False)
 
 
 _LARGEST = 1 << 48
 _NAMES = {int: "a number", str: "a text", bool: "true or false"}
 _SIZES = [int]
 _REGION = {"region.start": _SIZES, "region.stop": _SIZES}
-_TENSORS = [_Row(LocalTensor, {"name": str, "shape": _SIZES, "dtype": str})]
-_PIECE = _Row(
+_TENSORS = [_Record(LocalTensor, {"name": str, "shape": _SIZES, "dtype": str})]
+_PIECE = _Record(
     lambda start, stop, *columns: Piece(Region(start, stop), *columns),
     {**_REGION, "tensor": LocalTensor, "origin": _SIZES, "dims": _SIZES, "view": _SIZES, "slot_dim": int},
 )
-_PADDING = _Row(
+_PADDING = _Record(
     lambda tensor, start, stop: Padding(tensor, Region(start, stop)),
     {"tensor": LocalTensor, "box.start": _SIZES, "box.stop": _SIZES},
 )
-_OVERLAP = _Row(
+_OVERLAP = _Record(
     lambda src, src_piece, dst, dst_piece, start, stop: Overlap(src, src_piece, dst, dst_piece, Region(start, stop)),
     {"src": int, "src_piece": int, "dst": int, "dst_piece": int, **_REGION},
 )
-_PARTITION = _Fields(Partition, {"pieces": [[_PIECE]], "padding": [[_PADDING]]})
-_GROUP = _Row(
+_PARTITION = _Record(Partition, {"pieces": [[_PIECE]], "padding": [[_PADDING]]}, is_row=False)
+_PATTERN = _Record(TransferPattern, {"src": _PARTITION, "dst": _PARTITION, "overlaps": [_OVERLAP]}, is_row=False)
+_GROUP = _Record(
     lambda name_pattern, role, *columns: ParameterGroup(name_pattern, Role(role), *columns),
     {"name_pattern": str, "role": str, "shape": _SIZES, "dtype": str, "layers": _SIZES, "experts": int, "view": _SIZES,
      "mtp": bool},
 )  # fmt: skip
-_LAYER = _Row(LayerPlace, dict.fromkeys(("layer", "vp_stage", "local"), int))
-_TRANSFER_GROUP = _Row(TransferGroup, {
+_LAYER = _Record(LayerPlace, dict.fromkeys(("layer", "vp_stage", "local"), int))
+_TRANSFER_GROUP = _Record(TransferGroup, {
     **dict.fromkeys(("group", "pattern", "pp_stage", "src", "dst"), int), "layers": [_LAYER], "experts": (int, int),
     **dict.fromkeys(("src_slot", "dst_slot", "first_src_replica", "first_dst_replica"), int),
 })  # fmt: skip
-_UNPLANNED = _Row(UnplannedGroup, {"group": int, "reason": str})
+_UNPLANNED = _Record(UnplannedGroup, {"group": int, "reason": str})
 _PLAN = {
     "model": str,
     "train": _mesh_form(TrainMesh),
@@ -220,12 +215,12 @@ _PLAN = {
     "engine": str,
     "policy": str,
     "groups": [_GROUP],
-    "patterns": [_Fields(TransferPattern, {"src": _PARTITION, "dst": _PARTITION, "overlaps": [_OVERLAP]})],
+    "patterns": [_PATTERN],
     "rank_grids": [np.ndarray],
     "transfer_groups": [_TRANSFER_GROUP],
     "misc": [_UNPLANNED],
     "excluded": [_UNPLANNED],
     "relay": bool,
-    "pairs": [_Row(QuantizedPair, {"weight": int, "scales": int, "block": (int, int), "touched": bool})],
-    "casts": [_Row(GroupCast, {"group": int, "src": str, "dst": str})],
+    "pairs": [_Record(QuantizedPair, {"weight": int, "scales": int, "block": (int, int), "touched": bool})],
+    "casts": [_Record(GroupCast, {"group": int, "src": str, "dst": str})],
 }

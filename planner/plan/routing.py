@@ -70,7 +70,11 @@ class Router:
     def routes(self) -> list[RoutedGroup]:
         groups = [*zip(self._source.model_parameters.groups, self._destination.model_parameters.groups, strict=True)]
         routed = [self._routed(train_group, gen_group) for train_group, gen_group in groups]
-        _keep_fused_together(routed, [self._tensors(train_group, gen_group) for train_group, gen_group in groups])
+        tensors = [
+            [] if isinstance(entry.route, Excluded) else self._tensors(*pair)
+            for entry, pair in zip(routed, groups, strict=True)
+        ]
+        _keep_fused_together(routed, tensors)
         return [
             _saying_what_is_cast(train_group, entry) for (train_group, _), entry in zip(groups, routed, strict=True)
         ]
@@ -88,7 +92,6 @@ class Router:
         return RoutedGroup(gen_group, destination if isinstance(destination, Excluded) else Misc(why))
 
     def _plain(self, train_group: ParameterGroup, gen_group: ParameterGroup, destination: Placed) -> RoutedGroup:
-        """A group that the engine does not quantize."""
         ends = self._ends(train_group, destination)
         if not isinstance(ends, BulkRoute):
             return RoutedGroup(gen_group, ends)

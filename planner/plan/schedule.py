@@ -1,7 +1,7 @@
 """What one rank does in a refit: the rows of the plan that name it, as columns.
 
-Both ends of a transfer list it in the same order (stage, transfer group, member, overlap), so the two sequences between any pair of
-ranks agree without a word being exchanged. Extents are in wire order and equal on both ends; strides are each end's own.
+Both ends list transfers in the same order (stage, transfer group, member, overlap), so that the sequences of a pair of
+ranks agree. Extents are in wire order and equal on both ends; strides are each end's own.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class Schedule:
     names: Mapping[int, MemberNames]  # by transfer group
     pairs: tuple[tuple[ParameterGroup, ParameterGroup], ...] = ()  # quantized weights, their scales; of the whole plan
     casts: tuple[Cast, ...] = ()  # training ranks: what changes its dtype before it is sent
-    # Training ranks: indices of tensors that the trainer does not have, the scales that casts compute. They are sent as
-    # any other tensor.
-    computed: tuple[int, ...] = ()
+    computed: tuple[int, ...] = ()  # training ranks: tensors that the trainer does not have, the scales of casts
     relayed: bool = False  # generation ranks pass on what they receive
     between_replicas: bool = False  # the second hop of a relay: its 'train' ranks are the generation ranks that pass on
     view: View | None = None
@@ -107,15 +105,11 @@ class Schedule:
         }
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> Schedule:
-        """The schedule with the chosen transfers of each stage alone. Both ends must choose alike.
-
-        Tensors, padding and the misc route stay as they are, so do them once; so do the stages, where nothing may be left.
-        """
+        """The schedule with the chosen transfers of each stage alone; all else stays. Both ends must choose alike."""
+        chosen = [(stage, table.rows(mask)) for stage, table, mask in zip(self.stages, self.tables, masks, strict=True)]
         stages = tuple(
-            replace(stage, sends=stage.sends.rows(mask))
-            if self.world == "train"
-            else replace(stage, recvs=stage.recvs.rows(mask))
-            for stage, mask in zip(self.stages, masks, strict=True)
+            replace(stage, sends=table) if self.world == "train" else replace(stage, recvs=table)
+            for stage, table in chosen
         )
         return replace(self, stages=stages, view=None if self.view is None else self.view.with_rows(masks))
 
@@ -130,7 +124,6 @@ class Schedule:
 
     @property
     def tables(self) -> list[TransferTable]:
-        """What the rank sends or receives in each stage."""
         return [stage.sends if self.world == "train" else stage.recvs for stage in self.stages]
 
     def name_of(self, world: World, rank: int) -> str:
@@ -139,7 +132,6 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """How messages call this rank."""
         return self.name_of(self.world, self.rank)
 
 
@@ -147,8 +139,8 @@ class Schedule:
 class Cast:
     """Everything sent from one live tensor goes in another dtype.
 
-    For float8_e4m3fn every block of the tensor is divided by a scale of its own. Local element (r, c) of a matrix has
-    the scale `scales[r // block[0], c // block[1]]`. Where the tensor stacks experts, the expert's index comes first.
+    For float8_e4m3fn, local element (r, c) of a matrix is divided by `scales[r // block[0], c // block[1]]`. Where the
+    tensor stacks experts, the expert's index comes first.
     """
 
     tensor: int  # index into Schedule.tensors
@@ -159,10 +151,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """What a generation rank does after it has received: a refit of its own, among generation ranks.
-
-    Both are schedules in which the generation ranks are the training ranks too.
-    """
+    """A refit among generation ranks, after they have received; they are its training ranks too."""
 
     sends: Schedule  # world "train": what it passes on
     receives: Schedule  # world "gen": what others pass on to it
@@ -172,8 +161,8 @@ class Relay:
 class SourceTable:
     """Where the bytes that one generation rank receives lie at their sources, for a receiver that reads them itself.
 
-    `stages[i]` goes row by row with `Schedule.stages[i].recvs`: the same peer, bytes, transfer group and member, but tensor,
-    strided box and offset are those of the training rank `peer`. Ranks may have tensors of the same name.
+    `stages[i]` goes row by row with `Schedule.stages[i].recvs`, but tensor, strided box and offset are those of the
+    training rank `peer`. Ranks may have tensors of the same name.
     """
 
     rank: int  # of the receiver, in the generation world
@@ -194,7 +183,6 @@ class View:
         raise NotImplementedError
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> View:
-        """The view of the schedule with the chosen transfers of each stage alone."""
         raise NotImplementedError
 
     def relay(self) -> Relay:
@@ -206,10 +194,7 @@ class View:
         raise NotImplementedError("nothing is passed on here")
 
     def waves(self) -> tuple[Schedule, ...]:
-        """A relayed schedule in parts, each with its own tensors: one is passed on while the next comes from the trainer.
-
-        () where all is to move at once.
-        """
+        """A relayed schedule in parts, each passed on while the next comes from the trainer; () for all at once."""
         return ()
 
 

@@ -5,7 +5,7 @@
     plan.transfers("model.norm.weight", element=(5,))                      # one element of a parameter
     plan.transfers(tensor="lm_head.weight", rank="gen:3", element=(72, 0)) # one element of a local tensor
 
-Answers come from the plan alone, one transfer group after another; what is not asked for is not expanded.
+What is not asked for is not expanded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class Place:
 
     @property
     def index(self) -> Index:
-        """The same element in the tensor's own shape."""
         return unravel(self.offset, self.shape)
 
     @property
@@ -67,8 +66,8 @@ class Place:
 class Transfer:
     """One region of one parameter, from one training rank to one generation rank.
 
-    Off the bulk route there are no places: misc tensors travel whole and the engine's loader puts them where they
-    belong, and excluded ones do not travel. Padding has one place and no parameter.
+    Off the bulk route there are no places: misc tensors travel whole, excluded ones do not travel. Padding has one
+    place and no parameter.
     """
 
     parameter: str  # HF name
@@ -94,10 +93,8 @@ def transfers_of(
 ) -> Iterator[Transfer]:
     """The transfers that move a parameter or a tensor's content, in the plan's order; all of them if nothing is named.
 
-    `parameter` is an HF name or a shell pattern of them, `tensor` the name of a local tensor of `rank`. `rank` ("train:0",
-    "gen:3") keeps what it sends or receives. `element` is an index in the shape of either and keeps what carries it.
-
-    Raises UnknownElementError at once, before the first transfer is taken.
+    `parameter` is an HF name or a shell pattern of them, `tensor` the name of a local tensor of `rank` ("train:0"),
+    `element` an index in the shape of either. Raises UnknownElementError at once, before the first transfer is taken.
     """
     for name, value in (("parameter", parameter), ("tensor", tensor), ("rank", rank)):
         if not isinstance(value, str | None):
@@ -166,9 +163,6 @@ def local_tensors(plan: Plan, world: World, rank: int) -> dict[str, LocalTensor]
     return tensors
 
 
-# --- by parameter
-
-
 def _of_parameter(plan: Plan, name: str, seat: Seat | None, element: Sequence[int] | None) -> Iterator[Transfer]:
     number, layer, expert = find_parameter(plan, name)
     point = None if element is None else _point(plan.groups[number], name, element)
@@ -177,7 +171,7 @@ def _of_parameter(plan: Plan, name: str, seat: Seat | None, element: Sequence[in
         member = transfers.member(layer, expert) if transfers.group == number else None
         return () if member is None else (member,)
 
-    return _of_members(plan, members_of, {number: [name]}, seat, point)
+    return _of_members(plan, members_of, lambda group: [name] if group == number else [], seat, point)
 
 
 def _of_glob(plan: Plan, glob: str | None, seat: Seat | None, element: Sequence[int] | None) -> Iterator[Transfer]:
@@ -191,25 +185,23 @@ def _of_glob(plan: Plan, glob: str | None, seat: Seat | None, element: Sequence[
         names = plan.names_of(transfers)
         return [member for member in range(transfers.members) if glob is None or matches(names.name(member))]
 
-    unplanned = {entry.group: plan.groups[entry.group].names() for entry in (*plan.misc, *plan.excluded)}
-    names = {group: list(filter(matches, names_of_group)) for group, names_of_group in unplanned.items()}
-    return _of_members(plan, members_of, names, seat, None)
+    return _of_members(plan, members_of, lambda group: filter(matches, plan.groups[group].names()), seat, None)
 
 
 def _of_members(
     plan: Plan,
     members_of: Callable[[TransferGroup], Sequence[int]],
-    names: dict[int, list[str]],  # by group, where it may be off the bulk route
+    names_of: Callable[[int], Iterable[str]],  # of a group off the bulk route
     seat: Seat | None,
     point: Index | None,
 ) -> Iterator[Transfer]:
-    routes: tuple[tuple[Route, tuple[UnplannedGroup, ...]], ...] = ("misc", plan.misc), ("excluded", plan.excluded)
-    for route, unplanned in routes if seat is None else ():
-        for entry in unplanned:
-            group = plan.groups[entry.group]
-            element = None if point is None else _element(group, point)
-            for name in names.get(entry.group, ()):
-                yield Transfer(name, route, entry.reason, group.view, None, group.nbytes, element=element)
+    unplanned: list[tuple[Route, UnplannedGroup]] = [("misc", entry) for entry in plan.misc]
+    unplanned += [("excluded", entry) for entry in plan.excluded]
+    for route, entry in unplanned if seat is None else ():
+        group = plan.groups[entry.group]
+        element = None if point is None else _element(group, point)
+        for name in names_of(entry.group):
+            yield Transfer(name, route, entry.reason, group.view, None, group.nbytes, element=element)
     uses: Iterable[tuple[int, Sequence[int] | None]] = ((index, None) for index in range(len(plan.transfer_groups)))
     if seat is not None:
         uses = ((place.index, place.overlaps.tolist()) for place in plan.groups_of(*seat))
@@ -237,10 +229,10 @@ def _of_overlaps(
     member, overlap = np.array(members)[:, None, None], np.array(overlaps)[:, None]
     replica = np.arange(dst_ranks.shape[1])
     served_by = plan.served_by(transfers, member, overlap, replica)
-    src = src_ranks[pattern.src_parts[overlap], served_by]  # [members, overlaps, replicas]
-    dst = np.broadcast_to(dst_ranks[pattern.dst_parts[overlap], replica], src.shape)
+    src = src_ranks[pattern.parts["train"][overlap], served_by]  # [members, overlaps, replicas]
+    dst = np.broadcast_to(dst_ranks[pattern.parts["gen"][overlap], replica], src.shape)
     lands_on = plan.lands_on(transfers, member, overlap) if plan.relay else replica
-    landing = np.broadcast_to(dst_ranks[pattern.dst_parts[overlap], lands_on], src.shape)
+    landing = np.broadcast_to(dst_ranks[pattern.parts["gen"][overlap], lands_on], src.shape)
     chosen = np.ones(src.shape, bool) if seat is None else (src if seat[0] == "train" else dst) == seat[1]
     element, names = None if point is None else _element(group, point), plan.names_of(transfers)
     for i, j, r in np.argwhere(chosen).tolist():
@@ -265,9 +257,6 @@ def _place(world: World, rank: int, piece: Piece, transfers: TransferGroup, memb
     tensor, offset = piece.tensor, piece.offset(point, transfers.slot(world, member))
     name = transfers.tensor_name(tensor, world, member)
     return Place(world, rank, name, tensor.shape, tensor.dtype, offset, piece.strides)
-
-
-# --- by local tensor
 
 
 def _of_tensor(plan: Plan, name: str, seat: Seat, element: Sequence[int] | None) -> Iterator[Transfer]:
@@ -314,15 +303,11 @@ def _of_pieces(
 
 
 def _members_in(transfers: TransferGroup, tensor: LocalTensor, world: World, name: str) -> list[int]:
-    """The members whose tensor has this name."""
     if _regex(tensor.name).fullmatch(name) is None:
         return []
     names = transfers.tensor_names(tensor, world)
     step = transfers.members // len(names)
     return [member for member in range(transfers.members) if names[member // step] == name]
-
-
-# --- indices
 
 
 def _point(group: ParameterGroup, name: str, element: Sequence[int]) -> Index:
@@ -343,9 +328,6 @@ def _checked_offset(what: str, shape: Index, index: Sequence[int]) -> int:
             f" write [{','.join('0' * len(shape))}] to [{last}]"
         )
     return ravel(tuple(index), shape)
-
-
-# --- names
 
 
 @lru_cache(maxsize=4096)

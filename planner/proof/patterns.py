@@ -31,9 +31,6 @@ def _ends(part: int, is_src: bool) -> tuple[int | None, int | None]:
     return (part, None) if is_src else (None, part)
 
 
-# --- references
-
-
 def check_references(plan: Plan) -> Iterator[Violation]:
     """Indices, names of layers and experts, and pieces are such that everything else can be evaluated."""
     try:
@@ -99,9 +96,6 @@ def _part_faults(plan: Plan, transfers: TransferGroup) -> Iterator[str]:
             yield f"overlap {number} names a piece that does not exist"
 
 
-# --- pieces
-
-
 def check_pieces(plan: Plan) -> Iterator[Violation]:
     """Pieces lie inside of their parameter and of their tensor, and so does padding; dtypes are known."""
     for transfers, pattern, _, _ in _first_uses(plan):
@@ -140,17 +134,14 @@ def _piece_fault(piece: Piece, whole: Region) -> str:
     return ""
 
 
-# --- routes
-
-
 def check_groups(plan: Plan) -> Iterator[Violation]:
     """Every parameter is listed once and has exactly one route; only prediction layers may be left out."""
-    routes: dict[int, Counter[str]] = defaultdict(Counter)
+    routes: dict[int, list[str]] = defaultdict(list)
     for bulk in {transfers.group for transfers in plan.transfer_groups}:
-        routes[bulk]["bulk"] = 1
+        routes[bulk].append("bulk")
     for name, unplanned in (("misc", plan.misc), ("excluded", plan.excluded)):
         for entry in unplanned:
-            routes[entry.group][name] += 1
+            routes[entry.group].append(name)
             if not entry.reason:
                 yield _group_violation(plan, entry.group, f"{name} without a reason")
     for entry in plan.excluded:
@@ -159,9 +150,9 @@ def check_groups(plan: Plan) -> Iterator[Violation]:
             yield _group_violation(plan, entry.group, message)
     listed: dict[str, set[int]] = defaultdict(set)
     for index, group in enumerate(plan.groups):
-        if routes[index].total() != 1:
-            found = " and ".join(sorted(routes[index].elements())) or "by no route"
-            yield _group_violation(plan, index, f"travels {found}; every parameter has exactly one route")
+        if len(routes[index]) != 1:
+            by = " and ".join(sorted(routes[index])) or "by no route"
+            yield _group_violation(plan, index, f"travels {by}; every parameter has exactly one route")
         layers = set(group.layers or (-1,))
         if len(layers) < len(group.layers) or layers & listed[group.name_pattern]:
             yield _group_violation(plan, index, "the plan lists the same parameter twice")
@@ -170,9 +161,6 @@ def check_groups(plan: Plan) -> Iterator[Violation]:
 
 def _group_violation(plan: Plan, group: int, message: str) -> Violation:
     return Violation.of_all(plan, plan.groups[group].name_pattern, "groups", message)
-
-
-# --- patterns
 
 
 def check_patterns(plan: Plan) -> Iterator[Violation]:

@@ -18,9 +18,6 @@ from .report import Violation, distinct, name_of
 _SCALES = {"float32", "uint8"}
 
 
-# --- references
-
-
 def check_pair_references(plan: Plan) -> Iterator[Violation]:
     """Pairs and casts name groups that exist, with blocks that a matrix can have."""
     for pair in plan.pairs:
@@ -40,9 +37,6 @@ def _pair_dangles(plan: Plan, pair: QuantizedPair) -> str:
     if len(plan.groups[pair.weight].view) != 2 or len(plan.groups[pair.scales].view) != 2:
         return "weight and scales are not both matrices"
     return ""
-
-
-# --- pairs
 
 
 def check_pairs(plan: Plan) -> Iterator[Violation]:
@@ -191,9 +185,6 @@ def _computed_fault(piece: Piece, scale: Piece, block: tuple[int, int]) -> str:
     if (scale.tensor.shape, scale.tensor.dtype) == (grid, "float32"):
         return ""
     return f"{scale.tensor} is to be computed from {piece.tensor.name}, whose blocks are {grid} of float32"
-
-
-# --- casts
 
 
 def check_casts(plan: Plan) -> Iterator[Violation]:

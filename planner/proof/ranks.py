@@ -19,7 +19,6 @@ _GenStages = tuple[int, ...]  # by decoder layer
 
 
 def check_ranks(plan: Plan) -> Iterator[Violation]:
-    """Holders, layer places, arrivals and stage order."""
     layers = 1 + max((layer for group in plan.groups if not group.mtp for layer in group.layers), default=-1)
     try:
         train_places, gen_stages = plan.train.place_layers(layers), plan.gen.stage_of_layers(layers)
@@ -33,9 +32,6 @@ def check_ranks(plan: Plan) -> Iterator[Violation]:
     if not misplaced:  # arrivals are counted per stage
         yield from _check_arrivals(plan, gen_stages)
     yield from _check_stages(plan)
-
-
-# --- places
 
 
 def _check_places(plan: Plan, train_places: _TrainPlaces, gen_stages: _GenStages) -> Iterator[Violation]:
@@ -80,9 +76,6 @@ def _place_fault(
     if (pp_stage, vp_stage) == (stage, chunk):
         return ""
     return f"it is read from stage {pp_stage} chunk {vp_stage}, the pipeline keeps it on stage {stage} chunk {chunk}"
-
-
-# --- holders
 
 
 def _check_holders(plan: Plan, gen_stages: _GenStages) -> Iterator[Violation]:
@@ -158,9 +151,6 @@ def _by_part(ranks: NDArray[np.int32]) -> str:
     return "[" + " | ".join(shown) + (f" | ... {len(ranks)} parts" if len(ranks) > 8 else "") + "]"
 
 
-# --- arrivals
-
-
 def _check_arrivals(plan: Plan, gen_stages: _GenStages) -> Iterator[Violation]:
     """Every bulk parameter arrives once on each stage that it is meant for."""
     rows = [{layer: row for row, layer in enumerate(group.layers or (-1,))} for group in plan.groups]  # by layer
@@ -205,9 +195,6 @@ def _stages_of_ends(plan: Plan, arrivals: set[tuple[int, int]]) -> dict[int, set
     if any(stage not in ends[number] for number, stage in arrivals):
         return {number: set(range(plan.gen.pp)) for number in ends}
     return ends
-
-
-# --- stages
 
 
 def _check_stages(plan: Plan) -> Iterator[Violation]:

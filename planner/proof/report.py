@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
@@ -12,8 +13,6 @@ _SPANS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One way in which a plan is wrong."""
-
     rule: str
     parameter: str  # HF name; a pattern where a whole group is concerned
     ranks: str  # e.g. "train 0, 4 -> gen 1"
@@ -24,12 +23,10 @@ class Violation:
         cls, plan: Plan, transfers: TransferGroup, rule: str, message: str,
         src_part: int | None = None, dst_part: int | None = None,
     ) -> Violation:  # fmt: skip
-        """A violation of a transfer group, or of one part of it."""
         return cls(rule, name_of(plan, transfers), ranks_of(plan, transfers, src_part, dst_part), message)
 
     @classmethod
     def of_all(cls, plan: Plan, parameter: str, rule: str, message: str) -> Violation:
-        """A violation that concerns every rank."""
         ranks = f"train {listed(range(plan.train.world))} -> gen {listed(range(plan.gen.world))}"
         return cls(rule, parameter, ranks, message)
 
@@ -61,12 +58,8 @@ def distinct(plan: Plan, use_of: Callable[[TransferGroup], Hashable]) -> Iterato
 
 def listed(numbers: Iterable[int]) -> str:
     """[3, 0, 1, 2, 8] -> "0-3, 8"; "none" where there are none."""
-    spans: list[list[int]] = []
-    for number in sorted({int(n) for n in numbers}):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    shown = [f"{first}-{last}" if first < last else f"{first}" for first, last in spans[:_SPANS_SHOWN]]
+    in_order = enumerate(sorted({int(number) for number in numbers}))
+    spans = [[number for _, number in span] for _, span in groupby(in_order, key=lambda entry: entry[1] - entry[0])]
+    shown = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans[:_SPANS_SHOWN]]
     more = [f"... ({len(spans) - _SPANS_SHOWN} more)"] if len(spans) > _SPANS_SHOWN else []
     return ", ".join(shown + more) or "none"
