@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import RenderableType
 from rich.table import Table
 
-from mcore_reshard.planner.plan.make_schedule import relay_of
+from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, TransferTable, World
 from mcore_reshard.planner.plan.transfers import Place, Transfer, parse_rank
@@ -57,7 +57,7 @@ def _rank_report(plan: Plan, world: World, rank: int) -> dict[str, Any]:
 
     Where replicas relay, `relay` has what a generation rank passes on to others, and what they pass on to it.
     """
-    schedule = plan.schedule(world, rank)
+    schedule = schedule_of(plan, world, rank)
     stages = _stages(schedule)
     relay = relay_of(plan, rank) if plan.relay and world == "gen" else None
     return {

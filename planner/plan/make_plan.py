@@ -90,16 +90,19 @@ class _Planner:
         transfer_groups: list[TransferGroup] = []
         for entry in routed:
             index = len(groups)
-            groups += [entry.group] if entry.scales is None else [entry.group, entry.scales]
-            pairs += [] if entry.scales is None else [QuantizedPair(index, index + 1, entry.block, entry.touched)]
-            if not isinstance(entry.route, BulkRoute):
-                indices = range(index, len(groups))
-                unplanned[type(entry.route)] += [UnplannedGroup(i, entry.route.reason) for i in indices]
-                continue
-            casts += [] if entry.cast is None else [GroupCast(index, *entry.cast)]
-            transfer_groups += self._transfer_groups(index, entry.route.src, entry.route.dst)
+            groups.append(entry.group)
             if entry.scales is not None:
-                self._scales.update(self._scale_patterns(index, entry.route, entry.block))
+                groups.append(entry.scales)
+                pairs.append(QuantizedPair(index, index + 1, entry.block, entry.touched))
+            if not isinstance(entry.route, BulkRoute):
+                unplanned[type(entry.route)] += [
+                    UnplannedGroup(i, entry.route.reason) for i in range(index, len(groups))
+                ]
+                continue
+            if entry.cast is not None:
+                casts.append(GroupCast(index, *entry.cast))
+            transfer_groups += self._transfer_groups(index, entry.route.src, entry.route.dst)
+            self._scales.update(self._scale_patterns(index, entry.route, entry.block))
         transfer_groups.sort(key=_order)
         cuts = zip(self._patterns, self._overlaps, strict=True)
         patterns = tuple(TransferPattern(*ends, overlaps) for ends, overlaps in cuts)

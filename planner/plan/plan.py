@@ -6,7 +6,7 @@
     transfer_groups   parameters that share a pattern and the ranks on both ends
 
 A transfer group may be the eight experts of one expert-parallel rank in the layers of one pipeline stage. Nothing is
-stored per rank or per parameter: `schedule` and `transfers` expand what one asks for.
+stored per rank or per parameter: `schedule_of` and `Plan.transfers` expand what one asks for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from .schedule import MemberNames, World
 if TYPE_CHECKING:
     from mcore_reshard.planner.proof.prove import Proof
 
-    from .schedule import Schedule
     from .transfers import Transfer
 
 Policy = Literal["exact", "conservative"]
@@ -229,13 +228,7 @@ class Plan:
         """The transfers of one refit, or those of a parameter, a tensor, a rank ("gen:3") or an element: `transfers_of`."""
         from .transfers import transfers_of
 
-        return transfers_of(self, parameter, tensor=tensor, rank=rank, element=element)
-
-    def schedule(self, world: World, rank: int) -> Schedule:
-        """What one rank sends or receives. Raises IndexError for a rank that the plan does not have."""
-        from .make_schedule import schedule_of
-
-        return schedule_of(self, world, rank)
+        return transfers_of(self, parameter, tensor, rank, element)
 
     def prove(self) -> Proof:
         """Check every rule that makes a plan sound. The proof is true or false, and lists the violations."""

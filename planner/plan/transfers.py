@@ -84,12 +84,7 @@ class Transfer:
 
 
 def transfers_of(
-    plan: Plan,
-    parameter: str | None = None,
-    *,
-    tensor: str | None = None,
-    rank: str | None = None,
-    element: Sequence[int] | None = None,
+    plan: Plan, parameter: str | None, tensor: str | None, rank: str | None, element: Sequence[int] | None
 ) -> Iterator[Transfer]:
     """The transfers that move a parameter or a tensor's content, in the plan's order; all of them if nothing is named.
 

@@ -144,10 +144,9 @@ def check_groups(plan: Plan) -> Iterator[Violation]:
             routes[entry.group].append(name)
             if not entry.reason:
                 yield _group_violation(plan, entry.group, f"{name} without a reason")
-    for entry in plan.excluded:
-        if not plan.groups[entry.group].mtp:
-            message = f"left out ({entry.reason}), but only multi-token prediction may be"
-            yield _group_violation(plan, entry.group, message)
+            if name == "excluded" and not plan.groups[entry.group].mtp:
+                message = f"left out ({entry.reason}), but only multi-token prediction may be"
+                yield _group_violation(plan, entry.group, message)
     listed: dict[str, set[int]] = defaultdict(set)
     for index, group in enumerate(plan.groups):
         if len(routes[index]) != 1:

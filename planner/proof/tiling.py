@@ -34,16 +34,14 @@ def _overlap_along(parts: Sequence[Region], dim: int) -> tuple[Region, Region] |
         return None
     if dim == len(parts[0].start):
         return parts[0], parts[1]
-    cluster: list[Region] = []
+    clusters: list[list[Region]] = []
     reach = -1
     for part in sorted(parts, key=lambda p: p.start[dim]):
         if part.start[dim] >= reach:
-            if clash := _clash(cluster, dim):
-                return clash
-            cluster = []
-        cluster.append(part)
+            clusters.append([])
+        clusters[-1].append(part)
         reach = max(reach, part.stop[dim])
-    return _clash(cluster, dim)
+    return next(filter(None, (_clash(cluster, dim) for cluster in clusters)), None)
 
 
 def _clash(cluster: Sequence[Region], dim: int) -> tuple[Region, Region] | None:
