@@ -22,7 +22,6 @@ from mcore_reshard.kernels.host import host
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.planner.plan.schedule import Schedule
-from mcore_reshard.planner.plan.subset import peers_of
 
 from .base import TransportContext, group_names
 
@@ -87,10 +86,10 @@ def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
     """The pairs in which this rank is `dst`, with the trainer in place of relays and with them."""
     if schedule.world == "train":
         return []
-    sources, relays = peers_of(schedule), frozenset[int]()
+    sources, relays = schedule.peers, frozenset[int]()
     if schedule.relayed and schedule.view is not None:
-        sources |= peers_of(schedule.view.unrelayed())
-        relays = peers_of(schedule.view.relay().receives)
+        sources |= schedule.view.unrelayed().peers
+        relays = schedule.view.relay().receives.peers
     by_trainer = [RankPair(src, schedule.rank, False) for src in sorted(sources)]
     return by_trainer + [RankPair(src, schedule.rank, True) for src in sorted(relays)]
 
