@@ -206,8 +206,8 @@ def damage(good: Plan, plan: Plan | None = None) -> list[str]:
 def scale_damage(plan: Plan) -> list[str]:
     """Where an element and its scale do not lie together.
 
-    The scale at (r // block rows, c // block columns) of the scales' tensor must be that of element (r, c) of the local
-    matrix: the scale of the element's own block of the parameter. One scale a tensor is a block as large as the matrix.
+    Element (r, c) of a local matrix has its scale at (r // block rows, c // block columns) of the scales' tensor. That place
+    must hold the scale of the element's block in the parameter. One scale a tensor is a block as large as the matrix.
     """
     faults: list[str] = []
     first_id = np.cumsum([0] + [group.count * prod(group.shape) for group in plan.groups])

@@ -1,7 +1,7 @@
 """NeMo-RL's `xferdtensor` on the experts of a MoE, from a checkout that the user names (`--nemo-rl PATH`).
 
 Its refit stacks a layer's local experts, moves the stack as a DTensor-like reference, and copies the arrived part into
-the engine's fused tensor; so does this. `xferdtensor_python` is its point-to-point path, golden its broadcast.
+the engine's fused tensor. This does the same. `xferdtensor_python` is its point-to-point path, golden its broadcast.
 """
 
 from __future__ import annotations

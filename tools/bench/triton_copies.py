@@ -3,8 +3,8 @@
 A Triton kernel is compiled for one type of element. So a table of several word sizes is parted by word size, with a
 launch for each. Words of 16 bytes have no type, and are two int64 side by side. `walk_flat` numbers the words of a tile
 row by row, as our kernel does. `walk_rows` takes blocks of rows and columns: nothing is divided, but a block must fit
-the rows. Here it is fitted to the widest rows of a launch, which favors it: in these tables all rows of one word size
-are of one width, in those of a model they are not.
+the rows. Here it is fitted to the widest rows of a launch. This favors it: rows of one word size are of one width in
+these tables, and of several in those of a model.
 """
 
 from __future__ import annotations

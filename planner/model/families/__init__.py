@@ -28,7 +28,7 @@ FAMILIES: Mapping[str, Callable[[ConfigReader], ModelParameters]] = {
     "qwen3_moe": llama_qwen,
 }
 
-# What transformers 5 calls fields in the configs that it writes (`attribute_map` of its config classes).
+# The names of fields in configs that transformers 5 writes (`attribute_map` of its config classes).
 _WRITTEN_AS = {"qwen3_moe": {"num_local_experts": "num_experts"}}
 
 
