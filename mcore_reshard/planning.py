@@ -1,8 +1,4 @@
-"""Read what a plan is asked for, and report everything wrong with it at once. Imports numpy and the planner alone.
-
-request = read_request("tiny-qwen3-moe", "tp=2,pp=2,ep=2", "tp=2")
-plan = request.plan()
-"""
+"""Read what a plan is asked for, and report everything wrong with it at once. Imports numpy and the planner alone."""
 
 from __future__ import annotations
 
@@ -188,8 +184,7 @@ def _parse(parse: Callable[[str], _Mesh], mesh: str | _Mesh, side: str) -> tuple
 def _train_misfits(parameters: ModelParameters, mesh: TrainMesh | None, text: str) -> list[str]:
     """Why the model does not fit the training mesh.
 
-    An impossible mesh is replaced by one with the same degrees and enough replicas: no layout rule looks at dp. Its
-    pipeline is left out where that is the impossible part.
+    An impossible mesh is replaced by one with the same degrees, as far as they go together, and enough replicas.
     """
     if mesh is None and (stated := _stated_degrees(text)):
         axes, layers = stated

@@ -174,7 +174,7 @@ class _Endpoint(ABC):
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory that the transport holds besides the model, bound tensors excluded."""
+        """Memory that the transport holds besides the model."""
         executor = self._connection.executor if self._connection else None
         return executor.scratch_bytes if executor else 0
 
@@ -196,22 +196,20 @@ class _Endpoint(ABC):
         if connection is None:
             return
         connection.group.close()
-        executor, thread = connection.executor, connection.thread
-        if executor is not None and thread.is_busy:
-            # A run keeps what it uses until it ends; gloo's ends with the group.
-            wait([thread.start(executor.close)], NOTICE_S)
-        elif executor is not None:
-            executor.close()
+        if connection.executor is not None:
+            if connection.thread.is_busy:  # a run keeps what it uses until it ends; gloo's ends with the group
+                wait([connection.thread.start(connection.executor.close)], NOTICE_S)
+            else:
+                connection.executor.close()
 
     @abstractmethod
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
         """Export or load the tensors `names`, or all if None; returns their bytes. `afterwards` runs after the outcome."""
 
     def _move_bulk(self, connection: _Connection, phase: str, writes: WriteCounts | None) -> tuple[StageReport, ...]:
-        """Run the plan's transfers; none under golden. `writes` counts the earlier writes to each tensor.
+        """Run the plan's transfers, on a thread; none under golden. `writes` counts the earlier writes to each tensor.
 
-        The executor runs on a thread of its own; waiting for it ends once the store reports the failure of any rank.
-        Connections mostly report it sooner, but gloo leaves a sender waiting if its peer closes during a message.
+        The wait ends once the store reports the failure of any rank: gloo may leave a sender waiting for a lost peer.
         """
         bound, executor = connection.bound, connection.executor
         if bound is None or executor is None or writes is None:

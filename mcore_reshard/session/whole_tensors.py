@@ -25,7 +25,7 @@ def check_stream(
     """Pass `tensors` through; raise `SessionError` unless they are `names`, each once. None: any names, each once.
 
     `pairs` maps each weight that the engine keeps quantized to (name, dtype) of its scales. Both must come, in the
-    engine's dtypes. For an unquantized weight its loader would raise nothing: it narrows the weight and keeps old scales.
+    engine's dtypes: its loader would silently narrow an unquantized weight and keep old scales.
     `verb` begins messages: "export yielded" or "there arrived".
     """
     expected = None if names is None else set(names)

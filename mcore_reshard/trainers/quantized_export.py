@@ -20,7 +20,7 @@ from mcore_reshard.session.whole_tensors import NamedTensors
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of one weight: their name, shape and blocks."""
+    """The scales of one weight."""
 
     name: str
     shape: tuple[int, ...]

@@ -71,8 +71,8 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor that the model's own loader writes, by vLLM name: `local_tensors`, but with refined scales themselves."""
-    tensors = {name: tensor for name, tensor in local_tensors(model).items() if not name.endswith(CHECKPOINT_BLOCKS)}
-    return tensors | {name: model.get_parameter(name).detach() for name in refined_scales.refined_names(model)}
+    names = [name.removesuffix(CHECKPOINT_BLOCKS) for name in local_tensors(model)]
+    return {name: model.get_parameter(name).detach() for name in names}
 
 
 def load_weights(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

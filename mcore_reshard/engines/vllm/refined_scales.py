@@ -49,11 +49,6 @@ def refine(model: torch.nn.Module) -> None:
                 blocks.scales.fill_(_UNFILLED)  # the loader may write the parameter next, as it does under golden
 
 
-def refined_names(model: torch.nn.Module) -> set[str]:
-    """The parameters that `refine` fills."""
-    return {name for name, *_ in _refined(model)}
-
-
 def _refined(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, _Blocks]]:
     layer: Any
     for prefix, layer in model.named_modules():

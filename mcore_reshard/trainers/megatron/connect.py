@@ -4,8 +4,7 @@
     trainer.refit(step)                                                                      # weights may change again
     trainer.close()
 
-`connect` reads the mesh, the build and the precision off the live model. Trainers with other tensors or another export
-use the layer below: `plan_refit`, `TrainEndpoint` and the exports.
+Trainers with other tensors or another export use the layer below: `plan_refit`, `TrainEndpoint` and the exports.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class RefitTrainer:
     def refit(self, step: int, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
         """Move the current weights into the engine; return once all ranks of both worlds have acknowledged them.
 
-        All ranks call it with the same `step`, larger than the last. `kv_scales` and the errors are those of
-        `TrainEndpoint.refit`. With `overlap_param_gather`, force the gather of the parameters first.
+        Arguments and errors are those of `TrainEndpoint.refit`. With `overlap_param_gather`, gather the parameters first.
         """
         return self._endpoint.refit(step, kv_scales=kv_scales)
 
@@ -137,7 +135,7 @@ def connect(
 def _read_arguments(
     model_chunks: Any, hf_config: Any, gen: Any, store: Any, gen_dtype: str | None, policy: Policy, engine: str
 ) -> tuple[list[torch.nn.Module], PlanRequest]:
-    """The chunks, and a request with the config and the generation mesh; its training mesh is not yet the model's.
+    """The chunks, and a request with the config and the generation mesh, but not yet the model's training mesh.
 
     Raises RefitError with all that this rank alone can see, before ranks wait for each other in `plan_refit`.
     """

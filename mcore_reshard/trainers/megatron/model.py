@@ -15,6 +15,8 @@ import torch
 from mcore_reshard.kernels.copies.tensors import dtype_name
 from mcore_reshard.planner.layout.mesh import TrainMesh
 
+from .world import gather_from_all
+
 # megatron-core 0.19 keeps the convolution's parameters on the Mamba mixer itself.
 _EARLIER_NAMES_IN_A_MIXER = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
 
@@ -71,8 +73,7 @@ def select_tasks(bridge: Any, model_chunks: Sequence[torch.nn.Module], names: Co
     served = {
         index: yielded for index, task in enumerate(tasks) if (yielded := set(names).intersection(hf_names(task)))
     }
-    served_by_rank: list[dict[int, set[str]]] = [{} for _ in range(_size(group))]
-    torch.distributed.all_gather_object(served_by_rank, served, group=group)
+    served_by_rank = gather_from_all(served, group)
     if missing := set(names).difference(*(yielded for rank in served_by_rank for yielded in rank.values())):
         raise KeyError(f"Megatron-Bridge has no conversion task for {', '.join(sorted(missing))}")
     return [tasks[index] for index in sorted(set().union(*served_by_rank))]
@@ -105,11 +106,9 @@ def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> TrainMesh:
     Collective over the pipeline group. Raises MeshError, and ValueError when the chunks do not have the layers in order.
     """
     groups = _process_groups(model_chunks)
-    sizes = {axis: _size(group) for axis, group in groups.items()}
+    sizes = {axis: 1 if group is None else group.size() for axis, group in groups.items()}
     own_layers = [[layer.layer_number - 1 for layer in unwrapped(chunk).decoder.layers] for chunk in model_chunks]  # type: ignore[union-attr]
-    layers_of_stages: list[list[list[int]]] = [own_layers] * sizes["pp"]
-    if sizes["pp"] > 1:
-        torch.distributed.all_gather_object(layers_of_stages, own_layers, group=groups["pp"])
+    layers_of_stages = gather_from_all(own_layers, groups["pp"]) if sizes["pp"] > 1 else [own_layers]
     chunks = [stage[chunk_index] for chunk_index in range(len(model_chunks)) for stage in layers_of_stages]
     layers = [layer for chunk in chunks for layer in chunk]
     if layers != list(range(len(layers))):
@@ -121,8 +120,7 @@ def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> TrainMesh:
 
 def rank_coordinate(model_chunks: Sequence[torch.nn.Module]) -> dict[str, int]:
     """Where the process groups put this rank: `{tp, pp, cp, ep, etp, dp}`, all 0 without process groups."""
-    groups = _process_groups(model_chunks)
-    return {axis: 0 if group is None else group.rank() for axis, group in groups.items()}
+    return {axis: 0 if group is None else group.rank() for axis, group in _process_groups(model_chunks).items()}
 
 
 def require(module: str) -> ModuleType:
@@ -194,7 +192,3 @@ def _process_groups(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
             ) from error
     attributes = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "ep": "ep", "etp": "expt_tp"}
     return {axis: getattr(collection, attribute) for axis, attribute in attributes.items()}
-
-
-def _size(group: Any) -> int:
-    return 1 if group is None else group.size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,19 +17,19 @@ def own_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def gather_from_all(value: _T) -> list[_T]:
-    """The `value` of every training rank, in rank order. Collective."""
+def gather_from_all(value: _T, group: Any = None) -> list[_T]:
+    """The `value` of every training rank, or of a group's, in rank order. Collective."""
     if not torch.distributed.is_initialized():
         return [value]
-    values: list[_T] = [value] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
+    values: list[_T] = [value] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
 def run_on_all_ranks(step: Callable[[], _T]) -> _T:
     """Run `step` on every training rank and return this rank's result. Collective.
 
-    If it raises on any rank, all ranks raise: a failed rank its own error, the others SessionError with the first cause.
+    If it raises on a rank, all ranks raise: that rank its own error, the others SessionError with the first cause.
     """
     result, failure = None, None
     try:
