@@ -138,7 +138,7 @@ def _wrong_types(config: Any, train: Any, gen: Any) -> list[str]:
     """What a caller in Python gave in place of a config or a mesh."""
     wrong = []
     if not isinstance(config, (str, PathLike, Mapping)):
-        wrong.append(f"config is a {type(config).__name__}: give a name, a path or the dict (a config's to_dict())")
+        wrong.append(f"the config is a {type(config).__name__}: give a name, a path or the dict (a config's to_dict())")
     for side, mesh, kind, example in (("train", train, TrainMesh, "tp=2,pp=2"), ("gen", gen, GenMesh, "tp=4")):
         if not isinstance(mesh, (str, kind)):
             wrong.append(f"{side} is a {type(mesh).__name__}: give a text, as in {example!r}, or a {kind.__name__}")
@@ -241,10 +241,9 @@ def _precisions(
 def _notes(parameters: ModelParameters, src: Precision, dst: Precision) -> tuple[str, ...]:
     stated = parameters.quantization
     if dst.format is None and src.format is None and stated is not None:
-        return (
-            f"the checkpoint is quantized ({stated.method}), the plan moves {dst.dtype} weights: the engine must hold"
-            " them unquantized. For an engine or a trainer in FP8 give --gen-dtype or --train-dtype",
-        )
+        moved = f"the checkpoint is quantized ({stated.method}), the plan moves {dst.dtype} weights"
+        remedy = "For an engine or a trainer in FP8 give --gen-dtype or --train-dtype"
+        return (f"{moved}: the engine must hold them unquantized. {remedy}",)
     if dst.format is None or (stated is not None and stated.method == dst.format.method):
         return ()
     other = "" if stated is None else f" ({stated.method} says nothing of it, and its list of modules is not read)"

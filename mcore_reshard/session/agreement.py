@@ -94,15 +94,14 @@ def check_kv_names(words: Words, scales: Collection[str]) -> None:
     Each of them said which names it `lacks`, by number; None if it takes no scales.
     """
     lacking = {rank: word["lacks"] for rank, word in words.items() if "lacks" in word}
-    if unable := [rank for rank, lacks in lacking.items() if lacks is None]:
-        raise KvScalesError(
-            f"{len(scales)} scales of the KV cache came with the refit, and no function to set them was given on"
-            f" {', '.join(unable)}: give set_kv_scales= and kv_scale_names="
-        )
+    came = f"{len(scales)} scales of the KV cache"
+    if unable := ", ".join(rank for rank, lacks in lacking.items() if lacks is None):
+        missing = f"no function to set them was given on {unable}: give set_kv_scales= and kv_scale_names="
+        raise KvScalesError(f"{came} came with the refit, and {missing}")
     nowhere = set.intersection(*map(set, lacking.values())) if lacking else set(range(len(scales)))
     if wrong := [name for number, name in enumerate(scales) if number in nowhere]:
         raise KvScalesError(
-            f"{len(wrong)} of {len(scales)} scales of the KV cache are of no attention layer of any generation rank whose"
+            f"{len(wrong)} of {came} are of no attention layer of any generation rank whose"
             f" cache has scales: {', '.join(wrong)}; name the engine's own, as in model.layers.0.self_attn.attn.k_scale, and"
             " start it with a quantized cache (kv_cache_dtype)"
         )
@@ -110,10 +109,9 @@ def check_kv_names(words: Words, scales: Collection[str]) -> None:
 
 def is_positive_float32(scale: Any) -> bool:
     """Whether a scale of the KV cache is a number that float32 holds as neither 0 nor inf: engines keep it so."""
-    if isinstance(scale, (bool, str)):
-        return False
     try:
-        return 0 < torch.tensor(float(scale), dtype=torch.float32).item() < math.inf
+        in_float32 = torch.tensor(float(scale), dtype=torch.float32).item()
+        return not isinstance(scale, (bool, str)) and 0 < in_float32 < math.inf
     except (TypeError, ValueError, ArithmeticError, RuntimeError):  # RuntimeError: a tensor of several numbers
         return False
 

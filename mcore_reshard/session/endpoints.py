@@ -52,7 +52,6 @@ _CLOSED = "closed"
 
 LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 Export = Callable[[Sequence[str] | None], NamedTensors]
-LoadWeights = Callable[[NamedTensors], Any]
 SetKvScales = Callable[[Mapping[str, float]], Any]
 KvScaleNames = Callable[[], Collection[str]]
 
@@ -102,11 +101,9 @@ class _Endpoint(ABC):
     by_name: ClassVar[str]  # the field with the function that moves whole tensors by name
 
     def __post_init__(self, store: TCPStore | str) -> None:
-        self.rank_name = self.schedule.name
+        self.rank_name = name = self.schedule.name
         if self.schedule.world != self.world:
-            raise ValueError(
-                f"{type(self).__name__} needs the schedule of a {self.world} rank, not of {self.rank_name}"
-            )
+            raise ValueError(f"{type(self).__name__} needs the schedule of a {self.world} rank, not of {name}")
         self._store_address = store_address(store)
 
     def prepare(self, *, timeout_s: float | None = None) -> None:
@@ -116,15 +113,23 @@ class _Endpoint(ABC):
         Raises `BindError`, `TransportUnavailable` or `SessionError`; if one rank raises, all do.
         """
         if self._connection or self._ended:
-            raise SessionError(
-                f"{self.rank_name}: {self._ended or 'already prepared'}; call prepare() once, on a new endpoint"
-            )
+            reason = self._ended or "already prepared"
+            raise SessionError(f"{self.rank_name}: {reason}; call prepare() once, on a new endpoint")
         self._ended = "prepare() failed"
         session, limit_s, members = self.options.session, self.options.timeout_s, group_names(self.schedule)
         rendezvous = Rendezvous(self._store_address, session, self.rank_name, members, timeout_s=limit_s)
         with _Published(rendezvous, "hello", self._end):
             transport, bound = self._bind()
-        check_alike(rendezvous.gather("hello", self._hello(transport), parse=parse_word, timeout_s=timeout_s))
+        hello = {
+            "protocol": PROTOCOL,
+            "digest": self.schedule.digest,
+            "transport": transport.name,
+            "bucket_bytes": self.options.bucket_bytes,
+            "checksums": self.options.checksums,
+            "train_ranks": self.schedule.train_ranks,
+            "gen_ranks": self.schedule.gen_ranks,
+        }
+        check_alike(rendezvous.gather("hello", hello, parse=parse_word, timeout_s=timeout_s))
         with _Published(rendezvous, "connected", self._end):
             self._connection = self._connect(rendezvous, transport, bound)
             rendezvous.gather("connected", {})
@@ -268,17 +273,6 @@ class _Endpoint(ABC):
             raise
         return _Connection(rendezvous, transport, group, bound, executor, DeadlineThread("refit"))
 
-    def _hello(self, transport: Transport) -> dict[str, Any]:
-        return {
-            "protocol": PROTOCOL,
-            "digest": self.schedule.digest,
-            "transport": transport.name,
-            "bucket_bytes": self.options.bucket_bytes,
-            "checksums": self.options.checksums,
-            "train_ranks": self.schedule.train_ranks,
-            "gen_ranks": self.schedule.gen_ranks,
-        }
-
     def _end(self, error: BaseException) -> None:
         self._ended = f"the session ended with: {error}"
         self.close()
@@ -336,7 +330,7 @@ class GenerationEndpoint(_Endpoint):
     The rest is as for `TrainEndpoint`.
     """
 
-    load_weights: LoadWeights | None = None
+    load_weights: Callable[[NamedTensors], Any] | None = None
     after_direct_writes: Callable[[], Any] | None = None
     set_kv_scales: SetKvScales | None = None
     kv_scale_names: KvScaleNames | None = None

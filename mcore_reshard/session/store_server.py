@@ -50,14 +50,13 @@ def start_store_if_absent(address: str, timeout_s: float) -> TCPStore | None:
             client = connect_store(address, timeout_s)
             if client.check([_IDENTITY]) and client.get(_IDENTITY) == store.get(_IDENTITY):
                 return store
+        raise SessionError(
+            f"nothing answers at {address}, and a store that was started on {socket.gethostname()} is not reached there:"
+            f" give an address of this host, or run `mcore-reshard store --port {port}` on {host}"
+        )
     except BaseException:
         del store  # the traceback would keep it up
         raise
-    del store
-    raise SessionError(
-        f"nothing answers at {address}, and a store that was started on {socket.gethostname()} is not reached there:"
-        f" give an address of this host, or run `mcore-reshard store --port {port}` on {host}"
-    )
 
 
 def _listens(host: str, port: int) -> bool:

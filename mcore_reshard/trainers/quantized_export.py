@@ -8,7 +8,7 @@ For a trainer that is itself in FP8 see `mcore_reshard.trainers.megatron.quantiz
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ from mcore_reshard.session.endpoints import Export
 from mcore_reshard.session.whole_tensors import NamedTensors
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
+class Scales(NamedTuple):
     """The scales of one weight."""
 
     name: str
@@ -36,9 +35,8 @@ def pairs_by_name(plan: Plan) -> dict[str, Scales]:
     for pair in plan.pairs:
         group = plan.groups[pair.scales]
         if group.dtype != "float32":
-            raise ValueError(
-                f"{group.name_pattern} is {group.dtype}: nothing computes the scales of MXFP8; let the engine hold FP8"
-            )
+            remedy = "nothing computes the scales of MXFP8; let the engine hold FP8"
+            raise ValueError(f"{group.name_pattern} is {group.dtype}: {remedy}")
         names = zip(plan.groups[pair.weight].names(), group.names(), strict=True)
         pairs |= {weight: Scales(scales, group.shape, pair.block) for weight, scales in names}
     return pairs

@@ -174,8 +174,7 @@ def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
     """Parameters that kernels do not read as `load_weights` leaves them -> the reason: no refit can write these.
 
     A whitelist decides: unquantized linear layers and embeddings; experts and block-FP8 layers on kernels that leave them
-    alone (layers/fused_moe/oracle/, unquantized.py and fp8.py). Attention passes: `after_direct_writes` derives its
-    tensors again.
+    alone (layers/fused_moe/oracle/). Attention passes: `after_direct_writes` derives its tensors again.
     """
     changed: dict[str, str] = {}
     for prefix, layer in _layers_with_parameters(model):

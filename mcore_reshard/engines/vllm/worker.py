@@ -4,8 +4,7 @@
     llm.collective_rpc("refit", args=(step,))
     llm.collective_rpc("close_refit")
 
-vLLM makes the class a base of its worker (v1/worker/worker_base.py, WorkerWrapperBase.init_worker). Arguments and
-results are plain data, which vLLM carries between processes.
+vLLM makes the class a base of its worker (v1/worker/worker_base.py). Arguments and results are plain data.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ _GRACE_S = 5.0  # after a failure: time for all ranks to read its cause before r
 
 
 @dataclass(eq=False)
-class RefitTrainer:
+class RefitTrainer(AbstractContextManager["RefitTrainer"]):
     """One training rank, connected: `connect` makes it. Use it as a context manager, or call `close`."""
 
     plan: Plan
@@ -53,7 +53,8 @@ class RefitTrainer:
     def refit(self, step: int, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
         """Move the current weights into the engine; return once all ranks of both worlds have acknowledged them.
 
-        Arguments and errors are those of `TrainEndpoint.refit`. With `overlap_param_gather`, gather the parameters first.
+        Arguments and errors are those of `TrainEndpoint.refit`; `step` is the version. With `overlap_param_gather`,
+        force the gather of the parameters first.
         """
         return self._endpoint.refit(step, kv_scales=kv_scales)
 
@@ -67,9 +68,6 @@ class RefitTrainer:
         if failed and self._store is not None:
             time.sleep(_GRACE_S)
         self._store = None
-
-    def __enter__(self) -> RefitTrainer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -171,9 +169,7 @@ def _chunks_of(model_chunks: Any) -> list[torch.nn.Module]:
     others = [type(chunk).__name__ for chunk in chunks if not hasattr(unwrapped(chunk), "decoder")]
     if others or not chunks:
         problem = f"has no decoder in {', '.join(others)}" if others else "is empty"
-        raise ValueError(
-            f"model_chunks {problem}: give the Megatron-Core model, or the list of its chunks on this rank"
-        )
+        raise ValueError(f"model_chunks {problem}: give the Megatron-Core model, or the list of its chunks here")
     rank_coordinate(chunks)
     local_tensors(chunks)
     return chunks

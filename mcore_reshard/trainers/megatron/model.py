@@ -53,23 +53,19 @@ def export_hf(
     """Megatron-Bridge's export: (HF name, whole tensor) on every training rank, on the tensors' own device.
 
     `bridge` is an AutoBridge made by `from_hf_pretrained`. With `names`, only tasks that yield these run. A padded
-    vocabulary is cut back to the config's size, which Bridge does not do. Collective: all training ranks must call it
-    with the same names and consume the iterator to its end. Raises KeyError, on all ranks alike and before any tensor
-    moves, for a name that no task yields.
+    vocabulary is cut back to the config's size. Collective: all training ranks must call it with the same names and read
+    the iterator to its end. Raises KeyError, on all ranks and before any tensor moves, for a name that no task yields.
     """
     yield from export_tasks(bridge, model_chunks, select_tasks(bridge, model_chunks, names), names)
 
 
 def select_tasks(bridge: Any, model_chunks: Sequence[torch.nn.Module], names: Collection[str] | None) -> list[Any]:
-    """Bridge's conversion tasks that yield `names`, or all: the same number, in the same order, on every rank.
-
-    Collective: a task names only its own rank's experts, so expert-parallel ranks gather the names that they serve.
-    """
+    """Bridge's conversion tasks that yield `names`, or all: the same ones in the same order on every rank. Collective."""
     require("megatron.bridge")
     tasks = [task for task in bridge.get_conversion_tasks(list(model_chunks)) if task is not None]
     if names is None:
         return tasks
-    group = require("megatron.core.parallel_state").get_expert_model_parallel_group()
+    group = require("megatron.core.parallel_state").get_expert_model_parallel_group()  # a task names its rank's experts
     served = {
         index: yielded for index, task in enumerate(tasks) if (yielded := set(names).intersection(hf_names(task)))
     }

@@ -36,9 +36,8 @@ def plan_refit(
     """Plan the refit of a live Megatron-Core model into the mesh of an engine, and prove it.
 
     `config` is the model's HF config.json; `options` are `model`, `policy`, `engine` and `gen_dtype`, as in `make_plan`.
-    The trainer's precision is read off its parameters. Collective over the training world (torch's default group): all
-    ranks get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a model that no plan describes,
-    such as one with LoRA adapters.
+    Collective over the training world (torch's default group): all ranks get the same plan. Raises ConfigError, MeshError,
+    ProofError, or ValueError for a model that no plan describes, such as one with LoRA adapters.
     """
     model_parameters = parameters_from_config(config)
     train = train_mesh_of(model_chunks)
@@ -99,10 +98,9 @@ def _agree_on_precision(first_in: dict[str, str], main: str) -> str | None:
 
 
 def _find_unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[tuple[int, str]]) -> list[int]:
-    """The layers of an FP8 trainer in which no rank holds a quantized linear weight.
+    """The layers of an FP8 trainer in which no rank holds a quantized linear weight. `weights`: those it may hold.
 
-    `weights` are the (layer, name) that this rank may hold. Collective: a layer may be on several ranks. Raises ValueError
-    for layers that are quantized in part.
+    Collective: a layer may be on several ranks. Raises ValueError for layers that are quantized in part.
     """
     own_first: tuple[dict[int, str], dict[int, str]] = {}, {}  # by layer: the first weight unquantized, and quantized
     for layer, name in weights:

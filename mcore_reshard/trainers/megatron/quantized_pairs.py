@@ -1,9 +1,8 @@
 """Whole FP8 pairs out of a live Megatron-Core model, by their Hugging Face names: what a plan's misc route sends.
 
 Megatron-Bridge (0.3.1) dequantizes the weights that Transformer Engine quantized, and knows no scales. But its mappings
-gather and rearrange elements of any dtype. So a quantized parameter goes through them twice: once as the bytes of its
-data, once as a matrix of the same shape with the scale of every element. Then each block of the checkpoint's weight must
-hold one scale:
+rearrange elements of any dtype. So a quantized parameter goes through them twice: as the bytes of its data, and as the
+float32 scale of every element. Then each block of the checkpoint's weight must hold one scale:
 
     trainer's linear_qkv, blocks of 2 rows      q_proj
     q0 a    k0 b                                q0 a
@@ -33,10 +32,9 @@ def export_with_pairs(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `export_hf`, with each weight of `pairs` as float8_e4m3fn data, followed by its float32 scales.
 
-    Weights that the trainer holds quantized keep their data and scales. One exception: where a block of the checkpoint
-    spans several of the trainer (heads of the fused QKV tensor smaller than a block), the weight is dequantized and
-    quantized again, which rounds. Weights in bfloat16 are quantized by the engine's arithmetic
-    (`kernels.copies.cast_arithmetic`). Meanwhile the scales of a weight's elements take four bytes an element.
+    Weights that the trainer holds quantized keep their data and scales. Where a block of the checkpoint spans several of
+    the trainer (small heads in the fused QKV tensor), the weight is dequantized and quantized again, which rounds.
+    Weights in bfloat16 are quantized by the engine's arithmetic (`kernels.copies.cast_arithmetic`).
 
     Raises as `export_hf`, and ValueError for other blocks than the plan's.
     """
