@@ -108,9 +108,8 @@ def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> TrainMesh:
     chunks = [stage[chunk_index] for chunk_index in range(len(model_chunks)) for stage in layers_of_stages]
     layers = [layer for chunk in chunks for layer in chunk]
     if layers != list(range(len(layers))):
-        raise ValueError(
-            f"the pipeline's chunks have layers {chunks}, out of order: give each chunk the layers after the chunk before"
-        )
+        problem = f"the pipeline's chunks have layers {chunks}, out of order"
+        raise ValueError(f"{problem}: give each chunk the layers after the chunk before")
     return TrainMesh(**sizes, vpp=len(model_chunks), layers=tuple(map(len, chunks)))
 
 
@@ -183,8 +182,7 @@ def _process_groups(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
         try:
             collection = process_groups.ProcessGroupCollection.use_mpu_process_groups()
         except AssertionError as error:
-            raise ValueError(
-                f"Megatron-Core's parallel state is not there ({error}): call parallel_state.initialize_model_parallel first"
-            ) from error
+            problem = f"Megatron-Core's parallel state is not there ({error})"
+            raise ValueError(f"{problem}: call parallel_state.initialize_model_parallel first") from error
     attributes = {"tp": "tp", "pp": "pp", "cp": "cp", "dp": "dp", "ep": "ep", "etp": "expt_tp"}
     return {axis: getattr(collection, attribute) for axis, attribute in attributes.items()}
