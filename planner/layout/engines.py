@@ -5,9 +5,10 @@ An engine is one module of this package, named after it, with its record as `ENG
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 
 from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup, Role
 from mcore_reshard.planner.model.precision import Format, divided, with_format
@@ -57,16 +58,9 @@ class Engine:
 
 def engine_named(name: str) -> Engine:
     """The engine whose module is `planner/layout/<name>.py`. Raises UnknownEngineError where there is none."""
-    unknown = UnknownEngineError(f"no engine {name!r}: planner/layout/{name}.py would have to define ENGINE")
-    if not name.isidentifier():
-        raise unknown
-    try:
-        module = importlib.import_module(f"{__package__}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"{__package__}.{name}":
-            raise
-        raise unknown from None
-    engine = getattr(module, "ENGINE", None)
-    if not isinstance(engine, Engine):
-        raise unknown
-    return engine
+    module = f"{__package__}.{name}"
+    if name.isidentifier() and find_spec(module) is not None:
+        engine = getattr(import_module(module), "ENGINE", None)
+        if isinstance(engine, Engine):
+            return engine
+    raise UnknownEngineError(f"no engine {name!r}: planner/layout/{name}.py would have to define ENGINE")

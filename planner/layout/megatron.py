@@ -1,6 +1,9 @@
 """Where a Megatron-Core trainer keeps a model: which ranks hold each group, and whether the mesh can hold it at all.
 
-How one parameter is cut stands in megatron_rules.py, where the scales of FP8 parameters lie in transformer_engine.py.
+How one parameter is cut stands in megatron_rules.py. Transformer Engine keeps a quantized parameter as a tensor of its own
+class. In a plan its E4M3 data has the parameter's name. Its scales have that name and the attribute's, as in
+`linear_fc2.weight._rowwise_scale_inv`.
+Source: transformer_engine/pytorch/tensor/{float8_blockwise,mxfp8,float8}_tensor.py; shapes read off real parameters.
 """
 
 from __future__ import annotations
@@ -14,14 +17,15 @@ from mcore_reshard.planner.model.parameters import (
     EXPERT_ROLES,
     STACKED_ROLES,
     Attention,
-    LatentAttention,
     Mamba,
     ModelParameters,
     ParameterGroup,
     Role,
 )
-from mcore_reshard.planner.model.precision import Format
+from mcore_reshard.planner.model.precision import MXFP8, Block, Format
 
+from .block_scales import scale_partition, tensor_scale_partition
+from .geometry import LocalTensor
 from .megatron_rules import RULES, Context, ExpertsModule, MegatronBuild, padded_vocab
 from .mesh import LayerPlace, MeshError, TrainMesh
 from .partitions import (
@@ -34,7 +38,8 @@ from .partitions import (
     layers_by_stage,
     unshareable,
 )
-from .transformer_engine import te_scales
+
+_ROWWISE = "._rowwise_scale_inv"
 
 __all__ = ["ExpertsModule", "MegatronBuild", "MegatronLayout", "padded_vocab"]
 
@@ -58,7 +63,11 @@ class MegatronLayout(Layout):
     def violations(self) -> list[str]:
         model, mesh = self.context.architecture, self.context.mesh
         tp, rows = mesh.tp, self.context.padded_vocab
-        violations = self._pipeline_violations() + _attention_violations(model.attention, tp)
+        violations = self._pipeline_violations() + indivisible("{} attention heads", model.attention.heads, "tp", tp)
+        if isinstance(attention := model.attention, Attention):
+            qkv_rows = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
+            shared = unshareable("KV heads", attention.kv_heads, "tp", tp)
+            violations += shared or indivisible("linear_qkv's {} rows", qkv_rows, "tp", tp)
         violations += indivisible("MLP width {}", model.intermediate, "tp", tp)
         violations += indivisible("shared expert width {}", model.shared_intermediate, "tp", tp)
         if model.experts:
@@ -96,7 +105,7 @@ class MegatronLayout(Layout):
         return super().place(replace(group, dtype=self._dtype))
 
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
-        return te_scales(group, partition, form)
+        return _te_scales(group, partition, form)
 
     def ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
         """Local experts of expert-parallel rank e are the contiguous block e (megatron.core MoELayer.local_expert_indices)."""
@@ -128,15 +137,6 @@ class MegatronLayout(Layout):
         return {pp_stage: (LayerPlace(-1, vp_stage, -1),)}
 
 
-def _attention_violations(attention: Attention | LatentAttention, tp: int) -> list[str]:
-    violations = indivisible("{} attention heads", attention.heads, "tp", tp)
-    if isinstance(attention, Attention):
-        rows = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
-        shared = unshareable("KV heads", attention.kv_heads, "tp", tp)
-        violations += shared or indivisible("linear_qkv's {} rows", rows, "tp", tp)
-    return violations
-
-
 def _mamba_violations(mamba: Mamba, mesh: TrainMesh) -> list[str]:
     """Why Mamba layers cannot be cut: MambaMixer over tp, MambaContextParallel over cp within it."""
     violations = indivisible("{} Mamba heads", mamba.heads, "tp", mesh.tp)
@@ -145,3 +145,31 @@ def _mamba_violations(mamba: Mamba, mesh: TrainMesh) -> list[str]:
         return violations
     violations += indivisible("{} Mamba heads on each tp rank", mamba.heads // mesh.tp, "cp", mesh.cp)
     return violations + unshareable("Mamba groups on each tp rank", mamba.groups // mesh.tp, "cp", mesh.cp)
+
+
+def _te_scales(group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
+    """Float8BlockwiseQTensor pads the grid's columns to 4, MXFP8Tensor its rows to 128 as well; Float8Tensor has [1]."""
+    if form.block is None:
+        if len(partition.pieces) > 1:
+            return Misc(
+                f"each of {len(partition.pieces)} training ranks has one scale of its own, for its part of the matrix"
+            )
+        return tensor_scale_partition(partition, _single, "its one scale serves them all")
+    rows_to = 128 if form.scales == MXFP8.scales else 1
+
+    def padded(weight: LocalTensor, grid: tuple[int, ...]) -> LocalTensor:
+        rows, columns = (-(-size // to) * to for size, to in zip(grid, (rows_to, 4), strict=True))
+        return LocalTensor(weight.name + _ROWWISE, (rows, columns), form.scales)
+
+    return scale_partition(group, partition, form.block, padded)
+
+
+def computed_scales(group: ParameterGroup, partition: Partition, block: Block) -> Partition | Misc:
+    """The scales that the source of a cast computes: the block grid of its local tensor, unpadded."""
+    return scale_partition(
+        group, partition, block, lambda weight, grid: LocalTensor(weight.name + _ROWWISE, grid, "float32")
+    )
+
+
+def _single(weight: LocalTensor, view: tuple[int, ...]) -> LocalTensor:
+    return replace(weight, name=weight.name + "._scale_inv", shape=(1,), dtype="float32")

@@ -188,23 +188,6 @@ def _grouped_mlp(context: Context, group: ParameterGroup) -> Partition:
     return Partition(tuple((Piece(region, tensor, origin, dims, view, 0),) for region in regions))
 
 
-def _stacked_experts(context: Context, group: ParameterGroup) -> Partition | Misc:
-    """gpt-oss keeps all experts of a layer in one HF tensor, transposed and with gate and up alternating.
-
-    TEGroupedMLP holds each expert as [gate; up] rows. Source: megatron.bridge GPTOSSMLPGateUpProjMapping and
-    GPTOSSMLPDownProjMapping. Megatron refuses expert tensor parallelism for this model (biases in experts).
-    """
-    if context.build.experts == "stacked":
-        return Misc("no layout rule for experts with biases in GroupedMLP")
-    local = context.architecture.experts // context.mesh.ep
-    return Partition(
-        tuple(
-            tuple(piece for slot in range(local) for piece in _expert_pieces(context, group, ep * local + slot, slot))
-            for ep in range(context.mesh.ep)
-        )
-    )
-
-
 # For each role its tensor, and the local dim of each global dim. The leading local dim has one expert; no tensor keeps it.
 _STACKED: Mapping[Role, tuple[str, tuple[int, ...]]] = {
     Role.STACKED_GATE_UP: ("linear_fc1.weight", (0, 3, 2, 1)),  # (E, H, I, 2) -> (1, 2, I, H) = [2 I, H]
@@ -214,19 +197,28 @@ _STACKED: Mapping[Role, tuple[str, tuple[int, ...]]] = {
 }
 
 
-def _expert_pieces(context: Context, group: ParameterGroup, expert: int, slot: int) -> list[Piece]:
+def _stacked_experts(context: Context, group: ParameterGroup) -> Partition | Misc:
+    """gpt-oss keeps all experts of a layer in one HF tensor, transposed and with gate and up alternating.
+
+    TEGroupedMLP holds each expert as [gate; up] rows. Source: megatron.bridge GPTOSSMLPGateUpProjMapping and
+    GPTOSSMLPDownProjMapping. Megatron refuses expert tensor parallelism for this model (biases in experts).
+    """
+    if context.build.experts == "stacked":
+        return Misc("no layout rule for experts with biases in GroupedMLP")
     leaf, dims = _STACKED[group.role]
-    name = _expert_tensor(context, leaf, str(slot))
-    region = Region.whole(group.view).within(0, expert, expert + 1)
-    view = permuted(region.extents, dims)
-    if leaf.startswith("linear_fc2"):
-        return [Piece(region, LocalTensor(name, view[1:], group.dtype), (0,) * len(view), dims, view)]
-    tensor = LocalTensor(name, (2 * view[2], *view[3:]), group.dtype)
-    last = len(dims) - 1
-    return [
-        Piece(region.within(last, half, half + 1), tensor, (0, half) + (0,) * (last - 1), dims, view)
-        for half in range(2)
-    ]
+    last, local = len(dims) - 1, context.architecture.experts // context.mesh.ep
+    parts: list[list[Piece]] = [[] for _ in range(context.mesh.ep)]
+    for expert in range(context.architecture.experts):
+        ep, slot = divmod(expert, local)
+        region = Region.whole(group.view).within(0, expert, expert + 1)
+        view = permuted(region.extents, dims)
+        has_halves = leaf.startswith("linear_fc1")
+        shape = (2 * view[2], *view[3:]) if has_halves else view[1:]
+        tensor = LocalTensor(_expert_tensor(context, leaf, str(slot)), shape, group.dtype)
+        for half in range(2 if has_halves else 1):
+            box = region.within(last, half, half + 1) if has_halves else region
+            parts[ep].append(Piece(box, tensor, (0, half, *[0] * (len(view) - 2)), dims, view))
+    return Partition(tuple(map(tuple, parts)))
 
 
 # --- Mamba: megatron.core.ssm.mamba_mixer.MambaMixer
@@ -269,17 +261,14 @@ RULES: Mapping[Role, Rule] = {
     Role.MLA_KV_A_NORM: _norm("self_attention.linear_kv_up_proj", "self_attention.kv_layernorm"),
     Role.MLA_KV_B: _cut("self_attention.linear_kv_up_proj.weight", 0),
     Role.MLA_O: _cut("self_attention.linear_proj.weight", 1),
-    Role.GATE: _gate_up("mlp.linear_fc1.weight"),
-    Role.UP: _gate_up("mlp.linear_fc1.weight"),
+    **dict.fromkeys((Role.GATE, Role.UP), _gate_up("mlp.linear_fc1.weight")),
     Role.DOWN: _cut("mlp.linear_fc2.weight", 1),
     Role.ROUTER: _replicated("mlp.router.weight"),
     Role.ROUTER_BIAS: _replicated("mlp.router.bias"),
     Role.EXPERT_BIAS: _expert_bias,
-    Role.EXPERT_GATE: _expert_fc1,
-    Role.EXPERT_UP: _expert_fc1,
+    **dict.fromkeys((Role.EXPERT_GATE, Role.EXPERT_UP), _expert_fc1),
     Role.EXPERT_DOWN: _expert_fc2,
-    Role.SHARED_GATE: _gate_up("mlp.shared_experts.linear_fc1.weight"),
-    Role.SHARED_UP: _gate_up("mlp.shared_experts.linear_fc1.weight"),
+    **dict.fromkeys((Role.SHARED_GATE, Role.SHARED_UP), _gate_up("mlp.shared_experts.linear_fc1.weight")),
     Role.SHARED_DOWN: _cut("mlp.shared_experts.linear_fc2.weight", 1),
     **dict.fromkeys(_STACKED, _stacked_experts),
     Role.MAMBA_IN: _mamba_sections(lambda mamba: mamba.in_sections, "mixer.in_proj.weight"),

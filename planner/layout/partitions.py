@@ -154,8 +154,7 @@ RowRanges = Sequence[Sequence[RowRange]]  # for each part
 
 def whole(group: ParameterGroup, name: str) -> Partition:
     """Every rank has the whole parameter in a tensor of its own: shape -> shape."""
-    view = group.view
-    tensor = LocalTensor(name, group.shape, group.dtype)
+    view, tensor = group.view, LocalTensor(name, group.shape, group.dtype)
     return Partition(((Piece(Region.whole(view), tensor, (0,) * len(view), tuple(range(len(view))), view),),))
 
 
@@ -180,9 +179,8 @@ def rows_along(
 
     def piece(rows: RowRange) -> Piece:
         region = Region.whole(group.view).within(dim, rows.start, rows.start + rows.rows)
-        origin = [0] * len(shape)
-        origin[dims[dim]] = rows.local_start
-        return Piece(region, tensor, tuple(origin), dims, shape, 0 if stack else -1)
+        origin = tuple(rows.local_start if d == dims[dim] else 0 for d in range(len(shape)))
+        return Piece(region, tensor, origin, dims, shape, 0 if stack else -1)
 
     return Partition(tuple(tuple(map(piece, rows_of_part)) for rows_of_part in row_ranges))
 
@@ -202,27 +200,22 @@ def split_sections(
 
     Sections (4, 2) at degree 2: part 0 holds rows 0, 1, 4 and part 1 holds rows 2, 3, 5.
     """
-    row_ranges: list[tuple[RowRange, ...]] = []
-    local_start = 0
-    for c in range(degree):
-        part, start, local_start = [], 0, 0
-        for index, rows in enumerate(sections):
-            first, count = (start, rows) if index in uncut else (start + c * (rows // degree), rows // degree)
-            part.append(RowRange(first, count, local_start))
-            start, local_start = start + rows, local_start + count
-        row_ranges.append(tuple(part))
+    row_ranges: list[list[RowRange]] = [[] for _ in range(degree)]
+    start = local_start = 0
+    for index, rows in enumerate(sections):
+        count, step = (rows, 0) if index in uncut else (rows // degree, rows // degree)
+        for c, part in enumerate(row_ranges):
+            part.append(RowRange(start + c * step, count, local_start))
+        start, local_start = start + rows, local_start + count
     return rows_along(group, name, 0, local_start, row_ranges)
 
 
 def padded_rows(group: ParameterGroup, name: str, padded: int, degree: int) -> Partition:
     """Rows padded to `padded`, then cut in equal parts; the tail is declared padding: (V, H) -> (padded / degree, H)."""
-    local_rows, rows = padded // degree, group.view[0]
+    local_rows = padded // degree
+    counts = [min(max(group.view[0] - c * local_rows, 0), local_rows) for c in range(degree)]  # without the padding
+    row_ranges = [(RowRange(c * local_rows, rows, 0),) if rows else () for c, rows in enumerate(counts)]
     tensor = LocalTensor(name, (local_rows, *group.view[1:]), group.dtype)
-    row_ranges: list[tuple[RowRange, ...]] = []
-    padding: list[tuple[Padding, ...]] = []
-    for c in range(degree):
-        start, stop = min(c * local_rows, rows), min((c + 1) * local_rows, rows)
-        row_ranges.append((RowRange(start, stop - start, 0),) if start < stop else ())
-        tail = Region.whole(tensor.shape).within(0, stop - start, local_rows)
-        padding.append((Padding(tensor, tail),) if tail.elements else ())
-    return Partition(rows_along(group, name, 0, local_rows, row_ranges).pieces, tuple(padding))
+    tails = [Padding(tensor, Region.whole(tensor.shape).within(0, rows, local_rows)) for rows in counts]
+    padding = tuple((tail,) if tail.box.elements else () for tail in tails)
+    return Partition(rows_along(group, name, 0, local_rows, row_ranges).pieces, padding)

@@ -64,13 +64,10 @@ def _mlp(context: Context) -> str:
 # --- vocabulary: layers/vocab_parallel_embedding.py
 
 
-def _embedding(context: Context, group: ParameterGroup) -> Partition:
-    name = "model.embedding.weight" if context.family == "gpt_oss" else "model.embed_tokens.weight"
+def _vocabulary(context: Context, group: ParameterGroup) -> Partition:
+    embedding = "model.embedding.weight" if context.family == "gpt_oss" else "model.embed_tokens.weight"
+    name = embedding if group.role is Role.EMBEDDING else "lm_head.weight"
     return padded_rows(group, name, context.padded_vocab, context.mesh.tp)
-
-
-def _lm_head(context: Context, group: ParameterGroup) -> Partition:
-    return padded_rows(group, "lm_head.weight", context.padded_vocab, context.mesh.tp)
 
 
 def _final_norm(context: Context, group: ParameterGroup) -> Partition:
@@ -202,10 +199,6 @@ def _mamba_sections(sections_of: Callable[[Mamba], tuple[int, ...]], leaf: str, 
     return rule
 
 
-def _mamba_a(context: Context, group: ParameterGroup) -> Misc:
-    return Misc("vLLM stores A = -exp(A_log): not a byte copy")
-
-
 def _model_dtype(leaf: str) -> Rule:
     """D and dt_bias are cut by heads and kept in the model's dtype, also where the checkpoint has fp32."""
     return lambda context, group: split(replace(group, dtype=context.dtype), _LAYER + leaf, 0, context.mesh.tp)
@@ -223,12 +216,10 @@ def _router(context: Context, group: ParameterGroup) -> Partition | Misc:
 
 
 RULES: Mapping[Role, Rule] = {
-    Role.EMBEDDING: _embedding,
-    Role.LM_HEAD: _lm_head,
+    **dict.fromkeys((Role.EMBEDDING, Role.LM_HEAD), _vocabulary),
     Role.FINAL_NORM: _final_norm,
     Role.ATTENTION_NORM: _norm("input_layernorm"),
-    Role.MLP_NORM: _norm("post_attention_layernorm"),
-    Role.MOE_NORM: _norm("post_attention_layernorm"),
+    **dict.fromkeys((Role.MLP_NORM, Role.MOE_NORM), _norm("post_attention_layernorm")),
     Role.MAMBA_NORM: _norm("norm"),
     **dict.fromkeys((Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS), _qkv),
     Role.O: _cut(_attention, "o_proj.weight", 1),
@@ -237,30 +228,26 @@ RULES: Mapping[Role, Rule] = {
     Role.K_NORM: _whole(_attention, "k_norm.weight"),
     Role.SINKS: _cut(_attention, "sinks", 0),
     Role.MLA_Q: _cut(_attention, "q_proj.weight", 0),
-    Role.MLA_Q_A: _latent_a,
+    **dict.fromkeys((Role.MLA_Q_A, Role.MLA_KV_A), _latent_a),
     Role.MLA_Q_A_NORM: _whole(_attention, "q_a_layernorm.weight"),
     Role.MLA_Q_B: _cut(_attention, "q_b_proj.weight", 0),
-    Role.MLA_KV_A: _latent_a,
     Role.MLA_KV_A_NORM: _whole(_attention, "kv_a_layernorm.weight"),
     Role.MLA_KV_B: _cut(_attention, "kv_b_proj.weight", 0),
     Role.MLA_O: _cut(_attention, "o_proj.weight", 1),
-    Role.GATE: _gate_up,
-    Role.UP: _gate_up,
+    **dict.fromkeys((Role.GATE, Role.UP), _gate_up),
     Role.DOWN: _cut(_mlp, "down_proj.weight", 1),
     Role.ROUTER: _router,
     Role.ROUTER_BIAS: _whole(_mlp, "router.bias"),
     Role.EXPERT_BIAS: _expert_bias,
-    Role.EXPERT_GATE: _expert_fc1,
-    Role.EXPERT_UP: _expert_fc1,
+    **dict.fromkeys((Role.EXPERT_GATE, Role.EXPERT_UP), _expert_fc1),
     Role.EXPERT_DOWN: _expert_fc2,
-    Role.SHARED_GATE: _shared_fc1,
-    Role.SHARED_UP: _shared_fc1,
+    **dict.fromkeys((Role.SHARED_GATE, Role.SHARED_UP), _shared_fc1),
     Role.SHARED_DOWN: _shared_fc2,
     **dict.fromkeys(_STACKED, _stacked),
     Role.MAMBA_IN: _mamba_sections(lambda mamba: mamba.in_sections, "in_proj.weight", 2),
     Role.MAMBA_CONV: _mamba_sections(lambda mamba: mamba.conv_sections, "conv1d.weight", 1),
     Role.MAMBA_CONV_BIAS: _mamba_sections(lambda mamba: mamba.conv_sections, "conv1d.bias", 1),
-    Role.MAMBA_A_LOG: _mamba_a,
+    Role.MAMBA_A_LOG: lambda *_: Misc("vLLM stores A = -exp(A_log): not a byte copy"),
     Role.MAMBA_D: _model_dtype("mixer.D"),
     Role.MAMBA_DT_BIAS: _model_dtype("mixer.dt_bias"),
     Role.MAMBA_GATE_NORM: _cut(_mlp, "norm.weight", 0),

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from mcore_reshard.planner.layout.block_scales import in_dtype, splits_blocks
 from mcore_reshard.planner.layout.engines import Engine
 from mcore_reshard.planner.layout.geometry import LocalTensor
+from mcore_reshard.planner.layout.megatron import computed_scales
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Layout, Misc, Partition, PartitionOwners
-from mcore_reshard.planner.layout.transformer_engine import computed_scales
 from mcore_reshard.planner.model.parameters import Attention, ModelParameters, ParameterGroup, Role
 from mcore_reshard.planner.model.precision import CASTS, FP8, QUANTIZED, Block, Format, Precision, scales_group
 
