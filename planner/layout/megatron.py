@@ -39,6 +39,7 @@ from .partitions import (
     unshareable,
 )
 
+DEFAULT_BUILD = MegatronBuild()
 _ROWWISE = "._rowwise_scale_inv"
 
 __all__ = ["ExpertsModule", "MegatronBuild", "MegatronLayout", "padded_vocab"]
@@ -51,12 +52,7 @@ class MegatronLayout(Layout):
     title = "Megatron-Core"
     rules = RULES
 
-    def __init__(
-        self,
-        model: ModelParameters,
-        mesh: TrainMesh,
-        build: MegatronBuild = MegatronBuild(),  # noqa: B008
-    ) -> None:
+    def __init__(self, model: ModelParameters, mesh: TrainMesh, build: MegatronBuild = DEFAULT_BUILD) -> None:
         self.context = Context(model.architecture, mesh, build)
         self._dtype = model.dtype
 
@@ -105,7 +101,23 @@ class MegatronLayout(Layout):
         return super().place(replace(group, dtype=self._dtype))
 
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
-        return _te_scales(group, partition, form)
+        """Float8BlockwiseQTensor pads the grid's columns to 4, MXFP8Tensor its rows to 128 as well; Float8Tensor has [1]."""
+        if form.block is None and len(partition.pieces) > 1:
+            return Misc(
+                f"each of {len(partition.pieces)} training ranks has one scale of its own, for its part of the matrix"
+            )
+
+        def single(weight: LocalTensor, _: tuple[int, ...]) -> LocalTensor:
+            return LocalTensor(weight.name + "._scale_inv", (1,), "float32")
+
+        def padded(weight: LocalTensor, grid: tuple[int, ...]) -> LocalTensor:
+            multiples = (128 if form == MXFP8 else 1, 4)
+            rows, columns = (-(-size // to) * to for size, to in zip(grid, multiples, strict=True))
+            return LocalTensor(weight.name + _ROWWISE, (rows, columns), form.scales)
+
+        if form.block is None:
+            return tensor_scale_partition(partition, single, "its one scale serves them all")
+        return scale_partition(group, partition, form.block, padded)
 
     def ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
         """Local experts of expert-parallel rank e are the contiguous block e (megatron.core MoELayer.local_expert_indices)."""
@@ -147,29 +159,8 @@ def _mamba_violations(mamba: Mamba, mesh: TrainMesh) -> list[str]:
     return violations + unshareable("Mamba groups on each tp rank", mamba.groups // mesh.tp, "cp", mesh.cp)
 
 
-def _te_scales(group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
-    """Float8BlockwiseQTensor pads the grid's columns to 4, MXFP8Tensor its rows to 128 as well; Float8Tensor has [1]."""
-    if form.block is None:
-        if len(partition.pieces) > 1:
-            return Misc(
-                f"each of {len(partition.pieces)} training ranks has one scale of its own, for its part of the matrix"
-            )
-        return tensor_scale_partition(partition, _single, "its one scale serves them all")
-    rows_to = 128 if form.scales == MXFP8.scales else 1
-
-    def padded(weight: LocalTensor, grid: tuple[int, ...]) -> LocalTensor:
-        rows, columns = (-(-size // to) * to for size, to in zip(grid, (rows_to, 4), strict=True))
-        return LocalTensor(weight.name + _ROWWISE, (rows, columns), form.scales)
-
-    return scale_partition(group, partition, form.block, padded)
-
-
 def computed_scales(group: ParameterGroup, partition: Partition, block: Block) -> Partition | Misc:
     """The scales that the source of a cast computes: the block grid of its local tensor, unpadded."""
     return scale_partition(
         group, partition, block, lambda weight, grid: LocalTensor(weight.name + _ROWWISE, grid, "float32")
     )
-
-
-def _single(weight: LocalTensor, view: tuple[int, ...]) -> LocalTensor:
-    return replace(weight, name=weight.name + "._scale_inv", shape=(1,), dtype="float32")

@@ -39,7 +39,7 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class TrainMesh:
-    """Megatron-Core's parallel sizes. `dp` counts dense replicas; world = tp * cp * dp * pp.
+    """Megatron-Core's parallel sizes; `dp` counts dense replicas.
 
     `layers` gives uneven pipelines: decoder layers per stage (pp entries, each split evenly over its chunks) or per
     model chunk in pipeline order (pp * vpp entries: chunk 0 of every stage, then chunk 1, ...). Zero is allowed: a
@@ -119,10 +119,7 @@ class TrainMesh:
         return tuple(count // self.vpp for count in counts) * self.vpp if per_stage else counts
 
     def canonical(self, num_layers: int) -> TrainMesh:
-        """The same pipeline in one spelling: no `layers` where the split is even, else one entry per chunk.
-
-        Plans are compared by digest, so two spellings of one mesh must not differ.
-        """
+        """The one spelling of this pipeline in a plan: no `layers` where the split is even, else one entry per chunk."""
         counts = self.chunk_layers(num_layers)
         return replace(self, layers=() if len(set(counts)) == 1 else counts)
 
@@ -137,10 +134,9 @@ class TrainMesh:
 
 @dataclass(frozen=True, slots=True)
 class GenMesh:
-    """A generation engine's parallel sizes; world = tp * pp * dp. `ep` is 1 (experts cut by tp) or tp * dp.
+    """A generation engine's parallel sizes. `ep` is 1 (experts cut by tp) or tp * dp.
 
-    `layers` gives the decoder layers of every pipeline stage, as vLLM's variable VLLM_PP_LAYER_PARTITION does. Empty: vLLM's
-    own split.
+    `layers` are those of every pipeline stage, as in VLLM_PP_LAYER_PARTITION. Empty: vLLM's own split.
     """
 
     tp: int = 1
@@ -196,7 +192,7 @@ class GenMesh:
         return tuple(stage for stage, count in enumerate(self.stage_layers(num_layers)) for _ in range(count))
 
     def canonical(self, num_layers: int) -> GenMesh:
-        """The same pipeline in one spelling: no `layers` where the split is vLLM's own."""
+        """The one spelling of this pipeline in a plan: no `layers` where the split is vLLM's own."""
         default = replace(self, layers=())
         return default if default.stage_layers(num_layers) == self.stage_layers(num_layers) else self
 

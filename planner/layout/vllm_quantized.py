@@ -191,9 +191,9 @@ def _refusal(group: ParameterGroup, partition: Partition, block: Block, form: Fo
     """What vLLM does not build; empty where it builds the layer.
 
     MXFP8: columns that are no multiple of 32 (modelopt.py, KMxfp8Static and ModelOptMxFp8FusedMoE, create_weights).
-    Blocks: a linear layer that is cut inside of them (utils/fp8_utils.py, validate_fp8_block_shape). vLLM skips this check
-    for fused layers (layers/linear.py, _maybe_allow_fp8_block_shape_mismatch). It rejects experts too small to subdivide,
-    unless the chosen moe_backend pads them (layers/fused_moe/oracle/fp8.py, resolve_fp8_moe_weight_block_shape).
+    Blocks: experts too small to refine (layers/fused_moe/oracle/fp8.py, resolve_fp8_moe_weight_block_shape), and a linear
+    layer cut inside of them (utils/fp8_utils.py, validate_fp8_block_shape), unless it is fused (layers/linear.py,
+    _maybe_allow_fp8_block_shape_mismatch).
     """
     if form == MXFP8:
         columns = {piece.region.extents[1] for part in partition.pieces for piece in part}
@@ -209,10 +209,9 @@ def _refusal(group: ParameterGroup, partition: Partition, block: Block, form: Fo
 def _misfits(group: ParameterGroup, partition: Partition, block: Block) -> bool:
     """Whether the width of these experts on a rank is not whole blocks. Uncut columns may end in a partial block.
 
-    vLLM then refines the blocks of both w13 and w2, where blocks of 32 or more fit (layers/fused_moe/oracle/fp8.py,
-    refine_fp8_moe_block_shape). Its loader repeats each scale and cuts the repeated grid evenly, so that a matrix with a
-    partial block does not load (layers/fused_moe/routed_experts.py, weight_loader). Example, in blocks of 64: width 96 has
-    2 blocks, which are repeated to 4 of 32, and the engine has room for 3.
+    vLLM then refines the blocks of w13 and w2 to 32 or more (layers/fused_moe/oracle/fp8.py, refine_fp8_moe_block_shape).
+    Its loader repeats each scale and cuts that grid evenly, so that a partial block does not load (routed_experts.py,
+    weight_loader): width 96 has 2 blocks of 64, repeated to 4 of 32, and the engine has room for 3.
     """
     if group.role not in EXPERT_ROLES:
         return False

@@ -126,8 +126,7 @@ class ParameterGroup:
         return max(1, len(self.layers)) * max(1, self.experts)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of one parameter of the group."""
+    def nbytes(self) -> int:  # of one parameter
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
     def name(self, layer: int | None, expert: int | None) -> str:
@@ -256,9 +255,6 @@ class ModelParameters:
             if any(not group.layers or set(group.layers) & set(other.layers) for other in others):
                 raise ValueError(f"{group.name_pattern}: two groups list the same parameter")
             others.append(group)
-
-    def __len__(self) -> int:
-        return sum(group.count for group in self.groups)
 
     def __iter__(self) -> Iterator[Parameter]:
         return (parameter for group in self.groups for parameter in group.parameters())
