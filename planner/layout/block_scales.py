@@ -1,7 +1,7 @@
 """Where the scales of quantized weights lie: derived from the weight's own layout, in units of blocks.
 
-A rank that holds a part of a weight holds the scales of that part's blocks, so that no layout rule is written twice. Two
-cases have no such grid and are refused: a cut through a block, and a fused tensor in which two parameters share a block.
+A rank that holds a part of a weight holds the scales of that part's blocks. Refused are a cut through a block, and a fused
+tensor in which two parameters share a block.
 """
 
 from __future__ import annotations
@@ -56,13 +56,11 @@ def scale_partition(
         for piece in part:
             if reason := _unaligned(piece, whole, block):
                 return Misc(reason)
-            rows, columns = piece.dims
-            grid = grid_of((piece.view[rows], piece.view[columns]), block)
+            *lead, row, column = piece.origin
+            grid = grid_of((piece.view[-2], piece.view[-1]), block)
             tensor = tensor_of(piece.tensor, (*piece.view[:-2], *grid))
-            origin = list(piece.origin)
-            origin[rows] //= block[0]
-            origin[columns] //= block[1]
-            scales = Piece(blocks_touched(piece.region, block), tensor, tuple(origin), piece.dims, (), piece.slot_dim)
+            origin = (*lead, row // block[0], column // block[1])
+            scales = Piece(blocks_touched(piece.region, block), tensor, origin, piece.dims, (), piece.slot_dim)
             scales_of_part.append(scales)
             padding_of_part += _beyond(scales.local(), grid, tensor)
         pieces.append(tuple(scales_of_part))
@@ -83,8 +81,7 @@ def splits_blocks(partition: Partition, block: Block) -> bool:
 def touched_scale_partition(partition: Partition, block: Block, tensor_of: ScalesTensor) -> Partition | Misc:
     """The scales of all blocks that each part of a weight touches, for an engine that knows which element is in which block.
 
-    Every part that touches a block gets its scale. Parts must be of equal size and touch equally many blocks; parts that
-    follow each other in a tensor have scales that do.
+    Parts must be of equal size and touch equally many blocks; parts that follow each other in a tensor have scales that do.
     """
     all_pieces = [piece for part in partition.pieces for piece in part]
     extents = {piece.region.extents for piece in all_pieces}

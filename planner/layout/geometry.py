@@ -1,8 +1,7 @@
 """Regions of global tensors and the pieces of them that local tensors hold.
 
-A `Region` is a half-open box in the coordinates of one global parameter. A `Piece` says where such a region lies inside
-a local tensor. Everything else (fused projections, stacked experts, padded vocabularies, transposed storage) is a list
-of pieces. A transfer is the intersection of a source piece with a destination piece. Nothing here knows of ranks or bytes.
+Fused projections, stacked experts, padded vocabularies and transposed storage are all lists of pieces. A transfer is the
+intersection of a source piece with a destination piece. Nothing here knows of ranks or bytes.
 """
 
 from __future__ import annotations

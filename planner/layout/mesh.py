@@ -1,8 +1,7 @@
 """Rank numbering on both sides: which rank sits where on which mesh.
 
-Training ranks carry two meshes at once. Dense parameters live on tp x cp x dp x pp, experts on etp x ep x edp x pp, laid
-over the same ranks; one `TrainMesh` answers for both. Numbering follows megatron.core.parallel_state.RankGenerator with
-the default order "tp-cp-ep-dp-pp" (the expert generator has no cp and etp in place of tp).
+Training ranks carry two meshes at once: dense parameters live on tp x cp x dp x pp, experts on etp x ep x edp x pp.
+Numbering follows megatron.core.parallel_state.RankGenerator with the default order "tp-cp-ep-dp-pp".
 
 Generation ranks follow vLLM's initialize_model_parallel: tensor parallel innermost, then pipeline, then data parallel;
 expert parallelism spans dp x tp (vllm/distributed/parallel_state.py).

@@ -1,8 +1,7 @@
 """What a layout says: for a group of parameters, which rank holds which part, and where in which local tensor.
 
 A layout (megatron.py, vllm.py) answers `place(group)` with `PartitionOwners`, one for each pipeline stage and, for experts,
-each expert-parallel rank. Groups that are cut alike share one `Partition`: the 256 experts of 58 layers have one between
-them. The functions at the end are the few ways in which parameters are cut.
+each expert-parallel rank: 256 experts share one `Partition`. The functions at the end are the ways to cut a parameter.
 """
 
 from __future__ import annotations
@@ -46,17 +45,13 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartitionOwners:
-    """The ranks that hold a partition of some layers and experts: `ranks[c, r]` is replica `r` of part `c`.
-
-    Parameters outside of layers have one `LayerPlace` of layer -1. `experts` is a half-open range of expert numbers: expert
-    `e` sits in slot `e - experts[0]` of its ranks.
-    """
+    """The ranks that hold a partition of some layers and experts."""
 
     partition: Partition
-    ranks: NDArray[np.int32]
+    ranks: NDArray[np.int32]  # [c, r]: replica r of part c
     pp_stage: int
-    layers: tuple[LayerPlace, ...]
-    experts: tuple[int, int] = (0, 0)
+    layers: tuple[LayerPlace, ...]  # one of layer -1 for a parameter in no layer
+    experts: tuple[int, int] = (0, 0)  # half-open; expert e sits in slot e - experts[0]
 
 
 @dataclass(frozen=True, slots=True)

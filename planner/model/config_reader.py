@@ -50,8 +50,7 @@ def _closest(name: str, names: Iterable[str]) -> str:
 class ConfigReader:
     """Typed access to one config. Bad fields are noted, not raised, so that `finish` can report all of them.
 
-    A size has no default unless the family's modeling code derives one. A config without a width is incomplete, and a width
-    guessed from another model would be silently wrong.
+    A size has no default unless the family's modeling code derives one: a guessed width would be silently wrong.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -137,10 +136,7 @@ class ConfigReader:
         self._problems.append((f"{name} is missing{remark}", name))
 
     def problems(self) -> list[str]:
-        """All that was noted, and unknown fields that may be misspelled.
-
-        Call it once every field has been read: an unknown field may stand for one that is missing or took its default.
-        """
+        """All that was noted, and unknown fields that may be misspelled. Call it once every field has been read."""
         unknown = [name for name in self._config if name not in self._read | _FIELDS_NOT_READ]
         problems = [problem + (looks_like(missing, unknown) if missing else "") for problem, missing in self._problems]
         defaulted = self._read - self._config.keys() - {missing for _, missing in self._problems}
@@ -170,8 +166,7 @@ def read_attention(
 ) -> Attention:
     """Heads, key/value heads (as many where null) and the head size (`hidden / heads` where absent and derivable).
 
-    Only Llama has as many key/value heads where the field is absent. In other families transformers defaults to the number
-    of some checkpoint, so that the config must say it.
+    Only Llama has as many key/value heads where the field is absent; elsewhere transformers takes some checkpoint's number.
     """
     heads = reader.size("num_attention_heads")
     if not derive_kv_heads:

@@ -1,7 +1,6 @@
 """What each side of a refit holds: its main dtype, and the format of quantized matrices.
 
-A quantized weight is a pair of groups: its data, and a grid of scales, one for every block of the matrix. Which matrices an
-engine quantizes, its own file in planner/layout says.
+A quantized weight is a pair of groups: its data, and a grid of scales, one for every block of the matrix.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ def precision_of(name: str | None, model: ModelParameters) -> Precision:
     quantization = model.quantization
     if quantization is None or quantization.method != BLOCK_FP8.method:
         return Precision(model.dtype, BLOCK_FP8)
-    block = quantization.block
-    return Precision(model.dtype, replace(BLOCK_FP8, block=block) if block else TENSOR_FP8)
+    return Precision(model.dtype, replace(BLOCK_FP8, block=quantization.block) if quantization.block else TENSOR_FP8)
 
 
 def with_unquantized_layers(precision: Precision, layers: Collection[int], model: ModelParameters) -> Precision:
@@ -119,24 +117,18 @@ def divided(model: ModelParameters, is_unquantized: UnquantizedRule) -> ModelPar
     groups: list[ParameterGroup] = []
     for group in model.groups:
         kept = tuple(layer for layer in group.layers if group.role in QUANTIZED and is_unquantized(group, layer))
-        if len(kept) in {0, len(group.layers)}:
-            groups.append(group)
-        else:
-            converted = tuple(layer for layer in group.layers if layer not in kept)
-            groups += [replace(group, layers=converted), replace(group, layers=kept)]
+        converted = tuple(layer for layer in group.layers if layer not in kept)
+        groups += [replace(group, layers=layers) for layers in (converted, kept) if layers] or [group]
     return replace(model, groups=tuple(groups))
 
 
 def with_format(model: ModelParameters, form: Format) -> ModelParameters:
     """The model as an engine sees it that keeps this format: the quantization_config of another method is left out.
 
-    Such a config says nothing about this format. No engine loads a checkpoint by another method than its config's
-    (vllm/config/model.py, _verify_quantization).
+    No engine loads a checkpoint by another method than its config's (vllm/config/model.py, _verify_quantization).
     """
-    quantization = model.quantization
-    if quantization is None or quantization.method == form.method:
-        return model
-    return replace(model, quantization=None)
+    states_another = model.quantization is not None and model.quantization.method != form.method
+    return replace(model, quantization=None) if states_another else model
 
 
 def scales_group(group: ParameterGroup, form: Format) -> ParameterGroup:

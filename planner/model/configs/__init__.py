@@ -51,8 +51,7 @@ def find_config(name_or_path: str | Path) -> Path:
         return _FOLDER / f"{name}.json"
     if path.is_dir():
         raise ConfigError(name, ["the folder holds no config.json"])
-    close = get_close_matches(name.lower(), builtin_names(), n=3, cutoff=0.5)
     problem = "is no file, no folder, and no built-in config"
-    if close:
+    if close := get_close_matches(name.lower(), builtin_names(), n=3, cutoff=0.5):
         problem += f"; did you mean {' or '.join(close)}?"
     raise ConfigError(name, [problem], remedy=f"built-in configs: {', '.join(builtin_names())}")
