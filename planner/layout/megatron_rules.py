@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
-from mcore_reshard.planner.model.parameters import Architecture, Attention, Mamba, ParameterGroup, Role
+from mcore_reshard.planner.model.parameters import EXPERT_ROLES, Architecture, Attention, Mamba, ParameterGroup, Role
 
 from .geometry import LocalTensor, Piece, Region, permuted
 from .mesh import TrainMesh
@@ -148,17 +148,13 @@ def _replicated(path: str) -> Rule:
 # --- experts: megatron.core.transformer.moe.experts
 
 
-def _expert_fc1(context: Context, group: ParameterGroup) -> Partition:
-    """linear_fc1 of one expert is [gate_r; up_r] over etp."""
+def _expert(context: Context, group: ParameterGroup) -> Partition:
+    """linear_fc1 of one expert is [gate_r; up_r] over etp; linear_fc2 is cut along its columns."""
     if context.build.experts == "stacked":
         return _grouped_mlp(context, group)
+    if group.role is Role.EXPERT_DOWN:
+        return split(group, _expert_tensor(context, "linear_fc2.weight"), 1, context.mesh.etp)
     return gate_up(group, _expert_tensor(context, "linear_fc1.weight"), context.mesh.etp, context.architecture.gated)
-
-
-def _expert_fc2(context: Context, group: ParameterGroup) -> Partition:
-    if context.build.experts == "stacked":
-        return _grouped_mlp(context, group)
-    return split(group, _expert_tensor(context, "linear_fc2.weight"), 1, context.mesh.etp)
 
 
 def _expert_tensor(context: Context, leaf: str, slot: str = "{expert}") -> str:
@@ -266,8 +262,7 @@ RULES: Mapping[Role, Rule] = {
     Role.ROUTER: _replicated("mlp.router.weight"),
     Role.ROUTER_BIAS: _replicated("mlp.router.bias"),
     Role.EXPERT_BIAS: _expert_bias,
-    **dict.fromkeys((Role.EXPERT_GATE, Role.EXPERT_UP), _expert_fc1),
-    Role.EXPERT_DOWN: _expert_fc2,
+    **dict.fromkeys(EXPERT_ROLES, _expert),
     **dict.fromkeys((Role.SHARED_GATE, Role.SHARED_UP), _gate_up("mlp.shared_experts.linear_fc1.weight")),
     Role.SHARED_DOWN: _cut("mlp.shared_experts.linear_fc2.weight", 1),
     **dict.fromkeys(_STACKED, _stacked_experts),

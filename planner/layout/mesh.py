@@ -114,8 +114,7 @@ class TrainMesh:
                 problem += f"; give them, e.g. layers={_joined(_even_counts(num_layers, chunks))}"
             raise MeshError("impossible training mesh", [problem])
         counts = _checked_sum(self.layers or (num_layers // chunks,) * chunks, num_layers, "training")
-        per_stage = len(counts) < chunks
-        return tuple(count // self.vpp for count in counts) * self.vpp if per_stage else counts
+        return counts if len(counts) == chunks else tuple(count // self.vpp for count in counts) * self.vpp
 
     def canonical(self, num_layers: int) -> TrainMesh:
         """The one spelling of this pipeline in a plan: no `layers` where the split is even, else one entry per chunk."""

@@ -93,10 +93,7 @@ class VllmLayout(Layout):
         return violations + unshareable("KV heads", attention.kv_heads, "tp", tp)
 
     def _stage_violations(self) -> list[str]:
-        """Stages that vLLM cannot build, for want of layers or of experts.
-
-        models/qwen3_moe.py and models/nemotron_h.py look for a mixture of experts on every pipeline stage.
-        """
+        """Stages without layers, or without the experts that models/{qwen3_moe,nemotron_h}.py look for on each."""
         architecture, mesh = self.context.architecture, self.context.mesh
         try:
             stage_of = mesh.stage_of_layers(architecture.layers)

@@ -11,7 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from mcore_reshard.planner.model.parameters import Architecture, Attention, LatentAttention, Mamba, ParameterGroup, Role
+from mcore_reshard.planner.model.parameters import (
+    EXPERT_ROLES,
+    Architecture,
+    Attention,
+    LatentAttention,
+    Mamba,
+    ParameterGroup,
+    Role,
+)
 
 from .geometry import LocalTensor, Piece, Region, permuted
 from .mesh import GenMesh
@@ -132,26 +140,21 @@ def _gate_up(context: Context, group: ParameterGroup, module: str = "", tp: int 
     return gate_up(group, name, tp or context.mesh.tp, gated)
 
 
-def _shared_fc1(context: Context, group: ParameterGroup) -> Partition:
+def _shared(context: Context, group: ParameterGroup) -> Partition:
+    if group.role is Role.SHARED_DOWN:
+        return split(group, _mlp(context) + "shared_experts.down_proj.weight", 1, context.shared_tp)
     return _gate_up(context, group, "shared_experts.", context.shared_tp)
-
-
-def _shared_fc2(context: Context, group: ParameterGroup) -> Partition:
-    return split(group, _mlp(context) + "shared_experts.down_proj.weight", 1, context.shared_tp)
 
 
 # --- experts: layers/fused_moe/layer.py FusedMoE
 
 
-def _expert_fc1(context: Context, group: ParameterGroup) -> Partition:
-    """w13 is (E, 2 I / tp, H) = [gate_r; up_r] per expert, or (E, I / tp, H) without a gate."""
-    name = _mlp(context) + _ROUTED + "w13_weight"
-    return gate_up(group, name, context.expert_tp, context.architecture.gated, context.local_experts)
-
-
-def _expert_fc2(context: Context, group: ParameterGroup) -> Partition:
-    """w2 is (E, H, I / tp)."""
-    return split(group, _mlp(context) + _ROUTED + "w2_weight", 1, context.expert_tp, context.local_experts)
+def _expert(context: Context, group: ParameterGroup) -> Partition:
+    """w2 is (E, H, I / tp). w13 is (E, 2 I / tp, H) = [gate_r; up_r] per expert, or (E, I / tp, H) without a gate."""
+    path, tp, local = _mlp(context) + _ROUTED, context.expert_tp, context.local_experts
+    if group.role is Role.EXPERT_DOWN:
+        return split(group, path + "w2_weight", 1, tp, local)
+    return gate_up(group, path + "w13_weight", tp, context.architecture.gated, local)
 
 
 # For each role its tensor, the dim that tp cuts, and the local dim of each global dim.
@@ -239,10 +242,8 @@ RULES: Mapping[Role, Rule] = {
     Role.ROUTER: _router,
     Role.ROUTER_BIAS: _whole(_mlp, "router.bias"),
     Role.EXPERT_BIAS: _expert_bias,
-    **dict.fromkeys((Role.EXPERT_GATE, Role.EXPERT_UP), _expert_fc1),
-    Role.EXPERT_DOWN: _expert_fc2,
-    **dict.fromkeys((Role.SHARED_GATE, Role.SHARED_UP), _shared_fc1),
-    Role.SHARED_DOWN: _shared_fc2,
+    **dict.fromkeys(EXPERT_ROLES, _expert),
+    **dict.fromkeys((Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN), _shared),
     **dict.fromkeys(_STACKED, _stacked),
     Role.MAMBA_IN: _mamba_sections(lambda mamba: mamba.in_sections, "in_proj.weight", 2),
     Role.MAMBA_CONV: _mamba_sections(lambda mamba: mamba.conv_sections, "conv1d.weight", 1),

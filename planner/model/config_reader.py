@@ -25,12 +25,11 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         self.remedy = remedy
         if len(self.problems) == 1 and not remedy:
-            message = f"{subject}: {self.problems[0]}"
+            lines = [f"{subject}: {self.problems[0]}"]
         else:
             count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             lines = [f"{subject}: {count}", *(f"  - {problem}" for problem in self.problems), remedy]
-            message = "\n".join(filter(None, lines))
-        super().__init__(message)
+        super().__init__("\n".join(filter(None, lines)))
 
 
 def looks_like(name: str, keys: Iterable[str]) -> str:

@@ -95,11 +95,11 @@ STACKED_ROLES = frozenset({
 class ParameterGroup:
     """Parameters that differ in nothing but layer and expert number.
 
-    `name_pattern` is an HF name with `{layer}` and `{expert}` where they vary. Regions refer to `view`. It equals `shape`,
-    unless HF interleaves in one dim what layouts cut apart; then it is a row-major factoring of `shape`.
+    Regions refer to `view`. It equals `shape`, unless HF interleaves in one dim what layouts cut apart; then it is a
+    row-major factoring of `shape`.
     """
 
-    name_pattern: str
+    name_pattern: str  # HF name with {layer} and {expert} where they vary
     role: Role
     shape: tuple[int, ...]
     dtype: str
@@ -208,10 +208,7 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How a checkpoint's matrices are stored, from its `quantization_config`.
-
-    `ModelParameters` lists matrices as they are before quantization; the checkpoint's files hold them in this form.
-    """
+    """How a checkpoint's files store the matrices, which `ModelParameters` lists as before quantization."""
 
     method: str  # quant_method: "fp8", "mxfp4", ...
     block: tuple[int, int] | None = None  # weight_block_size (rows, columns); None: the config names no block
