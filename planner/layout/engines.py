@@ -28,22 +28,15 @@ class UnknownEngineError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What an engine keeps where, what it quantizes, and what users should hear of a plan for it.
-
-    `quantizes(group, layer, model)`: whether an engine that is asked to quantize has these matrices quantized; `layer` is None
-    for a group outside of layers. `misquantized(model)`: why no trainer can send what it would then hold.
-    `transposed`: what it keeps in another order of dims than Hugging Face, declared apart from its layout for the proof.
-    `notes`: what to say of a plan, given (name, reason) of all groups that travel by misc.
-    `repeated_suffix`: a tensor `x` + this suffix stands for the engine's tensor `x`, which its adapter repeats from it.
-    """
+    """What an engine keeps where, what it quantizes, and what users should hear of a plan for it."""
 
     name: str
     layout: Callable[[ModelParameters, GenMesh], Layout]
-    quantizes: Callable[[ParameterGroup, int | None, ModelParameters], bool]
-    misquantized: Callable[[ModelParameters], list[str]]
-    transposed: Transposed
-    notes: Callable[[Sequence[tuple[str, str]]], list[str]]
-    repeated_suffix: str = ""
+    quantizes: Callable[[ParameterGroup, int | None, ModelParameters], bool]  # when asked to; None: not in a layer
+    misquantized: Callable[[ModelParameters], list[str]]  # why no trainer can send what it would then hold
+    transposed: Transposed  # kept in another order of dims than Hugging Face; the proof compares it with the layout
+    notes: Callable[[Sequence[tuple[str, str]]], list[str]]  # on a plan, given (name, reason) of all misc groups
+    repeated_suffix: str = ""  # tensor x + this stands for the engine's x, which its adapter repeats from it
 
     def quantized(self, model: ModelParameters, form: Format) -> ModelParameters:
         """The model that the engine quantizes to a format: groups are divided where it leaves some layers unquantized."""

@@ -26,16 +26,12 @@ ExpertsModule = Literal["grouped", "sequential", "stacked"]
 
 @dataclass(frozen=True, slots=True)
 class MegatronBuild:
-    """The choices that, beside the mesh, decide the names and the storage of parameters.
+    """The choices that, beside the mesh, decide the names and the storage of parameters."""
 
-    `experts`: TEGroupedMLP (one tensor per expert), SequentialMLP (one module per expert) or the legacy GroupedMLP (one
-    stacked tensor). `fused_norms`: norms live inside the linear they precede (the Transformer Engine spec) or apart
-    (the local spec). `padded_vocab`: rows of the embedding over all tp ranks; 0 applies Megatron-Bridge's rule.
-    """
-
+    # TEGroupedMLP (a tensor per expert), SequentialMLP (a module per expert), or the legacy GroupedMLP (one stacked tensor)
     experts: ExpertsModule = "grouped"
-    fused_norms: bool = True
-    padded_vocab: int = 0
+    fused_norms: bool = True  # inside the linear they precede (the Transformer Engine spec), or apart (the local spec)
+    padded_vocab: int = 0  # rows of the embedding over all tp ranks; 0: Megatron-Bridge's rule
 
 
 @dataclass(frozen=True, slots=True)

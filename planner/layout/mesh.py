@@ -103,10 +103,8 @@ class TrainMesh:
         return ranks[pp_stage].transpose(1, 2, 0)
 
     def chunk_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Decoder layers of every chunk in pipeline order (entry vp_stage * pp + pp_stage).
-
-        Source: megatron.core.transformer.transformer_block.get_num_layers_to_build and PipelineParallelLayerLayout.
-        """
+        """Decoder layers of every chunk in pipeline order (entry vp_stage * pp + pp_stage)."""
+        # Source: megatron.core.transformer.transformer_block.get_num_layers_to_build and PipelineParallelLayerLayout.
         chunks = self.pp * self.vpp
         if not self.layers and num_layers % chunks:
             problem = f"{num_layers} layers do not divide over pp*vpp = {chunks}"

@@ -59,14 +59,11 @@ class PrecisionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What one side holds: `dtype` where nothing is quantized, and the format of quantized matrices.
-
-    A trainer that quantizes keeps the matrices of `unquantized_layers` in `dtype` all the same.
-    """
+    """What one side holds: `dtype` where nothing is quantized, and the format of quantized matrices."""
 
     dtype: str
     format: Format | None = None
-    unquantized_layers: frozenset[int] = frozenset()
+    unquantized_layers: frozenset[int] = frozenset()  # whose matrices a trainer that quantizes keeps in `dtype`
 
     def main(self, model: ModelParameters) -> ModelParameters:
         """The model before quantization, in this side's dtype; parameters with a dtype of their own stay in it."""

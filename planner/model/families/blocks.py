@@ -105,10 +105,7 @@ def attention(
 
 
 def latent_attention(layers: Layers, sizes: LatentAttention, bias: bool) -> Iterator[ParameterGroup]:
-    """Multi-head latent attention as DeepSeek-V2/V3 name it.
-
-    `bias` is on the down projections and the output, as in transformers' `DeepseekV3Attention`. No layout rule knows it.
-    """
+    """Multi-head latent attention, with the biases of `DeepseekV3Attention` (transformers), which no layout rule knows."""
     hidden, heads = layers.hidden, sizes.heads
     query_rows = heads * (sizes.qk_nope_dim + sizes.qk_rope_dim)
     unknown = Role.UNKNOWN if bias else None
