@@ -1,4 +1,1 @@
-"""The command line: `main` parses, one module a command runs it and returns the exit code.
-
-Imports everything; nothing imports it.
-"""
+"""The command line: `main` parses, one module a command runs it and returns the exit code."""

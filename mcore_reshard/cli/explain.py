@@ -26,7 +26,7 @@ from mcore_reshard.planner.plan.transfers import (
 )
 from mcore_reshard.planning import InputError
 
-from .inputs import collected, read_proven_plan
+from .inputs import collected, read_plan
 from .render import Cell, facts, grouped, noted, print_report, ranges, styled, table
 from .show import origin_as_dict, place_as_dict, rank_name, sender, tensor_lines, tensors_of
 
@@ -65,7 +65,7 @@ class Answer:
 
 
 def run(args: argparse.Namespace) -> int:
-    plan = read_proven_plan(args.plan)
+    plan = read_plan(args.plan)
     problems: list[str] = []
     ranks: dict[World, int] = {}
     for world, rank in (("gen", args.gen_rank), ("train", args.train_rank)):
@@ -184,7 +184,20 @@ def _text(args: argparse.Namespace, answer: Answer) -> Iterator[RenderableType]:
         yield _why_none(args, answer)
     groups = grouped(answer.transfers, lambda t: (t.parameter, t.element, t.pp_stage, t.region, *tensors_of(t)))
     for alike in groups.values():  # they differ in ranks and offsets alone
-        yield from _transfer_tables(alike, answer.holders)
+        first = alike[0]
+        name = styled(f"{first.parameter}{_brackets(first.element or ())}", "bold")
+        lines: list[tuple[str, Cell]] = [("parameter", name)] if first.parameter else []
+        lines.append(("route", first.route + (f": {first.reason}" if first.reason else "")))
+        if first.region is not None:
+            lines.append(("stage", f"{first.pp_stage}, in region {first.region} of {list(first.view)}"))
+        lines += tensor_lines(first)
+        if answer.holders and first.src is not None:
+            lines.append(("held by", f"train {ranges({place.rank for place in answer.holders})}"))
+        yield facts(lines)
+        if first.src is not None or first.dst is not None:
+            rows = ((rank_name(t.dst), *_where(t.dst), sender(t), *_where(t.src)) for t in alike)
+            columns = "to, index, >element, >byte, from, index, >element, >byte"
+            yield table(None, columns, rows, most=_ROWS_SHOWN, noun="transfer")
 
 
 def _why_none(args: argparse.Namespace, answer: Answer) -> str:
@@ -198,24 +211,6 @@ def _why_none(args: argparse.Namespace, answer: Answer) -> str:
     if holders and args.train_rank not in holders:
         return f"train:{args.train_rank} does not hold this element{held_by}"
     return f"train:{args.train_rank} holds this element and sends it to nobody: its replicas serve every pull{held_by}"
-
-
-def _transfer_tables(transfers: list[Transfer], holders: list[Place]) -> Iterator[RenderableType]:
-    """Transfers that differ in ranks and offsets alone."""
-    first = transfers[0]
-    name = styled(f"{first.parameter}{_brackets(first.element or ())}", "bold")
-    lines: list[tuple[str, Cell]] = [("parameter", name)] if first.parameter else []
-    lines.append(("route", first.route + (f": {first.reason}" if first.reason else "")))
-    if first.region is not None:
-        lines.append(("stage", f"{first.pp_stage}, in region {first.region} of {list(first.view)}"))
-    lines += tensor_lines(first)
-    if holders and first.src is not None:
-        lines.append(("held by", f"train {ranges({place.rank for place in holders})}"))
-    yield facts(lines)
-    if first.src is not None or first.dst is not None:
-        rows = ((rank_name(t.dst), *_where(t.dst), sender(t), *_where(t.src)) for t in transfers)
-        columns = "to, index, >element, >byte, from, index, >element, >byte"
-        yield table(None, columns, rows, most=_ROWS_SHOWN, noun="transfer")
 
 
 def _where(place: Place | None) -> tuple[Cell, Cell, Cell]:

@@ -27,10 +27,14 @@ def collected(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def read_plan(source: str) -> Plan:
-    """The plan in a file. Raises InputError where `source` is the config of a model, PlanFileError for all else."""
+def read_plan(source: str, *, proven: bool = True) -> Plan:
+    """The plan in a file.
+
+    Raises InputError where `source` is the config of a model, PlanFileError where it is no plan, and ProofError for an
+    unsound plan that should be `proven`.
+    """
     try:
-        return load_plan(source)
+        plan = load_plan(source)
     except PlanFileError:
         if "model_type" not in _document(source):
             raise
@@ -38,12 +42,8 @@ def read_plan(source: str) -> Plan:
             [f"{source}: this is the config of a model, where a plan is wanted"],
             f"Make a plan of it with `mcore-reshard plan {source} --train ... --gen ... --out plan.json`.",
         ) from None
-
-
-def read_proven_plan(source: str) -> Plan:
-    """The plan in a file. Raises ProofError, besides what `read_plan` raises, where it is not sound."""
-    plan = read_plan(source)
-    require_proof(plan)
+    if proven:
+        require_proof(plan)
     return plan
 
 

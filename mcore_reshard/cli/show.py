@@ -18,7 +18,7 @@ from mcore_reshard.planner.plan.schedule import Schedule, TransferTable, World
 from mcore_reshard.planner.plan.transfers import Place, Transfer, parse_rank
 from mcore_reshard.planning import InputError
 
-from .inputs import collected, read_plan, read_proven_plan
+from .inputs import collected, read_plan
 from .render import Cell, and_more, count, facts, grouped, print_report, size, styled, table
 from .summary import parameters_table, print_plan, summarize
 
@@ -28,11 +28,11 @@ _ELEMENT = "world rank tensor shape dtype index offset byte_offset"
 
 def run(args: argparse.Namespace) -> int:
     if args.rank is None and args.parameter is None:
-        plan = read_plan(args.plan)
+        plan = read_plan(args.plan, proven=False)
         proof = plan.prove()
         print_plan(plan, proof, summarize(plan, proof), args.json, parameters_table(plan))
         return 0
-    plan = read_proven_plan(args.plan)
+    plan = read_plan(args.plan)
     rank, problems = None, list[str]()
     with collected(problems):
         rank = None if args.rank is None else parse_rank(plan, args.rank)

@@ -60,8 +60,8 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
         "proof": {"ok": proof.ok, **asdict(proof)},
         "bytes": nbytes,
         "parameters": parameters,
-        "pairs": _pairs(plan),
-        "casts": _casts(plan),
+        "pairs": list(_pairs(plan)),
+        "casts": list(_casts(plan)),
         "misc": _unplanned(plan, plan.misc),
         "excluded": _unplanned(plan, plan.excluded),
         "stages": [
@@ -92,11 +92,12 @@ def starred(pattern: str) -> str:
     return re.sub(r"\{\w+\}", "*", pattern)
 
 
-def _pairs(plan: Plan) -> list[dict[str, Any]]:
+def _pairs(plan: Plan) -> Iterator[dict[str, Any]]:
     """Quantized weights and their scales, one entry a group, with the route of both and why it is misc."""
-    groups, routes = plan.groups, routes_of(plan)
-    return [
-        {
+    routes = routes_of(plan)
+    for pair in plan.pairs:
+        weight, scales, (route, reason) = plan.groups[pair.weight], plan.groups[pair.scales], routes[pair.weight]
+        yield {
             "weight": weight.name_pattern,
             "scales": scales.name_pattern,
             "layers": list(weight.layers),
@@ -106,15 +107,13 @@ def _pairs(plan: Plan) -> list[dict[str, Any]]:
             "route": route,
             "reason": reason,
         }
-        for pair in plan.pairs
-        for weight, scales, (route, reason) in [(groups[pair.weight], groups[pair.scales], routes[pair.weight])]
-    ]
 
 
-def _casts(plan: Plan) -> list[dict[str, Any]]:
+def _casts(plan: Plan) -> Iterator[dict[str, Any]]:
     """Groups that change their dtype on the way; `bytes` are those on the wire, each parameter once."""
-    return [
-        {
+    for cast in plan.casts:
+        group = plan.groups[cast.group]
+        yield {
             "parameter": group.name_pattern,
             "layers": list(group.layers),
             "count": group.count,
@@ -122,8 +121,6 @@ def _casts(plan: Plan) -> list[dict[str, Any]]:
             "to": cast.dst,
             "bytes": group.count * prod(group.shape) * ITEMSIZE[cast.dst],
         }
-        for group, cast in ((plan.groups[cast.group], cast) for cast in plan.casts)
-    ]
 
 
 def _unplanned(plan: Plan, entries: Iterable[UnplannedGroup]) -> list[dict[str, Any]]:
@@ -195,9 +192,9 @@ def _axes(mesh: TrainMesh | GenMesh) -> str:
 
 
 def _pairs_fact(pairs: list[dict[str, Any]]) -> str:
-    by_route = grouped(pairs, lambda pair: str(pair["route"]))
+    by_route = {route: [pair for pair in pairs if pair["route"] == route] for route in _ROUTES}
     blocks = sorted({"x".join(map(str, pair["block"])) for pair in pairs})
-    numbers = ", ".join(f"{_sum(by_route[route], 'count'):,} {route}" for route in _ROUTES if route in by_route)
+    numbers = ", ".join(f"{_sum(alike, 'count'):,} {route}" for route, alike in by_route.items() if alike)
     more = ", ..." if len(blocks) > _BLOCKS_SHOWN else ""
     return f"weights with scales: {numbers}; blocks {', '.join(blocks[:_BLOCKS_SHOWN])}{more}"
 

@@ -20,7 +20,7 @@ from mcore_reshard.planner.model.precision import BLOCK_FP8, PRECISION_OF
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planning import InputError, PlanRequest, read_request
 
-from .inputs import is_plan_file, read_proven_plan
+from .inputs import is_plan_file, read_plan
 from .printable import printable
 from .render import Cell, count, facts, grouped, noted, print_report, size, styled, table, verdict
 
@@ -71,7 +71,7 @@ def _from_config(args: argparse.Namespace) -> PlanRequest:
 
 def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
     """The plan, and the request that leads to it. Raises InputError with every option that says otherwise."""
-    plan = read_proven_plan(args.source)
+    plan = read_plan(args.source)
     config = args.config or (plan.model if plan.model in builtin_names() else None)
     if config is None:
         raise InputError([f"the plan is of {plan.model!r}, which is not built in: give its config with --config"])

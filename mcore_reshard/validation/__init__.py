@@ -1,4 +1,1 @@
-"""Golden against real: refit a real model between real processes, and compare every byte with golden.
-
-Imports everything but `cli`.
-"""
+"""Golden against real: refit a real model between real processes, and compare every byte with golden."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,12 +70,7 @@ class Job:
         return self.plan.train.world + self.plan.gen.world
 
     @property
-    def store_port(self) -> int:
-        return int(self.store_socket.getsockname()[1])
-
-    @property
     def engine_folder(self) -> Path:
-        """Where the engine's config.json is."""
         return self.folder / "engine"
 
     def payload_folder(self, version: int) -> Path:
@@ -93,20 +89,23 @@ def run_process(index: int, job: Job) -> Results:
 
     The store has a thread, and forking beside threads is not safe: nothing of it may exist before the fork.
     """
+    port = job.store_socket.getsockname()[1]
     if index == job.ranks:
-        port, listening = job.store_port, job.store_socket.detach()
+        listening = job.store_socket.detach()
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
         while len(list(job.folder.glob("done*"))) < job.ranks:  # the launcher ends this process when a rank fails
             time.sleep(0.02)
         del store  # it serves until here
         return [], []
-    address, gen_rank = f"127.0.0.1:{job.store_port}", index - job.plan.train.world
+    address, gen_rank = f"127.0.0.1:{port}", index - job.plan.train.world
     results = _train(index, job, address) if gen_rank < 0 else _generate(gen_rank, job, address)
     (job.folder / f"done{index}").touch()
     return results
 
 
 def _train(rank: int, job: Job, store: str) -> Results:
+    from safetensors.torch import save_file
+
     mesh, device = job.plan.train, _device(job, rank)
     os.environ["MEGATRON_CONFIG_LOCK_DIR"] = str(job.folder / f"locks{rank}")  # else ranks queue for the config
     world_store = dist.FileStore(str(job.folder / "train.store"), mesh.world)
@@ -148,7 +147,12 @@ def _train(rank: int, job: Job, store: str) -> Results:
         elif version > 2:
             model.step()
         golden = model.export_unquantized() if job.precisions.quantized_on_the_way else model.export()
-        _write_golden(job.golden_file(version), golden, keep=rank == 0)
+        # Every rank takes part in the export; rank 0 writes it down, whole or not at all.
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in golden if rank == 0}
+        if rank == 0:
+            partial_file = job.golden_file(version).with_suffix(".partial")
+            save_file(tensors, partial_file)
+            partial_file.replace(job.golden_file(version))
         reports.append(endpoint.refit(version))
     endpoint.close()
     return reports, []
@@ -175,21 +179,14 @@ def _vocab_multiple(job: Job) -> int | None:
     return rows // plan.train.tp if rows != plan.groups[embedding].shape[0] else None
 
 
-def _write_golden(file: Path, exported: Iterable[tuple[str, torch.Tensor]], keep: bool) -> None:
-    """Every training rank takes part in the export; one writes it down, whole or not at all."""
-    from safetensors.torch import save_file
-
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in exported if keep}
-    if keep:
-        save_file(tensors, file.with_suffix(".partial"))
-        file.with_suffix(".partial").replace(file)
-
-
 class _VllmEngine:
     """A vLLM model with the methods of `StandInEngine`."""
 
     def __init__(self, job: Job, gen_rank: int) -> None:
         self._model = vllm_engine.build_engine(job.engine_folder, gen_sizes(job.plan.gen), gen_rank)
+        self.load_weights = partial(vllm_model.load_weights, self._model)
+        # Tensors that attention derives are left out: they take kernels, and nothing here reads them.
+        self.after_direct_writes = partial(vllm_refined_scales.refine, self._model)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -199,19 +196,11 @@ class _VllmEngine:
     def loaded(self) -> Mapping[str, torch.Tensor]:
         return vllm_model.loaded_tensors(self._model)
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        vllm_model.load_weights(self._model, named_tensors)
-
-    def after_direct_writes(self) -> None:
-        # Tensors that attention derives are left out: they take kernels, and nothing here reads them.
-        vllm_refined_scales.refine(self._model)
-
 
 _Engine = StandInEngine | _VllmEngine
 
 
 def gen_sizes(mesh: GenMesh) -> GenSizes:
-    """The mesh as the engine's tables take it."""
     return GenSizes(mesh.tp, mesh.pp, mesh.dp, mesh.ep, mesh.layers)
 
 

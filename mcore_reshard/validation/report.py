@@ -83,7 +83,7 @@ def compare(
     """Compare two tensors bit for bit: NaNs are equal when their bits are."""
     present = expected if got is None else got
     assert present is not None
-    result = partial(ParameterResult, name, gen_rank, route, present.numel() * present.element_size())
+    result = partial(ParameterResult, name, gen_rank, route, present.nbytes)
     if got is None or expected is None:
         return result(0, problem=f"{'the engine' if got is None else 'golden'} has no such tensor")
     if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -94,21 +94,13 @@ def compare(
     if not len(wrong):
         return result(0)
     index = tuple(wrong[0].tolist())
-    values = _finite(got[index]), _finite(expected[index])
-    return result(len(wrong), Mismatch(index, *values, _hex(got_bytes[index]), _hex(expected_bytes[index])))
-
-
-def _finite(element: torch.Tensor) -> float | None:
-    """As a number that JSON can hold."""
-    value = float(element)
-    return value if math.isfinite(value) else None
+    numbers = (float(got[index]), float(expected[index]))
+    values: Any = [number if math.isfinite(number) else None for number in numbers]  # JSON has no NaN
+    bits = (bytes(elements[index].flip(0).tolist()).hex() for elements in (got_bytes, expected_bytes))
+    return result(len(wrong), Mismatch(index, *values, *bits))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8 [*shape, bytes of an element], the lowest byte first."""
     flat = tensor.detach().cpu().reshape(-1)
     return flat.view(torch.uint8).reshape(*tensor.shape, tensor.element_size())
-
-
-def _hex(element: torch.Tensor) -> str:
-    return bytes(element.flip(0).tolist()).hex()

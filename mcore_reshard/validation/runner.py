@@ -87,6 +87,11 @@ def validate(request: ValidationRequest) -> ValidationReport:
         for version in range(1, min(request.refits, 2) + 1):
             tiny.write_checkpoint(precisions.trainer_config, job.payload_folder(version), version, blocks)
         results = run_processes(job.ranks + 1, run_process, (job,), timeout_s=deadline_s)[:-1]
+    source = ", ".join(f"{name} {version_of(name)}" for name in ("megatron-core", "megatron-bridge"))
+    if te_standin.is_real():
+        source += f", Transformer Engine {version_of('transformer-engine')} on CUDA"
+    else:
+        source += ", a parameters-only stand-in for Transformer Engine on the CPU"
     return ValidationReport(
         model=planning.model,
         train=format_mesh(planning.train),
@@ -94,7 +99,7 @@ def validate(request: ValidationRequest) -> ValidationReport:
         policy=planning.policy,
         transport=results[0][0][0].transport,
         engine=f"vllm {version_of('vllm')}" if engine == "vllm" else "plain slices of the golden tensors",
-        source=_source_versions(),
+        source=source,
         precision=str(precisions),
         digest=plan.digest,
         refits=tuple(_refit_result(results, planning.train.world, number) for number in range(request.refits)),
@@ -182,10 +187,3 @@ def _engine_kind(engine: str, device: str) -> str:
     if engine == "vllm":
         raise ValidationError(unavailable_reason)
     return "slices"
-
-
-def _source_versions() -> str:
-    versions = ", ".join(f"{name} {version_of(name)}" for name in ("megatron-core", "megatron-bridge"))
-    if te_standin.is_real():
-        return f"{versions}, Transformer Engine {version_of('transformer-engine')} on CUDA"
-    return f"{versions}, a parameters-only stand-in for Transformer Engine on the CPU"

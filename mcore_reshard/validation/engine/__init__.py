@@ -1,4 +1,1 @@
-"""The engine side of a validation: a real vLLM model, or plain slices that share no code with the planner.
-
-Imports `engines`.
-"""
+"""The engine side of a validation: a real vLLM model, or plain slices that share no code with the planner."""

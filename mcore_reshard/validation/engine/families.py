@@ -147,14 +147,14 @@ def _add_ends(
         table.vocabulary("lm_head.weight")
 
 
-def _refuse_tied(table: Table) -> None:
-    if table.config["tie_word_embeddings"]:
-        raise ValueError(f"vLLM's {table.config['model_type']} does not tie word embeddings")
-
-
 def _refuse_fields(table: Table, *names: str) -> None:
     if unsupported := [name for name in names if table.config.get(name)]:
         raise ValueError(f"{table.config['model_type']} with {', '.join(unsupported)} is not supported")
+
+
+def _refuse_tied(table: Table) -> None:
+    if table.config["tie_word_embeddings"]:
+        raise ValueError(f"vLLM's {table.config['model_type']} does not tie word embeddings")
 
 
 def _refuse_stage_without_experts(table: Table) -> None:

@@ -59,7 +59,9 @@ def quantize(table: Table) -> dict[str, Refined]:
     expert_block = _expert_block(table, block)
     numbers: dict[str, list[torch.Tensor]] = {}  # of the checkpoint's blocks, for each matrix in a refined tensor
     for name, (shape, targets) in list(table.sources.items()):
-        if not _is_linear(name) or _is_kept(name, kept):
+        # Linear layers have names like q_proj and kv_a_proj_with_mqa.
+        is_linear = name.startswith("model.layers.") and name.endswith("weight") and "_proj" in name.split(".")[-2]
+        if not is_linear or _is_kept(name, kept):
             continue
         grid, fine = _grid(shape, block), expert_block if ".experts." in name else block
         scales = [_beside(table, target, shape, block, fine) for target in targets]
@@ -101,11 +103,6 @@ def _refined(shape: Shape, parts: list[torch.Tensor]) -> Refined:
         first += len(touched)
     touched, columns = parts[0][0].unique(return_inverse=True)
     return Refined((shape[0], first, len(touched)), torch.cat(rows), columns)
-
-
-def _is_linear(name: str) -> bool:
-    """The `..._proj` matrices; kv_a_proj_with_mqa is one too."""
-    return name.startswith("model.layers.") and name.endswith("weight") and "_proj" in name.split(".")[-2]
 
 
 def _is_kept(name: str, kept: list[str] | tuple[str, ...]) -> bool:

@@ -197,14 +197,13 @@ def stand_in_groups(sizes: GenSizes, gen_rank: int) -> Iterator[None]:
         return group
 
     forget_groups()
-    as_if_initialized = mock.patch.multiple(
-        dist,
-        is_initialized=lambda: True,
-        get_world_size=lambda group=None: sizes.world,
-        get_rank=lambda group=None: gen_rank,
-        get_backend=lambda group=None: "gloo",
-    )
-    with as_if_initialized, mock.patch.object(state, "init_model_parallel_group", stand_in):
+    with (
+        mock.patch.object(dist, "is_initialized", lambda: True),
+        mock.patch.object(dist, "get_world_size", lambda group=None: sizes.world),
+        mock.patch.object(dist, "get_rank", lambda group=None: gen_rank),
+        mock.patch.object(dist, "get_backend", lambda group=None: "gloo"),
+        mock.patch.object(state, "init_model_parallel_group", stand_in),
+    ):
         state._WORLD, state._NODE_COUNT = stand_in([list(range(sizes.world))], group_name="world"), 1
         state.initialize_model_parallel(sizes.tp, sizes.pp)
         yield
