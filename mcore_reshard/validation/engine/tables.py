@@ -27,7 +27,7 @@ class GenSizes:
 
     `ep` = 1: experts are cut by tp, and every data-parallel replica is an engine of its own.
     `ep` = tp * dp: one engine, whose whole experts are spread over the tp * dp ranks of a pipeline stage.
-    `layers`: the layers of every pipeline stage, as in VLLM_PP_LAYER_PARTITION; empty where that is not set.
+    `layers`: of each pipeline stage, as in VLLM_PP_LAYER_PARTITION; empty: vLLM's own split.
     """
 
     tp: int = 1

@@ -96,7 +96,7 @@ class Trainer:
 def prepare(*, on_cuda: bool = False) -> None:
     """Import everything a trainer needs; called before a fork, it is paid once for all processes.
 
-    `on_cuda` says where models are wanted; they are on the CPU all the same where Transformer Engine is missing.
+    `on_cuda` asks for models on the GPU, if Transformer Engine is installed.
     Raises ImportError naming the extra when Megatron is not installed.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -120,11 +120,10 @@ def build_trainer(
     """Build the checkpoint's model over `mesh` and load it. The default process group must be the training world.
 
     `grouped_experts=False` gives one module an expert (SequentialMLP) instead of grouped tensors (TEGroupedMLP).
-    The vocabulary is padded with zero rows to a multiple of `vocab_multiple * tp`; None keeps the checkpoint's size
-    where TP divides it, and elsewhere pads with Megatron-Bridge's divisor (a power of two up to 128 that divides it).
-    `fp8_block` keeps the weights of linear layers quantized (`fp8_param`, the blockwise recipe), in blocks of this size,
-    which the real Transformer Engine has at 128 x 128 alone. `pairs` are what `export` yields as FP8 data and scales.
-    Raises ValueError when the world has not the mesh's size, or Transformer Engine not these blocks.
+    The vocabulary is padded with zero rows to a multiple of `vocab_multiple * tp`; None pads only where TP does not
+    divide it, with Megatron-Bridge's divisor. `fp8_block` keeps the weights of linear layers quantized in such blocks
+    (`fp8_param`, the blockwise recipe); the real Transformer Engine has 128 x 128 alone. `export` yields `pairs` as FP8
+    data and scales. Raises ValueError where the world or the blocks do not fit.
     """
     if fp8_block not in {None, (128, 128)} and te_standin.is_real():
         raise ValueError(f"Transformer Engine quantizes in blocks of 128x128, not of {fp8_block[0]}x{fp8_block[1]}")

@@ -35,9 +35,8 @@ def is_real() -> bool:
 def install(*, on_cuda: bool = False) -> None:
     """Register stand-ins for the packages that models cannot be built with here; `on_cuda` says where models will be.
 
-    On a GPU these are the packages that are not installed. On the CPU Transformer Engine is always one of them: its
-    modules need a GPU. A process keeps its first choice: calling this again changes nothing.
-    Raises RuntimeError when megatron was imported without Transformer Engine: it decides at import what it has.
+    On the CPU these include Transformer Engine, whose modules need a GPU. Calling this again changes nothing.
+    Raises RuntimeError after an import of megatron, which decides once what it has.
     """
     if "transformer_engine" not in sys.modules and not (on_cuda and is_real()):
         if "megatron.core" in sys.modules:
