@@ -99,15 +99,19 @@ def distinct(*keys: NDArray[np.integer]) -> tuple[list[list[int]], Ints]:
     return kinds.T.tolist(), kind_of.reshape(-1)
 
 
+def repeat(counts: Ints) -> tuple[Ints, Ints]:
+    """Repeat every entry `counts` times: (index of the entry, number among its own). [2, 1] -> [0, 0, 1], [0, 1, 0]."""
+    entry = np.repeat(np.arange(len(counts)), counts)
+    return entry, np.arange(len(entry)) - (np.cumsum(counts) - counts)[entry]
+
+
 def expand(kind_of: Ints, counts: Ints) -> tuple[Ints, Ints]:
     """Replace every entry by the members of its kind: (index of the entry, index among all kinds' members).
 
     `counts` says how many members each kind has: kinds [1, 0, 1], counts [1, 2] -> [0, 0, 1, 2, 2], [1, 2, 0, 1, 2].
     """
-    repeats = counts[kind_of]
-    entry = np.repeat(np.arange(len(kind_of)), repeats)
-    within = np.arange(len(entry)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-    return entry, (np.cumsum(counts) - counts)[kind_of][entry] + within
+    entry, number = repeat(counts[kind_of])
+    return entry, (np.cumsum(counts) - counts)[kind_of][entry] + number
 
 
 def expand_copies(kind_of: Ints, tables: Sequence[NDArray[np.void]]) -> tuple[Ints, NDArray[np.void]]:

@@ -12,12 +12,11 @@ from mcore_reshard.kernels.copies.casts import CastForm, Casts
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.planner.model.precision import FP8
 
-from .tiles import INNER_LOOP, ROW, TILE, Boxes, check_tile_bytes
+from .tiles import INNER_LOOP, ROW, TILE, WIDEST_WORD, Boxes, check_tile_bytes
 
 Ints = NDArray[np.int64]
 
 CAST_KINDS = {("bfloat16", FP8): 0, ("float32", "bfloat16"): 1, ("bfloat16", "float32"): 2}
-_WIDE = {("bfloat16", FP8): 8, ("float32", "bfloat16"): 4, ("bfloat16", "float32"): 4}  # elements of a wide word
 
 CAST_TILE = np.dtype(  # the struct CastTile of cast_kernel.cu, 64 bytes
     [
@@ -42,8 +41,7 @@ BLOCK = np.dtype(  # the struct Block of cast_kernel.cu, 32 bytes
 
 def split_casts(copies: NDArray[np.void], casts: Casts) -> tuple[NDArray[np.void], NDArray[np.void]]:
     """(plain copies, copies that cast)."""
-    sources, source_of = np.unique(copies["src"], return_inverse=True)
-    cast = np.array([source in casts for source in sources.tolist()], bool)[source_of]
+    cast = np.isin(copies["src"], [*casts])
     return copies[~cast], copies[cast]
 
 
@@ -56,55 +54,38 @@ def cut_cast_tiles(
     """
     assert copies.dtype == COPY
     check_tile_bytes(tile_bytes)
+    scales = np.zeros(len(addresses), np.uint64)  # where those of each base begin
     bases: dict[CastForm, list[int]] = {}
     for base in np.unique(copies["src"]).tolist():
-        bases.setdefault(casts[base].form, []).append(base)
-    tables = [
-        _tiles_of(form, copies, np.flatnonzero(np.isin(copies["src"], of_form)), addresses, casts, tile_bytes)
-        for form, of_form in bases.items()
-    ]
-    return np.concatenate(tables) if tables else np.empty(0, CAST_TILE)
-
-
-def _tiles_of(
-    form: CastForm,
-    all_copies: NDArray[np.void],
-    chosen: Ints,
-    addresses: NDArray[np.uint64],
-    casts: Casts,
-    tile_bytes: int,
-) -> NDArray[np.void]:
-    """The tiles of the chosen copies, all of one form."""
-    copies = all_copies[chosen]
-    boxes = Boxes.of(copies, addresses)
-    boxes.extents[:, ROW] //= form.to_bytes
-    boxes.src_strides[:, ROW], boxes.dst_strides[:, ROW] = form.src_bytes, form.to_bytes
-    boxes = boxes.cut(tile_bytes // max(form.src_bytes, form.to_bytes))
-    source = copies["src"][boxes.copy]
-    table = np.zeros(len(boxes.copy), CAST_TILE)
-    first_column = np.zeros(len(table), np.int64)
-    if form.block != (0, 0):
-        elements = (boxes.src - addresses.astype(np.int64)[source]) // form.src_bytes
-        scale, first_column = form.scale_of(elements)
-        scales = np.zeros(len(addresses), np.uint64)
-        for base in np.unique(source).tolist():
-            if (index := casts[base].scales) is not None:
-                scales[base] = addresses[index]
-        table["scales"] = scales[source] + (4 * scale).astype(np.uint64)
-        table["first_column"], table["block_columns"] = first_column, form.block[1]
-    table["kind"] = CAST_KINDS[form.src, form.to]
-    word = _word_elements(form, boxes, first_column)
-    row_words = boxes.extents[:, ROW] // word
-    box = table["box"]
-    box["src"], box["dst"], box["copy"] = boxes.src, boxes.dst, chosen[boxes.copy]
-    box["src_stride"], box["dst_stride"] = boxes.src_strides[:, INNER_LOOP], boxes.dst_strides[:, INNER_LOOP]
-    box["words"], box["row_words"], box["word_bytes"] = row_words * boxes.extents[:, INNER_LOOP], row_words, word
-    return table
+        cast = casts[base]
+        bases.setdefault(cast.form, []).append(base)
+        if cast.scales is not None:
+            scales[base] = addresses[cast.scales]
+    all_boxes = Boxes.of(copies, addresses)
+    tables = [np.empty(0, CAST_TILE)]
+    for form, of_form in bases.items():
+        chosen = np.isin(copies["src"], of_form)
+        boxes = Boxes(*(column[chosen] for column in all_boxes))
+        boxes.extents[:, ROW] //= form.to_bytes
+        boxes.src_strides[:, ROW], boxes.dst_strides[:, ROW] = form.src_bytes, form.to_bytes
+        boxes = boxes.cut(tile_bytes // max(form.src_bytes, form.to_bytes))
+        table = np.zeros(len(boxes.copy), CAST_TILE)
+        first_column = np.zeros(len(table), np.int64)
+        if form.block != (0, 0):
+            source = copies["src"][boxes.copy]
+            elements = (boxes.src - addresses.astype(np.int64)[source]) // form.src_bytes
+            scale, first_column = form.scale_of(elements)
+            table["scales"] = scales[source] + (4 * scale).astype(np.uint64)
+            table["first_column"], table["block_columns"] = first_column, form.block[1]
+        table["kind"] = CAST_KINDS[form.src, form.to]
+        table["box"] = boxes.tiles(_word_elements(form, boxes, first_column))
+        tables.append(table)
+    return np.concatenate(tables)
 
 
 def _word_elements(form: CastForm, boxes: Boxes, first_column: Ints) -> Ints:
     """Elements of a word: wide where both sides, rows and blocks are aligned for it, else 1."""
-    wide = _WIDE[form.src, form.to]
+    wide = WIDEST_WORD // max(form.src_bytes, form.to_bytes)
     unaligned = (boxes.src | boxes.src_strides[:, INNER_LOOP]) % (wide * form.src_bytes)
     unaligned |= (boxes.dst | boxes.dst_strides[:, INNER_LOOP]) % (wide * form.to_bytes)
     unaligned |= (boxes.extents[:, ROW] | first_column | form.block[1]) % wide
@@ -113,17 +94,13 @@ def _word_elements(form: CastForm, boxes: Boxes, first_column: Ints) -> Ints:
 
 def scale_blocks(casts: Casts, tensors: Sequence[torch.Tensor]) -> NDArray[np.void]:
     """The blocks (dtype BLOCK) of all weights whose casts have scales, form by form and tensor by tensor."""
-    addresses_of: dict[
-        tuple[CastForm, int], list[tuple[int, int]]
-    ] = {}  # of weights and their scales, by form and count
+    alike: dict[tuple[CastForm, int], list[tuple[int, int]]] = {}  # addresses of weights and scales, by form and count
     for index, cast in casts.items():
         if cast.scales is not None:
             weight, scales = tensors[index], tensors[cast.scales]
-            addresses_of.setdefault((cast.form, scales.numel()), []).append((weight.data_ptr(), scales.data_ptr()))
-    tables = [
-        _blocks_of(form, count, np.array(addresses, np.uint64)) for (form, count), addresses in addresses_of.items()
-    ]
-    return np.concatenate(tables) if tables else np.empty(0, BLOCK)
+            alike.setdefault((cast.form, scales.numel()), []).append((weight.data_ptr(), scales.data_ptr()))
+    tables = [_blocks_of(*kind, np.array(addresses, np.uint64)) for kind, addresses in alike.items()]
+    return np.concatenate([np.empty(0, BLOCK), *tables])
 
 
 def _blocks_of(form: CastForm, count: int, addresses: NDArray[np.uint64]) -> NDArray[np.void]:

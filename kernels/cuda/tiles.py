@@ -1,17 +1,18 @@
 """Cut a table of copies into tiles: the work list of the GPU kernel.
 
 A tile is a part of a copy, small enough for one CTA at a time: rows at one stride on either side, absolute addresses and
-the widest word that these allow. Tiles of many copies lie in one array, in the order in which they are to start.
+the widest word that these allow. Tiles of many copies lie in one array, in the order in which they are to start: that of
+`cut_tiles`, until the direct transport (transports/direct, executor.py and slots.py) reorders it by `interleaved`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.copy_table import COPY, OUTER_DIMS
+from mcore_reshard.kernels.copies.copy_table import COPY, OUTER_DIMS, repeat
 
 Ints = NDArray[np.int64]
 
@@ -33,12 +34,11 @@ TILE = np.dtype(  # the struct Tile of copy_kernel.cu, 48 bytes
 )
 
 
-def check_tile_bytes(tile_bytes: int) -> int:
+def check_tile_bytes(tile_bytes: int) -> None:
     if not WIDEST_WORD <= tile_bytes <= 1 << 30 or tile_bytes % WIDEST_WORD:
         raise ValueError(
             f"tile_bytes must be a multiple of {WIDEST_WORD} between {WIDEST_WORD} and 1 GiB: {tile_bytes}"
         )
-    return tile_bytes
 
 
 def cut_tiles(copies: NDArray[np.void], addresses: NDArray[np.uint64], tile_bytes: int) -> NDArray[np.void]:
@@ -49,15 +49,8 @@ def cut_tiles(copies: NDArray[np.void], addresses: NDArray[np.uint64], tile_byte
     """
     assert copies.dtype == COPY
     check_tile_bytes(tile_bytes)
-    tiles = Boxes.of(copies, addresses).split_unaligned().cut(tile_bytes)
-    table = np.zeros(len(tiles.copy), TILE)
-    word = tiles.word_bytes()
-    row_words = tiles.extents[:, ROW] // word
-    table["src"], table["dst"], table["copy"] = tiles.src, tiles.dst, tiles.copy
-    table["src_stride"], table["dst_stride"] = tiles.src_strides[:, INNER_LOOP], tiles.dst_strides[:, INNER_LOOP]
-    table["words"], table["row_words"] = row_words * tiles.extents[:, INNER_LOOP], row_words
-    table["word_bytes"] = word
-    return table
+    boxes = Boxes.of(copies, addresses).split_unaligned().cut(tile_bytes)
+    return boxes.tiles(boxes.word_bytes())
 
 
 def interleaved(source: Ints, first: int, together: int | None = None) -> Ints:
@@ -80,21 +73,23 @@ def interleaved(source: Ints, first: int, together: int | None = None) -> Ints:
         together = len(source) if counts.max() <= _EVEN * counts.min() else 1
     by_source = np.argsort(source, kind="stable")
     number = np.empty(len(source), np.int64)  # of a tile among those of its source
-    number[by_source] = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    number[by_source] = repeat(counts)[1]
     turn = (source - first) % len(counts)
     return np.lexsort((number, turn, (number // together * together + 0.5) / counts[source]))
 
 
-class Boxes:
-    """Copies as four-dimensional boxes of bytes: three loops and the row. Every attribute has a row for each box.
+class Boxes(NamedTuple):
+    """Copies as four-dimensional boxes of bytes: three loops and the row. Every column has a row for each box.
 
     Where copies cast, rows are of elements, and `cut` counts these.
     """
 
-    def __init__(self, copy: Ints, src: Ints, dst: Ints, extents: Ints, src_strides: Ints, dst_strides: Ints) -> None:
-        self.copy = copy
-        self.src, self.dst = src, dst  # addresses as int64: user space ends far below 2 ** 63
-        self.extents, self.src_strides, self.dst_strides = extents, src_strides, dst_strides  # [boxes, 4]
+    copy: Ints  # the copy that it is a part of
+    src: Ints  # addresses as int64: user space ends far below 2 ** 63
+    dst: Ints
+    extents: Ints  # [boxes, 4]
+    src_strides: Ints
+    dst_strides: Ints
 
     @classmethod
     def of(cls, copies: NDArray[np.void], addresses: NDArray[np.uint64]) -> Boxes:
@@ -124,29 +119,22 @@ class Boxes:
         pays = (wide > self.word_bytes()) & (row >= 4 * wide)
         head = np.where(pays, -self.src % wide, 0)
         body = np.where(pays, (row - head) // wide * wide, row)
-        starts = np.stack([np.zeros_like(head), head, head + body])
-        parts = [
-            self._part(np.arange(len(row)), ROW, start, extent)
-            for start, extent in zip(starts, (head, body, row - head - body), strict=True)
-        ]
-        order = np.argsort(np.concatenate([part.copy for part in parts]), kind="stable")
-        return _joined(parts)._taken(order)._without_empty()
+        starts = np.stack([np.zeros_like(head), head, head + body], axis=1).reshape(-1)
+        extents = np.stack([head, body, row - head - body], axis=1).reshape(-1)
+        parts = np.flatnonzero(extents)
+        return self._part(parts // 3, ROW, starts[parts], extents[parts])
 
     def cut(self, tile_bytes: int) -> Boxes:
         """Cut rows, or the loop of rows where several fit a tile, in equal steps; the outer loops one by one."""
-        boxes = np.arange(len(self.copy))
         row = self.extents[:, ROW]
         level = np.where(row <= tile_bytes, INNER_LOOP, ROW)
-        size, unit = self.extents[boxes, level], np.where(level == ROW, 1, row)
+        size, unit = self.extents[np.arange(len(row)), level], np.where(level == ROW, 1, row)
         pieces = -(-size // (tile_bytes // unit))
         step = -(-size // pieces)
         step = np.where(level == ROW, -(-step // WIDEST_WORD) * WIDEST_WORD, step)
         pieces = -(-size // step)
         outside = [np.where(dim < level, self.extents[:, dim], 1) for dim in range(ROW)]
-        counts = pieces * outside[0] * outside[1] * outside[2]
-
-        owner = np.repeat(boxes, counts)
-        number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        owner, number = repeat(pieces * outside[0] * outside[1] * outside[2])
         rest, piece = np.divmod(number, pieces[owner])
         level = level[owner]
         start = piece * step[owner]
@@ -155,6 +143,16 @@ class Boxes:
             rest, at = np.divmod(rest, outside[dim][owner])
             tiles = tiles._part(np.arange(len(owner)), dim, at, np.where(dim < level, 1, tiles.extents[:, dim]))
         return tiles
+
+    def tiles(self, word: Ints) -> NDArray[np.void]:
+        """The tiles (dtype TILE) of boxes with two loops left; `word` is what `word_bytes` says of each."""
+        row_words = self.extents[:, ROW] // word
+        table = np.zeros(len(word), TILE)
+        table["src"], table["dst"], table["copy"] = self.src, self.dst, self.copy
+        table["src_stride"], table["dst_stride"] = self.src_strides[:, INNER_LOOP], self.dst_strides[:, INNER_LOOP]
+        table["words"], table["row_words"] = row_words * self.extents[:, INNER_LOOP], row_words
+        table["word_bytes"] = word
+        return table
 
     def _part(self, boxes: Ints, dim: Any, start: Ints, extent: Ints) -> Boxes:
         """`[start, start + extent)` of the given boxes along `dim`, which is one number or one for each."""
@@ -174,19 +172,6 @@ class Boxes:
         strides = np.concatenate([self.src_strides[:, :ROW], self.dst_strides[:, :ROW]], axis=1)
         bits: Ints = np.bitwise_or.reduce(strides, axis=1)
         return bits
-
-    def _taken(self, boxes: NDArray[Any]) -> Boxes:
-        return Boxes(*(column[boxes] for column in self._columns()))
-
-    def _without_empty(self) -> Boxes:
-        return self._taken(np.flatnonzero((self.extents > 0).all(axis=1)))
-
-    def _columns(self) -> tuple[Ints, ...]:
-        return self.copy, self.src, self.dst, self.extents, self.src_strides, self.dst_strides
-
-
-def _joined(parts: list[Boxes]) -> Boxes:
-    return Boxes(*(np.concatenate(columns) for columns in zip(*(part._columns() for part in parts), strict=True)))
 
 
 def _lowest_bit(bits: Ints) -> Ints:
