@@ -19,7 +19,11 @@ from numpy.typing import NDArray
 
 from .tiles import TILE
 
-_SOURCE = "copy_kernel.cu"
+_SOURCES = {  # of each kernel, compiled as one text
+    "copy_tiles": ("copy_kernel.cu",),
+    "cast_tiles": ("copy_kernel.cu", "cast_kernel.cu"),
+    "block_scales": ("copy_kernel.cu", "cast_kernel.cu"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +39,50 @@ class KernelShape:
             raise ValueError(f"no kernel has this shape: {self}; threads are a multiple of 32, from 32 to 1024")
 
 
-class DeviceCopies:
-    """Tiles (dtype TILE) on a device, ready to be performed any number of times. Their addresses must stay valid.
+class DeviceTable:
+    """A table on a device and the kernel that walks it, any number of times. Addresses in the table must stay valid."""
+
+    def __init__(
+        self,
+        table: NDArray[np.void],
+        device: torch.device,
+        shape: KernelShape,
+        kernel: str,
+        *,
+        macros: tuple[tuple[str, int], ...] = (),
+        arguments: tuple[int, ...] = (),
+    ) -> None:
+        self._config = LaunchConfig(grid=shape.ctas, block=shape.threads)
+        self._count = len(table)
+        self._table = torch.from_numpy(table.view(np.uint8).copy()).to(device)
+        self._arguments = arguments  # of the kernel, behind the table and its length
+        macros = (("THREADS", shape.threads), ("BATCH", shape.batch), *macros)
+        with torch.cuda.device(device):
+            self._kernel = _compiled(kernel, device.index, macros)
+            self._launch(torch.cuda.Stream(device), 0)  # CUDA loads kernels when they are first launched: now
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that it takes."""
+        return self._table.nbytes
+
+    def launch(self, stream: torch.cuda.Stream) -> None:
+        """Queue the work on `stream`. Does not wait."""
+        self._launch(stream, self._count)
+
+    def _launch(self, stream: torch.cuda.Stream, count: int) -> None:
+        launch(
+            Stream.from_handle(stream.cuda_stream),
+            self._config,
+            self._kernel,
+            self._table.data_ptr(),
+            np.uint32(count),
+            *self._arguments,
+        )
+
+
+class DeviceCopies(DeviceTable):
+    """Tiles (dtype TILE) on a device.
 
     With `checksums`, every tile is summed as it is read, then read back and summed again; `damaged()` names those that
     differ.
@@ -52,28 +98,24 @@ class DeviceCopies:
         defines: tuple[tuple[str, int], ...] = (),
     ) -> None:
         assert tiles.dtype == TILE
-        self._config = LaunchConfig(grid=shape.ctas, block=shape.threads)
-        self._count = len(tiles)
-        self._tiles = torch.from_numpy(tiles.view(np.uint8).copy()).to(device)
         self._copy_of = tiles["copy"]
-        self._sums = torch.zeros(self._count if checksums else 0, 2, dtype=torch.int64, device=device)
-        macros = (("THREADS", shape.threads), ("BATCH", shape.batch), ("CHECKSUMS", int(checksums)), *defines)
+        self._sums = torch.zeros(len(tiles) if checksums else 0, 2, dtype=torch.int64, device=device)
+        macros = (("CHECKSUMS", int(checksums)), *defines)
+        super().__init__(tiles, device, shape, "copy_tiles", macros=macros, arguments=(self._sums.data_ptr(),))
         with torch.cuda.device(device):
-            self._kernel = compiled(torch.cuda.get_device_capability(device), device.index, macros)
-            self._launch(torch.cuda.Stream(device), 0)  # CUDA loads kernels when they are first launched: now
-            self.damaged()
+            self.damaged()  # the first call loads kernels of torch
 
     @property
     def nbytes(self) -> int:
         """Device memory of the table and the checksums."""
-        return self._tiles.nbytes + self._sums.nbytes
+        return super().nbytes + self._sums.nbytes
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Queue the copies on `stream`: one kernel, and a memset before it with checksums. Does not wait."""
         if len(self._sums):
             with torch.cuda.stream(stream):
                 self._sums.zero_()
-        self._launch(stream, self._count)
+        super().launch(stream)
 
     def damaged(self) -> NDArray[np.int64]:
         """Indices of the copies that wrote other bytes than they read, ascending. The last launch must have ended."""
@@ -82,29 +124,15 @@ class DeviceCopies:
         bad = torch.nonzero(self._sums[:, 0] != self._sums[:, 1]).reshape(-1).cpu().numpy()
         return np.unique(self._copy_of[bad]).astype(np.int64)
 
-    def _launch(self, stream: torch.cuda.Stream, count: int) -> None:
-        launch(
-            Stream.from_handle(stream.cuda_stream),
-            self._config,
-            self._kernel,
-            self._tiles.data_ptr(),
-            np.uint32(count),
-            self._sums.data_ptr(),
-        )
-
 
 @cache
-def compiled(
-    capability: tuple[int, int],
-    device_index: int,
-    macros: tuple[tuple[str, int], ...],
-    sources: tuple[str, ...] = (_SOURCE,),
-    name: str = "copy_tiles",
-) -> Kernel:
-    """A kernel of `sources`, compiled as one text and loaded into the primary context of a device."""
+def _compiled(kernel: str, device_index: int, macros: tuple[tuple[str, int], ...]) -> Kernel:
+    """A kernel, loaded into the primary context of a device."""
     Device(device_index).set_current()
     options = ProgramOptions(
-        arch="sm_{}{}".format(*capability), std="c++17", define_macro=[(name, str(value)) for name, value in macros]
+        arch="sm_{}{}".format(*torch.cuda.get_device_capability(device_index)),
+        std="c++17",
+        define_macro=[(name, str(value)) for name, value in macros],
     )
-    text = "\n".join(files(__package__).joinpath(source).read_text() for source in sources)
-    return Program(text, "c++", options).compile("cubin").get_kernel(name)
+    text = "\n".join(files(__package__).joinpath(source).read_text() for source in _SOURCES[kernel])
+    return Program(text, "c++", options).compile("cubin").get_kernel(kernel)

@@ -14,7 +14,6 @@ from mcore_reshard.kernels.copies.cast_arithmetic import AMAX_FLOOR, block_scale
 from mcore_reshard.kernels.copies.copy_table import SCRATCH
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
-from mcore_reshard.kernels.cuda.cast_tiles import scale_blocks
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 device_casts = pytest.importorskip(
@@ -35,8 +34,7 @@ def bound_of(seed: int) -> BoundSchedule:
 
 def compute(bound: BoundSchedule) -> None:
     """The scales of all casts, by the kernel."""
-    scales = device_casts.DeviceScales(scale_blocks(bound.casts, bound.tensors), CUDA)
-    scales.launch(torch.cuda.current_stream())
+    device_casts.device_scales(bound.casts, bound.tensors, CUDA).launch(torch.cuda.current_stream())
 
 
 @pytest.mark.parametrize("shape", [(1, 32, 1), (7, 256, 2), (132, 512, 8)], ids=str)
@@ -99,8 +97,7 @@ def test_special_values(name: str) -> None:
     form = CastForm("bfloat16", "float8_e4m3fn", tuple(weight.shape), block)  # type: ignore[arg-type]
     scales = torch.zeros(form.blocks, device=CUDA)
     casts = {0: TensorCast(form, 1)}
-    kernel = device_casts.DeviceScales(scale_blocks(casts, [weight, scales]), CUDA)
-    kernel.launch(torch.cuda.current_stream())
+    device_casts.device_scales(casts, [weight, scales], CUDA).launch(torch.cuda.current_stream())
     assert torch.equal(scales.view(torch.int32), block_scales(weight, block).view(torch.int32))
     copies = band_copies(form, 0, tuple(weight.shape), (weight.shape[1], 1))
     copies["dst"] = 2

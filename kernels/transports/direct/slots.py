@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.copy_table import joined
-from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather, DeviceScales, device_scales
-from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
+from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather, device_scales
+from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, DeviceTable, KernelShape
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
@@ -50,7 +50,7 @@ class _Casting:
     """A round of a source."""
 
     peers: tuple[int, ...]
-    scales: DeviceScales | None  # of the weights that no earlier round casts
+    scales: DeviceTable | None  # of the weights that no earlier round casts
     gather: DeviceGather
 
 

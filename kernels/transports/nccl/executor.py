@@ -38,7 +38,8 @@ from .communicator import NcclCommunicator, NcclError, new_unique_id
 from .staging import DIGEST_BYTES, Division, Round, ScratchBudget, divide, divided_rounds, peers_by_stage, slot_bytes
 
 if TYPE_CHECKING:
-    from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather, DeviceScales
+    from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather
+    from mcore_reshard.kernels.cuda.copy_kernel import DeviceTable
     from mcore_reshard.kernels.cuda.device_memory import PlainBuffer
 
 DEFAULT_COPY_CTAS = 32  # of 132: packing must outpace the wire, and NCCL's own kernels need room beside it
@@ -77,7 +78,7 @@ class NcclExecutor:
         self._links: dict[tuple[int, int], _Link] = {}  # by stage and stream
         self._rounds: tuple[_DeviceRound, ...] = ()
         self._slots: dict[tuple[int, int], PlainBuffer] = {}
-        self._scales: DeviceScales | None = None
+        self._scales: DeviceTable | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         with self._gives_up_on_error():
             self._division = self._agree_on_division(budget)
