@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.errors import BindError
-from mcore_reshard.planner.plan.schedule import Schedule, SourceTable, StageSchedule, TransferTable
+from mcore_reshard.planner.plan.schedule import Schedule, SourceTable, TransferTable
 
 from .casts import itemsizes
-from .copy_table import distinct, expand_copies, joined, strided_copies
-
-Ints = NDArray[np.int64]
+from .copy_table import Ints, distinct, expand_copies, repeat, strided_copies
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A tensor that is read, and the training rank that holds it."""
 
     rank: int
@@ -34,10 +33,10 @@ class PullTable:
 
     copies: NDArray[np.void]
     sources: tuple[Source, ...]
-    peer: Ints  # training rank
+    peer: NDArray[np.int32]  # training rank
     stage: Ints  # index into Schedule.stages
-    transfer_group: Ints
-    member: Ints
+    transfer_group: NDArray[np.int32]
+    member: NDArray[np.int32]
 
 
 def pull_table(schedule: Schedule, source_table: SourceTable) -> PullTable:
@@ -47,39 +46,30 @@ def pull_table(schedule: Schedule, source_table: SourceTable) -> PullTable:
     """
     if problems := _disagreements(schedule, source_table):
         raise BindError(schedule.name, problems)
-    count = len(source_table.tensors)
-    keys = [table.peer * np.int64(count) + table.tensor for table in source_table.stages]
-    known = np.unique(np.concatenate([np.zeros(0, np.int64), *keys]))
-    sources = tuple(Source(key // count, source_table.tensors[key % count].name) for key in known.tolist())
-    copies, columns = [], []
-    for index, (stage, table) in enumerate(zip(schedule.stages, source_table.stages, strict=True)):
-        source = np.searchsorted(known, keys[index]) + len(schedule.tensors)
-        transfer, pulled = _stage_copies(schedule, source_table, stage.recvs, table, source)
-        copies.append(pulled)
-        stage_of = np.full(len(transfer), index)
-        columns.append(
-            np.stack([table.peer[transfer], stage_of, table.transfer_group[transfer], table.member[transfer]])
-        )
-    peer, stage_of, transfer_group, member = np.concatenate([np.zeros((4, 0), np.int64), *columns], axis=1)
-    return PullTable(joined(copies), sources, peer, stage_of, transfer_group, member)
-
-
-def _stage_copies(
-    schedule: Schedule, source_table: SourceTable, recvs: TransferTable, table: TransferTable, source: Ints
-) -> tuple[Ints, NDArray[np.void]]:
-    """(the transfer of each copy, the copies) of one stage. `source` is the base index of each transfer's source."""
+    recvs, pulls = _joined([stage.recvs for stage in schedule.stages]), _joined(source_table.stages)
+    stage, _ = repeat(np.array([len(table) for table in source_table.stages], np.int64))
+    itemsize = itemsizes(schedule)[recvs.tensor]
 
     def copies_of(src_box: int, dst_box: int, itemsize: int) -> NDArray[np.void]:
         src, dst = source_table.strided_boxes[src_box], schedule.strided_boxes[dst_box]
         return strided_copies(dst.extents, src.strides, dst.strides, itemsize)
 
-    itemsize = itemsizes(schedule)[recvs.tensor]
-    kinds, kind_of = distinct(table.strided_box, recvs.strided_box, itemsize)
+    kinds, kind_of = distinct(pulls.strided_box, recvs.strided_box, itemsize)
     transfer, copies = expand_copies(kind_of, [copies_of(*kind) for kind in kinds])
-    copies["src"], copies["dst"] = source[transfer], recvs.tensor[transfer]
-    copies["src_offset"] += (table.offset * itemsize)[transfer]
+    count = len(source_table.tensors)
+    keys, source = np.unique(pulls.peer * np.int64(count) + pulls.tensor, return_inverse=True)
+    copies["src"], copies["dst"] = len(schedule.tensors) + source[transfer], recvs.tensor[transfer]
+    copies["src_offset"] += (pulls.offset * itemsize)[transfer]
     copies["dst_offset"] += (recvs.offset * itemsize)[transfer]
-    return transfer, copies
+    sources = tuple(Source(key // count, source_table.tensors[key % count].name) for key in keys.tolist())
+    group, member = pulls.transfer_group[transfer], pulls.member[transfer]
+    return PullTable(copies, sources, pulls.peer[transfer], stage[transfer], group, member)
+
+
+def _joined(tables: Sequence[TransferTable]) -> TransferTable:
+    none = np.empty(0, np.int32)  # there may be no tables
+    columns = ([none, *(getattr(table, column.name) for table in tables)] for column in fields(TransferTable))
+    return TransferTable(*map(np.concatenate, columns))
 
 
 def _disagreements(schedule: Schedule, source_table: SourceTable) -> list[str]:
@@ -92,20 +82,17 @@ def _disagreements(schedule: Schedule, source_table: SourceTable) -> list[str]:
         return [f"the pulls have {len(source_table.stages)} stages, the schedule {len(schedule.stages)}"]
     return [
         f"stage {stage.pp_stage}: the pulls are not those of the transfers received"
-        for stage, table in zip(schedule.stages, source_table.stages, strict=True)
-        if not _same_transfers(schedule, source_table, stage, table)
+        for stage, pulls in zip(schedule.stages, source_table.stages, strict=True)
+        if not _same_transfers(schedule, source_table, stage.recvs, pulls)
     ]
 
 
-def _same_transfers(schedule: Schedule, source_table: SourceTable, stage: StageSchedule, table: TransferTable) -> bool:
-    same = all(
-        np.array_equal(getattr(stage.recvs, name), getattr(table, name))
-        for name in ("peer", "nbytes", "transfer_group", "member")
-    )
-    if not same:
+def _same_transfers(schedule: Schedule, source_table: SourceTable, recvs: TransferTable, pulls: TransferTable) -> bool:
+    columns = ("peer", "nbytes", "transfer_group", "member")
+    if not all(np.array_equal(getattr(recvs, name), getattr(pulls, name)) for name in columns):
         return False
-    pairs = {*zip(table.strided_box.tolist(), stage.recvs.strided_box.tolist(), strict=True)}
-    dtypes = {*zip(table.tensor.tolist(), stage.recvs.tensor.tolist(), strict=True)}
+    boxes = {*zip(pulls.strided_box.tolist(), recvs.strided_box.tolist(), strict=True)}
+    tensors = {*zip(pulls.tensor.tolist(), recvs.tensor.tolist(), strict=True)}
     return all(
-        source_table.strided_boxes[src].extents == schedule.strided_boxes[dst].extents for src, dst in pairs
-    ) and all(source_table.tensors[src].dtype == schedule.tensors[dst].dtype for src, dst in dtypes)
+        source_table.strided_boxes[src].extents == schedule.strided_boxes[dst].extents for src, dst in boxes
+    ) and all(source_table.tensors[src].dtype == schedule.tensors[dst].dtype for src, dst in tensors)

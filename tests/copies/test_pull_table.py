@@ -102,3 +102,10 @@ def test_pulls_of_other_transfers_are_refused() -> None:
         pull_table(schedule, schedule.view.source_table())
     with pytest.raises(BindError, match="the pulls are those of gen:0"):
         pull_table(schedule_of(plan, "gen", 1), schedule.view.source_table())
+
+
+def test_a_rank_that_pulls_nothing_has_an_empty_table() -> None:
+    schedule = schedule_of(TINY[0].plan(), "gen", 0)
+    assert schedule.view is not None
+    table = pull_table(replace(schedule, stages=()), replace(schedule.view.source_table(), stages=()))
+    assert [len(column) for column in (table.copies, table.sources, table.peer, table.stage)] == [0, 0, 0, 0]
