@@ -1,14 +1,14 @@
 """A schedule's transfers, cut and packed into buckets: one message between two ranks each.
 
 Transfers are packed in schedule order into buckets of at most `bucket_bytes`; a larger one is cut into segments first.
-All of this depends on extents and element sizes alone. They are equal on both ends, so sender and receiver arrive at the
-same buckets without a word.
+Extents and element sizes alone decide, and both ends have the same: they arrive at the same buckets without a word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -20,10 +20,9 @@ from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import Schedule, TransferTable
 
-from .casts import CastForm, band_copies, bound_casts, itemsizes
-from .copy_table import SCRATCH, distinct, expand, expand_copies, strided_copies
+from .casts import band_copies, bound_casts, itemsizes
+from .copy_table import SCRATCH, Ints, distinct, expand, expand_copies, strided_copies
 
-Ints = NDArray[np.int64]
 Size = TypeVar("Size", int, NDArray[np.int64])
 
 
@@ -104,14 +103,12 @@ class _Cutter:
         kinds, kind_of = distinct(
             table.strided_box[order], itemsize, self._form_of[tensor], offset % self._matrix[tensor]
         )
-        cuts = [self._cut(*kind, sends=sends) for kind in kinds]
-        known = [segment for cut in cuts for segment in cut]
-        transfer, segment_of = expand(kind_of, np.array([len(cut) for cut in cuts], np.int64))
-        if not len(transfer):
-            return
-        peers = table.peer[order[transfer]].astype(np.int64)
-        nbytes = np.array([segment.nbytes for segment in known], np.int64)[segment_of]
-        starts, bucket_offsets = _pack_by_peer(peers, nbytes, self._bucket_bytes)
+        segments = [self._segments(*kind, sends=sends) for kind in kinds]
+        known = [*chain.from_iterable(segments)]
+        transfer, segment_of = expand(kind_of, np.array([len(of_kind) for of_kind in segments], np.int64))
+        peers = table.peer[order[transfer]]
+        nbytes = np.array([each.nbytes for each in known], np.int64)[segment_of]
+        starts, bucket_offsets = pack(peers, nbytes, self._bucket_bytes)
 
         segment, copies = expand_copies(segment_of, [each.copies for each in known])
         local, scratch = ("src", "dst") if sends else ("dst", "src")
@@ -138,7 +135,7 @@ class _Cutter:
         parameter = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
         return Waiting(schedule.name, peer, schedule.stages[stage].pp_stage, parameter, sends)
 
-    def _cut(self, strided_box: int, itemsize: int, form: int, place: int, *, sends: bool) -> list[_SegmentCopies]:
+    def _segments(self, strided_box: int, itemsize: int, form: int, place: int, *, sends: bool) -> list[_SegmentCopies]:
         """The segments of a kind of transfers; `place` is where in a matrix they start, in elements."""
         box = self._schedule.strided_boxes[strided_box]
         cast = self._forms[form] if form >= 0 else None
@@ -146,48 +143,30 @@ class _Cutter:
         segments = []
         for segment in cut(box.extents, wire_itemsize, self._bucket_bytes):
             start = sum(index * stride for index, stride in zip(segment.start, box.strides, strict=True))
-            if cast:
-                copies = _cast_copies(cast, place + start, segment.extents, box.strides)
+            packed = row_major_strides(segment.extents)
+            if cast and cast.block != (0, 0):
+                copies = band_copies(cast, place + start, segment.extents, box.strides)
+            elif sends:
+                copies = strided_copies(segment.extents, box.strides, packed, wire_itemsize, src_itemsize=itemsize)
             else:
-                copies = _plain_copies(segment.extents, box.strides, itemsize, sends=sends)
+                copies = strided_copies(segment.extents, packed, box.strides, itemsize)
             segments.append(_SegmentCopies(prod(segment.extents) * wire_itemsize, start * itemsize, copies))
         return segments
 
 
-def _plain_copies(
-    extents: tuple[int, ...], strides: tuple[int, ...], itemsize: int, *, sends: bool
-) -> NDArray[np.void]:
-    """A segment's copies between its place in the local tensor and its packed bytes."""
-    packed = row_major_strides(extents)
-    src, dst = (strides, packed) if sends else (packed, strides)
-    return strided_copies(extents, src, dst, itemsize)
-
-
-def _cast_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.void]:
-    """The same for a segment that is cast when it is sent, from `place` elements into a matrix on."""
-    if form.block != (0, 0):
-        return band_copies(form, place, extents, strides)
-    return strided_copies(extents, strides, row_major_strides(extents), form.to_bytes, src_itemsize=form.src_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A box of a transfer that travels in one bucket, in the transfer's own coordinates (wire order)."""
 
     start: tuple[int, ...]
     extents: tuple[int, ...]
 
 
-def cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> tuple[Segment, ...]:
+def cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> Iterator[Segment]:
     """The segments of at most `bucket_bytes` that make up a transfer, in wire order; none where it is empty."""
-    if prod(extents) == 0:
-        return ()
-    return tuple(_cut(extents, itemsize, bucket_bytes))
-
-
-def _cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> Iterator[Segment]:
-    if prod(extents) * itemsize <= bucket_bytes:
-        yield Segment((0,) * len(extents), extents)
+    nbytes = prod(extents) * itemsize
+    if nbytes <= bucket_bytes:
+        if nbytes:
+            yield Segment((0,) * len(extents), extents)
         return
     outer, inner = extents[0], extents[1:]
     rows = bucket_bytes // (prod(inner) * itemsize)
@@ -195,34 +174,28 @@ def _cut(extents: tuple[int, ...], itemsize: int, bucket_bytes: int) -> Iterator
         for start in range(0, outer, rows):
             yield Segment((start, *(0,) * len(inner)), (min(rows, outer - start), *inner))
         return
-    inner_segments = tuple(_cut(inner, itemsize, bucket_bytes))
+    inner_segments = tuple(cut(inner, itemsize, bucket_bytes))
     for start in range(outer):
         for segment in inner_segments:
             yield Segment((start, *segment.start), (1, *segment.extents))
 
 
-def pack(nbytes: Ints, bucket_bytes: int) -> tuple[Ints, Ints]:
+def pack(peers: NDArray[np.integer], nbytes: Ints, bucket_bytes: int) -> tuple[Ints, Ints]:
     """Where segments go: (first segment of each bucket [buckets], byte offset of each segment in its bucket [segments]).
 
-    `nbytes` [segments] are their sizes in order, each at most `bucket_bytes`.
+    `peers` [segments] ascend; `nbytes` [segments] are sizes in order, each at most `bucket_bytes`.
     """
     padded = aligned(nbytes)
     ends = np.cumsum(padded)
     starts = ends - padded
+    peer_stops = np.searchsorted(peers, peers, side="right")
     firsts: list[int] = []
     offsets = np.empty(len(nbytes), np.int64)
     first = 0
     while first < len(nbytes):
-        stop = int(np.searchsorted(ends, starts[first] + bucket_bytes, side="right"))
+        full = np.searchsorted(ends, starts[first] + bucket_bytes, side="right")
+        stop = min(int(full), int(peer_stops[first]))
         firsts.append(first)
         offsets[first:stop] = starts[first:stop] - starts[first]
         first = stop
     return np.array(firsts, np.int64), offsets
-
-
-def _pack_by_peer(peers: Ints, nbytes: Ints, bucket_bytes: int) -> tuple[Ints, Ints]:
-    """`pack` for each of several peers; `peers` [segments] ascend."""
-    firsts = np.unique(peers, return_index=True)[1]
-    packed = [pack(of_peer, bucket_bytes) for of_peer in np.split(nbytes, firsts[1:])]
-    starts = [first + starts for first, (starts, _) in zip(firsts.tolist(), packed, strict=True)]
-    return np.concatenate(starts), np.concatenate([offsets for _, offsets in packed])

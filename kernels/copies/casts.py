@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
 from mcore_reshard.planner.plan.schedule import Cast, Schedule, StridedBox
 
 from .cast_arithmetic import block_scales
-from .copy_table import COPY, distinct
-
-Ints = NDArray[np.int64]
+from .copy_table import COPY, Ints, distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +41,11 @@ class CastForm:
 
     @property
     def src_bytes(self) -> int:
-        itemsize: int = getattr(torch, self.src).itemsize
-        return itemsize
+        return ITEMSIZE[self.src]
 
     @property
     def to_bytes(self) -> int:
-        itemsize: int = getattr(torch, self.to).itemsize
-        return itemsize
+        return ITEMSIZE[self.to]
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -81,14 +78,14 @@ def bound_casts(schedule: Schedule) -> Casts:
 
 def itemsizes(schedule: Schedule) -> Ints:
     """Bytes of an element of each of the schedule's tensors."""
-    return np.array([getattr(torch, local.dtype).itemsize for local in schedule.tensors], np.int64)
+    return np.array([ITEMSIZE[local.dtype] for local in schedule.tensors], np.int64)
 
 
 def wire_itemsizes(schedule: Schedule) -> Ints:
     """Bytes on the wire of an element of each of the schedule's tensors."""
     sizes = itemsizes(schedule)
     for cast in schedule.casts:
-        sizes[cast.tensor] = getattr(torch, cast.to).itemsize
+        sizes[cast.tensor] = ITEMSIZE[cast.to]
     return sizes
 
 
@@ -149,9 +146,7 @@ def cast_problems(schedule: Schedule) -> list[str]:
         if not of_cast and cast.scales is not None:
             in_blocks.append(cast)
     problems += _block_problems(schedule, in_blocks)
-    problems += [
-        f"{schedule.tensors[index].name}: scales of no cast" for index in sorted(computed) if index not in claimed
-    ]
+    problems += [f"{schedule.tensors[index].name}: scales of no cast" for index in sorted(computed - claimed.keys())]
     return problems
 
 

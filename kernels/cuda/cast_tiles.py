@@ -9,12 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.casts import CastForm, Casts
-from mcore_reshard.kernels.copies.copy_table import COPY
+from mcore_reshard.kernels.copies.copy_table import COPY, Ints
 from mcore_reshard.planner.model.precision import FP8
 
 from .tiles import INNER_LOOP, ROW, TILE, WIDEST_WORD, Boxes, check_tile_bytes
-
-Ints = NDArray[np.int64]
 
 CAST_KINDS = {("bfloat16", FP8): 0, ("float32", "bfloat16"): 1, ("bfloat16", "float32"): 2}
 

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.copy_table import COPY, OUTER_DIMS, repeat
-
-Ints = NDArray[np.int64]
+from mcore_reshard.kernels.copies.copy_table import COPY, OUTER_DIMS, Ints, repeat
 
 WIDEST_WORD = 16  # bytes; the widest load and store of a GPU thread
 _EVEN = 1.05  # sources give alike if the largest has at most this many times the tiles of the smallest

@@ -20,7 +20,7 @@ def test_parts_cover_a_transfer_once_and_in_wire_order(
     extents: tuple[int, ...], itemsize: int, bucket_bytes: int
 ) -> None:
     wire = np.arange(prod(extents)).reshape(extents)
-    segments = cut(extents, itemsize, bucket_bytes)
+    segments = [*cut(extents, itemsize, bucket_bytes)]
     boxes = [
         wire[tuple(slice(low, low + n) for low, n in zip(segment.start, segment.extents, strict=True))]
         for segment in segments
@@ -30,27 +30,27 @@ def test_parts_cover_a_transfer_once_and_in_wire_order(
 
 
 def test_a_large_transfer_is_cut_along_its_outermost_dim() -> None:
-    assert cut((5, 8), 2, 32) == (Segment((0, 0), (2, 8)), Segment((2, 0), (2, 8)), Segment((4, 0), (1, 8)))
+    assert [*cut((5, 8), 2, 32)] == [Segment((0, 0), (2, 8)), Segment((2, 0), (2, 8)), Segment((4, 0), (1, 8))]
 
 
 def test_rows_larger_than_a_bucket_are_cut_again() -> None:
-    assert cut((2, 12), 2, 16) == (
+    assert [*cut((2, 12), 2, 16)] == [
         Segment((0, 0), (1, 8)),
         Segment((0, 8), (1, 4)),
         Segment((1, 0), (1, 8)),
         Segment((1, 8), (1, 4)),
-    )
+    ]
 
 
 def test_what_fits_is_not_cut_and_what_is_empty_does_not_travel() -> None:
-    assert cut((4, 4), 2, 32) == (Segment((0, 0), (4, 4)),)
-    assert cut((), 4, 16) == (Segment((), ()),)
-    assert cut((3, 0, 2), 4, 16) == ()
+    assert [*cut((4, 4), 2, 32)] == [Segment((0, 0), (4, 4))]
+    assert [*cut((), 4, 16)] == [Segment((), ())]
+    assert [*cut((3, 0, 2), 4, 16)] == []
 
 
 @given(nbytes=st.lists(st.integers(1, 64), max_size=50), bucket_bytes=st.sampled_from([64, 80, 256]))
 def test_packed_parts_are_aligned_and_never_overlap_or_overflow(nbytes: list[int], bucket_bytes: int) -> None:
-    firsts, offsets = pack(np.array(nbytes, np.int64), bucket_bytes)
+    firsts, offsets = pack(np.zeros(len(nbytes), np.int64), np.array(nbytes, np.int64), bucket_bytes)
     assert len(offsets) == len(nbytes) and not np.any(offsets % ALIGNMENT)
     bounds = [*firsts.tolist(), len(nbytes)]
     assert bounds[0] == 0 and all(low < high for low, high in itertools.pairwise(bounds))
@@ -66,5 +66,10 @@ def test_packed_parts_are_aligned_and_never_overlap_or_overflow(nbytes: list[int
 
 
 def test_small_parts_share_a_bucket() -> None:
-    firsts, offsets = pack(np.array([4, 16, 20, 40]), 64)
+    firsts, offsets = pack(np.zeros(4, np.int64), np.array([4, 16, 20, 40]), 64)
     assert (firsts.tolist(), offsets.tolist()) == ([0, 3], [0, 16, 32, 0])
+
+
+def test_peers_never_share_a_bucket() -> None:
+    firsts, offsets = pack(np.array([1, 1, 3, 3, 3]), np.array([4, 16, 20, 40, 8]), 64)
+    assert (firsts.tolist(), offsets.tolist()) == ([0, 2, 3], [0, 16, 0, 0, 48])
