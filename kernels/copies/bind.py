@@ -1,7 +1,6 @@
-"""Bind a rank's schedule to its live tensors.
+"""Bind a rank's schedule to its live tensors: check everything first, touch no byte.
 
-Binding checks everything first and touches no byte. Transports then cut what is bound into buckets (`cut_buckets`), or
-into a table of what they pull (`pull_table`).
+Transports then cut it into buckets (`cut_buckets`), or make a table of what they pull (`pull_table`).
 """
 
 from __future__ import annotations
@@ -124,29 +123,15 @@ def bind(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedu
 
 
 def _bound(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedule:
-    scales = _allocated_scales(schedule, tensors)
-    bound = tuple(
-        scales[index] if index in scales else tensors[local.name].detach()
-        for index, local in enumerate(schedule.tensors)
-    )
-    fingerprints = {
-        local.name: Fingerprint.of(tensor)
-        for index, (local, tensor) in enumerate(zip(schedule.tensors, bound, strict=True))
-        if index not in scales
-    }
-    return BoundSchedule(
-        schedule, bound, bound_casts(schedule), fingerprints, tuple(map(StageTotals.of, schedule.stages))
-    )
-
-
-def _allocated_scales(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The scales that casts compute, by index: the trainer does not have them. Each is on the device of its weight."""
-    return {
-        cast.scales: torch.zeros(
-            schedule.tensors[cast.scales].shape,
-            dtype=torch.float32,
-            device=tensors[schedule.tensors[cast.tensor].name].device,
-        )
-        for cast in schedule.casts
-        if cast.scales is not None
-    }
+    weight_of = {cast.scales: schedule.tensors[cast.tensor] for cast in schedule.casts}  # by tensor of scales
+    bound: list[torch.Tensor] = []
+    fingerprints: dict[str, Fingerprint] = {}
+    for index, local in enumerate(schedule.tensors):
+        if index in weight_of:
+            device = tensors[weight_of[index].name].device
+            bound.append(torch.zeros(local.shape, dtype=torch.float32, device=device))
+        else:
+            bound.append(tensors[local.name].detach())
+            fingerprints[local.name] = Fingerprint.of(bound[-1])
+    totals = tuple(map(StageTotals.of, schedule.stages))
+    return BoundSchedule(schedule, tuple(bound), bound_casts(schedule), fingerprints, totals)

@@ -18,53 +18,51 @@ from .tensors import misfits
 def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Tensors that are missing, or of another shape, dtype, stride or device: first by stage, then by tensor."""
     computed = {*schedule.computed}
-    reasons = {
-        index: misfits_of_tensor
-        for index, local in enumerate(schedule.tensors)
-        if index not in computed and (misfits_of_tensor := tuple(misfits(local, tensors)))
-    }
-    affected = _first_parameters(schedule)
+    live = [index for index in range(len(schedule.tensors)) if index not in computed]
+    reasons = {index: why for index in live if (why := "; ".join(misfits(schedule.tensors[index], tensors)))}
+    parameters = _first_parameters(schedule)
     problems: list[str] = []
     unbound = np.zeros(len(schedule.tensors), bool)
     unbound[list(reasons)] = True
+
+    def title(index: int) -> str:
+        return schedule.tensors[index].name + (f" (holds {parameters[index]})" if index in parameters else "")
+
     for stage in schedule.stages:
         tensor = np.concatenate([stage.sends.tensor, stage.recvs.tensor])
         if count := int(unbound[tensor].sum()):
             names = dict.fromkeys(schedule.tensors[index].name for index in tensor[unbound[tensor]].tolist())
             listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             problems.append(f"stage {stage.pp_stage}: {count} of {len(tensor)} transfers unbound: {listed}")
-    for index, misfits_of_tensor in reasons.items():
-        holds = f" (holds {affected[index]})" if index in affected else ""
-        problems.append(f"{schedule.tensors[index].name}{holds}: {'; '.join(misfits_of_tensor)}")
-    devices = {str(tensors[local.name].device) for local in schedule.tensors if local.name in tensors}
-    if len(devices) > 1:
-        examples = {str(tensors[local.name].device): local.name for local in schedule.tensors if local.name in tensors}
-        where = ", ".join(f"{examples[device]} on {device}" for device in sorted(devices))
-        problems.append(f"tensors on {len(devices)} devices: {where}")
+    problems += [f"{title(index)}: {why}" for index, why in reasons.items()]
+    examples = {str(tensors[local.name].device): local.name for local in schedule.tensors if local.name in tensors}
+    if len(examples) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in sorted(examples.items()))
+        problems.append(f"tensors on {len(examples)} devices: {where}")
     if schedule.world == "gen" and not schedule.misc:  # a plan does not say which tensors the misc route fills
         filled = {local.name for local in schedule.tensors}
         problems += [f"{name}: nothing in the plan fills it" for name in tensors if name not in filled]
     if schedule.world == "gen":
-        fitting = [n for n in range(len(schedule.tensors)) if n not in reasons and n not in computed]
-        for index, other in _overlapping(schedule, tensors, fitting):
-            holds = f" (holds {affected[index]})" if index in affected else ""
-            problems.append(f"{schedule.tensors[index].name}{holds}: shares its storage with {other}")
+        problems += [
+            f"{title(index)}: shares its storage with {schedule.tensors[other].name}"
+            for other, index in _overlapping(schedule, tensors, [index for index in live if index not in reasons])
+        ]
     return problems
 
 
 def _overlapping(
     schedule: Schedule, tensors: Mapping[str, torch.Tensor], fitting: Sequence[int]
-) -> Iterator[tuple[int, str]]:
-    """Destination tensors whose bytes overlap, so that one transfer would overwrite another's; each with its neighbor."""
+) -> Iterator[tuple[int, int]]:
+    """Pairs of destination tensors whose bytes overlap, so that one transfer would overwrite another's."""
     spans = []
     for index in fitting:
         tensor = tensors[schedule.tensors[index].name]
         if tensor.numel():
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), index))
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, index))
     spans.sort()
     for (_, stop, other), (start, _, index) in pairwise(spans):
         if start < stop:
-            yield index, schedule.tensors[other].name
+            yield other, index
 
 
 def _first_parameters(schedule: Schedule) -> dict[int, str]:

@@ -15,7 +15,7 @@ from mcore_reshard.planner.plan.schedule import LocalTensor
 
 
 class Fingerprint(NamedTuple):
-    """Where a tensor's bytes lie. Refits write through addresses, so a changed fingerprint is a stale binding."""
+    """Where a tensor's bytes lie. Refits write there, so a changed fingerprint is a stale binding."""
 
     address: int
     shape: torch.Size
@@ -59,7 +59,7 @@ def misfits(planned: LocalTensor, tensors: Mapping[str, torch.Tensor]) -> Iterat
         return
     if tuple(tensor.shape) != planned.shape:
         yield f"shape {tuple(tensor.shape)}, the plan says {planned.shape}"
-    elif not _is_row_major(tensor):
+    elif tensor.layout is torch.strided and not tensor.is_contiguous():
         yield f"strides {tuple(tensor.stride())}, the plan needs the row-major {row_major_strides(planned.shape)}"
     if dtype_name(tensor.dtype) != planned.dtype:
         yield f"dtype {dtype_name(tensor.dtype)}, the plan says {planned.dtype}"
@@ -67,10 +67,6 @@ def misfits(planned: LocalTensor, tensors: Mapping[str, torch.Tensor]) -> Iterat
         yield f"layout {tensor.layout}, only strided tensors can be bound"
     elif tensor.is_meta:
         yield "it is on the meta device and has no bytes"
-
-
-def _is_row_major(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def check_fresh(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -25,8 +25,7 @@ _PROCESS = uuid4().hex
 _own_events: dict[str, torch.cuda.Event] = {}  # a process cannot open its own; torch's events take no weak references
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """A block of GPU memory as the driver handed it out."""
 
     handle: str  # the CUipcMemHandle's 64 bytes, in hex
@@ -45,14 +44,7 @@ class Export:
     tensors: Mapping[str, tuple[int, int]]
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "host": self.host,
-                "process": self.process,
-                "allocations": [(a.handle, a.address, a.nbytes, a.gpu) for a in self.allocations],
-                "tensors": self.tensors,
-            }
-        )
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Export:
@@ -61,13 +53,12 @@ class Export:
             read: Any = json.loads(text)
             allocations = tuple(Allocation(str(h), int(a), int(n), str(g)) for h, a, n, g in read["allocations"])
             tensors = {str(name): (int(index), int(offset)) for name, (index, offset) in read["tensors"].items()}
-            export = cls(str(read["host"]), str(read["process"]), allocations, tensors)
+            for name, (index, offset) in tensors.items():
+                if not (0 <= index < len(allocations) and 0 <= offset < allocations[index].nbytes):
+                    raise ValueError(f"{name} lies in no allocation")
+            return cls(str(read["host"]), str(read["process"]), allocations, tensors)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SessionError(f"not an export of GPU memory: {error!r}") from error
-        for name, (index, offset) in tensors.items():
-            if not (0 <= index < len(allocations) and 0 <= offset < allocations[index].nbytes):
-                raise SessionError(f"not an export of GPU memory: {name} lies in no allocation")
-        return export
 
 
 def process() -> str:
@@ -80,20 +71,20 @@ def export(tensors: Mapping[str, torch.Tensor]) -> Export:
     They must stay allocated until every reader has closed its mappings. Raises `TransportUnavailable` for memory that
     CUDA IPC cannot share: that of expandable segments, of cudaMallocAsync and of other virtual memory.
     """
-    allocations: dict[int, Allocation] = {}
+    allocations: list[Allocation] = []
+    numbers: dict[int, int] = {}  # index of an allocation by its address
     places: dict[str, tuple[int, int]] = {}
-    numbers: dict[int, int] = {}
     for name, tensor in tensors.items():
         if not tensor.nbytes:
             continue
         with torch.cuda.device(tensor.device):
             base, nbytes = _allocation_of(name, tensor)
-            if base not in allocations:
+            if base not in numbers:
                 handle = _checked(driver.cuIpcGetMemHandle(base), f"export the memory of {name}")
-                allocations[base] = Allocation(bytes(handle.reserved).hex(), base, nbytes, gpu_of(tensor.device))
-                numbers[base] = len(numbers)
+                numbers[base] = len(allocations)
+                allocations.append(Allocation(bytes(handle.reserved).hex(), base, nbytes, gpu_of(tensor.device)))
         places[name] = (numbers[base], tensor.data_ptr() - base)
-    return Export(host(), process(), tuple(allocations.values()), places)
+    return Export(host(), process(), tuple(allocations), places)
 
 
 def _allocation_of(name: str, tensor: torch.Tensor) -> tuple[int, int]:
@@ -155,15 +146,12 @@ class Mappings:
         """
         if exported.host != host():
             raise TransportUnavailable(f"{owner} runs on another host: its memory cannot be mapped here")
-        bases: dict[int, int] = {}
         addresses = []
         for name in names:
             if name not in exported.tensors:
                 raise SessionError(f"{owner} does not export {name}")
             index, offset = exported.tensors[name]
-            if index not in bases:
-                bases[index] = self._base(exported, index, owner)
-            addresses.append(bases[index] + offset)
+            addresses.append(self._base(exported, index, owner) + offset)
         return addresses
 
     def close(self) -> None:
@@ -177,6 +165,7 @@ class Mappings:
         return len(self._mapped)
 
     def _base(self, exported: Export, index: int, owner: str) -> int:
+        """Where an allocation begins here."""
         allocation = exported.allocations[index]
         if exported.process == process():
             return allocation.address
@@ -197,20 +186,19 @@ def _checked(result: tuple[Any, ...], what: str) -> Any:
     if error != driver.CUresult.CUDA_SUCCESS:
         _, name = driver.cuGetErrorName(error)
         _, reason = driver.cuGetErrorString(error)
-        raise TransportUnavailable(f"cannot {what}: {_text(name)}: {_text(reason)}{_hint(error)}")
+        unreachable = (
+            driver.CUresult.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED,
+            driver.CUresult.CUDA_ERROR_INVALID_DEVICE,
+            driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,
+        )
+        hint = (
+            " (the two GPUs must be able to access each other, and CUDA_VISIBLE_DEVICES must show both to the reader)"
+        )
+        raise TransportUnavailable(
+            f"cannot {what}: {_text(name)}: {_text(reason)}{hint if error in unreachable else ''}"
+        )
     return values[0] if len(values) == 1 else tuple(values)
 
 
 def _text(words: bytes | str | None) -> str:
     return words.decode() if isinstance(words, bytes) else str(words)
-
-
-def _hint(error: Any) -> str:
-    unreachable = (
-        driver.CUresult.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED,
-        driver.CUresult.CUDA_ERROR_INVALID_DEVICE,
-        driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,
-    )
-    if error not in unreachable:
-        return ""
-    return " (the two GPUs must be able to access each other, and CUDA_VISIBLE_DEVICES must show both to the reader)"
