@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
@@ -102,9 +101,8 @@ def band_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: t
     Offsets count from the box's start. `extents` and element `strides` are those of a `StridedBox` in which
     `cast_problems` finds nothing.
     """
-    dims = [(extent, stride) for extent, stride in zip(extents, strides, strict=True) if extent > 1]
+    dims, columns = _rows_of(extents, strides)
     height, width = form.matrix
-    columns = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
     first_row = place // width
     rows = np.array([first_row], np.int64)
     for extent, stride in dims:
@@ -121,6 +119,12 @@ def band_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: t
     copies["dst_strides"][:, -1] = dst_row
     copies["row_bytes"] = dst_row
     return copies
+
+
+def _rows_of(extents: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
+    """((extent, stride) of the dims outside of a box's rows, elements of a row)."""
+    dims = [dim for dim in zip(extents, strides, strict=True) if dim[0] > 1]
+    return (dims[:-1], dims[-1][0]) if dims and dims[-1][1] == 1 else (dims, 1)
 
 
 def cast_problems(schedule: Schedule) -> list[str]:
@@ -193,14 +197,12 @@ def _block_problems(schedule: Schedule, casts: Sequence[Cast]) -> list[str]:
         width[tensor] = schedule.tensors[tensor].shape[-1]
     problems: dict[int, str] = {}
     for stage in schedule.stages:
-        table = stage.sends
-        rows = np.flatnonzero(width[table.tensor])
-        columns = width[table.tensor[rows]]
-        kinds, kind_of = distinct(table.strided_box[rows], table.offset[rows] % columns, columns)
-        wrong = [not _addressable(schedule.strided_boxes[kind[0]], *kind[1:]) for kind in kinds]
-        for entry in np.flatnonzero(np.array(wrong, bool)[kind_of]).tolist():
-            row, (strided_box, first, _) = rows[entry], kinds[kind_of[entry]]
-            tensor = int(table.tensor[row])
+        table = stage.sends.rows(width[stage.sends.tensor] > 0)
+        columns = width[table.tensor]
+        kinds, kind_of = distinct(table.strided_box, table.offset % columns, columns)
+        wrong = [not _is_addressable(schedule.strided_boxes[kind[0]], *kind[1:]) for kind in kinds]
+        for row in np.flatnonzero(np.array(wrong, bool)[kind_of]).tolist():
+            tensor, (strided_box, first, _) = int(table.tensor[row]), kinds[kind_of[row]]
             local = schedule.tensors[tensor]
             name = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
             problems.setdefault(
@@ -212,9 +214,6 @@ def _block_problems(schedule: Schedule, casts: Sequence[Cast]) -> list[str]:
     return [*problems.values()]
 
 
-def _addressable(strided_box: StridedBox, first: int, columns: int) -> bool:
-    if prod(strided_box.extents) == 0:
-        return True
-    dims = [pair for pair in zip(strided_box.extents, strided_box.strides, strict=True) if pair[0] > 1]
-    width = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
-    return first + width <= columns and all(stride % columns == 0 for _, stride in dims)
+def _is_addressable(strided_box: StridedBox, first: int, columns: int) -> bool:
+    dims, row = _rows_of(strided_box.extents, strided_box.strides)
+    return 0 in strided_box.extents or (first + row <= columns and all(stride % columns == 0 for _, stride in dims))

@@ -7,8 +7,8 @@ bucket, or memory of a peer; the record does not care which. A copy from a tenso
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,7 @@ COPY = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Dim:
+class _Dim(NamedTuple):
     extent: int
     src: int  # stride in bytes
     dst: int
@@ -56,12 +55,17 @@ def strided_copies(
     src_itemsize = itemsize if src_itemsize is None else src_itemsize
     if any(extent == 0 for extent in extents):
         return np.empty(0, COPY)
-    dims = [
+    all_dims = [
         _Dim(extent, src * src_itemsize, dst * itemsize)
         for extent, src, dst in zip(extents, src_strides, dst_strides, strict=True)
         if extent > 1
     ]
-    dims = _merged(sorted(dims, key=lambda dim: (-dim.dst, -dim.src)))
+    dims: list[_Dim] = []
+    for dim in sorted(all_dims, key=lambda dim: (-dim.dst, -dim.src)):
+        if dims and (dims[-1].src, dims[-1].dst) == (dim.extent * dim.src, dim.extent * dim.dst):
+            dims.append(dim._replace(extent=dims.pop().extent * dim.extent))
+        else:
+            dims.append(dim)
     row_bytes = itemsize
     if dims and (dims[-1].src, dims[-1].dst) == (src_itemsize, itemsize):
         row_bytes *= dims.pop().extent
@@ -78,16 +82,6 @@ def strided_copies(
     return copies
 
 
-def _merged(dims: Sequence[_Dim]) -> list[_Dim]:
-    merged: list[_Dim] = []
-    for dim in dims:
-        if merged and merged[-1].src == dim.extent * dim.src and merged[-1].dst == dim.extent * dim.dst:
-            merged[-1] = _Dim(merged[-1].extent * dim.extent, dim.src, dim.dst)
-        else:
-            merged.append(dim)
-    return merged
-
-
 def joined(tables: Sequence[NDArray[np.void]]) -> NDArray[np.void]:
     """One table of copies out of several, or of none."""
     return np.concatenate([np.empty(0, COPY), *tables])
@@ -100,7 +94,7 @@ def distinct(*keys: NDArray[np.integer]) -> tuple[list[list[int]], Ints]:
 
 
 def repeat(counts: Ints) -> tuple[Ints, Ints]:
-    """Repeat every entry `counts` times: (index of the entry, number among its own). [2, 1] -> [0, 0, 1], [0, 1, 0]."""
+    """Repeat every entry `counts` times: (its index, number among its repeats). [2, 1] -> [0, 0, 1], [0, 1, 0]."""
     entry = np.repeat(np.arange(len(counts)), counts)
     return entry, np.arange(len(entry)) - (np.cumsum(counts) - counts)[entry]
 

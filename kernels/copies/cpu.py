@@ -26,18 +26,14 @@ def run_copies(copies: NDArray[np.void], bases: Sequence[NDArray[np.uint8]], cas
     for src, dst, src_offset, dst_offset, extents, src_strides, dst_strides, row_bytes, word in zip(
         *columns, words, strict=True
     ):
-        if (cast := casts.get(src)) is not None:
-            form, elements = cast.form, row_bytes // cast.form.to_bytes
-            source = _elements(bases[src], src_offset, (*extents, elements), src_strides, form.src_bytes)
-            target = _elements(bases[dst], dst_offset, (*extents, elements), dst_strides, form.to_bytes)
+        cast = casts.get(src)
+        src_bytes, dst_bytes = (cast.form.src_bytes, cast.form.to_bytes) if cast else (word, word)
+        shape = (*extents, row_bytes // dst_bytes)
+        source = _elements(bases[src], src_offset, shape, src_strides, src_bytes)
+        if cast:
             scales = None if cast.scales is None else bases[cast.scales].view(np.float32)
-            np.copyto(target, _cast(form, source, src_offset, scales))
-            continue
-        shape = (*extents, row_bytes // word)
-        np.copyto(
-            _elements(bases[dst], dst_offset, shape, dst_strides, word),
-            _elements(bases[src], src_offset, shape, src_strides, word),
-        )
+            source = _cast(cast.form, source, src_offset, scales)
+        np.copyto(_elements(bases[dst], dst_offset, shape, dst_strides, dst_bytes), source)
 
 
 def _elements(

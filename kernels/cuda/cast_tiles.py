@@ -97,22 +97,20 @@ def scale_blocks(casts: Casts, tensors: Sequence[torch.Tensor]) -> NDArray[np.vo
         if cast.scales is not None:
             weight, scales = tensors[index], tensors[cast.scales]
             alike.setdefault((cast.form, scales.numel()), []).append((weight.data_ptr(), scales.data_ptr()))
-    tables = [_blocks_of(*kind, np.array(addresses, np.uint64)) for kind, addresses in alike.items()]
-    return np.concatenate([np.empty(0, BLOCK), *tables])
-
-
-def _blocks_of(form: CastForm, count: int, addresses: NDArray[np.uint64]) -> NDArray[np.void]:
-    """The `count` blocks of each of several weights; `addresses` [weights, 2] are of the weights and of their scales."""
-    (rows, columns), (block_rows, block_columns) = form.matrix, form.block
-    down, across = form.blocks
-    stacked, band, block = np.indices((count // (down * across), down, across)).reshape(3, -1)  # block: in its band
-    first = (stacked * rows + band * block_rows) * columns + block * block_columns
-    table = np.zeros((len(addresses), count), BLOCK)
-    table["src"] = addresses[:, :1] + (first * form.src_bytes).astype(np.uint64)
-    table["scale"] = addresses[:, 1:] + 4 * np.arange(count, dtype=np.uint64)
-    table["stride"] = columns * form.src_bytes
-    table["rows"] = np.minimum(block_rows, rows - band * block_rows)
-    table["columns"] = np.minimum(block_columns, columns - block * block_columns)
-    wide = (table["src"] % 16 == 0) & (columns % 8 == 0) & (table["columns"] % 8 == 0)
-    table["word_elements"] = np.where(wide, 8, 1)
-    return table.reshape(-1)
+    tables = [np.empty(0, BLOCK)]
+    for (form, count), pairs in alike.items():
+        addresses = np.array(pairs, np.uint64)
+        (rows, columns), (block_rows, block_columns) = form.matrix, form.block
+        down, across = form.blocks
+        stacked, band, block = np.indices((count // (down * across), down, across)).reshape(3, -1)  # block: in its band
+        first = (stacked * rows + band * block_rows) * columns + block * block_columns
+        table = np.zeros((len(pairs), count), BLOCK)
+        table["src"] = addresses[:, :1] + (first * form.src_bytes).astype(np.uint64)
+        table["scale"] = addresses[:, 1:] + 4 * np.arange(count, dtype=np.uint64)
+        table["stride"] = columns * form.src_bytes
+        table["rows"] = np.minimum(block_rows, rows - band * block_rows)
+        table["columns"] = np.minimum(block_columns, columns - block * block_columns)
+        wide = (table["src"] % 16 == 0) & (columns % 8 == 0) & (table["columns"] % 8 == 0)
+        table["word_elements"] = np.where(wide, 8, 1)
+        tables.append(table.reshape(-1))
+    return np.concatenate(tables)

@@ -94,14 +94,9 @@ class Boxes(NamedTuple):
         base = addresses.astype(np.int64)
         one = np.ones((len(copies), 1), np.int64)
         extents = np.concatenate([copies["extents"], copies["row_bytes"][:, None]], axis=1)
-        return cls(
-            np.arange(len(copies)),
-            base[copies["src"]] + copies["src_offset"],
-            base[copies["dst"]] + copies["dst_offset"],
-            extents,
-            np.where(extents > 1, np.concatenate([copies["src_strides"], one], axis=1), 0),
-            np.where(extents > 1, np.concatenate([copies["dst_strides"], one], axis=1), 0),
-        )
+        src, dst = (base[copies[end]] + copies[end + "_offset"] for end in ("src", "dst"))
+        strides = (np.concatenate([copies[end + "_strides"], one], axis=1) for end in ("src", "dst"))
+        return cls(np.arange(len(copies)), src, dst, extents, *(np.where(extents > 1, each, 0) for each in strides))
 
     def word_bytes(self) -> Ints:
         """The widest word that divides every address, stride and row of each box."""
@@ -157,14 +152,8 @@ class Boxes(NamedTuple):
         rows = np.arange(len(boxes))
         extents, src, dst = self.extents[boxes], self.src_strides[boxes], self.dst_strides[boxes]
         extents[rows, dim] = extent
-        return Boxes(
-            self.copy[boxes],
-            self.src[boxes] + start * src[rows, dim],
-            self.dst[boxes] + start * dst[rows, dim],
-            extents,
-            src,
-            dst,
-        )
+        first_src, first_dst = self.src[boxes] + start * src[rows, dim], self.dst[boxes] + start * dst[rows, dim]
+        return Boxes(self.copy[boxes], first_src, first_dst, extents, src, dst)
 
     def _loop_bits(self) -> Ints:
         strides = np.concatenate([self.src_strides[:, :ROW], self.dst_strides[:, :ROW]], axis=1)
