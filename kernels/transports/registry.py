@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from mcore_reshard.kernels.errors import TransportUnavailable
+from mcore_reshard.kernels.options import TRANSPORTS
 
 from .base import Executor, Transport, TransportContext, gpu_unavailable_reason
 from .gloo import GlooExecutor
@@ -29,6 +30,8 @@ def register(transport: Transport) -> None:
     if transport.name in _transports:
         raise ValueError(f"a transport named {transport.name!r} is already registered")
     _transports[transport.name] = transport
+    if transport.name not in TRANSPORTS:
+        TRANSPORTS.append(transport.name)
 
 
 def transports() -> tuple[Transport, ...]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.options import TRANSPORTS, Options
+from mcore_reshard.kernels.transports.registry import transports
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,7 @@ from mcore_reshard.kernels.options import Options
         ({"scratch_bytes": True}, "scratch_bytes must be at least 1, not True"),
         ({"checksums": "yes"}, "checksums must be True or False, not 'yes'"),
         ({"session": ""}, "session must be a name, not ''"),
+        ({"transport": "foo"}, "transport must be one of auto, direct, nccl, gloo, golden, not 'foo'"),
     ],
 )
 def test_a_wrong_option_is_refused_when_the_record_is_made(given: dict[str, Any], message: str) -> None:
@@ -31,6 +33,10 @@ def test_all_wrong_options_are_listed_at_once() -> None:
     with pytest.raises(ValueError) as refusal:
         Options(transport=None, timeout_s=0, ctas=-1)  # type: ignore[arg-type]
     assert [line.split()[0] for line in str(refusal.value).splitlines()[1:]] == ["transport", "timeout_s", "ctas"]
+
+
+def test_an_option_names_every_transport_there_is() -> None:
+    assert [transport.name for transport in transports()] == TRANSPORTS
 
 
 def test_options_compare_by_value_and_stay_as_they_are() -> None:

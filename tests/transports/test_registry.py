@@ -15,6 +15,7 @@ from mcore_reshard.kernels.transports.registry import TRANSPORT_VARIABLE, regist
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {name: registry._transports[name] for name in ("gloo", "golden")}
     monkeypatch.setattr(registry, "_transports", kept)
+    monkeypatch.setattr(registry, "TRANSPORTS", [])
     monkeypatch.delenv(TRANSPORT_VARIABLE, raising=False)
 
 
