@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.errors import StaleTensorError
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import LocalTensor
 
@@ -26,6 +25,18 @@ class Fingerprint(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Fingerprint:
         return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def changes(self, tensor: torch.Tensor) -> str:
+        """What differs at `tensor`, as in "address 64 -> 128, dtype bfloat16 -> float32"."""
+        facts = zip(self._fields, self, Fingerprint.of(tensor), strict=True)
+        return ", ".join(f"{field} {_text(was)} -> {_text(now)}" for field, was, now in facts if was != now)
+
+
+def _text(fact: object) -> str:
+    """As messages write it: sizes as plain tuples, dtypes as the planner spells them."""
+    if isinstance(fact, torch.dtype):
+        return dtype_name(fact)
+    return str(tuple(fact) if isinstance(fact, torch.Size) else fact)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -67,40 +78,3 @@ def misfits(planned: LocalTensor, tensors: Mapping[str, torch.Tensor]) -> Iterat
         yield f"layout {tensor.layout}, only strided tensors can be bound"
     elif tensor.is_meta:
         yield "it is on the meta device and has no bytes"
-
-
-def check_fresh(
-    rank: str, fingerprints: Mapping[str, Fingerprint], tensors: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    """The tensors by these names. Raises `StaleTensorError` unless every one still lies where it was bound.
-
-    Every refit asks this of thousands of tensors, so the test is the least that tells. A tensor on another device has
-    another address; one with other strides is no longer row-major, as all bound tensors are (see `misfits`).
-    """
-    stale: list[str] = []
-    live: list[torch.Tensor] = []
-    for name, (address, shape, _, dtype, _) in fingerprints.items():
-        tensor = tensors.get(name)
-        if tensor is None:
-            stale.append(f"{name}: it is gone")
-            continue
-        live.append(tensor)
-        if (
-            tensor.data_ptr() != address
-            or tensor.shape != shape
-            or tensor.dtype is not dtype
-            or not tensor.is_contiguous()
-        ):
-            changes = zip(Fingerprint._fields, fingerprints[name], Fingerprint.of(tensor), strict=True)
-            changed = [f"{field} {_text(was)} -> {_text(now)}" for field, was, now in changes if was != now]
-            stale.append(f"{name}: {', '.join(changed)}")
-    if stale:
-        raise StaleTensorError("\n  ".join((f"{rank}: {len(stale)} bound tensors changed since prepare():", *stale)))
-    return live
-
-
-def _text(fact: object) -> str:
-    """As messages write it: sizes as plain tuples, dtypes as the planner spells them."""
-    if isinstance(fact, torch.dtype):
-        return dtype_name(fact)
-    return str(tuple(fact) if isinstance(fact, torch.Size) else fact)
