@@ -89,8 +89,8 @@ class _Cutter:
         self._itemsizes = itemsizes(schedule)
         self._bucket_bytes = bucket_bytes
         casts = bound_casts(schedule)
-        self._forms = tuple({cast.form: None for cast in casts.values()})
-        self._form_of = np.full(len(schedule.tensors), -1, np.int64)  # index into forms
+        self._forms = (None, *{cast.form: None for cast in casts.values()})
+        self._form_of = np.zeros(len(schedule.tensors), np.int64)  # index into forms
         self._matrix = np.ones(len(schedule.tensors), np.int64)  # elements after which places repeat
         for tensor, cast in casts.items():
             self._form_of[tensor] = self._forms.index(cast.form)
@@ -138,7 +138,7 @@ class _Cutter:
     def _segments(self, strided_box: int, itemsize: int, form: int, place: int, *, sends: bool) -> list[_SegmentCopies]:
         """The segments of a kind of transfers; `place` is where in a matrix they start, in elements."""
         box = self._schedule.strided_boxes[strided_box]
-        cast = self._forms[form] if form >= 0 else None
+        cast = self._forms[form]
         wire_itemsize = cast.to_bytes if cast else itemsize
         segments = []
         for segment in cut(box.extents, wire_itemsize, self._bucket_bytes):

@@ -94,19 +94,18 @@ def transfer_problems(schedule: Schedule) -> list[str]:
     ]
     for stage in schedule.stages:
         for table in (stage.sends, stage.recvs):
-            past_end = (table.offset < 0) | (table.offset + reach[table.strided_box] > elements[table.tensor])
-            wrong_bytes = table.nbytes != box[table.strided_box] * itemsize[table.tensor]
-            stranger = (table.peer < 0) | (table.peer >= peers)
-            for wrong, what in (
-                (past_end, "outside their tensor"),
-                (wrong_bytes, "of other bytes than their extents"),
-                (stranger, "with a peer that does not exist"),
-            ):
-                if wrong.any():
-                    row = int(np.flatnonzero(wrong)[0])
+            end = table.offset + reach[table.strided_box]
+            faults = {
+                "outside their tensor": (table.offset < 0) | (end > elements[table.tensor]),
+                "of other bytes than their extents": table.nbytes != box[table.strided_box] * itemsize[table.tensor],
+                "with a peer that does not exist": (table.peer < 0) | (table.peer >= peers),
+            }
+            for fault, is_faulty in faults.items():
+                if is_faulty.any():
+                    row = int(np.argmax(is_faulty))
                     name = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
                     problems.append(
-                        f"stage {stage.pp_stage}: {int(wrong.sum())} of {len(table)} transfers {what}, "
+                        f"stage {stage.pp_stage}: {int(is_faulty.sum())} of {len(table)} transfers {fault}, "
                         f"first {name} in {schedule.tensors[int(table.tensor[row])].name}"
                     )
     return problems

@@ -13,13 +13,7 @@
 // its first store: a load from a peer takes microseconds, and only loads in flight fill the link. Threads never wait for
 // each other, so a warp that is done goes on with the next tile while others still copy.
 
-// Set by copy_kernel.py.
-#ifndef THREADS
-#define THREADS 512
-#endif
-#ifndef BATCH
-#define BATCH 8
-#endif
+// copy_kernel.py sets THREADS and BATCH, and CHECKSUMS where the kernel takes them.
 #ifndef CHECKSUMS
 #define CHECKSUMS 0
 #endif

@@ -1,6 +1,6 @@
-"""Perform a table of copies on the GPU with one launch: the launcher of copy_kernel.cu.
+"""Perform copies and casts on the GPU, a table with one launch: the launchers of copy_kernel.cu and cast_kernel.cu.
 
-The kernel is CUDA C++, compiled at run time with NVIDIA's own bindings (NVRTC through cuda.core). It reaches 375 GB/s
+The copy kernel is CUDA C++, compiled at run time with NVIDIA's own bindings (NVRTC through cuda.core). It reaches 375 GB/s
 between two H200s, where the copy engine reaches 394. Two alternatives were measured beside it (tools/bench_kernels.py,
 tools/results/kernels-x2.json). Triton walks the same tiles as fast, but needs a launch for each word size, more time to
 start, and a C compiler. Bulk copies through shared memory (TMA) reach 375 as well, for one aligned region.
@@ -8,6 +8,7 @@ start, and a C compiler. Bulk copies through shared memory (TMA) reach 375 as we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,7 +18,10 @@ import torch
 from cuda.core import Device, Kernel, LaunchConfig, Program, ProgramOptions, Stream, launch
 from numpy.typing import NDArray
 
-from .tiles import TILE
+from mcore_reshard.kernels.copies.casts import Casts
+
+from .cast_tiles import cut_cast_tiles, scale_blocks, split_casts
+from .tiles import TILE, cut_tiles
 
 _SOURCES = {  # of each kernel, compiled as one text
     "copy_tiles": ("copy_kernel.cu",),
@@ -37,6 +41,9 @@ class KernelShape:
     def __post_init__(self) -> None:
         if self.ctas < 1 or self.batch < 1 or not 32 <= self.threads <= 1024 or self.threads % 32:
             raise ValueError(f"no kernel has this shape: {self}; threads are a multiple of 32, from 32 to 1024")
+
+
+_SCALE_SHAPE = KernelShape(ctas=528, threads=256)  # a warp has 4 KiB under way: it takes many to read at full speed
 
 
 class DeviceTable:
@@ -123,6 +130,43 @@ class DeviceCopies(DeviceTable):
             return np.zeros(0, np.int64)
         bad = torch.nonzero(self._sums[:, 0] != self._sums[:, 1]).reshape(-1).cpu().numpy()
         return np.unique(self._copy_of[bad]).astype(np.int64)
+
+
+def device_scales(casts: Casts, tensors: Sequence[torch.Tensor], device: torch.device) -> DeviceTable | None:
+    """What computes the scales of `casts`, any number of times; None where there are none."""
+    blocks = scale_blocks(casts, tensors)
+    return DeviceTable(blocks, device, _SCALE_SHAPE, "block_scales") if len(blocks) else None
+
+
+class DeviceGather:
+    """A table of copies (dtype COPY) on the GPU; some may cast. Plain copies take one launch, casts another."""
+
+    def __init__(
+        self,
+        copies: NDArray[np.void],
+        addresses: NDArray[np.uint64],
+        casts: Casts,
+        device: torch.device,
+        shape: KernelShape,
+        tile_bytes: int,
+    ) -> None:
+        plain, cast = split_casts(copies, casts)
+        self._parts: list[DeviceTable] = []
+        if len(plain):
+            self._parts.append(DeviceCopies(cut_tiles(plain, addresses, tile_bytes), device, shape))
+        if len(cast):
+            tiles = cut_cast_tiles(cast, addresses, casts, tile_bytes)
+            self._parts.append(DeviceTable(tiles, device, shape, "cast_tiles"))
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the tables."""
+        return sum(part.nbytes for part in self._parts)
+
+    def launch(self, stream: torch.cuda.Stream) -> None:
+        """Queue the copies on `stream`. Does not wait."""
+        for part in self._parts:
+            part.launch(stream)
 
 
 @cache

@@ -24,12 +24,8 @@ class PlainBuffer:
         if error != driver.CUresult.CUDA_SUCCESS:
             raise torch.OutOfMemoryError(f"no {nbytes} bytes of GPU memory for scratch: {error}")
         self._address = int(address)
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (self._address, False),
-            "version": 3,
-        }
+        shown = {"shape": (nbytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
+        self.__cuda_array_interface__ = shown
         self.tensor: torch.Tensor = torch.as_tensor(self, device="cuda")
 
     def free(self) -> None:

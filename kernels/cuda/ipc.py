@@ -161,9 +161,6 @@ class Mappings:
                 _, address = self._mapped.popitem()
                 _checked(driver.cuIpcCloseMemHandle(address), "unmap a peer's memory")
 
-    def __len__(self) -> int:
-        return len(self._mapped)
-
     def _base(self, exported: Export, index: int, owner: str) -> int:
         """Where an allocation begins here."""
         allocation = exported.allocations[index]

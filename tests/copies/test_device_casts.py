@@ -16,9 +16,6 @@ from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
-device_casts = pytest.importorskip(
-    "mcore_reshard.kernels.cuda.cast_kernel", reason="needs cuda-core", exc_type=ImportError
-)
 device_copies = pytest.importorskip(
     "mcore_reshard.kernels.cuda.copy_kernel", reason="needs cuda-core", exc_type=ImportError
 )
@@ -34,7 +31,7 @@ def bound_of(seed: int) -> BoundSchedule:
 
 def compute(bound: BoundSchedule) -> None:
     """The scales of all casts, by the kernel."""
-    device_casts.device_scales(bound.casts, bound.tensors, CUDA).launch(torch.cuda.current_stream())
+    device_copies.device_scales(bound.casts, bound.tensors, CUDA).launch(torch.cuda.current_stream())
 
 
 @pytest.mark.parametrize("shape", [(1, 32, 1), (7, 256, 2), (132, 512, 8)], ids=str)
@@ -58,7 +55,7 @@ def test_a_gather_agrees_with_the_interpreter(
             scratch = torch.full((bucket.nbytes + 2 * shift,), POISON, dtype=torch.uint8, device=CUDA)
             bases = [tensor.data_ptr() for tensor in bound.tensors] + [scratch.data_ptr() + shift]
             copies["dst"][copies["dst"] == SCRATCH] = len(bases) - 1
-            gather = device_casts.DeviceGather(
+            gather = device_copies.DeviceGather(
                 copies, np.array(bases, np.uint64), bound.casts, CUDA,
                 device_copies.KernelShape(*shape), tile_bytes,
             )  # fmt: skip
@@ -97,13 +94,13 @@ def test_special_values(name: str) -> None:
     form = CastForm("bfloat16", "float8_e4m3fn", tuple(weight.shape), block)  # type: ignore[arg-type]
     scales = torch.zeros(form.blocks, device=CUDA)
     casts = {0: TensorCast(form, 1)}
-    device_casts.device_scales(casts, [weight, scales], CUDA).launch(torch.cuda.current_stream())
+    device_copies.device_scales(casts, [weight, scales], CUDA).launch(torch.cuda.current_stream())
     assert torch.equal(scales.view(torch.int32), block_scales(weight, block).view(torch.int32))
     copies = band_copies(form, 0, tuple(weight.shape), (weight.shape[1], 1))
     copies["dst"] = 2
     target = torch.zeros(weight.numel(), dtype=torch.uint8, device=CUDA)
     bases = np.array([tensor.data_ptr() for tensor in (weight, scales, target)], np.uint64)
-    device_casts.DeviceGather(copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14).launch(
+    device_copies.DeviceGather(copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14).launch(
         torch.cuda.current_stream()
     )
     wanted = np.zeros(weight.numel(), np.uint8)
@@ -135,7 +132,7 @@ def test_every_rounding_of_float32_and_every_bfloat16(src: str, to: str) -> None
         at, to_at = (skipped * torch.empty((), dtype=getattr(torch, name)).element_size() for name in (src, to))
         copies = np.array([(0, 1, at, to_at, *ones, nbytes - to_at)], COPY)
         bases = np.array([source.data_ptr(), target.data_ptr()], np.uint64)
-        device_casts.DeviceGather(copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14).launch(
+        device_copies.DeviceGather(copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14).launch(
             torch.cuda.current_stream()
         )
         np.testing.assert_array_equal(target.cpu().numpy()[to_at:], wanted[to_at:])

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.copy_table import joined
-from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather, device_scales
-from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, DeviceTable, KernelShape
+from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, DeviceGather, DeviceTable, KernelShape, device_scales
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, SessionError

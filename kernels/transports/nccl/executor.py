@@ -38,8 +38,7 @@ from .communicator import NcclCommunicator, NcclError, new_unique_id
 from .staging import DIGEST_BYTES, Division, Round, ScratchBudget, divide, divided_rounds, peers_by_stage, slot_bytes
 
 if TYPE_CHECKING:
-    from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather
-    from mcore_reshard.kernels.cuda.copy_kernel import DeviceTable
+    from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, DeviceTable
     from mcore_reshard.kernels.cuda.device_memory import PlainBuffer
 
 DEFAULT_COPY_CTAS = 32  # of 132: packing must outpace the wire, and NCCL's own kernels need room beside it
@@ -127,7 +126,7 @@ class NcclExecutor:
             slot.free()
 
     def _prepare(self, buckets: Sequence[Bucket], copy_ctas: int) -> None:
-        from mcore_reshard.kernels.cuda.cast_kernel import device_scales
+        from mcore_reshard.kernels.cuda.copy_kernel import device_scales
         from mcore_reshard.kernels.cuda.device_memory import PlainBuffer, is_plain
 
         in_place = [is_plain(tensor) for tensor in self._bound.tensors]
@@ -314,8 +313,7 @@ class NcclExecutor:
         self._wait_for(where, lambda: communicator.is_idle(_waiting(where)))
 
     def _bind_rounds(self, planned: Sequence[Round], copy_ctas: int) -> tuple[_DeviceRound, ...]:
-        from mcore_reshard.kernels.cuda.cast_kernel import DeviceGather
-        from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
+        from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
 
         addresses = [tensor.data_ptr() for tensor in self._bound.tensors]
         shape = KernelShape(ctas=copy_ctas)
