@@ -1,8 +1,4 @@
-"""Every error that binding or moving bytes can end with.
-
-Messages say who waited for whom, in which stage and for which parameter. The same facts are attributes: a rank tells
-its peers why it stopped.
-"""
+"""Every error that binding or moving bytes can end with. Its facts are attributes too: ranks tell each other."""
 
 from __future__ import annotations
 

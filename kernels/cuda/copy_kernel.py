@@ -78,21 +78,14 @@ class DeviceTable:
         self._launch(stream, self._count)
 
     def _launch(self, stream: torch.cuda.Stream, count: int) -> None:
-        launch(
-            Stream.from_handle(stream.cuda_stream),
-            self._config,
-            self._kernel,
-            self._table.data_ptr(),
-            np.uint32(count),
-            *self._arguments,
-        )
+        arguments = (self._table.data_ptr(), np.uint32(count), *self._arguments)
+        launch(Stream.from_handle(stream.cuda_stream), self._config, self._kernel, *arguments)
 
 
 class DeviceCopies(DeviceTable):
     """Tiles (dtype TILE) on a device.
 
-    With `checksums`, every tile is summed as it is read, then read back and summed again; `damaged()` names those that
-    differ.
+    With `checksums`, a tile is summed as it is read, and again read back; `damaged()` names the copies that differ.
     """
 
     def __init__(
@@ -173,10 +166,7 @@ class DeviceGather:
 def _compiled(kernel: str, device_index: int, macros: tuple[tuple[str, int], ...]) -> Kernel:
     """A kernel, loaded into the primary context of a device."""
     Device(device_index).set_current()
-    options = ProgramOptions(
-        arch="sm_{}{}".format(*torch.cuda.get_device_capability(device_index)),
-        std="c++17",
-        define_macro=[(name, str(value)) for name, value in macros],
-    )
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device_index))
+    options = ProgramOptions(arch=arch, std="c++17", define_macro=[(name, str(value)) for name, value in macros])
     text = "\n".join(files(__package__).joinpath(source).read_text() for source in _SOURCES[kernel])
     return Program(text, "c++", options).compile("cubin").get_kernel(kernel)

@@ -11,10 +11,7 @@ T = TypeVar("T")
 
 
 def in_callers_context(work: Callable[[], T], device: torch.device | None) -> Callable[[], T]:
-    """`work` for another thread, with the caller's inference mode and its current stream on `device` if that is a GPU.
-
-    torch keeps both for each thread apart.
-    """
+    """`work` for another thread, with what torch keeps per thread: inference mode, and the stream on `device`, a GPU."""
     inference = torch.is_inference_mode_enabled()
     stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
 
