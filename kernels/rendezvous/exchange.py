@@ -3,8 +3,7 @@
     exchange = StoreExchange(store, "gen:0", ("train:0", "gen:0"), timeout_s=60.0)
     exchange.gather("budget", 512)      # [256, 512]: everyone's, in the order of the ranks
 
-Anyone who knows a store's address can write to it. So `parse_stored` checks each value, and its `SessionError` names the
-key and the rank to which the key belongs.
+Anyone who knows a store's address can write to it. So `parse_stored` checks each value, and names its key and its rank.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import DistError, DistStoreError, Store
@@ -78,7 +78,6 @@ class Failure:
 
     @classmethod
     def from_json(cls, value: Any) -> Failure:
-        """Raises TypeError or ValueError for what no rank wrote."""
         failure = cls(**value)
         for field, kind in zip(astuple(failure), (str, str, str, int | None, str | None, str | None), strict=True):
             if not isinstance(field, kind):
@@ -130,10 +129,7 @@ class StoreExchange:
         `waits` are this rank's, first the one that ended. The others publish theirs during `grace`, by default NOTICE_S.
         """
         publish(self.store, f"{occasion}/stuck/{self.rank_name}", [asdict(failure) for failure in waits])
-        if grace is None:
-            time.sleep(min(NOTICE_S, self.timeout_s))
-        else:
-            grace()
+        (grace or partial(time.sleep, min(NOTICE_S, self.timeout_s)))()
         followed, left = {self.rank_name}, list(waits[::-1])
         while left:
             failure = left.pop()

@@ -61,11 +61,9 @@ class GlooMessage:
 class GlooGroup:
     """All ranks of a session, fully connected. Construction blocks until every rank has connected.
 
-    On a FailFastStore construction ends when any rank has failed. Only gloo's own connects cannot be interrupted: a rank
-    that dies in the middle of one costs the others `timeout_s`.
-
-    A connection closes when its process dies or calls `close`. A rank that waits on it then gets `PeerLostError` at once.
-    gloo listens where the host's name points; GLOO_SOCKET_IFNAME names another interface.
+    On a FailFastStore construction ends when any rank has failed; only gloo's own connects cannot be interrupted. When a
+    rank dies or calls `close`, ranks that wait for it get `PeerLostError` at once. gloo listens where the host's name
+    points; GLOO_SOCKET_IFNAME names another interface.
     """
 
     def __init__(self, store: Store, rank: int, names: Sequence[str], *, timeout_s: float) -> None:

@@ -1,13 +1,11 @@
-"""How this package waits: the one loop that polls, a thread for calls that may never return, and every tuned time.
-
-EventPoller(timeout_s).until(stream.query)      # True once it is done, False when the time is up
-"""
+"""How this package waits: the one loop that polls, a thread for calls that may never return, and every tuned time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
@@ -15,33 +13,19 @@ from weakref import finalize, ref
 
 T = TypeVar("T")
 
-# Naps while waiting for a GPU, as a share of the wait: they delay a refit by half a thousandth, and a look costs the CPU
-# some microseconds.
-FINE_SHARE = 0.001
-
-# Naps while waiting for keys on the store: its server gets a message for every look of every rank.
-COARSE_SHARE = 0.05
-
-# No look before this share of the fastest refit's time: few refits are more than 1% faster than the fastest one so far.
-DUE_SHARE = 0.99
-
-# A rank that waits looks this often whether another rank has failed, so it hears of it this late.
-LOOK_S = 0.25
-
-# For other ranks whose time is up to say so too, and for this rank's transport to notice a failure.
-NOTICE_S = 1.0
-
-# For the rank that knows the cause of a failure to tell it. Longer than NOTICE_S, which that rank may wait first.
-CAUSE_S = 3.0
-
-# For all ranks to read the last outcome before the store may go, and for a GPU to end what was queued before memory is freed.
-CLOSE_S = 5.0
-
+FINE_SHARE = 0.001  # naps while waiting for a GPU, as a share of the wait: they delay a refit by half a thousandth
+COARSE_SHARE = 0.05  # naps while waiting for keys: the store's server gets a message for every look of every rank
+DUE_SHARE = 0.99  # no look before this share of the fastest refit's time: few refits are more than 1% faster
+LOOK_S = 0.25  # how often a rank that waits looks whether another rank has failed
+NOTICE_S = 1.0  # for other ranks whose time is up to say so too, and for this rank's transport to notice a failure
+CAUSE_S = 3.0  # for the rank that knows the cause of a failure to tell it; that rank may wait NOTICE_S first
+CLOSE_S = 5.0  # for all ranks to read the last outcome before the store may go; for a GPU to end what was queued
 # Connection attempts to the store within a timeout; torch may take twice as long for each. Torch looks up the name of the
 # other's address at both ends: a lost DNS answer holds an attempt, or the whole store, for the resolver's 5 s.
 ATTEMPTS = 6
 
 
+@dataclass
 class EventPoller:
     """Waits for what only a look can show: rarely enough for the CPU, often enough to be late by a thousandth.
 
@@ -52,11 +36,10 @@ class EventPoller:
     before 99% too, for a condition that notes how far things are.
     """
 
-    def __init__(self, timeout_s: float, *, share: float = FINE_SHARE, watches: bool = False) -> None:
-        self.fastest_s = 0.0
-        self._timeout_s = timeout_s
-        self._share = share
-        self._watches = watches
+    timeout_s: float
+    share: float = FINE_SHARE
+    watches: bool = False
+    fastest_s: float = 0.0
 
     def until(
         self,
@@ -75,12 +58,12 @@ class EventPoller:
             now = time.monotonic()
             if progress is not None and (reached := progress()) != stage:
                 stage, changed = reached, now
-            if now - changed > self._timeout_s:
+            if now - changed > self.timeout_s:
                 return False
             if look is not None and now - looked > LOOK_S:
                 look(now - start)
                 looked = now = time.monotonic()
-            left_s = self._timeout_s - (now - changed)
+            left_s = self.timeout_s - (now - changed)
             time.sleep(max(1e-6, min(self._nap_s(now - start), left_s)))  # Linux adds its timer slack, about 50 us
         took_s = time.monotonic() - start
         self.fastest_s = min(self.fastest_s or took_s, took_s)
@@ -89,8 +72,8 @@ class EventPoller:
     def _nap_s(self, waited_s: float) -> float:
         due_s = DUE_SHARE * self.fastest_s - waited_s
         if due_s > 0:
-            return min(due_s, COARSE_SHARE * self.fastest_s) if self._watches else due_s
-        return min(self._share * max(waited_s, self.fastest_s), LOOK_S)
+            return min(due_s, COARSE_SHARE * self.fastest_s) if self.watches else due_s
+        return min(self.share * max(waited_s, self.fastest_s), LOOK_S)
 
 
 class DeadlineThread:
@@ -116,7 +99,7 @@ class DeadlineThread:
         return outcome
 
     def call(self, function: Callable[[], T], limit_s: float) -> T:
-        """Return or raise what `function` does. Raises `concurrent.futures.TimeoutError` if it does neither within `limit_s`."""
+        """Return or raise what `function` does, or raise `concurrent.futures.TimeoutError` after `limit_s`."""
         return self.start(function).result(limit_s)
 
 

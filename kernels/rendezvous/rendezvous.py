@@ -40,10 +40,9 @@ class SessionFailed(SessionError):
 class Rendezvous:
     """One rank's place among all ranks of a session, with a connection of its own to the store at `address`.
 
-    The process that hosts the store must keep it up until its `leave` has returned. After a failure all ranks must have
-    read the cause before; a later rank can only say that it lost the store. Each name of a `session` serves once on a store.
-
-    A store that does not answer for `timeout_s` is lost: `gather` and `fail` then end within twice their deadline.
+    The process that hosts the store must keep it up until its `leave` has returned; after a failure, until all ranks have
+    read the cause. Each name of a `session` serves once on a store. A store that does not answer for `timeout_s` is lost:
+    `gather` and `fail` then end within twice their deadline.
     """
 
     def __init__(self, address: str, session: str, rank_name: str, members: Sequence[str], *, timeout_s: float) -> None:

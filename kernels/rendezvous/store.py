@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as Overdue
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from threading import RLock
@@ -48,11 +49,9 @@ def connect_store(address: str, timeout_s: float) -> AnsweringStore:
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
         thread = DeadlineThread("store")
-        try:
+        with suppress(RuntimeError, Overdue):
             store = thread.call(connect, limit_s=min(left_s, 2 * attempt.total_seconds()))
-        except (RuntimeError, Overdue):
-            continue
-        return AnsweringStore(store, address, timeout_s, thread)
+            return AnsweringStore(store, address, timeout_s, thread)
     try:
         instead = DeadlineThread("store").call(partial(_what_is_there, host, port), limit_s=CAUSE_S)
     except Overdue:

@@ -81,7 +81,6 @@ class StageClock:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all times, before a run."""
         self._starts: dict[int, float] = {}
         self._ends: dict[int, float] = {}
 
@@ -92,7 +91,6 @@ class StageClock:
         self._ends[stage] = time.perf_counter()
 
     def reports(self) -> tuple[StageReport, ...]:
-        """What was bound, with the times taken here."""
         seconds = {index: end - self._starts[index] for index, end in self._ends.items()}
         return tuple(
             StageReport(stage.pp_stage, stage.transfers, self._buckets[index], stage.nbytes, seconds.get(index, 0.0))

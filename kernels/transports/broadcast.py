@@ -37,10 +37,6 @@ class Tree:
     names: tuple[str, ...]  # of each position, as "gen:1"
 
     @property
-    def parent(self) -> int:
-        return (self.position - 1) // 2
-
-    @property
     def children(self) -> range:
         return range(2 * self.position + 1, min(2 * self.position + 3, len(self.ranks)))
 
@@ -180,7 +176,8 @@ class _FrameReader(_Frames):
     def _next(self, parameter: str) -> None:
         if self._filled:
             self._turn()
-        peer, waiting = self._tree.ranks[self._tree.parent], self._waiting(self._tree.parent, parameter, sends=False)
+        parent = (self._tree.position - 1) // 2
+        peer, waiting = self._tree.ranks[parent], self._waiting(parent, parameter, sends=False)
         self._group.recv(self._slot.header, peer, waiting).wait()
         crc, nbytes, number = _FRAME.unpack_from(self._slot.header.numpy().data)
         if number != self._number or not 0 < nbytes <= self._slot.frame.numel():

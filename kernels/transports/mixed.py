@@ -67,10 +67,7 @@ def _some(far: Mapping[RankPair, str]) -> str:
 
 
 class MixedExecutor:
-    """Runs executors of disjoint pairs side by side, the first in the caller's thread. They must share no group.
-
-    Every part starts after the work queued on the caller's current stream of `device`, where the tensors lie.
-    """
+    """Runs executors of disjoint pairs, which share no group, side by side on the caller's stream of `device`."""
 
     def __init__(self, parts: Sequence[Executor], device: torch.device | None) -> None:
         self._parts = parts

@@ -26,8 +26,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 from .base import TransportContext, group_names
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
-_NUMBER = "(0|[1-9][0-9]*)"
-_PAIR = re.compile(f"(train|relay):{_NUMBER}-gen:{_NUMBER}")
+_PAIR = re.compile("(train|relay):(0|[1-9][0-9]*)-gen:(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)

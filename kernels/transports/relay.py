@@ -1,7 +1,7 @@
 """Two hops: from the trainer to one replica of each part of the weights, and from there to the other replicas.
 
-The second hop is a refit among generation ranks. Each of them sends what landed on it from the trainer, and receives
-what landed on other replicas. Where the schedule has waves, one is passed on while the next one lands:
+In the second hop each generation rank sends what landed on it from the trainer, and receives what landed on other
+replicas. Where the schedule has waves, one is passed on while the next one lands:
 
     from the trainer       wave 0   wave 1   wave 2
     among replicas                  wave 0   wave 1   wave 2

@@ -1,8 +1,8 @@
 """Generation ranks read the weights straight out of the training ranks' memory: one NVLink domain, or one GPU.
 
 Training ranks export their allocations once. Each generation rank maps what it needs and, in each refit, pulls
-everything with one kernel launch: nothing is staged, and the host does nothing per parameter. One launch takes from all
-stages and sources, in an order that differs from receiver to receiver, so that no source has to serve all of them.
+everything with one kernel launch. It takes from all stages and sources, in an order that differs from receiver to
+receiver, so that no source has to serve all of them.
 
 Each pair of ranks orders its reads by three signals of 16 bytes, over CPU connections of their own, and by one IPC event:
 
@@ -39,7 +39,6 @@ from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostE
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.transports.base import StageReport
-from mcore_reshard.planner.plan.schedule import Schedule
 
 from .peer_signals import PeerSignals, Signal
 from .slots import DirectOptions, SlotReader, SlotSource
@@ -49,8 +48,8 @@ from .staging import parted
 class DirectExecutor:
     """One rank's end of the direct transport. Constructed on all ranks at the same time; `store` is its own.
 
-    Raises `TransportUnavailable` where memory cannot be exported or mapped, `DeadlineError` if a peer is silent,
-    `SessionError` if the session has failed. Tensors of training ranks must outlive the generation ranks' `close`.
+    Raises `TransportUnavailable` where memory cannot be exported or mapped. Tensors of training ranks must outlive the
+    generation ranks' `close`.
     """
 
     name = "direct"
@@ -122,8 +121,7 @@ class _Source:
         self._hear_done()  # of the run before: it came long ago
         self._slots.rounds(run)
         stream = self._slots.stream or torch.cuda.current_stream(self._device)
-        settled = stream.record_event()
-        self._settling.wait(dict.fromkeys(self._signals.peers, settled))
+        self._settling.wait(dict.fromkeys(self._signals.peers, stream.record_event()))
         self._signals.tell(run, Signal.READY)
         self._signals.hear(run, Signal.STARTED)
         self._not_done = run
@@ -163,8 +161,10 @@ class _Reader:
             addresses = self._addresses(exports)
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
             sources = {block.gpu for exported in exports.values() for block in exported.allocations}
-            together = _together(schedule, shared=gpu_of(device) in sources)
-            order = interleaved(self._table.peer[tiles["copy"]], schedule.rank, together)
+            # Tile by tile in a relay: two replicas that meet at a source for long are both slow. Also with a source on
+            # the reader's own GPU: its tiles are copied while the links are busy.
+            by_tile = schedule.relayed or schedule.between_replicas or gpu_of(device) in sources
+            order = interleaved(self._table.peer[tiles["copy"]], schedule.rank, together=1 if by_tile else None)
             # Half the CTAs on the first hop of a relay: its loads hold up the second hop's. Into each of three H200s,
             # from the trainer and the other two at once: 332 GB/s with 24 and 48 CTAs, 302 with 48 each.
             ctas = options.shape.ctas if not schedule.relayed else -(-options.shape.ctas // 2)
@@ -215,15 +215,6 @@ class _Reader:
             name = self._bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
             waiting = replace(self._signals.peers[int(table.peer[copy])], stage=stage, parameter=name)
             raise ChecksumError(waiting, "other bytes were written than were read")
-
-
-def _together(schedule: Schedule, *, shared: bool) -> int | None:
-    """Tiles taken from one source before the next one's turn.
-
-    One in a relay: two replicas that meet at a source for long are both slow. One also with a source on the reader's own
-    GPU (`shared`): its tiles are copied while the links are busy.
-    """
-    return 1 if shared or schedule.relayed or schedule.between_replicas else None
 
 
 class _EventWait:

@@ -93,7 +93,8 @@ def _waiting_by_peer(bound: BoundSchedule) -> dict[int, Waiting]:
     sends = schedule.world == "train"
     for stage in schedule.stages:
         table = stage.sends if sends else stage.recvs
-        for peer, row in zip(*(column.tolist() for column in np.unique(table.peer, return_index=True)), strict=True):
+        peers, first_rows = np.unique(table.peer, return_index=True)
+        for peer, row in zip(peers.tolist(), first_rows.tolist(), strict=True):
             name = schedule.parameter_name(int(table.transfer_group[row]), int(table.member[row]))
             peer_name = names[peer_group_rank(schedule, peer)]
             waiting.setdefault(peer, Waiting(bound.rank_name, peer_name, stage.pp_stage, name, sends))

@@ -200,7 +200,7 @@ class SlotReader:
             self._signals.tell(run, number, peers)
 
     def check_sums(self) -> None:
-        """Raise `ChecksumError` for bytes that were written otherwise than read. Everything queued must be done."""
+        """Raise `ChecksumError` for bytes that were written otherwise than read; all pulls must have ended."""
         for each in self._rounds:
             for source in each.source[each.copies.damaged()].tolist():
                 waiting = next(bucket.waiting for bucket in each.buckets if bucket.peer == source)
