@@ -192,14 +192,11 @@ def one_large_tensor(number: int, worlds: tuple[int, int]) -> Schedule:
     return of(number, worlds, transfers)
 
 
-def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: int, refits: int) -> int:
-    """The trainer queues its next step as soon as `run` returns. Counts the elements of other versions that arrived."""
-    schedule = one_large_tensor(number, worlds)
-    start = {local.name: torch.full((ELEMENTS,), float("nan")) for local in schedule.tensors}
-    rank = Rank(number, address, worlds, schedule, start, gpus)
+def stress(rank: Rank, world: str, refits: int, count_wrong: Callable[[int], int]) -> int:
+    """The trainer queues its next step as soon as `run` returns. Counts what arrived of other versions."""
     wrong = 0
-    for version in range(refits):
-        if schedule.world == "train":
+    for version in range(1, refits + 1):
+        if world == "train":
             rank.tensors["w"].fill_(-1.0)
             torch.cuda._sleep(3_000_000)  # type: ignore[no-untyped-call]  # the optimizer is still busy
             rank.tensors["w"].fill_(float(version))
@@ -207,9 +204,20 @@ def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: 
             rank.tensors["w"].fill_(-2.0)
         else:
             rank.executor.run()
-            wrong += sum(int((tensor != version).sum()) for tensor in rank.tensors.values())
+            wrong += count_wrong(version)
     rank.executor.close()
     return wrong
+
+
+def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: int, refits: int) -> int:
+    schedule = one_large_tensor(number, worlds)
+    start = {local.name: torch.full((ELEMENTS,), float("nan")) for local in schedule.tensors}
+    rank = Rank(number, address, worlds, schedule, start, gpus)
+
+    def count_wrong(version: int) -> int:
+        return sum(int((tensor != version).sum()) for tensor in rank.tensors.values())
+
+    return stress(rank, schedule.world, refits, count_wrong)
 
 
 @pytest.mark.parametrize(
@@ -261,16 +269,23 @@ def test_a_dead_reader_is_named() -> None:
     assert train.error is not None and "train:0 waiting for gen:1 to take w0" in train.error
 
 
+def run_twice(rank: Rank, *, dies: bool) -> None:
+    """With `dies`, the GPU is busy for a while before it comes to the second run, and the process is killed."""
+    rank.executor.run()
+    if dies:
+        torch.cuda._sleep(40_000_000_000)  # type: ignore[no-untyped-call]  # about 20 s
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        rank.executor.run()
+    finally:
+        rank.executor.close()
+
+
 def die_while_pulling(number: int, address: str, worlds: tuple[int, int]) -> None:
-    """After a good run, the reader's GPU is busy for a while before it comes to the pull, and its process is killed."""
     schedule = one_large_tensor(number, worlds)
     tensors = {local.name: torch.zeros(ELEMENTS) for local in schedule.tensors}
     rank = Rank(number, address, worlds, schedule, tensors, 1, timeout_s=SPAWN_S / 2)
-    rank.executor.run()
-    if number == 1:
-        torch.cuda._sleep(40_000_000_000)  # type: ignore[no-untyped-call]  # about 20 s
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    rank.executor.run()
+    run_twice(rank, dies=number == 1)
 
 
 def test_a_reader_that_dies_while_it_pulls_is_named_before_the_deadline() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,7 +14,7 @@ from helpers.casting import expected_bytes, stepped, train_schedule, trainer_ten
 from helpers.gpu import needs_gpus
 from helpers.handmade import End, HandTransfer, allocate, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
-from test_direct import SPAWN_S, Rank
+from test_direct import SPAWN_S, Rank, run_twice, stress
 from test_staging import gen_schedule
 
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
@@ -112,29 +110,20 @@ def one_large_weight(number: int, worlds: tuple[int, int]) -> Schedule:
 
 
 def overwrite_at_once(number: int, address: str, worlds: tuple[int, int], gpus: int, refits: int) -> int:
-    """The trainer queues its next step as soon as `run` returns. Counts what arrived of other versions."""
     schedule = one_large_weight(number, worlds)
     start = {} if schedule.world == "train" else allocate(schedule)
     if schedule.world == "train":
         start["w"] = torch.full((ROWS, COLUMNS), float("nan"), dtype=torch.bfloat16)
     rank = Rank(number, address, worlds, schedule, start, gpus, scratch_bytes=4 << 20)
-    wrong = 0
-    for version in range(1, refits + 1):
-        value = torch.full((128, 128), float(version), dtype=torch.bfloat16, device="cuda")
-        if schedule.world == "train":
-            rank.tensors["w"].fill_(-1.0)
-            torch.cuda._sleep(3_000_000)  # type: ignore[no-untyped-call]  # the optimizer is still busy
-            rank.tensors["w"].fill_(float(version))
-            rank.executor.run()
-            rank.tensors["w"].fill_(-2.0)
-        else:
-            rank.executor.run()
-            scale = block_scales(value, (128, 128))[0, 0]
-            for src in range(worlds[0]):
-                wrong += int((rank.tensors[f"s{src}"] != scale).sum())
-                wrong += int((rank.tensors[f"w{src}"].view(torch.uint8) != 0x7E).sum())
-    rank.executor.close()
-    return wrong
+
+    def count_wrong(version: int) -> int:
+        block = torch.full((128, 128), float(version), dtype=torch.bfloat16, device="cuda")
+        scale = block_scales(block, (128, 128))[0, 0]
+        scales = [rank.tensors[f"s{src}"] != scale for src in range(worlds[0])]
+        weights = [rank.tensors[f"w{src}"].view(torch.uint8) != 0x7E for src in range(worlds[0])]
+        return sum(int(differs.sum()) for differs in (*scales, *weights))
+
+    return stress(rank, schedule.world, refits, count_wrong)
 
 
 @pytest.mark.parametrize(("gpus", "worlds"), [
@@ -173,18 +162,10 @@ def test_peers_that_fail_are_named(unavailable_reason: str) -> None:
 
 
 def die_while_casting(number: int, address: str, worlds: tuple[int, int]) -> None:
-    """After a good run, the trainer's GPU is busy for a while before it comes to cast, and its process is killed."""
     schedule = one_large_weight(number, worlds)
     start = {local.name: torch.zeros(local.shape, dtype=getattr(torch, local.dtype)) for local in schedule.tensors}
     rank = Rank(number, address, worlds, schedule, start, 1, timeout_s=SPAWN_S / 2, scratch_bytes=4 << 20)
-    rank.executor.run()
-    if number == 0:
-        torch.cuda._sleep(40_000_000_000)  # type: ignore[no-untyped-call]  # about 20 s
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    try:
-        rank.executor.run()
-    finally:
-        rank.executor.close()
+    run_twice(rank, dies=number == 0)
 
 
 def test_a_trainer_that_dies_while_it_casts_is_named_and_leaves_nobody_waiting() -> None:
