@@ -87,7 +87,6 @@ class MixedExecutor:
         return merged_reports(reports)
 
     def close(self) -> None:
-        """Close all parts. May be called twice."""
         self._threads.shutdown(wait=False)
         close_all(self._parts)
 

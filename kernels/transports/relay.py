@@ -124,7 +124,6 @@ class RelayedExecutor:
         return tuple(replace(total, seconds=seconds if total.transfers else 0.0) for total in merged_reports(reports))
 
     def close(self) -> None:
-        """Close both hops. May be called twice."""
         self._threads.shutdown(wait=False)
         close_all([*self._first, *self._roles])
 

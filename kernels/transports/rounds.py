@@ -46,10 +46,7 @@ def in_rounds(buckets_of_peer: Mapping[int, Sequence[Bucket]]) -> list[tuple[Buc
 
 
 def stage_rounds(schedule: Schedule, buckets: Sequence[Bucket]) -> list[StageRound]:
-    """The rank's rounds, stage by stage, in a stage by number. `buckets` are those of `cut_buckets`.
-
-    In a round peers come in rotation, so that ranks do not all turn to the same one: gen:1 begins with train:1.
-    """
+    """The rank's rounds, stage by stage, in a stage by number. Peers come in rotation: gen:1 begins with train:1."""
     ranks = max(schedule.train_ranks, schedule.gen_ranks)
     direction = 1 if schedule.world == "train" else -1
 

@@ -114,10 +114,7 @@ def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Divisio
 def divided_rounds(
     bound: BoundSchedule, buckets: Sequence[Bucket], division: Division, *, in_place: Sequence[bool]
 ) -> tuple[Round, ...]:
-    """The rank's rounds in the order of the session. `buckets` are cut to the division's size.
-
-    `in_place` [tensors] says which tensors messages may leave or enter without a copy.
-    """
+    """The rank's rounds in order. `in_place` [tensors] says which tensors messages may leave or enter without a copy."""
     rounds: list[Round] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
     slots = division.budget.slots
