@@ -37,7 +37,8 @@ def outcomes(tmp_path_factory):
         pytest.skip("; ".join(missing))
     out = tmp_path_factory.mktemp("validate") / "outcomes.json"
     command = [sys.executable, str(Path(validate_gpus.__file__)), "--few", "--refits", "2", "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # a plain checkout will do
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]  # a plain checkout will do
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environment)
     assert out.exists(), ran.stderr[-2000:]
     cases = json.loads(out.read_text())["cases"]

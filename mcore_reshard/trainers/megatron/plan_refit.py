@@ -1,8 +1,10 @@
 """From a live trainer to the plan that both worlds run: read the mesh off the model, plan, hand the plan over.
 
-plan = plan_refit(config, model_chunks, gen=GenMesh(tp=4), model="qwen3-30b-a3b")   # on every training rank
-publish_plan(plan, store="10.0.0.1:29600")                                          # on one of them
-plan = fetch_plan(store="10.0.0.1:29600")                                           # on every generation rank
+    plan = plan_refit(config, model_chunks, gen=GenMesh(tp=4), model="qwen3-30b-a3b")   # on every training rank
+    publish_plan(plan, store="10.0.0.1:29600")                                          # on one of them
+    plan = fetch_plan(store="10.0.0.1:29600")                                           # on every generation rank
+
+`connect` calls the first two.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
 from mcore_reshard.planner.layout.megatron import ExpertsModule, MegatronBuild, MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc
@@ -20,7 +23,7 @@ from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.model.parameters import ModelParameters
 from mcore_reshard.planner.model.precision import PRECISION_OF, PRECISIONS, QUANTIZED, UNQUANTIZED
 from mcore_reshard.planner.plan.make_plan import make_plan
-from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.proof.prove import require_proof
 
 from .model import local_tensors, precisions_of, rank_coordinate, train_mesh_of
@@ -31,13 +34,20 @@ _Key = TypeVar("_Key", int, str)
 
 
 def plan_refit(
-    config: Mapping[str, Any], model_chunks: Sequence[torch.nn.Module], gen: GenMesh, **options: Any
+    config: Mapping[str, Any],
+    model_chunks: Sequence[torch.nn.Module],
+    gen: GenMesh,
+    *,
+    model: str = "",
+    policy: Policy = "exact",
+    engine: str = DEFAULT_ENGINE,
+    gen_dtype: str | None = None,
 ) -> Plan:
     """Plan the refit of a live Megatron-Core model into the mesh of an engine, and prove it.
 
-    `config` is the model's HF config.json; `options` are `model`, `policy`, `engine` and `gen_dtype`, as in `make_plan`.
-    Collective over the training world (torch's default group): all ranks get the same plan. Raises ConfigError, MeshError,
-    ProofError, or ValueError for a model that no plan describes, such as one with LoRA adapters.
+    `config` is the model's HF config.json; the options are those of `make_plan`. Collective over the training world
+    (torch's default group): all ranks get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a
+    model that no plan describes, such as one with LoRA adapters.
     """
     model_parameters = parameters_from_config(config)
     train = train_mesh_of(model_chunks)
@@ -46,11 +56,15 @@ def plan_refit(
     _refuse_adapters(tensors)
     build = _agree_on_build(tensors, train.tp)
     train_dtype = _agree_on_precision(precisions_of(tensors), model_parameters.dtype)
+    unquantized: list[int] = []
     if train_dtype in _FORMATS:
         pp_stage = train.coordinate(own_rank())["pp"]
         weights = _linear_weights(model_parameters, train, build, pp_stage)
-        options["train_unquantized_layers"] = _find_unquantized_layers(tensors, weights)
-    plan = make_plan(model_parameters, train, gen, build=build, train_dtype=train_dtype, **options)
+        unquantized = _find_unquantized_layers(tensors, weights)
+    plan = make_plan(
+        model_parameters, train, gen, model=model, policy=policy, engine=engine, build=build,
+        train_dtype=train_dtype, gen_dtype=gen_dtype, train_unquantized_layers=unquantized,
+    )  # fmt: skip
     require_proof(plan)
     return plan
 
