@@ -39,8 +39,10 @@ class InputError(ValueError):
     def __init__(self, problems: Sequence[str], remedy: str = "") -> None:
         self.problems = tuple(problems)
         self.remedy = remedy
-        lines = [f"{len(problems)} problems", *(f"  - {problem}" for problem in problems)]
-        super().__init__("\n".join(filter(None, [*(lines if len(problems) > 1 else problems), remedy])))
+        lines = list(problems)
+        if len(problems) != 1:
+            lines = [f"{len(problems)} problems", *(f"  - {problem}" for problem in problems)]
+        super().__init__("\n".join([*lines, remedy] if remedy else lines))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,16 @@ class PlanRequest:
 
     def plan(self) -> Plan:
         """Make the plan; it is not proven yet."""
-        options = {name: getattr(self, name) for name in ("model", "policy", "engine", "train_dtype", "gen_dtype")}
-        return make_plan(self.model_parameters, self.train, self.gen, **options)
+        return make_plan(
+            self.model_parameters,
+            self.train,
+            self.gen,
+            model=self.model,
+            policy=self.policy,
+            engine=self.engine,
+            train_dtype=self.train_dtype,
+            gen_dtype=self.gen_dtype,
+        )
 
 
 def plan(
@@ -101,7 +111,10 @@ def read_request(
     if policy not in get_args(Policy):
         others.append(f"unknown policy {policy!r}, known: {', '.join(get_args(Policy))}")
     fields: dict[str, Any] = {}
-    remedy, parameters, precisions, rules = "", None, None, None
+    remedy = ""
+    parameters: ModelParameters | None = None
+    precisions: tuple[Precision, Precision] | None = None
+    rules: Engine | None = None
     try:
         fields, parameters = _read_config(config)
         precisions = _precisions(parameters, train_dtype, gen_dtype, others)
@@ -233,7 +246,7 @@ def _precisions(
         return src, dst
     problems.append(
         f"the trainer would hold {src.dtype} and the engine {dst.dtype}, and no cast leads from one to the other:"
-        f" give both train_dtype and gen_dtype (the config says {parameters.dtype})"
+        f" give a dtype for train and one for gen (the config says {parameters.dtype})"
     )
     return None
 

@@ -97,7 +97,7 @@ def parse_element(text: str) -> Question:
     match = re.fullmatch(r"\s*(?:(gen|train):)?([^\[\]\s]+)\s*(?:\[([^\[\]]*)\])?\s*", text)
     if match is None:
         raise InputError([f"cannot read {text!r}, write NAME[i,j], for example model.norm.weight[5]"])
-    world: World | None = match[1]  # type: ignore[assignment]
+    world: World | None = "gen" if match[1] == "gen" else "train" if match[1] else None
     name, inside = match[2], match[3]
     try:
         return Question(name, None if inside is None else tuple(map(int, inside.split(","))), world)

@@ -20,13 +20,6 @@ from .printable import printable
 
 EXIT_UNEXPECTED, EXIT_INPUT, EXIT_UNSOUND, EXIT_INTERRUPTED = 1, 2, 3, 130
 
-# Exit codes of this package's errors. By name: importing their classes takes numpy, which may be what is missing.
-_INPUT_ERRORS = ("InputError", "ConfigError", "MeshError", "PlanFileError", "UnknownElementError", "ValidationError")
-_CODES = {
-    **dict.fromkeys((*_INPUT_ERRORS, "TransportUnavailable"), EXIT_INPUT),
-    **dict.fromkeys(("RefitError", "ProcessError"), EXIT_UNEXPECTED),
-    "ProofError": EXIT_UNSOUND,
-}
 _REQUIRED = ("numpy", "rich", "torch")  # installed with this package, but a plain checkout may lack them
 
 _MESHES = """\
@@ -79,14 +72,31 @@ def _outcome_of(error: Exception, debug: bool) -> tuple[str, int]:
     """What to print, and the exit code."""
     if isinstance(error, ModuleNotFoundError) and error.name in _REQUIRED:
         return f"{error.name} is not installed: pip install {error.name}", EXIT_UNEXPECTED
-    kinds = (kind for kind in type(error).__mro__ if kind.__module__.startswith("mcore_reshard."))
-    code = next((_CODES[kind.__name__] for kind in kinds if kind.__name__ in _CODES), None)
-    if code is None and isinstance(error, ImportError) and "pip install" in str(error):
-        code = EXIT_UNEXPECTED  # the message names the extra that is missing
-    if code is not None:
-        return str(error).replace("both train_dtype and gen_dtype", "both --train-dtype and --gen-dtype"), code
+    if (code := _code_of(error)) is not None:
+        return str(error), code
     hint = "" if debug else "\nThis is a bug, or this environment is at fault: --debug shows the traceback."
     return f"unexpected {type(error).__name__}: {error}{hint}", EXIT_UNEXPECTED
+
+
+def _code_of(error: Exception) -> int | None:
+    """The exit code of an error whose message says all; None for an unexpected one."""
+    from mcore_reshard.kernels.errors import RefitError, TransportUnavailable  # these take numpy
+    from mcore_reshard.planner.layout.mesh import MeshError
+    from mcore_reshard.planner.model.families import ConfigError
+    from mcore_reshard.planner.plan.plan_file import PlanFileError
+    from mcore_reshard.planner.plan.transfers import UnknownElementError
+    from mcore_reshard.planner.proof.prove import ProofError
+    from mcore_reshard.planning import InputError
+    from mcore_reshard.validation.errors import ProcessError, ValidationError
+
+    if isinstance(error, ProofError):
+        return EXIT_UNSOUND
+    if isinstance(error, (InputError, ConfigError, MeshError, PlanFileError, UnknownElementError, ValidationError)):
+        return EXIT_INPUT
+    if isinstance(error, TransportUnavailable):
+        return EXIT_INPUT
+    names_the_extra = isinstance(error, ImportError) and "pip install" in str(error)
+    return EXIT_UNEXPECTED if isinstance(error, (RefitError, ProcessError)) or names_the_extra else None
 
 
 def _parser() -> argparse.ArgumentParser:

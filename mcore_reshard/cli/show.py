@@ -143,7 +143,7 @@ def _transfers(args: argparse.Namespace, transfers: Iterator[Transfer]) -> Itera
             continue
         yield facts([*lines, *tensor_lines(first), ("regions", f"in coordinates of {list(first.view)}")])
         rows = (
-            (t.pp_stage or 0, str(t.region), size(t.nbytes), sender(t), offset(t.src), rank_name(t.dst), offset(t.dst))
+            (str(t.pp_stage), str(t.region), size(t.nbytes), sender(t), offset(t.src), rank_name(t.dst), offset(t.dst))
             for t in alike
         )
         yield table(None, ">stage, region, >bytes, from, >at element, to, >at element", rows)

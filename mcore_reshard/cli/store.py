@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from mcore_reshard.session.store_server import serve_store  # imports torch
 
     try:
-        store = serve_store(args.port, args.host)
+        store = serve_store(args.port, args.host)  # it serves until this function returns
     except SessionError as error:
         raise InputError([str(error)], "Give another --port, or an address of this machine as --host.") from error
     host, port = args.host or socket.gethostname(), store.port

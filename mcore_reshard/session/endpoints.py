@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore
@@ -45,7 +44,7 @@ from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
 from .agreement import agreed_kv_scales, check_alike, check_kv_names, check_versions, kv_scales_word, parse_word
-from .whole_tensors import NamedTensors, check_stream
+from .whole_tensors import NamedTensors, check_stream, exhaust
 
 PROTOCOL = 6  # version of the words that ranks exchange; both worlds must have the same
 _CLOSED = "closed"
@@ -80,31 +79,28 @@ class _Connection:
     thread: DeadlineThread  # the executor runs on it
 
 
-@dataclass(eq=False, repr=False)
 class _Endpoint(ABC):
     """The part that both worlds share; see TrainEndpoint and GenerationEndpoint."""
 
-    schedule: Schedule
-    tensors: LiveTensors
-    _: KW_ONLY
-    store: InitVar[TCPStore | str]
-    options: Options = Options()  # noqa: RUF009
-    committed_version: int | None = field(default=None, init=False)
-    after_direct_writes: Callable[[], Any] | None = field(default=None, init=False)  # given to generation ranks alone
-    set_kv_scales: SetKvScales | None = field(default=None, init=False)
-    kv_scale_names: KvScaleNames | None = field(default=None, init=False)
-    _connection: _Connection | None = field(default=None, init=False)
-    _ended: str | None = field(default=None, init=False)  # why no refit is possible any more
-    _refits: int = field(default=0, init=False)
+    world: World
+    by_name: str  # the argument with the function that moves whole tensors by name
+    _moves_by_name: bool  # whether that function was given
+    _after_direct_writes: Callable[[], Any] | None = None  # this and the next two: on generation ranks
+    _set_kv_scales: SetKvScales | None = None
+    _kv_scale_names: KvScaleNames | None = None
 
-    world: ClassVar[World]
-    by_name: ClassVar[str]  # the field with the function that moves whole tensors by name
-
-    def __post_init__(self, store: TCPStore | str) -> None:
-        self.rank_name = name = self.schedule.name
-        if self.schedule.world != self.world:
-            raise ValueError(f"{type(self).__name__} needs the schedule of a {self.world} rank, not of {name}")
+    def __init__(self, schedule: Schedule, tensors: LiveTensors, store: TCPStore | str, options: Options) -> None:
+        if schedule.world != self.world:
+            raise ValueError(f"{type(self).__name__} needs the schedule of a {self.world} rank, not of {schedule.name}")
+        self.rank_name = schedule.name
+        self.committed_version: int | None = None
+        self._schedule = schedule
+        self._tensors = tensors
         self._store_address = store_address(store)
+        self._options = options
+        self._connection: _Connection | None = None
+        self._ended: str | None = None  # why no refit is possible any more
+        self._refits = 0
 
     def prepare(self, *, timeout_s: float | None = None) -> None:
         """Bind, meet all other ranks, compare what they were given, and connect. Call once, on every rank.
@@ -116,18 +112,18 @@ class _Endpoint(ABC):
             reason = self._ended or "already prepared"
             raise SessionError(f"{self.rank_name}: {reason}; call prepare() once, on a new endpoint")
         self._ended = "prepare() failed"
-        session, limit_s, members = self.options.session, self.options.timeout_s, group_names(self.schedule)
+        session, limit_s, members = self._options.session, self._options.timeout_s, group_names(self._schedule)
         rendezvous = Rendezvous(self._store_address, session, self.rank_name, members, timeout_s=limit_s)
         with _Published(rendezvous, "hello", self._end):
             transport, bound = self._bind()
         hello = {
             "protocol": PROTOCOL,
-            "digest": self.schedule.digest,
+            "digest": self._schedule.digest,
             "transport": transport.name,
-            "bucket_bytes": self.options.bucket_bytes,
-            "checksums": self.options.checksums,
-            "train_ranks": self.schedule.train_ranks,
-            "gen_ranks": self.schedule.gen_ranks,
+            "bucket_bytes": self._options.bucket_bytes,
+            "checksums": self._options.checksums,
+            "train_ranks": self._schedule.train_ranks,
+            "gen_ranks": self._schedule.gen_ranks,
         }
         check_alike(rendezvous.gather("hello", hello, parse=parse_word, timeout_s=timeout_s))
         with _Published(rendezvous, "connected", self._end):
@@ -156,21 +152,21 @@ class _Endpoint(ABC):
             word = {"version": version, **kv_scales_word(kv_scales)}
             words = rendezvous.gather(f"{phase}/start", word, parse=parse_word)
         check_versions(words, self.rank_name, self.committed_version)
-        all_scales = agreed_kv_scales(words, self.schedule.name_of("train", 0))
+        all_scales = agreed_kv_scales(words, self._schedule.name_of("train", 0))
         own_scales = self._own_kv_scales(rendezvous, f"{phase}/kv_scales", all_scales) if all_scales else {}
-        if self.schedule.misc:  # exports are collectives: no rank may enter one while another's transfer has failed
+        if self._schedule.misc:  # exports are collectives: no rank may enter one while another's transfer has failed
             with _Published(rendezvous, f"{phase}/bulk", self._end):
                 stages = self._move_bulk(connection, f"{phase}/bulk", writes)
                 rendezvous.gather(f"{phase}/bulk", {})
         with ExitStack() as afterwards, _Published(rendezvous, f"{phase}/commit", self._end):
-            if not self.schedule.misc:
+            if not self._schedule.misc:
                 stages = self._move_bulk(connection, f"{phase}/commit", writes)
-            names = None if connection.executor is None else self.schedule.misc  # under golden everything
+            names = None if connection.executor is None else self._schedule.misc  # under golden everything
             misc_bytes = self._move_by_name(connection.group, names, afterwards) if names is None or names else 0
-            if self.after_direct_writes is not None:
-                self.after_direct_writes()
-            if own_scales and self.set_kv_scales is not None:
-                self.set_kv_scales(own_scales)
+            if self._after_direct_writes is not None:
+                self._after_direct_writes()
+            if own_scales and self._set_kv_scales is not None:
+                self._set_kv_scales(own_scales)
             rendezvous.gather(f"{phase}/commit", {})
         self.committed_version = version
         nbytes = sum(stage.nbytes for stage in stages)
@@ -236,38 +232,38 @@ class _Endpoint(ABC):
 
     @cached_property
     def _pairs(self) -> Mapping[str, tuple[str, str]]:
-        return self.schedule.pair_names()
+        return self._schedule.pair_names()
 
     def _own_kv_scales(self, rendezvous: Rendezvous, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
         """This rank's part of `scales`. Collective: it raises unless each of them belongs to some generation rank."""
         with _Published(rendezvous, phase, self._end):
-            names = None if self.kv_scale_names is None else self.kv_scale_names()
+            names = None if self._kv_scale_names is None else self._kv_scale_names()
             lacks = None if names is None else [number for number, name in enumerate(scales) if name not in names]
             words = rendezvous.gather(phase, {"lacks": lacks} if self.world == "gen" else {}, parse=parse_word)
         check_kv_names(words, scales)
         return {name: scale for name, scale in scales.items() if name in (names or ())}
 
     def _live_tensors(self) -> Mapping[str, torch.Tensor]:
-        return self.tensors() if callable(self.tensors) else self.tensors
+        return self._tensors() if callable(self._tensors) else self._tensors
 
     def _bind(self) -> tuple[Transport, BoundSchedule | None]:
-        tensors, schedule = self._live_tensors(), self.schedule
+        tensors, schedule = self._live_tensors(), self._schedule
         devices = [tensors[local.name].device.type for local in schedule.tensors if local.name in tensors]
-        transport = resolve(self.options.transport, devices[0] if devices else "cpu")
-        if (transport.connect is None or schedule.misc) and getattr(self, self.by_name) is None:
+        transport = resolve(self._options.transport, devices[0] if devices else "cpu")
+        if (transport.connect is None or schedule.misc) and not self._moves_by_name:
             route = f"{len(schedule.misc)} parameters on the misc route" if transport.connect else transport.name
             missing = f"{route}, and no function to move whole tensors by name was given: {self.by_name}="
             raise BindError(self.rank_name, [missing])
         return transport, bind(schedule, tensors) if transport.connect else None
 
     def _connect(self, rendezvous: Rendezvous, transport: Transport, bound: BoundSchedule | None) -> _Connection:
-        group = connect_group(rendezvous.store_for("gloo"), self.schedule, self.options.timeout_s)
+        group = connect_group(rendezvous.store_for("gloo"), self._schedule, self._options.timeout_s)
         executor = None
         try:
             if bound is not None and transport.connect is not None:
                 store = rendezvous.store_for(transport.name)
                 another_store = partial(rendezvous.store_for, transport.name, connect=True)
-                executor = transport.connect(TransportContext(store, another_store, group, bound, self.options))
+                executor = transport.connect(TransportContext(store, another_store, group, bound, self._options))
         except BaseException:
             group.close()
             raise
@@ -279,13 +275,12 @@ class _Endpoint(ABC):
 
     def _tree(self) -> Tree:
         """Training rank 0 is the root; generation ranks follow."""
-        names = group_names(self.schedule)
-        ranks = (0, *range(self.schedule.train_ranks, len(names)))
-        position = self.schedule.rank + 1 if self.world == "gen" else 0
+        names = group_names(self._schedule)
+        ranks = (0, *range(self._schedule.train_ranks, len(names)))
+        position = self._schedule.rank + 1 if self.world == "gen" else 0
         return Tree(position, ranks, tuple(names[rank] for rank in ranks))
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class TrainEndpoint(_Endpoint):
     """A training rank's end of a session.
 
@@ -294,28 +289,39 @@ class TrainEndpoint(_Endpoint):
     - `export(names)` yields (HF name, whole tensor) for each of `names`, or for the whole model if None. It is called on
       all training ranks at once, so it may run collectives. It must yield everything on training rank 0.
     - `store`: a TCPStore or its "host:port"; `close` says how long it must stay up.
+    - `rank_name` is as in "train:0"; `committed_version` the last version that all ranks acknowledged, None before it.
 
     On CUDA, weights must be complete on the current stream when `refit` is called. A generation rank's current stream
     must be done with the old weights. When `refit` returns, all streams see the new bytes.
     """
 
-    export: Export | None = None
-
-    world = "train"
+    world: World = "train"
     by_name = "export"
 
+    def __init__(
+        self,
+        schedule: Schedule,
+        tensors: LiveTensors,
+        *,
+        store: TCPStore | str,
+        export: Export | None = None,
+        options: Options = Options(),  # noqa: B008
+    ) -> None:
+        super().__init__(schedule, tensors, store, options)
+        self._export = export
+        self._moves_by_name = export is not None
+
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
-        assert self.export is not None, "prepare() has checked it"
-        exported = iter(self.export(names))
+        assert self._export is not None, "prepare() has checked it"
+        exported = iter(self._export(names))
         # An export runs collectives: a rank that left it half-way would hang the others.
-        afterwards.callback(deque, exported, maxlen=0)
-        if self.schedule.rank == 0:
+        afterwards.callback(exhaust, exported)
+        if self._schedule.rank == 0:
             return broadcast(group, self._tree(), check_stream(names, exported, self._pairs, "export yielded"))
-        deque(exported, maxlen=0)
+        exhaust(exported)
         return 0
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class GenerationEndpoint(_Endpoint):
     """A generation rank's end of a session.
 
@@ -330,21 +336,32 @@ class GenerationEndpoint(_Endpoint):
     The rest is as for `TrainEndpoint`.
     """
 
-    load_weights: Callable[[NamedTensors], Any] | None = None
-    after_direct_writes: Callable[[], Any] | None = None
-    set_kv_scales: SetKvScales | None = None
-    kv_scale_names: KvScaleNames | None = None
-
-    world = "gen"
+    world: World = "gen"
     by_name = "load_weights"
 
-    def __post_init__(self, store: TCPStore | str) -> None:
-        if (self.set_kv_scales is None) != (self.kv_scale_names is None):
+    def __init__(
+        self,
+        schedule: Schedule,
+        tensors: LiveTensors,
+        *,
+        store: TCPStore | str,
+        load_weights: Callable[[NamedTensors], Any] | None = None,
+        after_direct_writes: Callable[[], Any] | None = None,
+        set_kv_scales: SetKvScales | None = None,
+        kv_scale_names: KvScaleNames | None = None,
+        options: Options = Options(),  # noqa: B008
+    ) -> None:
+        if (set_kv_scales is None) != (kv_scale_names is None):
             raise ValueError("give set_kv_scales and kv_scale_names together: a rank gets the scales that it names")
-        super().__post_init__(store)
+        super().__init__(schedule, tensors, store, options)
+        self._load_weights = load_weights
+        self._moves_by_name = load_weights is not None
+        self._after_direct_writes = after_direct_writes
+        self._set_kv_scales = set_kv_scales
+        self._kv_scale_names = kv_scale_names
 
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
-        assert self.load_weights is not None, "prepare() has checked it"
+        assert self._load_weights is not None, "prepare() has checked it"
         received = 0
 
         def count_bytes() -> Iterator[tuple[str, torch.Tensor]]:
@@ -354,7 +371,7 @@ class GenerationEndpoint(_Endpoint):
                 yield name, tensor
 
         tensors = count_bytes()
-        self.load_weights(tensors)
+        self._load_weights(tensors)
         if unread := [name for name, _ in tensors]:
             left = f"load_weights left {len(unread)} tensors unread, first {unread[0]}"
             raise SessionError(f"{self.rank_name}: {left}; it must read them all")

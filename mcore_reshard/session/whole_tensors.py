@@ -46,3 +46,9 @@ def check_stream(
         raise SessionError(
             f"{verb} {len(alone)} weights without scales or the other way round, first {alone[0]}: {_EXPORT_PAIRS}"
         )
+
+
+def exhaust(tensors: NamedTensors) -> None:
+    """Consume a stream for its side effects: an export runs collectives, and other ranks wait in them."""
+    for _ in tensors:
+        pass

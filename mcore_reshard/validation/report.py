@@ -94,10 +94,18 @@ def compare(
     if not len(wrong):
         return result(0)
     index = tuple(wrong[0].tolist())
-    numbers = (float(got[index]), float(expected[index]))
-    values: Any = [number if math.isfinite(number) else None for number in numbers]  # JSON has no NaN
-    bits = (bytes(elements[index].flip(0).tolist()).hex() for elements in (got_bytes, expected_bytes))
-    return result(len(wrong), Mismatch(index, *values, *bits))
+    values = _finite(got[index]), _finite(expected[index])
+    return result(len(wrong), Mismatch(index, *values, _hex(got_bytes[index]), _hex(expected_bytes[index])))
+
+
+def _finite(element: torch.Tensor) -> float | None:
+    """As a number that JSON can hold."""
+    value = float(element)
+    return value if math.isfinite(value) else None
+
+
+def _hex(element: torch.Tensor) -> str:
+    return bytes(element.flip(0).tolist()).hex()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ def test_dtypes_both_ends_can_be_stated(run: Run, tmp_path: Path) -> None:
     single.write_text(json.dumps({**load_config("tiny-llama"), "torch_dtype": "float16"}))
     uncast = run("plan", single, *meshes, "--train-dtype", "bf16")
     assert uncast.code == 2 and "the trainer would hold bfloat16 and the engine float16, and no cast" in uncast.err
-    assert "give both --train-dtype and --gen-dtype" in uncast.err
+    assert "give a dtype for train and one for gen (the config says float16)" in uncast.err
 
 
 def test_fp8_is_reported_by_dtype_pair_cast_and_reason(run: Run, tmp_path: Path) -> None:

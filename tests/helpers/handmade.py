@@ -92,8 +92,8 @@ def schedule_of(
         tensors=tuple(tensors.values()),
         strided_boxes=tuple(strided_boxes),
         stages=tuple(
-            StageSchedule(stage, table(transfers if sends else ()), table(() if sends else transfers))
-            for stage, transfers in rows.items()
+            StageSchedule(stage, table(own_rows if sends else ()), table(() if sends else own_rows))
+            for stage, own_rows in rows.items()
         ),
         padding=padding,
         misc=misc,

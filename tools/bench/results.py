@@ -62,7 +62,7 @@ def row_of(workload: str, method: str, told: Sequence[dict[str, Any]]) -> Row:
     - `cpu_ms`, `thread_ms`: CPU of the process and of the calling thread, in every run.
     - `prepare_s`, `nbytes` (received), `wrong_elements` (of all ranks).
     - `extra_bytes` (lost by the device), `allocated_bytes` (peak of torch's allocator).
-    - `facts`: further columns, those of the last rank, a generation rank; each is the most of all ranks.
+    - `facts`: further columns. The last rank, a generation rank, says which; a row has the largest value of all ranks.
     """
     runs = [
         1e3 * (max(end for _, end in spans) - max(start for start, _ in spans))

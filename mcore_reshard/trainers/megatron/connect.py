@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,13 +41,13 @@ from .world import gather_from_all, own_rank, run_on_all_ranks
 _GRACE_S = 5.0  # after a failure: time for all ranks to read its cause before rank 0 stops the store
 
 
-@dataclass(eq=False)
-class RefitTrainer(AbstractContextManager["RefitTrainer"]):
+class RefitTrainer:
     """One training rank, connected: `connect` makes it. Use it as a context manager, or call `close`."""
 
-    plan: Plan
-    _endpoint: TrainEndpoint
-    _store: TCPStore | None = None  # on training rank 0, unless another store answered
+    def __init__(self, plan: Plan, endpoint: TrainEndpoint) -> None:
+        self.plan = plan
+        self._endpoint = endpoint
+        self._store: TCPStore | None = None  # on training rank 0, unless another store answered: it serves while kept
 
     def refit(self, step: int, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
         """Move the current weights into the engine; return once all ranks of both worlds have acknowledged them.
@@ -67,7 +66,10 @@ class RefitTrainer(AbstractContextManager["RefitTrainer"]):
         self._endpoint.close()
         if failed and self._store is not None:
             time.sleep(_GRACE_S)
-        self._store = None
+        self._store = None  # the last reference: the server ends
+
+    def __enter__(self) -> RefitTrainer:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -97,9 +97,10 @@ def hf_names(task: Any) -> list[str]:
 
 
 def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> TrainMesh:
-    """The mesh that a live model runs under, read from its process groups and its layers, which it states.
+    """The mesh that a live model runs under, read from its process groups and its layers.
 
-    Collective over the pipeline group. Raises MeshError, and ValueError when the chunks do not have the layers in order.
+    `layers` counts those of every chunk in pipeline order: chunk `v` of stage `p` stands at `v * pp + p`. Collective over
+    the pipeline group. Raises MeshError, and ValueError where the chunks do not have the layers in that order.
     """
     groups = _process_groups(model_chunks)
     sizes = {axis: 1 if group is None else group.size() for axis, group in groups.items()}

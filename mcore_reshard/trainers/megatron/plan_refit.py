@@ -62,9 +62,17 @@ def plan_refit(
         weights = _linear_weights(model_parameters, train, build, pp_stage)
         unquantized = _find_unquantized_layers(tensors, weights)
     plan = make_plan(
-        model_parameters, train, gen, model=model, policy=policy, engine=engine, build=build,
-        train_dtype=train_dtype, gen_dtype=gen_dtype, train_unquantized_layers=unquantized,
-    )  # fmt: skip
+        model_parameters,
+        train,
+        gen,
+        model=model,
+        policy=policy,
+        engine=engine,
+        build=build,
+        train_dtype=train_dtype,
+        gen_dtype=gen_dtype,
+        train_unquantized_layers=unquantized,
+    )
     require_proof(plan)
     return plan
 
@@ -116,11 +124,13 @@ def _find_unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Itera
 
     Collective: a layer may be on several ranks. Raises ValueError for layers that are quantized in part.
     """
-    own_first: tuple[dict[int, str], dict[int, str]] = {}, {}  # by layer: the first weight unquantized, and quantized
+    own_plain: dict[int, str] = {}  # by layer: its first weight
+    own_quantized: dict[int, str] = {}
     for layer, name in weights:
         if name in tensors:
-            own_first[tensors[name].dtype is torch.float8_e4m3fn].setdefault(layer, name)
-    plain, quantized = map(_merge_first, own_first)
+            own = own_quantized if tensors[name].dtype is torch.float8_e4m3fn else own_plain
+            own.setdefault(layer, name)
+    plain, quantized = _merge_first(own_plain), _merge_first(own_quantized)
     mixed = [
         f"of layer {layer} {quantized[layer]} is, {plain[layer]} is not" for layer in sorted(plain.keys() & quantized)
     ]
@@ -160,11 +170,14 @@ def _linear_weights(
 def _agree_on_build(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
     """How the model was built. Collective: a stage without experts or without the embedding lacks that evidence."""
     in_layers = [name for name in tensors if ".decoder.layers." in name]
+    # Whether norms live inside the linear that they precede; empty on a rank without layers.
     own_fused = {any(name.endswith(".layer_norm_weight") for name in in_layers)} if in_layers else set()
     embedding = "embedding.word_embeddings.weight"
     own_rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(embedding)}
     evidence = gather_from_all((_experts_modules(tensors), own_fused, own_rows))
-    modules, fused, rows = (set().union(*sets) for sets in zip(*evidence, strict=True))
+    modules: set[ExpertsModule] = set().union(*(rank[0] for rank in evidence))
+    fused: set[bool] = set().union(*(rank[1] for rank in evidence))
+    rows: set[int] = set().union(*(rank[2] for rank in evidence))
     if len(modules) > 1 or len(fused) > 1 or len(rows) != 1:
         raise ValueError(
             f"training ranks built the model differently: experts {modules}, fused norms {fused}, embedding rows {rows};"

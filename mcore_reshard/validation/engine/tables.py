@@ -211,10 +211,10 @@ class Table:
         kv_ways = min(tp, kv_heads)
         key_value = (kv_heads * dim, (kv_ways, self.tp_index // (tp // kv_ways)))
         parts = {"q_proj": (heads * dim, self.tp_cut), "k_proj": key_value, "v_proj": key_value}
-        for leaf, rest in (("weight", (hidden,)), ("bias", ())) if qkv_bias else (("weight", (hidden,)),):
-            self.fused(
-                f"{name}.qkv_proj.{leaf}", [Part(f"{name}.{proj}.{leaf}", *parts[proj]) for proj in parts], *rest
-            )
+        weights = [Part(f"{name}.{proj}.weight", *part) for proj, part in parts.items()]
+        self.fused(f"{name}.qkv_proj.weight", weights, hidden)
+        if qkv_bias:
+            self.fused(f"{name}.qkv_proj.bias", [Part(f"{name}.{proj}.bias", *part) for proj, part in parts.items()])
         self.row(f"{name}.o_proj.weight", hidden, heads * dim)
         if o_bias:
             self.single(f"{name}.o_proj.bias", (hidden,))

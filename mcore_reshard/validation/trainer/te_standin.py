@@ -15,7 +15,6 @@ import importlib.util
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -36,7 +35,7 @@ def install(*, on_cuda: bool = False) -> None:
     """Register stand-ins for the packages that models cannot be built with here; `on_cuda` says where models will be.
 
     On the CPU these include Transformer Engine, whose modules need a GPU. Calling this again changes nothing.
-    Raises RuntimeError after an import of megatron, which decides once what it has.
+    Raises RuntimeError where megatron was imported before: it decides at import which packages it has.
     """
     if "transformer_engine" not in sys.modules and not (on_cuda and is_real()):
         if "megatron.core" in sys.modules:
@@ -98,7 +97,9 @@ def _unavailable(*args: Any, **kwargs: Any) -> NoReturn:
 def _register(contents: Mapping[str, Mapping[str, Any]], kind: type[types.ModuleType] = types.ModuleType) -> None:
     """Put modules of these contents into `sys.modules`, and empty ones for their parents."""
     for full_name, members in contents.items():
-        for name in accumulate(full_name.split("."), "{}.{}".format):
+        parts = full_name.split(".")
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(parts[:depth])
             if name in sys.modules:
                 continue
             module = sys.modules[name] = kind(name)

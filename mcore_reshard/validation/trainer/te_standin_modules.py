@@ -133,7 +133,8 @@ class RMSNorm(_ParameterOwner):
         **ignored: Any,
     ) -> None:
         super().__init__()
-        size: Any = hidden_size or normalized_shape
+        size = hidden_size if hidden_size is not None else normalized_shape
+        assert size is not None, "a norm needs its size"
         factory_kwargs: dict[str, Any] = {"dtype": params_dtype or dtype or torch.get_default_dtype(), "device": device}
         self.weight = torch.nn.Parameter(torch.full((size,), 0.0 if zero_centered_gamma else 1.0, **factory_kwargs))
         if isinstance(self, LayerNorm):
