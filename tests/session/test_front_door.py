@@ -76,6 +76,11 @@ def test_dtypes_without_a_cast_are_refused() -> None:
         mr.plan({**load_config("tiny-llama"), "torch_dtype": "float16"}, "tp=2", "tp=2", train_dtype="bf16")
 
 
+def test_layers_in_another_spelling_lead_to_no_further_problem() -> None:
+    with pytest.raises(ValueError, match=r"^training: layers are joined by \+; did you mean pp=2,layers=1\+3\?$"):
+        mr.plan("tiny-qwen3", "pp=2,layers=1,3", "tp=2")
+
+
 def test_what_is_no_mesh_no_config_and_no_policy_is_said_at_once() -> None:
     with pytest.raises(ValueError, match=r"(?s)3 problems.*config is a int.*train is a NoneType.*gen is a TrainMesh"):
         mr.plan(3, train=None, gen=mr.TrainMesh())  # type: ignore[arg-type]
@@ -211,6 +216,7 @@ def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
     attempt("address", store="10.0.0.1")
     attempt("all", config | {"model_type": "mystery"}, gen="tp=3,x=1", store="10.0.0.1", chunks=[], gen_dtype="fp9")
     attempt("module", chunks=torch.nn.Linear(2, 2))
+    attempt("number", chunks=5)
     attempt("bare", chunks=model.model_chunks[0], bridge=None, options=golden)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         attempt("taken", store=f"127.0.0.1:{deaf.getsockname()[1]}" if rank == 0 else address, options=short)
@@ -246,6 +252,7 @@ def test_a_connect_that_fails_on_one_rank_fails_on_all(tmp_path: Path, megatron:
             )
         ),
         "module": lambda said: "model_chunks has no decoder in Linear: give the Megatron-Core model, or" in said,
+        "number": lambda said: "RefitError: " in said and "model_chunks has no decoder in int: give" in said,
         "bare": lambda said: "ValueError: Megatron-Bridge exports every parameter (golden)" in said,
         "taken": lambda said: "does not talk as one; it is another service" in said,
         "absent": lambda said: "gen:0 did not arrive at 'hello' within 1 s" in said,

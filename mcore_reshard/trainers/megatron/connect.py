@@ -10,7 +10,7 @@ Trainers with other tensors or another export use the layer below: `plan_refit`,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -166,8 +166,7 @@ def _collected(problems: list[str]) -> Iterator[None]:
 
 def _chunks_of(model_chunks: Any) -> list[torch.nn.Module]:
     """The chunks as a list. Raises ValueError where one is no live Megatron-Core model."""
-    is_model = isinstance(model_chunks, torch.nn.Module) and not isinstance(model_chunks, torch.nn.ModuleList)
-    chunks = [model_chunks] if is_model else list(model_chunks or ())
+    chunks = list(model_chunks) if isinstance(model_chunks, Iterable) else [model_chunks]
     others = [type(chunk).__name__ for chunk in chunks if not hasattr(unwrapped(chunk), "decoder")]
     if others or not chunks:
         problem = f"has no decoder in {', '.join(others)}" if others else "is empty"
