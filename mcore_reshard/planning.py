@@ -197,7 +197,8 @@ def _parse(parse: Callable[[str], _Mesh], mesh: str | _Mesh, side: str) -> tuple
 def _train_misfits(parameters: ModelParameters, mesh: TrainMesh | None, text: str) -> list[str]:
     """Why the model does not fit the training mesh.
 
-    An impossible mesh is replaced by one with the same degrees, as far as they go together, and enough replicas.
+    An impossible mesh is replaced by one with the same degrees, as far as they go together, and enough replicas: no
+    layout rule looks at dp.
     """
     if mesh is None and (stated := _stated_degrees(text)):
         axes, layers = stated

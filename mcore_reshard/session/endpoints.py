@@ -139,7 +139,8 @@ class _Endpoint(ABC):
 
         All ranks of both worlds must call it with the same version, larger than the last: else all of them raise
         `VersionError`. Scales that no rank can take raise `KvScalesError`. After these two errors nothing has moved,
-        and the session goes on. Each wait ends with an error after `timeout_s`.
+        and the session goes on. Each wait ends with an error after `timeout_s`. Training weights may change again as
+        soon as this returns.
         """
         connection = self._connection
         if connection is None:
@@ -188,7 +189,8 @@ class _Endpoint(ABC):
         """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice.
 
         After a committed refit it waits, 5 s at most, until all ranks know of the commit: a process that hosts the store
-        may then end. After a failure the store must stay up until all ranks have raised, for they read the cause there.
+        may then end, and a slower rank raises. After a failure it waits 1 s at most for the transport to end; the store
+        must stay up until all ranks have raised, for they read the cause there.
         """
         connection, self._connection = self._connection, None
         if connection is not None and self._ended is None:
@@ -291,8 +293,9 @@ class TrainEndpoint(_Endpoint):
     - `store`: a TCPStore or its "host:port"; `close` says how long it must stay up.
     - `rank_name` is as in "train:0"; `committed_version` the last version that all ranks acknowledged, None before it.
 
-    On CUDA, weights must be complete on the current stream when `refit` is called. A generation rank's current stream
-    must be done with the old weights. When `refit` returns, all streams see the new bytes.
+    On CUDA, weights must be complete on the current stream of their device when `refit` is called. A generation rank's
+    current stream must be done with the old weights, or wait for the streams that use them. When `refit` returns, all
+    streams see the new bytes.
     """
 
     world: World = "train"

@@ -121,9 +121,10 @@ def kv_scale_names(model: torch.nn.Module) -> list[str]:
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     """Put calibrated scales of the KV cache where attention reads them; `scales` are some of `kv_scale_names`.
 
-    Entries that are in the cache already were quantized with the old scales. Tensors are written in place, so captured
-    CUDA graphs read the new scales; but the graphs have the host's floats baked in. Source: layers/quantization/kv_cache.py,
-    BaseKVCacheMethod. Raises ValueError, before anything is written, for names that are not here and scales not above 0.
+    They stay until others are set. Entries that are in the cache already were quantized with the old scales. Tensors are
+    written in place, so captured CUDA graphs read the new scales; but the graphs have the host's floats baked in. Source:
+    layers/quantization/kv_cache.py, BaseKVCacheMethod. Raises ValueError, before anything is written, for names that are
+    not here and scales not above 0.
     """
     from vllm.platforms import current_platform
 
