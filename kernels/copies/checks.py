@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 import torch
 
+from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.schedule import Schedule, StridedBox
 
 from .casts import wire_itemsizes
@@ -82,6 +83,8 @@ def transfer_problems(schedule: Schedule) -> list[str]:
     strided_boxes = (*schedule.strided_boxes, *(strided_box for *_, strided_box in schedule.padding))
     if damaged := [strided_box for strided_box in strided_boxes if not _is_possible(strided_box)]:
         return [f"{len(damaged)} of {len(strided_boxes)} strided boxes damaged, first {damaged[0]}"]
+    if unknown := {local.dtype for local in schedule.tensors}.difference(ITEMSIZE):
+        return [f"nothing moves tensors of {', '.join(sorted(unknown))}; known dtypes: {', '.join(ITEMSIZE)}"]
     itemsize = wire_itemsizes(schedule)
     elements = np.array([prod(local.shape) for local in schedule.tensors], np.int64)
     box = np.array([prod(strided_box.extents) for strided_box in schedule.strided_boxes], np.int64)

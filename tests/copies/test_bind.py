@@ -152,6 +152,14 @@ def test_bind_lists_everything_that_does_not_fit() -> None:
     )
 
 
+def test_bind_names_a_dtype_that_nothing_moves() -> None:
+    end = End(0, "n", (4,), (0,), (0,))
+    schedule = schedule_of([HandTransfer(0, "model.n", "float32", (4,), end, end)], "train", 0, (1, 1))
+    schedule = replace(schedule, tensors=(LocalTensor("n", (4,), "int64"),))
+    with pytest.raises(BindError, match="nothing moves tensors of int64; known dtypes: bfloat16, float16, "):
+        bind(schedule, {"n": torch.zeros(4, dtype=torch.int64)})
+
+
 def test_bind_refuses_tensors_on_two_devices_and_without_storage() -> None:
     schedule = schedule_of(two_moves(), "train", 0, (1, 1))
     tensors = allocate(schedule)
