@@ -55,7 +55,7 @@ class Export:
             tensors = {str(name): (int(index), int(offset)) for name, (index, offset) in read["tensors"].items()}
             for name, (index, offset) in tensors.items():
                 if not (0 <= index < len(allocations) and 0 <= offset < allocations[index].nbytes):
-                    raise ValueError(f"{name} lies in no allocation")
+                    raise SessionError(f"not an export of GPU memory: {name} lies in no allocation")
             return cls(str(read["host"]), str(read["process"]), allocations, tensors)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SessionError(f"not an export of GPU memory: {error!r}") from error

@@ -12,9 +12,8 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import DistError, DistStoreError, Store
@@ -78,11 +77,13 @@ class Failure:
 
     @classmethod
     def from_json(cls, value: Any) -> Failure:
+        """Raises TypeError or ValueError for what no rank wrote."""
         failure = cls(**value)
-        for field, kind in zip(astuple(failure), (str, str, str, int | None, str | None, str | None), strict=True):
-            if not isinstance(field, kind):
-                raise ValueError(f"{field!r} is no {kind}")
-            str(field).encode()  # half of a surrogate pair cannot be passed on
+        kinds = (str, str, str, int | None, str | None, str | None)
+        for (name, fact), kind in zip(asdict(failure).items(), kinds, strict=True):
+            if not isinstance(fact, kind):
+                raise ValueError(f"{name} is {fact!r}")
+            str(fact).encode()  # half of a surrogate pair cannot be passed on
         return failure
 
     def __str__(self) -> str:
@@ -129,7 +130,10 @@ class StoreExchange:
         `waits` are this rank's, first the one that ended. The others publish theirs during `grace`, by default NOTICE_S.
         """
         publish(self.store, f"{occasion}/stuck/{self.rank_name}", [asdict(failure) for failure in waits])
-        (grace or partial(time.sleep, min(NOTICE_S, self.timeout_s)))()
+        if grace is None:
+            time.sleep(min(NOTICE_S, self.timeout_s))
+        else:
+            grace()
         followed, left = {self.rank_name}, list(waits[::-1])
         while left:
             failure = left.pop()

@@ -38,7 +38,7 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class TrainMesh:
-    """Megatron-Core's parallel sizes; `dp` counts dense replicas.
+    """Megatron-Core's parallel sizes; `dp` counts dense replicas, and the world has tp * cp * dp * pp ranks.
 
     `layers` gives uneven pipelines: decoder layers per stage (pp entries, each split evenly over its chunks) or per
     model chunk in pipeline order (pp * vpp entries: chunk 0 of every stage, then chunk 1, ...). Zero is allowed: a
@@ -130,7 +130,7 @@ class TrainMesh:
 
 @dataclass(frozen=True, slots=True)
 class GenMesh:
-    """A generation engine's parallel sizes. `ep` is 1 (experts cut by tp) or tp * dp.
+    """A generation engine's parallel sizes, of tp * pp * dp ranks. `ep` is 1 (experts cut by tp) or tp * dp.
 
     `layers` are those of every pipeline stage, as in VLLM_PP_LAYER_PARTITION. Empty: vLLM's own split.
     """
@@ -190,7 +190,8 @@ class GenMesh:
     def canonical(self, num_layers: int) -> GenMesh:
         """The one spelling of this pipeline in a plan: no `layers` where the split is vLLM's own."""
         default = replace(self, layers=())
-        return default if default.stage_layers(num_layers) == self.stage_layers(num_layers) else self
+        is_default = not self.layers or default.stage_layers(num_layers) == self.stage_layers(num_layers)
+        return default if is_default else self
 
 
 def _degrees(mesh: TrainMesh | GenMesh) -> dict[str, int]:
@@ -240,7 +241,7 @@ def _parse(text: str, side: str, kind: type[_Mesh]) -> _Mesh:
     """Reads the axes that can be read and builds the mesh, so that one error lists all that is wrong with both."""
     axes: dict[str, Any] = {}
     known = sorted(f.name for f in fields(kind))
-    violations = [] if text.strip(", ") else ["it is empty, write for example tp=2"]
+    violations = [] if text.replace(",", " ").strip() else ["it is empty, write for example tp=2"]
     plain = re.sub(r"layers=\d+(,\d+)+(?![^,])", lambda layers: layers[0].replace(",", "+"), text)
     if plain != text:
         violations.append(f"layers are joined by +; did you mean {plain}?")

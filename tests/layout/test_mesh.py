@@ -46,6 +46,12 @@ def test_a_generation_mesh_may_say_how_many_layers_each_stage_has():
     assert mesh.canonical(4) == mesh
 
 
+@pytest.mark.parametrize("text", ["", " ", "\t", ", ,\n"])
+def test_a_mesh_of_blanks_is_empty(text):
+    with pytest.raises(MeshError, match="it is empty, write for example tp=2"):
+        parse_train_mesh(text)
+
+
 def test_interleaved_chunks_take_layers_in_turns():
     places = TrainMesh(pp=2, vpp=2).place_layers(8)
     assert [(stage, p.vp_stage, p.local) for stage, p in places] == [

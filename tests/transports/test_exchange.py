@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed import PrefixStore, TCPStore
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, parse_stored
-from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
+from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor, _parse_unique_id
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 
 NAMES = ("train:0", "train:1", "gen:0")
@@ -79,6 +80,21 @@ MALFORMED = [
 def test_a_malformed_value_is_named_with_its_key_and_its_rank(content: bytes) -> None:
     with pytest.raises(SessionError, match="the value of 'word/gen:0' on the store, which gen:0 wrote, is malformed"):
         parse_stored("word/gen:0", content, lambda word: int(word["rank"]), written_by="gen:0")
+
+
+@pytest.mark.parametrize(
+    ("field", "fact"), [("message", 1), ("stage", "first"), ("peer", 0), ("rank_name", None), ("parameter", [])]
+)
+def test_a_malformed_failure_names_its_field(field: str, fact: object) -> None:
+    told = {"rank_name": "gen:0", "error": "DeadlineError", "message": "late", field: fact}
+    with pytest.raises(ValueError, match=f"^{field} is {re.escape(repr(fact))}$"):
+        Failure.from_json(told)
+
+
+def test_a_unique_id_with_blanks_is_too_short() -> None:
+    assert _parse_unique_id("ab" * 128) == b"\xab" * 128
+    with pytest.raises(ValueError, match="127 bytes"):
+        _parse_unique_id("ab" * 127 + "  ")
 
 
 def silent_world(rank: int, address: str) -> None:

@@ -363,6 +363,7 @@ def _parse_word(word: Any) -> tuple[dict[int, int], str]:
 
 
 def _parse_unique_id(text: str) -> bytes:
-    if len(text) != 2 * _UNIQUE_ID_BYTES:
-        raise ValueError(f"{len(text)} digits")
-    return bytes.fromhex(text)
+    unique_id = bytes.fromhex(text)
+    if len(unique_id) != _UNIQUE_ID_BYTES:
+        raise ValueError(f"{len(unique_id)} bytes")
+    return unique_id
