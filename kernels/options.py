@@ -23,7 +23,7 @@ class Options:
     session: str = "refit"  # the session's name on the store; each name serves once
     timeout_s: float = 60.0  # the deadline of every wait
     bucket_bytes: int = DEFAULT_BUCKET_BYTES  # the largest message of gloo; nccl derives its own from scratch_bytes
-    scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory a rank, to stage: nccl, and direct where it casts
+    scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # the most for staging on a GPU: nccl, and direct where it casts
     checksums: bool = False  # nccl and direct: compare written bytes with read bytes; gloo always does
     ctas: int | None = None  # direct: how many multiprocessors of its GPU a generation rank pulls with; None: 48
 

@@ -63,9 +63,8 @@ def strided_copies(
     dims: list[_Dim] = []
     for dim in sorted(all_dims, key=lambda dim: (-dim.dst, -dim.src)):
         if dims and (dims[-1].src, dims[-1].dst) == (dim.extent * dim.src, dim.extent * dim.dst):
-            dims.append(dim._replace(extent=dims.pop().extent * dim.extent))
-        else:
-            dims.append(dim)
+            dim = dim._replace(extent=dims.pop().extent * dim.extent)
+        dims.append(dim)
     row_bytes = itemsize
     if dims and (dims[-1].src, dims[-1].dst) == (src_itemsize, itemsize):
         row_bytes *= dims.pop().extent

@@ -23,7 +23,7 @@ from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.planner.plan.schedule import Schedule
 
-from .base import TransportContext, group_names
+from .base import TransportContext, group_names, group_rank
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
 _PAIR = re.compile("(train|relay):(0|[1-9][0-9]*)-gen:(0|[1-9][0-9]*)")
@@ -72,7 +72,7 @@ def unavailable_reasons_by_pair(
         )
     own_pairs = []
     for pair in _pairs_to_read(schedule):
-        source_seat = seats[pair.src + schedule.train_ranks * pair.relays]
+        source_seat = seats[group_rank(schedule, "gen" if pair.relays else "train", pair.src)]
         if str(pair) in _declared():
             reason: str | None = f"declared in {UNREACHABLE_VARIABLE}"
         else:

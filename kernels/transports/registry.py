@@ -108,18 +108,18 @@ def _connect_gloo(context: TransportContext) -> Executor:
 
 
 _DIRECT = Transport(
-    "direct",
-    frozenset({"cuda"}),
-    "GPUs of one host that can access each other's memory",
-    partial(gpu_unavailable_reason, "cuda-core", "cuda-bindings"),  # which ranks it reaches shows when it connects
-    partial(relayed, _connect_direct),
+    name="direct",
+    devices=frozenset({"cuda"}),
+    reach="GPUs of one host that can access each other's memory",  # which ones shows when it connects
+    unavailable_reason=partial(gpu_unavailable_reason, "cuda-core", "cuda-bindings"),
+    connect=partial(relayed, _connect_direct),
 )
 _NCCL = Transport(
-    "nccl",
-    frozenset({"cuda"}),
-    "any hosts that NCCL can connect",
-    nccl_unavailable_reason,
-    partial(unrelayed, _connect_nccl),
+    name="nccl",
+    devices=frozenset({"cuda"}),
+    reach="any hosts that NCCL can connect",
+    unavailable_reason=nccl_unavailable_reason,
+    connect=partial(unrelayed, _connect_nccl),
 )
 
 
@@ -130,15 +130,22 @@ def _unavailable_reason_by_pair() -> str | None:
 
 register(
     Transport(
-        AUTO,
-        frozenset({"cuda"}),
-        "each pair of ranks by direct where it reaches, by nccl elsewhere",
-        _unavailable_reason_by_pair,
-        lambda context: connect_by_pair(context, _DIRECT, _NCCL),
+        name=AUTO,
+        devices=frozenset({"cuda"}),
+        reach="each pair of ranks by direct where it reaches, by nccl elsewhere",
+        unavailable_reason=_unavailable_reason_by_pair,
+        connect=lambda context: connect_by_pair(context, _DIRECT, _NCCL),
     )
 )
 register(_DIRECT)
 register(_NCCL)
 _TCP = "any hosts with a TCP route"
-register(Transport("gloo", frozenset({"cpu"}), _TCP, lambda: None, partial(relayed, _connect_gloo)))
-register(Transport(GOLDEN, frozenset({"cpu", "cuda"}), _TCP, lambda: None, None))
+_GLOO = Transport(
+    name="gloo",
+    devices=frozenset({"cpu"}),
+    reach=_TCP,
+    unavailable_reason=lambda: None,
+    connect=partial(relayed, _connect_gloo),
+)
+register(_GLOO)
+register(Transport(GOLDEN, frozenset({"cpu", "cuda"}), reach=_TCP, unavailable_reason=lambda: None, connect=None))

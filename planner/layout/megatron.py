@@ -102,10 +102,6 @@ class MegatronLayout(Layout):
 
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
         """Float8BlockwiseQTensor pads the grid's columns to 4, MXFP8Tensor its rows to 128 as well; Float8Tensor has [1]."""
-        if form.block is None and len(partition.pieces) > 1:
-            return Misc(
-                f"each of {len(partition.pieces)} training ranks has one scale of its own, for its part of the matrix"
-            )
 
         def single(weight: LocalTensor, _: tuple[int, ...]) -> LocalTensor:
             return LocalTensor(weight.name + "._scale_inv", (1,), "float32")
@@ -115,9 +111,13 @@ class MegatronLayout(Layout):
             rows, columns = (-(-size // to) * to for size, to in zip(grid, multiples, strict=True))
             return LocalTensor(weight.name + _ROWWISE, (rows, columns), form.scales)
 
-        if form.block is None:
-            return tensor_scale_partition(partition, single, "its one scale serves them all")
-        return scale_partition(group, partition, form.block, padded)
+        if form.block is not None:
+            return scale_partition(group, partition, form.block, padded)
+        if len(partition.pieces) > 1:
+            return Misc(
+                f"each of {len(partition.pieces)} training ranks has one scale of its own, for its part of the matrix"
+            )
+        return tensor_scale_partition(partition, single, "its one scale serves them all")
 
     def ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
         """Local experts of expert-parallel rank e are the contiguous block e (megatron.core MoELayer.local_expert_indices)."""

@@ -114,8 +114,11 @@ def divided(model: ModelParameters, is_unquantized: UnquantizedRule) -> ModelPar
     groups: list[ParameterGroup] = []
     for group in model.groups:
         kept = tuple(layer for layer in group.layers if group.role in QUANTIZED and is_unquantized(group, layer))
-        converted = tuple(layer for layer in group.layers if layer not in kept)
-        groups += [replace(group, layers=layers) for layers in (converted, kept) if layers] or [group]
+        if len(kept) in {0, len(group.layers)}:
+            groups.append(group)
+        else:
+            converted = tuple(layer for layer in group.layers if layer not in kept)
+            groups += [replace(group, layers=converted), replace(group, layers=kept)]
     return replace(model, groups=tuple(groups))
 
 

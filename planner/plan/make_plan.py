@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.block_scales import blocks_touched
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, engine_named
-from mcore_reshard.planner.layout.megatron import MegatronBuild, MegatronLayout
+from mcore_reshard.planner.layout.megatron import DEFAULT_BUILD, MegatronBuild, MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc, Partition, PartitionOwners
 from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup
@@ -36,7 +36,7 @@ def make_plan(
     model: str = "",
     policy: Policy = "exact",
     engine: str = DEFAULT_ENGINE,
-    build: MegatronBuild = MegatronBuild(),  # noqa: B008
+    build: MegatronBuild = DEFAULT_BUILD,
     train_dtype: str | None = None,
     gen_dtype: str | None = None,
     train_unquantized_layers: Collection[int] = (),

@@ -152,7 +152,9 @@ class RankView(View):
         plan, transfers, overlaps = self.plan, place.transfers, place.overlaps
         member = np.arange(transfers.members)[:, None]
         served = plan.served_by(transfers, member, overlaps, place.replica)
-        lands = plan.lands_on(transfers, member, overlaps) == place.replica if plan.relay else served >= 0
+        lands = np.ones_like(served, bool)
+        if plan.relay:
+            lands = plan.lands_on(transfers, member, overlaps) == place.replica
         peers = plan.rank_grids[transfers.src][place.pattern.parts["train"][overlaps], served]
         return self._columns(place, lands, peers, piece, order="src")
 

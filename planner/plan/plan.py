@@ -129,13 +129,17 @@ class TransferGroup:
 
     def tensor_names(self, tensor: LocalTensor, world: World) -> list[str]:
         """The names of the tensors that hold the members on one end, each once; `tensor.name` is their pattern."""
-        step = 1 if "{expert}" in tensor.name else self.expert_count
-        return [self.tensor_name(tensor, world, member) for member in range(0, self.members, step)]
+        first = self.slot(world, 0)
+        slots = range(first, first + (self.expert_count if "{expert}" in tensor.name else 1))
+        return [_tensor_name(tensor, world, place, slot) for place in self.layers for slot in slots]
 
     def tensor_name(self, tensor: LocalTensor, world: World, member: int) -> str:
-        place = self.layers[member // self.expert_count]
-        vp, layer = (place.vp_stage, place.local) if world == "train" else (0, place.layer)
-        return tensor.name.format(vp=vp, layer=layer, expert=self.slot(world, member))
+        return _tensor_name(tensor, world, self.layers[member // self.expert_count], self.slot(world, member))
+
+
+def _tensor_name(tensor: LocalTensor, world: World, place: LayerPlace, slot: int) -> str:
+    vp, layer = (place.vp_stage, place.local) if world == "train" else (0, place.layer)
+    return tensor.name.format(vp=vp, layer=layer, expert=slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +229,10 @@ class Plan:
         rank: str | None = None,
         element: Sequence[int] | None = None,
     ) -> Iterator[Transfer]:
-        """The transfers of one refit, or those of a parameter, a tensor, a rank ("gen:3") or an element: `transfers_of`."""
+        """The transfers of one refit, or only those of a parameter, of a rank's tensor, of a rank, or of an element.
+
+        `parameter` is an HF name or a shell pattern of them, `rank` is "train:0" or "gen:3". See `transfers_of`.
+        """
         from .transfers import transfers_of
 
         return transfers_of(self, parameter, tensor, rank, element)

@@ -144,7 +144,7 @@ def holders_of(plan: Plan, name: str, element: Sequence[int]) -> list[Place]:
             for piece in pieces:
                 if piece.region.holds(point):
                     places |= {_place("train", rank, piece, transfers, member, point) for rank in ranks.tolist()}
-    return sorted(places, key=lambda place: (place.rank, place.offset))
+    return sorted(places, key=lambda place: (place.rank, place.offset, place.tensor))
 
 
 def local_tensors(plan: Plan, world: World, rank: int) -> dict[str, LocalTensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
@@ -13,6 +12,8 @@ _SPANS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Violation:
+    """One way in which a plan is wrong."""
+
     rule: str
     parameter: str  # HF name; a pattern where a whole group is concerned
     ranks: str  # e.g. "train 0, 4 -> gen 1"
@@ -58,8 +59,12 @@ def distinct(plan: Plan, use_of: Callable[[TransferGroup], Hashable]) -> Iterato
 
 def listed(numbers: Iterable[int]) -> str:
     """[3, 0, 1, 2, 8] -> "0-3, 8"; "none" where there are none."""
-    in_order = enumerate(sorted({int(number) for number in numbers}))
-    spans = [[number for _, number in span] for _, span in groupby(in_order, key=lambda entry: entry[1] - entry[0])]
-    shown = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans[:_SPANS_SHOWN]]
+    spans: list[list[int]] = []  # first and last number of each
+    for number in sorted({int(number) for number in numbers}):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    shown = [f"{first}-{last}" if first < last else f"{first}" for first, last in spans[:_SPANS_SHOWN]]
     more = [f"... ({len(spans) - _SPANS_SHOWN} more)"] if len(spans) > _SPANS_SHOWN else []
     return ", ".join(shown + more) or "none"

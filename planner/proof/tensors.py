@@ -157,7 +157,8 @@ def _parts(
     plan: Plan, name: str, group: int, pattern: int, part: int, is_src: bool
 ) -> tuple[list[_Part], set[tuple[LocalTensor, tuple[int, ...], int]]]:
     """The boxes that a part fills in a tensor, within its slot, and the forms (tensor, view, slot dim) it gives it."""
-    partition, role = plan.patterns[pattern].src if is_src else plan.patterns[pattern].dst, plan.groups[group].role
+    partition = plan.patterns[pattern].src if is_src else plan.patterns[pattern].dst
+    role = plan.groups[group].role
     pieces = [piece for piece in partition.pieces[part] if piece.tensor.name == name]
     padding = [entry for entry in partition.padding_of(part) if entry.tensor.name == name]
     parts = [_Part(piece.local(), group, piece.region, role) for piece in pieces]
