@@ -116,7 +116,8 @@ def connect_all(executors: Iterable[Executor]) -> list[Executor]:
     """The executors, each of which connects when it is asked for. If one fails, those before it are closed."""
     connected: list[Executor] = []
     try:
-        connected.extend(executors)
+        for executor in executors:
+            connected.append(executor)
     except BaseException:
         close_all(connected)
         raise

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -299,8 +299,10 @@ class Plan:
     def scale_patterns(self) -> dict[int, int]:
         """Of each transfer group of a weight in a pair, the pattern of its scales: those in the transfer group beside it."""
         scales_of = {pair.weight: pair.scales for pair in self.pairs}
-        patterns = {replace(transfers, pattern=0): transfers.pattern for transfers in self.transfer_groups}
-        keys = [replace(t, group=scales_of.get(t.group, -1), pattern=0) for t in self.transfer_groups]
+        places = [(each.pp_stage, each.src, each.dst, each.layers, each.experts) for each in self.transfer_groups]
+        placed = [*zip(self.transfer_groups, places, strict=True)]
+        patterns = {(transfers.group, place): transfers.pattern for transfers, place in placed}
+        keys = [(scales_of.get(transfers.group), place) for transfers, place in placed]
         return {index: patterns[key] for index, key in enumerate(keys) if key in patterns}
 
     @cached_property
