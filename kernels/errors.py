@@ -1,4 +1,4 @@
-"""Every error that binding or moving bytes can end with. Its facts are attributes too: ranks tell each other."""
+"""The errors that end binding or moving bytes. Their facts are attributes too, because ranks tell each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StaleTensorError(RefitError):
 
 
 class TornWeightsError(RefitError):
-    """Weights were written while they were read: what arrived may mix two versions."""
+    """Weights were written while they were read: the engine may have got a mixture of two versions."""
 
 
 class TransportUnavailable(RefitError):
@@ -45,10 +45,10 @@ class KvScalesError(RefitError):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Who waits for whom, and for what: enough to name the culprit of a wait in vain."""
+    """A wait of one rank for another: enough to name the culprit if the wait is in vain."""
 
-    rank_name: str  # who waits, as "gen:1"
-    peer: str  # for whom, as "train:0"
+    rank_name: str  # the rank that waits, as "gen:1"
+    peer: str  # the rank that it waits for, as "train:0"
     stage: int | None  # pp_stage; None on the misc route
     parameter: str  # first parameter of the bucket
     sends: bool  # True: waits for `peer` to take bytes; False: waits for bytes from it
@@ -60,7 +60,7 @@ class Waiting:
 
 
 class TransferError(RefitError):
-    """Bytes that were due did not arrive, or not as they were sent. `waiting` says which, and between whom.
+    """Due bytes did not arrive, or not as they were sent. `waiting` names the bytes and both ranks.
 
     `others` are the later errors of the same rank: when it waits for several peers, any of them may be to blame.
     """

@@ -1,4 +1,4 @@
-"""Which machine a process runs on, and what is installed there. Imports nothing that may be missing."""
+"""The host of this process, and the packages installed there. Imports nothing that may be missing."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Read what a plan is asked for, and report everything wrong with it at once. Imports numpy and the planner alone."""
+"""Read a request for a plan, and report everything wrong with it at once. Imports numpy and the planner alone."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def read_request(
 
 
 def _wrong_types(config: Any, train: Any, gen: Any) -> list[str]:
-    """What a caller in Python gave in place of a config or a mesh."""
+    """Problems of a caller in Python who gave something else than a config or a mesh."""
     wrong = []
     if not isinstance(config, (str, PathLike, Mapping)):
         wrong.append(f"the config is a {type(config).__name__}: give a name, a path or the dict (a config's to_dict())")
@@ -161,7 +161,7 @@ def _wrong_types(config: Any, train: Any, gen: Any) -> list[str]:
 def model_name(config: ConfigSource) -> str:
     """The model's name in a plan: a built-in name, that of the config's folder, file or repository, or its model_type.
 
-    Never a path: the digest covers the name, and plans of one model must agree between machines.
+    It is never a path: the digest covers the name, and plans of one model must agree between machines.
     """
     if isinstance(config, Mapping):
         return Path(config.get("_name_or_path") or config.get("model_type", "")).name
@@ -197,8 +197,8 @@ def _parse(parse: Callable[[str], _Mesh], mesh: str | _Mesh, side: str) -> tuple
 def _train_misfits(parameters: ModelParameters, mesh: TrainMesh | None, text: str) -> list[str]:
     """Why the model does not fit the training mesh.
 
-    An impossible mesh is replaced by one with the same degrees, as far as they go together, and enough replicas: no
-    layout rule looks at dp.
+    For an impossible mesh the check takes one with enough replicas, and with all its degrees that go together: no layout
+    rule looks at dp.
     """
     if mesh is None and (stated := _stated_degrees(text)):
         axes, layers = stated
@@ -209,7 +209,7 @@ def _train_misfits(parameters: ModelParameters, mesh: TrainMesh | None, text: st
 
 
 def _gen_misfits(parameters: ModelParameters, mesh: GenMesh | None, text: str, engine: Engine) -> list[str]:
-    """Why the model does not fit the generation mesh. Where its ep is impossible: what is wrong with either possible ep."""
+    """Why the model does not fit the generation mesh. For an impossible ep: the faults of both possible ones."""
     if mesh is not None:
         return engine.layout(parameters, mesh).violations()
     if (stated := _stated_degrees(text)) is None:

@@ -20,7 +20,7 @@ from .tensors import Fingerprint
 
 @dataclass(frozen=True, slots=True)
 class StageTotals:
-    """What a rank sends or receives in one stage."""
+    """Totals of a rank's transfers in one stage."""
 
     pp_stage: int
     transfers: int
@@ -36,8 +36,8 @@ class StageTotals:
 class WriteCounts:
     """How often live tensors have been written in place. torch counts; it does not see writes through `.data`.
 
-    These are the model's own tensors, not the detached ones that are bound: both count alike, and a refit that looks at
-    thousands pays a cache miss for each further object.
+    The model's own tensors are read, not the detached ones that are bound. Both count alike, and each further object
+    costs a refit a cache miss.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -79,19 +79,19 @@ class BoundSchedule:
         return self.tensors[0].device if self.tensors else None
 
     def part(self, schedule: Schedule) -> BoundSchedule:
-        """Another schedule of the same rank, bound to some of the same tensors; scales are its own.
+        """Another schedule of the same rank, bound to some of the same tensors, with scales of its own.
 
         Raises `BindError` for transfers that do not fit.
         """
         if problems := cast_problems(schedule) or transfer_problems(schedule):
             raise BindError(schedule.name, problems)
-        return _bound(schedule, self.by_name)
+        return _bind_unchecked(schedule, self.by_name)
 
     def check_fresh(self, tensors: Mapping[str, torch.Tensor]) -> WriteCounts:
         """Raise `StaleTensorError` unless every tensor of the live model still lies where it was bound.
 
-        Returns how often each has been written by now. Every refit asks this of thousands of tensors, so the test is
-        the least that tells. A tensor on another device has another address; one with other strides is no longer
+        Returns how often each has been written by now. Every refit checks thousands of tensors, so the check is the
+        least that suffices. A tensor on another device has another address. A tensor with other strides is no longer
         row-major, as all bound tensors are (see `misfits`).
         """
         stale: list[str] = []
@@ -111,7 +111,8 @@ class BoundSchedule:
                 stale.append(f"{name}: {self.fingerprints[name].changes(tensor)}")
         if stale:
             title = f"{self.rank_name}: {len(stale)} bound tensors changed since prepare():"
-            raise StaleTensorError("\n  ".join((title, *stale)))
+            remedy = "keep weights where they were bound, or begin a new session"
+            raise StaleTensorError("\n  ".join((title, *stale, remedy)))
         return WriteCounts.of(live)
 
     def check_unwritten(self, before: WriteCounts) -> None:
@@ -122,7 +123,8 @@ class BoundSchedule:
         names = zip(self.fingerprints, before.counts, now.counts, strict=True)
         written = [name for name, count_before, count_now in names if count_before != count_now]
         raise TornWeightsError(
-            f"{self.rank_name}: {len(written)} tensors were written while they were read: {written[0]}"
+            f"{self.rank_name}: {len(written)} tensors were written while they were read: {written[0]};"
+            " change weights only after refit() has returned"
         )
 
     def zero_padding(self) -> None:
@@ -139,10 +141,10 @@ def bind(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedu
     """
     if problems := [*tensor_problems(schedule, tensors), *(cast_problems(schedule) or transfer_problems(schedule))]:
         raise BindError(schedule.name, problems)
-    return _bound(schedule, tensors)
+    return _bind_unchecked(schedule, tensors)
 
 
-def _bound(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedule:
+def _bind_unchecked(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedule:
     weight_of = {cast.scales: schedule.tensors[cast.tensor] for cast in schedule.casts}  # by tensor of scales
     bound: list[torch.Tensor] = []
     fingerprints: dict[str, Fingerprint] = {}

@@ -1,7 +1,7 @@
 """A schedule's transfers, cut and packed into buckets: one message between two ranks each.
 
 Transfers are packed in schedule order into buckets of at most `bucket_bytes`; a larger one is cut into segments first.
-Extents and element sizes alone decide, and both ends have the same: they arrive at the same buckets without a word.
+Extents and element sizes alone decide, and both ends have the same. So both compute the same buckets without a message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Bucket:
     waiting: Waiting  # for whom, and for the first parameter in it
 
     def copies_at(self, base: int, offset: int) -> NDArray[np.void]:
-        """Its copies where the bucket begins `offset` bytes into base `base`."""
+        """Its copies for a bucket that begins `offset` bytes into base `base`."""
         copies = self.copies.copy()
         bucket_end = "dst" if self.sends else "src"
         copies[bucket_end] = base
@@ -80,7 +80,7 @@ class _SegmentCopies(NamedTuple):
 class _Cutter:
     """Cuts whole tables at once: Python runs once for each kind of transfer, numpy for each transfer.
 
-    Transfers of a kind have one strided box, element size and cast. Where blocks are cast, they also start at the same
+    Transfers of a kind have one strided box, element size and cast. If blocks are cast, they also start at the same
     place of a matrix.
     """
 

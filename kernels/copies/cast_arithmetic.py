@@ -1,19 +1,19 @@
-"""The arithmetic of casts on the way, in torch and numpy: what the CUDA kernels must agree with bit for bit.
+"""The arithmetic of casts on the way, in torch and numpy. The CUDA kernels agree with it bit for bit.
 
-Block FP8 follows vLLM, which quantizes BF16 weights when it loads them (0.32, `per_block_cast_to_fp8` of
-utils/deep_gemm.py, as called with `use_ue8m0=False` by layers/quantization/online/fp8.py), so that a refit leaves the
-bytes that a fresh start of the engine leaves:
+A refit leaves the bytes that a fresh start of the engine leaves. So block FP8 follows vLLM, which quantizes BF16 weights
+when it loads them. Source: vLLM 0.32, `per_block_cast_to_fp8` of utils/deep_gemm.py with `use_ue8m0=False`, as called by
+layers/quantization/online/fp8.py.
 
     scale = max(amax, 1e-4) / 448        float32, one for each block
     data  = e4m3(value * (1 / scale))    the reciprocal and the product are rounded to float32
 
 torch divides by 448 on a CPU; on CUDA, compiled or not, it multiplies by the float32 nearest to 1/448. So scales equal
-those of an engine on the same kind of device, and may differ in the last bit from those on the other kind. An engine that
-compiles for CUDA takes an approximate reciprocal: 310 of 16,777,216 random values (torch 2.11) then round the other way.
+those of an engine on the same kind of device. On the other kind the last bit may differ. An engine that compiles for CUDA
+takes an approximate reciprocal: 310 of 16,777,216 random values (torch 2.11) then round the other way.
 
-Transformer Engine (2.11, quantize_transpose_square_blockwise.cu) is close but not equal: its data are e4m3(value *
-(448 / amax)), the scale it stores is the reciprocal of that factor, amax has no floor (a block of zeros gets scale 1),
-and by default the factor is rounded down to a power of two.
+Transformer Engine (2.11, quantize_transpose_square_blockwise.cu) is close but not equal. Its data are e4m3(value *
+(448 / amax)), and it stores the reciprocal of that factor as the scale. By default it rounds the factor down to a power
+of two. Its amax has no floor: a block of zeros gets scale 1.
 """
 
 from __future__ import annotations

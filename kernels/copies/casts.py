@@ -1,8 +1,8 @@
 """Casts of a schedule: which tensors change their dtype when they are sent, and where the scales of blocks lie.
 
-A cast belongs to a tensor, so a table of copies does not mention it: a copy from a tensor with a cast *is* a cast. Its
-source strides count bytes of the tensor, its row and its destination strides bytes on the wire. In a cast to block FP8
-each copy stays within one row of blocks of one matrix, so that one row of scales serves all of it:
+A cast belongs to a tensor; a table of copies does not mention it. A copy from a tensor with a cast *is* a cast. Its
+source strides count bytes of the tensor; its row and its destination strides count bytes on the wire. In a cast to block
+FP8 each copy stays within one row of blocks of one matrix. So one row of scales serves all of it:
 
     weight [5, 4], blocks of 2 x 2      scales [3, 2]      copies of rows 1 to 4, all columns
     row 0  . . . .                       s0 s1
@@ -31,7 +31,7 @@ from .copy_table import COPY, Ints, distinct
 
 @dataclass(frozen=True, slots=True)
 class CastForm:
-    """What casts of one kind have in common."""
+    """The form that casts of one kind share: dtypes and blocks."""
 
     src: str
     to: str
@@ -70,9 +70,9 @@ Casts = Mapping[int, TensorCast]  # by index of the source tensor
 
 
 def bound_casts(schedule: Schedule) -> Casts:
-    """The casts of the tensors that something is sent of. The schedule has no `cast_problems`."""
+    """The casts of all tensors that the rank sends from. The schedule has no `cast_problems`."""
     sent = {tensor for stage in schedule.stages for tensor in np.unique(stage.sends.tensor).tolist()}
-    return {cast.tensor: _bound(schedule, cast) for cast in schedule.casts if cast.tensor in sent}
+    return {cast.tensor: _tensor_cast(schedule, cast) for cast in schedule.casts if cast.tensor in sent}
 
 
 def itemsizes(schedule: Schedule) -> Ints:
@@ -128,7 +128,7 @@ def _rows_of(extents: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[t
 
 
 def cast_problems(schedule: Schedule) -> list[str]:
-    """Casts that nothing here can do, scales that do not fit them, and transfers that a block cast cannot address."""
+    """Unknown casts, scales that do not fit their casts, and transfers that a block cast cannot address."""
     problems: list[str] = []
     computed, seen = {*schedule.computed}, set[int]()
     claimed: dict[int, str] = {}  # tensor of scales -> the weight they are of
@@ -154,7 +154,7 @@ def cast_problems(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _bound(schedule: Schedule, cast: Cast) -> TensorCast:
+def _tensor_cast(schedule: Schedule, cast: Cast) -> TensorCast:
     local = schedule.tensors[cast.tensor]
     if cast.scales is None:
         return TensorCast(CastForm(local.dtype, cast.to), None)
@@ -190,7 +190,7 @@ def _cast_problems(schedule: Schedule, cast: Cast, computed: set[int]) -> Iterat
 
 
 def _block_problems(schedule: Schedule, casts: Sequence[Cast]) -> list[str]:
-    """The first transfer of every tensor whose rows are no rows of the matrix that they are cast from, nor parts of such."""
+    """For every tensor, the first transfer whose rows are neither rows of the matrix that is cast nor parts of its rows."""
     of_tensor = {cast.tensor: cast for cast in casts}
     width = np.zeros(len(schedule.tensors), np.int64)  # 0: not cast in blocks
     for tensor in of_tensor:

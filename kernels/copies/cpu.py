@@ -1,4 +1,4 @@
-"""Perform a table of copies on CPU memory. This is the table's meaning, and the gloo transport's way to pack."""
+"""Perform a table of copies on CPU memory. This defines what a table means, and gloo packs its buckets with it."""
 
 from __future__ import annotations
 

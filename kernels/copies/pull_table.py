@@ -1,4 +1,4 @@
-"""One table of copies for everything that a generation rank pulls, from its sources' tensors into its own."""
+"""One table of copies for all pulls of a generation rank, from its sources' tensors into its own."""
 
 from __future__ import annotations
 

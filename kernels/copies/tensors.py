@@ -1,4 +1,4 @@
-"""The tensors behind a schedule: what they must be when bound, and that they still are when the bytes move."""
+"""Checks of the tensors behind a schedule: that they fit when bound, and are unchanged when the bytes move."""
 
 from __future__ import annotations
 

@@ -90,21 +90,21 @@ static __device__ void cast_words(const CastTile& tile) {
     const float* const scales = reinterpret_cast<const float*>(tile.scales);
     const unsigned words = tile.box.words;
     for (unsigned first = threadIdx.x; first < words; first += BATCH * THREADS) {
-        typename Cast::From held[BATCH];
+        typename Cast::From loaded[BATCH];
         float scale[BATCH];
 #pragma unroll
         for (unsigned k = 0; k < BATCH; ++k) {
             const unsigned column = tile.first_column + from.column * Cast::ELEMENTS;
             const typename Cast::From* const word = from.next();
             if (first + k * THREADS < words) {
-                held[k] = __ldcs(word);
+                loaded[k] = __ldcs(word);
                 if constexpr (Cast::SCALED) scale[k] = __ldg(scales + column / tile.block_columns);
             }
         }
 #pragma unroll
         for (unsigned k = 0; k < BATCH; ++k) {
             typename Cast::To* const word = to.next();
-            if (first + k * THREADS < words) *word = Cast::of(held[k], Cast::SCALED ? __frcp_rn(scale[k]) : 0.0f);
+            if (first + k * THREADS < words) *word = Cast::of(loaded[k], Cast::SCALED ? __frcp_rn(scale[k]) : 0.0f);
         }
     }
 }
@@ -133,9 +133,9 @@ struct alignas(16) Block {
 
 // The larger of two pairs of non-negative bfloat16, half by half; a NaN wins.
 static __device__ unsigned larger(unsigned a, unsigned b) {
-    unsigned found;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
-    return found;
+    unsigned maximum;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(maximum) : "r"(a), "r"(b));
+    return maximum;
 }
 static __device__ unsigned magnitudes(unsigned pair) { return pair & 0x7fff7fffu; }
 static __device__ unsigned largest(uint4 w) {
@@ -147,19 +147,19 @@ static __device__ unsigned largest(unsigned short w) { return magnitudes(w); }
 template <typename Word>
 static __device__ unsigned largest_of(const Block& block) {
     const unsigned row_words = block.columns * 2 / sizeof(Word), words = block.rows * row_words;
-    unsigned found = 0;
+    unsigned maximum = 0;
     for (unsigned first = threadIdx.x % LANES; first < words; first += BATCH * LANES) {
-        Word held[BATCH] = {};
+        Word loaded[BATCH] = {};
 #pragma unroll
         for (unsigned k = 0; k < BATCH; ++k) {
             const unsigned number = first + k * LANES, row = number / row_words;
             const u64 address = block.src + static_cast<u64>(row) * block.stride + (number % row_words) * sizeof(Word);
-            if (number < words) held[k] = __ldg(reinterpret_cast<const Word*>(address));
+            if (number < words) loaded[k] = __ldg(reinterpret_cast<const Word*>(address));
         }
 #pragma unroll
-        for (unsigned k = 0; k < BATCH; ++k) found = larger(found, largest(held[k]));
+        for (unsigned k = 0; k < BATCH; ++k) maximum = larger(maximum, largest(loaded[k]));
     }
-    return found;
+    return maximum;
 }
 
 // One warp for each block.

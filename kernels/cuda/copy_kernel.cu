@@ -74,22 +74,22 @@ static __device__ u64 copy_words(const Tile& tile) {
     Cursor<Word> from(tile, tile.src, tile.src_stride), to(tile, tile.dst, tile.dst_stride);
     const unsigned words = tile.words;
     for (unsigned first = threadIdx.x; first < words; first += BATCH * THREADS) {
-        Word held[BATCH];
+        Word loaded[BATCH];
 #pragma unroll
         for (unsigned k = 0; k < BATCH; ++k) {
             const Word* const word = from.next();
-            if (first + k * THREADS < words) held[k] = __ldcs(word);
+            if (first + k * THREADS < words) loaded[k] = __ldcs(word);
         }
 #pragma unroll
         for (unsigned k = 0; k < BATCH; ++k) {
             const unsigned number = first + k * THREADS;
             Word* const word = to.next();
             if (number < words) {
-                if constexpr (CHECKSUMS) sum += weigh(held[k], number);
+                if constexpr (CHECKSUMS) sum += weigh(loaded[k], number);
 #ifdef FAULTY_COPY  // for tests of the checksums: one word of one copy is written as another
-                if (tile.copy == FAULTY_COPY && number == 0) *reinterpret_cast<unsigned char*>(&held[k]) ^= 1;
+                if (tile.copy == FAULTY_COPY && number == 0) *reinterpret_cast<unsigned char*>(&loaded[k]) ^= 1;
 #endif
-                __stcs(word, held[k]);
+                __stcs(word, loaded[k]);
             }
         }
     }
@@ -124,9 +124,9 @@ static __device__ void copy_tile(const Tile& tile, u64* sums) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 copy_tiles(const Tile* __restrict__ tiles, unsigned count, u64* __restrict__ sums) {
-    __shared__ Tile held[THREADS / LANES];  // one for each warp, so that warps need not wait for each other
+    __shared__ Tile warp_tiles[THREADS / LANES];  // one for each warp, so that warps need not wait for each other
     constexpr unsigned PARTS = sizeof(Tile) / sizeof(uint4);
-    Tile& tile = held[threadIdx.x / LANES];
+    Tile& tile = warp_tiles[threadIdx.x / LANES];
     const unsigned part = threadIdx.x % LANES;
     uint4 next;
     if (part < PARTS && blockIdx.x < count) next = reinterpret_cast<const uint4*>(tiles + blockIdx.x)[part];

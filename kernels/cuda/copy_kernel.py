@@ -1,4 +1,4 @@
-"""Perform copies and casts on the GPU, a table with one launch: the launchers of copy_kernel.cu and cast_kernel.cu.
+"""Launch copy_kernel.cu and cast_kernel.cu: one launch performs a whole table of copies or casts on the GPU.
 
 The copy kernel is CUDA C++, compiled at run time with NVIDIA's own bindings (NVRTC through cuda.core). It reaches 375 GB/s
 between two H200s, where the copy engine reaches 394. Two alternatives were measured beside it (tools/bench_kernels.py,
@@ -65,7 +65,7 @@ class DeviceTable:
         self._arguments = arguments  # of the kernel, behind the table and its length
         macros = (("THREADS", shape.threads), ("BATCH", shape.batch), *macros)
         with torch.cuda.device(device):
-            self._kernel = _compiled(kernel, device.index, macros)
+            self._kernel = _compile(kernel, device.index, macros)
             self._launch(torch.cuda.Stream(device), 0)  # CUDA loads kernels when they are first launched: now
 
     @property
@@ -85,7 +85,7 @@ class DeviceTable:
 class DeviceCopies(DeviceTable):
     """Tiles (dtype TILE) on a device.
 
-    With `checksums`, a tile is summed as it is read, and again read back; `damaged()` names the copies that differ.
+    With `checksums`, a tile is summed when it is read, and again at its destination; `damaged()` names copies that differ.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class DeviceCopies(DeviceTable):
 
 
 def device_scales(casts: Casts, tensors: Sequence[torch.Tensor], device: torch.device) -> DeviceTable | None:
-    """What computes the scales of `casts`, any number of times; None where there are none."""
+    """A launcher that computes the scales of `casts`; None if none of them has scales."""
     blocks = scale_blocks(casts, tensors)
     return DeviceTable(blocks, device, _SCALE_SHAPE, "block_scales") if len(blocks) else None
 
@@ -163,7 +163,7 @@ class DeviceGather:
 
 
 @cache
-def _compiled(kernel: str, device_index: int, macros: tuple[tuple[str, int], ...]) -> Kernel:
+def _compile(kernel: str, device_index: int, macros: tuple[tuple[str, int], ...]) -> Kernel:
     """A kernel, loaded into the primary context of a device."""
     Device(device_index).set_current()
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device_index))

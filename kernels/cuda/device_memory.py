@@ -29,7 +29,7 @@ class PlainBuffer:
         self.tensor: torch.Tensor = torch.as_tensor(self, device="cuda")
 
     def free(self) -> None:
-        """Give the memory back. Waits for the device; what still reads or writes the memory must have ended."""
+        """Give the memory back. Waits for the device; nothing may still read or write the memory."""
         driver.cuMemFree(self._address)
 
 

@@ -1,7 +1,7 @@
 """Checksums of buckets on the device: taken where a bucket leaves, taken again and compared where it arrives.
 
-A digest is two sums of 8-byte words, modulo 2 ** 64. Any one changed word changes the plain sum. The other one weighs each
-word by odd factors of its row and column in a grid, so that words that change places change it.
+A digest is two sums of 8-byte words, modulo 2 ** 64. Any one changed word changes the plain sum. The other sum weighs each
+word by odd factors of its row and column in a grid, so words that change places change it.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def export(tensors: Mapping[str, torch.Tensor]) -> Export:
         with torch.cuda.device(tensor.device):
             base, nbytes = _allocation_of(name, tensor)
             if base not in numbers:
-                handle = _checked(driver.cuIpcGetMemHandle(base), f"export the memory of {name}")
+                handle = _check_call(driver.cuIpcGetMemHandle(base), f"export the memory of {name}")
                 numbers[base] = len(allocations)
                 allocations.append(Allocation(bytes(handle.reserved).hex(), base, nbytes, gpu_of(tensor.device)))
         places[name] = (numbers[base], tensor.data_ptr() - base)
@@ -92,18 +92,18 @@ def _allocation_of(name: str, tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.is_cuda:
         raise TransportUnavailable(f"{name} is on {tensor.device}: only CUDA memory can be mapped by other processes")
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-    if not _checked(driver.cuPointerGetAttribute(attribute, tensor.data_ptr()), f"look up the memory of {name}"):
+    if not _check_call(driver.cuPointerGetAttribute(attribute, tensor.data_ptr()), f"look up the memory of {name}"):
         raise TransportUnavailable(
             f"the memory of {name} cannot be shared through CUDA IPC: it is virtual memory, as PyTorch's allocator "
             "uses with expandable_segments:True or backend:cudaMallocAsync. Allocate the weights without these "
             "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False in the training processes), or use another transport"
         )
-    base, nbytes = _checked(driver.cuMemGetAddressRange(tensor.data_ptr()), f"look up the allocation of {name}")
+    base, nbytes = _check_call(driver.cuMemGetAddressRange(tensor.data_ptr()), f"look up the allocation of {name}")
     return int(base), int(nbytes)
 
 
 def export_event(event: torch.cuda.Event, device: torch.device) -> str:
-    """What another process needs to query an event that was made with `interprocess=True`, as JSON.
+    """An event that was made with `interprocess=True`, as JSON by which another process can query it.
 
     The event lives until `withdraw_event`.
     """
@@ -119,7 +119,7 @@ def withdraw_event(event: torch.cuda.Event) -> None:
 
 
 def open_event(text: str, device: torch.device) -> torch.cuda.Event:
-    """The event of `export_event`. It has happened once the work is done that its owner last recorded it behind."""
+    """The event of `export_event`. It has happened once all work before its owner's last record of it is done."""
     try:
         read: Any = json.loads(text)
         owner, handle = str(read["process"]), str(read["event"])
@@ -132,7 +132,7 @@ def open_event(text: str, device: torch.device) -> torch.cuda.Event:
 
 
 class Mappings:
-    """Other processes' allocations, mapped for reading by kernels of one device. Each is mapped once, until `close`."""
+    """Allocations of other processes, each mapped once until `close`, for kernels of one device to read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -159,7 +159,7 @@ class Mappings:
         with torch.cuda.device(self._device):
             while self._mapped:
                 _, address = self._mapped.popitem()
-                _checked(driver.cuIpcCloseMemHandle(address), "unmap a peer's memory")
+                _check_call(driver.cuIpcCloseMemHandle(address), "unmap a peer's memory")
 
     def _base(self, exported: Export, index: int, owner: str) -> int:
         """Where an allocation begins here."""
@@ -172,12 +172,12 @@ class Mappings:
             flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
             with torch.cuda.device(self._device):
                 torch.cuda.current_stream(self._device)  # makes the device's context current
-                address = _checked(driver.cuIpcOpenMemHandle(handle, flags), f"map the memory of {owner}")
+                address = _check_call(driver.cuIpcOpenMemHandle(handle, flags), f"map the memory of {owner}")
             self._mapped[allocation.handle] = int(address)
         return self._mapped[allocation.handle]
 
 
-def _checked(result: tuple[Any, ...], what: str) -> Any:
+def _check_call(result: tuple[Any, ...], what: str) -> Any:
     """The values of a driver call; raise `TransportUnavailable` with the driver's reason if it failed."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:

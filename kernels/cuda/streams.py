@@ -1,4 +1,4 @@
-"""CUDA streams of threads."""
+"""Run work on another thread in the CUDA context of the thread that hands it over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def in_callers_context(work: Callable[[], T], device: torch.device | None) -> Callable[[], T]:
-    """`work` for another thread, with what torch keeps per thread: inference mode, and the stream on `device`, a GPU."""
+    """`work` for another thread, with torch's state of this thread: inference mode, and the stream on `device`, a GPU."""
     inference = torch.is_inference_mode_enabled()
     stream = torch.cuda.current_stream(device) if device is not None and device.type == "cuda" else None
 

@@ -1,8 +1,8 @@
 """Cut a table of copies into tiles: the work list of the GPU kernel.
 
-A tile is a part of a copy, small enough for one CTA at a time: rows at one stride on either side, absolute addresses and
-the widest word that these allow. Tiles of many copies lie in one array, in the order in which they are to start: that of
-`cut_tiles`, until the direct transport (transports/direct, executor.py and slots.py) reorders it by `interleaved`.
+A tile is a part of a copy, small enough for one CTA at a time. It has rows at one stride on either side, absolute
+addresses, and the widest word that these allow. Tiles of many copies lie in one array, in the order in which they start.
+`cut_tiles` orders them by copy; the direct transport (executor.py and slots.py) reorders them by `interleaved`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.copy_table import COPY, OUTER_DIMS, Ints, repeat
 
 WIDEST_WORD = 16  # bytes; the widest load and store of a GPU thread
-_EVEN = 1.05  # sources give alike if the largest has at most this many times the tiles of the smallest
+_EVEN = 1.05  # sources are of about equal size if the largest has at most this many times the tiles of the smallest
 ROW, INNER_LOOP = OUTER_DIMS, OUTER_DIMS - 1  # dims of a box of bytes
 
 TILE = np.dtype(  # the struct Tile of copy_kernel.cu, 48 bytes
@@ -59,9 +59,9 @@ def interleaved(source: Ints, first: int, together: int | None = None) -> Ints:
     `source` [tiles] is the rank that each tile comes from. `first` counts the ranks that occur in it, modulo their number.
     Receivers that begin at different sources and keep pace then never all read from the same one.
 
-    By default, sources that give alike are read one after the other, so that each serves one receiver at a time (four
-    H200s: 1.3% faster than tile by tile). Where they do not give alike, receivers would meet at the large ones, so turns
-    are of one tile.
+    By default, sources of about equal size are read one after the other, so that each serves one receiver at a time. On
+    four H200s this is 1.3% faster than tile by tile. Where sizes differ, receivers would meet at the large sources, so
+    turns are of one tile.
     """
     if not len(source):
         return np.zeros(0, np.int64)
@@ -103,7 +103,7 @@ class Boxes(NamedTuple):
         return _lowest_bit(self._loop_bits() | self.src | self.dst | self.extents[:, ROW])
 
     def split_unaligned(self) -> Boxes:
-        """Split off the bytes in which rows begin or end off a wide word on both sides alike; the rest is wide.
+        """Split off the ends of rows that are off a wide word by the same bytes on both sides; the rest is wide.
 
         Rows of 100 bytes at addresses 0x1008 and 0x2008 become rows of 8, 80 and 12 bytes.
         """
@@ -133,8 +133,8 @@ class Boxes(NamedTuple):
         start = piece * step[owner]
         tiles = self._part(owner, level, start, np.minimum(step[owner], size[owner] - start))
         for dim in reversed(range(ROW)):
-            rest, at = np.divmod(rest, outside[dim][owner])
-            tiles = tiles._part(np.arange(len(owner)), dim, at, np.where(dim < level, 1, tiles.extents[:, dim]))
+            rest, start = np.divmod(rest, outside[dim][owner])
+            tiles = tiles._part(np.arange(len(owner)), dim, start, np.where(dim < level, 1, tiles.extents[:, dim]))
         return tiles
 
     def tiles(self, word: Ints) -> NDArray[np.void]:

@@ -1,9 +1,9 @@
-"""What ranks tell each other through a store, and for whom each of them waits: JSON under keys that name the rank.
+"""Ranks exchange values through a store, and find the one that keeps the others waiting: JSON under keys of each rank.
 
     exchange = StoreExchange(store, "gen:0", ("train:0", "gen:0"), timeout_s=60.0)
     exchange.gather("budget", 512)      # [256, 512]: everyone's, in the order of the ranks
 
-Anyone who knows a store's address can write to it. So `parse_stored` checks each value, and names its key and its rank.
+Any process that knows a store's address can write to it. So `parse_stored` checks each value; its error names key and rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fetch(store: Store, key: str, waiting: Waiting, parse: Callable[[Any], T], *
 class Failure:
     """Why a session failed, as told to every rank."""
 
-    rank_name: str  # who noticed
+    rank_name: str  # the rank that noticed
     error: str  # the error's class
     message: str
     stage: int | None = None
@@ -123,11 +123,11 @@ class StoreExchange:
         return [parse_stored(key, content, parse, written_by=name) for key, content, name in contents]
 
     def blame(self, occasion: str, waits: Sequence[Failure], grace: Callable[[], None] | None = None) -> Failure:
-        """Of all waits in vain, the one for a rank that does not wait itself: that rank is the culprit.
+        """Of all waits in vain, the one for a rank that does not wait itself: the culprit.
 
             gen:1 waits for gen:0, gen:0 waits for train:1, train:1 says nothing    ->    gen:0 waits for train:1
 
-        `waits` are this rank's, first the one that ended. The others publish theirs during `grace`, by default NOTICE_S.
+        `waits` are this rank's, the one that ended first. The others publish theirs during `grace`, by default NOTICE_S.
         """
         publish(self.store, f"{occasion}/stuck/{self.rank_name}", [asdict(failure) for failure in waits])
         if grace is None:

@@ -1,7 +1,7 @@
 """The CPU messages of a session: all its ranks, connected by gloo.
 
-The process group is built straight from a store. torch's default group is neither needed nor touched, so a trainer and
-an engine that each have a default group of their own can be joined.
+The process group is built straight from a store. torch's default group is neither needed nor touched. So trainer and
+engine can be joined although each has a default group of its own.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class GlooGroup:
         self._group: ProcessGroupGloo | None = _connect(self._store, rank, names, timeout_s)
 
     def send(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
-        return self._started("send", buffer, peer, waiting)
+        return self._start("send", buffer, peer, waiting)
 
     def recv(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
-        return self._started("recv", buffer, peer, waiting)
+        return self._start("recv", buffer, peer, waiting)
 
     def slots(self, count: int, nbytes: int) -> list[torch.Tensor]:
         """Buffers of at least `nbytes`. All executors of this group share them: they run one after another."""
@@ -100,7 +100,7 @@ class GlooGroup:
             _hang_up(group)
         self._slots.clear()
 
-    def _started(self, way: Literal["send", "recv"], buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
+    def _start(self, way: Literal["send", "recv"], buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
         if self._group is None:
             raise _closed_here(waiting)
         try:

@@ -13,21 +13,23 @@ from weakref import finalize, ref
 
 T = TypeVar("T")
 
-FINE_SHARE = 0.001  # naps while waiting for a GPU, as a share of the wait: they delay a refit by half a thousandth
-COARSE_SHARE = 0.05  # naps while waiting for keys: the store's server gets a message for every look of every rank
+FINE_SHARE = 0.001  # a nap's share of the wait for a GPU so far: naps delay a refit by half a thousandth
+COARSE_SHARE = (
+    0.05  # a nap's share of the wait for keys so far: every look of every rank is a message to the store's server
+)
 DUE_SHARE = 0.99  # no look before this share of the fastest refit's time: few refits are more than 1% faster
 LOOK_S = 0.25  # how often a rank that waits looks whether another rank has failed
-NOTICE_S = 1.0  # for other ranks whose time is up to say so too, and for this rank's transport to notice a failure
+NOTICE_S = 1.0  # for other ranks to report that their time is up too, and for this rank's transport to notice a failure
 CAUSE_S = 3.0  # for the rank that knows the cause of a failure to tell it; that rank may wait NOTICE_S first
 CLOSE_S = 5.0  # for all ranks to read the last outcome before the store may go; for a GPU to end what was queued
-# Connection attempts to the store within a timeout; torch may take twice as long for each. Torch looks up the name of the
-# other's address at both ends: a lost DNS answer holds an attempt, or the whole store, for the resolver's 5 s.
+# Connection attempts to the store within a timeout; torch may take twice as long for each. Both ends ask the DNS for the
+# other's name. A lost answer blocks an attempt, or the whole store, for the resolver's 5 s.
 ATTEMPTS = 6
 
 
 @dataclass
 class EventPoller:
-    """Waits for what only a look can show: rarely enough for the CPU, often enough to be late by a thousandth.
+    """Polls a condition: rarely enough to spare the CPU, often enough to be late by at most a thousandth.
 
         nothing known yet         a look after every 0.1% of the time waited so far
         fastest wait was 40 ms    no look until 39.6 ms (99%), then one every 40 us (0.1%)
@@ -77,11 +79,11 @@ class EventPoller:
 
 
 class DeadlineThread:
-    """Makes one call after another. One that never returns does not keep the process from ending, as in a pool it would."""
+    """Makes one call after another. A call that never returns does not keep the process from ending, unlike in a pool."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        Thread(target=_make, args=(self._calls,), name=name, daemon=True).start()
+        Thread(target=_make_calls, args=(self._calls,), name=name, daemon=True).start()
         finalize(self, self._calls.put, None).atexit = False  # exit handlers may still call
         # Of the last call; weak, as the traceback of its error may hold this.
         self._outcome: Callable[[], Future[Any] | None] = lambda: None
@@ -103,7 +105,7 @@ class DeadlineThread:
         return self.start(function).result(limit_s)
 
 
-def _make(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+def _make_calls(calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
     while call := calls.get():
         outcome, function = call
         try:

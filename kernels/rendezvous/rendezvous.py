@@ -1,9 +1,9 @@
-"""How the ranks of two separate worlds agree: through a TCPStore, in phases that each have one outcome for everyone.
+"""The ranks of two separate worlds agree through a TCPStore, in phases that each have one outcome for all ranks.
 
     phase "hello"     each rank publishes its word     the last one declares success     everyone reads all words
                       or any rank fails, or waits too long, and declares failure with the cause
 
-Success and failure are written to one key by compare-and-set. The first one stands, so no rank can report success where
+Ranks write success or failure to one key by compare-and-set. The first write stands, so no rank can report success if
 another reports failure.
 """
 
@@ -77,14 +77,14 @@ class Rendezvous:
             self._await_outcome(phase, self.timeout_s if timeout_s is None else timeout_s)
             if not self.store.check(self._exchange.keys(phase)):
                 raise SessionError(f"ranks disagree on how many they are: {self.rank_name} counts {len(self._members)}")
-            words = self._exchange.values(phase, partial(_checked, parse))
+            words = self._exchange.values(phase, partial(_parse_word, parse))
             self._forget()
             self._agreed.append(phase)
-            self.store.add(f"{phase}/read", 1)  # last: the store may go once all have said so
+            self.store.add(f"{phase}/read", 1)  # last: the store may go once all ranks have read
         return dict(zip(self._members, words, strict=True))
 
     def leave(self) -> None:
-        """Wait, CLOSE_S at most, until everyone has read the last outcome: the store may end with this process."""
+        """Wait, CLOSE_S at most, until all ranks have read the last outcome: the store may end with this process."""
         if not self._agreed:
             return
         grace_s = min(CLOSE_S, self.timeout_s)
@@ -107,7 +107,7 @@ class Rendezvous:
             return self._outcome(phase) or failure
 
     def failure(self, phase: str) -> Failure | None:
-        """Why `phase` cannot succeed, if a rank has said so. For those who have not arrived there yet."""
+        """Why `phase` cannot succeed, if a rank has said so. For ranks that have not arrived there yet."""
         with self._store_is_up():
             return self._outcome(phase) if self.store.check([f"{phase}/outcome"]) else None
 
@@ -135,7 +135,9 @@ class Rendezvous:
         try:
             self.store.wait([f"{phase}/outcome"], timedelta(seconds=timeout_s))
         except dist.DistStoreError:
-            if len(self._exchange.missing(phase)) > 1:  # they may wait for one of them, and are about to say for which
+            if (
+                len(self._exchange.missing(phase)) > 1
+            ):  # other ranks may wait for one of these, and are about to say for which
                 self._await_cause(phase)
             if missing := self._exchange.missing(phase):
                 message = f"{', '.join(missing)} did not arrive at {phase!r} within {timeout_s:g} s"
@@ -157,7 +159,7 @@ class Rendezvous:
 
     def _outcome(self, phase: str) -> Failure | None:
         key = f"{phase}/outcome"
-        return parse_stored(key, self.store.get(key), _failure_or_agreed)
+        return parse_stored(key, self.store.get(key), _parse_outcome)
 
     def _forget(self) -> None:
         """Delete the keys of the last phase: all ranks have arrived at the next one, so none reads them any more."""
@@ -170,11 +172,11 @@ class Rendezvous:
                 self.store.delete_key(f"{past}/{key}")
 
 
-def _checked(parse: Callable[[Any], dict[str, Any]], word: Any) -> dict[str, Any]:
+def _parse_word(parse: Callable[[Any], dict[str, Any]], word: Any) -> dict[str, Any]:
     if not isinstance(word["process"], str):
         raise TypeError("no process wrote it")
     return parse(word)
 
 
-def _failure_or_agreed(outcome: Any) -> Failure | None:
+def _parse_outcome(outcome: Any) -> Failure | None:
     return None if outcome.get("agreed") is True else Failure.from_json(outcome)

@@ -1,7 +1,7 @@
 """Connections to a TCPStore on which nothing waits forever.
 
-torch limits how long the store waits for a key, not how long a client waits for the store. Connecting to a service that
-says nothing, and any call to a frozen process, never return. So a thread makes them, and is left behind at the deadline.
+torch limits how long the store waits for a key, not how long a client waits for the store. A connection to a silent
+service never returns, nor does any call to a frozen process. So a thread makes them, and is left behind at the deadline.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def connect_store(address: str, timeout_s: float) -> AnsweringStore:
             store = thread.call(connect, limit_s=min(left_s, 2 * attempt.total_seconds()))
             return AnsweringStore(store, address, timeout_s, thread)
     try:
-        instead = DeadlineThread("store").call(partial(_what_is_there, host, port), limit_s=CAUSE_S)
+        instead = DeadlineThread("store").call(partial(_probe, host, port), limit_s=CAUSE_S)
     except Overdue:
         instead = _SILENT_HOST
     raise SessionError(
@@ -66,8 +66,8 @@ class AnsweringStore(Store):
     """A connection to the store at `address`. It is lost once the store has not answered a call for `timeout_s`.
 
     A call that may wait for a key gets the time for the key on top. On a lost connection every call raises
-    `DistNetworkError` at once. torch calls this object from C++ but does not keep it alive: hold it, or a FailFastStore
-    on it, as long as a PrefixStore is on it.
+    `DistNetworkError` at once. torch calls this object from C++ but does not keep it alive. Whoever puts a PrefixStore
+    on it must keep a reference to it, or to a FailFastStore on it.
     """
 
     def __init__(self, store: TCPStore, address: str, timeout_s: float, thread: DeadlineThread) -> None:
@@ -164,8 +164,8 @@ class FailFastStore(PrefixStore):
             raise DistStoreError(f"waited {timeout.total_seconds():g} s for {', '.join(keys)}")
 
 
-def _what_is_there(host: str, port: int) -> str:
-    """What is at an address where no store answers."""
+def _probe(host: str, port: int) -> str:
+    """Say what answers at an address in place of a store."""
     causes = {socket.gaierror: "no host has that name", ConnectionRefusedError: "nothing listens there"}
     try:
         socket.create_connection((host, port), timeout=CAUSE_S).close()

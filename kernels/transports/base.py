@@ -1,4 +1,4 @@
-"""What a transport is, what it is given when a session connects, and what it reports."""
+"""The interface of transports: the record of one, its input when a session connects, and its reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.
 
 @dataclass(frozen=True, slots=True)
 class TransportContext:
-    """What a transport may build on when it connects: all ranks of the session do so at the same time."""
+    """The input of a transport when it connects, which all ranks of the session do at the same time."""
 
     store: Store  # the transport's own keys; a FailFastStore in a session, as every store made over it should be
     another_store: Callable[[], Store]  # the same keys over another connection: a wait blocks all who share one
@@ -55,7 +55,7 @@ class Executor(Protocol):
     def scratch_bytes(self) -> int: ...
 
     def run(self) -> tuple[StageReport, ...]:
-        """Move every byte once; return when they are where they belong. A session calls it on a thread of its own."""
+        """Move every byte once; return when all are in place. A session calls it on a thread of its own."""
 
     def close(self) -> None:
         """Free scratch and connections of its own; the session's group is not its own."""
@@ -63,7 +63,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """What one rank moved in one stage, and the time from its first message's start to its last one's end."""
+    """Bytes of one rank in one stage, and the time from its first message's start to its last one's end."""
 
     pp_stage: int
     transfers: int
@@ -98,8 +98,8 @@ class StageClock:
         )
 
 
-def merged_reports(reports: Sequence[tuple[StageReport, ...]]) -> tuple[StageReport, ...]:
-    """What several executors moved in each stage. They run at the same time, so the slowest one's seconds count."""
+def merge_reports(reports: Sequence[tuple[StageReport, ...]]) -> tuple[StageReport, ...]:
+    """The sums of several executors by stage. They run at the same time, so the slowest one's seconds count."""
     return tuple(
         StageReport(
             stage[0].pp_stage,

@@ -69,12 +69,12 @@ def receive(
     while length := _LENGTH.unpack(frames.read("the next tensor", _LENGTH.size).numpy().tobytes())[0]:
         if length > _LONGEST_HEADER:
             raise SessionError(f"a tensor header of {length} bytes: this is not a stream of tensors")
-        name, dtype, shape = _parsed(frames.read("the next tensor", length).numpy().tobytes())
+        name, dtype, shape = _parse_header(frames.read("the next tensor", length).numpy().tobytes())
         yield name, frames.read(name, prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
     frames.close()
 
 
-def _parsed(header: bytes) -> tuple[str, torch.dtype, tuple[int, ...]]:
+def _parse_header(header: bytes) -> tuple[str, torch.dtype, tuple[int, ...]]:
     try:
         fields = json.loads(header)
         name, dtype, shape = fields["name"], _DTYPES[fields["dtype"]], tuple(fields["shape"])

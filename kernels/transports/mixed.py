@@ -13,9 +13,9 @@ from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import TransportUnavailable, first_of
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
 
-from .base import Executor, StageReport, Transport, TransportContext, close_all, connect_all, merged_reports
+from .base import Executor, StageReport, Transport, TransportContext, close_all, connect_all, merge_reports
 from .peer_access import RankPair, unavailable_reasons_by_pair
-from .relay import unrelayed
+from .relay import connect_unrelayed
 
 _SHOWN = 3
 
@@ -33,10 +33,11 @@ def connect_by_pair(context: TransportContext, direct: Transport, nccl: Transpor
     if far and (unavailable_reason := nccl.unavailable_reason()):
         raise TransportUnavailable(f"{_some(far)}, and nccl cannot take their place: {unavailable_reason}")
     near = any(not pair.relays and why is None for pair, why in unavailable_reasons.items())
-    return unrelayed(lambda straight: _mixed(straight, direct if near else None, nccl if far else None, far), context)
+    kinds = direct if near else None, nccl if far else None
+    return connect_unrelayed(lambda straight: _connect_kinds(straight, *kinds, far), context)
 
 
-def _mixed(
+def _connect_kinds(
     context: TransportContext, direct: Transport | None, nccl: Transport | None, far: Mapping[RankPair, str]
 ) -> Executor:
     """Connect one transport or both; all ranks do the same, also those with no peer of one kind."""
@@ -45,13 +46,13 @@ def _mixed(
     far_peers = {peer for rank, peer in ends if rank == schedule.rank}
     peers_by_transport = (direct, schedule.peers - far_peers), (nccl, schedule.peers & far_peers)
     parts = connect_all(
-        _part(context, transport, peers) for transport, peers in peers_by_transport if transport is not None
+        _connect_part(context, transport, peers) for transport, peers in peers_by_transport if transport is not None
     )
     return parts[0] if len(parts) == 1 else MixedExecutor(parts, context.bound.device)
 
 
-def _part(context: TransportContext, transport: Transport, peers: frozenset[int]) -> Executor:
-    """Connect one transport for some of the peers. With none too: other ranks wait for this one to connect."""
+def _connect_part(context: TransportContext, transport: Transport, peers: frozenset[int]) -> Executor:
+    """Connect one transport for some of the peers, even if there are none: other ranks wait for this one to connect."""
     assert transport.connect is not None
     bound = context.bound
     if peers != bound.schedule.peers:
@@ -84,7 +85,7 @@ class MixedExecutor:
         reports = [first(), *(other.result() for other in running)]
         if failures:
             raise first_of(failures)
-        return merged_reports(reports)
+        return merge_reports(reports)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)

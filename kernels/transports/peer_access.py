@@ -1,9 +1,14 @@
-"""Which pairs of ranks can read each other's GPU memory, found out together: both ends of a pair must choose alike.
+"""Find out which pairs of ranks can share GPU memory. All ranks do it together: both ends of a pair must choose alike.
 
-A generation rank reaches a training rank if both run on one host, it sees the other's GPU (CUDA_VISIBLE_DEVICES may
-hide it), the two GPUs can access each other and the training rank's memory can be exported. Pairs named in the
-environment variable MCORE_RESHARD_UNREACHABLE of the generation rank, as in `train:0-gen:1,relay:1-gen:0`, are out of
-reach whatever the hardware says, also where no such ranks exchange bytes: that is how several hosts are simulated on one.
+A generation rank can read a training rank's memory under four conditions:
+
+- both run on one host;
+- the generation rank sees the other's GPU, which CUDA_VISIBLE_DEVICES may hide;
+- the two GPUs can access each other;
+- the training rank's memory can be exported.
+
+The generation rank's environment variable MCORE_RESHARD_UNREACHABLE excludes pairs whatever the hardware says, as in
+`train:0-gen:1,relay:1-gen:0`. Tests simulate several hosts on one with it. Its pairs need not exchange bytes.
 """
 
 from __future__ import annotations

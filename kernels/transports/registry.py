@@ -1,4 +1,4 @@
-"""The transports there are, and which one a session uses."""
+"""The register of transports, and the choice of the one that a session uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .mixed import connect_by_pair
 from .nccl.communicator import nccl_unavailable_reason
 from .nccl.executor import NcclExecutor
 from .nccl.staging import ScratchBudget
-from .relay import relayed, unrelayed
+from .relay import connect_relayed, connect_unrelayed
 
 AUTO = "auto"
 GOLDEN = "golden"
@@ -42,7 +42,7 @@ def resolve(requested: str, device: str) -> Transport:
     """The transport of that name; for 'auto' the first one that can move tensors of `device` (a torch device type).
 
     MCORE_RESHARD_TRANSPORT in the environment overrides `requested`. Raises `TransportUnavailable` saying what is
-    missing: no other transport is ever taken instead.
+    missing: no other transport is ever taken in its place.
     """
     name = os.environ.get(TRANSPORT_VARIABLE) or requested
     if name == AUTO:
@@ -112,14 +112,14 @@ _DIRECT = Transport(
     devices=frozenset({"cuda"}),
     reach="GPUs of one host that can access each other's memory",  # which ones shows when it connects
     unavailable_reason=partial(gpu_unavailable_reason, "cuda-core", "cuda-bindings"),
-    connect=partial(relayed, _connect_direct),
+    connect=partial(connect_relayed, _connect_direct),
 )
 _NCCL = Transport(
     name="nccl",
     devices=frozenset({"cuda"}),
     reach="any hosts that NCCL can connect",
     unavailable_reason=nccl_unavailable_reason,
-    connect=partial(unrelayed, _connect_nccl),
+    connect=partial(connect_unrelayed, _connect_nccl),
 )
 
 
@@ -145,7 +145,7 @@ _GLOO = Transport(
     devices=frozenset({"cpu"}),
     reach=_TCP,
     unavailable_reason=lambda: None,
-    connect=partial(relayed, _connect_gloo),
+    connect=partial(connect_relayed, _connect_gloo),
 )
 register(_GLOO)
 register(Transport(GOLDEN, frozenset({"cpu", "cuda"}), reach=_TCP, unavailable_reason=lambda: None, connect=None))

@@ -25,15 +25,15 @@ from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.planner.plan.schedule import Schedule
 
-from .base import Executor, StageReport, TransportContext, close_all, connect_all, connect_group, merged_reports
+from .base import Executor, StageReport, TransportContext, close_all, connect_all, connect_group, merge_reports
 
 Connect = Callable[[TransportContext], Executor]
 
 
-def relayed(connect: Connect, context: TransportContext) -> Executor:
+def connect_relayed(connect: Connect, context: TransportContext) -> Executor:
     """Connect the executor of a plan, with two hops where the plan relays.
 
-    Every wave and hop is given all of a rank's scratch: only casts take any, and one wave of the first hop at a time casts.
+    Every wave and hop may use all of a rank's scratch. Only casts take any, and all casts are in one wave of the first hop.
     """
     schedule = context.bound.schedule
     if not schedule.relayed:
@@ -51,7 +51,7 @@ def relayed(connect: Connect, context: TransportContext) -> Executor:
         raise
 
 
-def unrelayed(connect: Connect, context: TransportContext) -> Executor:
+def connect_unrelayed(connect: Connect, context: TransportContext) -> Executor:
     """Connect the executor of a plan. Every byte comes from the trainer: NCCL refuses a GPU twice in one communicator."""
     schedule = context.bound.schedule
     if not schedule.relayed:
@@ -68,7 +68,7 @@ class Role:
     group: GlooGroup
 
     def run(self, landed: Semaphore, failures: list[BaseException]) -> list[tuple[StageReport, ...]]:
-        """Run wave after wave, each once it has `landed`, until the rank has `failures`; append an own one to them."""
+        """Run wave after wave, each once it has `landed`. Stop if the rank has `failures`; append an own failure to them."""
         reports: list[tuple[StageReport, ...]] = []
         try:
             for executor in self.waves:
@@ -98,7 +98,7 @@ class RelayedExecutor:
         self.scratch_bytes = sum(max(executor.scratch_bytes for executor in waves) for waves in hops)
 
     def run(self) -> tuple[StageReport, ...]:
-        """Run both hops. Raises the rank's first failure, of which later ones may be consequences, once all has ended."""
+        """Run both hops to their end. Raises the rank's first failure: later ones may be its consequences."""
         start = time.perf_counter()
         reports: list[tuple[StageReport, ...]] = []
         failures: list[BaseException] = []
@@ -121,7 +121,7 @@ class RelayedExecutor:
         if failures:
             raise first_of(failures)
         seconds = time.perf_counter() - start
-        return tuple(replace(total, seconds=seconds if total.transfers else 0.0) for total in merged_reports(reports))
+        return tuple(replace(total, seconds=seconds if total.transfers else 0.0) for total in merge_reports(reports))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)

@@ -4,8 +4,8 @@
     train:0 -> gen:1  buckets b0 b1           round 1: a1 b1
     train:1 -> gen:0  bucket  c0              round 2: a2
 
-Both ends cut a pair's transfers into the same buckets, so every rank knows every round of its own without a word. Each
-transport has one order of rounds for all ranks:
+Both ends cut a pair's transfers into the same buckets, so every rank knows its rounds without a message. Each transport
+has one order of rounds for all ranks:
 
     gloo     stage by stage, in a stage by number
     nccl     by number, under one number stage by stage
@@ -29,7 +29,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class StageRound:
-    """What a rank sends or receives in one round of a stage: one bucket for each peer that has as many."""
+    """A rank's share of one round of a stage: one bucket for each peer that has so many."""
 
     stage: int  # index into Schedule.stages
     number: int
@@ -62,7 +62,7 @@ def stage_rounds(schedule: Schedule, buckets: Sequence[Bucket]) -> list[StageRou
 
 
 def bucket_bytes_within(scratch_bytes: int, peers: int, slots: int, digest_bytes: int = 0) -> int:
-    """The largest buckets of which every one of `slots` rounds holds one for each of `peers`, with a digest behind each.
+    """The largest bucket size at which each of `slots` rounds holds a bucket and its digest for each of `peers`.
 
     512 MiB, 4 peers, 4 slots: 32 MiB. Raises ValueError if less than one element fits.
     """

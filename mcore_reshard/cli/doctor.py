@@ -37,9 +37,9 @@ _PACKAGES = {
 
 
 def run(args: argparse.Namespace) -> int:
-    wanted = _wanted_versions()
+    requirements = _wanted_versions()
     packages: list[dict[str, Any]] = [
-        {"name": n, "version": _version(n, module), "wanted": wanted.get(n), "purpose": purpose, "extra": extra}
+        {"name": n, "version": _version(n, module), "wanted": requirements.get(n), "purpose": purpose, "extra": extra}
         for n, (module, purpose, extra) in _PACKAGES.items()
     ]
     has = {package["name"] for package in packages if package["version"]}
@@ -67,7 +67,7 @@ def _version(name: str, module: str) -> str | None:
 
 
 def _wanted_versions() -> dict[str, str]:
-    """What this package asks for of others, from its own metadata; nothing in a checkout that is not installed."""
+    """The versions of other packages that this one requires, from its own metadata; none if it is not installed."""
     try:
         requirements = metadata.requires("mcore-reshard") or []
     except metadata.PackageNotFoundError:
@@ -104,7 +104,7 @@ def _transports() -> list[dict[str, Any]]:
 
 
 def _auto(transports: list[dict[str, Any]], cuda: dict[str, Any]) -> list[str]:
-    """What a session that asks for no transport gets here, and why."""
+    """The transport that `auto` chooses here, and why."""
     reasons = {row["name"]: row["reason"] for row in transports}
     usable = [name for name, reason in reasons.items() if reason is None]
     lines = ["CPU tensors: gloo, the only transport that moves them point to point"] if "gloo" in usable else []

@@ -26,7 +26,7 @@ from mcore_reshard.planner.plan.transfers import (
 )
 from mcore_reshard.planning import InputError
 
-from .inputs import collected, read_plan
+from .inputs import collect_problems, read_plan
 from .render import Cell, facts, grouped, noted, print_report, ranges, styled, table
 from .show import origin_as_dict, place_as_dict, rank_name, sender, tensor_lines, tensors_of
 
@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     ranks: dict[World, int] = {}
     for world, rank in (("gen", args.gen_rank), ("train", args.train_rank)):
         if rank is not None:
-            with collected(problems):
+            with collect_problems(problems):
                 ranks.update([parse_rank(plan, f"{world}:{rank}")])
-    with collected(problems):
+    with collect_problems(problems):
         question = replace(parse_element(args.element), ranks=ranks)
         owner = question.world or _world_of(plan, question)
         answer = _of_parameter(plan, question) if owner is None else _of_tensor(plan, question, owner)

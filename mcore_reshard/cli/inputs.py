@@ -1,4 +1,4 @@
-"""Tell plan files from configs: a command that is given the other one says so."""
+"""Tell plan files from configs, so that a command says so if it gets the other one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_reshard.planning import InputError
 
 
 @contextmanager
-def collected(problems: list[str]) -> Iterator[None]:
+def collect_problems(problems: list[str]) -> Iterator[None]:
     """Add what is wrong to `problems` instead of raising it, so that everything is reported at once."""
     try:
         yield
@@ -30,8 +30,8 @@ def collected(problems: list[str]) -> Iterator[None]:
 def read_plan(source: str, *, proven: bool = True) -> Plan:
     """The plan in a file.
 
-    Raises InputError where `source` is the config of a model, PlanFileError where it is no plan, and ProofError for an
-    unsound plan that should be `proven`.
+    Raises InputError if `source` is the config of a model, and PlanFileError if it is no plan. With `proven`, raises
+    ProofError for an unsound plan.
     """
     try:
         plan = load_plan(source)

@@ -1,4 +1,4 @@
-"""The command line. This module parses the arguments, and imports nothing that takes time; one module a command runs it.
+"""The command line. This module parses the arguments and imports nothing slow; each command has a module that runs it.
 
 Exit codes: 0 done; 1 unexpected; 2 bad input or an impossible mesh; 3 the proof of a plan failed; 4 a validation found
 bytes that differ. Errors are text on stderr, also with --json.
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:  # whoever read stdout has gone, as `head` does; keep the interpreter from saying so at exit
+    except BrokenPipeError:  # the reader of stdout has gone; keep the interpreter from saying so at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNEXPECTED
     except Exception as error:

@@ -99,7 +99,7 @@ def verdict(ok: bool, text: str, bad: str = "FAILED") -> Text:
 
 
 def noted(notes: Iterable[str]) -> list[Text]:
-    """What a reader should know besides, a line each."""
+    """Notes to the reader, a line each."""
     return [styled(f"note: {note}", "yellow") for note in notes]
 
 

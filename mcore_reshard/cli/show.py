@@ -18,7 +18,7 @@ from mcore_reshard.planner.plan.schedule import Schedule, TransferTable, World
 from mcore_reshard.planner.plan.transfers import Place, Transfer, parse_rank
 from mcore_reshard.planning import InputError
 
-from .inputs import collected, read_plan
+from .inputs import collect_problems, read_plan
 from .render import Cell, and_more, count, facts, grouped, print_report, size, styled, table
 from .summary import parameters_table, print_plan, summarize
 
@@ -34,9 +34,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     plan = read_plan(args.plan)
     rank, problems = None, list[str]()
-    with collected(problems):
+    with collect_problems(problems):
         rank = None if args.rank is None else parse_rank(plan, args.rank)
-    with collected(problems):
+    with collect_problems(problems):
         plan.transfers(args.parameter)
     if problems:
         raise InputError(problems)

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _from_config(args: argparse.Namespace) -> PlanRequest:
-    load_config(args.source)  # a source that cannot be read at all is the first thing to report
+    load_config(args.source)  # report an unreadable source before all else
     missing = [f"--{side}" for side in ("train", "gen") if getattr(args, side) is None]
     if missing:
         options = " and ".join(missing)
@@ -70,7 +70,7 @@ def _from_config(args: argparse.Namespace) -> PlanRequest:
 
 
 def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
-    """The plan, and the request that leads to it. Raises InputError with every option that says otherwise."""
+    """The plan, and the request that leads to it. Raises InputError with every option that contradicts the plan."""
     plan = read_plan(args.source)
     config = args.config or (plan.model if plan.model in builtin_names() else None)
     if config is None:
@@ -104,7 +104,7 @@ def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
 def _dtypes_of(plan: Plan) -> tuple[str | None, str | None]:
     """The dtypes that a plan was probably made for.
 
-    A plan without casts names the engine's alone: the trainer has the same, or everything goes by misc.
+    A plan without casts names only the engine's dtypes: the trainer has the same, or everything goes by misc.
     """
     gen_dtype = PRECISION_OF.get(plan.groups[0].dtype)
     if plan.pairs:
@@ -166,6 +166,6 @@ def _difference(result: ParameterResult) -> str:
     if result.problem or result.first is None:
         return result.problem
     first, index = result.first, ",".join(map(str, result.first.index))
-    got, golden = (f"{value:g}" if value is not None else "nan or inf" for value in (first.got, first.expected))
-    bits = f"got {got} (0x{first.got_bits}), golden {golden} (0x{first.expected_bits})"
+    refitted, golden = (f"{value:g}" if value is not None else "nan or inf" for value in (first.got, first.expected))
+    bits = f"got {refitted} (0x{first.got_bits}), golden {golden} (0x{first.expected_bits})"
     return f"{count(result.mismatches, 'element')} differ, first [{index}]: {bits}"

@@ -1,7 +1,7 @@
 """Checks that the ranks of a session agree before anything moves.
 
-Every rank publishes a word, a small dict. All ranks check the `words` of all, by rank name, so all of them raise, or none:
-{"train:0": {"version": 3}, "gen:0": {"version": 3}}.
+Every rank publishes a word, a small dict. All ranks check the words of all ranks, so all of them raise, or none. `words`
+are by rank name: {"train:0": {"version": 3}, "gen:0": {"version": 3}}.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse_word(word: Any) -> dict[str, Any]:
 
 
 def check_alike(words: Words) -> None:
-    """Raise `SessionError` unless all ranks were given the same; the message says which rank has what."""
+    """Raise `SessionError` unless all ranks have the same plan and options; the message says which rank has what."""
     values = {field: _ranks_by(words, field) for field in _ALIKE}
     if problems := [f"different {field}: {_list_ranks(ranks)}" for field, ranks in values.items() if len(ranks) > 1]:
         heading = "the ranks of this session do not fit together, give all of them the same:"
@@ -60,7 +60,7 @@ def check_versions(words: Words, rank: str, committed: int | None) -> None:
 
 
 def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A rank's word on the scales of the KV cache that it was given, if any."""
+    """A rank's word about the scales of the KV cache that its caller gave, if any."""
     if not isinstance(scales, Mapping | None):
         return {"wrong_kv_scales": f"a {type(scales).__name__} in place of a mapping of names to scales"}
     given = dict(scales or {})
@@ -73,7 +73,8 @@ def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:
 def agreed_kv_scales(words: Words, sender: str) -> dict[str, float]:
     """The scales of the KV cache that `sender`, training rank 0, sends.
 
-    Raises `KvScalesError` for scales that are no positive numbers, and for other scales on another rank: they would be lost.
+    Raises `KvScalesError` for scales that are no positive numbers, and if another rank has different ones: these would be
+    lost.
     """
     wrong = _ranks_by(words, "wrong_kv_scales")
     wrong.pop(None, None)
@@ -91,7 +92,7 @@ def agreed_kv_scales(words: Words, sender: str) -> dict[str, float]:
 def check_kv_names(words: Words, scales: Collection[str]) -> None:
     """Raise `KvScalesError` unless all generation ranks take scales and each name is that of one of them.
 
-    Each of them said which names it `lacks`, by number; None if it takes no scales.
+    The word of each generation rank lists the names that it `lacks`, by number; None if it takes no scales.
     """
     lacking = {rank: word["lacks"] for rank, word in words.items() if "lacks" in word}
     came = f"{len(scales)} scales of the KV cache"
@@ -108,7 +109,7 @@ def check_kv_names(words: Words, scales: Collection[str]) -> None:
 
 
 def is_positive_float32(scale: Any) -> bool:
-    """Whether a scale of the KV cache is a number that float32 holds as neither 0 nor inf: engines keep it so."""
+    """Whether a scale of the KV cache is above 0 and finite in float32, in which engines keep it."""
     try:
         in_float32 = torch.tensor(float(scale), dtype=torch.float32).item()
         return not isinstance(scale, (bool, str)) and 0 < in_float32 < math.inf
@@ -117,7 +118,7 @@ def is_positive_float32(scale: Any) -> bool:
 
 
 def _ranks_by(words: Words, field: str) -> dict[Any, list[str]]:
-    """What ranks said in a field -> who said it."""
+    """Each value that ranks have in a field -> the names of these ranks."""
     ranks: dict[Any, list[str]] = {}
     for rank, word in words.items():
         ranks.setdefault(word.get(field), []).append(rank)

@@ -60,16 +60,16 @@ class RefitReport:
     """What one rank did in one committed refit."""
 
     version: int
-    transport: str  # what moved it, as in "direct+nccl"
+    transport: str  # one or several, as in "direct+nccl"
     nbytes: int  # moved by the plan, sent or received by this rank
-    misc_bytes: int  # whole tensors exported and loaded by name: the misc route, or everything under golden
+    misc_bytes: int  # of whole tensors exported and loaded by name: the misc route, or everything under golden
     seconds: float  # from the call to the commit
     stages: tuple[StageReport, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    """`prepare` makes it and `close` undoes it."""
+    """Everything that `prepare` opens and `close` frees."""
 
     rendezvous: Rendezvous
     transport: Transport
@@ -80,7 +80,7 @@ class _Connection:
 
 
 class _Endpoint(ABC):
-    """The part that both worlds share; see TrainEndpoint and GenerationEndpoint."""
+    """One rank's end of a session, as far as both worlds share it: see TrainEndpoint and GenerationEndpoint."""
 
     world: World
     by_name: str  # the argument with the function that moves whole tensors by name
@@ -103,7 +103,7 @@ class _Endpoint(ABC):
         self._refits = 0
 
     def prepare(self, *, timeout_s: float | None = None) -> None:
-        """Bind, meet all other ranks, compare what they were given, and connect. Call once, on every rank.
+        """Bind, meet all other ranks, compare plans and options, and connect. Call once, on every rank.
 
         `timeout_s` (by default that of the options) limits the wait for ranks that are still starting.
         Raises `BindError`, `TransportUnavailable` or `SessionError`; if one rank raises, all do.
@@ -137,9 +137,9 @@ class _Endpoint(ABC):
         `kv_scales` are calibrated scales of the engine's KV cache, by checkpoint name, as in
         `model.layers.0.self_attn.attn.k_scale`. Give them on training rank 0; other ranks may be given the same.
 
-        All ranks of both worlds must call it with the same version, larger than the last: else all of them raise
-        `VersionError`. Scales that no rank can take raise `KvScalesError`. After these two errors nothing has moved,
-        and the session goes on. Each wait ends with an error after `timeout_s`. Training weights may change again as
+        All ranks of both worlds must call it with one version, larger than the last; else all of them raise
+        `VersionError`. They raise `KvScalesError` for scales that no rank can take. After these two errors nothing has
+        moved, and the session goes on. Each wait ends with an error after `timeout_s`. Training weights may change again as
         soon as this returns.
         """
         connection = self._connection
@@ -188,9 +188,9 @@ class _Endpoint(ABC):
     def close(self) -> None:
         """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice.
 
-        After a committed refit it waits, 5 s at most, until all ranks know of the commit: a process that hosts the store
-        may then end, and a slower rank raises. After a failure it waits 1 s at most for the transport to end; the store
-        must stay up until all ranks have raised, for they read the cause there.
+        After a committed refit it waits, 5 s at most, until all ranks know of the commit. A process that hosts the store
+        may then end; a slower rank raises. After a failure it waits 1 s at most for the transport to end. The store must
+        then stay up until all ranks have raised: they read the cause there.
         """
         connection, self._connection = self._connection, None
         if connection is not None and self._ended is None:
@@ -288,8 +288,8 @@ class TrainEndpoint(_Endpoint):
 
     - `tensors`: the rank's parameters by the names of `schedule.tensors`, or a function that returns them, for a model
       that may replace its parameters.
-    - `export(names)` yields (HF name, whole tensor) for each of `names`, or for the whole model if None. It is called on
-      all training ranks at once, so it may run collectives. It must yield everything on training rank 0.
+    - `export(names)` yields (HF name, whole tensor) for each of `names`, or for the whole model if None. All training
+      ranks call it together, so it may run collectives. It must yield everything on training rank 0.
     - `store`: a TCPStore or its "host:port"; `close` says how long it must stay up.
     - `rank_name` is as in "train:0"; `committed_version` the last version that all ranks acknowledged, None before it.
 
@@ -331,10 +331,10 @@ class GenerationEndpoint(_Endpoint):
     - `tensors`: the live engine's parameters by the names of `schedule.tensors`, written in place. A parameter that
       nothing in the plan fills is refused.
     - `load_weights(pairs)`: the engine's own loader. It gets (HF name, whole CPU tensor) pairs and must read them all.
-    - `after_direct_writes()` derives tensors from new weights. It is called in each refit, under golden too, once all
-      weights are there.
+    - `after_direct_writes()` derives tensors from new weights. Each refit calls it once all weights are there, under
+      golden too.
     - `kv_scale_names()`: the names of this rank's scales of the KV cache. `set_kv_scales(scales)` puts scales of these
-      names where attention reads them. It is called last, if scales came with the refit.
+      names where attention reads them. A refit that brings scales calls it last.
 
     The rest is as for `TrainEndpoint`.
     """
@@ -382,7 +382,7 @@ class GenerationEndpoint(_Endpoint):
 
 
 class _Published:
-    """Publish an error raised inside, then raise its cause: this error, or another rank's that led to it.
+    """Publish an error raised inside, then raise its cause: this error, or an earlier one of another rank.
 
     `end` is called with the cause. A class, not @contextmanager: contextlib's frames would keep a replaced exception,
     and the tensors in its traceback, alive.

@@ -1,4 +1,4 @@
-"""The plan's way to every rank: one training rank publishes it on the session's store, generation ranks fetch it."""
+"""Hand the plan to every rank: one training rank publishes it on the session's store, generation ranks fetch it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", t
     plan_store = _plan_store(store, session, timeout_s)
     try:
         plan_store.set(_PLAN, dump_plan(plan))
-        plan_store.check([_PLAN])  # A frozen store takes a `set` as well: only an answer shows that it has the plan.
+        plan_store.check([_PLAN])  # A frozen store accepts a `set` too: only an answer shows that it has the plan.
     except DistNetworkError as error:
         raise SessionError(f"the plan was not published, lost {error}; {_ANEW}") from error
 

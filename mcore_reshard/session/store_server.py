@@ -18,7 +18,7 @@ _IDENTITY = "mcore-reshard/store"
 
 
 def serve_store(port: int, host: str | None = None) -> TCPStore:
-    """Serve a store at one address of this machine or, if `host` is None, at all, for as long as the result is kept.
+    """Serve a store at one address of this machine, or at all if `host` is None, while the caller keeps the result.
 
     `port` 0 takes a free port. Raises SessionError where the port is taken or the address is not this machine's.
     """

@@ -1,7 +1,7 @@
 """Whole tensors that travel by their Hugging Face names, on the misc route and under golden.
 
-A stream must hold every tensor that was asked for, and no other. Both ends check it: the trainer what its export yields,
-the engine what arrives.
+A stream must hold every requested tensor, and no other. The trainer checks this of its export, the engine of all that
+arrives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What keeps a validation from being run."""
+"""Errors of validations that cannot run."""
 
 
 class ValidationError(RuntimeError):

@@ -1,8 +1,7 @@
 """The dtypes of both sides of a validation, and golden in the dtype that the engine loads.
 
-The checkpoint is always in bfloat16; a trainer in FP8 quantizes it as it loads. Golden of such a trainer are its own
-bytes. Golden of weights that the refit quantizes are Megatron-Bridge's bfloat16 export, quantized by the engine's own
-arithmetic where the engine is vLLM.
+The checkpoint is always in bfloat16; a trainer in FP8 quantizes it as it loads, and its own bytes are golden. If the
+refit quantizes, golden is Megatron-Bridge's bfloat16 export, quantized by vLLM itself, or by the reference without vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _COMPARED = (("bf16", "fp8"), ("fp8", "fp8"))
 
 @dataclass(frozen=True, slots=True)
 class SidePrecisions:
-    """What both sides of a validation hold. `block` is None where neither quantizes."""
+    """The precisions of both sides of a validation. `block` is None if neither quantizes."""
 
     train_dtype: str | None
     gen_dtype: str | None
@@ -52,7 +51,7 @@ class SidePrecisions:
 
 
 def side_precisions(planning: PlanRequest) -> SidePrecisions:
-    """What the sides hold of a model. FP8 is in the blocks of its config, or where that has none in 128 by 128.
+    """The precisions of both sides of a model. FP8 has the blocks of the config; 128 by 128 if it names none.
 
     Raises ValidationError for dtypes that cannot be compared, models that are not in bfloat16 and FP8 not in blocks.
     """
@@ -104,7 +103,7 @@ def quantized_by_engine(
         elif by_vllm:
             from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-            # Compiling would take a rank longer than all else, and gives the same bytes on a CPU.
+            # Compiling takes longer than all else, and gives the same bytes on a CPU.
             with torch.compiler.set_stance("force_eager"):
                 data, scales = per_block_cast_to_fp8(tensor.to(device), list(pair.block), use_ue8m0=False)
             yield from ((name, data), (pair.name, scales))

@@ -1,7 +1,7 @@
 """Run a function in several forked processes, as a launcher of ranks would, in one call.
 
-The parent imports what the ranks need (`prepare` functions, seconds for Megatron) and forks, so that ranks start in
-tens of milliseconds and share those pages.
+The parent imports the packages that the ranks need, which takes seconds for Megatron, and forks. So ranks start in tens
+of milliseconds and share those pages. `prepare` functions do these imports.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ Results = tuple[list[RefitReport], list[list[ParameterResult]]]
 
 
 def run_process(index: int, job: Job) -> Results:
-    """The ranks, training first, and after them the process that hosts the store where they meet.
+    """Run one process: a training rank, then generation ranks, and last the process that hosts their store.
 
-    The store has a thread, and forking beside threads is not safe: nothing of it may exist before the fork.
+    The store has a thread, and forking beside threads is not safe. So the store may not exist before the fork.
     """
     port = job.store_socket.getsockname()[1]
     if index == job.ranks:
@@ -239,7 +239,7 @@ def _compare_with_golden(
     """Load golden into the same engine, compare, and leave golden in place: the next refit must overwrite all of it."""
     from safetensors.torch import load_file
 
-    got = {name: tensor.detach().clone() for name, tensor in engine.loaded.items()}
+    refitted = {name: tensor.detach().clone() for name, tensor in engine.loaded.items()}
     for tensor in engine.loaded.values():
         poison(tensor)
     golden: Iterable[tuple[str, torch.Tensor]] = load_file(job.golden_file(version)).items()
@@ -247,5 +247,5 @@ def _compare_with_golden(
         device = next(iter(engine.tensors.values())).device
         golden = quantized_by_engine(golden, job.pairs, device, by_vllm=job.engine == "vllm")
     engine.load_weights(golden)
-    names, expected = sorted({*got, *engine.loaded}), engine.loaded
-    return [compare(n, rank, "bulk" if n in bulk else "misc", got.get(n), expected.get(n)) for n in names]
+    names, expected = sorted({*refitted, *engine.loaded}), engine.loaded
+    return [compare(n, rank, "bulk" if n in bulk else "misc", refitted.get(n), expected.get(n)) for n in names]

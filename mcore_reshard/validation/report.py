@@ -78,24 +78,24 @@ class ValidationReport:
 
 
 def compare(
-    name: str, gen_rank: int, route: str, got: torch.Tensor | None, expected: torch.Tensor | None
+    name: str, gen_rank: int, route: str, refitted: torch.Tensor | None, expected: torch.Tensor | None
 ) -> ParameterResult:
     """Compare two tensors bit for bit: NaNs are equal when their bits are."""
-    present = expected if got is None else got
+    present = expected if refitted is None else refitted
     assert present is not None
     result = partial(ParameterResult, name, gen_rank, route, present.nbytes)
-    if got is None or expected is None:
-        return result(0, problem=f"{'the engine' if got is None else 'golden'} has no such tensor")
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        problem = f"is {tuple(got.shape)} {got.dtype}, golden {tuple(expected.shape)} {expected.dtype}"
+    if refitted is None or expected is None:
+        return result(0, problem=f"{'the engine' if refitted is None else 'golden'} has no such tensor")
+    if refitted.shape != expected.shape or refitted.dtype != expected.dtype:
+        problem = f"is {tuple(refitted.shape)} {refitted.dtype}, golden {tuple(expected.shape)} {expected.dtype}"
         return result(0, problem=problem)
-    got_bytes, expected_bytes = _bytes(got), _bytes(expected)
-    wrong = (got_bytes != expected_bytes).any(-1).nonzero()
+    refitted_bytes, expected_bytes = _bytes(refitted), _bytes(expected)
+    wrong = (refitted_bytes != expected_bytes).any(-1).nonzero()
     if not len(wrong):
         return result(0)
     index = tuple(wrong[0].tolist())
-    values = _finite(got[index]), _finite(expected[index])
-    return result(len(wrong), Mismatch(index, *values, _hex(got_bytes[index]), _hex(expected_bytes[index])))
+    values = _finite(refitted[index]), _finite(expected[index])
+    return result(len(wrong), Mismatch(index, *values, _hex(refitted_bytes[index]), _hex(expected_bytes[index])))
 
 
 def _finite(element: torch.Tensor) -> float | None:

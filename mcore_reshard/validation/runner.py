@@ -1,8 +1,8 @@
 """Golden against real: refit a real trainer into an engine in real processes, and compare every byte with golden.
 
-Each rank is a forked process. Training ranks hold a Megatron-Core model built by Megatron-Bridge: on the GPU with a
-transport for GPUs and an installed Transformer Engine, else on the CPU. Generation ranks hold a vLLM model, or the
-tensors of one where vLLM is not installed. The two worlds meet only at the refit. Golden is Megatron-Bridge's export of
+Each rank is a forked process. Training ranks hold a Megatron-Core model built by Megatron-Bridge. It lies on the GPU if
+the transport is for GPUs and Transformer Engine is installed, else on the CPU. Generation ranks hold a vLLM model, or
+the tensors of one where vLLM is not installed. The two worlds meet only at the refit. Golden is Megatron-Bridge's export of
 the same weights, handed over in a file to the engine's own loader: it shares neither layouts nor transport.
 """
 
@@ -51,8 +51,8 @@ def validate(request: ValidationRequest) -> ValidationReport:
     No two elements of the model agree in both of the first two sets of weights, so an element out of place shows.
     Later sets come from optimizer steps.
 
-    Raises MeshError for what cannot be planned, ProofError for an unsound plan and ValidationError where the check cannot
-    be run. Differences are not errors: they are in the report.
+    Raises MeshError if no plan is possible, ProofError for an unsound plan and ValidationError if the check cannot run.
+    Differences are not errors: they are in the report.
     """
     # Counting GPUs through the driver would spoil this process for forking.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -175,7 +175,7 @@ def _check_vllm(job: Job, timeout_s: float) -> None:
 
 
 def _engine_kind(engine: str, device: str) -> str:
-    """What holds the destination tensors: "vllm", whose model is built on the CPU, or "slices"."""
+    """The holder of destination tensors: "vllm", whose model is built on the CPU, or "slices"."""
     if engine == "slices":
         return engine
     if importlib.util.find_spec("vllm") is None:

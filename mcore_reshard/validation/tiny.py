@@ -65,7 +65,7 @@ def payload(shapes: Shapes, version: int, blocks: Blocks | None = None) -> Itera
     Elements are numbered through the whole model. A bfloat16 element of version 1 is the low digit of its number in
     base 32,640, taken as a bit pattern (the finite non-negative ones); version 2 has the next digit. From version 3 on
     the digit is a hash of number and version. A float32 element has that pattern in its upper half and a nonzero lower
-    half, so a cast to bfloat16 keeps the identity and destroys the rest. Matrices that will be quantized in `blocks` are
+    half. So a cast to bfloat16 keeps the identity and destroys the rest. Matrices that will be quantized in `blocks` are
     E4M3 numbers times a factor for each block, both hashed from where they are. One of 254 numbers does not identify an
     element, but no two regions have the same numbers.
     """

@@ -1,7 +1,7 @@
 """Where the scales of quantized weights lie: derived from the weight's own layout, in units of blocks.
 
-A rank that holds a part of a weight holds the scales of that part's blocks. Refused are a cut through a block, and a fused
-tensor in which two parameters share a block.
+A rank that holds a part of a weight holds the scales of that part's blocks. No rule covers a cut through a block, or a
+fused tensor in which two parameters share a block: they go by misc.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def splits_blocks(partition: Partition, block: Block) -> bool:
 def touched_scale_partition(partition: Partition, block: Block, tensor_of: ScalesTensor) -> Partition | Misc:
     """The scales of all blocks that each part of a weight touches, for an engine that knows which element is in which block.
 
-    Parts must be of equal size and touch equally many blocks; parts that follow each other in a tensor have scales that do.
+    Parts must be of equal size and touch equally many blocks. Their scales follow each other as the parts do.
     """
     all_pieces = [piece for part in partition.pieces for piece in part]
     extents = {piece.region.extents for piece in all_pieces}

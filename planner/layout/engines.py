@@ -1,4 +1,4 @@
-"""All that the planner, the proof and the command line ask of a generation engine: one record, `Engine`.
+"""Everything that the planner, the proof and the command line know of a generation engine: one record, `Engine`.
 
 An engine is one module of this package, named after it, with its record as `ENGINE`. A second engine is one new file.
 """
@@ -28,7 +28,7 @@ class UnknownEngineError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What an engine keeps where, what it quantizes, and what users should hear of a plan for it."""
+    """One engine: its layout, what it quantizes, and its notes to users on a plan."""
 
     name: str
     layout: Callable[[ModelParameters, GenMesh], Layout]

@@ -88,8 +88,8 @@ def permuted(sizes: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
 class LocalTensor:
     """A tensor of a live model: its name there, its exact shape and dtype.
 
-    In a plan the name is a pattern: `{vp}`, `{layer}` and `{expert}` stand for the model chunk, the layer's index and
-    the expert's index where the tensor lives.
+    In a plan the name is a pattern. `{vp}` stands for the model chunk; `{layer}` and `{expert}` stand for the layer's
+    and the expert's index in that model.
     """
 
     name: str

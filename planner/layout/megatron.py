@@ -1,6 +1,6 @@
 """Where a Megatron-Core trainer keeps a model: which ranks hold each group, and whether the mesh can hold it at all.
 
-How one parameter is cut stands in megatron_rules.py. Transformer Engine keeps a quantized parameter as a tensor of its own
+megatron_rules.py says how one parameter is cut. Transformer Engine keeps a quantized parameter as a tensor of its own
 class. In a plan its E4M3 data has the parameter's name. Its scales have that name and the attribute's, as in
 `linear_fc2.weight._rowwise_scale_inv`.
 Source: transformer_engine/pytorch/tensor/{float8_blockwise,mxfp8,float8}_tensor.py; shapes read off real parameters.

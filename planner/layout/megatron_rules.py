@@ -1,8 +1,8 @@
-"""Which local tensor of Megatron-Core holds a parameter, and how it is cut: one function a rule, keyed by role.
+"""The local tensor of Megatron-Core that holds a parameter, and how it is cut: one function a rule, keyed by role.
 
 Names and row orders are those of megatron-core 0.16 to 0.19 as built by Megatron-Bridge. Every rule names the class that it
-mirrors. Parallel degrees come from the mesh. The attributes of parameters are wrong in places: grouped experts at ETP = 1
-still claim tensor parallelism, and TE's duplicated linears claim a TP dim.
+mirrors. Parallel degrees come from the mesh, because attributes of parameters are wrong in places. Grouped experts at
+ETP = 1 still claim tensor parallelism, and TE's duplicated linears claim a TP dim.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MegatronBuild:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a layout rule sees beside the group it places."""
+    """The facts that a layout rule gets beside the group it places."""
 
     architecture: Architecture
     mesh: TrainMesh
@@ -108,7 +108,7 @@ def _fused_qkv(context: Context, group: ParameterGroup) -> Partition:
 
 
 def _norm(fused: str, separate: str) -> Rule:
-    """Norms live inside of the linear that they precede (TELayerNormColumnParallelLinear), or apart."""
+    """Norms live inside of the linear that they precede (TELayerNormColumnParallelLinear), or in their own module."""
 
     def rule(context: Context, group: ParameterGroup) -> Partition:
         path = f"{fused}.layer_norm_weight" if context.build.fused_norms else f"{separate}.weight"
@@ -118,7 +118,7 @@ def _norm(fused: str, separate: str) -> Rule:
 
 
 def _attention_norm(context: Context, group: ParameterGroup) -> Partition | Misc:
-    """Apart for MLA, whose down projections have none fused."""
+    """In a module of its own for MLA: its down projections have no fused norm."""
     if isinstance(context.architecture.attention, Attention):
         return _norm("self_attention.linear_qkv", "input_layernorm")(context, group)
     return whole(group, _LAYER + "input_layernorm.weight")

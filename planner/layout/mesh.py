@@ -1,6 +1,6 @@
 """Rank numbering on both sides: which rank sits where on which mesh.
 
-Training ranks carry two meshes at once: dense parameters live on tp x cp x dp x pp, experts on etp x ep x edp x pp.
+Training ranks carry two meshes at once. Dense parameters live on tp x cp x dp x pp, experts on etp x ep x edp x pp.
 Numbering follows megatron.core.parallel_state.RankGenerator with the default order "tp-cp-ep-dp-pp".
 
 Generation ranks follow vLLM's initialize_model_parallel: tensor parallel innermost, then pipeline, then data parallel;
@@ -40,9 +40,9 @@ class LayerPlace:
 class TrainMesh:
     """Megatron-Core's parallel sizes; `dp` counts dense replicas, and the world has tp * cp * dp * pp ranks.
 
-    `layers` gives uneven pipelines: decoder layers per stage (pp entries, each split evenly over its chunks) or per
-    model chunk in pipeline order (pp * vpp entries: chunk 0 of every stage, then chunk 1, ...). Zero is allowed: a
-    stage may hold only the embedding or only the loss. Empty: layers are divided evenly.
+    `layers` gives uneven pipelines: the decoder layers of each stage (pp entries) or of each model chunk (pp * vpp
+    entries). Chunks go in pipeline order: chunk 0 of every stage, then chunk 1, ... The layers of a stage are split
+    evenly over its chunks. An entry may be 0: a stage may hold only the embedding or only the loss. Empty: an even split.
     """
 
     tp: int = 1
@@ -111,7 +111,7 @@ class TrainMesh:
             if num_layers > chunks:
                 problem += f"; give them, e.g. layers={_joined(_even_counts(num_layers, chunks))}"
             raise MeshError("impossible training mesh", [problem])
-        counts = _checked_sum(self.layers or (num_layers // chunks,) * chunks, num_layers, "training")
+        counts = _check_sum(self.layers or (num_layers // chunks,) * chunks, num_layers, "training")
         return counts if len(counts) == chunks else tuple(count // self.vpp for count in counts) * self.vpp
 
     def canonical(self, num_layers: int) -> TrainMesh:
@@ -175,11 +175,11 @@ class GenMesh:
     def stage_layers(self, num_layers: int) -> tuple[int, ...]:
         """How many decoder layers every pipeline stage has. Raises MeshError where they do not fit the mesh.
 
-        Source: vllm/distributed/utils.py get_pp_indices. By default layers left over go to the stages before the last, later
-        ones first: 5 layers on 2 stages are 3 + 2, 6 on 4 are 1 + 2 + 2 + 1.
+        Source: vllm/distributed/utils.py get_pp_indices. By default the stages before the last take the layers left over,
+        later stages first. 5 layers on 2 stages are 3 + 2; 6 on 4 are 1 + 2 + 2 + 1.
         """
         counts = self.layers or _even_counts(num_layers, self.pp, spare_last=True)
-        if min(_checked_sum(counts, num_layers, "generation")) < 1:
+        if min(_check_sum(counts, num_layers, "generation")) < 1:
             raise MeshError("impossible generation mesh", [f"pp = {self.pp} exceeds the {num_layers} layers"])
         return counts
 
@@ -206,7 +206,7 @@ def _degree_violations(mesh: TrainMesh | GenMesh, world: str) -> list[str]:
     return violations
 
 
-def _checked_sum(counts: tuple[int, ...], num_layers: int, side: str) -> tuple[int, ...]:
+def _check_sum(counts: tuple[int, ...], num_layers: int, side: str) -> tuple[int, ...]:
     if sum(counts) != num_layers:
         problem = f"layers={_joined(counts)} adds up to {sum(counts)}, the model has {num_layers}"
         raise MeshError(f"impossible {side} mesh", [problem])
@@ -238,7 +238,7 @@ _Mesh = TypeVar("_Mesh", TrainMesh, GenMesh)
 
 
 def _parse(text: str, side: str, kind: type[_Mesh]) -> _Mesh:
-    """Reads the axes that can be read and builds the mesh, so that one error lists all that is wrong with both."""
+    """Parse every axis that is well-formed, then build the mesh: one error lists the faults of the text and of the mesh."""
     axes: dict[str, Any] = {}
     known = sorted(f.name for f in fields(kind))
     violations = [] if text.replace(",", " ").strip() else ["it is empty, write for example tp=2"]

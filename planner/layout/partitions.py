@@ -1,4 +1,4 @@
-"""What a layout says: for a group of parameters, which rank holds which part, and where in which local tensor.
+"""Layouts: for a group of parameters, which rank holds which part, and where in which local tensor.
 
 A layout (megatron.py, vllm.py) answers `place(group)` with `PartitionOwners`, one for each pipeline stage and, for experts,
 each expert-parallel rank: 256 experts share one `Partition`. The functions at the end are the ways to cut a parameter.
@@ -77,7 +77,7 @@ class Layout(ABC):
     name: str
     title: str  # as messages name the framework
     rules: Mapping[Role, Rule]
-    context: Any  # what its rules see beside the group; `local_experts` is the number of experts on the rank
+    context: Any  # given to its rules beside the group; `local_experts` is the number of experts on the rank
 
     @abstractmethod
     def violations(self) -> list[str]:
@@ -85,7 +85,7 @@ class Layout(ABC):
 
     @abstractmethod
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
-        """Where the scales of a quantized group lie, whose weights are cut into `partition`."""
+        """The partition of the scales of a quantized group whose weights are cut into `partition`."""
 
     @abstractmethod
     def stages(self, group: ParameterGroup) -> dict[int, tuple[LayerPlace, ...]]:
@@ -118,7 +118,7 @@ def indivisible(what: str, size: int, axis: str, degree: int) -> list[str]:
 
 
 def unshareable(what: str, count: int, axis: str, degree: int) -> list[str]:
-    """The violation of dividing `count` of something over ranks, or the ranks over them where they are more."""
+    """The violation if neither of `count` things and `degree` ranks divides the other."""
     if count % degree == 0 or degree % count == 0:
         return []
     return [f"{count} {what} are neither a multiple nor a divisor of {axis} = {degree}"]

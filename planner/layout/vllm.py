@@ -1,7 +1,7 @@
 """vLLM as the engine: which ranks hold each group, whether the mesh can hold the model, and what else a plan asks of it.
 
-How one parameter is cut stands in vllm_rules.py; which matrices are quantized, and where their scales lie, in
-vllm_quantized.py. Files named here are under vllm/model_executor of vLLM 0.32.
+vllm_rules.py says how one parameter is cut. vllm_quantized.py says which matrices are quantized, and where their scales
+lie. Files named here are under vllm/model_executor of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class VllmLayout(Layout):
         return [f"generation: {violation}" for violation in violations]
 
     def _cut_violations(self) -> list[str]:
-        """What tp does not divide."""
+        """Sizes that tp does not divide."""
         model, tp = self.context.architecture, self.context.mesh.tp
         attention, mamba = model.attention, model.mamba
         sizes = [

@@ -1,4 +1,4 @@
-"""Which matrices vLLM quantizes when it is asked to, where their scales lie, and what it or a trainer cannot hold so.
+"""vLLM's quantization: the matrices that it quantizes, where their scales lie, and what vLLM or a trainer cannot hold.
 
 Scales lie as `load_weights` leaves them: fused tensors are fused in blocks as well (layers/linear.py,
 adjust_block_scale_shard). Source: layers/quantization/fp8.py (Fp8LinearMethod, Fp8MoEMethod) and modelopt.py (KMxfp8Static,
@@ -23,7 +23,7 @@ from .partitions import Misc, Partition
 CHECKPOINT_BLOCKS = ".blocks"
 _REFUSES = "vLLM refuses to"
 _FINEST_BLOCK = 32  # layers/fused_moe/oracle/fp8.py refine_fp8_moe_block_shape
-# What vLLM fuses, by the name that a list of modules may give instead of each part's (packed_modules_mapping of models/).
+# Modules that vLLM fuses -> their name in a list of modules, instead of each part's (packed_modules_mapping of models/).
 _FUSED_INTO = {
     **dict.fromkeys((Role.Q, Role.K, Role.V), "qkv_proj"),
     **dict.fromkeys((Role.GATE, Role.UP, Role.SHARED_GATE, Role.SHARED_UP), "gate_up_proj"),
@@ -34,9 +34,9 @@ _FUSED_INTO = {
 def quantizes(group: ParameterGroup, layer: int | None, model: ModelParameters) -> bool:
     """Whether vLLM quantizes the matrices of a group in one layer.
 
-    vLLM's MXFP8 takes the output layer too (layers/quantization/modelopt.py, ModelOptQuantConfigBase.get_quant_method). That
-    of gpt-oss it leaves alone: models/gpt_oss.py builds it without a config. A model without a quantization_config of this
-    format is planned as if it had one that lists the output layer and the routers, which no trainer quantizes.
+    vLLM's MXFP8 takes the output layer too (layers/quantization/modelopt.py, ModelOptQuantConfigBase.get_quant_method). It
+    leaves that of gpt-oss alone: models/gpt_oss.py builds it without a config. If the model has no quantization_config of
+    this format, the plan assumes one that lists the output layer and the routers: no trainer quantizes these.
     """
     quantization = model.quantization
     if group.role is Role.LM_HEAD:
@@ -179,7 +179,7 @@ def vllm_scales(group: ParameterGroup, partition: Partition, form: Format) -> Pa
 
 
 def notes(misc: Sequence[tuple[str, str]]) -> list[str]:
-    """One note that vLLM cannot run on these ranks, if the reason of a group that travels by misc is such a refusal."""
+    """One note that vLLM cannot run on these ranks, if a group travels by misc for such a reason."""
     refused = [name for name, reason in misc if _REFUSES in reason]
     if not refused:
         return []
@@ -188,7 +188,7 @@ def notes(misc: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _refusal(group: ParameterGroup, partition: Partition, block: Block, form: Format) -> str:
-    """What vLLM does not build; empty where it builds the layer.
+    """The kind of layer that vLLM does not build; empty if it builds this one.
 
     MXFP8: columns that are no multiple of 32 (modelopt.py, KMxfp8Static and ModelOptMxFp8FusedMoE, create_weights).
     Blocks: experts too small to refine (layers/fused_moe/oracle/fp8.py, resolve_fp8_moe_weight_block_shape), and a linear
@@ -210,8 +210,8 @@ def _misfits(group: ParameterGroup, partition: Partition, block: Block) -> bool:
     """Whether the width of these experts on a rank is not whole blocks. Uncut columns may end in a partial block.
 
     vLLM then refines the blocks of w13 and w2 to 32 or more (layers/fused_moe/oracle/fp8.py, refine_fp8_moe_block_shape).
-    Its loader repeats each scale and cuts that grid evenly, so that a partial block does not load (routed_experts.py,
-    weight_loader): width 96 has 2 blocks of 64, repeated to 4 of 32, and the engine has room for 3.
+    Its loader repeats each scale and cuts that grid evenly (routed_experts.py, weight_loader), so partial blocks do not
+    load. Width 96 has 2 blocks of 64; they become 4 of 32, and the engine has room for 3.
     """
     if group.role not in EXPERT_ROLES:
         return False

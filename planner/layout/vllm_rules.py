@@ -1,8 +1,8 @@
-"""Which local tensor of vLLM holds a parameter, and how it is cut: one function a rule, keyed by role.
+"""The local tensor of vLLM that holds a parameter, and how it is cut: one function a rule, keyed by role.
 
 These are the bf16 forms of vLLM 0.26 to 0.33; vllm_quantized.py has the scales of quantized ones. Every rule names the file
-under vllm/model_executor that it mirrors. MLA derives W_UV and W_UK_T after loading: the engine adapter recomputes them, no
-plan moves them.
+under vllm/model_executor that it mirrors. MLA derives W_UV and W_UK_T after loading. No plan moves them: the engine adapter
+recomputes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROUTED = "experts.routed_experts."
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a rule sees beside the group it places."""
+    """The facts that a rule gets beside the group it places."""
 
     architecture: Architecture
     mesh: GenMesh

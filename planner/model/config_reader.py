@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 def looks_like(name: str, keys: Iterable[str]) -> str:
     """`; did you mean it by 'num_layer'?` for the key that may be a misspelled `name`; empty where none comes close.
 
-    Pass no keys that are read: real fields differ by a few letters too (`qk_nope_head_dim`, `qk_rope_head_dim`).
+    Leave out keys that are read: real fields differ by a few letters too (`qk_nope_head_dim`, `qk_rope_head_dim`).
     """
     close = _closest(name, keys)
     return f"; did you mean it by {close!r}?" if close else ""
@@ -183,7 +183,7 @@ def read_attention(
 def read_quantization(reader: ConfigReader) -> Quantization | None:
     """The config's `quantization_config`, None where it has none.
 
-    Of its two lists of unquantized modules the first counts that is not empty; MXFP8 has the first alone.
+    The first nonempty one of its two lists of unquantized modules counts; MXFP8 has only the first list.
     Source: vllm/model_executor/layers/quantization/fp8.py, Fp8Config.from_config; modelopt.py, ModelOptMxFp8Config.
     """
     quantization = reader.typed("quantization_config", Mapping)

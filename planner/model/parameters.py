@@ -1,4 +1,4 @@
-"""What a model consists of: parameters in HF names, with global shapes and dtypes, grouped where only numbers differ.
+"""A model's parameters: HF names, global shapes and dtypes, grouped where only layer and expert numbers differ.
 
 Parameters are never listed one by one: the 256 experts of 58 layers are one `ParameterGroup`, because every layout rule
 treats them alike. Layout rules dispatch on a group's `role` alone; no rule matches a name.
@@ -15,7 +15,7 @@ ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float
 
 
 class Role(str, Enum):
-    """What a parameter is to the layout rules. Biases have roles of their own."""
+    """A parameter's role, by which layout rules are chosen. Biases have roles of their own."""
 
     EMBEDDING = "embedding"
     LM_HEAD = "lm_head"

@@ -1,4 +1,4 @@
-"""What each side of a refit holds: its main dtype, and the format of quantized matrices.
+"""The precision of each side of a refit: its main dtype, and the format of quantized matrices.
 
 A quantized weight is a pair of groups: its data, and a grid of scales, one for every block of the matrix.
 """
@@ -25,7 +25,7 @@ QUANTIZED = frozenset({
 
 UnquantizedRule = Callable[[ParameterGroup, int], bool]  # (group, HF layer)
 
-# What may change on the way: the source casts, and the wire carries the dtype of the destination.
+# The casts on the way: the source casts, and the wire carries the dtype of the destination.
 CASTS = (("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", FP8))
 
 
@@ -59,7 +59,7 @@ class PrecisionError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What one side holds: `dtype` where nothing is quantized, and the format of quantized matrices."""
+    """The precision of one side: its main `dtype`, and the format of quantized matrices."""
 
     dtype: str
     format: Format | None = None
@@ -79,8 +79,8 @@ class Precision:
 def precision_of(name: str | None, model: ModelParameters) -> Precision:
     """`bf16`, `fp32`, `fp8` or `mxfp8` for one side of a model; None: the config's dtype, unquantized.
 
-    FP8 has the blocks that the config's quantization_config names. It has one scale a tensor where an FP8 config names no
-    block, and 128 by 128 where the config is not of FP8. Raises PrecisionError for any other name.
+    FP8 has the blocks that the config's quantization_config names. If an FP8 config names no block, it has one scale a
+    tensor; if the config is not of FP8, blocks of 128 by 128. Raises PrecisionError for any other name.
     """
     if name is None:
         return Precision(model.dtype)

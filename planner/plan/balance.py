@@ -1,19 +1,19 @@
 """Load balance: which replica of a part serves a pull, so that replicas share the load.
 
-A pull is one overlap on its way to one destination replica. Members of a transfer group are pulled alike: member `k`
-makes pulls 0, 1, 2, ... of each source part. All replicas of the part could serve them, and take turns:
+A pull is one overlap on its way to one destination replica. Every member of a transfer group makes the same pulls 0, 1,
+2, ... of each source part. All replicas of the part could serve them, and take turns. For member `k`:
 
     replica = (first + k * stride + pull) % replicas
 
-`stride` is the number of pulls, raised until it is coprime with the number of replicas. Otherwise a pull, which goes
-to the same rank for every member, would visit only some replicas. With 2 pulls and 4 replicas, the stride is 3:
+`stride` is the number of pulls, raised until it is coprime with the number of replicas. Otherwise a pull would visit only
+some replicas, and it goes to the same rank for every member. With 2 pulls and 4 replicas, the stride is 3:
 
     member              0  1  2  3
     pull 0, stride 2    0  2  0  2      half of the replicas
     pull 0, stride 3    0  3  2  1      all of them
     pull 1, stride 3    1  0  3  2
 
-Where members do not fill whole turns, some replicas serve more. `first` is chosen so that this falls on idle ranks. In a
+If members do not fill whole turns, some replicas serve more. `first` is chosen so that idle ranks take this surplus. In a
 plan that relays, the same round robin over destination replicas says where each overlap lands.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 Numbers = Ints | int
-_FIRSTS_TRIED = 64  # evenly spaced; with more replicas than that, neighboring ones hardly differ
+_FIRSTS_TRIED = 64  # evenly spaced; with more replicas, neighboring ones hardly differ
 
 
 def stride_of(pulls: Ints, replicas: int) -> Ints:
@@ -97,9 +97,9 @@ def balance(
 def first_replicas(shares: Sequence[tuple[NDArray[np.int32], Ints, int]], world: int) -> list[int]:
     """`first` of each round robin, given as (ranks, bytes if first is 0, members), both arrays [parts, replicas].
 
-    The largest choose first: each puts its uneven remainder on the least loaded ranks. Where all replicas serve alike,
-    a round robin goes on where the one before it stopped, so that pairs of ranks exchange alike. The embedding's halves
-    come from two replicas; those of the output layer come from the same two, the other way round.
+    The largest choose first: each puts its uneven remainder on the least loaded ranks. If all replicas serve equally
+    much, a round robin goes on where the one before it stopped, so that pairs of ranks exchange equally much. Two
+    replicas serve the embedding's halves; the same two serve the output layer's halves, the other way round.
     """
     load = np.zeros(world, dtype=np.int64)
     firsts = [0] * len(shares)

@@ -25,7 +25,7 @@ from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup
 from .plan_file import digest_of
 from .routing import BulkRoute, RoutedGroup, Router, Side
 
-_DISTINCTLY = 0.95  # relaying adds a hop, so the busiest link must carry this much less
+_DISTINCTLY = 0.95  # relaying adds a hop, so it must take the busiest link below this share of its bytes
 
 
 def make_plan(
@@ -118,14 +118,14 @@ class _Planner:
             pairs=tuple(pairs),
             casts=tuple(casts),
         )
-        plan = self._relayed_if_shorter(plan, transfer_groups)
+        plan = self._relay_if_shorter(plan, transfer_groups)
         object.__setattr__(plan, "digest", digest_of(plan))
         return plan
 
-    def _relayed_if_shorter(self, plan: Plan, transfer_groups: list[TransferGroup]) -> Plan:
+    def _relay_if_shorter(self, plan: Plan, transfer_groups: list[TransferGroup]) -> Plan:
         """The plan, or one in which replicas relay if that makes the busiest link distinctly less busy.
 
-        What a rank receives stays the same, so that only busier senders can gain.
+        Ranks receive the same bytes either way, so only the busiest sender can gain.
         """
         if plan.recv_bytes.max(initial=0) >= _DISTINCTLY * plan.send_bytes.max(initial=0):
             return plan
@@ -136,7 +136,7 @@ class _Planner:
         return relayed if relayed.busiest_link < _DISTINCTLY * plan.busiest_link else plan
 
     def _with_scales(self, transfer_groups: Sequence[TransferGroup]) -> tuple[TransferGroup, ...]:
-        """The transfer groups, and beside those of weights in pairs the same ones for their scales."""
+        """The transfer groups; after each group of a weight in a pair, the same one for its scales."""
         scales = [
             replace(transfers, group=transfers.group + 1, pattern=self._scales[transfers.group, transfers.pattern])
             for transfers in transfer_groups

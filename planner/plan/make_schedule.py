@@ -1,7 +1,7 @@
 """Expand a plan into one rank's schedule, from the plan and the rank number alone.
 
-Work is done with columns, transfer group by transfer group: a generation rank of DeepSeek-V3 has 45,000 transfers, and
-its schedule takes a fraction of a second.
+It computes with columns, transfer group by transfer group. A generation rank of DeepSeek-V3 has 45,000 transfers; its
+schedule takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _End = Literal["src", "dst"]
 
 
 def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
-    """What a rank sends or receives, between trainer and engine alone. Raises IndexError for a rank outside of its mesh."""
+    """The transfers of a rank between trainer and engine. Raises IndexError for a rank outside of its mesh."""
     return RankView(plan, world, rank).schedule()
 
 
 def relay_of(plan: Plan, gen_rank: int) -> Relay:
-    """What a generation rank of a relayed plan passes on, and what it gets so. Raises IndexError as `schedule_of`."""
+    """The second hop of a generation rank, in a plan that relays. Raises IndexError as `schedule_of`."""
     return RankView(plan, "gen", gen_rank).relay()
 
 
 @dataclass(frozen=True, slots=True)
 class RankView(View):
-    """One rank of a plan, the whole of it or one wave of its relay. Everything is computed when it is asked for."""
+    """One rank of a plan, or of one wave of its relay. Computes everything on demand."""
 
     plan: Plan
     world: World
     rank: int
     wave: int | None = None  # None: all of them
     rows: tuple[NDArray[np.int64], ...] | None = None  # of each stage; None: all of them
-    # Both are numbered as they are met, anew in every copy that `replace` makes.
+    # Both are numbered in the order of first use, anew in every copy that `replace` makes.
     tensors: dict[LocalTensor, int] = field(default_factory=dict, init=False)
     strided_boxes: dict[StridedBox, int] = field(default_factory=dict, init=False)
 
@@ -148,7 +148,7 @@ class RankView(View):
         return self._columns(place, sent, peers, piece="src", order="src")
 
     def _receives(self, place: RankInGroup, piece: _End = "dst") -> _Columns:
-        """What a generation rank receives from training ranks, as it lies here or ("src") in their tensors."""
+        """Receives of a generation rank from training ranks, as they lie here or ("src") in their tensors."""
         plan, transfers, overlaps = self.plan, place.transfers, place.overlaps
         member = np.arange(transfers.members)[:, None]
         served = plan.served_by(transfers, member, overlaps, place.replica)
@@ -159,7 +159,7 @@ class RankView(View):
         return self._columns(place, lands, peers, piece, order="src")
 
     def _relay_sends(self, place: RankInGroup) -> _Columns:
-        """What landed on this generation rank, for each of the other replicas."""
+        """Sends of the second hop: everything that landed on this generation rank, to each of the other replicas."""
         member = np.arange(place.transfers.members)[:, None]
         landed = self.plan.lands_on(place.transfers, member, place.overlaps) == place.replica
         replicas = self.plan.rank_grids[place.transfers.dst][place.part]
@@ -167,7 +167,7 @@ class RankView(View):
         return self._columns(place, landed[:, :, None] & others, replicas, piece="dst", order="dst")
 
     def _relay_receives(self, place: RankInGroup) -> _Columns:
-        """What landed on other replicas of this generation rank's part."""
+        """Receives of the second hop: everything that landed on other replicas of this generation rank's part."""
         landed = self.plan.lands_on(place.transfers, np.arange(place.transfers.members)[:, None], place.overlaps)
         peers = self.plan.rank_grids[place.transfers.dst][place.part][landed]
         return self._columns(place, landed != place.replica, peers, piece="dst", order="dst")
@@ -204,7 +204,7 @@ class RankView(View):
         }
 
     def _casts(self) -> tuple[Cast, ...]:
-        """What a training rank casts: one entry a tensor, also where several parameters are fused in it."""
+        """The casts of a training rank: one entry a tensor, also if several parameters are fused in it."""
         dtypes = {cast.group: cast.dst for cast in self.plan.casts}
         blocks = {pair.weight: pair.block for pair in self.plan.pairs}
         casts: dict[int, Cast] = {}
@@ -230,7 +230,7 @@ class RankView(View):
         return np.repeat(np.array(ids, dtype=np.int64), transfers.members // len(names))
 
     def _padding(self) -> Iterator[tuple[int, int, StridedBox]]:
-        """(tensor, offset, strided box) of what no parameter fills, maybe several times."""
+        """(tensor, offset, strided box) of elements that no parameter fills, maybe several times."""
         for place in self.plan.groups_of(self.world, self.rank):
             for padding in place.partition.padding_of(place.part):
                 strides = row_major_strides(padding.tensor.shape)
@@ -244,7 +244,7 @@ def _among_replicas(schedule: Schedule) -> Schedule:
 
 
 def _wave_of(transfers: TransferGroup) -> NDArray[np.int64]:
-    """The wave of every member: equally many are in each wave, so that all ranks get their turn in it.
+    """The wave of every member. Each wave has equally many, so that all ranks have work in it.
 
     Single tensors, such as an embedding, are in the middle, where both hops are under way.
     """

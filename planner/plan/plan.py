@@ -6,7 +6,7 @@
     transfer_groups   parameters that share a pattern and the ranks on both ends
 
 A transfer group may be the eight experts of one expert-parallel rank in the layers of one pipeline stage. Nothing is
-stored per rank or per parameter: `schedule_of` and `Plan.transfers` expand what one asks for.
+stored per rank or per parameter: `schedule_of` and `Plan.transfers` expand a part of the plan on demand.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class TransferPattern:
         return np.array(nbytes, dtype=np.int64)
 
     def round_robin(self, world: World, replicas: int, pulls: int = 1) -> RoundRobin:
-        """The turns of each part's replicas: at sending ("train"), or at receiving what the plan relays ("gen")."""
+        """The turns of each part's replicas: as senders ("train"), or as receivers of what the plan relays ("gen")."""
         key = (world, replicas, pulls)
         if key not in self._round_robins:
             self._round_robins[key] = RoundRobin.of(self.parts[world], replicas, pulls)
         return self._round_robins[key]
 
     def replica_bytes(self, world: World, members: int, replicas: int, pulls: int = 1) -> NDArray[np.int64]:
-        """Bytes that take each replica of one end if the first one begins, as [parts, replicas]."""
+        """Bytes that each replica of one end sends or receives if replica 0 begins, as [parts, replicas]."""
         parts = len((self.src if world == "train" else self.dst).pieces)
         return self.round_robin(world, replicas, pulls).nbytes(members, self.overlap_bytes, parts)
 
@@ -144,7 +144,7 @@ def _tensor_name(tensor: LocalTensor, world: World, place: LayerPlace, slot: int
 
 @dataclass(frozen=True, slots=True)
 class RankInGroup:
-    """Where one rank stands in a transfer group: the part that it holds, and which replica of it it is."""
+    """A rank's place in a transfer group: the part that it holds, and its number among the part's replicas."""
 
     index: int  # into Plan.transfer_groups
     transfers: TransferGroup
@@ -297,7 +297,7 @@ class Plan:
 
     @cached_property
     def scale_patterns(self) -> dict[int, int]:
-        """Of each transfer group of a weight in a pair, the pattern of its scales: those in the transfer group beside it."""
+        """The pattern of the scales, by the transfer group of a weight in a pair. The scales have a transfer group of their own."""
         scales_of = {pair.weight: pair.scales for pair in self.pairs}
         places = [(each.pp_stage, each.src, each.dst, each.layers, each.experts) for each in self.transfer_groups]
         placed = [*zip(self.transfer_groups, places, strict=True)]

@@ -1,7 +1,7 @@
 """Plans as files: one JSON object, versioned, byte-identical on a round trip, sealed by its digest.
 
-The digest is the SHA-256 of the canonical text of everything else, so that equal digests mean equal plans; ranks compare
-it before they move a byte.
+The digest is the SHA-256 of the canonical text of everything else. So equal digests mean equal plans; ranks compare it
+before they move a byte.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERSION = 3
 
 
 class PlanFileError(ValueError):
-    """A file that is no plan, is damaged, or is of another version."""
+    """A file is no plan, is damaged, is of another version, or cannot be read or written."""
 
 
 def digest_of(plan: Plan) -> str:
@@ -126,7 +126,7 @@ class _Record:
 
 
 def _encode(value: Any, form: Any, numbers: dict[LocalTensor, int]) -> Any:
-    """A value as JSON. Tensors are written by number; those not yet in `numbers` are added."""
+    """A value as JSON. Tensors are written by number, and added to `numbers` if they are new."""
     if isinstance(form, _Record):
         row = list(form.read(value))
         for index in form.nested:

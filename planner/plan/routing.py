@@ -1,7 +1,7 @@
 """Choose how every group of a model travels: point to point, by the misc route with a reason, or not at all.
 
-A whitelist: a group is bulk only where both layouts know it, the bytes are equal or a cast is declared, and whatever
-shares a tensor with it is bulk too. A quantized weight and its scales have one route.
+Bulk is a whitelist. A group is bulk only if both layouts know it, and its bytes are equal or a cast is declared. All
+groups that share a tensor with it must be bulk too. A quantized weight and its scales have one route.
 """
 
 from __future__ import annotations
@@ -69,17 +69,15 @@ class Router:
 
     def routes(self) -> list[RoutedGroup]:
         groups = [*zip(self._source.model_parameters.groups, self._destination.model_parameters.groups, strict=True)]
-        routed = [self._routed(train_group, gen_group) for train_group, gen_group in groups]
+        routed = [self._route_group(train_group, gen_group) for train_group, gen_group in groups]
         tensors = [
             [] if isinstance(entry.route, Excluded) else self._tensors(*pair)
             for entry, pair in zip(routed, groups, strict=True)
         ]
         _keep_fused_together(routed, tensors)
-        return [
-            _saying_what_is_cast(train_group, entry) for (train_group, _), entry in zip(groups, routed, strict=True)
-        ]
+        return [_note_cast(train_group, entry) for (train_group, _), entry in zip(groups, routed, strict=True)]
 
-    def _routed(self, train_group: ParameterGroup, gen_group: ParameterGroup) -> RoutedGroup:
+    def _route_group(self, train_group: ParameterGroup, gen_group: ParameterGroup) -> RoutedGroup:
         layer = next(iter(gen_group.layers), None)  # groups are divided: its layers are alike
         quantized = self._engine.quantizes(gen_group, layer, self._destination.model_parameters)
         form = self._destination.precision.format if quantized else None
@@ -176,11 +174,11 @@ class Router:
 
 
 def _keep_fused_together(routed: list[RoutedGroup], tensors: Sequence[Sequence[_Tensor]]) -> None:
-    """A tensor that several groups share travels whole: if one of them goes to misc, so do the others.
+    """Send all groups of a shared tensor by misc if one of them goes by misc.
 
-    So do groups that a tensor would hold in two precisions. `tensors[i]` are those that hold group `i`.
+    The same holds for groups that one tensor would hold in two precisions. `tensors[i]` hold group `i`.
     """
-    for index, reason in _mixed(routed, tensors):
+    for index, reason in _find_mixed(routed, tensors):
         routed[index] = replace(routed[index], route=Misc(reason))
     sharing = True
     while sharing:
@@ -197,7 +195,7 @@ def _keep_fused_together(routed: list[RoutedGroup], tensors: Sequence[Sequence[_
                 routed[index], sharing = replace(entry, route=Misc(shared[0])), True
 
 
-def _mixed(routed: list[RoutedGroup], tensors: Sequence[Sequence[_Tensor]]) -> Iterator[tuple[int, str]]:
+def _find_mixed(routed: list[RoutedGroup], tensors: Sequence[Sequence[_Tensor]]) -> Iterator[tuple[int, str]]:
     """Groups that lie in a tensor with others of another precision, on either side."""
     users: dict[_Tensor, int] = {}
     for index, entry in enumerate(routed):
@@ -231,8 +229,8 @@ def _dtypes(owner_sets: tuple[PartitionOwners, ...]) -> set[str]:
     return {tensor.dtype for tensor in _tensors_of(owner_sets)}
 
 
-def _saying_what_is_cast(train_group: ParameterGroup, entry: RoutedGroup) -> RoutedGroup:
-    """Misc weights are cast by the engine's loader, not by the plan; say so in the reason."""
+def _note_cast(train_group: ParameterGroup, entry: RoutedGroup) -> RoutedGroup:
+    """Say in the reason of a misc weight that the engine's loader casts it, not the plan."""
     if not isinstance(entry.route, Misc) or entry.scales is not None or train_group.dtype == entry.group.dtype:
         return entry
     reason = f"{entry.route.reason}; the trainer holds {train_group.dtype}, the engine's loader casts to what the engine keeps"

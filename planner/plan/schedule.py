@@ -1,4 +1,4 @@
-"""What one rank does in a refit: the rows of the plan that name it, as columns.
+"""One rank's transfers in a refit: the rows of the plan that name it, as columns.
 
 Both ends list transfers in the same order (stage, transfer group, member, overlap), so that the sequences of a pair of
 ranks agree. Extents are in wire order and equal on both ends; strides are each end's own.
@@ -72,7 +72,7 @@ class MemberNames:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One rank's part in a plan, as plain data; `view` computes what only some executors need besides."""
+    """One rank's part in a plan, as plain data; `view` computes facts that only some executors need."""
 
     world: World
     rank: int  # within its world
@@ -82,12 +82,12 @@ class Schedule:
     tensors: tuple[LocalTensor, ...]
     strided_boxes: tuple[StridedBox, ...]
     stages: tuple[StageSchedule, ...]
-    # (tensor, offset, strided box) of what no parameter fills, to be zeroed once
+    # (tensor, offset, strided box) of elements that no parameter fills, to be zeroed once
     padding: tuple[tuple[int, int, StridedBox], ...]
     misc: tuple[str, ...]  # HF names that travel by the misc route
     names: Mapping[int, MemberNames]  # by transfer group
     pairs: tuple[tuple[ParameterGroup, ParameterGroup], ...] = ()  # quantized weights, their scales; of the whole plan
-    casts: tuple[Cast, ...] = ()  # training ranks: what changes its dtype before it is sent
+    casts: tuple[Cast, ...] = ()  # training ranks: tensors that are sent in another dtype
     computed: tuple[int, ...] = ()  # training ranks: tensors that the trainer does not have, the scales of casts
     relayed: bool = False  # generation ranks pass on what they receive
     between_replicas: bool = False  # the second hop of a relay: its 'train' ranks are the generation ranks that pass on
@@ -105,7 +105,7 @@ class Schedule:
         }
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> Schedule:
-        """The schedule with the chosen transfers of each stage alone; all else stays. Both ends must choose alike."""
+        """The schedule with only the chosen transfers of each stage; all else stays. Both ends must choose the same."""
         chosen = [(stage, table.rows(mask)) for stage, table, mask in zip(self.stages, self.tables, masks, strict=True)]
         stages = tuple(
             replace(stage, sends=table) if self.world == "train" else replace(stage, recvs=table)
@@ -114,7 +114,7 @@ class Schedule:
         return replace(self, stages=stages, view=None if self.view is None else self.view.with_rows(masks))
 
     def with_peers(self, peers: Collection[int]) -> Schedule:
-        """The transfers to and from `peers` (ranks in the other world) alone. Both ends must leave a pair out alike."""
+        """The schedule with only the transfers to and from `peers`, ranks in the other world. Both ends must agree on pairs."""
         return self.with_rows([np.isin(table.peer, sorted(peers)) for table in self.tables])
 
     @property
@@ -127,7 +127,7 @@ class Schedule:
         return [stage.sends if self.world == "train" else stage.recvs for stage in self.stages]
 
     def name_of(self, world: World, rank: int) -> str:
-        """How messages call a rank: 'train:0', 'gen:3'; 'relay:3' is gen:3 where it passes on."""
+        """A rank's name in messages: 'train:0', 'gen:3'; 'relay:3' is gen:3 as it passes on."""
         return f"{'relay' if self.between_replicas and world == 'train' else world}:{rank}"
 
     @property
@@ -153,8 +153,8 @@ class Cast:
 class Relay:
     """A refit among generation ranks, after they have received; they are its training ranks too."""
 
-    sends: Schedule  # world "train": what it passes on
-    receives: Schedule  # world "gen": what others pass on to it
+    sends: Schedule  # world "train": to other replicas
+    receives: Schedule  # world "gen": from other replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class SourceTable:
 
 
 class View:
-    """What some executors need beside a schedule, computed when they ask for it."""
+    """Facts that some executors need beside a schedule, computed on demand."""
 
     def source_table(self) -> SourceTable:
         """Generation ranks: the other end of what the schedule receives, for executors that read it there."""
@@ -186,7 +186,7 @@ class View:
         raise NotImplementedError
 
     def relay(self) -> Relay:
-        """Generation ranks of a relayed plan: what they pass on, and what they get so."""
+        """The second hop, for generation ranks of a plan that relays."""
         raise NotImplementedError("nothing is passed on here")
 
     def unrelayed(self) -> Schedule:

@@ -5,7 +5,7 @@
     plan.transfers("model.norm.weight", element=(5,))                      # one element of a parameter
     plan.transfers(tensor="lm_head.weight", rank="gen:3", element=(72, 0)) # one element of a local tensor
 
-What is not asked for is not expanded.
+Nothing else is expanded.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ def transfers_of(
 ) -> Iterator[Transfer]:
     """The transfers that move a parameter or a tensor's content, in the plan's order; all of them if nothing is named.
 
-    `parameter` is an HF name or a shell pattern of them, `tensor` the name of a local tensor of `rank` ("train:0"),
-    `element` an index in the shape of either. Raises UnknownElementError at once, before the first transfer is taken.
+    `parameter` is an HF name, or a shell pattern of such names. `tensor` is the name of a local tensor of `rank`, which
+    is written "train:0". `element` is an index in the shape of either. Raises UnknownElementError at once, before the
+    first transfer is taken.
     """
     for name, value in (("parameter", parameter), ("tensor", tensor), ("rank", rank)):
         if not isinstance(value, str | None):
@@ -213,7 +214,7 @@ def _of_overlaps(
     seat: Seat | None,
     point: Index | None,
 ) -> Iterator[Transfer]:
-    """What each destination replica gets of some members and overlaps (by number; None: all) of a transfer group."""
+    """Transfers to every destination replica, of some members and overlaps (by number; None: all) of a transfer group."""
     transfers = plan.transfer_groups[index]
     pattern, group = plan.patterns[transfers.pattern], plan.groups[transfers.group]
     numbers = range(len(pattern.overlaps)) if numbers is None else numbers
@@ -255,7 +256,7 @@ def _place(world: World, rank: int, piece: Piece, transfers: TransferGroup, memb
 
 
 def _of_tensor(plan: Plan, name: str, seat: Seat, element: Sequence[int] | None) -> Iterator[Transfer]:
-    """What one rank moves of one of its tensors; an element that is padding gives one transfer with one place."""
+    """Transfers of one of a rank's tensors; an element that is padding gives one transfer with one place."""
     (world, rank), rank_name = seat, f"{seat[0]}:{seat[1]}"
     pieces: list[tuple[RankInGroup, int, list[int]]] = []
     tensor: LocalTensor | None = None
@@ -283,7 +284,7 @@ def _of_tensor(plan: Plan, name: str, seat: Seat, element: Sequence[int] | None)
 def _of_pieces(
     plan: Plan, pieces: Sequence[tuple[RankInGroup, int, list[int]]], seat: Seat, offset: int | None
 ) -> Iterator[Transfer]:
-    """What one rank moves of some of its pieces (by number, with the members that lie in the tensor)."""
+    """Transfers of some of a rank's pieces (by number, with the members that lie in the tensor)."""
     for place, number, members in pieces:
         piece = place.partition.pieces[place.part][number]
         ends = [(o.src, o.src_piece) if seat[0] == "train" else (o.dst, o.dst_piece) for o in place.pattern.overlaps]
@@ -332,7 +333,7 @@ def _regex(name: str) -> re.Pattern[str]:
 
 
 def _parameter_hint(plan: Plan, name: str) -> str:
-    """Which layers and experts a right pattern has, or the patterns that come close."""
+    """The layers and experts of the matching pattern, or the patterns that come close."""
     for group in plan.groups:
         if _regex(group.name_pattern).fullmatch(name):
             spans = [f"layers {min(group.layers)} to {max(group.layers)}"] if group.layers else []

@@ -1,4 +1,4 @@
-"""The proof of what is said once and shared: references, routes, cuts and their overlaps."""
+"""The proof of the shared records of a plan: references, routes, cuts and their overlaps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _sides(pattern: TransferPattern) -> tuple[tuple[Partition, bool], ...]:
 
 
 def _ends(part: int, is_src: bool) -> tuple[int | None, int | None]:
-    """(source part, destination part) of what concerns one end."""
+    """(source part, destination part) of a fault at one end."""
     return (part, None) if is_src else (None, part)
 
 
@@ -172,8 +172,8 @@ def check_patterns(plan: Plan) -> Iterator[Violation]:
         if message := tiling_fault(whole, [piece.region for pieces in pattern.src.pieces for piece in pieces]):
             message = f"source parts do not tile the parameter {whole}: {message}"
             yield Violation.of_group(plan, transfers, "source", message)
-        wanted = [*dict.fromkeys(piece.region for pieces in pattern.dst.pieces for piece in pieces)]
-        message = "" if is_scales else tiling_fault(whole, wanted)  # the proof of pairs knows who wants which scales
+        regions = [*dict.fromkeys(piece.region for pieces in pattern.dst.pieces for piece in pieces)]
+        message = "" if is_scales else tiling_fault(whole, regions)  # the proof of pairs knows who wants which scales
         if message:
             message = f"destination parts do not tile the parameter {whole}: {message}"
             yield Violation.of_group(plan, transfers, "consumed", message)
@@ -278,7 +278,7 @@ def _partition_faults(
 
 
 def _experts_fault(pieces: tuple[Piece, ...]) -> str:
-    """Where one parameter holds all experts, each with a tensor of its own: experts ascend with the tensors' numbers."""
+    """If one parameter holds all experts, each with its own tensor: experts must ascend with the tensors' numbers."""
     starts = {piece.tensor.name: piece.region.start[0] for piece in pieces}
     if len(starts) == 1:
         return ""

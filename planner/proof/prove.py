@@ -9,9 +9,9 @@ A plan is sound when
   bounds      pieces and padding lie inside of their parameter and their tensor, with a known dtype;
   groups      every parameter is listed once, and has one route: bulk, misc or (prediction layers only) excluded;
   source      source parts tile the parameter;
-  consumed    destination parts tile it too, whole parts apart that are replicated;
+  consumed    destination parts tile it too; replicated parts count once;
   cover       the overlaps into each destination piece tile it, out of pieces that hold what they send;
-  bytes       both ends of an overlap have the same dtype, hence equal bytes, or those of the cast that is declared;
+  bytes       both ends of an overlap have one dtype, or the two dtypes of a declared cast;
   storage     pieces lie in their tensors as Hugging Face has them, or transposed where `storage` declares it;
   order       parts, fused parameters and rows follow each other as declared;
   names       all parts lie in the same tensors, whose names vary with chunk, layer and expert where they must;
@@ -23,9 +23,11 @@ A plan is sound when
   casts       dtypes change only in declared, known ways, and all of a tensor is sent in one dtype;
   stages      transfer groups leave in stage order, towards generation ranks only (so no cycle).
 
-What it cannot see: tensors that the model does not have, under that name and of that shape (binding refuses them); and,
-since names mean nothing to it, two parameters of one shape in each other's place, a parameter that the model's parameters does
-not list, KV groups counted wrongly (validation against golden shows them).
+The proof cannot see tensors that the live model does not have under that name and of that shape; binding refuses them.
+Names mean nothing to it, so three faults pass; validation against golden shows them:
+  - two parameters of one shape lie in each other's place;
+  - a parameter is missing from the list of the model's parameters;
+  - KV groups are counted wrongly.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _SHOWN = 20  # violations kept per rule: a broken pattern breaks thousands of pa
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The outcome, with the bytes of bulk parameters that all generation ranks want, and those that arrive."""
+    """The outcome: violations, bytes of bulk parameters that all generation ranks must get, and bytes that arrive."""
 
     violations: tuple[Violation, ...]
     destination_bytes: int
@@ -66,7 +68,7 @@ class Proof:
 
 
 class ProofError(ValueError):
-    """A plan that does not hold; `proof` has the violations."""
+    """The plan is not sound; `proof` has the violations."""
 
     def __init__(self, proof: Proof) -> None:
         shown = "\n  ".join(map(str, proof.violations[:10]))
@@ -90,9 +92,9 @@ def require_proof(plan: Plan) -> Proof:
     return proof
 
 
-def _few_per_rule(found: Iterable[Violation]) -> Iterator[Violation]:
+def _few_per_rule(violations: Iterable[Violation]) -> Iterator[Violation]:
     counts: dict[str, int] = defaultdict(int)
-    for violation in found:
+    for violation in violations:
         counts[violation.rule] += 1
         if counts[violation.rule] <= _SHOWN:
             yield violation

@@ -112,7 +112,7 @@ def _group_fault(weight: ParameterGroup, scales: ParameterGroup, pair: Quantized
 
 
 def _place(transfers: TransferGroup) -> TransferGroup:
-    """What a weight's transfer group and that of its scales have in common: all but group and pattern."""
+    """The fields that a weight's transfer group shares with that of its scales: all but group and pattern."""
     return replace(transfers, group=0, pattern=0)
 
 
@@ -146,8 +146,8 @@ def _pattern_fault(weight: TransferPattern, scales: TransferPattern, pair: Quant
 def _piece_fault(piece: Piece, scale: Piece, pair: QuantizedPair, group: ParameterGroup, is_src: bool) -> str:
     """Every local block of the weight is a block of the parameter, or a part of one, whose scale lies in its place.
 
-    Where scales come from, blocks are whole: a scale of a part of a block is not the parameter's. Where the pair says
-    that they go to every rank that has a part of their block, they lie one after another as the parts do.
+    At the source, blocks are whole: a scale of a part of a block is not the parameter's. With `pair.touched`, every
+    destination rank gets the scales of all blocks that it has a part of. They then lie one after another, as the parts do.
     """
     block = pair.block
     named = f"{scale.tensor.name} {scale.region} for {piece.tensor.name} {piece.region}"

@@ -35,7 +35,7 @@ def check_ranks(plan: Plan) -> Iterator[Violation]:
 
 
 def _check_places(plan: Plan, train_places: _TrainPlaces, gen_stages: _GenStages) -> Iterator[Violation]:
-    """Layers are read and written where the pipelines keep them; what is in no layer, at the pipeline's ends."""
+    """Layers are read and written where the pipelines keep them, all other parameters at the pipeline's ends."""
     has_mtp = any(group.mtp for group in plan.groups)
 
     def use_of(transfers: TransferGroup) -> Hashable:
@@ -182,10 +182,10 @@ def _check_arrivals(plan: Plan, gen_stages: _GenStages) -> Iterator[Violation]:
 
 
 def _stages_of_ends(plan: Plan, arrivals: set[tuple[int, int]]) -> dict[int, set[int]]:
-    """On which engine stages each parameter outside of the layers is wanted.
+    """The engine stages that must get each parameter outside of the layers.
 
-    Engines keep the embedding on the first stage (and on the last, if it is the head too) and the rest on the last, or
-    all of them everywhere: if any is somewhere else, all must be everywhere.
+    Some engines keep the embedding on the first stage and the rest on the last; an embedding that is the head too is on
+    both. Other engines keep all on every stage. So if any parameter arrives elsewhere, all must arrive everywhere.
     """
     last = plan.gen.pp - 1
     tied = all(group.role is not Role.LM_HEAD for group in plan.groups)

@@ -1,4 +1,4 @@
-"""What the proof says: violations, and how they name ranks."""
+"""Violations of a plan, and how they name ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def name_of(plan: Plan, transfers: TransferGroup) -> str:
 
 
 def distinct(plan: Plan, use_of: Callable[[TransferGroup], Hashable]) -> Iterator[TransferGroup]:
-    """The first transfer group of each use: what is checked of one holds of all that are used alike."""
+    """The first transfer group of each use: its outcome holds for all others of that use."""
     seen: set[Hashable] = set()
     for transfers in plan.transfer_groups:
         if (use := use_of(transfers)) not in seen:

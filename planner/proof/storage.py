@@ -1,8 +1,8 @@
-"""What may be unusual about storage, declared apart from the layout rules so that the proof can hold them to it.
+"""All unusual storage, declared apart from the layout rules so that the proof can check them against it.
 
-Tilings cannot tell a square matrix from its transpose, nor gate from up. What they cannot tell is listed here: every
-transposition, and the order of parameters that share a tensor. Whatever is not listed lies as Hugging Face has it: dims
-in order, rows in order, a tensor to itself.
+Tilings cannot tell a square matrix from its transpose, nor gate from up. So this file lists every transposition, and the
+order of parameters that share a tensor. All other parameters lie as Hugging Face has them: dims in order, rows in order,
+one tensor each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CUT_INSIDE = {Role.Q, Role.Q_BIAS}
 # Parameters made of several sections (z, x, B, C, dt and x, B, C) that are cut one by one; all others have one.
 SECTIONS: Mapping[Role, int] = {Role.MAMBA_IN: 5, Role.MAMBA_CONV: 3, Role.MAMBA_CONV_BIAS: 3}
 
-# What a training rank holds in several pieces: one for every KV group or expert of its own.
+# Roles of which a training rank holds several pieces: one for each of its KV groups or experts.
 _MANY_AT_SOURCE = {role for fused in FUSED[:2] for role in fused} | STACKED_ROLES
 
 # Roles that one name may serve in different layers: Nemotron-H has a norm in front of every mixer, whatever it is.
@@ -104,7 +104,7 @@ def order_fault(roles: Sequence[Role], served: Set[Role], is_src: bool) -> str:
 def sections_fault(partition: Sequence[Sequence[Piece]], role: Role, is_src: bool) -> tuple[int, str] | None:
     """The first part that is not made of the declared sections, and why.
 
-    Sections are cut one by one: what a part holds of one section lies in front of what any part holds of the next.
+    Sections are cut one by one: every part's rows of one section lie in front of all rows of the next section.
     """
     count = SECTIONS.get(role, 1)
     if is_src and role in _MANY_AT_SOURCE:

@@ -1,4 +1,4 @@
-"""The proof of what local tensors hold: every element has one owner, in the declared order.
+"""The proof of local tensors: every element has one owner, in the declared order.
 
 Tensors are checked once per class of ranks that hold the same parts, and once for all layers that are filled alike.
 """
@@ -21,7 +21,7 @@ from .tiling import tiling_fault
 
 
 class _Filling(NamedTuple):
-    """What one transfer group puts into a tensor: one part, in slots `[first, stop)` if experts are stacked."""
+    """The share of one transfer group in a tensor: one part, in slots `[first, stop)` if experts are stacked."""
 
     group: int
     pattern: int
@@ -83,7 +83,7 @@ def _rank_classes(plan: Plan, is_src: bool) -> Iterator[tuple[int, tuple[tuple[i
 
 
 def _contents(plan: Plan, is_src: bool) -> tuple[_Contents, dict[str, set[Role]]]:
-    """For each (grid, part): what is put into each tensor (by the pattern of its name); and the roles of each name."""
+    """For each (grid, part), the fillings of each tensor by the pattern of its name; and the roles of each name."""
     contents: _Contents = defaultdict(lambda: defaultdict(list))
     served: dict[str, set[Role]] = defaultdict(set)
     partitions = [pattern.src if is_src else pattern.dst for pattern in plan.patterns]

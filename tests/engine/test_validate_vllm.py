@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from helpers.validating import assert_golden, validated
+from helpers.validating import assert_golden, run_validation
 from helpers.validation_cases import REFINED_COLUMNS, REFINED_EXPERTS, in_blocks
 
 from mcore_reshard.cli.main import main
@@ -35,14 +35,14 @@ CASES = [
 @pytest.mark.parametrize(("family", "train", "gen", "overrides"), CASES)
 def test_refit_into_real_vllm_equals_golden(family, train, gen, overrides):
     config = {**load_config(f"tiny-{family}"), **overrides}
-    report = validated(config, train, gen, engine="vllm")
+    report = run_validation(config, train, gen, engine="vllm")
     assert report.engine.startswith("vllm ")
     assert_golden(report)
 
 
 def test_a_parameter_that_no_rule_knows_is_loaded_by_vllm_itself():
     unknown = frozenset({Role.EXPERT_DOWN})
-    report = validated(load_config("tiny-qwen3-moe"), "tp=2,ep=2", "tp=2", engine="vllm", unknown=unknown)
+    report = run_validation(load_config("tiny-qwen3-moe"), "tp=2,ep=2", "tp=2", engine="vllm", unknown=unknown)
     assert_golden(report)
     assert {p.name.rpartition(".")[2] for p in report.parameters if p.route == "misc"} == {"w2_weight"}
 
@@ -63,7 +63,7 @@ IN_FP8 = [
 @pytest.mark.parametrize(("family", "train", "gen", "train_dtype", "block", "changes"), IN_FP8)
 def test_refit_into_real_vllm_in_fp8_equals_golden(family, train, gen, train_dtype, block, changes):
     config = in_blocks(family, block, **changes)
-    report = validated(config, train, gen, engine="vllm", train_dtype=train_dtype, gen_dtype="fp8")
+    report = run_validation(config, train, gen, engine="vllm", train_dtype=train_dtype, gen_dtype="fp8")
     assert report.engine.startswith("vllm ")
     assert_golden(report)
     scales = {p.name.rpartition(".")[2]: p.route for p in report.parameters if p.name.endswith("_scale_inv")}
@@ -110,7 +110,7 @@ def test_what_else_goes_wrong_in_vllm_is_no_refusal(error, monkeypatch):
 
     monkeypatch.setattr(vllm_engine, "build_engine", build)
     with pytest.raises(ProcessError, match=f"{error.__name__}: a bug"):
-        validated(load_config("tiny-llama"), "tp=1", "tp=1", engine="vllm")
+        run_validation(load_config("tiny-llama"), "tp=1", "tp=1", engine="vllm")
 
 
 @pytest.mark.parametrize("error", [KeyError, NotImplementedError, RuntimeError])

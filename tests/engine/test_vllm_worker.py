@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from checkpoints import tiny
-from helpers.validating import assert_golden, validated
+from helpers.validating import assert_golden, run_validation
 
 from mcore_reshard.engines.vllm.worker import RefitWorker
 from mcore_reshard.kernels.errors import KvScalesError, SessionError
@@ -87,7 +87,7 @@ def generate_by_worker(rank: int, job: ranks.Job, store: str) -> ranks.Results:
 )
 def test_refits_through_vllm_workers_equal_golden(family, train, gen, monkeypatch):
     monkeypatch.setattr(ranks, "_generate", generate_by_worker)
-    report = validated(load_config(f"tiny-{family}"), train, gen, engine="vllm")
+    report = run_validation(load_config(f"tiny-{family}"), train, gen, engine="vllm")
     assert_golden(report)
     assert all(refit.bulk_bytes and bool(refit.misc_bytes) == (family == "nemotron-h") for refit in report.refits)
 
@@ -114,7 +114,7 @@ def test_kv_scales_land_on_the_stages_of_their_layers_and_a_wrong_name_costs_not
     monkeypatch.setattr(ranks, "_compare_with_golden", compare_scales_too)
     for endpoint in (TrainEndpoint, GenerationEndpoint):
         monkeypatch.setattr(endpoint, "refit", with_scales)
-    report = validated(load_config("tiny-qwen3"), "tp=2", "pp=2", engine="vllm")
+    report = run_validation(load_config("tiny-qwen3"), "tp=2", "pp=2", engine="vllm")
     assert report.ok
 
 

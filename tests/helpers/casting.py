@@ -1,4 +1,4 @@
-"""Hand-written schedules that cast weights on the way, the trainer's tensors for them, and what must arrive."""
+"""Hand-written schedules that cast weights on the way, the trainer's tensors for them, and the expected bytes."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def trainer_tensors(schedule: Schedule, seed: int) -> dict[str, torch.Tensor]:
         if number not in schedule.computed:
             values = torch.randn(local.shape, generator=generator)
             values *= 2.0 ** torch.randint(-30, 12, local.shape, generator=generator)
-            if local.dtype == E4M3:  # what is too large for it differs between devices
+            if local.dtype == E4M3:  # devices differ in values that are too large for it
                 values.clamp_(-400.0, 400.0)
             tensors[local.name] = values.to(getattr(torch, local.dtype))
     return tensors

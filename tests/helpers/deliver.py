@@ -14,7 +14,7 @@ from mcore_reshard.kernels.copies.tensors import byte_array
 
 
 def deliver(trainers: Sequence[BoundSchedule], engine: BoundSchedule, bucket_bytes: int = 1 << 20) -> None:
-    """Everything the engine rank receives. Both ends must agree on every bucket; what no copy writes is poison."""
+    """Deliver all buckets of the engine rank. Both ends must agree on every bucket; bytes that no copy writes are poison."""
     rank = engine.schedule.rank
     sent = {
         (source, bucket.stage, bucket.number): bucket

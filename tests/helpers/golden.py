@@ -1,4 +1,4 @@
-"""Compare the deliveries of a plan with golden: tensors cut by plain slicing code that knows no planner."""
+"""Compare the deliveries of a plan with golden: tensors cut by slicing code that does not use the planner."""
 
 from __future__ import annotations
 

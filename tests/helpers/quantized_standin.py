@@ -8,7 +8,7 @@ import torch
 
 
 class QuantizedStandIn(torch.Tensor):
-    """The attributes of its tensor classes, and no bytes of its own."""
+    """A tensor with the attributes of Transformer Engine's classes, and no bytes of its own."""
 
     def __new__(cls, shape: tuple[int, ...], **attributes: torch.Tensor | None) -> QuantizedStandIn:
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16)

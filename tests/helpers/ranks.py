@@ -1,4 +1,4 @@
-"""Run one function in many real processes, and collect what each returned, raised or died of."""
+"""Run one function in many real processes, and collect the outcome of each: a value, an error or a death."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a process ended: what it returned, or the error it raised; neither if it was killed."""
+    """The end of a process: its return value, or the error it raised; neither if it was killed."""
 
     value: Any = None
     error: str | None = None

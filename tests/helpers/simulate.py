@@ -1,8 +1,8 @@
 """Run a plan element by element on numpy arrays: the judge of plans and of their proof.
 
-Every element of every parameter gets a number of its own. The pieces of a *good* plan say which numbers the source
-tensors have, and which the destination tensors must have. The schedules of all ranks of the plan are run in between.
-Of the planner only `schedule_of` and `relay_of` are used: pieces are read here with numpy slices alone.
+Every element of every parameter gets a number of its own. The pieces of a *good* plan give the numbers in the source
+tensors, and the expected ones in the destination tensors. In between, the schedules of all ranks of the plan are run.
+This file uses only `schedule_of` and `relay_of` of the planner, and reads pieces with plain numpy slices.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _indices(transfer: Transfer) -> Ids:
 
 
 def damage(good: Plan, plan: Plan | None = None) -> list[str]:
-    """How the outcome of `plan` differs from what the good plan's pieces want; [] where every element is right.
+    """The differences between the outcome of `plan` and the good plan's pieces; [] if every element is right.
 
     Only transfer groups in which the two plans differ are executed, and those of the good plan decide what they should do.
     """

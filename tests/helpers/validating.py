@@ -1,4 +1,4 @@
-"""Validations as tests ask for them."""
+"""Run validations for tests, and spoil one on purpose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_reshard.validation.runner import ValidationRequest, validate
 OPTIONS = Options(transport="gloo", timeout_s=60.0)
 
 
-def validated(
+def run_validation(
     config: dict[str, Any],
     train: str,
     gen: str,

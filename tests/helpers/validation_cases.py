@@ -1,4 +1,4 @@
-"""Which families are validated over which meshes: the cases of test_validate.py and the support table of docs/support.md."""
+"""Families and meshes to validate: the cases of test_validate.py and of the support table in docs/support.md."""
 
 from __future__ import annotations
 

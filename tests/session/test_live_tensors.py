@@ -175,8 +175,9 @@ def test_what_was_replaced_since_it_was_bound_is_noticed(replace: Callable[[Mode
     replace(model)
     with pytest.raises(StaleTensorError) as error:
         bound.check_fresh(local_tensors([model]))
-    first, *lines = str(error.value).splitlines()
+    first, *lines, remedy = str(error.value).splitlines()
     assert first == f"train:0: {len(found)} bound tensors changed since prepare():"
+    assert remedy.strip() == "keep weights where they were bound, or begin a new session"
     assert [line.strip()[: len(start)] for line, start in zip(lines, found, strict=True)] == found
 
 
@@ -202,7 +203,7 @@ def test_weights_that_are_written_in_place_stay_bound_and_are_counted(name: str)
         WRITTEN[name](model).add_(1)
     bound.check_fresh(local_tensors([model]))
     assert torch.equal(bound.by_name[name].float(), local_tensors([model])[name].float())
-    with pytest.raises(TornWeightsError, match=f"1 tensors were written while they were read: {name}$"):
+    with pytest.raises(TornWeightsError, match=f"1 tensors were written while they were read: {name}; "):
         bound.check_unwritten(before)
 
 

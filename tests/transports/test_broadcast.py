@@ -12,7 +12,7 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.errors import Waiting
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup, GlooMessage
-from mcore_reshard.kernels.transports.broadcast import _FRAME, Tree, _parsed, broadcast, receive
+from mcore_reshard.kernels.transports.broadcast import _FRAME, Tree, _parse_header, broadcast, receive
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -71,4 +71,4 @@ def test_a_damaged_frame_is_reported() -> None:
 def test_a_header_that_is_not_one_is_refused() -> None:
     for header in (b"\x80\x04pickle", b"[1]", b'{"name": "a"}', b'{"name": "a", "dtype": "float32", "shape": [-1]}'):
         with pytest.raises(RuntimeError, match="not a tensor header"):
-            _parsed(header)
+            _parse_header(header)

@@ -104,7 +104,7 @@ def test_a_relay_cuts_each_wave_of_each_hop_once(
 ) -> None:
     monkeypatch.setattr(relay, "connect_group", lambda *_, **__: NoGroup())
     bound = bound_rank(RELAYED, world, 0)
-    relay.relayed(connecting(GlooExecutor), context_of(bound))
+    relay.connect_relayed(connecting(GlooExecutor), context_of(bound))
     assert bound.schedule.view is not None
     waves = bound.schedule.view.waves()
     first = [each for each in cut if not each.between_replicas]
@@ -122,7 +122,7 @@ def test_a_relay_cuts_each_wave_of_each_hop_once(
 def test_auto_cuts_what_goes_by_each_transport_once(cut: list[Schedule]) -> None:
     bound = bound_rank(MOE, "gen", 1)
     by_gloo = Transport("gloo", frozenset({"cpu"}), "", lambda: None, connecting(GlooExecutor))
-    mixed._mixed(context_of(bound), by_gloo, by_gloo, {RankPair(0, 1, False): "far"})
+    mixed._connect_kinds(context_of(bound), by_gloo, by_gloo, {RankPair(0, 1, False): "far"})
     near, far = cut
     assert {*near.stages[0].recvs.peer.tolist()}.isdisjoint(far.stages[0].recvs.peer.tolist())
     assert moved(cut) == moved([bound.schedule]) and moved([far]) > 0

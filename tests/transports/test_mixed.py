@@ -19,7 +19,7 @@ from mcore_reshard.kernels.transports.base import Executor, Transport, Transport
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.mixed import connect_by_pair
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
-from mcore_reshard.kernels.transports.relay import Connect, relayed, unrelayed
+from mcore_reshard.kernels.transports.relay import Connect, connect_relayed, connect_unrelayed
 
 MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
 RELAYED = Case("tiny-qwen3-moe", "tp=1", "dp=3")
@@ -53,7 +53,7 @@ def stand_in(
 
 def on_cpu(number: int, address: str, case: Case, unreachable: str, far_obstacle: str | None) -> Any:
     """A refit by `auto`, with transports `near` and `far` in the places of direct and nccl."""
-    near, far = stand_in("near", relayed), stand_in("far", unrelayed, far_obstacle)
+    near, far = stand_in("near", connect_relayed), stand_in("far", connect_unrelayed, far_obstacle)
     auto = replace(registry._transports["auto"], devices=frozenset({"cpu"}), unavailable_reason=lambda: None,
                    connect=lambda context: connect_by_pair(context, near, far))  # fmt: skip
     registry._transports["auto"] = auto  # this process ends with the test

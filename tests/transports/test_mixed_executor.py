@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, TCPStore
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.transports.base import StageReport, merged_reports
+from mcore_reshard.kernels.transports.base import StageReport, merge_reports
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.mixed import MixedExecutor
 
@@ -105,6 +105,6 @@ def test_the_first_failure_is_the_refits_also_where_it_makes_the_other_part_fail
 def test_reports_of_parts_add_up() -> None:
     one = (StageReport(0, 3, 1, 100, 0.5), StageReport(1, 0, 0, 0, 0.0))
     two = (StageReport(0, 4, 2, 50, 0.25), StageReport(1, 1, 1, 8, 0.125))
-    assert merged_reports([one, two]) == (StageReport(0, 7, 3, 150, 0.5), StageReport(1, 1, 1, 8, 0.125))
+    assert merge_reports([one, two]) == (StageReport(0, 7, 3, 150, 0.5), StageReport(1, 1, 1, 8, 0.125))
     with pytest.raises(ValueError, match="zip"):
-        merged_reports([one, two[:1]])
+        merge_reports([one, two[:1]])

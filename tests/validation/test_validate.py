@@ -16,7 +16,7 @@ from mcore_reshard.planning import InputError
 
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
-from helpers.validating import assert_golden, flip_bit_on_gen_1, validated
+from helpers.validating import assert_golden, flip_bit_on_gen_1, run_validation
 from helpers.validation_cases import DEFAULT, FAMILIES, FULL, MESHES, REFUSED, arguments, covering, on_gpus
 
 from mcore_reshard.validation.errors import ValidationError
@@ -24,7 +24,7 @@ from mcore_reshard.validation.errors import ValidationError
 
 def check(family, mesh, **how):
     train, gen, overrides = arguments(family, mesh)
-    return validated({**load_config(f"tiny-{family}"), **overrides}, train, gen, **how)
+    return run_validation({**load_config(f"tiny-{family}"), **overrides}, train, gen, **how)
 
 
 @pytest.mark.parametrize(("family", "mesh"), DEFAULT)
@@ -108,7 +108,7 @@ def test_one_flipped_bit_is_reported_with_rank_tensor_and_coordinate(monkeypatch
 
 def test_a_model_that_is_too_large_for_one_machine_is_refused():
     with pytest.raises(ValidationError, match="validate a small config of the same family"):
-        validated(load_config("qwen3-30b-a3b"), "ep=4,dp=4", "tp=4")
+        run_validation(load_config("qwen3-30b-a3b"), "ep=4,dp=4", "tp=4")
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,12 @@ def test_a_model_that_is_too_large_for_one_machine_is_refused():
 )
 def test_a_model_that_megatron_bridge_does_not_make_is_refused(name, changes, train, why):
     with pytest.raises(ValidationError, match=re.escape(why)):
-        validated({**load_config(name), **changes}, train, "tp=1")
+        run_validation({**load_config(name), **changes}, train, "tp=1")
 
 
 def test_no_shared_experts_at_all():
     config = {**load_config("tiny-deepseek-v3"), "n_shared_experts": 0}
-    report = validated(config, "tp=2,ep=2", "tp=2", refits=1)
+    report = run_validation(config, "tp=2,ep=2", "tp=2", refits=1)
     assert_golden(report)
 
 

@@ -18,7 +18,7 @@ from mcore_reshard.planner.model.configs import load_config
 pytest.importorskip("megatron", reason="needs the megatron extra")
 
 from helpers.quantized_standin import ends_in_bf16
-from helpers.validating import assert_golden, flip_bit_on_gen_1, validated
+from helpers.validating import assert_golden, flip_bit_on_gen_1, run_validation
 from helpers.validation_cases import FP8_DEFAULT, FP8_FULL, REFINED_EXPERTS, in_blocks
 
 from mcore_reshard.validation import runner
@@ -28,7 +28,7 @@ from mcore_reshard.validation.trainer import build as trainer
 
 def check(family, train, gen, train_dtype, block, changes=None, **how):
     config = in_blocks(family, block, **changes or {})
-    return validated(config, train, gen, train_dtype=train_dtype, gen_dtype="fp8", **how)
+    return run_validation(config, train, gen, train_dtype=train_dtype, gen_dtype="fp8", **how)
 
 
 def routes(report):
@@ -83,7 +83,7 @@ def test_a_trainer_that_keeps_first_and_last_layers_in_bf16(monkeypatch, family,
     modules = {"qkv_proj": "self_attn", "o_proj": "self_attn", "gate_up_proj": "mlp", "down_proj": "mlp"}
     names = [f"model.layers.{layer}.{modules[name]}.{name}" for name in kept for layer in (2, 3)]
     config["quantization_config"]["modules_to_not_convert"] += names
-    report = validated(config, train, gen, train_dtype="fp8", gen_dtype="fp8")
+    report = run_validation(config, train, gen, train_dtype="fp8", gen_dtype="fp8")
     assert_golden(report)
     routes = {p.name: p.route for p in report.parameters if p.name.endswith("proj.weight")}
     assert {name for name, route in routes.items() if route == "misc"} == {
@@ -133,7 +133,7 @@ def test_one_flipped_bit_of_a_scale_is_reported_with_rank_tensor_and_coordinate(
 )  # fmt: skip
 def test_what_cannot_be_compared_is_refused(name, changes, dtypes, why):
     with pytest.raises(ValidationError, match=re.escape(why)):
-        validated(
+        run_validation(
             {**load_config(name), **changes},
             "tp=1",
             "tp=1",

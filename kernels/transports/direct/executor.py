@@ -1,16 +1,16 @@
 """Generation ranks read the weights straight out of the training ranks' memory: one NVLink domain, or one GPU.
 
 Training ranks export their allocations once. Each generation rank maps what it needs and, in each refit, pulls
-everything with one kernel launch. It takes from all stages and sources, in an order that differs from receiver to
-receiver, so that no source has to serve all of them.
+everything with one kernel launch. It takes from all stages and sources. The order differs from receiver to receiver, so
+that no source has to serve all of them at once.
 
 Each pair of ranks orders its reads by three signals of 16 bytes, over CPU connections of their own, and by one IPC event:
 
     source    READY: all that it had queued is done                        returns when the events have happened
     reader                                           launches its kernel, records its event, STARTED          DONE
 
-So a source is not read before it is ready, and may be overwritten as soon as `run` returns. The source waits for DONE
-only when a pull takes long: if a reader dies its connection closes, but its event never happens.
+So no reader reads a source before it is ready, and the source may be overwritten as soon as its `run` returns. The source
+waits for DONE only if a pull takes long: when a reader dies its connection closes, but its event never happens.
 
 Weights that are cast on the way go first, through slots at their source: see `staging` and `slots`.
 """
@@ -85,7 +85,7 @@ class DirectExecutor:
         After an error on a training rank its readers may go on reading until the session is closed everywhere.
         """
         if self._closed:
-            raise SessionError(f"{self._bound.rank_name}: this executor is closed")
+            raise SessionError(f"{self._bound.rank_name}: this executor is closed; begin a new session")
         self._runs += 1
         start = time.perf_counter()
         self._end.run(self._runs)
@@ -103,7 +103,7 @@ class DirectExecutor:
 
 
 class _Source:
-    """A training rank: its memory is read, and it waits for that to end."""
+    """A training rank: others read its memory, and it waits until they have."""
 
     def __init__(self, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int) -> None:
         self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
@@ -138,7 +138,7 @@ class _Source:
 
 
 class _Reader:
-    """A generation rank: its kernel, and the mappings that this reads."""
+    """A generation rank: its kernel, and the mappings that the kernel reads."""
 
     scratch_bytes = 0
 

@@ -1,4 +1,4 @@
-"""Signals between ranks that exchange bytes on the direct transport: what is ready, has started and is done."""
+"""Signals between ranks that exchange bytes on the direct transport: ready, started, done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MESSAGE = struct.Struct("<qq")  # run, signal
 
 
 class Signal(IntEnum):
-    """What a rank tells a peer. Numbers from 0 mean that this round of casts may be read, or has been queued."""
+    """A message to a peer. Numbers from 0 mean that this round of casts may be read, or has been queued."""
 
     READY = -1  # a source: all that it has queued is done
     STARTED = -2  # a reader: its pull is queued, and the event after it recorded
@@ -39,7 +39,7 @@ class PeerSignals:
         self.timeout_s = timeout_s
         self._store = store
         self.peers = _waiting_by_peer(bound)
-        # Not the session's: a buffer posted there would get the next message of whatever kind.
+        # A group of its own: a buffer posted in the session's would get the next message of any kind.
         self._group = connect_group(FailFastStore("words", store), bound.schedule, timeout_s)
         self._posted: dict[int, tuple[torch.Tensor, GlooMessage]] = {}
         self._listen(self.peers)
@@ -49,7 +49,7 @@ class PeerSignals:
         publish(self._store, prefix + self._bound.rank_name, value)
 
     def fetch(self, peer: int, parse: Callable[[Any], T], *, prefix: str = "") -> T:
-        """What a peer publishes."""
+        """The value that a peer publishes."""
         waiting = self.peers[peer]
         return fetch(self._store, prefix + waiting.peer, waiting, parse, timeout_s=self.timeout_s)
 

@@ -1,8 +1,8 @@
-"""Both ends of what the direct transport casts: a source that casts into slots, a reader that pulls out of them.
+"""Casts on the direct transport, both ends: a source casts into slots, a reader pulls out of them.
 
 Events order casts and pulls on the GPUs. A signal over the CPU only says that an event has been recorded; it travels
-while earlier rounds are under way. So `rounds(run)` returns before the last bytes have landed; work that is queued on
-`stream` afterwards comes after them.
+while earlier rounds are under way. So `rounds(run)` returns before the last bytes have landed. Work that is queued on
+`stream` afterwards runs after them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .staging import SLOTS, SlotPlan, divide_slots
 
 DEFAULT_TILE_BYTES = 128 << 10
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
+
 # All of an H200: a trainer that refits does nothing else, and readers wait for it.
 _CASTING_SHAPE = KernelShape(ctas=132)
 
@@ -63,7 +64,7 @@ class _Pulling:
 
 
 class SlotSource:
-    """A training rank that casts. `schedule` is the part of the bound one that does."""
+    """A training rank that casts. `schedule` is the part of the bound schedule that is cast."""
 
     def __init__(self, bound: BoundSchedule, schedule: Schedule, signals: PeerSignals, scratch_bytes: int) -> None:
         self._signals = signals
@@ -141,7 +142,7 @@ class SlotSource:
 
 
 class SlotReader:
-    """A generation rank that pulls out of its sources' slots, on `stream`. `schedule` is the part that does."""
+    """A generation rank that pulls out of its sources' slots, on `stream`. `schedule` is the part that is cast."""
 
     def __init__(
         self,
@@ -181,8 +182,8 @@ class SlotReader:
                 for bucket in together
             ]
             tiles = cut_tiles(joined(tables), bases, options.tile_bytes)
-            # Tile by tile: readers drift apart from round to round, and two that read one source after the other would
-            # come to read from the same one at all times.
+            # Tile by tile: readers drift apart from round to round. If they read one source after the other, two of them
+            # would end up at the same source all the time.
             order = interleaved(source[tiles["copy"]], schedule.rank, together=1)
             copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
             self._rounds.append(_Pulling(together, source, copies))

@@ -1,7 +1,7 @@
-"""Weights that are cast on the direct transport: what goes through slots at the source, in which round, and where.
+"""Plan the casts of the direct transport: which weights go through slots at the source, in which round, and where.
 
-A reader cannot pull bytes that nobody has. So the source casts into a slot, the reader pulls from there, and the slot is
-cast into again; the whole model is never held twice. A round of a source (see `rounds`) fills one slot:
+Cast bytes lie nowhere until the source casts. So the source casts into a slot, the reader pulls from there, and the slot is
+reused; the whole model is never held twice. A round of a source (see `rounds`) fills one slot:
 
     to gen:0  buckets a0 a1 a2        round 0, slot 0: a0 b0        slot 0 again: a2
     to gen:1  buckets b0 b1           round 1, slot 1: a1 b1

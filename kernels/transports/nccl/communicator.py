@@ -1,7 +1,7 @@
 """One NCCL communicator that never blocks: its caller polls against a deadline, and can abort.
 
-It uses NVIDIA's own binding (nccl4py) of the library that torch has loaded. The watchdog of torch's process group answers
-a timeout by ending the process, and a trainer must outlive its generator.
+It uses NVIDIA's own binding (nccl4py) of the library that torch has loaded. torch's own process group does not do: its
+watchdog ends the process after a timeout, and a trainer must outlive its generator.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class NcclExecutor:
         self._slots: dict[tuple[int, int], PlainBuffer] = {}
         self._scales: DeviceTable | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        with self._gives_up_on_error():
+        with self._give_up_on_error():
             self._division = self._agree_on_division(budget)
             buckets = cut_buckets(bound.schedule, self._division.bucket_bytes)
             self._clock = StageClock(bound, buckets)
@@ -95,11 +95,11 @@ class NcclExecutor:
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. After `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError` it is closed."""
         if self._closed:
-            raise SessionError(f"{self._bound.rank_name}: the nccl transport has been closed")
+            raise SessionError(f"{self._bound.rank_name}: the nccl transport has been closed; begin a new session")
         self._runs += 1
         self._clock.reset()
         if self._rounds:
-            with self._gives_up_on_error(), torch.cuda.device(self._device):
+            with self._give_up_on_error(), torch.cuda.device(self._device):
                 self._run()
         return self._clock.reports()
 
@@ -159,7 +159,7 @@ class NcclExecutor:
 
         def reached() -> bool:
             done = self._done.query()
-            for stage in [stage for stage, mine in under_way.items() if over[mine].all()]:
+            for stage in [stage for stage, of_stage in under_way.items() if over[of_stage].all()]:
                 self._clock.finished(stage)
                 del under_way[stage]
             return done
@@ -253,7 +253,7 @@ class NcclExecutor:
         self._wait(has_happened, lambda: where, EventPoller(self._timeout_s))
 
     def _overdue(self, where: Round) -> DeadlineError:
-        """The error that names, of the peers in a round, one that does not wait itself."""
+        """The error for a round in vain. It names a peer of the round that does not wait itself."""
         reason = f"nothing within {self._timeout_s:g} s"
         errors = {
             placed.bucket.waiting.peer: DeadlineError(placed.bucket.waiting, reason) for placed in where.placed_messages
@@ -263,7 +263,7 @@ class NcclExecutor:
         return errors.get(culprit or "", next(iter(errors.values())))
 
     @contextmanager
-    def _gives_up_on_error(self) -> Iterator[None]:
+    def _give_up_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
@@ -275,7 +275,7 @@ class NcclExecutor:
         word = [*peers_by_stage(self._bound.schedule).items()], repr(budget)
         words = self._exchange.gather("word", word, _parse_word)
         if len(budgets := sorted({budget for _, budget in words})) > 1:
-            raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}")
+            raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}; give all of them the same")
         try:
             return divide(budget, [peers for peers, _ in words])
         except ValueError as error:

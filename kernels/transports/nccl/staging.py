@@ -1,9 +1,11 @@
-"""How the nccl transport fits a refit into bounded scratch: plain numbers, no device.
+"""Fit a refit over nccl into bounded scratch: plain numbers, no device.
 
 A round (see `rounds`) is one group of NCCL messages. Its number and its stage decide on which stream it goes. A stream
-has at least two slots, so that one bucket is packed or unpacked while another is on the wire. Where there are fewer
-stages than streams, the rounds of a stage take several in turn: with one, NCCL uses half of its channels for messages of
-this size, and the wire idles between two rounds (four H200s: 297 GB/s; with two, 321).
+has at least two slots, so that one bucket is packed or unpacked while another is on the wire.
+
+Where there are fewer stages than streams, the rounds of a stage take several streams in turn. On one stream NCCL uses
+half of its channels for messages of this size, and the wire idles between two rounds. Four H200s reach 297 GB/s with one
+stream, 321 with two.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 
 @dataclass(frozen=True, slots=True)
 class ScratchBudget:
-    """What every rank may use; equal on all ranks."""
+    """The scratch that every rank may use; equal on all ranks."""
 
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # of device memory, per rank
     streams: int = 2  # rounds that are on the wire at the same time
@@ -62,7 +64,7 @@ class PlacedMessage:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a rank sends and receives in one group of messages."""
+    """The messages that a rank sends and receives in one NCCL group."""
 
     stage: int  # index into BoundSchedule.stages
     number: int
@@ -93,8 +95,8 @@ def peers_by_stage(schedule: Schedule) -> dict[int, int]:
 def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Division:
     """Divide scratch so that the rank with the most peers fits. `peers[r]` is the `peers_by_stage` of group rank `r`.
 
-    2 streams of 2 slots, at most 4 peers, 512 MiB: buckets of 32 MiB, for a slot has a place for a bucket of every peer
-    of any stage. Raises ValueError if less than one element fits.
+    A slot has a place for one bucket of each peer of any stage. With 2 streams of 2 slots, at most 4 peers and 512 MiB,
+    buckets have 32 MiB. Raises ValueError if less than one element fits.
     """
     members = {
         stage: tuple(rank for rank, of_rank in enumerate(peers) if of_rank.get(stage))

@@ -1,7 +1,7 @@
 """A live vLLM model as the destination of a refit: its tensors, its loader, and what must follow direct writes.
 
-A refit writes parameters in the layout in which `load_weights` leaves them. A model whose kernels read another one is
-refused (`kernel_layouts`). File names below are vLLM 0.32's, under vllm/model_executor.
+A refit writes parameters in the layout in which `load_weights` leaves them. It refuses a model whose kernels read another
+layout (`kernel_layouts`). File names below are vLLM 0.32's, under vllm/model_executor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from . import refined_scales
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Quantization methods whose process_weights_after_loading leaves parameters as they were loaded, and the attributes in
-# which it puts copies for kernels of the CPU (layers/utils.py, dispatch_cpu_unquantized_gemm) and ROCm's router.
+# Quantization methods whose process_weights_after_loading leaves parameters as they were loaded. It puts copies into the
+# attributes named here: for kernels of the CPU (layers/utils.py, dispatch_cpu_unquantized_gemm) and for ROCm's router.
 _AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "_GateLinearMethod"}
 _COPIES = ("cpu_linear", "_cpu_unpacked_conv_weight", "_bf16x3_weight")
 _AS_LOADED_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON"}
@@ -37,7 +37,7 @@ _AS_LOADED_FP8_KERNELS = {
     "BlockWiseTorchFP8ScaledMMLinearKernel",
 }
 _AS_LOADED_FP8_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS"}
-# Values that a backend derives of them in its first forward (v1/attention/backends/flashinfer.py, mla/flashinfer_mla.py).
+# Values that a backend derives from them in its first forward (v1/attention/backends/flashinfer.py, mla/flashinfer_mla.py).
 _OF_KV_SCALES = ("bmm1_scale", "bmm2_scale")
 
 
@@ -52,9 +52,9 @@ def require_vllm() -> None:
 def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter that `load_weights` fills on this rank, by vLLM name; the live storage, not copies.
 
-    No supported family loads into buffers. Tied weights appear once. Two kinds of parameters are left out: those that
+    No supported family loads into buffers. Tied weights appear once. Two kinds of parameters are left out: tensors that
     attention derives after loading, and the scales of the KV cache, which `set_kv_scales` takes. Where vLLM repeats the
-    scales of FP8 experts, tensors with the checkpoint's scales stand for them (`refined_scales`).
+    scales of FP8 experts, tensors with the checkpoint's scales take their place (`refined_scales`).
     Raises RuntimeError where kernels read another layout than `load_weights` leaves, naming every such parameter.
     """
     _refuse_kernel_layouts(model)
@@ -121,7 +121,7 @@ def kv_scale_names(model: torch.nn.Module) -> list[str]:
 def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     """Put calibrated scales of the KV cache where attention reads them; `scales` are some of `kv_scale_names`.
 
-    They stay until others are set. Entries that are in the cache already were quantized with the old scales. Tensors are
+    They stay until others are set. Entries already in the cache were quantized with the old scales. Tensors are
     written in place, so captured CUDA graphs read the new scales; but the graphs have the host's floats baked in. Source:
     layers/quantization/kv_cache.py, BaseKVCacheMethod. Raises ValueError, before anything is written, for names that are
     not here and scales not above 0.
@@ -225,7 +225,7 @@ def gen_rank_of(vllm_config: VllmConfig) -> int:
 
 
 def _layers_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Layers with parameters of their own. Every refit asks: a module answers slowly for an attribute that it lacks."""
+    """Layers with parameters of their own. Fast, for every refit asks: other layers answer slowly for missing attributes."""
     return ((name, layer) for name, layer in model.named_modules() if layer._parameters)
 
 

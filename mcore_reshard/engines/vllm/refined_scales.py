@@ -1,6 +1,6 @@
 """Scales of block-FP8 experts where a tensor-parallel cut falls inside a block: vLLM repeats them for smaller blocks.
 
-A plan moves the checkpoint's scales, of every block that a rank holds a part of, into a tensor beside the parameter.
+A plan moves the checkpoint's scales into a tensor beside the parameter: one for each block that the rank holds a part of.
 `refine` repeats them from there:
 
     blocks of 128 columns, cut every 64     checkpoint's scales [a b]  ->  parameter of tp rank 1: [a], of tp rank 2: [b]
@@ -25,7 +25,7 @@ _BESIDE = "_checkpoint_blocks"  # attribute of a layer: its _Blocks by "w13" and
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """The checkpoint's scales for one parameter, and the row and column of them for each of the parameter's own."""
+    """The checkpoint's scales for one parameter; for each scale of the parameter, its row and column among them."""
 
     scales: torch.Tensor  # float32 [experts, rows of blocks, columns of blocks]
     rows: torch.Tensor

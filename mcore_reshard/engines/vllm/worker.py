@@ -35,9 +35,9 @@ class RefitWorker:
     def connect_refit(self, store: str, *, replica: int = 0, connect_timeout_s: float = 600.0, **options: Any) -> str:
         """Fetch the plan that the trainer publishes, bind this worker's parameters and meet all other ranks.
 
-        `replica` counts engines of the same mesh. `connect_timeout_s` limits the wait for the plan, and then that for ranks
-        that are still starting. `options` are the fields of `Options`. Returns the rank's name, as in "gen:3". Raises
-        MeshError where the plan is for other engines, ValueError for wrong options, else as `GenerationEndpoint.prepare`.
+        `replica` counts engines of the same mesh. `connect_timeout_s` limits the wait for the plan, and again the wait for
+        ranks that are still starting. `options` are the fields of `Options`. Returns the rank's name, as in "gen:3". Raises
+        MeshError if the plan is for other engines, ValueError for wrong options, else as `GenerationEndpoint.prepare`.
         """
         self.close_refit()
         session = Options(**options)
@@ -48,7 +48,11 @@ class RefitWorker:
         if planned != actual or rank >= plan.gen.world:
             raise MeshError(
                 f"the plan is for other engines than that of generation rank {rank}",
-                [f"planned {format_mesh(plan.gen)}", f"this engine {format_mesh(mesh)}, replica {replica}"],
+                [
+                    f"planned {format_mesh(plan.gen)}",
+                    f"this engine {format_mesh(mesh)}, replica {replica}",
+                    "start the engine on the planned mesh, or give connect() of the trainer this one as gen=",
+                ],
             )
         endpoint = self._refit_endpoint = GenerationEndpoint(
             schedule_of(plan, "gen", rank),

@@ -1,4 +1,4 @@
-"""A policy worker's whole part in a refit: connect once, refit after each optimizer step, close.
+"""The refit as a policy worker sees it: connect once, refit after each optimizer step, close.
 
     trainer = connect(model_chunks, bridge, hf_config, gen="tp=4", store="10.0.0.1:29600")   # on every training rank
     trainer.refit(step)                                                                      # weights may change again
@@ -137,15 +137,15 @@ def _read_arguments(
 ) -> tuple[list[torch.nn.Module], PlanRequest]:
     """The chunks, and a request with the config and the generation mesh, but not yet the model's training mesh.
 
-    Raises RefitError with all that this rank alone can see, before ranks wait for each other in `plan_refit`.
+    Raises RefitError with every fault that this rank alone can see, before ranks wait for each other in `plan_refit`.
     """
     problems: list[str] = []
-    with _collected(problems):
+    with _collect_problems(problems):
         chunks = _chunks_of(model_chunks)
-    with _collected(problems):
+    with _collect_problems(problems):
         config = hf_config.to_dict() if hasattr(hf_config, "to_dict") else hf_config
         request = read_request(config, TrainMesh(), gen, policy, engine=engine)
-    with _collected(problems):
+    with _collect_problems(problems):
         split_address(str(store))
     if gen_dtype not in (None, *PRECISIONS):
         problems.append(f"unknown gen_dtype {gen_dtype!r}, known: {', '.join(PRECISIONS)}")
@@ -155,7 +155,7 @@ def _read_arguments(
 
 
 @contextmanager
-def _collected(problems: list[str]) -> Iterator[None]:
+def _collect_problems(problems: list[str]) -> Iterator[None]:
     try:
         yield
     except InputError as error:

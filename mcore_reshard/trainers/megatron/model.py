@@ -91,7 +91,7 @@ def export_tasks(
 
 
 def hf_names(task: Any) -> list[str]:
-    """The names of the tensors that a conversion task yields; of experts only this rank's."""
+    """The names of the tensors that a conversion task yields: for experts, only those of this rank."""
     hf_param = task.mapping.hf_param
     return [hf_param] if isinstance(hf_param, str) else list(hf_param.values())
 
@@ -160,7 +160,7 @@ def _data_and_scales(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]
         return {name: tensor}
     scales = getattr(tensor, attribute)
     if data is None or scales is None:
-        raise ValueError(f"{name} is quantized, and keeps no row-wise data: build the model with row-wise usage")
+        raise ValueError(f"{name} is quantized and keeps no row-wise data: build the model with row-wise usage")
     return {name: data.view(torch.float8_e4m3fn), f"{name}.{attribute}": scales}
 
 

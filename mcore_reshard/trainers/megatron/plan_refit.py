@@ -120,7 +120,7 @@ def _agree_on_precision(first_in: dict[str, str], main: str) -> str | None:
 
 
 def _find_unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Iterable[tuple[int, str]]) -> list[int]:
-    """The layers of an FP8 trainer in which no rank holds a quantized linear weight. `weights`: those it may hold.
+    """The layers of an FP8 trainer in which no rank holds a quantized linear weight. `weights`: all that may be quantized.
 
     Collective: a layer may be on several ranks. Raises ValueError for layers that are quantized in part.
     """
@@ -143,7 +143,7 @@ def _find_unquantized_layers(tensors: Mapping[str, torch.Tensor], weights: Itera
 
 
 def _merge_first(own: dict[_Key, str]) -> dict[_Key, str]:
-    """The dicts of all ranks in one; the lowest rank's name stands. Collective."""
+    """The dicts of all ranks in one; for a key of several ranks the lowest rank's name counts. Collective."""
     return {key: name for rank in reversed(gather_from_all(own)) for key, name in rank.items()}
 
 
@@ -152,7 +152,7 @@ def _linear_weights(
 ) -> Iterator[tuple[int, str]]:
     """(layer, tensor) of every weight that fp8_param quantizes on a pipeline stage.
 
-    Not of multi-token-prediction layers, which are in no plan, nor of GroupedMLP, which Transformer Engine does not build.
+    It skips multi-token-prediction layers, which are in no plan, and GroupedMLP, which Transformer Engine does not build.
     """
     layout = MegatronLayout(model_parameters, train, build)
     for group in model_parameters.groups:
@@ -168,7 +168,7 @@ def _linear_weights(
 
 
 def _agree_on_build(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
-    """How the model was built. Collective: a stage without experts or without the embedding lacks that evidence."""
+    """The model's build, read off its tensors. Collective: a stage may have no experts, or not the embedding."""
     in_layers = [name for name in tensors if ".decoder.layers." in name]
     # Whether norms live inside the linear that they precede; empty on a rank without layers.
     own_fused = {any(name.endswith(".layer_norm_weight") for name in in_layers)} if in_layers else set()
@@ -191,7 +191,7 @@ def _agree_on_build(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBui
 
 
 def _experts_modules(names: Iterable[str]) -> set[ExpertsModule]:
-    """How local experts are kept: as modules of their own, one tensor for all, or one tensor each; empty without experts."""
+    """The storage of local experts: a module each, one tensor for all, or one tensor each; empty without experts."""
     module_of: dict[str, ExpertsModule] = {"local_experts": "sequential", "weight1": "stacked", "linear_fc1": "grouped"}
     leaves = {name.partition(".mlp.experts.")[2].partition(".")[0] for name in names}
     return {module_of[leaf] for leaf in leaves & module_of.keys()}

@@ -1,4 +1,4 @@
-"""Whole FP8 pairs out of a live Megatron-Core model, by their Hugging Face names: what a plan's misc route sends.
+"""Export whole FP8 pairs from a live Megatron-Core model, by Hugging Face name, for the misc route and golden.
 
 Megatron-Bridge (0.3.1) dequantizes the weights that Transformer Engine quantized, and knows no scales. But its mappings
 rearrange elements of any dtype. So a quantized parameter goes through them twice: as the bytes of its data, and as the
@@ -32,9 +32,9 @@ def export_with_pairs(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `export_hf`, with each weight of `pairs` as float8_e4m3fn data, followed by its float32 scales.
 
-    Weights that the trainer holds quantized keep their data and scales. Where a block of the checkpoint spans several of
-    the trainer (small heads in the fused QKV tensor), the weight is dequantized and quantized again, which rounds.
-    Weights in bfloat16 are quantized by the engine's arithmetic (`kernels.copies.cast_arithmetic`).
+    Weights that the trainer holds quantized keep their data and scales. But a block of the checkpoint may span several
+    blocks of the trainer: small heads in the fused QKV tensor. Such a weight is dequantized and quantized again, which
+    rounds. Weights in bfloat16 are quantized by the engine's arithmetic (`kernels.copies.cast_arithmetic`).
 
     Raises as `export_hf`, and ValueError for other blocks than the plan's.
     """
@@ -46,7 +46,7 @@ def export_with_pairs(
     others = [task for index, task in enumerate(tasks) if index not in by_bytes]
     for name, tensor in export_tasks(bridge, model_chunks, others, names):
         yield from quantize_pair(name, tensor, pairs[name]) if name in pairs else ((name, tensor),)
-    # A mapping remembers the dtype that it exchanged between pipeline stages: data and scales need tasks of their own.
+    # A mapping remembers the dtype that it exchanged between pipeline stages, so data and scales need separate tasks.
     again = select_tasks(bridge, model_chunks, names)
     data_tasks, scale_tasks = [], []
     for index in by_bytes:
@@ -72,7 +72,7 @@ def _quantized_tasks(tasks: Sequence[Any], pairs: Pairs) -> set[int]:
 
 
 def _with_weight(task: Any, read: Callable[[Any], torch.Tensor]) -> Any:
-    """The task with another tensor in the place of its weight: the one that `read` makes of it."""
+    """The task with `read(weight)` in the place of its weight."""
     weight = task.param_weight
     if weight is None:  # it is on another pipeline stage
         return task

@@ -1,4 +1,4 @@
-"""How the ranks of the training world agree, over torch's default process group."""
+"""Collectives of the training world for agreement, over torch's default process group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gather_from_all(value: _T, group: Any = None) -> list[_T]:
 def run_on_all_ranks(step: Callable[[], _T]) -> _T:
     """Run `step` on every training rank and return this rank's result. Collective.
 
-    If it raises on a rank, all ranks raise: that rank its own error, the others SessionError with the first cause.
+    If it raises on a rank, all ranks raise. The failing rank raises its own error, the others SessionError with the cause.
     """
     result, failure = None, None
     try:

@@ -1,7 +1,7 @@
 """The tensors of a vLLM rank in block FP8: data in E4M3, and scales beside them.
 
-The other half of the oracle, again without code of the planner's. The scale of every element is taken the same way as
-the element, and one of each block is kept. Mirrors vLLM 0.32's layers/quantization/fp8.py (Fp8LinearMethod,
+The other half of the oracle, again without code of the planner's. It cuts the scale of every element as it cuts the
+element, and keeps one of each block. Mirrors vLLM 0.32's layers/quantization/fp8.py (Fp8LinearMethod,
 Fp8MoEMethod). vLLM makes blocks of experts smaller where tensor parallelism cuts inside of them; a plan then fills a
 tensor of the checkpoint's blocks, and the engine repeats them.
 """
@@ -16,7 +16,7 @@ import torch
 from .tables import Shape, Table, Target
 
 SUFFIX = "_scale_inv"
-BLOCKS = ".blocks"  # what a plan calls the tensor that scales are repeated from: their name and this
+BLOCKS = ".blocks"  # a plan names the tensor that scales are repeated from by their name and this
 _SMALLEST = 32  # blocks that vLLM makes
 _FAMILIES = {"llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k2"}
 
@@ -106,8 +106,7 @@ def _refined(shape: Shape, parts: list[torch.Tensor]) -> Refined:
 
 
 def _is_kept(name: str, kept: list[str] | tuple[str, ...]) -> bool:
-    """Listed modules stay as they are, by their name or by that of the module they are fused in; the experts of a layer
-    do if one of them, or all, are listed."""
+    """Whether the config lists a module, or the one that it is fused into; for experts, one of the layer or all of them."""
     layer, separator, _ = name.partition(".experts.")
     if separator:
         return any(f"{listed}.".startswith(layer + separator) for listed in kept)

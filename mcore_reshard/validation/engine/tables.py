@@ -1,7 +1,7 @@
-"""Which HF tensor goes where in the tensors of one vLLM rank, written down family by family.
+"""The place of every HF tensor in the tensors of one vLLM rank: sizes, and the ways to cut a tensor.
 
-Half of an oracle. It repeats rules of planner/layout on purpose and shares no code with it: plain index arithmetic,
-compared byte for byte with vLLM's own `load_weights` (tests/engine). Mirrors vLLM 0.32.
+Half of an oracle. It repeats rules of planner/layout on purpose and shares no code with it. It is plain index arithmetic,
+compared byte for byte with vLLM's own `load_weights` (tests/engine). families.py has the families. Mirrors vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of one HF matrix inside a fused one: of these `rows`, the part that `cut` says."""
+    """Rows of one HF matrix inside a fused one; the rank holds the part `cut` of these `rows`."""
 
     source: str
     rows: int
@@ -233,7 +233,7 @@ class Table:
 def stage_layers(layers: int, pp_index: int, pp: int, partition: Sequence[int] = ()) -> range:
     """Layers of a pipeline stage (distributed/utils.py, get_pp_indices): as `partition` says, or vLLM's own split.
 
-    Left-over layers go to the stages before the last: 5 layers on 2 stages are 3 + 2, 6 on 4 are 1 + 2 + 2 + 1.
+    The stages before the last take the layers left over. 5 layers on 2 stages are 3 + 2; 6 on 4 are 1 + 2 + 2 + 1.
     """
     counts = list(partition)
     if not counts:

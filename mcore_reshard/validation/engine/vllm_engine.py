@@ -82,8 +82,8 @@ def build_engine(
 def refusal(config_folder: Path | str, sizes: GenSizes, checkpoint: Mapping[str, torch.Tensor]) -> str | None:
     """Why vLLM cannot hold a model, in its own words; None if it can.
 
-    Builds every generation rank and loads `checkpoint` into it, all on the meta device. Other failures than of sizes that
-    do not fit are raised.
+    Builds every generation rank and loads `checkpoint` into it, all on the meta device. Raises every failure that is not
+    about sizes.
     """
     loading = ""
 

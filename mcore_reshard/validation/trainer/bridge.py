@@ -1,9 +1,9 @@
 """Megatron-Bridge as the yardstick of a refit: which models it lacks, and repairs of its older releases.
 
 A plan needs only rules for where bytes lie; validation needs a live model and Bridge's own export of it. Without
-`bridge_limits` an unsupported model fails inside Megatron, far from the cause. Releases since 0.6 bring all repairs but
-the padding of a vocabulary at TP1 (compared with 0.6.2). Only validation installs them: a policy worker runs the Bridge
-it has.
+`bridge_limits` an unsupported model fails inside Megatron, far from the cause. Releases since 0.6 have all repairs but
+one, the padding of a vocabulary at TP1 (compared with 0.6.2). Only validation installs repairs: a policy worker runs the
+Bridge it has.
 """
 
 from __future__ import annotations

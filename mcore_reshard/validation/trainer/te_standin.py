@@ -52,9 +52,9 @@ def install(*, on_cuda: bool = False) -> None:
 def cpu_as_device() -> Iterator[None]:
     """Redirect Megatron's hard-coded CUDA calls to the CPU while a model of the stand-in is built, loaded or exported.
 
-    Megatron places a few buffers (router bias, rotary tables) on `torch.cuda.current_device()`, forks CUDA random
-    states around initialization, moves tied embeddings with `.cuda()`, and with context parallelism makes a stream and
-    pins a tensor. With the real Transformer Engine this does nothing.
+    Megatron places a few buffers (router bias, rotary tables) on `torch.cuda.current_device()` and moves tied
+    embeddings with `.cuda()`. It forks CUDA random states around initialization. With context parallelism it makes a
+    stream and pins a tensor. With the real Transformer Engine this does nothing.
     """
     if is_real():
         yield

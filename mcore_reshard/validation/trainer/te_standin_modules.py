@@ -28,7 +28,7 @@ _state = SimpleNamespace(block=(128, 128), quantizes=False)  # `quantizes` insid
 
 
 class _ParameterOwner(torch.nn.Module):
-    """What Megatron's wrappers call on any Transformer Engine module besides its parameters."""
+    """The methods that Megatron's wrappers call on any Transformer Engine module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def _mark_tensor_parallel(parameter: torch.nn.Parameter, dim: int) -> None:
 
 
 class QuantizedTensor(torch.Tensor):
-    """What Megatron and Megatron-Bridge ask a tensor to be, before they dequantize it."""
+    """The type by which Megatron and Megatron-Bridge know a tensor that they must dequantize."""
 
 
 class Float8BlockwiseQTensor(QuantizedTensor):

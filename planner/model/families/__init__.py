@@ -42,8 +42,8 @@ def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
 def parameters_from_config(config: Mapping[str, Any]) -> ModelParameters:
     """Every parameter of the model that `config` (an HF config.json) describes.
 
-    Raises `ConfigError`: for a `model_type` that no family knows, or listing every field that is missing, misspelled, of
-    the wrong type, or at odds with another.
+    Raises `ConfigError` for a `model_type` that no family knows. Raises it also for fields that are missing, misspelled,
+    of the wrong type, or at odds with another, and lists them all.
     """
     family = config.get("model_type")
     if isinstance(family, str) and family in FAMILIES:

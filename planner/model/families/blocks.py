@@ -28,7 +28,7 @@ SHARED = (Role.SHARED_GATE, Role.SHARED_UP, Role.SHARED_DOWN)
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Which layers of a model a block is in, and under which module prefix."""
+    """The layers of a model that have a block, and the block's module prefix."""
 
     model: ModelParameters  # without groups
     numbers: Sequence[int]
@@ -132,7 +132,7 @@ def mlp(
     experts: int = 0,
     hidden: int = 0,
 ) -> Iterator[ParameterGroup]:
-    """Up and down matrices, and a gate where the model has gates; `hidden` is what they work on if not the model's."""
+    """Up and down matrices, and a gate where the model has gates; `hidden` is their size if it is not the model's."""
     gate, up, down = roles
     hidden = hidden or layers.hidden
     if layers.model.architecture.gated:

@@ -1,8 +1,8 @@
 """DeepSeek-V3 and models of its layout (Kimi-K2, Moonlight): latent attention, experts after some dense layers, and
 multi-token-prediction layers.
 
-Mirrors transformers' `modeling_deepseek_v3.py`, which leaves multi-token prediction out; those names are the published
-checkpoint's: `model.layers.61.{embed_tokens,enorm,hnorm,eh_proj,shared_head.norm,shared_head.head}` beside a whole
+Mirrors transformers' `modeling_deepseek_v3.py`, which leaves multi-token prediction out. The names of its parameters are
+the published checkpoint's: `model.layers.61.{embed_tokens,enorm,hnorm,eh_proj,shared_head.norm,shared_head.head}` beside a whole
 decoder layer (README_WEIGHTS.md of the DeepSeek-V3 repository; `deepseek_mtp.py` of vLLM).
 """
 

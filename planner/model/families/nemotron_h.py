@@ -4,7 +4,7 @@ Names are the published checkpoints' (`backbone.`). Shapes mirror `modeling_nemo
 that of transformers 5, which calls the backbone `model` and stacks the experts in memory.
 
 The published Nemotron-3-Nano stores `gate.weight` in fp32, Nemotron-3-Super in bf16, and no field of the config says
-which. Listed is the config's dtype, in which transformers 5 and Megatron-Core hold it.
+which. This function lists the config's dtype, in which transformers 5 and Megatron-Core hold it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _LETTERS = "M*-E"
 
 
 def nemotron_h(reader: ConfigReader) -> ModelParameters:
-    """Which layer is what comes from `hybrid_override_pattern` (M, *, -, E) or `layers_block_type`.
+    """`hybrid_override_pattern` (M, *, -, E) or `layers_block_type` gives the kind of each layer.
 
-    Sizes of a kind of layer that the model does not have need not be in the config.
+    The config may lack the sizes of a kind of layer that the model does not have.
     """
     hidden, vocab = reader.size("hidden_size"), reader.size("vocab_size")
     pattern = _read_pattern(reader)
