@@ -45,7 +45,7 @@ class KvScalesError(RefitError):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A wait of one rank for another: enough to name the culprit if the wait is in vain."""
+    """A wait of one rank for another: enough to name the culprit if the deadline passes."""
 
     rank_name: str  # the rank that waits, as "gen:1"
     peer: str  # the rank that it waits for, as "train:0"

@@ -28,7 +28,7 @@ Size = TypeVar("Size", int, NDArray[np.int64])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """One message between this rank and a peer. Both ends number the buckets of a stage alike.
+    """One message between this rank and a peer. Both ends give the buckets of a stage the same numbers.
 
     In `copies` (dtype COPY) base indices are those of `Schedule.tensors`, and SCRATCH is the bucket.
     """

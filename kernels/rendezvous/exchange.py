@@ -123,7 +123,7 @@ class StoreExchange:
         return [parse_stored(key, content, parse, written_by=name) for key, content, name in contents]
 
     def blame(self, occasion: str, waits: Sequence[Failure], grace: Callable[[], None] | None = None) -> Failure:
-        """Of all waits in vain, the one for a rank that does not wait itself: the culprit.
+        """Of all waits past their deadline, the one for a rank that does not wait itself: the culprit.
 
             gen:1 waits for gen:0, gen:0 waits for train:1, train:1 says nothing    ->    gen:0 waits for train:1
 

@@ -52,7 +52,7 @@ class EventPoller:
     ) -> bool:
         """Poll until `has_happened()`; False if it does not within `timeout_s` of the last change of `progress()`.
 
-        `look(waited_s)` is called every LOOK_S, to raise if the wait is in vain.
+        It calls `look(waited_s)` every LOOK_S; `look` raises if the wait cannot succeed.
         """
         start = changed = looked = time.monotonic()
         stage = progress() if progress is not None else 0

@@ -1,4 +1,4 @@
-"""Whole named tensors from one training rank to every generation rank, whatever their number and size.
+"""Send whole named tensors, of any number and size, from one training rank to every generation rank.
 
 The tensors are one stream of bytes: for each a length, a JSON header (name, dtype, shape) and its bytes; a zero length
 ends the stream. The stream travels in frames of at most `frame_bytes`, each with a CRC-32, down a binary tree whose

@@ -1,4 +1,4 @@
-"""Find out which pairs of ranks can share GPU memory. All ranks do it together: both ends of a pair must choose alike.
+"""Find out which pairs of ranks can share GPU memory. All ranks do it together: both ends of a pair must agree.
 
 A generation rank can read a training rank's memory under four conditions:
 

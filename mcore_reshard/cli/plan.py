@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _unwritable(path: str) -> list[str]:
-    """Why a plan cannot be written there, as far as it can be told without writing: one reason, or none."""
+    """One reason why a plan cannot be written there, or none. It does not try to write."""
     target = Path(path)
     reasons = {
         "the path is empty": not path,

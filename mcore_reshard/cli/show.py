@@ -185,7 +185,7 @@ def place_as_dict(place: Place | None, keys: str = _ELEMENT) -> dict[str, Any] |
 
 
 def tensor_lines(transfer: Transfer) -> Iterator[tuple[str, Cell]]:
-    """The local tensors at both ends, as far as the transfer has any."""
+    """The local tensors at both ends, if the transfer has any."""
     for title, place in (("trainer tensor", transfer.src), ("engine tensor", transfer.dst)):
         if place is not None:
             yield title, f"{place.tensor}  {place.dtype} {list(place.shape)}"

@@ -80,7 +80,7 @@ class _Connection:
 
 
 class _Endpoint(ABC):
-    """One rank's end of a session, as far as both worlds share it: see TrainEndpoint and GenerationEndpoint."""
+    """One rank's end of a session: the part that TrainEndpoint and GenerationEndpoint share."""
 
     world: World
     by_name: str  # the argument with the function that moves whole tensors by name

@@ -1,7 +1,7 @@
 """A model's parameters: HF names, global shapes and dtypes, grouped where only layer and expert numbers differ.
 
 Parameters are never listed one by one: the 256 experts of 58 layers are one `ParameterGroup`, because every layout rule
-treats them alike. Layout rules dispatch on a group's `role` alone; no rule matches a name.
+treats them the same. Layout rules dispatch on a group's `role` alone; no rule matches a name.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     plan.transfers("model.norm.weight", element=(5,))                      # one element of a parameter
     plan.transfers(tensor="lm_head.weight", rank="gen:3", element=(72, 0)) # one element of a local tensor
 
-Nothing else is expanded.
+Only the requested transfers are expanded.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def _name_faults(pieces: tuple[Piece, ...], group: ParameterGroup, is_src: bool)
 def _partition_faults(
     partition: Partition, group: ParameterGroup, is_src: bool, transposed: Transposed | None
 ) -> Iterator[tuple[str, int, str]]:
-    """(rule, part, message): parts have the same tensors, ascend, are replicated alike, and only the last are padded.
+    """(rule, part, message): parts have the same tensors, ascend, have equally many replicas, and only the last are padded.
 
     `transposed` is None for scales, whose tensors may be padded on every rank.
     """

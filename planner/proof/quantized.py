@@ -76,7 +76,7 @@ def check_pairs(plan: Plan) -> Iterator[Violation]:
 
 
 def _membership(plan: Plan) -> Iterator[Violation]:
-    """A group is in one pair at most, and whatever arrives in FP8 is the weight of one."""
+    """A group is in one pair at most, and every group that arrives in FP8 is the weight of a pair."""
     for group, count in Counter(group for pair in plan.pairs for group in (pair.weight, pair.scales)).items():
         if count > 1:
             yield Violation.of_all(plan, plan.groups[group].name_pattern, "pairs", f"it is in {count} pairs")

@@ -1,6 +1,6 @@
 """The proof of local tensors: every element has one owner, in the declared order.
 
-Tensors are checked once per class of ranks that hold the same parts, and once for all layers that are filled alike.
+Tensors are checked once per class of ranks that hold the same parts, and once for all layers filled the same way.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _names(partition: Partition, part: int) -> list[str]:
 
 
 def _tensors_of(entries: Sequence[_Entry]) -> Iterator[tuple[tuple[int, int], tuple[_Filling, ...], TransferGroup]]:
-    """The tensors behind one pattern, those of different layers as one where they are filled alike."""
+    """The tensors behind one pattern; those of several layers count as one if they are filled the same way."""
     if all(places is entries[0][0] for places, _, _ in entries):
         yield entries[0][0][0], tuple(sorted(filling for _, filling, _ in entries)), entries[0][2]
         return

@@ -35,7 +35,7 @@ class SlotPlan:
 
 
 def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
-    """(transfers that are pulled from where they lie, transfers that are cast and go through slots). Both ends part alike."""
+    """(transfers that are pulled from where they lie, transfers that are cast and go through slots). Both ends agree."""
     if schedule.world == "train":
         cast = np.array([entry.tensor for entry in schedule.casts], np.int64)
         masks = [np.isin(stage.sends.tensor, cast) for stage in schedule.stages]

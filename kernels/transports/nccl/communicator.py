@@ -63,7 +63,7 @@ class NcclCommunicator:
         self, payloads: Mapping[int, torch.Tensor], stream: torch.cuda.Stream, waiting: Waiting, *, sends: bool
     ) -> None:
         """Queue messages on `stream`, as one group. `payloads` are contiguous uint8 tensors by member."""
-        # The binding's lower layer: the upper one examines every tensor anew, in each refit.
+        # The binding's lower layer: the upper one examines every tensor again in each refit.
         nccl, communicator, handle = self._bindings, self._bindings.Comm(self._open(waiting).ptr), stream.cuda_stream
         move = nccl.send if sends else nccl.recv
         try:

@@ -253,7 +253,7 @@ class NcclExecutor:
         self._wait(has_happened, lambda: where, EventPoller(self._timeout_s))
 
     def _overdue(self, where: Round) -> DeadlineError:
-        """The error for a round in vain. It names a peer of the round that does not wait itself."""
+        """The error for a round past its deadline. It names a peer of the round that does not wait itself."""
         reason = f"nothing within {self._timeout_s:g} s"
         errors = {
             placed.bucket.waiting.peer: DeadlineError(placed.bucket.waiting, reason) for placed in where.placed_messages

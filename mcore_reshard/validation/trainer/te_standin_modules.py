@@ -174,7 +174,7 @@ class QuantizedTensor(torch.Tensor):
 
 
 class Float8BlockwiseQTensor(QuantizedTensor):
-    """A matrix [M, K] in bfloat16 to whoever reads or writes it, kept as E4M3 data and scales of its blocks.
+    """A matrix [M, K] that readers and writers see in bfloat16, kept as E4M3 data and scales of its blocks.
 
     `_rowwise_data` uint8 [M, K]; `_rowwise_scale_inv` float32 [ceil(M / block), ceil(K / block) up to a multiple of 4].
     Writing in place quantizes in place: the two tensors stay where they are.
