@@ -98,6 +98,17 @@ def test_imports_run_one_way(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "folder",
+    sorted({file.parent for file in files()} - {ROOT / "mcore_reshard"}),
+    ids=lambda folder: str(folder.relative_to(ROOT)),
+)
+def test_each_folder_says_what_lives_there_and_what_it_may_import(folder: Path) -> None:
+    summary, *rest = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").splitlines()
+    assert summary.endswith(".")
+    assert any("Imports " in line for line in (summary, *rest))
+
+
+@pytest.mark.parametrize(
     ("package", "line"),
     [
         ("mcore_reshard.planner.model", "from mcore_reshard.planner.layout.mesh import GenMesh"),

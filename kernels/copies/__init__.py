@@ -1,1 +1,4 @@
-"""Schedules bound to live tensors: checks, buckets, tables of strided copies, casts. Needs no device, no other rank."""
+"""Bind a schedule to live tensors: checks, buckets, tables of strided copies, casts, and the tables' CPU interpreter.
+
+Imports `planner`. No device is needed, and no other rank.
+"""

@@ -1,1 +1,4 @@
-"""Generation engines as destinations: one folder an engine, which a function imports when it first needs it."""
+"""Generation engines as destinations of a refit: one folder an engine, named after it.
+
+Imports `session`, `planner` and `kernels`; functions import the engine when they first need it.
+"""

@@ -1,1 +1,4 @@
-"""Golden against real: refit a real model between real processes, and compare every byte with golden."""
+"""Golden against real: refit a real model between real processes, and compare every byte with golden.
+
+Imports everything but `cli`.
+"""

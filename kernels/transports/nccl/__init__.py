@@ -1,1 +1,4 @@
-"""Buckets over NCCL, packed and unpacked on the device."""
+"""Buckets over NCCL: packed on the device, sent in rounds, unpacked on the device.
+
+Imports what `kernels.transports` may import; nothing outside of the registry imports it.
+"""

@@ -1,6 +1,6 @@
 """One NCCL communicator that never blocks: its caller polls against a deadline, and can abort.
 
-It uses NVIDIA's own binding (nccl4py) of the library that torch has loaded. torch's own process group does not do: its
+It uses NVIDIA's own binding (nccl4py) of the library that torch has loaded. torch's own process group will not do: its
 watchdog ends the process after a timeout, and a trainer must outlive its generator.
 """
 

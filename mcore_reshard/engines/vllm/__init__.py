@@ -1,1 +1,4 @@
-"""A live vLLM model as the destination: its tensors, its loader, its workers, what follows direct writes."""
+"""A live vLLM model as the destination: its tensors, its loader, its workers, and the work after direct writes.
+
+Imports what `engines` may import.
+"""

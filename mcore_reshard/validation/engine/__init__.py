@@ -1,1 +1,4 @@
-"""The engine side of a validation: a real vLLM model, or plain slices that share no code with the planner."""
+"""The engine side of a validation: a real vLLM model, or plain slices that share no code with the planner.
+
+Imports `engines`.
+"""

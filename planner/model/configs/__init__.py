@@ -4,6 +4,7 @@ Published models carry the fields of the `config.json` of meta-llama/Llama-3.1-8
 Qwen/Qwen3-235B-A22B, deepseek-ai/DeepSeek-V3, moonshotai/Kimi-K2-Instruct, nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16,
 openai/gpt-oss-20b and openai/gpt-oss-120b. The `tiny-` ones have a family's every part in sizes for tests.
 tiny-moonlight is DeepSeek-V3 without a low rank of queries; `-fp8` configs are quantized in blocks of 128 by 128.
+Imports the files of `planner.model`.
 """
 
 from __future__ import annotations

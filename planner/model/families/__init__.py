@@ -1,4 +1,7 @@
-"""From a Hugging Face config to a model's parameters: one function per `model_type`."""
+"""From a Hugging Face config to a model's parameters: one function per `model_type`.
+
+Imports the files of `planner.model`.
+"""
 
 from __future__ import annotations
 
