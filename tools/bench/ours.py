@@ -15,7 +15,7 @@ from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.kernels.transports.base import Executor, TransportContext
 from mcore_reshard.kernels.transports.registry import AUTO, resolve
-from mcore_reshard.kernels.transports.relay import RelayedExecutor, relayed, unrelayed
+from mcore_reshard.kernels.transports.relay import RelayedExecutor, connect_relayed, connect_unrelayed
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
@@ -26,13 +26,13 @@ _MIB = 1 << 20
 
 
 def direct(rank: Rank, options: Options) -> Prepared:
-    return _prepared(rank, "direct", partial(relayed, partial(_direct_with, options)) if options else None)
+    return _prepared(rank, "direct", partial(connect_relayed, partial(_direct_with, options)) if options else None)
 
 
 def nccl(rank: Rank, options: Options) -> Prepared:
     if rank.on_cuda and rank.launch.gpus < rank.ranks:
         raise Unavailable("NCCL needs a GPU for every rank")
-    return _prepared(rank, "nccl", partial(unrelayed, partial(_nccl_with, options)) if options else None)
+    return _prepared(rank, "nccl", partial(connect_unrelayed, partial(_nccl_with, options)) if options else None)
 
 
 def auto(rank: Rank, options: Options) -> Prepared:
