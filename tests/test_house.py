@@ -129,13 +129,6 @@ def test_only_the_plan_itself_imports_the_proof() -> None:
     assert [name for name, text in texts.items() if EXCEPTIONS["planner/plan"] in text] == ["plan.py"]
 
 
-@pytest.mark.parametrize("folder", ["planner", "kernels", "mcore_reshard"])
-def test_every_folder_says_in_three_lines_what_lives_there(folder: str) -> None:
-    for place in sorted({file.parent for file in (ROOT / folder).rglob("*.py")}):
-        text = ast.get_docstring(ast.parse((place / "__init__.py").read_text()))
-        assert text, f"{place}/__init__.py has no docstring"
-
-
 PURE = """
 import sys
 from dataclasses import replace
