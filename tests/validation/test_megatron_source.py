@@ -218,7 +218,7 @@ def test_quantized_parameters_are_data_and_scales(
 def test_a_quantized_parameter_without_rows_is_refused() -> None:
     model = torch.nn.Module()
     model._parameters["weight"] = QuantizedStandIn((8, 8), _rowwise_data=None, _rowwise_scale_inv=None)  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"vp0\.weight is quantized, and keeps no row-wise data"):
+    with pytest.raises(ValueError, match=r"vp0\.weight is quantized and keeps no row-wise data"):
         local_tensors([model])
 
 
