@@ -80,6 +80,7 @@ docs-check: $(VENV)/.ready ## the same, but change nothing and fail if a page is
 
 types: $(VENV)/.ready ## mypy
 	$(BIN)/mypy -p mcore_reshard
+	MYPYPATH=tools $(BIN)/mypy --explicit-package-bases tools
 
 bench: $(VENV)/.ready ## planning time and memory; writes tools/results/planner.json
 	$(BIN)/python tools/bench_planner.py

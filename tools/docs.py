@@ -30,7 +30,8 @@ def pages() -> dict[Path, str]:
 def filled(text: str, sections: Mapping[str, Callable[[], str]]) -> str:
     """The page with each of its marked sections as the data has it."""
     for name, section in sections.items():
-        text = _section(name).sub(lambda marks, section=section: f"{marks[1]}{section()}\n{marks[2]}", text)
+        content = section().replace("\\", r"\\")
+        text = _section(name).sub(rf"\g<1>{content}\n\g<2>", text)
     return text
 
 
