@@ -52,8 +52,10 @@ class Engine:
 def engine_named(name: str) -> Engine:
     """The engine whose module is `planner/layout/<name>.py`. Raises UnknownEngineError where there is none."""
     module = f"{__package__}.{name}"
-    if name.isidentifier() and find_spec(module) is not None:
+    if str(name).isidentifier() and find_spec(module) is not None:
         engine = getattr(import_module(module), "ENGINE", None)
         if isinstance(engine, Engine):
             return engine
-    raise UnknownEngineError(f"no engine {name!r}: planner/layout/{name}.py would have to define ENGINE")
+    raise UnknownEngineError(
+        f"no engine {name!r}, known: {DEFAULT_ENGINE}; planner/layout/{name}.py would have to define ENGINE"
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
@@ -200,7 +201,11 @@ def _degrees(mesh: TrainMesh | GenMesh) -> dict[str, int]:
 
 def _degree_violations(mesh: TrainMesh | GenMesh, world: str) -> list[str]:
     """Degrees below one, or more ranks than a plan may have; `world` says how many there are, as in `tp*pp*dp`."""
-    violations = [f"{axis} = {degree} must be at least 1" for axis, degree in _degrees(mesh).items() if degree < 1]
+    degrees = _degrees(mesh).items()
+    violations = [
+        f"{axis} = {size!r} must be a whole number" for axis, size in degrees if not isinstance(size, Integral)
+    ]
+    violations = violations or [f"{axis} = {size} must be at least 1" for axis, size in degrees if size < 1]
     if not violations and mesh.world > MAX_RANKS:
         violations.append(f"{world} = {mesh.world} ranks exceed the {MAX_RANKS} that a plan may have")
     return violations

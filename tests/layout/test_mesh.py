@@ -84,6 +84,7 @@ def test_mesh_text_round_trips_with_every_axis():
         (lambda: TrainMesh(tp=2, ep=3, vpp=2), ["ep*etp = 3*1 must divide tp*cp*dp", "vpp > 1 wants pp > 1"]),
         (lambda: TrainMesh(tp=0, dp=-1), ["tp = 0 must be at least 1", "dp = -1 must be at least 1"]),
         (lambda: TrainMesh(pp=2, vpp=0, layers=(1, 1)), ["vpp = 0 must be at least 1"]),
+        (lambda: TrainMesh(tp="2", dp=2.0), ["tp = '2' must be a whole number", "dp = 2.0 must be a whole number"]),
         (lambda: TrainMesh(pp=3, layers=(1, 2)), ["layers has 2 entries, wants pp = 3"]),
         (lambda: GenMesh(tp=2, dp=2, ep=2), ["ep = 2 must be 1", "tp*dp = 2*2 = 4"]),
         (lambda: GenMesh(pp=3, layers=(0, 4)), ["layers has 2 entries, wants pp = 3", "at least 1 on every stage, got 0+4"]),
