@@ -87,8 +87,8 @@ def plan(
 ) -> Plan:
     """Plan the refit of a model from a training mesh to the mesh of an engine. Imports neither torch nor Megatron.
 
-    `config` is a built-in name, a config.json, a folder with one, or its content as a dict. Meshes are texts, as in
-    "tp=2,pp=2,ep=4,dp=2", or records. The dtypes say what either side holds: bf16, fp32, fp8 or mxfp8; None: the
+    `config` is a built-in name, a config.json, a folder with one, its content as a dict, or a transformers config. Meshes
+    are texts, as in "tp=2,pp=2,ep=4,dp=2", or records. The dtypes say what either side holds: bf16, fp32, fp8 or mxfp8; None: the
     config's. `model` is the plan's name for the model, by default that of `config`.
     Raises InputError with every violation of the meshes, the config and the dtypes.
     """
@@ -106,7 +106,8 @@ def read_request(
     engine: str = DEFAULT_ENGINE,
 ) -> PlanRequest:
     """Read the arguments of `plan`, and check that the model can be cut this way. Raises InputError as `plan` does."""
-    if others := _wrong_types(config, train, gen):
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    if others := _wrong_types(config, train, gen, train_dtype=train_dtype, gen_dtype=gen_dtype, engine=engine):
         raise InputError(others)
     if policy not in get_args(Policy):
         others.append(f"unknown policy {policy!r}, known: {', '.join(get_args(Policy))}")
@@ -147,11 +148,15 @@ def read_request(
     return PlanRequest(name, fields, parameters, train_mesh, gen_mesh, policy, engine, train_dtype, gen_dtype, notes)
 
 
-def _wrong_types(config: Any, train: Any, gen: Any) -> list[str]:
-    """Problems of a caller in Python who gave something else than a config or a mesh."""
-    wrong = []
+def _wrong_types(config: Any, train: Any, gen: Any, **names: Any) -> list[str]:
+    """Problems of a caller in Python who gave something else than a config, a mesh or a name."""
+    wrong = [
+        f"{argument} is a {type(name).__name__}: give a text"
+        for argument, name in names.items()
+        if not isinstance(name, str) and (name is not None or argument == "engine")
+    ]
     if not isinstance(config, (str, PathLike, Mapping)):
-        wrong.append(f"the config is a {type(config).__name__}: give a name, a path or the dict (a config's to_dict())")
+        wrong.append(f"the config is a {type(config).__name__}: give a name, a path, a dict or a transformers config")
     for side, mesh, kind, example in (("train", train, TrainMesh, "tp=2,pp=2"), ("gen", gen, GenMesh, "tp=4")):
         if not isinstance(mesh, (str, kind)):
             wrong.append(f"{side} is a {type(mesh).__name__}: give a text, as in {example!r}, or a {kind.__name__}")
@@ -202,8 +207,8 @@ def _train_misfits(parameters: ModelParameters, mesh: TrainMesh | None, text: st
     """
     if mesh is None and (stated := _stated_degrees(text)):
         axes, layers = stated
-        mesh = TrainMesh(tp=axes["tp"], ep=axes["ep"], etp=axes["etp"], dp=axes["ep"] * axes["etp"])
         with suppress(MeshError):
+            mesh = TrainMesh(tp=axes["tp"], ep=axes["ep"], etp=axes["etp"], dp=axes["ep"] * axes["etp"])
             mesh = replace(mesh, pp=axes["pp"], vpp=axes["vpp"], layers=layers)
     return [] if mesh is None else MegatronLayout(parameters, mesh).violations()
 
@@ -215,9 +220,11 @@ def _gen_misfits(parameters: ModelParameters, mesh: GenMesh | None, text: str, e
     if (stated := _stated_degrees(text)) is None:
         return []
     axes, layers = stated
-    mesh = GenMesh(tp=axes["tp"], pp=axes["pp"], dp=axes["dp"])
     with suppress(MeshError):
+        mesh = GenMesh(tp=axes["tp"], pp=axes["pp"], dp=axes["dp"])
         mesh = replace(mesh, layers=layers)
+    if mesh is None:
+        return []
     with_ep = engine.layout(parameters, replace(mesh, ep=mesh.tp * mesh.dp)).violations()
     return [violation for violation in engine.layout(parameters, mesh).violations() if violation in with_ep]
 

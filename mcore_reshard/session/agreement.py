@@ -49,14 +49,14 @@ def check_alike(words: Words) -> None:
         raise SessionError("\n  ".join((heading, *problems)))
 
 
-def check_versions(words: Words, rank: str, committed: int | None) -> None:
-    """Raise `VersionError` unless all ranks refit one version, larger than the last. `rank` is the name of this rank."""
+def check_versions(words: Words, rank_name: str, committed: int | None) -> None:
+    """Raise `VersionError` unless all ranks refit one version, larger than the last."""
     versions = _ranks_by(words, "version")
     if len(versions) > 1:
         raise VersionError(f"different versions are refitted at once: {_list_ranks(versions)}; pass one to all ranks")
     (version,) = versions
     if committed is not None and version <= committed:
-        raise VersionError(f"{rank}: version {version} does not follow {committed}: pass a larger one")
+        raise VersionError(f"{rank_name}: version {version} does not follow {committed}: pass a larger one")
 
 
 def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -485,7 +485,7 @@ def test_a_config_that_is_not_there_is_refused_with_the_built_in_names(tmp_path:
         load_config(tmp_path)
 
 
-def test_the_catalogue_of_deepseek_v3_takes_under_20_ms() -> None:
+def test_the_parameters_of_deepseek_v3_take_under_20_ms() -> None:
     config = load_config("deepseek-v3")
     times = []
     for _ in range(5):

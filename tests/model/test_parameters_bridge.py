@@ -34,7 +34,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_a_trainer_exports_what_the_catalogue_lists(name: str, exports: dict[str, dict[str, Any]]) -> None:
+def test_a_trainer_exports_what_the_model_lists(name: str, exports: dict[str, dict[str, Any]]) -> None:
     model_parameters = parameters_from_config(load_config(name))
     listed = {parameter.name: [list(parameter.group.shape), parameter.group.dtype] for parameter in model_parameters}
     assert exports[name] == listed

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, needs_gpus(2)]
 WORLDS = (1, 1)
 GIB = 1 << 30
 NEEDED_BYTES = 24 * GIB  # on a generation rank's GPU: its tensors twice
-OBSTACLES = {each.name: each.unavailable_reason() for each in transports()}
+UNAVAILABLE = {each.name: each.unavailable_reason() for each in transports()}
 
 
 def transfers() -> list[HandTransfer]:
@@ -82,7 +82,7 @@ def box(tensor: torch.Tensor, end: End, extents: tuple[int, ...]) -> torch.Tenso
 
 @pytest.mark.parametrize("transport", ["direct", "nccl", "auto"])
 def test_regions_of_more_than_four_gib(transport: str) -> None:
-    if reason := OBSTACLES.get(transport):
+    if reason := UNAVAILABLE.get(transport):
         pytest.skip(reason)
     if torch.cuda.mem_get_info(1)[0] < NEEDED_BYTES:
         pytest.skip("needs 24 GiB of free GPU memory")

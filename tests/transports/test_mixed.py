@@ -51,9 +51,9 @@ def stand_in(
     return Transport(name, frozenset({"cpu"}), "", lambda: unavailable_reason, partial(hops, partial(OverGloo, name)))
 
 
-def on_cpu(number: int, address: str, case: Case, unreachable: str, far_obstacle: str | None) -> Any:
+def on_cpu(number: int, address: str, case: Case, unreachable: str, far_unavailable: str | None) -> Any:
     """A refit by `auto`, with transports `near` and `far` in the places of direct and nccl."""
-    near, far = stand_in("near", connect_relayed), stand_in("far", connect_unrelayed, far_obstacle)
+    near, far = stand_in("near", connect_relayed), stand_in("far", connect_unrelayed, far_unavailable)
     auto = replace(registry._transports["auto"], devices=frozenset({"cpu"}), unavailable_reason=lambda: None,
                    connect=lambda context: connect_by_pair(context, near, far))  # fmt: skip
     registry._transports["auto"] = auto  # this process ends with the test

@@ -41,7 +41,7 @@ def test_unknown_and_unfit_transports_say_why() -> None:
         resolve("gloo", "cuda")
 
 
-def test_a_transport_with_an_obstacle_is_not_taken_and_says_what_is_missing() -> None:
+def test_an_unavailable_transport_is_not_taken_and_says_what_is_missing() -> None:
     register(replace(transports()[0], name="fast", unavailable_reason=lambda: "the fast library is not installed"))
     assert resolve("auto", "cpu").name == "gloo"
     with pytest.raises(TransportUnavailable, match="fast cannot be used: the fast library is not installed"):

@@ -161,7 +161,7 @@ class Device:
     slots: dict[tuple[int, int], NDArray[np.uint8]]
     halves: set[int] = field(default_factory=set)  # rounds whose first part is done
     over: set[int] = field(default_factory=set)
-    sent: dict[tuple[int, int], NDArray[np.uint8]] = field(default_factory=dict)  # (round, passage)
+    sent: dict[tuple[int, int], NDArray[np.uint8]] = field(default_factory=dict)  # (round, message)
     received: set[tuple[int, int]] = field(default_factory=set)
 
     @classmethod

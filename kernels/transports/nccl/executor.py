@@ -285,7 +285,7 @@ class NcclExecutor:
         """Join the communicators of the rank's stages, all at the same time, and connect every pair in them."""
         schedule, division = self._bound.schedule, self._division
         me = group_rank(schedule, schedule.world, schedule.rank)
-        firsts = {each.stage: each for each in reversed(planned)}  # each has a passage from or to every peer
+        firsts = {each.stage: each for each in reversed(planned)}  # each has a message from or to every peer
         places = [(stage, stream) for stage in sorted(firsts) for stream in division.streams[stage]]
         # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
         pairs = {stream: (torch.cuda.Stream(priority=-1), torch.cuda.Stream()) for _, stream in places}

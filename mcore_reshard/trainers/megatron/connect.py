@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 
 from mcore_reshard.kernels.errors import RefitError, SessionError
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.polling import CLOSE_S
 from mcore_reshard.kernels.rendezvous.store import split_address
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
@@ -37,8 +38,6 @@ from .model import export_hf, local_tensors, rank_coordinate, unwrapped
 from .plan_refit import plan_refit
 from .quantized_pairs import export_with_pairs
 from .world import gather_from_all, own_rank, run_on_all_ranks
-
-_GRACE_S = 5.0  # after a failure: time for all ranks to read its cause before rank 0 stops the store
 
 
 class RefitTrainer:
@@ -65,7 +64,7 @@ class RefitTrainer:
         failed = self._endpoint.failure is not None
         self._endpoint.close()
         if failed and self._store is not None:
-            time.sleep(_GRACE_S)
+            time.sleep(CLOSE_S)
         self._store = None  # the last reference: the server ends
 
     def __enter__(self) -> RefitTrainer:
@@ -103,7 +102,9 @@ def connect(
     ValueError where a bridge is needed. If one rank raises, all ranks do, and no store stays behind.
     """
     chunks, request = run_on_all_ranks(
-        lambda: _read_arguments(model_chunks, hf_config, gen, store, gen_dtype, policy, engine)
+        lambda: _read_arguments(
+            model_chunks, hf_config, gen, store, gen_dtype, policy, engine, connect_timeout_s, options
+        )
     )
     model = gather_from_all(request.model)[0]
 
@@ -133,7 +134,15 @@ def connect(
 
 
 def _read_arguments(
-    model_chunks: Any, hf_config: Any, gen: Any, store: Any, gen_dtype: str | None, policy: Policy, engine: str
+    model_chunks: Any,
+    hf_config: Any,
+    gen: Any,
+    store: Any,
+    gen_dtype: Any,
+    policy: Any,
+    engine: Any,
+    timeout_s: Any,
+    options: Any,
 ) -> tuple[list[torch.nn.Module], PlanRequest]:
     """The chunks, and a request with the config and the generation mesh, but not yet the model's training mesh.
 
@@ -143,10 +152,13 @@ def _read_arguments(
     with _collect_problems(problems):
         chunks = _chunks_of(model_chunks)
     with _collect_problems(problems):
-        config = hf_config.to_dict() if hasattr(hf_config, "to_dict") else hf_config
-        request = read_request(config, TrainMesh(), gen, policy, engine=engine)
+        request = read_request(hf_config, TrainMesh(), gen, policy, engine=engine)
     with _collect_problems(problems):
         split_address(str(store))
+    if not isinstance(options, Options):
+        problems.append(f"options is a {type(options).__name__}: give mr.Options(...)")
+    if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        problems.append(f"connect_timeout_s must be a number of seconds above 0, not {timeout_s!r}")
     if gen_dtype not in (None, *PRECISIONS):
         problems.append(f"unknown gen_dtype {gen_dtype!r}, known: {', '.join(PRECISIONS)}")
     if problems:

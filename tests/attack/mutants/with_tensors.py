@@ -285,13 +285,13 @@ UNEVEN_PIPELINE = Case("tiny-llama", "tp=2", "pp=3")
 golden_shows(8, "linear_qkv is read as [q; k; v], not per KV group", DATA_PARALLEL, qkv_as_sections)
 golden_shows(
     5,
-    "the catalogue does not list up_proj of non-gated experts",
+    "the model does not list up_proj of non-gated experts",
     NEMOTRON,
     lambda: without_groups(NEMOTRON.plan(), Role.EXPERT_UP),
 )
-golden_shows(10, "the catalogue does not list o_proj", LLAMA, lambda: without_groups(LLAMA.plan(), Role.O))
+golden_shows(10, "the model does not list o_proj", LLAMA, lambda: without_groups(LLAMA.plan(), Role.O))
 golden_shows(11, "two norms of one shape are written to each other's tensors", LLAMA, norms_exchanged)
-golden_shows(23, "the catalogue does not list mixer.D", NEMOTRON, lambda: without_groups(NEMOTRON.plan(), Role.MAMBA_D))
+golden_shows(23, "the model does not list mixer.D", NEMOTRON, lambda: without_groups(NEMOTRON.plan(), Role.MAMBA_D))
 golden_shows(
     29,
     "four layers over three engine stages are placed 2, 1, 1, by a function that planner and proof share",
