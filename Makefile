@@ -39,7 +39,7 @@ demo: $(VENV)/.ready ## refit a real tiny MoE model from 4 training processes to
 	@$(BIN)/mcore-reshard plan $(DEMO)
 	@$(BIN)/mcore-reshard validate $(DEMO) --refits 2
 
-test-fast: $(VENV)/.ready ## the default tests without those that start processes or import Megatron: for the inner loop
+test-fast: $(VENV)/.ready ## the default tests without those that start processes or import Megatron or transformers: for the inner loop
 	@$(BIN)/python -m pytest --fast $(addprefix tests/,$(FAST_HALF)) & half=$$!; \
 	$(BIN)/python -m pytest --fast $(addprefix --ignore=tests/,$(FAST_HALF)); rest=$$?; wait $$half && exit $$rest
 

@@ -17,7 +17,9 @@ if find_spec("megatron") is not None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="skip tests as they start a process or import Megatron")
+    parser.addoption(
+        "--fast", action="store_true", help="skip tests as they start a process or import Megatron or transformers"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""`pytest --fast` skips whatever starts a process or imports Megatron, and nothing else."""
+"""`pytest --fast` skips whatever starts a process or imports Megatron or transformers, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def spawn(): multiprocessing.get_context("spawn").Process(target=print).start()
 def ranks(): run_ranks(1, print)
 def processes(): run_processes(1, print)
 def megatron(): import megatron.core
+def transformers(): import transformers
 
-@pytest.mark.parametrize("act", [fork, call, spawn, ranks, processes, megatron])
+@pytest.mark.parametrize("act", [fork, call, spawn, ranks, processes, megatron, transformers])
 def test_slow(act): act()
 
 def test_quick(): import torch
 """
 
 
-def test_tests_are_skipped_as_they_start_a_process_or_import_megatron(tmp_path: Path) -> None:
+def test_tests_are_skipped_as_they_start_a_process_or_import_models(tmp_path: Path) -> None:
     file = tmp_path / "test_some.py"
     file.write_text(SLOW)
     command = [sys.executable, "-m", "pytest", "--fast", "-c", ROOT / "pyproject.toml", "-p", "conftest", file]
@@ -40,4 +41,4 @@ def test_tests_are_skipped_as_they_start_a_process_or_import_megatron(tmp_path: 
         text=True,
         env={**os.environ, "PYTHONPATH": paths},
     )
-    assert "1 passed, 6 skipped" in told.stdout, told.stdout + told.stderr
+    assert "1 passed, 7 skipped" in told.stdout, told.stdout + told.stderr
