@@ -15,7 +15,7 @@ BRIDGE := megatron-bridge==0.3.1
 DEMO := tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2
 
 # `make test-fast` runs these folders beside all others.
-FAST_HALF := copies transports session attack
+FAST_HALF := copies transports proof attack
 
 .PHONY: help setup demo test-fast test nightly test-vllm test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
 
