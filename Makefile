@@ -2,6 +2,8 @@
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11 python3.10,$(shell $(p) -c 'import sys; sys.version_info >= (3, 10) and print(sys.executable)' 2>/dev/null)))
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_SGLANG ?= .venv-sglang
+VENV_NEWEST ?= .venv-newest
 BIN := $(VENV)/bin
 # Only used where the machine has no torch: a GPU machine keeps the build it has. Without a GPU the CPU build is taken
 # from PyTorch's own index where that can be reached (PyPI's build for Linux brings CUDA).
@@ -16,8 +18,11 @@ DEMO := tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2
 
 # `make test-fast` runs these folders beside all others.
 FAST_HALF := copies transports proof attack
+# `make test-newest` runs these.
+NEWEST := $(addprefix tests/,$(addprefix validation/test_,megatron_source.py te_standin.py trainer_trace.py validate.py zoo.py) \
+	$(addprefix engine/test_,newest_bridge.py tiny_models.py))
 
-.PHONY: help setup demo test-fast test nightly test-vllm test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
+.PHONY: help setup demo test-fast test nightly test-vllm test-newest test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -49,11 +54,24 @@ test: $(VENV)/.ready ## the default tests: no GPU, no vLLM
 nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow, and the attack with more damage
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python tools/mutation_score.py --out build/mutation_score.json
+	$(MAKE) test-newest
+	$(MAKE) test-vllm
+	$(VENV_VLLM)/bin/python -m pytest -m slow tests/engine
+	$(MAKE) test-sglang
 
 test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 8 minutes)
 	PYTHON=$(PYTHON) bash tools/make_vllm_cpu.sh $(VENV_VLLM)
 	PYTHONWARNINGS=ignore $(VENV_VLLM)/bin/python -m pip install -q --no-deps -e .
-	$(VENV_VLLM)/bin/python -m pytest tests/engine
+	$(VENV_VLLM)/bin/python -m pytest tests/engine tests/trainers
+
+test-newest: ## the newest Megatron-Core and Megatron-Bridge, beside vLLM (Python 3.12; builds it on first use, 4 minutes)
+	PYTHON=$(PYTHON) bash tools/make_newest_bridge.sh $(VENV_NEWEST)
+	$(VENV_NEWEST)/bin/python -m pytest $(NEWEST)
+
+test-sglang: ## the tests against real SGLang on CPU (installs it on first use, about 3 minutes)
+	PYTHON=$(PYTHON) bash tools/make_sglang_cpu.sh $(VENV_SGLANG)
+	PYTHONWARNINGS=ignore $(VENV_SGLANG)/bin/python -m pip install -q --no-deps -e .
+	$(VENV_SGLANG)/bin/python -m pytest tests/engine_sglang
 
 test-gpu: ## the tests that need CUDA devices, with the torch that is on the machine
 	$(PYTHON) -m pytest -m gpu -rs
@@ -89,4 +107,4 @@ bench-gpu: ## refits side by side on this machine's GPUs, with its torch; writes
 	PYTHONPATH=. $(PYTHON) tools/bench_refit.py $(BENCH)
 
 clean: ## remove what the targets made
-	rm -rf build dist $(VENV) $(VENV_VLLM) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(VENV_NEWEST) .pytest_cache .mypy_cache .ruff_cache

@@ -35,6 +35,10 @@ class SessionError(RefitError):
     """The ranks of a session could not meet or do not agree, or a peer reported a failure."""
 
 
+class LayoutError(RefitError):
+    """The installed trainer or engine keeps weights otherwise than the plan says: nothing may move."""
+
+
 class VersionError(RefitError):
     """A version that does not increase, or ranks that refit different versions at the same time."""
 

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import dtensor as dtensor
     from . import megatron as megatron
     from . import vllm as vllm
     from .kernels.errors import RefitError as RefitError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Where each public name is defined, in the order of use; the two modules are names themselves.
+# Where each public name is defined, in the order of use; the three modules are names themselves.
 _MODULES = {
     "plan": "planning",
     "load_plan": "planner.plan.plan_file",
@@ -33,6 +34,7 @@ _MODULES = {
     "TrainMesh": "planner.layout.mesh",
     "GenMesh": "planner.layout.mesh",
     "megatron": "megatron",
+    "dtensor": "dtensor",
     "vllm": "vllm",
     "Options": "kernels.options",
     "RefitError": "kernels.errors",

@@ -15,7 +15,7 @@ from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, Engine, Unknown
 from mcore_reshard.planner.layout.megatron import MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import find_config, load_config
-from mcore_reshard.planner.model.families import ConfigError, parameters_from_config
+from mcore_reshard.planner.model.families import FAMILIES, ConfigError, parameters_from_config
 from mcore_reshard.planner.model.parameters import ModelParameters
 from mcore_reshard.planner.model.precision import (
     CASTS,
@@ -72,6 +72,16 @@ class PlanRequest:
             train_dtype=self.train_dtype,
             gen_dtype=self.gen_dtype,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RefitRequest:
+    """A model, and the mesh of its engine. `has_rules`: the planner has layout rules for the model's family."""
+
+    model: str
+    config: dict[str, Any]
+    gen: GenMesh
+    has_rules: bool
 
 
 def plan(
@@ -148,6 +158,82 @@ def read_request(
     return PlanRequest(name, fields, parameters, train_mesh, gen_mesh, policy, engine, train_dtype, gen_dtype, notes)
 
 
+def read_refit_request(config: ConfigSource, gen: str | GenMesh, policy: str, engine: str) -> RefitRequest:
+    """Read what a live trainer is asked for: its own mesh is read off the model. Raises InputError as `plan` does.
+
+    A model of a family without layout rules passes here: it is planned from traces.
+    """
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    fields: dict[str, Any] = {}
+    with suppress(ConfigError, TypeError, ValueError):
+        fields = dict(config) if isinstance(config, Mapping) else load_config(fspath(config))
+    family = fields.get("model_type")
+    if not isinstance(family, str) or family in FAMILIES:
+        request = read_request(config, TrainMesh(), gen, policy, engine=engine)  # type: ignore[arg-type]
+        return RefitRequest(request.model, request.config, request.gen, True)
+    if problems := _wrong_types(config, TrainMesh(), gen, engine=engine):
+        raise InputError(problems)
+    if policy not in get_args(Policy):
+        problems.append(f"unknown policy {policy!r}, known: {', '.join(get_args(Policy))}")
+    try:
+        engine_named(engine)
+    except UnknownEngineError as error:
+        problems.append(str(error))
+    mesh, violations = _parse(parse_gen_mesh, gen, "generation")
+    if problems + violations or mesh is None:
+        raise InputError(problems + violations)
+    return RefitRequest(model_name(config), fields, mesh, False)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequest:
+    """A model whose layouts are read off the loaders of trainer and engine, and two meshes."""
+
+    model: str
+    config: dict[str, Any]
+    train: TrainMesh
+    gen: GenMesh
+    engine: str = DEFAULT_ENGINE
+
+
+def read_traced_request(
+    config: ConfigSource,
+    train: str | TrainMesh,
+    gen: str | GenMesh,
+    policy: str = "exact",
+    train_dtype: str | None = None,
+    gen_dtype: str | None = None,
+    engine: str = DEFAULT_ENGINE,
+) -> TracedRequest:
+    """Read the arguments of a plan from traces. Whether the model fits the meshes is known once the loaders have run.
+
+    Raises InputError with every violation of the meshes, the config and the options.
+    """
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    if others := _wrong_types(config, train, gen, train_dtype=train_dtype, gen_dtype=gen_dtype, engine=engine):
+        raise InputError(others)
+    if policy != "exact":
+        others.append(f"policy {policy!r} is for layout rules: a plan from traces takes the layouts as they are")
+    if other := sorted({dtype for dtype in (train_dtype, gen_dtype) if dtype not in (None, "bf16")}):
+        others.append(f"a plan from traces has trainer and engine in bf16, not in {' or '.join(other)}")
+    fields: dict[str, Any] = {}
+    remedy = ""
+    try:
+        engine_named(engine)
+        fields = _read_fields(config)[1]
+    except UnknownEngineError as error:
+        others.append(str(error))
+    except ConfigError as error:
+        others += [f"{error.subject}: {problem}" for problem in error.problems]
+        remedy = error.remedy
+    train_mesh, training = _parse(parse_train_mesh, train, "training")
+    gen_mesh, generation = _parse(parse_gen_mesh, gen, "generation")
+    problems = [*training, *generation, *others]
+    if problems or not (train_mesh and gen_mesh):
+        raise InputError(problems, remedy)
+    return TracedRequest(model_name(config), fields, train_mesh, gen_mesh, engine)
+
+
 def _wrong_types(config: Any, train: Any, gen: Any, **names: Any) -> list[str]:
     """Problems of a caller in Python who gave something else than a config, a mesh or a name."""
     wrong = [
@@ -178,15 +264,21 @@ def model_name(config: ConfigSource) -> str:
 
 def _read_config(config: ConfigSource) -> tuple[dict[str, Any], ModelParameters]:
     """The config's fields and the model's parameters. Raises ConfigError, its subject the file that was read."""
+    subject, fields = _read_fields(config)
+    try:
+        return fields, parameters_from_config(fields)
+    except ConfigError as error:
+        raise ConfigError(subject, error.problems, error.remedy) from error
+
+
+def _read_fields(config: ConfigSource) -> tuple[str, dict[str, Any]]:
+    """The file that is read, and its fields. Raises ConfigError."""
     subject = "config" if isinstance(config, Mapping) else str(find_config(fspath(config)))
     fields = dict(config) if isinstance(config, Mapping) else load_config(subject)
     if fields.get("format") == FORMAT:
         remedy = f"See what it does with `mcore-reshard show {config}`; `explain` and `validate` take plans too."
         raise ConfigError(str(config), ["this is a plan, where the config of a model is wanted"], remedy)
-    try:
-        return fields, parameters_from_config(fields)
-    except ConfigError as error:
-        raise ConfigError(subject, error.problems, error.remedy) from error
+    return subject, fields
 
 
 def _parse(parse: Callable[[str], _Mesh], mesh: str | _Mesh, side: str) -> tuple[_Mesh | None, list[str]]:

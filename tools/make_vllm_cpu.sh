@@ -3,6 +3,7 @@
 #
 #   tools/make_vllm_cpu.sh VENV        PYTHON=... names the interpreter to start from, python3 otherwise
 #
+# MEGATRON_CORE and MEGATRON_BRIDGE name other releases than those that Python 3.11 gets: tools/make_newest_bridge.sh.
 # vLLM is built from its source distribution without kernels (VLLM_TARGET_DEVICE=empty). Models construct and load
 # weights; forward does not run. Needs Python 3.11 to 3.13 and PyPI; about 1.5 GB of disk. A complete environment is
 # reused as it is; an interrupted one is completed.
@@ -10,8 +11,8 @@ set -euo pipefail
 
 VLLM=0.32.0
 TORCH=2.13.0  # what vLLM 0.27 to 0.32 pin
-MEGATRON_CORE=0.16.1
-MEGATRON_BRIDGE=0.3.1
+MEGATRON_CORE=${MEGATRON_CORE:-0.16.1}
+MEGATRON_BRIDGE=${MEGATRON_BRIDGE:-0.3.1}
 
 [ $# -eq 1 ] || { echo "usage: $0 VENV" >&2; exit 2; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,7 +20,7 @@ mkdir -p "$1"
 venv=$(cd "$1" && pwd)
 python=$venv/bin/python
 stamp=$venv/.complete
-recipe=$(cksum < "${BASH_SOURCE[0]}")
+recipe="$(cksum < "${BASH_SOURCE[0]}") $MEGATRON_CORE $MEGATRON_BRIDGE"
 
 say() { echo "[make_vllm_cpu] $*" >&2; }
 

@@ -30,6 +30,7 @@ _PACKAGES = {
     "transformers": ("transformers", "Megatron-Bridge", "megatron"),
     "transformer-engine": ("transformer_engine", "trainers on CUDA, fp8", "fp8"),
     "vllm": ("vllm", "the engine", "vllm"),
+    "sglang": ("sglang", "the engine", "sglang"),
     "nccl4py": ("nccl", "the nccl transport", "gpu"),
     "cuda-core": ("cuda.core", "copy kernels of the direct and nccl transports", "gpu"),
     "cuda-bindings": ("cuda.bindings", "GPU memory of the direct and nccl transports", "gpu"),
@@ -127,6 +128,8 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
     why_not = f"{', '.join(lacking)} not installed; from a clone: pip install '.[megatron]'" if lacking else ""
     if not lacking and not sys.platform.startswith("linux"):
         why_not = "ranks are forked processes, which only Linux is known to carry"
+    engines = [name for name, (_, purpose, _) in _PACKAGES.items() if purpose == "the engine"]
+    why_no_traces = why_not or ("" if has & {*engines} else f"none of {', '.join(engines)} is installed")
     slices = "plain slices of the golden tensors (vLLM is not installed)"
     destination = f"destination: {'a real vLLM model' if 'vllm' in has else slices}"
     trainer = "gloo: a Megatron model on the CPU, its Transformer Engine modules a parameters-only stand-in"
@@ -137,6 +140,11 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
     torch = "torch" in has
     return [
         {"command": "plan, show, explain", "ok": True, "detail": "need numpy only"},
+        {
+            "command": "plan --traced",
+            "ok": not why_no_traces,
+            "detail": why_no_traces or "runs the loaders that are here",
+        },
         {"command": "validate", "ok": not why_not, "detail": why_not or f"{destination}; source with {trainer}"},
         {"command": "store", "ok": torch, "detail": "needs torch only" if torch else "torch is not installed"},
     ]

@@ -1,7 +1,8 @@
-"""Tell plan files from configs, so that a command says so if it gets the other one."""
+"""Tell plan files from configs, so that a command says so if it gets the other one; and plan from traces."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,9 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import FORMAT, PlanFileError, load_plan
 from mcore_reshard.planner.plan.transfers import UnknownElementError
 from mcore_reshard.planner.proof.prove import require_proof
-from mcore_reshard.planning import InputError
+from mcore_reshard.planning import InputError, TracedRequest
+
+from .printable import printable
 
 
 @contextmanager
@@ -45,6 +48,15 @@ def read_plan(source: str, *, proven: bool = True) -> Plan:
     if proven:
         require_proof(plan)
     return plan
+
+
+def plan_from_traces(request: TracedRequest) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a model without layout rules, and notes on it. Raises as `plan_offline` does."""
+    from mcore_reshard.validation.offline_plan import plan_offline  # torch: not before the input is known to be good
+
+    if sys.stderr.isatty():  # no spinner: the loaders run in forked processes, and threads do not survive that
+        print(f"tracing the loaders of {printable(request.model)} ...", file=sys.stderr)
+    return plan_offline(request)
 
 
 def is_plan_file(source: str) -> bool:

@@ -82,18 +82,21 @@ def _code_of(error: Exception) -> int | None:
     """The exit code of an error whose message says all; None for an unexpected one."""
     from mcore_reshard.kernels.errors import RefitError, TransportUnavailable  # these take numpy
     from mcore_reshard.planner.layout.mesh import MeshError
+    from mcore_reshard.planner.layout.traced import TracedLayoutError
     from mcore_reshard.planner.model.families import ConfigError
     from mcore_reshard.planner.plan.plan_file import PlanFileError
     from mcore_reshard.planner.plan.transfers import UnknownElementError
     from mcore_reshard.planner.proof.prove import ProofError
     from mcore_reshard.planning import InputError
-    from mcore_reshard.validation.errors import ProcessError, ValidationError
+    from mcore_reshard.validation.errors import BuildError, ProcessError, ValidationError
 
     if isinstance(error, ProofError):
         return EXIT_UNSOUND
-    if isinstance(error, (InputError, ConfigError, MeshError, PlanFileError, UnknownElementError, ValidationError)):
+    if isinstance(
+        error, (InputError, ConfigError, MeshError, PlanFileError, UnknownElementError, TransportUnavailable)
+    ):
         return EXIT_INPUT
-    if isinstance(error, TransportUnavailable):
+    if isinstance(error, (ValidationError, BuildError, TracedLayoutError)):
         return EXIT_INPUT
     names_the_extra = isinstance(error, ImportError) and "pip install" in str(error)
     return EXIT_UNEXPECTED if isinstance(error, (RefitError, ProcessError)) or names_the_extra else None
@@ -136,10 +139,13 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "Plan a refit and prove the plan, without a GPU and without a checkpoint.",
         "mcore-reshard plan tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2 --out plan.json",
         "mcore-reshard plan deepseek-v3 --train tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7 --gen tp=32,dp=4 --json",
+        "mcore-reshard plan tiny-olmoe --train tp=2,ep=2 --gen tp=2 --traced",
         more=f"{_MESHES}\n",
     )
     add("config", metavar="CONFIG", help="a Hugging Face config.json, a folder with one, or a built-in name")
     _mesh_arguments(add, required=True)
+    _traced_argument(add)
+    add("--engine", default="vllm", metavar="NAME", help="the generation engine: vllm or sglang (default: vllm)")
     add("--out", metavar="FILE", help="write the plan here, if its proof holds")
 
     add = command(
@@ -175,6 +181,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     add("source", metavar="CONFIG|PLAN", help="a config as for `plan`, or a plan file with its meshes and policy")
     _mesh_arguments(add, required=False)
+    _traced_argument(add)
     add("--config", metavar="CONFIG", help="with a PLAN of a model that is not built in: its config")
     add(
         "--transport",
@@ -217,6 +224,15 @@ def _mesh_arguments(add: Callable[..., argparse.Action], required: bool) -> None
         default="exact" if required else None,
         help="exact: cut or replicate KV heads wherever both ends allow it; conservative: with fewer KV heads than"
         " either tp, attention inputs take the misc route (default: exact)",
+    )
+
+
+def _traced_argument(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--traced",
+        action="store_true",
+        help="read the layouts off the loaders of Megatron-Bridge and the engine, which must be installed: for any model that"
+        " both can load, also without layout rules",
     )
 
 

@@ -9,25 +9,32 @@ import time
 from pathlib import Path
 
 from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan
-from mcore_reshard.planning import InputError, read_request
+from mcore_reshard.planning import InputError, TracedRequest, read_request, read_traced_request
 
+from .inputs import plan_from_traces
 from .render import progress
 from .summary import print_plan, summarize
 
 
 def run(args: argparse.Namespace) -> int:
     unwritable = [] if args.out is None else _unwritable(args.out)
+    read = read_traced_request if args.traced else read_request
     try:
-        request = read_request(args.config, args.train, args.gen, args.policy, args.train_dtype, args.gen_dtype)
+        dtypes = args.train_dtype, args.gen_dtype
+        request = read(args.config, args.train, args.gen, args.policy, *dtypes, args.engine)
     except InputError as error:
         raise InputError([*error.problems, *unwritable], error.remedy) from None
     if unwritable:
         raise InputError(unwritable)
-    with progress(f"planning {request.model}"):
-        started = time.perf_counter()
-        plan = request.plan()
+    started = time.perf_counter()
+    if isinstance(request, TracedRequest):
+        plan, notes = plan_from_traces(request)
         proof = plan.prove()
-        seconds = time.perf_counter() - started
+    else:
+        with progress(f"planning {request.model}"):
+            plan, notes = request.plan(), request.notes
+            proof = plan.prove()
+    seconds = time.perf_counter() - started
     more = []
     if args.out is not None and proof.ok:
         try:
@@ -39,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             failure = error.__cause__ or error  # a PlanFileError's is an OSError
             raise InputError([_cannot_write(args.out, getattr(failure, "strerror", None) or str(failure))]) from error
         more = [f"plan written to {Path(args.out)}"]
-    print_plan(plan, proof, summarize(plan, proof, seconds, request.notes), args.json, more)
+    print_plan(plan, proof, summarize(plan, proof, seconds, notes), args.json, more)
     return 0
 
 

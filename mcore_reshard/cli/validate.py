@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,13 @@ from rich.console import RenderableType
 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import format_mesh
-from mcore_reshard.planner.model.configs import builtin_names, load_config
+from mcore_reshard.planner.model.configs import builtin_names, load_config, traced_names
+from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.model.precision import BLOCK_FP8, PRECISION_OF
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planning import InputError, PlanRequest, read_request
+from mcore_reshard.planning import InputError, PlanRequest, TracedRequest, read_request, read_traced_request
 
-from .inputs import is_plan_file, read_plan
+from .inputs import is_plan_file, plan_from_traces, read_plan
 from .printable import printable
 from .render import Cell, count, facts, grouped, noted, print_report, size, styled, table, verdict
 
@@ -34,7 +36,14 @@ _ROWS_SHOWN = 40
 def run(args: argparse.Namespace) -> int:
     if args.refits < 1 or not 0 < args.timeout < math.inf:
         raise InputError(["--refits and --timeout must be above zero, and finite"])
+    notes: tuple[str, ...]
     request, plan = _from_plan(args) if is_plan_file(args.source) else (_from_config(args), None)
+    if isinstance(request, PlanRequest):
+        notes = request.notes
+    elif plan is None:
+        plan, notes = plan_from_traces(request)
+    else:
+        notes = _compare_with_traces(request, plan)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not keep ranks from being forked
     from mcore_reshard.kernels.transports.registry import device_of  # torch: not before the input is known to be good
 
@@ -47,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"validating {printable(request.model)} in {ranks}, {refits} ...", file=sys.stderr)
     options = Options(transport=args.transport, timeout_s=args.timeout)
     report = validate(ValidationRequest(request, plan, options, engine=args.engine, refits=args.refits))
-    parts = chain(_tables(report), noted(request.notes))
-    print_report(args.json, {**report.as_dict(), "notes": list(request.notes)}, parts)
+    parts = chain(_tables(report), noted(notes))
+    print_report(args.json, {**report.as_dict(), "notes": list(notes)}, parts)
     if report.ok:
         return 0
     print(f"mcore-reshard: {_verdict(report)}", file=sys.stderr)
@@ -58,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_MISMATCH
 
 
-def _from_config(args: argparse.Namespace) -> PlanRequest:
+def _from_config(args: argparse.Namespace) -> PlanRequest | TracedRequest:
     load_config(args.source)  # report an unreadable source before all else
     missing = [f"--{side}" for side in ("train", "gen") if getattr(args, side) is None]
     if missing:
@@ -66,15 +75,20 @@ def _from_config(args: argparse.Namespace) -> PlanRequest:
         raise InputError([f"give {options}: {args.source} is a config, and only a plan file states its meshes"])
     if args.config is not None:
         raise InputError([f"leave out --config: {args.source} is the config, and --config belongs to a plan file"])
-    return read_request(args.source, args.train, args.gen, args.policy or "exact", args.train_dtype, args.gen_dtype)
+    read = read_traced_request if args.traced else read_request
+    return read(args.source, args.train, args.gen, args.policy or "exact", args.train_dtype, args.gen_dtype)
 
 
-def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
+def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest | TracedRequest, Plan]:
     """The plan, and the request that leads to it. Raises InputError with every option that contradicts the plan."""
     plan = read_plan(args.source)
-    config = args.config or (plan.model if plan.model in builtin_names() else None)
+    config = args.config or (plan.model if plan.model in builtin_names() + traced_names() else None)
     if config is None:
         raise InputError([f"the plan is of {plan.model!r}, which is not built in: give its config with --config"])
+    if any(group.role is Role.TRACED for group in plan.groups):
+        return _from_traced_plan(args, config, plan), plan
+    if args.traced:
+        raise InputError([f"{args.source} is planned by layout rules: leave out --traced, or give the model's config"])
     train, gen, planned_dtypes = format_mesh(plan.train), format_mesh(plan.gen), _dtypes_of(plan)
     asked_dtypes = (args.train_dtype, args.gen_dtype)
     dtypes = asked_dtypes if any(asked_dtypes) else planned_dtypes
@@ -99,6 +113,36 @@ def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest, Plan]:
     if problems:
         raise InputError(problems)
     return request, plan
+
+
+def _from_traced_plan(args: argparse.Namespace, config: str, plan: Plan) -> TracedRequest:
+    request = read_traced_request(
+        config,
+        args.train or plan.train,
+        args.gen or plan.gen,
+        args.policy or plan.policy,
+        args.train_dtype,
+        args.gen_dtype,
+        plan.engine,
+    )
+    sides = (("train", plan.train, request.train), ("gen", plan.gen, request.gen))
+    if problems := [
+        f"--{side} is {format_mesh(asked)}, the plan is for {format_mesh(planned)}"
+        for side, planned, asked in sides
+        if asked != planned
+    ]:
+        raise InputError(problems)
+    return replace(request, model=plan.model)
+
+
+def _compare_with_traces(request: TracedRequest, plan: Plan) -> tuple[str, ...]:
+    """Raise InputError if the plan is not what the installed loaders give. Returns notes on them."""
+    planned_again, notes = plan_from_traces(request)
+    if planned_again.groups != plan.groups:
+        raise InputError([f"the plan is of another model than {request.model}: their parameters differ"])
+    if planned_again.digest != plan.digest:
+        raise InputError(["the loaders that are installed here lead to another plan: plan again with --traced"])
+    return notes
 
 
 def _dtypes_of(plan: Plan) -> tuple[str | None, str | None]:

@@ -89,7 +89,14 @@ class _Endpoint(ABC):
     _set_kv_scales: SetKvScales | None = None
     _kv_scale_names: KvScaleNames | None = None
 
-    def __init__(self, schedule: Schedule, tensors: LiveTensors, store: TCPStore | str, options: Options) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        tensors: LiveTensors,
+        store: TCPStore | str,
+        options: Options,
+        check_layout: Callable[[], None] | None,
+    ) -> None:
         if schedule.world != self.world:
             raise ValueError(f"{type(self).__name__} needs the schedule of a {self.world} rank, not of {schedule.name}")
         self.rank_name = schedule.name
@@ -98,6 +105,7 @@ class _Endpoint(ABC):
         self._tensors = tensors
         self._store_address = store_address(store)
         self._options = options
+        self._check_layout = check_layout
         self._connection: _Connection | None = None
         self._ended: str | None = None  # why no refit is possible any more
         self._refits = 0
@@ -115,6 +123,8 @@ class _Endpoint(ABC):
         session, limit_s, members = self._options.session, self._options.timeout_s, group_names(self._schedule)
         rendezvous = Rendezvous(self._store_address, session, self.rank_name, members, timeout_s=limit_s)
         with _Published(rendezvous, "hello", self._end):
+            if self._check_layout is not None:
+                self._check_layout()
             transport, bound = self._bind()
         hello = {
             "protocol": PROTOCOL,
@@ -291,6 +301,7 @@ class TrainEndpoint(_Endpoint):
     - `export(names)` yields (HF name, whole tensor) for each of `names`, or for the whole model if None. All training
       ranks call it together, so it may run collectives. It must yield everything on training rank 0.
     - `store`: a TCPStore or its "host:port"; `close` says how long it must stay up.
+    - `check_layout()` raises where the rank keeps its tensors otherwise than the plan says; `prepare` calls it.
     - `rank_name` is as in "train:0"; `committed_version` the last version that all ranks acknowledged, None before it.
 
     On CUDA, weights must be complete on the current stream of their device when `refit` is called. A generation rank's
@@ -308,9 +319,10 @@ class TrainEndpoint(_Endpoint):
         *,
         store: TCPStore | str,
         export: Export | None = None,
+        check_layout: Callable[[], None] | None = None,
         options: Options = Options(),  # noqa: B008
     ) -> None:
-        super().__init__(schedule, tensors, store, options)
+        super().__init__(schedule, tensors, store, options, check_layout)
         self._export = export
         self._moves_by_name = export is not None
 
@@ -352,11 +364,12 @@ class GenerationEndpoint(_Endpoint):
         after_direct_writes: Callable[[], Any] | None = None,
         set_kv_scales: SetKvScales | None = None,
         kv_scale_names: KvScaleNames | None = None,
+        check_layout: Callable[[], None] | None = None,
         options: Options = Options(),  # noqa: B008
     ) -> None:
         if (set_kv_scales is None) != (kv_scale_names is None):
             raise ValueError("give set_kv_scales and kv_scale_names together: a rank gets the scales that it names")
-        super().__init__(schedule, tensors, store, options)
+        super().__init__(schedule, tensors, store, options, check_layout)
         self._load_weights = load_weights
         self._moves_by_name = load_weights is not None
         self._after_direct_writes = after_direct_writes

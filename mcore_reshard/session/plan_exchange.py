@@ -11,6 +11,9 @@ from mcore_reshard.kernels.rendezvous.store import FailFastStore, connect_store,
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import require_proof
+from mcore_reshard.planner.proof.traced import is_traced
+
+from .trace_exchange import ask_no_traces
 
 _PLAN = "plan"
 _ANEW = "start it anew, and connect all ranks again"
@@ -19,6 +22,8 @@ _ANEW = "start it anew, and connect all ranks again"
 def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> None:
     """Put the plan on the session's store, as JSON, for `fetch_plan`. One rank does this. Raises `SessionError`."""
     plan_store = _plan_store(store, session, timeout_s)
+    if not is_traced(plan):  # else their traces have made it
+        ask_no_traces(store_address(store), session, timeout_s)
     try:
         plan_store.set(_PLAN, dump_plan(plan))
         plan_store.check([_PLAN])  # A frozen store accepts a `set` too: only an answer shows that it has the plan.

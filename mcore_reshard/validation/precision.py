@@ -15,7 +15,7 @@ import torch
 from mcore_reshard.planner.model.families import as_published
 from mcore_reshard.planner.model.parameters import ModelParameters, Role
 from mcore_reshard.planner.model.precision import BLOCK_FP8, Block
-from mcore_reshard.planning import PlanRequest
+from mcore_reshard.planning import PlanRequest, TracedRequest
 from mcore_reshard.trainers.quantized_export import Pairs, quantize_pair
 
 from .errors import ValidationError
@@ -50,13 +50,16 @@ class SidePrecisions:
         return f"{self.train_dtype} -> {self.gen_dtype} in blocks of {'x'.join(map(str, self.block))}, {quantizer}"
 
 
-def side_precisions(planning: PlanRequest) -> SidePrecisions:
+def side_precisions(planning: PlanRequest | TracedRequest) -> SidePrecisions:
     """The precisions of both sides of a model. FP8 has the blocks of the config; 128 by 128 if it names none.
 
     Raises ValidationError for dtypes that cannot be compared, models that are not in bfloat16 and FP8 not in blocks.
     """
-    config, model_parameters = as_published(planning.config), planning.model_parameters
+    config = as_published(planning.config)
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
+    if isinstance(planning, TracedRequest):
+        return SidePrecisions(None, None, plain, plain, None)
+    model_parameters = planning.model_parameters
     if model_parameters.dtype != "bfloat16":
         raise ValidationError(
             f"models are validated in bfloat16, or FP8 beside bfloat16, and this one is in {model_parameters.dtype}: give a"

@@ -27,6 +27,7 @@ import torch
 from .errors import ProcessError
 
 Result = TypeVar("Result")
+_REASON_LINES = 32  # Megatron-Bridge shows how to write a bridge behind its list of architectures
 
 
 def run_processes(
@@ -84,7 +85,9 @@ def _collect(children: list[_Child], timeout_s: float) -> list[Any]:
                 child.process.join(1.0)
                 raise ProcessError(f"process {child.index} {_death(child.process.exitcode)}") from None
             if not succeeded:
-                raise ProcessError(f"process {child.index} failed:\n{outcome}\n{_stacks(running.values())}")
+                stack, reason = outcome
+                message = f"process {child.index} failed:\n{stack}\n{_stacks(running.values())}"
+                raise ProcessError(message, child.index, reason)
             results[child.index] = outcome
     for child in children:
         child.process.join(max(1.0, deadline - time.monotonic()))
@@ -113,13 +116,22 @@ def _run_child(
         faulthandler.register(signal.SIGUSR1, file=stacks)
         try:
             message = pickle.dumps((True, function(index, *args)))
-        except BaseException:
-            message = pickle.dumps((False, traceback.format_exc()))
+        except BaseException as error:
+            message = pickle.dumps((False, (traceback.format_exc(), _reason_of(error))))
         send.send_bytes(message)
         send.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without the parent's exit handlers; open process groups would make some of them wait
+
+
+def _reason_of(error: BaseException) -> str:
+    """An exception in its own words; of a failed assertion also the line, which often is all that it says."""
+    lines = "".join(traceback.format_exception_only(error)).strip().split("\n")
+    reason = "\n".join([*lines[:_REASON_LINES], "..."] if len(lines) > _REASON_LINES else lines)
+    if isinstance(error, AssertionError) and (frames := traceback.extract_tb(error.__traceback__)):
+        reason += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
+    return reason
 
 
 def _death(exit_code: int | None) -> str:

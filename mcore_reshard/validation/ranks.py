@@ -23,7 +23,7 @@ from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planning import PlanRequest
+from mcore_reshard.planning import PlanRequest, TracedRequest
 from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
 from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
 from mcore_reshard.trainers.megatron.plan_refit import plan_refit
@@ -43,7 +43,7 @@ _DEFAULT_OPTIONS = Options(transport="gloo")
 class ValidationRequest:
     """A model and two meshes, as they are read for a plan, and how to refit between them on this machine."""
 
-    planning: PlanRequest
+    planning: PlanRequest | TracedRequest
     plan: Plan | None = None  # used instead of making one; it must be for the same meshes
     options: Options = _DEFAULT_OPTIONS
     engine: str = "auto"  # "vllm", "slices" (plain slicing code, tested against vLLM), or vLLM where it is installed
@@ -119,7 +119,7 @@ def _train(rank: int, job: Job, store: str) -> Results:
         fp8_block=job.precisions.trainer_block,
         pairs=job.pairs,
     )
-    if job.request.plan is None and not job.request.unknown:
+    if isinstance(job.request.planning, PlanRequest) and job.request.plan is None and not job.request.unknown:
         live = plan_refit(
             job.precisions.engine_config,
             model.model_chunks,
@@ -168,8 +168,13 @@ def _device(job: Job, index: int) -> torch.device:
 
 
 def _vocab_multiple(job: Job) -> int | None:
-    """The divisor with which Megatron pads the vocabulary as the plan says; None where it does not pad."""
+    """The divisor with which Megatron pads the vocabulary as the plan says; None where it does not pad.
+
+    A plan from traces was made of models without a divisor, which pad as this trainer does.
+    """
     plan = job.plan
+    if isinstance(job.request.planning, TracedRequest):
+        return None
     embedding = next(i for i, group in enumerate(plan.groups) if group.role in {Role.EMBEDDING, Role.UNKNOWN})
     pattern = next((transfers.pattern for transfers in plan.transfer_groups if transfers.group == embedding), None)
     if pattern is None:

@@ -26,6 +26,7 @@ from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.proof.prove import require_proof
+from mcore_reshard.planning import TracedRequest
 from mcore_reshard.trainers.quantized_export import pairs_by_name
 from mcore_reshard.validation import tiny
 from mcore_reshard.validation.engine import vllm_engine
@@ -35,6 +36,7 @@ from mcore_reshard.validation.trainer import te_standin
 from mcore_reshard.validation.trainer.bridge import bridge_limits
 
 from .errors import ValidationError
+from .offline_plan import plan_offline
 from .precision import side_precisions
 from .processes import run_processes
 from .ranks import Job, Results, ValidationRequest, gen_sizes, run_process
@@ -58,16 +60,16 @@ def validate(request: ValidationRequest) -> ValidationReport:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     planning = request.planning
     precisions = side_precisions(planning)
+    device = device_of(request.options.transport)
+    engine = _engine_kind(request, device)
     plan = request.plan or _make_plan(request)
     require_proof(plan)
-    _check_model(request)
-    device = device_of(request.options.transport)
+    _check_model(request, plan)
     ranks, gpus = planning.train.world + planning.gen.world, torch.cuda.device_count() if device == "cuda" else 0
     if resolve(request.options.transport, device).name == "nccl" and ranks > gpus:
         raise ValidationError(
             f"NCCL needs a GPU for each rank: {ranks} ranks, {gpus} here; --transport direct lets ranks share GPUs"
         )
-    engine = _engine_kind(request.engine, device)
     trainer.prepare(on_cuda=device == "cuda")
     if engine == "vllm":
         vllm_engine.prepare()
@@ -79,7 +81,9 @@ def validate(request: ValidationRequest) -> ValidationReport:
         job = Job(request, plan, precisions, pairs_by_name(plan), Path(folder), device, engine, store_socket)
         job.engine_folder.mkdir()
         (job.engine_folder / "config.json").write_text(json.dumps(precisions.engine_config))
-        if engine == "vllm":
+        if isinstance(planning, TracedRequest):
+            pass  # vLLM's own loader has just run, to be traced
+        elif engine == "vllm":
             _check_vllm(job, deadline_s)
         else:
             _check_slices(job)
@@ -96,7 +100,7 @@ def validate(request: ValidationRequest) -> ValidationReport:
         model=planning.model,
         train=format_mesh(planning.train),
         gen=format_mesh(planning.gen),
-        policy=planning.policy,
+        policy=plan.policy,
         transport=results[0][0][0].transport,
         engine=f"vllm {version_of('vllm')}" if engine == "vllm" else "plain slices of the golden tensors",
         source=source,
@@ -107,7 +111,10 @@ def validate(request: ValidationRequest) -> ValidationReport:
 
 
 def _make_plan(request: ValidationRequest) -> Plan:
-    planning, groups = request.planning, request.planning.model_parameters.groups
+    planning = request.planning
+    if isinstance(planning, TracedRequest):
+        return plan_offline(planning)[0]
+    groups = planning.model_parameters.groups
     known = tuple(replace(g, role=Role.UNKNOWN) if g.role in request.unknown else g for g in groups)
     return make_plan(
         replace(planning.model_parameters, groups=known),
@@ -133,15 +140,17 @@ def _refit_result(results: list[Results], train_world: int, number: int) -> Refi
     )
 
 
-def _check_model(request: ValidationRequest) -> None:
-    model_parameters = request.planning.model_parameters
-    if model_parameters.nbytes > LARGEST_MODEL_BYTES:
-        small = f"tiny-{model_parameters.architecture.family.replace('_', '-')}"
+def _check_model(request: ValidationRequest, plan: Plan) -> None:
+    planning, nbytes = request.planning, sum(group.count * group.nbytes for group in plan.groups)
+    if nbytes > LARGEST_MODEL_BYTES:
+        small = f"tiny-{str(planning.config['model_type']).replace('_', '-')}"
         raise ValidationError(
-            f"the model has {model_parameters.nbytes / 1e9:.0f} GB, more than the {LARGEST_MODEL_BYTES >> 30} GiB that a check"
+            f"the model has {nbytes / 1e9:.0f} GB, more than the {LARGEST_MODEL_BYTES >> 30} GiB that a check"
             f" on one machine is made for: validate a small config of the same family, such as {small}"
         )
-    if limits := "; ".join(bridge_limits(model_parameters, request.planning.train, request.experts)):
+    if isinstance(planning, TracedRequest):
+        return
+    if limits := "; ".join(bridge_limits(planning.model_parameters, planning.train, request.experts)):
         raise ValidationError(f"Megatron-Bridge does not make this model, so nothing can be compared: {limits}")
 
 
@@ -174,8 +183,13 @@ def _check_vllm(job: Job, timeout_s: float) -> None:
         )
 
 
-def _engine_kind(engine: str, device: str) -> str:
+def _engine_kind(request: ValidationRequest, device: str) -> str:
     """The holder of destination tensors: "vllm", whose model is built on the CPU, or "slices"."""
+    engine = request.engine
+    if isinstance(request.planning, TracedRequest):
+        if engine == "slices":
+            raise ValidationError("plain slices know only models with layout rules: validate a traced plan with vLLM")
+        engine = "vllm"
     if engine == "slices":
         return engine
     if importlib.util.find_spec("vllm") is None:

@@ -6,10 +6,11 @@ any element that landed in a wrong place.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from mcore_reshard.kernels.copies.cast_arithmetic import over_elements
 from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planner.model.families import FAMILIES
 from mcore_reshard.planner.model.precision import Block
 from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine
 
@@ -32,7 +34,8 @@ TINY["gpt_oss"]["intermediate_size"] = 48
 
 # transformers 5 stacks the experts of a layer in one tensor; checkpoints keep one tensor each
 _STACKED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_FLOAT32_NAMES = ("e_score_correction_bias", "A_log", "mixer.D")
+_COPIES = {".embed_tokens.weight": "model.embed_tokens.weight", ".shared_head.head.weight": "lm_head.weight"}
+_FLOAT32_NAMES = ("e_score_correction_bias", "expert_bias", "router_bias", "mixer.A_log", "mixer.D")
 
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
@@ -43,7 +46,12 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
 
 
 def checkpoint_shapes(config: Mapping[str, Any]) -> Shapes:
-    """Every tensor of the checkpoint in sorted HF name order, and its shape."""
+    """Every tensor of the checkpoint in sorted HF name order, and its shape.
+
+    Of a model that the planner has no rules for: every tensor that Megatron-Bridge exports.
+    """
+    if config["model_type"] not in FAMILIES or config.get("moe_latent_size"):
+        return dict(_exported_shapes(json.dumps(config)))
     if config["model_type"] == "nemotron_h":  # transformers 4 does not have it
         # vLLM has no tied one, and the shapes of a checkpoint in FP8 are those of its weights
         untied = {**config, "tie_word_embeddings": False, "quantization_config": None}
@@ -71,10 +79,10 @@ def payload(shapes: Shapes, version: int, blocks: Blocks | None = None) -> Itera
     """
     if version < 1:
         raise ValueError(f"payload versions start at 1, not {version}")
-    first = 0
+    starts = dict(zip(shapes, accumulate(map(math.prod, shapes.values()), initial=0), strict=False))
     for name, shape in shapes.items():
-        numbers = torch.arange(first, first + math.prod(shape), dtype=torch.int64)
-        first += numbers.numel()
+        start = starts[_original(name, shapes)]
+        numbers = torch.arange(start, start + math.prod(shape), dtype=torch.int64)
         if blocks and name in blocks:
             yield name, _for_blocks(numbers.reshape(shape), version, blocks[name])
             continue
@@ -109,6 +117,11 @@ _FACTORS = 1024  # from 1 down to 2**-8
 _BASE = 0x7F80  # the number of finite non-negative bfloat16 patterns: 0 .. 0x7F7F
 
 
+def _original(name: str, shapes: Shapes) -> str:
+    """Layers for multi-token prediction may have copies of the embedding and of the head, which are stored twice."""
+    return next((first for ending, first in _COPIES.items() if name.endswith(ending) and first in shapes), name)
+
+
 def _for_blocks(numbers: torch.Tensor, version: int, block: Block) -> torch.Tensor:
     """bfloat16 [rows, columns] of which each block uses the range of E4M3, from int64 element numbers."""
     codes = _digits(numbers, version + 2) % (2 * _E4M3_CODES)
@@ -127,6 +140,13 @@ def _digits(numbers: torch.Tensor, version: int) -> torch.Tensor:
     for _ in range(2):
         mixed = (mixed ^ (mixed >> 16)) * 0x45D9F3B % 2**32
     return (mixed ^ (mixed >> 16)) % _BASE
+
+
+@functools.cache
+def _exported_shapes(config: str) -> Shapes:
+    from mcore_reshard.validation.trainer.checkpoint_names import exported_tensors
+
+    return {name: tensor.shape for name, tensor in sorted(exported_tensors(json.loads(config)).items())}
 
 
 def _transformers_shapes(config: Mapping[str, Any]) -> Shapes:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
 
 from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup, Role
 from mcore_reshard.planner.model.precision import Format, divided, with_format
@@ -52,10 +54,17 @@ class Engine:
 def engine_named(name: str) -> Engine:
     """The engine whose module is `planner/layout/<name>.py`. Raises UnknownEngineError where there is none."""
     module = f"{__package__}.{name}"
-    if str(name).isidentifier() and find_spec(module) is not None:
+    if name.isidentifier() and find_spec(module) is not None:
         engine = getattr(import_module(module), "ENGINE", None)
         if isinstance(engine, Engine):
             return engine
+    known = ", ".join(engine_names())
     raise UnknownEngineError(
-        f"no engine {name!r}, known: {DEFAULT_ENGINE}; planner/layout/{name}.py would have to define ENGINE"
+        f"no engine {name!r}, known: {known}; planner/layout/{name}.py would have to define ENGINE"
     )
+
+
+def engine_names() -> list[str]:
+    """The engines of this package."""
+    modules = [import_module(f"{__package__}.{module.name}") for module in iter_modules([str(Path(__file__).parent)])]
+    return sorted(module.ENGINE.name for module in modules if isinstance(getattr(module, "ENGINE", None), Engine))

@@ -29,11 +29,10 @@ from .geometry import LocalTensor
 from .megatron_rules import RULES, Context, ExpertsModule, MegatronBuild, padded_vocab
 from .mesh import LayerPlace, MeshError, TrainMesh
 from .partitions import (
-    Excluded,
-    Layout,
     Misc,
     Partition,
-    PartitionOwners,
+    Placed,
+    RuledLayout,
     indivisible,
     layers_by_stage,
     unshareable,
@@ -45,7 +44,7 @@ _ROWWISE = "._rowwise_scale_inv"
 __all__ = ["ExpertsModule", "MegatronBuild", "MegatronLayout", "padded_vocab"]
 
 
-class MegatronLayout(Layout):
+class MegatronLayout(RuledLayout):
     """The training side of a plan: a model, a mesh and how the model was built."""
 
     name = "megatron"
@@ -73,6 +72,7 @@ class MegatronLayout(Layout):
             violations.append(
                 f"ep = {mesh.ep}, etp = {mesh.etp} want a model with experts, {model.family} has none here"
             )
+        violations += self._alternation_violations()
         if model.family == "gpt_oss" and mesh.etp > 1:
             violations.append(f"etp = {mesh.etp}: Megatron-Core has experts with biases at etp = 1 only")
         if model.mamba is not None:
@@ -80,6 +80,23 @@ class MegatronLayout(Layout):
         if rows % tp or rows < model.vocab:
             violations.append(f"padded vocabulary {rows} must be at least {model.vocab} and divisible by tp = {tp}")
         return [f"training: {violation}" for violation in violations]
+
+    def _alternation_violations(self) -> list[str]:
+        """Why gate and up cannot alternate as the build says (TEGroupedMLP._remove_glu_interleaving)."""
+        model, mesh, build = self.context.architecture, self.context.mesh, self.context.build
+        violations = []
+        if model.experts and build.alternating_experts:
+            name, rows = "moe_mlp_glu_interleave_size", build.alternating_experts
+            violations += indivisible(
+                "{} expert rows on each etp rank", model.expert_intermediate // mesh.etp, name, rows
+            )
+            if build.experts != "grouped":
+                violations.append(f"{name} = {rows}: of Megatron-Core's experts TEGroupedMLP alone reads it")
+        if build.alternating_shared:
+            name, rows = "moe_shared_expert_glu_interleave_size", build.alternating_shared
+            shared = model.shared_intermediate // mesh.tp
+            violations += indivisible("{} shared expert rows on each tp rank", shared, name, rows)
+        return violations
 
     def _pipeline_violations(self) -> list[str]:
         mesh, violations = self.context.mesh, []
@@ -96,7 +113,7 @@ class MegatronLayout(Layout):
             violations.append(f"vpp = {mesh.vpp}: Megatron-Core does not interleave hybrid (Mamba) models")
         return violations
 
-    def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded:
+    def place(self, group: ParameterGroup) -> Placed:
         # Float16Module casts every parameter to the model's dtype, whatever the checkpoint says.
         return super().place(replace(group, dtype=self._dtype))
 

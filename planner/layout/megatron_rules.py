@@ -32,6 +32,9 @@ class MegatronBuild:
     experts: ExpertsModule = "grouped"
     fused_norms: bool = True  # inside the linear they precede (the Transformer Engine spec), or apart (the local spec)
     padded_vocab: int = 0  # rows of the embedding over all tp ranks; 0: Megatron-Bridge's rule
+    # Rows of linear_fc1 after which gate and up take turns (moe_mlp_glu_interleave_size); 0: [gate; up]
+    alternating_experts: int = 0
+    alternating_shared: int = 0  # the same in shared experts (moe_shared_expert_glu_interleave_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +130,17 @@ def _attention_norm(context: Context, group: ParameterGroup) -> Partition | Misc
 # --- MLP: megatron.core.transformer.mlp.MLP
 
 
-def _gate_up(path: str) -> Rule:
-    """linear_fc1 is [gate_r; up_r] when gated (partition_stride 2), up alone otherwise."""
-    return lambda context, group: gate_up(group, _LAYER + path, context.mesh.tp, context.architecture.gated)
+def _gate_up(path: str, alternating: Callable[[MegatronBuild], int] = lambda build: 0) -> Rule:
+    """linear_fc1 is [gate_r; up_r] when gated (partition_stride 2), up alone otherwise; shared experts may alternate.
+
+    Source of the alternation: the fused shared experts of megatron-core 0.19, `_make_fused_grouped_swiglu_ops`.
+    """
+
+    def rule(context: Context, group: ParameterGroup) -> Partition:
+        gated, rows = context.architecture.gated, alternating(context.build)
+        return gate_up(group, _LAYER + path, context.mesh.tp, gated, alternating=rows)
+
+    return rule
 
 
 def _cut(path: str, dim: int) -> Rule:
@@ -145,12 +156,16 @@ def _replicated(path: str) -> Rule:
 
 
 def _expert(context: Context, group: ParameterGroup) -> Partition:
-    """linear_fc1 of one expert is [gate_r; up_r] over etp; linear_fc2 is cut along its columns."""
+    """linear_fc1 of one expert is [gate_r; up_r] over etp, or alternates; linear_fc2 is cut along its columns.
+
+    Source of the alternation: TEGroupedMLP._remove_glu_interleaving, which undoes it on a rank's own activations.
+    """
     if context.build.experts == "stacked":
         return _grouped_mlp(context, group)
     if group.role is Role.EXPERT_DOWN:
         return split(group, _expert_tensor(context, "linear_fc2.weight"), 1, context.mesh.etp)
-    return gate_up(group, _expert_tensor(context, "linear_fc1.weight"), context.mesh.etp, context.architecture.gated)
+    name, gated = _expert_tensor(context, "linear_fc1.weight"), context.architecture.gated
+    return gate_up(group, name, context.mesh.etp, gated, alternating=context.build.alternating_experts)
 
 
 def _expert_tensor(context: Context, leaf: str, slot: str = "{expert}") -> str:
@@ -183,7 +198,10 @@ def _grouped_mlp(context: Context, group: ParameterGroup) -> Partition:
 # For each role its tensor, and the local dim of each global dim. The leading local dim has one expert; no tensor keeps it.
 _STACKED: Mapping[Role, tuple[str, tuple[int, ...]]] = {
     Role.STACKED_GATE_UP: ("linear_fc1.weight", (0, 3, 2, 1)),  # (E, H, I, 2) -> (1, 2, I, H) = [2 I, H]
-    Role.STACKED_GATE_UP_BIAS: ("linear_fc1.bias", (0, 2, 1)),  # (E, I, 2) -> (1, 2, I) = [2 I]
+    Role.STACKED_GATE_UP_BIAS: (
+        "linear_fc1.bias",
+        (0, 2, 1),
+    ),  # (E, I, 2) -> (1, 2, I) = [2 I]; blocks: (1, 2 I / b, b)
     Role.STACKED_DOWN: ("linear_fc2.weight", (0, 2, 1)),  # (E, I, H) -> (1, H, I) = [H, I]
     Role.STACKED_DOWN_BIAS: ("linear_fc2.bias", (0, 1)),  # (E, H) -> (1, H) = [H]
 }
@@ -192,8 +210,8 @@ _STACKED: Mapping[Role, tuple[str, tuple[int, ...]]] = {
 def _stacked_experts(context: Context, group: ParameterGroup) -> Partition | Misc:
     """gpt-oss keeps all experts of a layer in one HF tensor, transposed and with gate and up alternating.
 
-    TEGroupedMLP holds each expert as [gate; up] rows. Source: megatron.bridge GPTOSSMLPGateUpProjMapping and
-    GPTOSSMLPDownProjMapping. Megatron refuses expert tensor parallelism for this model (biases in experts).
+    TEGroupedMLP holds each expert as [gate; up] rows, or alternating. Source: megatron.bridge GPTOSSMLPGateUpProjMapping
+    and GPTOSSMLPDownProjMapping. Megatron refuses expert tensor parallelism for this model (biases in experts).
     """
     if context.build.experts == "stacked":
         return Misc("no layout rule for experts with biases in GroupedMLP")
@@ -203,13 +221,16 @@ def _stacked_experts(context: Context, group: ParameterGroup) -> Partition | Mis
     for expert in range(context.architecture.experts):
         ep, slot = divmod(expert, local)
         region = Region.whole(group.view).within(0, expert, expert + 1)
-        view = permuted(region.extents, dims)
-        has_halves = leaf.startswith("linear_fc1")
-        shape = (2 * view[2], *view[3:]) if has_halves else view[1:]
+        view, boxes = permuted(region.extents, dims), [region]
+        if leaf.startswith("linear_fc1"):
+            rows = context.build.alternating_experts or view[2]
+            blocks = (region.within(last - 1, at, at + rows) for at in range(0, view[2], rows))
+            boxes = [block.within(last, half, half + 1) for block in blocks for half in range(2)]
+            view = (1, len(boxes), rows, *view[3:])
+        shape = (view[1] * view[2], *view[3:]) if len(boxes) > 1 else view[1:]
         tensor = LocalTensor(_expert_tensor(context, leaf, str(slot)), shape, group.dtype)
-        for half in range(2 if has_halves else 1):
-            box = region.within(last, half, half + 1) if has_halves else region
-            parts[ep].append(Piece(box, tensor, (0, half, *[0] * (len(view) - 2)), dims, view))
+        for number, box in enumerate(boxes):
+            parts[ep].append(Piece(box, tensor, (0, number, *[0] * (len(view) - 2)), dims, view))
     return Partition(tuple(map(tuple, parts)))
 
 
@@ -259,7 +280,10 @@ RULES: Mapping[Role, Rule] = {
     Role.ROUTER_BIAS: _replicated("mlp.router.bias"),
     Role.EXPERT_BIAS: _expert_bias,
     **dict.fromkeys(EXPERT_ROLES, _expert),
-    **dict.fromkeys((Role.SHARED_GATE, Role.SHARED_UP), _gate_up("mlp.shared_experts.linear_fc1.weight")),
+    **dict.fromkeys(
+        (Role.SHARED_GATE, Role.SHARED_UP),
+        _gate_up("mlp.shared_experts.linear_fc1.weight", lambda build: build.alternating_shared),
+    ),
     Role.SHARED_DOWN: _cut("mlp.shared_experts.linear_fc2.weight", 1),
     **dict.fromkeys(_STACKED, _stacked_experts),
     Role.MAMBA_IN: _mamba_sections(lambda mamba: mamba.in_sections, "mixer.in_proj.weight"),

@@ -68,6 +68,7 @@ class Excluded:
     reason: str
 
 
+Placed = tuple[PartitionOwners, ...] | Misc | Excluded
 Rule = Callable[[Any, ParameterGroup], Partition | Misc]  # given a layout's context
 
 
@@ -76,8 +77,6 @@ class Layout(ABC):
 
     name: str
     title: str  # as messages name the framework
-    rules: Mapping[Role, Rule]
-    context: Any  # given to its rules beside the group; `local_experts` is the number of experts on the rank
 
     @abstractmethod
     def violations(self) -> list[str]:
@@ -88,6 +87,17 @@ class Layout(ABC):
         """The partition of the scales of a quantized group whose weights are cut into `partition`."""
 
     @abstractmethod
+    def place(self, group: ParameterGroup) -> Placed:
+        """The ranks that hold the group, or the reason why no rank receives it point to point."""
+
+
+class RuledLayout(Layout):
+    """A layout whose parameters are cut by rules, one for each role."""
+
+    rules: Mapping[Role, Rule]
+    context: Any  # given to its rules beside the group; `local_experts` is the number of experts on the rank
+
+    @abstractmethod
     def stages(self, group: ParameterGroup) -> dict[int, tuple[LayerPlace, ...]]:
         """The group's layers by pipeline stage."""
 
@@ -95,8 +105,7 @@ class Layout(ABC):
     def ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
         """The sets of ranks of a stage that hold a group, each [degree, replicas], with the experts that each set holds."""
 
-    def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded:
-        """The ranks that hold the group, or the reason why no rank receives it point to point."""
+    def place(self, group: ParameterGroup) -> Placed:
         if (rule := self.rules.get(group.role)) is None:
             return Misc(f"no layout rule for {group.role.value!r} in {self.title}")
         partition_of = cache(lambda local_experts: rule(replace(self.context, local_experts=local_experts), group))
@@ -180,12 +189,19 @@ def rows_along(
     return Partition(tuple(tuple(map(piece, rows_of_part)) for rows_of_part in row_ranges))
 
 
-def gate_up(group: ParameterGroup, name: str, degree: int, gated: bool, stack: int = 0) -> Partition:
-    """Gate or up, (I, H), in a tensor of [gate_c; up_c] = (2 I / degree, H) per part; up alone where nothing gates it."""
+def gate_up(
+    group: ParameterGroup, name: str, degree: int, gated: bool, stack: int = 0, alternating: int = 0
+) -> Partition:
+    """Gate or up, (I, H), in a tensor of [gate_c; up_c] = (2 I / degree, H) per part; up alone where nothing gates it.
+
+    With `alternating` rows, gate and up take turns: 4 rows of each, 2 alternating -> [gate 0:2; up 0:2; gate 2:4; up 2:4].
+    """
     rows = group.view[0] // degree
-    local_start = rows if gated and group.role in _UP_ROLES else 0
-    row_ranges = [(RowRange(c * rows, rows, local_start),) for c in range(degree)]
-    return rows_along(group, name, 0, rows * (2 if gated else 1), row_ranges, stack)
+    halves, block = (2, alternating or rows) if gated else (1, rows)
+    local_start = block if gated and group.role in _UP_ROLES else 0
+    starts = range(0, rows, block)
+    row_ranges = [[RowRange(c * rows + at, block, local_start + halves * at) for at in starts] for c in range(degree)]
+    return rows_along(group, name, 0, halves * rows, row_ranges, stack)
 
 
 def split_sections(

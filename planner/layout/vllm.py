@@ -23,10 +23,10 @@ from .engines import Engine
 from .mesh import GenMesh, LayerPlace, MeshError
 from .partitions import (
     Excluded,
-    Layout,
     Misc,
     Partition,
-    PartitionOwners,
+    Placed,
+    RuledLayout,
     indivisible,
     layers_by_stage,
     unshareable,
@@ -40,7 +40,7 @@ _NEVER_TIED = {"deepseek_v3", "kimi_k2", "gpt_oss", "nemotron_h"}  # their lm_he
 _NO_O_BIAS = {"qwen3", "qwen3_moe"}  # their loaders drop it without a word
 
 
-class VllmLayout(Layout):
+class VllmLayout(RuledLayout):
     """The generation side of a plan: a model on a vLLM mesh."""
 
     name = "vllm"
@@ -109,7 +109,7 @@ class VllmLayout(Layout):
             for stage in sorted(set(range(mesh.pp)) - with_experts)
         ]
 
-    def place(self, group: ParameterGroup) -> tuple[PartitionOwners, ...] | Misc | Excluded:
+    def place(self, group: ParameterGroup) -> Placed:
         if group.mtp:
             return Excluded("vLLM's main model does not load multi-token-prediction layers")
         return super().place(group)

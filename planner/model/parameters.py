@@ -81,6 +81,8 @@ class Role(str, Enum):
     MTP_PROJ = "mtp_proj"  # eh_proj [H, 2 H]
     MTP_FINAL_NORM = "mtp_final_norm"  # shared_head.norm
 
+    TRACED = "traced"  # no role: its layout was read off the loaders of trainer and engine
+
     UNKNOWN = "unknown"  # no rule: travels by the misc route
 
 

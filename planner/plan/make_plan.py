@@ -17,8 +17,9 @@ from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, engine_named
 from mcore_reshard.planner.layout.megatron import DEFAULT_BUILD, MegatronBuild, MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc, Partition, PartitionOwners
+from mcore_reshard.planner.layout.traced import TracedLayouts
 from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup
-from mcore_reshard.planner.model.precision import divided, precision_of, with_unquantized_layers
+from mcore_reshard.planner.model.precision import Precision, divided, precision_of, with_unquantized_layers
 
 from .balance import balance
 from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
@@ -68,6 +69,15 @@ def make_plan(
     routed = Router(*sides, engine_rules, train, gen, policy).routes()
     blank = Plan(model, train, gen, destination.name, policy, (), (), (), ())
     return _Planner(blank).plan(routed)
+
+
+def plan_traced(layouts: TracedLayouts, train: TrainMesh, gen: GenMesh, *, model: str = "") -> Plan:
+    """Plan the refit of a model whose layouts were read off the loaders of trainer and engine."""
+    model_parameters, engine_rules = layouts.model, engine_named(layouts.gen.name)
+    precisions = Precision(layouts.dtypes[0]), Precision(layouts.dtypes[1])
+    sides = Side(model_parameters, layouts.train, precisions[0]), Side(model_parameters, layouts.gen, precisions[1])
+    routed = Router(*sides, engine_rules, train, gen, "exact").routes()
+    return _Planner(Plan(model, train, gen, layouts.gen.name, "exact", (), (), (), ())).plan(routed)
 
 
 class _Planner:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
-from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, MeshError, TrainMesh
+from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Padding, Partition
+from mcore_reshard.planner.layout.record_forms import LAYER_PLACE, SIZES, TENSORS, RecordForm, canonical, decode, encode
 from mcore_reshard.planner.model.parameters import ParameterGroup, Role
 
 from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
@@ -32,11 +31,11 @@ class PlanFileError(ValueError):
 
 
 def digest_of(plan: Plan) -> str:
-    return hashlib.sha256(_canonical(_body_of(plan)).encode()).hexdigest()
+    return hashlib.sha256(canonical(_body_of(plan)).encode()).hexdigest()
 
 
 def dump_plan(plan: Plan) -> str:
-    return _canonical({"format": FORMAT, "version": VERSION, "digest": plan.digest, "plan": _body_of(plan)}) + "\n"
+    return canonical({"format": FORMAT, "version": VERSION, "digest": plan.digest, "plan": _body_of(plan)}) + "\n"
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
@@ -80,7 +79,7 @@ def parse_plan(text: str, source: str = "plan") -> Plan:
         raise PlanFileError(
             f"{source} is a plan of version {document.get('version')!r}, this release reads version {VERSION}; plan again"
         )
-    sealed = hashlib.sha256(_canonical(document.get("plan")).encode()).hexdigest()
+    sealed = hashlib.sha256(canonical(document.get("plan")).encode()).hexdigest()
     if sealed != document.get("digest"):
         raise PlanFileError(
             f"{source} is damaged: its content has digest {sealed}, it claims {document.get('digest')}; plan again"
@@ -93,121 +92,60 @@ def parse_plan(text: str, source: str = "plan") -> Plan:
     return plan
 
 
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
 def _body_of(plan: Plan) -> dict[str, Any]:
     numbers: dict[LocalTensor, int] = {}
-    body: dict[str, Any] = {name: _encode(getattr(plan, name), form, numbers) for name, form in _PLAN.items()}
-    return {**body, "tensors": _encode([*numbers], _TENSORS, numbers)}
+    body: dict[str, Any] = {name: encode(getattr(plan, name), form, numbers) for name, form in _PLAN.items()}
+    return {**body, "tensors": encode([*numbers], TENSORS, numbers)}
 
 
 def _plan_of(body: Any) -> Plan:
     if not isinstance(body, dict) or body.keys() != {*_PLAN, "tensors"}:
         raise TypeError(f"plan does not have the fields {', '.join((*_PLAN, 'tensors'))}")
-    tensors = _decode(body["tensors"], _TENSORS, "tensors", ())
-    fields = {name: _decode(body[name], form, name, tensors) for name, form in _PLAN.items()}
+    tensors = decode(body["tensors"], TENSORS, "tensors", ())
+    fields = {name: decode(body[name], form, name, tensors) for name, form in _PLAN.items()}
     if fields["policy"] not in get_args(Policy):
         raise ValueError(f"unknown policy {fields['policy']!r}")
     return Plan(**fields)
 
 
-# --- the form of every record: one table to write, check and read it by
+# --- the form of every record
 
 
-class _Record:
-    """The form of each attribute of a record, and how to build one; a list in the file, or {attribute: value}."""
-
-    def __init__(self, build: Callable[..., Any], columns: dict[str, Any], *, is_row: bool = True) -> None:
-        self.build, self.columns, self.is_row = build, columns, is_row
-        self.forms, self.read = tuple(columns.values()), attrgetter(*columns)
-        self.nested = [index for index, form in enumerate(self.forms) if form not in (*_NAMES, _SIZES)]
-
-
-def _encode(value: Any, form: Any, numbers: dict[LocalTensor, int]) -> Any:
-    """A value as JSON. Tensors are written by number, and added to `numbers` if they are new."""
-    if isinstance(form, _Record):
-        row = list(form.read(value))
-        for index in form.nested:
-            row[index] = _encode(row[index], form.forms[index], numbers)
-        return row if form.is_row else dict(zip(form.columns, row, strict=True))
-    if isinstance(form, list) and form != _SIZES:
-        return [_encode(item, form[0], numbers) for item in value]
-    if form is LocalTensor:
-        return numbers.setdefault(value, len(numbers))
-    return value.tolist() if form is np.ndarray else value
-
-
-def _decode(value: Any, form: Any, where: str, tensors: Sequence[LocalTensor]) -> Any:
-    """A value out of JSON. Raises TypeError unless it has the form, so that nothing later has to ask.
-
-    A form is a type, [form] for a list of any length, (form, ...) for a list of that length, or a record.
-    """
-    if form is int or form is str or form is bool:
-        if type(value) is not form or (isinstance(value, int) and abs(value) > _LARGEST):
-            raise TypeError(f"{value!r} in {where} where {_NAMES[form]} belongs")
-        return value
-    if form is LocalTensor:
-        return tensors[_decode(value, int, where, tensors)]
-    if form is np.ndarray:
-        return np.array(_decode(value, [_SIZES], where, tensors), dtype=np.int32)
-    is_record = isinstance(form, _Record)
-    if is_record and not form.is_row:
-        if not isinstance(value, dict) or value.keys() != form.columns.keys():
-            raise TypeError(f"{where} does not have the fields {', '.join(form.columns)}")
-        return form.build(
-            **{name: _decode(value[name], of_one, name, tensors) for name, of_one in form.columns.items()}
-        )
-    forms = form.forms if is_record else form
-    if not isinstance(value, list) or (isinstance(forms, tuple) and len(value) != len(forms)):
-        raise TypeError(f"{value!r} in {where} where a list{f' of {len(forms)}' * isinstance(forms, tuple)} belongs")
-    if isinstance(forms, list):
-        return tuple([_decode(item, forms[0], where, tensors) for item in value])
-    items = [_decode(item, of_one, where, tensors) for item, of_one in zip(value, forms, strict=True)]
-    return form.build(*items) if is_record else tuple(items)
-
-
-def _mesh_form(mesh: type[TrainMesh] | type[GenMesh]) -> _Record:
+def _mesh_form(mesh: type[TrainMesh] | type[GenMesh]) -> RecordForm:
     def build(**sizes: Any) -> TrainMesh | GenMesh:
         try:
             return mesh(**sizes)
         except MeshError as error:
             raise ValueError(str(error)) from error
 
-    return _Record(build, {**dict.fromkeys(mesh.__dataclass_fields__, int), "layers": _SIZES}, is_row=False)
+    return RecordForm(build, {**dict.fromkeys(mesh.__dataclass_fields__, int), "layers": SIZES}, is_row=False)
 
 
-_LARGEST = 1 << 48
-_NAMES = {int: "a number", str: "a text", bool: "true or false"}
-_SIZES = [int]
-_REGION = {"region.start": _SIZES, "region.stop": _SIZES}
-_TENSORS = [_Record(LocalTensor, {"name": str, "shape": _SIZES, "dtype": str})]
-_PIECE = _Record(
+_REGION = {"region.start": SIZES, "region.stop": SIZES}
+_PIECE = RecordForm(
     lambda start, stop, *columns: Piece(Region(start, stop), *columns),
-    {**_REGION, "tensor": LocalTensor, "origin": _SIZES, "dims": _SIZES, "view": _SIZES, "slot_dim": int},
+    {**_REGION, "tensor": LocalTensor, "origin": SIZES, "dims": SIZES, "view": SIZES, "slot_dim": int},
 )
-_PADDING = _Record(
+_PADDING = RecordForm(
     lambda tensor, start, stop: Padding(tensor, Region(start, stop)),
-    {"tensor": LocalTensor, "box.start": _SIZES, "box.stop": _SIZES},
+    {"tensor": LocalTensor, "box.start": SIZES, "box.stop": SIZES},
 )
-_OVERLAP = _Record(
+_OVERLAP = RecordForm(
     lambda src, src_piece, dst, dst_piece, start, stop: Overlap(src, src_piece, dst, dst_piece, Region(start, stop)),
     {"src": int, "src_piece": int, "dst": int, "dst_piece": int, **_REGION},
 )
-_PARTITION = _Record(Partition, {"pieces": [[_PIECE]], "padding": [[_PADDING]]}, is_row=False)
-_PATTERN = _Record(TransferPattern, {"src": _PARTITION, "dst": _PARTITION, "overlaps": [_OVERLAP]}, is_row=False)
-_GROUP = _Record(
+_PARTITION = RecordForm(Partition, {"pieces": [[_PIECE]], "padding": [[_PADDING]]}, is_row=False)
+_PATTERN = RecordForm(TransferPattern, {"src": _PARTITION, "dst": _PARTITION, "overlaps": [_OVERLAP]}, is_row=False)
+_GROUP = RecordForm(
     lambda name_pattern, role, *columns: ParameterGroup(name_pattern, Role(role), *columns),
-    {"name_pattern": str, "role": str, "shape": _SIZES, "dtype": str, "layers": _SIZES, "experts": int, "view": _SIZES,
+    {"name_pattern": str, "role": str, "shape": SIZES, "dtype": str, "layers": SIZES, "experts": int, "view": SIZES,
      "mtp": bool},
 )  # fmt: skip
-_LAYER = _Record(LayerPlace, dict.fromkeys(("layer", "vp_stage", "local"), int))
-_TRANSFER_GROUP = _Record(TransferGroup, {
-    **dict.fromkeys(("group", "pattern", "pp_stage", "src", "dst"), int), "layers": [_LAYER], "experts": (int, int),
+_TRANSFER_GROUP = RecordForm(TransferGroup, {
+    **dict.fromkeys(("group", "pattern", "pp_stage", "src", "dst"), int), "layers": [LAYER_PLACE], "experts": (int, int),
     **dict.fromkeys(("src_slot", "dst_slot", "first_src_replica", "first_dst_replica"), int),
 })  # fmt: skip
-_UNPLANNED = _Record(UnplannedGroup, {"group": int, "reason": str})
+_UNPLANNED = RecordForm(UnplannedGroup, {"group": int, "reason": str})
 _PLAN = {
     "model": str,
     "train": _mesh_form(TrainMesh),
@@ -221,6 +159,6 @@ _PLAN = {
     "misc": [_UNPLANNED],
     "excluded": [_UNPLANNED],
     "relay": bool,
-    "pairs": [_Record(QuantizedPair, {"weight": int, "scales": int, "block": (int, int), "touched": bool})],
-    "casts": [_Record(GroupCast, {"group": int, "src": str, "dst": str})],
+    "pairs": [RecordForm(QuantizedPair, {"weight": int, "scales": int, "block": (int, int), "touched": bool})],
+    "casts": [RecordForm(GroupCast, {"group": int, "src": str, "dst": str})],
 }

@@ -14,7 +14,7 @@ from mcore_reshard.planner.layout.engines import Engine
 from mcore_reshard.planner.layout.geometry import LocalTensor
 from mcore_reshard.planner.layout.megatron import computed_scales
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
-from mcore_reshard.planner.layout.partitions import Excluded, Layout, Misc, Partition, PartitionOwners
+from mcore_reshard.planner.layout.partitions import Excluded, Layout, Misc, Partition, PartitionOwners, Placed
 from mcore_reshard.planner.model.parameters import Attention, ModelParameters, ParameterGroup, Role
 from mcore_reshard.planner.model.precision import CASTS, FP8, QUANTIZED, Block, Format, Precision, scales_group
 
@@ -22,7 +22,6 @@ from .plan import Policy
 
 _QKV_ROLES = {Role.Q, Role.K, Role.V, Role.Q_BIAS, Role.K_BIAS, Role.V_BIAS}
 
-Placed = tuple[PartitionOwners, ...] | Misc | Excluded
 _Tensor = tuple[str, int]  # name and layer
 ScalesOf = Mapping[int, tuple[Partition, Partition]]  # id of a weight's parts -> those parts and the ones of its scales
 

@@ -144,7 +144,8 @@ def check_groups(plan: Plan) -> Iterator[Violation]:
             routes[entry.group].append(name)
             if not entry.reason:
                 yield _group_violation(plan, entry.group, f"{name} without a reason")
-            if name == "excluded" and not plan.groups[entry.group].mtp:
+            group = plan.groups[entry.group]
+            if name == "excluded" and not group.mtp and group.role is not Role.TRACED:
                 message = f"left out ({entry.reason}), but only multi-token prediction may be"
                 yield _group_violation(plan, entry.group, message)
     listed: dict[str, set[int]] = defaultdict(set)
@@ -253,10 +254,12 @@ def _partition_faults(
         yield "order", *sections
     for part, pieces in filled:
         yield from (("names", part, message) for message in _name_faults(pieces, group, is_src))
-        if message := _experts_fault(pieces):
+        if group.role is not Role.TRACED and (message := _experts_fault(pieces)):
             yield "order", part, message
         messages = (storage_fault(piece, group.role, transposed) for piece in pieces if transposed is not None)
         yield from (("storage", part, message) for message in messages if message)
+    if group.role is Role.TRACED:  # parts may be uneven, and have their tensors in any order
+        return
     for (before, earlier), (part, pieces) in pairwise(filled):
         if {piece.tensor for piece in pieces} != {piece.tensor for piece in earlier}:
             message = f"parts {before} and {part} lie in different tensors: {_tensors(earlier)} and {_tensors(pieces)}"

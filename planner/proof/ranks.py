@@ -13,12 +13,17 @@ from mcore_reshard.planner.model.parameters import STACKED_ROLES, ParameterGroup
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
 from .report import Violation, distinct, listed, ranks_of
+from .traced import check_traced_ranks, is_traced
 
 _TrainPlaces = tuple[tuple[int, LayerPlace], ...]  # (pp_stage, place) by decoder layer
 _GenStages = tuple[int, ...]  # by decoder layer
 
 
 def check_ranks(plan: Plan) -> Iterator[Violation]:
+    if is_traced(plan):
+        yield from check_traced_ranks(plan)
+        yield from _check_stages(plan)
+        return
     layers = 1 + max((layer for group in plan.groups if not group.mtp for layer in group.layers), default=-1)
     try:
         train_places, gen_stages = plan.train.place_layers(layers), plan.gen.stage_of_layers(layers)

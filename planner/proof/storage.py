@@ -26,6 +26,9 @@ FUSED: tuple[tuple[Role, ...], ...] = (
     (Role.MLA_Q_A, Role.MLA_KV_A),
 )
 
+# Where a trainer may let gate and up take turns, in blocks of equal rows (Megatron-Core's *_glu_interleave_size).
+ALTERNATING = frozenset({role for fused in FUSED[3:5] for role in fused})
+
 # Where a trainer's cut may fall inside of a round: linear_qkv with more ranks than KV heads.
 _CUT_INSIDE = {Role.Q, Role.Q_BIAS}
 
@@ -55,6 +58,8 @@ _RECAST = {Role.EXPERT_GATE, Role.EXPERT_UP}
 
 def storage_fault(piece: Piece, role: Role, transposed: Transposed) -> str:
     """Why a piece does not lie in its tensor as declared ("" when it does)."""
+    if role is Role.TRACED:  # the trace is the declaration
+        return ""
     tensor, view = piece.tensor, piece.view
     declared = transposed.get((role, len(view)))
     if declared is None:
@@ -66,6 +71,19 @@ def storage_fault(piece: Piece, role: Role, transposed: Transposed) -> str:
     if piece.dims != declared:
         return f"{tensor.name} keeps dims in order {piece.dims}, declared for {role.value!r} is {declared}"
     return ""
+
+
+def _turns_fault(pieces: Sequence[Piece]) -> str:
+    """Why the pieces of gate or up in one tensor are no blocks of equal rows, each as far from the next ("" when they are)."""
+    rows = [(piece.region.start[0], piece.region.extents[0], piece.origin[piece.dims[0]]) for piece in pieces]
+    first, block, local = rows[0] if rows else (0, 0, 0)
+    turns = [(first + number * block, block, local + 2 * number * block) for number in range(len(rows))]
+    if rows == turns and (len(rows) < 2 or local in (0, block)):
+        return ""
+    wrong = next((row for row, turn in zip(rows, turns, strict=True) if row != turn), rows[0])
+    return (
+        f"rows {wrong[0]}:{wrong[0] + wrong[1]} at {wrong[2]} are no blocks of {block} rows that take turns with others"
+    )
 
 
 def _refines(view: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -84,8 +102,8 @@ def shared_name_fault(roles: Set[Role]) -> str:
 def order_fault(roles: Sequence[Role], served: Set[Role], is_src: bool) -> str:
     """Why parameters may not follow each other like this in a tensor whose name serves `served` ("" when they may).
 
-    A fused tensor holds whole rounds of its set: [gate, up] once, [q, k, v] once or for every KV group. Only the
-    trainer's cut of q, k, v may fall inside of a round, when there are fewer KV heads than ranks.
+    A fused tensor holds whole rounds of its set: [gate, up] once or in turns, [q, k, v] once or for every KV group. Only
+    the trainer's cut of q, k, v may fall inside of a round, when there are fewer KV heads than ranks.
     """
     order = next((fused for fused in FUSED if served <= set(fused)), None)
     if not roles or len(served) < 2 or order is None:
@@ -107,8 +125,11 @@ def sections_fault(partition: Sequence[Sequence[Piece]], role: Role, is_src: boo
     Sections are cut one by one: every part's rows of one section lie in front of all rows of the next section.
     """
     count = SECTIONS.get(role, 1)
-    if is_src and role in _MANY_AT_SOURCE:
+    if role is Role.TRACED or (is_src and role in _MANY_AT_SOURCE):
         return None
+    if is_src and role in ALTERNATING:
+        faults = ((part, _turns_fault(pieces)) for part, pieces in enumerate(partition))
+        return next(((part, fault) for part, fault in faults if fault), None)
     stop = 0
     for part, pieces in enumerate(partition):
         if pieces and len(pieces) != count:

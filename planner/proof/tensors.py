@@ -17,7 +17,7 @@ from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
 from .report import Violation, name_of
 from .storage import order_fault
-from .tiling import tiling_fault
+from .tiling import overlap, tiling_fault
 
 
 class _Filling(NamedTuple):
@@ -145,7 +145,13 @@ def _tensor_fault(
         parts = [part for key in filled for part in parts_of[key][0]]
         if is_src:
             parts = list(dict.fromkeys(parts))  # several transfer groups may read one group's bytes
-        if message := tiling_fault(whole, [part.box for part in parts]):
+        boxes = [part.box for part in parts]
+        if is_src and served == {Role.TRACED}:  # it may also hold parameters that are misc or excluded
+            clash = overlap(boxes)
+            message = f"{clash[0]} and {clash[1]} overlap" if clash else ""
+        else:
+            message = tiling_fault(whole, boxes)
+        if message:
             which = f"slots {first} to {stop - 1} of " if slot_dim >= 0 else ""
             return "tensors", f"{which}{tensor.shape} are not held by exactly one parameter each: {message}"
         if message := _order_fault(parts, served, is_src, padded_each=any(part.group in scales for part in parts)):
@@ -172,6 +178,8 @@ def _order_fault(parts: Sequence[_Part], served: Set[Role], is_src: bool, padded
 
     `padded_each`: padding may follow every row, as in tensors of scales.
     """
+    if served == {Role.TRACED}:  # no order is declared: the trace says which lies where
+        return ""
     in_memory = sorted(parts, key=lambda part: part.box.start)
     last: dict[int, Region] = {}
     for part in in_memory:

@@ -54,7 +54,12 @@ def test_doctor_runs_in_a_checkout_that_is_not_installed(run: Run, monkeypatch: 
     monkeypatch.setattr(metadata, "requires", requires)
     report = run("doctor", "--json").json
     assert {package["wanted"] for package in report["packages"]} == {None}
-    assert [row["command"] for row in report["commands"]] == ["plan, show, explain", "validate", "store"]
+    assert [row["command"] for row in report["commands"]] == [
+        "plan, show, explain",
+        "plan --traced",
+        "validate",
+        "store",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +155,8 @@ def test_help_of_every_command_shows_examples_that_run(
         examples = re.findall(rf"^  mcore-reshard ({command}.*)$", shown.out, re.MULTILINE)
         assert examples
         for example in examples:
-            if command in {"validate", "store"}:  # one takes a trainer, one does not end; here their arguments only
+            # These take loaders or a trainer, or do not end; here their arguments only.
+            if command in {"validate", "store"} or "--traced" in example:
                 cli._parser().parse_args(shlex.split(example))
             else:
                 assert run(*shlex.split(example)).code == 0

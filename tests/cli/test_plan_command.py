@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from helpers.cli import FP8, HYBRID, MOE, Run
 
+from mcore_reshard.engines.sglang.model import require_sglang
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.plan.plan_file import dump_plan, load_plan
 
@@ -208,3 +210,17 @@ def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_
     assert peak_kb < 300 * 1024
     assert len(report["ranks"]["train"]) == 256 and len(report["ranks"]["gen"]) == 128
     assert any("quantized (fp8)" in note for note in report["notes"])
+
+
+def test_an_engine_without_rules_or_of_an_unknown_name_is_refused(run: Run) -> None:
+    arguments = ["plan", "tiny-llama", "--train", "tp=2", "--gen", "tp=2", "--engine"]
+    without_rules, unknown = run(*arguments, "sglang"), run(*arguments, "trtllm")
+    assert (without_rules.code, unknown.code) == (2, 2)
+    assert "no layout rules for SGLang" in without_rules.err and "plan --traced" in without_rules.err
+    assert "no engine 'trtllm', known: sglang, vllm" in unknown.err
+
+
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
+def test_without_sglang_its_adapter_says_what_to_install() -> None:
+    with pytest.raises(ImportError, match=r"SGLang is not installed; .* pip install '\.\[sglang\]'"):
+        require_sglang()

@@ -20,8 +20,10 @@ from mcore_reshard.engines.vllm.model import (
     kv_scale_names,
     load_weights,
     local_tensors,
+    set_default_kv_scales,
     set_kv_scales,
 )
+from mcore_reshard.planner.layout.block_scales import KV_SCALES
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError
 from mcore_reshard.validation.engine import vllm_engine
 from mcore_reshard.validation.engine.slices import POISON, GenSizes, StandInEngine
@@ -226,6 +228,22 @@ def test_kv_scales_stay_over_refits_that_bring_none(name, config_folder, kv_cach
             kept = torch.tensor(scale).item()
             assert (getattr(layer, f"_{leaf}").item(), getattr(layer, f"_{leaf}_float")) == (kept, kept)
         assert (layer._k_scale_cpu, layer._v_scale_cpu) == (layer._k_scale, layer._v_scale)
+
+
+def test_an_engine_that_started_with_dummy_weights_has_kv_scales_of_one(config_folder):
+    """In block FP8 the scales stay the random numbers that vLLM's dummy loader writes into all of the state dict."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    folder = config_folder(tiny("llama", quantization_config=FP8))
+    model = build_engine(folder, GenSizes(), 0)
+    config = engine_config(folder, GenSizes(), 0)
+    DummyModelLoader(config.load_config).load_weights(model, config.model_config)
+    scales = [
+        getattr(layer, f"_{leaf}") for layer in model.modules() if hasattr(layer, "_k_scale") for leaf in KV_SCALES
+    ]
+    assert len(scales) == 4 * 3 and all(scale.item() != 1.0 for scale in scales)
+    set_default_kv_scales(model)
+    assert all(scale.item() == 1.0 for scale in scales)
 
 
 def test_what_flashinfer_has_derived_of_kv_scales_it_derives_again(config_folder, kv_cache_in):

@@ -132,6 +132,7 @@ def test_no_name_is_one_of_vllms(module, name):
 def test_a_worker_of_other_engines_than_the_plan_is_for_is_refused(config_folder, monkeypatch):
     folder = config_folder(tiny("llama"))
     plan = SimpleNamespace(gen=parse_gen_mesh("tp=2,dp=2"))
+    monkeypatch.setattr("mcore_reshard.engines.vllm.worker.answer_request", lambda *_: None)
     monkeypatch.setattr("mcore_reshard.engines.vllm.worker.fetch_plan", lambda *_, **__: plan)
     for sizes, replica in ((GenSizes(tp=4), 0), (GenSizes(tp=2), 2)):
         worker = worker_of(folder, sizes, 0)

@@ -33,6 +33,7 @@ class Case:
 
     def __str__(self) -> str:
         extra = [self.build.experts] if self.build.experts != "grouped" else []
+        extra += ["in turns"] if self.build.alternating_experts else []
         extra += [self.policy] if self.policy != "exact" else []
         extra += [f"{name}={value}" for name, value in self.changes]
         extra += ["/".join(map(str, self.dtypes))] if any(self.dtypes) else []
@@ -88,7 +89,9 @@ TINY = (
     Case("tiny-qwen3-moe", "tp=2,ep=2,pp=2", "tp=3,ep=3", changes=_THIRDS),
     Case("tiny-qwen3-moe", "ep=2,etp=2,dp=4", "tp=2", MegatronBuild(experts="stacked")),
     Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=4", MegatronBuild(experts="sequential")),
+    Case("tiny-qwen3-moe", "tp=2,ep=2,etp=2,dp=2", "tp=2", MegatronBuild(alternating_experts=8)),
     Case("tiny-deepseek-v3", "tp=2,ep=4,dp=2,pp=2", "tp=4"),
+    Case("tiny-deepseek-v3", "tp=2,ep=2", "tp=4", MegatronBuild(alternating_experts=16, alternating_shared=4)),
     Case("tiny-deepseek-v3", "tp=1,pp=2,ep=2,dp=2,layers=3+1", "tp=2,dp=2,ep=4", changes=_MTP),
     Case("tiny-kimi-k2", "ep=2,dp=2", "tp=2,pp=2"),
     Case("tiny-moonlight", "tp=2,ep=2", "tp=2"),
@@ -98,6 +101,7 @@ TINY = (
     Case("tiny-gpt-oss", "tp=2,ep=2", "tp=2"),
     Case("tiny-gpt-oss", "ep=2,dp=2", "tp=4", MegatronBuild(experts="sequential", padded_vocab=320)),
     Case("tiny-gpt-oss", "ep=4,dp=4", "tp=2,ep=2,pp=2"),
+    Case("tiny-gpt-oss", "ep=2,dp=2", "tp=2", MegatronBuild(alternating_experts=8)),
 )
 
 _KEPT = ("model.layers.1.mlp.down_proj", "model.layers.2.self_attn.o_proj", "lm_head", "model.layers.0.input_layernorm")

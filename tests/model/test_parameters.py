@@ -449,7 +449,7 @@ def test_a_misspelled_field_is_asked_about_wherever_it_is_missed() -> None:
         ({"model_type": ["llama"]}, "model_type ['llama'] is not known"),
         (
             {"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2"}},
-            "model_type 'kimi_k25' is not known: no multimodal model is planned. Its text_config alone will not do",
+            "model_type 'kimi_k25' is not known: no multimodal model has layout rules. Its text_config alone will not do",
         ),
     ],
 )

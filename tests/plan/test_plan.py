@@ -315,13 +315,21 @@ def test_a_second_engine_says_in_that_file_what_users_should_hear_of_a_plan(seco
     assert engine_named(second_engine).repeated_tensor("weight_scale_inv.toy") == "weight_scale_inv"
 
 
+def test_an_engine_without_rules_says_that_plans_for_it_come_from_traces():
+    parameters = parameters_from_config(load_config("tiny-llama"))
+    with pytest.raises(MeshError, match=r"no layout rules for SGLang, .* plan --traced"):
+        make_plan(parameters, parse_train_mesh("tp=2"), parse_gen_mesh("tp=2"), engine="sglang")
+
+
 def test_an_unknown_engine_is_refused_by_planner_and_proof():
-    with pytest.raises(UnknownEngineError, match=r"planner/layout/sglang\.py would have to define"):
+    with pytest.raises(
+        UnknownEngineError, match=r"known: sglang, vllm; planner/layout/trtllm\.py would have to define"
+    ):
         make_plan(
             parameters_from_config(load_config("tiny-llama")),
             parse_train_mesh("tp=2"),
             parse_gen_mesh("tp=2"),
-            engine="sglang",
+            engine="trtllm",
         )
     (violation,) = prove(replace(plan_of("tiny-llama", "tp=2", "tp=2"), engine="proof")).violations
     assert violation.rule == "references" and "no engine 'proof'" in violation.message

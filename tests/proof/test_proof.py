@@ -404,3 +404,27 @@ def test_sections_are_cut_one_by_one() -> None:
     assert sections_fault(crossed, Role.MAMBA_CONV, False) == (
         0, "section 2 of 'mamba_conv' begins at [5:6], inside of the one before",
     )  # fmt: skip
+
+
+def test_gate_and_up_of_a_trainer_may_take_turns() -> None:
+    tensor = LocalTensor("linear_fc1", (16, 4), "bfloat16")
+
+    def share(*blocks: tuple[int, int, int]) -> list[Piece]:
+        return [Piece(box((start, stop), (0, 4)), tensor, (local, 0), (0, 1)) for start, stop, local in blocks]
+
+    gate, up = share((8, 12, 0), (12, 16, 8)), share((8, 12, 4), (12, 16, 12))
+    for role, good in ((Role.EXPERT_GATE, gate), (Role.SHARED_UP, up), (Role.EXPERT_GATE, share((0, 8, 0)))):
+        assert sections_fault([good], role, True) is None
+    assert sections_fault([gate], Role.EXPERT_GATE, False) == (
+        0, "a part has 2 pieces, 'expert_gate' is made of 1 sections",
+    )  # fmt: skip
+    assert sections_fault([gate], Role.GATE, True) is not None  # no dense MLP is planned so
+    for wrong, rows in (
+        (share((8, 12, 0), (12, 16, 4)), "12:16 at 4"),  # not in turns
+        (share((8, 12, 8), (12, 16, 0)), "12:16 at 0"),  # exchanged
+        (share((8, 10, 0), (10, 16, 8)), "10:16 at 8"),  # unequal
+        (share((8, 12, 2), (12, 16, 10)), "8:12 at 2"),  # one half late
+    ):
+        part, message = sections_fault([gate, wrong], Role.EXPERT_GATE, True) or (0, "")
+        assert part == 1
+        assert message.startswith(f"rows {rows} are no blocks of ")

@@ -21,6 +21,7 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import TrainMesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.planning import InputError
 from mcore_reshard.session.endpoints import GenerationEndpoint
 from mcore_reshard.session.plan_exchange import fetch_plan
 from mcore_reshard.validation import tiny
@@ -30,11 +31,11 @@ from mcore_reshard.validation.processes import run_processes
 needs_megatron = pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("megatron.bridge") is None, reason="needs the extra `megatron`"
 )
-NAMES = ["plan", "load_plan", "Plan", "TrainMesh", "GenMesh", "megatron", "vllm", "Options", "RefitError"]
+NAMES = ["plan", "load_plan", "Plan", "TrainMesh", "GenMesh", "megatron", "dtensor", "vllm", "Options", "RefitError"]
 STEPS = 2
 
 
-def test_the_public_names_are_these_nine() -> None:
+def test_the_public_names_are_these_ten() -> None:
     assert mr.__all__ == NAMES
     assert {*NAMES} < {*dir(mr)}
     assert all(getattr(mr, name) is not None for name in NAMES)
@@ -88,6 +89,27 @@ def test_what_is_no_mesh_no_config_and_no_policy_is_said_at_once() -> None:
         mr.plan("tiny-llama", train="tp=2", gen="tp=1", policy="foo")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gen_dtype": ["bf16"]}, r"^gen_dtype is a list: give a text$"),
+        ({"engine": None}, r"^engine is a NoneType: give a text$"),
+        (
+            {"train": "tp=99999999999999999999"},
+            r"^training: .* = 99999999999999999999 ranks exceed the \d+ that a plan may",
+        ),
+        (
+            {"gen": "tp=99999999999999999999"},
+            r"^generation: .* = 99999999999999999999 ranks exceed the \d+ that a plan",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_no_text_and_no_degree_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        mr.plan("tiny-llama", **{"train": "tp=2", "gen": "tp=1"} | given)
+
+
 def test_a_proof_that_fails_is_false() -> None:
     plan = mr.plan("tiny-llama", train="tp=2", gen="tp=1")
     assert plan.prove()
@@ -108,6 +130,17 @@ def test_a_config_is_a_name_a_path_or_a_dict(tmp_path: Path) -> None:
         for source in ("tiny-qwen3", config, tmp_path, str(tmp_path / "config.json"))
     ]
     assert len({plan.digest for plan in plans}) == 1
+
+
+def test_a_config_of_transformers_is_its_dict() -> None:
+    transformers = pytest.importorskip("transformers")
+    fields = load_config("tiny-qwen3")
+    config = transformers.AutoConfig.for_model(**fields)
+    assert not isinstance(config, dict)
+    plan = mr.plan(config, train="tp=2", gen="tp=1", model="tiny")
+    assert plan.digest == mr.plan(fields, train="tp=2", gen="tp=1", model="tiny").digest
+    with pytest.raises(InputError, match=r"config: .*'mamba'"):
+        mr.plan(transformers.AutoConfig.for_model("mamba"), train="tp=2", gen="tp=1")
 
 
 # --- the README's lines ------------------------------------------------------------------------------------------
@@ -215,6 +248,9 @@ def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
     attempt("golden", bridge=None, options=golden)
     attempt("address", store="10.0.0.1")
     attempt("all", config | {"model_type": "mystery"}, gen="tp=3,x=1", store="10.0.0.1", chunks=[], gen_dtype="fp9")
+    attempt("options", options={"transport": "gloo"} if rank == 1 else short)
+    attempt("no time", connect_timeout_s=0.0)
+    attempt("no number", connect_timeout_s="600", options=None)
     attempt("module", chunks=torch.nn.Linear(2, 2))
     attempt("number", chunks=5)
     attempt("bare", chunks=model.model_chunks[0], bridge=None, options=golden)
@@ -233,7 +269,7 @@ def test_a_connect_that_fails_on_one_rank_fails_on_all(tmp_path: Path, megatron:
     tiny.write_checkpoint(load_config("tiny-llama"), tmp_path / "checkpoint", 1)
     first, second = run_processes(2, refused, (tmp_path, free_address()), timeout_s=120)
     expected: dict[str, Callable[[str], bool]] = {
-        "family": lambda said: "RefitError" in said and "mystery" in said,
+        "family": lambda said: "RefitError: " in said and "llama on train:0, mystery on train:1" in said,
         "path": lambda said: "RefitError: " in said and "/nowhere/config.json: is no file" in said,
         "mesh": lambda said: "RefitError: " in said and "tp = 3" in said,
         "engine": lambda said: "RefitError: " in said and "no engine 'nothing'" in said,
@@ -245,11 +281,15 @@ def test_a_connect_that_fails_on_one_rank_fails_on_all(tmp_path: Path, megatron:
             part in said
             for part in (
                 "model_chunks is empty",
-                "mystery",
                 "axis 'x'",
                 "'10.0.0.1' is not the address",
                 "gen_dtype 'fp9'",
             )
+        ),
+        "options": lambda said: "RefitError: " in said and "options is a dict: give mr.Options(...)" in said,
+        "no time": lambda said: "RefitError: " in said and "a number of seconds above 0, not 0.0" in said,
+        "no number": lambda said: all(
+            part in said for part in ("above 0, not '600'", "options is a NoneType: give mr")
         ),
         "module": lambda said: "model_chunks has no decoder in Linear: give the Megatron-Core model, or" in said,
         "number": lambda said: "RefitError: " in said and "model_chunks has no decoder in int: give" in said,
@@ -261,5 +301,5 @@ def test_a_connect_that_fails_on_one_rank_fails_on_all(tmp_path: Path, megatron:
     for outcomes in (first, second):
         assert outcomes.keys() == expected.keys()
         assert [(case, outcomes[case]) for case, holds in expected.items() if not holds(outcomes[case])] == []
-    assert not any("left behind" in said for said in (*first.values(), *second.values()))
-    assert first["family"].startswith("SessionError: train:1: RefitError: ")
+    assert [case for case in first if "left behind" in first[case] + second[case]] == []
+    assert first["path"].startswith("SessionError: train:1: RefitError: ")

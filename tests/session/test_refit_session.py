@@ -781,8 +781,9 @@ def test_a_session_at_a_frozen_store_can_be_closed() -> None:
 
 def test_an_engine_tensor_that_nothing_fills_is_refused() -> None:
     schedule = schedule_of(transfers_of((1, 1)), "gen", 0, (1, 1))
-    tensors = allocate(schedule) | {"model.extra.weight": torch.zeros(3)}
+    tensors = allocate(schedule) | {"model.extra.weight": torch.zeros(3), "model.empty.weight": torch.zeros(0, 3)}
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     endpoint = GenerationEndpoint(schedule, tensors, store=store, options=Options(bucket_bytes=128, timeout_s=SHORT_S))
-    with pytest.raises(BindError, match=r"model\.extra\.weight: nothing in the plan fills it"):
+    with pytest.raises(BindError, match=r"model\.extra\.weight: nothing in the plan fills it") as error:
         endpoint.prepare()
+    assert "model.empty.weight" not in str(error.value)

@@ -15,22 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.quantized_standin import QuantizedStandIn, ends_in_bf16
+from helpers.trainers import Check, mesh_label, round_trip, run_trainers, same_bytes
 
 from mcore_reshard.kernels.copies.bind import bind
-from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
+from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.trainers.megatron.model import local_tensors, precisions_of, require, train_mesh_of, unwrapped
 from mcore_reshard.trainers.megatron.plan_refit import _agree_on_precision, plan_refit
 from mcore_reshard.validation import tiny
-from mcore_reshard.validation.processes import run_processes
 from mcore_reshard.validation.trainer import build as trainer_module
 from mcore_reshard.validation.trainer import te_standin, te_standin_modules
 from mcore_reshard.validation.trainer.build import Trainer, build_trainer, prepare
 
 if find_spec("megatron") is None or find_spec("megatron.bridge") is None:
     pytest.skip("needs the extra `megatron`", allow_module_level=True)
-
-Check = Callable[..., Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,56 +41,9 @@ def in_world(tmp_path: Path) -> Callable[..., list[Any]]:
     """Run a check on every rank of a trainer of one tiny model, and return what each rank returned."""
 
     def run(config: dict[str, Any], mesh: TrainMesh, check: Check, *args: Any, **build: Any) -> list[Any]:
-        for version in (1, 2):
-            tiny.write_checkpoint(config, tmp_path / str(version), version)
-        (tmp_path / "store").unlink(missing_ok=True)
-        return run_processes(mesh.world, _rank, (tmp_path, mesh, check, args, build), timeout_s=60)
+        return run_trainers(tmp_path, config, mesh, check, *args, **build)
 
     return run
-
-
-def _label(value: Any) -> str:
-    """A short test id: `tp=2,pp=2` without the axes of size one."""
-    if not isinstance(value, TrainMesh):
-        return str(value)
-    return ",".join(axis for axis in format_mesh(value).split(",") if not axis.endswith("=1")) or "one rank"
-
-
-def _rank(index: int, folder: Path, mesh: TrainMesh, check: Check, args: tuple[Any, ...], build: dict[str, Any]) -> Any:
-    store = dist.FileStore(str(folder / "store"), mesh.world)
-    dist.init_process_group("gloo", store=store, rank=index, world_size=mesh.world)
-    return check(build_trainer(folder / "1", mesh, **build), folder, *args)
-
-
-def _mismatches(trainer: Trainer, checkpoint: Path) -> list[str]:
-    """The faults of a whole export: the trainer must hold the checkpoint's bytes under the checkpoint's names."""
-    from safetensors.torch import load_file
-
-    expected = load_file(checkpoint / "model.safetensors")
-    exported = {name: tensor.clone() for name, tensor in trainer.export()}
-    wrong = [f"{name} is missing" for name in expected if name not in exported]
-    wrong += [f"{name} is no parameter of the checkpoint" for name in exported if name not in expected]
-    for name in sorted(exported.keys() & expected.keys()):
-        wanted = expected[name]
-        if name.endswith(("mixer.A_log", "mixer.D")):
-            wanted = wanted.to(torch.bfloat16)  # what Megatron makes of them
-        if not _same_bytes(exported[name], wanted):
-            wrong.append(f"{name}: {exported[name].dtype} {tuple(exported[name].shape)} differs")
-    return wrong
-
-
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    same_kind = left.dtype == right.dtype and left.shape == right.shape
-    return same_kind and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
-
-
-def _round_trip(trainer: Trainer, folder: Path) -> list[str]:
-    addresses = {name: tensor.data_ptr() for name, tensor in trainer.tensors.items()}
-    wrong = _mismatches(trainer, folder / "1")
-    trainer.load(folder / "2")
-    wrong += _mismatches(trainer, folder / "2")
-    moved = [name for name, tensor in trainer.tensors.items() if tensor.data_ptr() != addresses[name]]
-    return wrong + [f"{name} was not replaced in place" for name in moved]
 
 
 TP2, TP4, TP2_PP2 = TrainMesh(tp=2), TrainMesh(tp=4), TrainMesh(tp=2, pp=2)
@@ -135,27 +86,27 @@ ROUND_TRIPS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "mesh", "overrides"), ROUND_TRIPS, ids=_label)
+@pytest.mark.parametrize(("family", "mesh", "overrides"), ROUND_TRIPS, ids=mesh_label)
 def test_export_gives_back_the_checkpoint(in_world, family: str, mesh: TrainMesh, overrides: dict[str, Any]) -> None:
-    assert in_world(tiny.tiny_config(family, **overrides), mesh, _round_trip) == [[]] * mesh.world
+    assert in_world(tiny.tiny_config(family, **overrides), mesh, round_trip) == [[]] * mesh.world
 
 
-@pytest.mark.parametrize("mesh", [TP2, TP2_EP2_ETP2], ids=_label)
+@pytest.mark.parametrize("mesh", [TP2, TP2_EP2_ETP2], ids=mesh_label)
 def test_experts_as_modules_of_their_own_are_exported_too(in_world, mesh: TrainMesh) -> None:
     def check(trainer: Trainer, folder: Path) -> list[str]:
         grouped = [name for name in trainer.tensors if ".experts.linear_fc" in name]
-        return grouped + _round_trip(trainer, folder)
+        return grouped + round_trip(trainer, folder)
 
     assert in_world(tiny.tiny_config("qwen3_moe"), mesh, check, grouped_experts=False) == [[]] * mesh.world
 
 
-@pytest.mark.parametrize("mesh", [TrainMesh(), TP2], ids=_label)
+@pytest.mark.parametrize("mesh", [TrainMesh(), TP2], ids=mesh_label)
 def test_mla_without_low_rank_queries(in_world, mesh: TrainMesh) -> None:
     import megatron.core
 
     if tuple(map(int, megatron.core.__version__.split(".")[:2])) >= (0, 17):
         pytest.skip("Megatron-Bridge has no mapping for the norm that newer Megatron-Core fuses into linear_q_proj")
-    assert in_world(tiny.tiny_config("deepseek_v3_nolora"), mesh, _round_trip) == [[]] * mesh.world
+    assert in_world(tiny.tiny_config("deepseek_v3_nolora"), mesh, round_trip) == [[]] * mesh.world
 
 
 def test_local_tensors_have_the_names_and_shapes_of_the_rank(in_world) -> None:
@@ -364,7 +315,7 @@ def _in_fp8(family: str) -> dict[str, Any]:
         ("deepseek_v3", TrainMesh(pp=2), (2, 1), [0, 1, 3]),
         ("nemotron_h", TrainMesh(pp=2, layers=(5, 3)), (2, 3), [0, 1, 5, 6, 7]),
     ],
-    ids=_label,
+    ids=mesh_label,
 )
 def test_layers_that_an_fp8_trainer_keeps_in_bf16_are_planned_so(
     in_world, monkeypatch, family: str, mesh: TrainMesh, kept: tuple[int, int], cast: list[int]
@@ -442,7 +393,7 @@ def _exported_names(trainer: Trainer, folder: Path, names: Collection[str]) -> t
 
     expected = load_file(folder / "1" / "model.safetensors")
     exported = {name: tensor.clone() for name, tensor in trainer.export(names)}
-    return sorted(exported), all(_same_bytes(tensor, expected[name]) for name, tensor in exported.items())
+    return sorted(exported), all(same_bytes(tensor, expected[name]) for name, tensor in exported.items())
 
 
 def test_export_can_be_restricted_to_some_names(in_world) -> None:
@@ -471,7 +422,7 @@ def test_a_name_that_nobody_exports_is_an_error_on_every_rank(in_world) -> None:
     assert set(messages) == {"'Megatron-Bridge has no conversion task for model.layers.9.mlp.gate.bias'"}
 
 
-@pytest.mark.parametrize("mesh", [TP2_PP2, PP2_VPP2], ids=_label)
+@pytest.mark.parametrize("mesh", [TP2_PP2, PP2_VPP2], ids=mesh_label)
 def test_the_last_stage_holds_a_copy_of_a_tied_embedding(in_world, mesh: TrainMesh) -> None:
     def check(trainer: Trainer, folder: Path) -> list[float]:
         trainer.load(folder / "2")
@@ -487,7 +438,9 @@ def test_the_last_stage_holds_a_copy_of_a_tied_embedding(in_world, mesh: TrainMe
 
 
 @pytest.mark.parametrize(
-    ("mesh", "multiple", "rows"), [(TrainMesh(), 16, 256), (TP2, 8, 128), (TP4, None, 64), (TP2, None, 125)], ids=_label
+    ("mesh", "multiple", "rows"),
+    [(TrainMesh(), 16, 256), (TP2, 8, 128), (TP4, None, 64), (TP2, None, 125)],
+    ids=mesh_label,
 )
 def test_a_padded_vocabulary_is_exported_without_its_padding(
     in_world, mesh: TrainMesh, multiple: int | None, rows: int
@@ -495,7 +448,7 @@ def test_a_padded_vocabulary_is_exported_without_its_padding(
     def check(trainer: Trainer, folder: Path) -> tuple[list[str], int, float]:
         weight = trainer.tensors["vp0.output_layer.weight"]
         padding = weight[max(0, 250 - dist.get_rank() * rows) :] if dist.get_rank() == mesh.tp - 1 else weight[:0]
-        return _round_trip(trainer, folder), weight.shape[0], padding.abs().sum().item()
+        return round_trip(trainer, folder), weight.shape[0], padding.abs().sum().item()
 
     config = tiny.tiny_config("llama", vocab_size=250)
     assert in_world(config, mesh, check, vocab_multiple=multiple) == [([], rows, 0.0)] * mesh.world

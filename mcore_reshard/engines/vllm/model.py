@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore_reshard.engines.kernel_layouts import refuse_kernel_layouts
 from mcore_reshard.planner.layout.block_scales import KV_SCALES
 from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.layout.vllm_quantized import CHECKPOINT_BLOCKS
 from mcore_reshard.session.agreement import is_positive_float32
 
 from . import refined_scales
+from .created import parameters_as_created
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,6 +39,10 @@ _AS_LOADED_FP8_KERNELS = {
     "BlockWiseTorchFP8ScaledMMLinearKernel",
 }
 _AS_LOADED_FP8_MOE_BACKENDS = {"TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS"}
+_AS_LOADED_REMEDY = (
+    "start vLLM with moe_backend='triton' for experts, linear_backend='triton' for block FP8, and without the other features"
+    " that are named here"
+)
 # Values that a backend derives from them in its first forward (v1/attention/backends/flashinfer.py, mla/flashinfer_mla.py).
 _OF_KV_SCALES = ("bmm1_scale", "bmm2_scale")
 
@@ -57,7 +63,7 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     scales of FP8 experts, tensors with the checkpoint's scales take their place (`refined_scales`).
     Raises RuntimeError where kernels read another layout than `load_weights` leaves, naming every such parameter.
     """
-    _refuse_kernel_layouts(model)
+    refuse_kernel_layouts(kernel_layouts(model), _AS_LOADED_REMEDY)
     blocks = refined_scales.blocks_of(model)
     left_out = {name.removesuffix(CHECKPOINT_BLOCKS) for name in blocks}
     for prefix, layer in _layers_with_parameters(model):
@@ -80,8 +86,8 @@ def load_weights(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torc
 
     Raises RuntimeError as `local_tensors` does: loaders would corrupt rearranged parameters (vLLM #42821).
     """
-    _refuse_kernel_layouts(model)
-    with torch.no_grad():
+    refuse_kernel_layouts(kernel_layouts(model), _AS_LOADED_REMEDY)
+    with parameters_as_created(model), torch.no_grad():
         model.load_weights(iter(named_tensors))  # type: ignore[operator]
 
 
@@ -139,6 +145,19 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
     with torch.no_grad():
         for name, scale in scales.items():
             _write_kv_scale(*known[name], scale * 2 if current_platform.is_fp8_fnuz() else scale)
+
+
+def set_default_kv_scales(model: torch.nn.Module) -> None:
+    """Put 1 into every scale of attention, as vLLM does where a checkpoint has none.
+
+    `load_format="dummy"` fills them with random numbers, for they are in the state dict
+    (model_loader/weight_utils.py, initialize_dummy_weights), and block-FP8 models keep these.
+    """
+    with torch.no_grad():
+        for _, layer in model.named_modules():
+            if _is_attention(layer):
+                for leaf in KV_SCALES:
+                    _write_kv_scale(layer, leaf, 1.0)
 
 
 def _write_kv_scale(layer: Any, leaf: str, value: float) -> None:
@@ -234,17 +253,6 @@ def _derives_weights(layer: torch.nn.Module) -> bool:
     if not hasattr(type(layer), "process_weights_after_loading"):
         return False
     return hasattr(layer, "kv_b_proj") or getattr(getattr(layer, "impl", None), "sinks", None) is not None
-
-
-def _refuse_kernel_layouts(model: torch.nn.Module) -> None:
-    if changed := kernel_layouts(model):
-        reasons = dict.fromkeys(changed.values())
-        lines = [f"{reason}: {', '.join(name for name in changed if changed[name] == reason)}" for reason in reasons]
-        raise RuntimeError(
-            "\n  ".join((f"a refit cannot write {len(changed)} parameters of this engine in place:", *lines))
-            + "\nstart vLLM with moe_backend='triton' for experts, linear_backend='triton' for block FP8, and without the"
-            " other features that are named here"
-        )
 
 
 def _is_given_the_weight(linear: Any) -> bool:

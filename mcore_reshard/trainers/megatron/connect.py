@@ -9,69 +9,42 @@ Trainers with other tensors or another export use the layer below: `plan_refit`,
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
 
-from mcore_reshard.kernels.errors import RefitError, SessionError
+from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.polling import CLOSE_S
-from mcore_reshard.kernels.rendezvous.store import split_address
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
-from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
+from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.model.precision import PRECISIONS
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan, Policy
-from mcore_reshard.planning import InputError, PlanRequest, read_request
-from mcore_reshard.session.endpoints import Export, RefitReport, TrainEndpoint
-from mcore_reshard.session.plan_exchange import publish_plan
-from mcore_reshard.session.store_server import start_store_if_absent
+from mcore_reshard.planner.plan.trace_check import checkpoint_of
+from mcore_reshard.planning import RefitRequest, read_refit_request
+from mcore_reshard.session.endpoints import Export, TrainEndpoint
+from mcore_reshard.session.trace_exchange import collect_traces, require_planned_layout
 from mcore_reshard.trainers.quantized_export import pairs_by_name
+from mcore_reshard.trainers.refit_trainer import (
+    RefitTrainer,
+    SessionServer,
+    agree_on_model,
+    collect_problems,
+    meet_engines,
+    session_problems,
+)
+from mcore_reshard.trainers.world import own_rank, run_on_all_ranks
 
-from .model import export_hf, local_tensors, rank_coordinate, unwrapped
+from .alternation import refuse_alternating_export
+from .model import decoder_of, export_hf, has_decoder, local_tensors, rank_coordinate
 from .plan_refit import plan_refit
+from .plan_traced_refit import plan_traced_refit
 from .quantized_pairs import export_with_pairs
-from .world import gather_from_all, own_rank, run_on_all_ranks
-
-
-class RefitTrainer:
-    """One training rank, connected: `connect` makes it. Use it as a context manager, or call `close`."""
-
-    def __init__(self, plan: Plan, endpoint: TrainEndpoint) -> None:
-        self.plan = plan
-        self._endpoint = endpoint
-        self._store: TCPStore | None = None  # on training rank 0, unless another store answered: it serves while kept
-
-    def refit(self, step: int, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
-        """Move the current weights into the engine; return once all ranks of both worlds have acknowledged them.
-
-        Arguments and errors are those of `TrainEndpoint.refit`; `step` is the version. With `overlap_param_gather`,
-        force the gather of the parameters first.
-        """
-        return self._endpoint.refit(step, kv_scales=kv_scales)
-
-    def close(self) -> None:
-        """Leave the session; on training rank 0 also stop the store that `connect` started. May be called twice.
-
-        After a failure rank 0 keeps that store up for 5 s more, so that all ranks can read the cause.
-        """
-        failed = self._endpoint.failure is not None
-        self._endpoint.close()
-        if failed and self._store is not None:
-            time.sleep(CLOSE_S)
-        self._store = None  # the last reference: the server ends
-
-    def __enter__(self) -> RefitTrainer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+from .trace import trace_live
 
 
 def connect(
@@ -103,38 +76,56 @@ def connect(
     """
     chunks, request = run_on_all_ranks(
         lambda: _read_arguments(
-            model_chunks, hf_config, gen, store, gen_dtype, policy, engine, connect_timeout_s, options
+            model_chunks, bridge, hf_config, gen, store, gen_dtype, policy, engine, connect_timeout_s, options
         )
     )
-    model = gather_from_all(request.model)[0]
+    model = agree_on_model(request)
+    server = SessionServer(store, options.timeout_s)
 
     def plan_and_bind() -> RefitTrainer:
-        plan = plan_refit(
-            request.config, chunks, request.gen, model=model, policy=policy, gen_dtype=gen_dtype, engine=engine
-        )
+        check_layout = None
+        if request.has_rules:
+            plan = plan_refit(
+                request.config, chunks, request.gen, model=model, policy=policy, gen_dtype=gen_dtype, engine=engine
+            )
+            if bridge is not None:
+                check_layout = partial(_check_layout, plan, bridge, chunks)
+        else:
+            run_on_all_ranks(server.start)
+            collect = partial(
+                collect_traces,
+                ranks=request.gen.world,
+                address=store,
+                session=options.session,
+                timeout_s=options.timeout_s,
+                connect_timeout_s=connect_timeout_s,
+            )
+            family = str(request.config.get("model_type"))
+            plan = plan_traced_refit(family, bridge, chunks, request.gen, collect, model=model, engine=engine)
         export = _choose_export(plan, bridge, chunks, options)
-        tensors = partial(local_tensors, chunks)
-        schedule = schedule_of(plan, "train", own_rank())
-        return RefitTrainer(plan, TrainEndpoint(schedule, tensors, store=store, export=export, options=options))
+        endpoint = TrainEndpoint(
+            schedule_of(plan, "train", own_rank()),
+            partial(local_tensors, chunks),
+            store=store,
+            export=export,
+            check_layout=check_layout,
+            options=options,
+        )
+        return RefitTrainer(plan, endpoint, server)
 
-    trainer = run_on_all_ranks(plan_and_bind)
+    return meet_engines(plan_and_bind, server, store, connect_timeout_s, options)
 
-    def publish() -> None:
-        if own_rank() == 0:
-            trainer._store = start_store_if_absent(store, options.timeout_s)
-            publish_plan(trainer.plan, store, session=options.session, timeout_s=options.timeout_s)
 
-    try:
-        run_on_all_ranks(publish)
-        trainer._endpoint.prepare(timeout_s=connect_timeout_s)
-    except BaseException:
-        trainer.close()
-        raise
-    return trainer
+def _check_layout(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Module]) -> None:
+    """Hold what Megatron-Bridge does on this rank against the plan's rules. Raises LayoutError."""
+    trace = trace_live(bridge, model_chunks, checkpoint_of(plan, quantized=False))
+    loader = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "megatron-bridge"))
+    require_planned_layout(plan, "train", own_rank(), trace, loader)
 
 
 def _read_arguments(
     model_chunks: Any,
+    bridge: Any,
     hf_config: Any,
     gen: Any,
     store: Any,
@@ -143,22 +134,23 @@ def _read_arguments(
     engine: Any,
     timeout_s: Any,
     options: Any,
-) -> tuple[list[torch.nn.Module], PlanRequest]:
-    """The chunks, and a request with the config and the generation mesh, but not yet the model's training mesh.
+) -> tuple[list[torch.nn.Module], RefitRequest]:
+    """The chunks, and what is asked for.
 
     Raises RefitError with every fault that this rank alone can see, before ranks wait for each other in `plan_refit`.
     """
     problems: list[str] = []
-    with _collect_problems(problems):
+    with collect_problems(problems):
         chunks = _chunks_of(model_chunks)
-    with _collect_problems(problems):
-        request = read_request(hf_config, TrainMesh(), gen, policy, engine=engine)
-    with _collect_problems(problems):
-        split_address(str(store))
-    if not isinstance(options, Options):
-        problems.append(f"options is a {type(options).__name__}: give mr.Options(...)")
-    if not isinstance(timeout_s, int | float) or not timeout_s > 0:
-        problems.append(f"connect_timeout_s must be a number of seconds above 0, not {timeout_s!r}")
+    with collect_problems(problems):
+        request = read_refit_request(hf_config, gen, policy, engine)
+        if not request.has_rules and bridge is None:
+            problems.append("a model without layout rules is planned from traces: give connect() its AutoBridge")
+        if not request.has_rules and gen_dtype is not None:
+            problems.append(
+                f"gen_dtype={gen_dtype!r}: a model without layout rules is refitted in the dtypes of both sides"
+            )
+    problems += session_problems(store, timeout_s, options)
     if gen_dtype not in (None, *PRECISIONS):
         problems.append(f"unknown gen_dtype {gen_dtype!r}, known: {', '.join(PRECISIONS)}")
     if problems:
@@ -166,20 +158,10 @@ def _read_arguments(
     return chunks, request
 
 
-@contextmanager
-def _collect_problems(problems: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except InputError as error:
-        problems += filter(None, (*error.problems, error.remedy))
-    except (ValueError, SessionError) as error:
-        problems.append(str(error))
-
-
 def _chunks_of(model_chunks: Any) -> list[torch.nn.Module]:
     """The chunks as a list. Raises ValueError where one is no live Megatron-Core model."""
     chunks = list(model_chunks) if isinstance(model_chunks, Iterable) else [model_chunks]
-    others = [type(chunk).__name__ for chunk in chunks if not hasattr(unwrapped(chunk), "decoder")]
+    others = [type(chunk).__name__ for chunk in chunks if not has_decoder(chunk)]
     if others or not chunks:
         problem = f"has no decoder in {', '.join(others)}" if others else "is empty"
         raise ValueError(f"model_chunks {problem}: give the Megatron-Core model, or the list of its chunks here")
@@ -190,8 +172,10 @@ def _chunks_of(model_chunks: Any) -> list[torch.nn.Module]:
 
 def _choose_export(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Module], options: Options) -> Export | None:
     """The export for the misc route and golden: one with FP8 pairs if the engine keeps some of those parameters in FP8."""
-    device = next(iter(local_tensors(model_chunks).values())).device.type
-    golden = resolve(options.transport, device).connect is None
+    tensors = local_tensors(model_chunks)
+    golden = resolve(options.transport, next(iter(tensors.values())).device.type).connect is None
+    if golden:
+        refuse_alternating_export(decoder_of(model_chunks[0]).config, tensors)
     if bridge is None:
         if plan.misc or golden:
             names = "every parameter (golden)" if golden else f"{len([*plan.misc_names()])} parameters (the misc route)"

@@ -1,6 +1,6 @@
 """A live Megatron-Core model as the source of a refit: its local tensors, its mesh, and Megatron-Bridge's export.
 
-Everything here reads the live modules, never a config. Functions import Megatron when they are first called.
+Tensors and mesh are read off the live modules, never off a config. Functions import Megatron when they are first called.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 
 from mcore_reshard.kernels.copies.tensors import dtype_name
 from mcore_reshard.planner.layout.mesh import TrainMesh
+from mcore_reshard.trainers.world import gather_from_all
 
-from .world import gather_from_all
+from .alternation import refuse_alternating_export
 
 # megatron-core 0.19 keeps the convolution's parameters on the Mamba mixer itself.
 _EARLIER_NAMES_IN_A_MIXER = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
@@ -60,7 +61,16 @@ def export_hf(
 
 
 def select_tasks(bridge: Any, model_chunks: Sequence[torch.nn.Module], names: Collection[str] | None) -> list[Any]:
-    """Bridge's conversion tasks that yield `names`, or all: the same ones in the same order on every rank. Collective."""
+    """Bridge's conversion tasks that yield `names`, or all: the same ones in the same order on every rank. Collective.
+
+    Raises ValueError for a task whose weights Bridge would read wrongly (alternation.py).
+    """
+    tasks = _tasks_yielding(bridge, model_chunks, names)
+    refuse_alternating_export(decoder_of(model_chunks[0]).config, (task.global_param_name for task in tasks))
+    return tasks
+
+
+def _tasks_yielding(bridge: Any, model_chunks: Sequence[torch.nn.Module], names: Collection[str] | None) -> list[Any]:
     require("megatron.bridge")
     tasks = [task for task in bridge.get_conversion_tasks(list(model_chunks)) if task is not None]
     if names is None:
@@ -82,7 +92,7 @@ def export_tasks(
     padded = ("embedding.word_embeddings.weight", "output_layer.weight")
     vocabulary = {name for task in tasks if task.global_param_name.endswith(padded) for name in hf_names(task)}
     config = getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained)
-    vocab_size = getattr(config, "text_config", config).vocab_size
+    vocab_size = getattr(config, "text_config", getattr(config, "llm_config", config)).vocab_size
     for name, tensor in bridge.export_hf_weights(
         list(model_chunks), cpu=False, show_progress=False, conversion_tasks=list(tasks)
     ):
@@ -104,7 +114,7 @@ def train_mesh_of(model_chunks: Sequence[torch.nn.Module]) -> TrainMesh:
     """
     groups = _process_groups(model_chunks)
     sizes = {axis: 1 if group is None else group.size() for axis, group in groups.items()}
-    own_layers = [[layer.layer_number - 1 for layer in unwrapped(chunk).decoder.layers] for chunk in model_chunks]  # type: ignore[union-attr]
+    own_layers = [[layer.layer_number - 1 for layer in decoder_of(chunk).layers] for chunk in model_chunks]
     layers_of_stages = gather_from_all(own_layers, groups["pp"]) if sizes["pp"] > 1 else [own_layers]
     chunks = [stage[chunk_index] for chunk_index in range(len(model_chunks)) for stage in layers_of_stages]
     layers = [layer for chunk in chunks for layer in chunk]
@@ -129,6 +139,30 @@ def require(module: str) -> ModuleType:
         raise ImportError(f"{module} cannot be imported ({error}); {remedy}, {how}") from error
 
 
+def has_decoder(chunk: torch.nn.Module) -> bool:
+    """Whether this is a Megatron-Core model, or one around a language model."""
+    return hasattr(_language_model_of(chunk), "decoder")
+
+
+def decoder_of(chunk: torch.nn.Module) -> Any:
+    """The transformer block that a pipeline cuts into layers; of a vision-language model, the language model's."""
+    return _language_model_of(chunk).decoder
+
+
+def _language_model_of(chunk: torch.nn.Module) -> Any:
+    model: Any = unwrapped(chunk)
+    for name in ("llava_model", "language_model"):  # Nemotron-Nano-VL has one in the other
+        model = getattr(model, name, model)
+    return model
+
+
+def tensor_name(vp_stage: int, name: str) -> str:
+    """The name in `local_tensors` of a parameter that Megatron calls `name` in a chunk."""
+    prefix, _, leaf = name.rpartition(".")
+    leaf = _EARLIER_NAMES_IN_A_MIXER.get(leaf, leaf) if prefix.endswith(".mixer") else leaf
+    return f"vp{vp_stage}.{prefix}.{leaf}" if prefix else f"vp{vp_stage}.{leaf}"
+
+
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     """The Megatron model inside DDP and mixed-precision wrappers."""
     while isinstance(getattr(chunk, "module", None), torch.nn.Module):
@@ -150,7 +184,8 @@ def _own_tensors(module: torch.nn.Module, prefix: str) -> Mapping[str, torch.Ten
 def _data_and_scales(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The E4M3 data and the scales of a tensor that Transformer Engine quantized; any other tensor as it is.
 
-    Source: transformer_engine/pytorch/tensor/. Raises ValueError for column-wise data alone, which no layout rule reads.
+    Source: transformer_engine/pytorch/tensor/. Raises ValueError for column-wise data alone and for swizzled scales (of a
+    quantizer with optimize_for_gemm), which no layout rule reads.
     """
     if isinstance(getattr(tensor, "_scale_inv", None), torch.Tensor):  # Float8Tensor
         data, attribute = tensor._data, "_scale_inv"  # type: ignore[attr-defined]
@@ -159,6 +194,10 @@ def _data_and_scales(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]
     else:
         return {name: tensor}
     scales = getattr(tensor, attribute)
+    if getattr(tensor, "_with_gemm_swizzled_scales", False):
+        raise ValueError(
+            f"{name} keeps its scales in the order of a matrix product: quantize without optimize_for_gemm"
+        )
     if data is None or scales is None:
         raise ValueError(f"{name} is quantized and keeps no row-wise data: build the model with row-wise usage")
     return {name: data.view(torch.float8_e4m3fn), f"{name}.{attribute}": scales}

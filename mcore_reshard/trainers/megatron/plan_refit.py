@@ -20,14 +20,16 @@ from mcore_reshard.planner.layout.megatron import ExpertsModule, MegatronBuild, 
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc
 from mcore_reshard.planner.model.families import parameters_from_config
-from mcore_reshard.planner.model.parameters import ModelParameters
+from mcore_reshard.planner.model.parameters import ModelParameters, Role
 from mcore_reshard.planner.model.precision import PRECISION_OF, PRECISIONS, QUANTIZED, UNQUANTIZED
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.proof.prove import require_proof
+from mcore_reshard.trainers.world import gather_from_all, own_rank
 
-from .model import local_tensors, precisions_of, rank_coordinate, train_mesh_of
-from .world import gather_from_all, own_rank
+from .alternation import Alternation, alternation_of
+from .config_fields import check_config_fields
+from .model import decoder_of, local_tensors, precisions_of, rank_coordinate, train_mesh_of
 
 _FORMATS = {*PRECISIONS} - {*UNQUANTIZED}
 _Key = TypeVar("_Key", int, str)
@@ -47,14 +49,15 @@ def plan_refit(
 
     `config` is the model's HF config.json; the options are those of `make_plan`. Collective over the training world
     (torch's default group): all ranks get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a
-    model that no plan describes, such as one with LoRA adapters.
+    model that no plan describes, such as one with LoRA adapters, or whose config contradicts the HF config.
     """
     model_parameters = parameters_from_config(config)
     train = train_mesh_of(model_chunks)
-    _refuse_other_rank_orders(train, rank_coordinate(model_chunks))
+    refuse_other_rank_orders(train, rank_coordinate(model_chunks))
     tensors = local_tensors(model_chunks)
-    _refuse_adapters(tensors)
-    build = _agree_on_build(tensors, train.tp)
+    refuse_adapters(tensors)
+    check_config_fields(model_chunks, model_parameters.architecture)
+    build = _agree_on_build(tensors, train.tp, alternation_of(decoder_of(model_chunks[0]).config))
     train_dtype = _agree_on_precision(precisions_of(tensors), model_parameters.dtype)
     unquantized: list[int] = []
     if train_dtype in _FORMATS:
@@ -74,10 +77,11 @@ def plan_refit(
         train_unquantized_layers=unquantized,
     )
     require_proof(plan)
+    _refuse_alternating_misc(plan, build)
     return plan
 
 
-def _refuse_other_rank_orders(train: TrainMesh, coordinate: dict[str, int]) -> None:
+def refuse_other_rank_orders(train: TrainMesh, coordinate: dict[str, int]) -> None:
     """Raise MeshError, on every rank, if one of them is not where RankGenerator's default order puts it.
 
     Megatron-Bridge's `use_tp_pp_dp_mapping` initializes Megatron with order="tp-cp-ep-pp-dp" (training/initialize.py).
@@ -91,7 +95,7 @@ def _refuse_other_rank_orders(train: TrainMesh, coordinate: dict[str, int]) -> N
             raise MeshError("no plan fits this order of training ranks", [difference, remedy])
 
 
-def _refuse_adapters(names: Iterable[str]) -> None:
+def refuse_adapters(names: Iterable[str]) -> None:
     """Raise ValueError, on every rank, if one holds a module that Megatron-Bridge wrapped (peft/adapter_wrapper.py)."""
     first_wrapped = next((name for name in names if ".to_wrap." in name), "")
     if wrapped := [name for name in gather_from_all(first_wrapped) if name]:
@@ -167,26 +171,46 @@ def _linear_weights(
                     yield place.layer, pattern.format(vp=place.vp_stage, layer=place.local, expert=slot)
 
 
-def _agree_on_build(tensors: Mapping[str, torch.Tensor], tp: int) -> MegatronBuild:
-    """The model's build, read off its tensors. Collective: a stage may have no experts, or not the embedding."""
+def _refuse_alternating_misc(plan: Plan, build: MegatronBuild) -> None:
+    """Raise ValueError if experts whose gate and up take turns would go by misc: Megatron-Bridge's export is wrong there."""
+    roles: set[Role] = set()
+    if build.alternating_experts:
+        roles |= {Role.EXPERT_GATE, Role.EXPERT_UP, Role.STACKED_GATE_UP, Role.STACKED_GATE_UP_BIAS}
+    if build.alternating_shared:
+        roles |= {Role.SHARED_GATE, Role.SHARED_UP}
+    wrong = [entry for entry in plan.misc if plan.groups[entry.group].role in roles]
+    if wrong:
+        listed = "\n  ".join(f"{plan.groups[entry.group].name_pattern}: {entry.reason}" for entry in wrong)
+        raise ValueError(
+            "gate and up of these experts take turns (moe_mlp_glu_interleave_size, moe_shared_expert_glu_interleave_size),"
+            " which Megatron-Bridge's export does not undo, and they cannot go by bulk:"
+            f"\n  {listed}\nbuild the trainer without these fields, or give the engine the trainer's precision"
+        )
+
+
+def _agree_on_build(tensors: Mapping[str, torch.Tensor], tp: int, alternation: Alternation) -> MegatronBuild:
+    """The model's build, read off its tensors and config. Collective: a stage may have no experts, or not the embedding."""
     in_layers = [name for name in tensors if ".decoder.layers." in name]
     # Whether norms live inside the linear that they precede; empty on a rank without layers.
     own_fused = {any(name.endswith(".layer_norm_weight") for name in in_layers)} if in_layers else set()
     embedding = "embedding.word_embeddings.weight"
     own_rows = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(embedding)}
-    evidence = gather_from_all((_experts_modules(tensors), own_fused, own_rows))
+    evidence = gather_from_all((_experts_modules(tensors), own_fused, own_rows, alternation))
     modules: set[ExpertsModule] = set().union(*(rank[0] for rank in evidence))
     fused: set[bool] = set().union(*(rank[1] for rank in evidence))
     rows: set[int] = set().union(*(rank[2] for rank in evidence))
-    if len(modules) > 1 or len(fused) > 1 or len(rows) != 1:
+    alternations = {rank[3] for rank in evidence}
+    if len(modules) > 1 or len(fused) > 1 or len(rows) != 1 or len(alternations) > 1:
         raise ValueError(
-            f"training ranks built the model differently: experts {modules}, fused norms {fused}, embedding rows {rows};"
-            " build it from one config on all ranks"
+            f"training ranks built the model differently: experts {modules}, fused norms {fused}, embedding rows {rows},"
+            f" interleaved rows of gate and up {sorted(map(tuple, alternations))}; build it from one config on all ranks"
         )
     return MegatronBuild(
         experts=modules.pop() if modules else "grouped",
         fused_norms=fused.pop() if fused else True,
         padded_vocab=rows.pop() * tp,
+        alternating_experts=alternation.experts,
+        alternating_shared=alternation.shared,
     )
 
 

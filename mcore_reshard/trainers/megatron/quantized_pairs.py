@@ -22,9 +22,9 @@ import torch
 from mcore_reshard.kernels.copies.cast_arithmetic import over_elements
 from mcore_reshard.planner.model.precision import Block, grid_of
 from mcore_reshard.trainers.quantized_export import Pairs, Scales, quantize_pair
+from mcore_reshard.trainers.world import gather_from_all
 
 from .model import export_tasks, hf_names, select_tasks
-from .world import gather_from_all
 
 
 def export_with_pairs(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_reshard.engines.vllm.model import require_vllm
+from mcore_reshard.validation.hf_configs import register_configs
+from mcore_reshard.validation.standins import register_inert
 
 from .slices import GenSizes, poison
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 _ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _GROUPS = ("_WORLD", "_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
+_IMAGE_PROCESSING = ("torchvision", "mistral_common")
 
 
 def prepare() -> None:
@@ -38,8 +42,20 @@ def prepare() -> None:
     for logger in ("vllm", "torch._library.triton"):  # they warn of missing kernels, which nobody runs here
         logging.getLogger(logger).setLevel(logging.ERROR)
     require_vllm()
+    _stand_in_for_image_processing()
+    register_configs()
     import vllm.model_executor.model_loader.utils
     import vllm.model_executor.models.registry  # noqa: F401
+
+
+def _stand_in_for_image_processing() -> None:
+    """Let vLLM import its vision models: they name packages that process images, which nobody does here."""
+    from transformers.utils import import_utils
+
+    for package in _IMAGE_PROCESSING:
+        if importlib.util.find_spec(package) is None:
+            getattr(import_utils, f"is_{package}_available")()  # caches that it is absent
+            register_inert(package)
 
 
 def build_engine(

@@ -2,8 +2,8 @@
 
 A plan needs only rules for where bytes lie; validation needs a live model and Bridge's own export of it. Without
 `bridge_limits` an unsupported model fails inside Megatron, far from the cause. Releases since 0.6 have all repairs but
-one, the padding of a vocabulary at TP1 (compared with 0.6.2). Only validation installs repairs: a policy worker runs the
-Bridge it has.
+two: the padding of a vocabulary at TP1, and names of a vision tower where no checkpoint shows them (compared with 0.6.2).
+Only validation installs repairs: a policy worker runs the Bridge it has.
 """
 
 from __future__ import annotations
@@ -67,10 +67,12 @@ def install_repairs() -> None:
         return
     megatron.bridge.__backported__ = True
     _wrap(param_mapping.ColumnParallelMapping, "hf_to_megatron", _pad_vocabulary)
+    _wrap(_vision_bridge(), "mapping_registry", _name_vision_tower_as_published)
     if bridge_release() >= (0, 6):
         return
     _wrap(param_mapping.MegatronParamMapping, "scatter_to_tp_ranks", _scatter_contiguous)
     _wrap(param_mapping.MegatronParamMapping, "gather_from_ep_ranks", _gather_numbered_experts)
+    _wrap(param_mapping.MegatronParamMapping, "broadcast_from_pp_rank", _broadcast_first_embedding)
     _wrap(model_bridge, "_megatron_local_name_to_global", _number_experts_globally)
     _wrap(model_bridge, "extract_sort_key", _sort_experts_by_number)
     model_bridge.MegatronModelBridge._broadcast_shared_embeddings = _share_embedding
@@ -95,6 +97,34 @@ def _pad_vocabulary(convert: Callable[..., Any], mapping: Any, weights: torch.Te
         missing = module.weight.shape[0] * mapping.tp_size - weights.shape[0]
         weights = torch.cat([weights, weights.new_zeros(missing, *weights.shape[1:])])
     return convert(mapping, weights, module)
+
+
+def _broadcast_first_embedding(
+    broadcast: Callable[..., Any], mapping: Any, tensor: torch.Tensor | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Multi-token prediction over a pipeline: the last stage has the embedding too, and Bridge wants one owner."""
+    if mapping.pp_rank and mapping.megatron_param.endswith("embedding.word_embeddings.weight"):
+        tensor = None
+    return broadcast(mapping, tensor, *args, **kwargs)
+
+
+def _vision_bridge() -> Any:
+    from megatron.bridge.models.gemma_vl.gemma3_vl_bridge import Gemma3VLBridge
+
+    return Gemma3VLBridge
+
+
+def _name_vision_tower_as_published(registry: Callable[..., Any], bridge: Any) -> Any:
+    """Gemma 3: transformers 5 has SigLIP without the level `vision_model`, which checkpoints and engines name."""
+    import transformers
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+
+    mappings = registry(bridge).get_all_mappings()
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        for mapping in mappings:
+            if mapping.hf_param == "vision_tower.**":
+                mapping.hf_param = "vision_tower.vision_model.**"
+    return MegatronMappingRegistry(*mappings)
 
 
 def _number_experts_globally(
@@ -132,9 +162,9 @@ def _share_embedding(_: Any, model_chunks: Any) -> None:
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    chunks = unwrap_model(model_chunks)
+    chunks = [getattr(chunk, "language_model", chunk) for chunk in unwrap_model(model_chunks)]
     first_stage, last_stage = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    if not chunks[0].share_embeddings_and_output_weights or first_stage == last_stage:
+    if not getattr(chunks[0], "share_embeddings_and_output_weights", False) or first_stage == last_stage:
         return
     weight = (chunks[0].embedding.word_embeddings if first_stage else chunks[-1].output_layer).weight
     group = parallel_state.get_embedding_group()

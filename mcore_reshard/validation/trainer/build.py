@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import math
 import os
@@ -24,8 +25,10 @@ from mcore_reshard.planner.model.precision import Block
 from mcore_reshard.trainers.megatron.model import export_hf, local_tensors, require
 from mcore_reshard.trainers.megatron.quantized_pairs import export_with_pairs
 from mcore_reshard.trainers.quantized_export import Pairs
+from mcore_reshard.validation.hf_configs import register_configs
 from mcore_reshard.validation.trainer import te_standin
 from mcore_reshard.validation.trainer.bridge import install_repairs
+from mcore_reshard.validation.trainer.nemotron_vl import sizes_of
 from mcore_reshard.validation.trainer.te_standin_modules import use_block
 
 LEARNING_RATE = 0.5
@@ -105,7 +108,7 @@ def prepare(*, on_cuda: bool = False) -> None:
         require("megatron.core")
         require("megatron.bridge")
     install_repairs()
-    _register_configs()
+    register_configs()
 
 
 def build_trainer(
@@ -125,6 +128,34 @@ def build_trainer(
     (`fp8_param`, the blockwise recipe); the real Transformer Engine has 128 x 128 alone. `export` yields `pairs` as FP8
     data and scales. Raises ValueError where the world or the blocks do not fit.
     """
+    trainer = Trainer(*_build(checkpoint, mesh, grouped_experts, vocab_multiple, fp8_block), pairs or {})
+    trainer.load(checkpoint)
+    return trainer
+
+
+def build_on_meta(folder: Path | str, mesh: TrainMesh = TrainMesh()) -> tuple[Any, list[torch.nn.Module]]:  # noqa: B008
+    """AutoBridge and a rank's model of a folder's `config.json`, on the meta device: shapes of any size, no memory.
+
+    The default process group must be the training world; torch's fake one will do.
+    """
+    return _build(folder, mesh, on_meta=True)
+
+
+def forget_groups() -> None:
+    """Let Megatron-Core forget its process groups, before the world that they belong to ends."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def _build(
+    checkpoint: Path | str,
+    mesh: TrainMesh,
+    grouped_experts: bool = True,
+    vocab_multiple: int | None = None,
+    fp8_block: Block | None = None,
+    on_meta: bool = False,
+) -> tuple[Any, list[torch.nn.Module]]:
     if fp8_block not in {None, (128, 128)} and te_standin.is_real():
         raise ValueError(f"Transformer Engine quantizes in blocks of 128x128, not of {fp8_block[0]}x{fp8_block[1]}")
     if torch.distributed.get_world_size() != mesh.world:
@@ -148,6 +179,7 @@ def build_trainer(
         if te_standin.is_real():
             model_parallel_cuda_manual_seed(1)  # else nothing can be initialized on a GPU
         bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
+        _restore_fields(bridge.hf_pretrained.config, json.loads((Path(checkpoint) / "config.json").read_text()))
         provider = bridge.to_megatron_provider(load_weights=False)
         if hasattr(provider, "q_lora_rank"):  # Bridge takes an absent low rank for its provider's default
             provider.q_lora_rank = bridge.hf_pretrained.config.q_lora_rank
@@ -156,16 +188,38 @@ def build_trainer(
         fields = sizes | _provider_fields(provider, mesh, vocab_multiple) | (_FP8 if fp8_block else {})
         if getattr(provider, "num_moe_experts", None):
             fields["moe_grouped_gemm"] = grouped_experts
+        if on_meta:
+            fields["perform_initialization"] = False  # large embeddings are on the CPU even so
         for name, value in fields.items():
             setattr(provider, name, value)
         provider.finalize()
-        with use_block(fp8_block or (128, 128)):
+        with use_block(fp8_block or (128, 128)), sizes_of(bridge.hf_pretrained.config, provider):
             chunks = provider.provide_distributed_model(
-                wrap_with_ddp=False, use_cpu_initialization=not te_standin.is_real(), bf16=True
+                wrap_with_ddp=False,
+                use_cpu_initialization=not on_meta and not te_standin.is_real(),
+                init_model_with_meta_device=on_meta,
+                pre_wrap_hook=_cast_without_values if on_meta else None,
+                bf16=True,
             )
-    trainer = Trainer(bridge, chunks, pairs or {})
-    trainer.load(checkpoint)
-    return trainer
+    return bridge, chunks
+
+
+def _cast_without_values(chunks: list[torch.nn.Module]) -> None:
+    """On the meta device: Ministral 3 would keep a buffer's values over casts."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        vars(module).pop("_apply", None)
+
+
+def _restore_fields(config: Any, published: Mapping[str, Any]) -> None:
+    """Give a config the fields of its file that transformers 5 keeps in `rope_parameters`: Bridge 0.3 reads them."""
+    for name, value in published.items():
+        held = getattr(config, name, None)
+        if isinstance(value, Mapping) and hasattr(held, "to_dict"):
+            _restore_fields(held, value)
+        elif name == "rope_scaling":
+            config.rope_scaling = value and {**(held or {}), **value}
+        elif held is None and value is not None:
+            setattr(config, name, value)
 
 
 def _provider_fields(provider: Any, mesh: TrainMesh, vocab_multiple: int | None) -> dict[str, Any]:
@@ -187,7 +241,7 @@ def _provider_fields(provider: Any, mesh: TrainMesh, vocab_multiple: int | None)
     if not hasattr(provider, "hybrid_override_pattern"):
         chunks = [["decoder"] * count for count in counts]
         chunks[0].insert(0, "embedding")
-        chunks[-1].append("loss")
+        chunks[-1] += ["mtp"] * (getattr(provider, "mtp_num_layers", None) or 0) + ["loss"]
         return fields | {"pipeline_model_parallel_layout": chunks}
     if len(set(counts[1:-1])) > 1:
         raise ValueError("a pipeline of a hybrid model can differ only in its first and last stage")
@@ -208,18 +262,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-
-
-def _register_configs() -> None:
-    """Let transformers read configs of families that it lacks; Bridge asks it for nothing but the config."""
-    import transformers
-
-    # Bridge reads the class name out of auto_map.
-    nemotron = {"auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}}
-    for model_type, base, fields in (
-        ("kimi_k2", transformers.DeepseekV3Config, {}),
-        ("nemotron_h", transformers.PretrainedConfig, nemotron),
-    ):
-        if model_type not in transformers.CONFIG_MAPPING:
-            config_class = type(model_type, (base,), {"model_type": model_type, **fields})
-            transformers.AutoConfig.register(model_type, config_class)

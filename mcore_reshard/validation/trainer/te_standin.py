@@ -2,24 +2,24 @@
 
 Megatron-Core wraps Transformer Engine's linears and norms, and Megatron-Bridge refuses to import without it. Building a
 model and moving its weights needs only their parameters. `install` registers modules of the same names in `sys.modules`;
-their classes (te_standin_modules) own these parameters, and Megatron's own wrappers run unmodified. `mamba_ssm` and
-`triton` are stood in for where they are absent.
+their classes (te_standin_modules) own these parameters, and Megatron's own wrappers run unmodified. `mamba_ssm`, `fla`
+and `triton` are stood in for where they are absent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 
+from mcore_reshard.validation.standins import InertModule, inert, inert_classes, register
 from mcore_reshard.validation.trainer import te_standin_modules as modules
 
 
@@ -40,12 +40,14 @@ def install(*, on_cuda: bool = False) -> None:
     if "transformer_engine" not in sys.modules and not (on_cuda and is_real()):
         if "megatron.core" in sys.modules:
             raise RuntimeError("te_standin.install() must run before megatron.core is imported")
-        _register(_TRANSFORMER_ENGINE)
+        register(_TRANSFORMER_ENGINE)
     if importlib.util.find_spec("mamba_ssm") is None:
-        _register(_MAMBA_SSM)
+        register(_MAMBA_SSM)
+    if importlib.util.find_spec("fla") is None:
+        register(_FLASH_LINEAR_ATTENTION)
     if importlib.util.find_spec("triton") is None:
         _let_torch_conclude_there_is_no_triton()
-        _register(_TRITON, _Triton)
+        register(_TRITON, InertModule)
 
 
 @contextlib.contextmanager
@@ -69,21 +71,26 @@ def cpu_as_device() -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "is_available", lambda: False),
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        mock.patch.object(torch.cuda, "Stream", _inert("Stream")),
+        mock.patch.object(torch.cuda, "Stream", inert("Stream")),
         mock.patch.object(torch, "tensor", unpinned),
         mock.patch.object(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor),
         mock.patch.object(CudaRNGStatesTracker, "fork", lambda *args, **kwargs: contextlib.nullcontext()),
+        mock.patch.dict(vars(sys.modules.get(_NAMES_CUDA, types.ModuleType(""))), torch=_TorchOnCpu()),
     ):
         yield
 
 
-def _inert(name: str, base: type = object) -> type:
-    """A class that can be named, subclassed and made, and does nothing."""
-    return type(name, (base,), {"__init__": lambda self, *args, **kwargs: None})
+_NAMES_CUDA = "megatron.bridge.models.minimax_m2.minimax_m2_bridge"  # makes torch.device("cuda", current device)
 
 
-def _inert_classes(*names: str, base: type = object) -> dict[str, type]:
-    return {name: _inert(name, base) for name in names}
+class _TorchOnCpu:
+    """torch, whose `device("cuda", index)` is the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, kind: str, index: Any = None) -> torch.device:
+        return torch.device("cpu" if kind == "cuda" else kind)
 
 
 def _null_context(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
@@ -94,49 +101,31 @@ def _unavailable(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError("this kernel is not part of the stand-in")
 
 
-def _register(contents: Mapping[str, Mapping[str, Any]], kind: type[types.ModuleType] = types.ModuleType) -> None:
-    """Put modules of these contents into `sys.modules`, and empty ones for their parents."""
-    for full_name, members in contents.items():
-        parts = full_name.split(".")
-        for depth in range(1, len(parts) + 1):
-            name = ".".join(parts[:depth])
-            if name in sys.modules:
-                continue
-            module = sys.modules[name] = kind(name)
-            module.__path__ = []
-            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-            vars(module)["__standin__"] = True
-            parent, _, child = name.rpartition(".")
-            if parent:
-                setattr(sys.modules[parent], child, module)
-        vars(sys.modules[full_name]).update(members)
-
-
 _TRANSFORMER_ENGINE: dict[str, dict[str, Any]] = {
     "transformer_engine": {"__version__": "2.11.0"},
     "transformer_engine.common.recipe": {
         "Format": enum.Enum("Format", {"E4M3": "e4m3", "E5M2": "e5m2", "HYBRID": "hybrid"}),
         "Float8BlockScaling": modules.Float8BlockScaling,
-        **_inert_classes("Recipe", "DelayedScaling"),
+        **inert_classes("Recipe", "DelayedScaling"),
     },
     "transformer_engine.pytorch": {
         **{name: getattr(modules, name) for name in modules.TRANSFORMER_ENGINE},
         "fp8_model_init": modules.fp8_model_init,
-        **_inert_classes("TransformerLayer", base=torch.nn.Module),
-        **_inert_classes("Fp8Padding", "Fp8Unpadding"),
+        **inert_classes("TransformerLayer", base=torch.nn.Module),
+        **inert_classes("Fp8Padding", "Fp8Unpadding"),
     },
     "transformer_engine.pytorch.fp8": {
         "fp8_autocast": _null_context,
         "fp8_model_init": modules.fp8_model_init,
-        **_inert_classes("FP8GlobalStateManager"),
+        **inert_classes("FP8GlobalStateManager"),
     },
     "transformer_engine.pytorch.distributed": {
         "activation_recompute_forward": _null_context,
-        **_inert_classes("CudaRNGStatesTracker"),
+        **inert_classes("CudaRNGStatesTracker"),
     },
     "transformer_engine.pytorch.ops": {
-        **_inert_classes("Sequential", base=torch.nn.Sequential),
-        **_inert_classes("FusibleOperation", base=torch.nn.Module),
+        **inert_classes("Sequential", base=torch.nn.Sequential),
+        **inert_classes("FusibleOperation", base=torch.nn.Module),
     },
     "transformer_engine.pytorch.router": dict.fromkeys(
         ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
@@ -152,14 +141,12 @@ _MAMBA_SSM: dict[str, dict[str, Any]] = {
     ),
 }
 
-
-class _Triton(types.ModuleType):
-    """Every name in it is an inert class: Megatron's kernels are decorated at import and never launched."""
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _inert(name)
+# Gated DeltaNet owns its parameters in Megatron-Core; only its forward needs these.
+_FLASH_LINEAR_ATTENTION: dict[str, dict[str, Any]] = {
+    "fla.modules.convolution": {"causal_conv1d": _unavailable},
+    "fla.modules.l2norm": {"l2norm": _unavailable},
+    "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": _unavailable},
+}
 
 
 def _decorator(*args: Any, **kwargs: Any) -> Any:
@@ -169,6 +156,7 @@ def _decorator(*args: Any, **kwargs: Any) -> Any:
     return lambda function: function
 
 
+# Megatron's kernels are decorated at import and never launched.
 _TRITON: dict[str, dict[str, Any]] = {
     "triton": {"__version__": "3.4.0", **dict.fromkeys(("jit", "autotune", "heuristics"), _decorator)},
     "triton.language.extra.libdevice": {},

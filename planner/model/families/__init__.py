@@ -33,6 +33,10 @@ FAMILIES: Mapping[str, Callable[[ConfigReader], ModelParameters]] = {
 
 # The names of fields in configs that transformers 5 writes (`attribute_map` of its config classes).
 _WRITTEN_AS = {"qwen3_moe": {"num_local_experts": "num_experts"}}
+_TRACED = (
+    "For any other model that Megatron-Bridge and vLLM can load, add `--traced` to `mcore-reshard plan` or `validate`:"
+    " torch, megatron-core, megatron-bridge and vllm must be installed."
+)
 
 
 def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,9 +60,9 @@ def parameters_from_config(config: Mapping[str, Any]) -> ModelParameters:
         problem = f"model_type is missing{looks_like('model_type', config)}"
     if "text_config" in config:
         problem += (
-            ": no multimodal model is planned. Its text_config alone will not do: trainer and engine keep those tensors under"
-            " other names than a text model's"
+            ": no multimodal model has layout rules. Its text_config alone will not do: trainer and engine keep those tensors"
+            " under other names than a text model's"
         )
     elif close := get_close_matches(str(family), FAMILIES, n=2, cutoff=0.6):
         problem += f"; did you mean {' or '.join(close)}?"
-    raise ConfigError("config", [problem], f"Known families: {', '.join(FAMILIES)}.")
+    raise ConfigError("config", [problem], f"Known families: {', '.join(FAMILIES)}. {_TRACED}")

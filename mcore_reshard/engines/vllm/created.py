@@ -1,0 +1,48 @@
+"""Parameters of a live vLLM model as its loaders want them: with the classes and attributes that they were created with.
+
+Block-FP8 layers replace their parameters once these are loaded. The new ones have lost what loaders ask for, such as the
+methods of BlockQuantScaleParameter and `quant_method` of experts' scales. vLLM records every layer's first parameters on
+the meta device, for reloads of its own. Source: vLLM 0.26 and 0.32, model_loader/reload/layerwise.py, sanitize.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def parameters_as_created(model: torch.nn.Module) -> Iterator[None]:
+    """Within it, parameters that were replaced have their first class and attributes; bytes and addresses stay.
+
+    A parameter of another shape or dtype than the first one is left alone.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    replaced: dict[int, tuple[Any, type, dict[str, Any]]] = {}
+    try:
+        for layer in model.modules():
+            recorded, _ = get_layerwise_info(layer).restore_metadata
+            for name, parameter in layer.named_parameters(recurse=False):
+                first = recorded.get(name)
+                if first is None or (type(first) is type(parameter) and vars(first).keys() <= vars(parameter).keys()):
+                    continue
+                if first.shape != parameter.shape or first.dtype != parameter.dtype or id(parameter) in replaced:
+                    continue
+                replaced[id(parameter)] = (parameter, type(parameter), dict(vars(parameter)))
+                _become(parameter, type(first), dict(vars(first)))
+                restore_layer_refs(parameter, layer)  # recorded loaders are methods of no layer
+        yield
+    finally:
+        for parameter, kind, attributes in replaced.values():
+            _become(parameter, kind, attributes)
+
+
+def _become(parameter: torch.nn.Parameter, kind: type, attributes: dict[str, Any]) -> None:
+    parameter.__class__ = kind
+    vars(parameter).clear()
+    vars(parameter).update(attributes)

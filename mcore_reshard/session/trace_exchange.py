@@ -1,0 +1,134 @@
+"""Traces between the two worlds: engines tell the trainer what their loaders do, before there is a plan.
+
+A model without layout rules is planned from traces. The trainer names the tensors that it will send; every generation
+rank runs its loader on meta tensors of these names and publishes the result. Where rules make the plan, nothing is asked,
+and each rank holds its own trace against the plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from uuid import uuid4
+
+from torch.distributed import DistNetworkError, DistStoreError
+
+from mcore_reshard.kernels.errors import LayoutError, SessionError
+from mcore_reshard.kernels.rendezvous.store import FailFastStore, connect_store
+from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames
+from mcore_reshard.planner.layout.trace_file import (
+    dump_checkpoint,
+    dump_trace,
+    parse_checkpoint,
+    parse_trace,
+    require_known,
+)
+from mcore_reshard.planner.layout.traces import HfTensor, RankTrace
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.schedule import World
+from mcore_reshard.planner.plan.trace_check import trace_faults
+
+_REQUEST = "request"  # what training rank 0 asks of engines: a checkpoint, or nothing
+_SHOWN = 5
+_ANEW = "start it anew, and connect all ranks again"
+
+
+def collect_traces(
+    checkpoint: Mapping[str, HfTensor],
+    ranks: int,
+    address: str,
+    session: str,
+    timeout_s: float,
+    connect_timeout_s: float,
+) -> list[CondensedTrace]:
+    """The trace of every generation rank, of the loading of `checkpoint`. Training rank 0 calls it.
+
+    Raises SessionError for ranks that publish none within `connect_timeout_s`, and for those whose loader cannot be traced.
+    """
+    store, names = _store_of(address, session, timeout_s), ParameterNames(checkpoint)
+    number = uuid4().hex  # an earlier session of this name may have left traces
+    store.set(_REQUEST, json.dumps({"number": number, "checkpoint": dump_checkpoint(checkpoint)}))
+    keys = [f"{number}/{rank}" for rank in range(ranks)]
+    try:
+        store.wait(keys, timedelta(seconds=connect_timeout_s))
+        answers = [json.loads(store.get(key)) for key in keys]
+    except DistNetworkError as error:
+        raise SessionError(f"no traces of the engine were read, lost {error}; {_ANEW}") from error
+    except DistStoreError as error:
+        silent = [f"gen:{rank}" for rank, key in enumerate(keys) if not store.check([key])]
+        raise SessionError(
+            f"{', '.join(silent)} did not say within {connect_timeout_s:g} s how they load this model, which has no layout"
+            " rules: start the engine and connect its ranks"
+        ) from error
+    if failed := [f"gen:{rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]:
+        raise SessionError("\n  ".join(("the engine's loader cannot be traced:", *failed[:_SHOWN])))
+    try:
+        traces = [parse_trace(answer["trace"], f"the trace of gen:{rank}") for rank, answer in enumerate(answers)]
+        for rank, trace in enumerate(traces):
+            require_known(trace, names, f"the trace of gen:{rank}")
+        return traces
+    except (KeyError, TypeError, ValueError) as error:
+        raise SessionError(f"a generation rank's trace on the store is malformed: {error}") from error
+
+
+def ask_no_traces(address: str, session: str, timeout_s: float) -> None:
+    """Tell engines that the plan needs no traces of theirs. Training rank 0 calls it before it publishes the plan."""
+    _store_of(address, session, timeout_s).set(_REQUEST, json.dumps({}))
+
+
+def answer_request(
+    rank: int,
+    trace: Callable[[Mapping[str, HfTensor]], CondensedTrace],
+    address: str,
+    session: str,
+    timeout_s: float,
+    connect_timeout_s: float,
+) -> None:
+    """Publish this generation rank's trace if the trainer wants it. An error of `trace` is published, then raised.
+
+    Raises SessionError where no trainer says within `connect_timeout_s` what it wants.
+    """
+    store = _store_of(address, session, timeout_s)
+    try:
+        store.wait([_REQUEST], timedelta(seconds=connect_timeout_s))
+        request = json.loads(store.get(_REQUEST))
+        if not request:
+            return
+        checkpoint, number = parse_checkpoint(request["checkpoint"]), str(request["number"])
+    except DistNetworkError as error:
+        raise SessionError(f"the trainer's request was not read, lost {error}; {_ANEW}") from error
+    except DistStoreError as error:
+        raise SessionError(
+            f"no training rank published a plan for session {session!r} within {connect_timeout_s:g} s: connect the trainer"
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise SessionError(f"the trainer's request on the store is malformed: {error}") from error
+    try:
+        answer = {"trace": dump_trace(trace(checkpoint))}
+    except Exception as error:
+        store.set(f"{number}/{rank}", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    store.set(f"{number}/{rank}", json.dumps(answer))
+
+
+def require_planned_layout(plan: Plan, world: World, rank: int, trace: RankTrace, loader: str) -> None:
+    """Raise LayoutError where a rank's loader keeps tensors otherwise than the plan says. `loader` is its name and version."""
+    faults = trace_faults(plan, world, rank, trace)
+    if not faults:
+        return
+    more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    raise LayoutError(
+        "\n  ".join(
+            (
+                f"{world}:{rank}: {loader} keeps {len(faults)} tensors otherwise than the plan's rules:",
+                *faults[:_SHOWN],
+                *more,
+            )
+        )
+        + "\ntake a version that docs/support.md names, or a release of mcore-reshard that knows this one"
+    )
+
+
+def _store_of(address: str, session: str, timeout_s: float) -> FailFastStore:
+    return FailFastStore(f"mcore-reshard/{session}/traces", connect_store(address, timeout_s))

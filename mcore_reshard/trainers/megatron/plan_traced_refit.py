@@ -1,0 +1,64 @@
+"""From a live trainer of a model without layout rules to its plan: trace this side, ask the engine's, put both together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense
+from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
+from mcore_reshard.planner.layout.mesh import GenMesh
+from mcore_reshard.planner.layout.traced import read_layouts
+from mcore_reshard.planner.layout.traces import HfTensor
+from mcore_reshard.planner.plan.make_plan import plan_traced
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.proof.prove import require_proof
+from mcore_reshard.trainers.world import gather_from_all, own_rank, run_on_all_ranks
+
+from .config_fields import check_config_fields
+from .model import local_tensors, rank_coordinate, train_mesh_of
+from .plan_refit import refuse_adapters, refuse_other_rank_orders
+from .trace import checkpoint_tensors, trace_live
+
+Collect = Callable[[Mapping[str, HfTensor]], list[CondensedTrace]]
+
+
+def plan_traced_refit(
+    family: str,
+    bridge: Any,
+    model_chunks: Sequence[torch.nn.Module],
+    gen: GenMesh,
+    collect: Collect,
+    *,
+    model: str = "",
+    engine: str = DEFAULT_ENGINE,
+) -> Plan:
+    """Plan the refit of a live Megatron-Core model from traces of Megatron-Bridge and of the engine, and prove it.
+
+    `bridge` is the AutoBridge that built the model, made of a checkpoint with files. `collect` brings the engine ranks'
+    traces to training rank 0, given the tensors that the trainer will send. Collective over the training world: all ranks
+    get the same plan. Raises ValueError, TracedLayoutError, ProofError, and as `collect` does.
+    """
+    train = train_mesh_of(model_chunks)
+    refuse_other_rank_orders(train, rank_coordinate(model_chunks))
+    refuse_adapters(local_tensors(model_chunks))
+    check_config_fields(model_chunks, None)
+    files = run_on_all_ranks(lambda: checkpoint_tensors(bridge))
+    trace = run_on_all_ranks(lambda: trace_live(bridge, model_chunks, files))
+    names = {name for tensor in trace.tensors for name in tensor.names}
+    own_dtypes = {name: tensor.tensor.dtype for tensor in trace.tensors for name in tensor.names}
+    dtypes: dict[str, str] = {}
+    for of_rank in gather_from_all({name: own_dtypes[name] for name in names}):
+        dtypes |= of_rank
+    checkpoint = {name: replace(tensor, dtype=dtypes[name]) for name, tensor in files.items() if name in dtypes}
+    traces = gather_from_all(condense(trace, ParameterNames(checkpoint), is_trainer=True))
+    engine_traces = run_on_all_ranks(lambda: collect(checkpoint) if own_rank() == 0 else [])
+    engine_traces = gather_from_all(engine_traces)[0]
+    stages = [[mesh.coordinate(rank)["pp"] for rank in range(mesh.world)] for mesh in (train, gen)]
+    layouts = read_layouts(family, checkpoint, traces, engine_traces, (stages[0], stages[1]), engine)
+    plan = plan_traced(layouts, train, gen, model=model)
+    require_proof(plan)
+    return plan

@@ -1,0 +1,81 @@
+"""The newest Megatron-Bridge and vLLM side by side: what both register, and plans from traces of both (`make test-newest`)."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.zoo_newest import IS_NEWEST, NEWEST_MESHES
+
+from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.validation.trainer.bridge_models import BUILT, NOT_IN_VLLM, UNTRIED
+from mcore_reshard.validation.trainer.build import prepare
+
+if not IS_NEWEST:
+    pytest.skip("needs Megatron-Bridge 0.6: make test-newest", allow_module_level=True)
+
+from mcore_reshard.planner.plan.make_plan import plan_traced
+from mcore_reshard.planner.proof.prove import prove
+from mcore_reshard.validation.engine import vllm_engine
+from mcore_reshard.validation.offline_traces import trace_offline
+
+
+@pytest.fixture(scope="module", autouse=True)
+def both() -> None:
+    prepare()  # once, so that every forked process finds both imported
+    vllm_engine.prepare()
+
+
+def test_every_architecture_of_the_newest_bridge_is_listed() -> None:
+    from megatron.bridge.models.conversion.model_bridge import get_model_bridge
+
+    registered = {name if isinstance(name, str) else name.__name__ for name in get_model_bridge._exact_types}
+    assert registered == set(BUILT) | set(UNTRIED)
+    assert len(registered) == len(BUILT) + len(UNTRIED) == 58
+
+
+def test_vllm_registers_all_but_two_of_them() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    assert {*BUILT, *UNTRIED}.difference(ModelRegistry.get_supported_archs()) == set(NOT_IN_VLLM)
+
+
+def test_a_built_architecture_is_that_of_its_config() -> None:
+    named = {load_config(config)["architectures"][0] for config in BUILT.values()}
+    assert named == BUILT.keys() - {"KimiK2ForCausalLM"}  # published as DeepseekV3ForCausalLM
+
+
+_WIDENED = "trainer holds bfloat16, engine float32: no cast is declared"
+_CENTERED = "decoder.layers.{layer}.self_attention.out_norm.weight: aten.sub_.Tensor at megatron/bridge/models/conversion/param_m"
+# Beginnings of the reasons for which parameters go by misc.
+MISC = {
+    "tiny-ernie4.5-moe": [_WIDENED],
+    "tiny-glm4.7-flash": [_WIDENED],
+    "tiny-ling": [],
+    "tiny-mimo": [],
+    "tiny-minimax-m2": [_WIDENED],
+    "tiny-nemotron-3-latent-moe": ["model.layers.{layer}.mixer.A: aten.neg.default at vllm/model_executor/", _WIDENED],
+    "tiny-qwen3.5": [_WIDENED, _CENTERED],
+    "tiny-qwen3.5-moe": [_WIDENED, _CENTERED],
+}
+WITHOUT_PLAN = {
+    "tiny-glm5": "vLLM's CPU platform has no sparse attention",
+    "tiny-mimo-v2-flash": "layers with the same names differ in shape",
+    "tiny-step3.5": "layers with the same names differ in shape",
+}
+MESHES = [("tp=2", "tp=2"), ("tp=2,ep=2,etp=1", "tp=2,ep=2")]
+CASES = [(name, *meshes) for name in MISC for meshes in MESHES if name not in ("tiny-mimo", "tiny-qwen3.5")]
+CASES += [(name, *MESHES[0]) for name in ("tiny-mimo", "tiny-qwen3.5")]
+
+
+@pytest.mark.parametrize(("name", "train", "gen"), CASES)
+def test_a_model_is_planned_from_traces_of_both(name: str, train: str, gen: str) -> None:
+    meshes = parse_train_mesh(train), parse_gen_mesh(gen)
+    plan = plan_traced(trace_offline(load_config(name), *meshes).layouts("vllm"), *meshes, model=name)
+    assert prove(plan).ok
+    reasons = [group.reason for group in plan.misc]
+    assert len(reasons) == len(MISC[name])
+    assert all(reason.startswith(start) for reason, start in zip(reasons, MISC[name], strict=True))
+
+
+def test_every_tiny_model_is_planned_or_says_why_not() -> None:
+    assert set(MISC) | set(WITHOUT_PLAN) == set(NEWEST_MESHES)

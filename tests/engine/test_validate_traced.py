@@ -1,0 +1,174 @@
+"""Golden against real for models planned from traces: Megatron-Bridge's trainers, vLLM's own loaders, every byte."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.validating import OPTIONS, assert_golden, flip_bit_on_gen_1
+from helpers.zoo_newest import NEWEST_MESHES
+
+from mcore_reshard.cli.main import main
+from mcore_reshard.planner.model.configs import load_config, traced_names
+from mcore_reshard.planning import read_traced_request
+from mcore_reshard.validation.errors import ValidationError
+from mcore_reshard.validation.report import ValidationReport
+from mcore_reshard.validation.runner import ValidationRequest, validate
+
+_DENSE = (("tp=2", "tp=2"), ("tp=4", "tp=2"), ("tp=2,pp=2", "tp=2"))
+_EXPERTS = (("tp=2,ep=2", "tp=2"), ("tp=4", "tp=2"), ("ep=2,dp=2", "tp=2,ep=2"))
+_3_LAYERS = ("pp=2,layers=2+1", "tp=2")
+_7_LAYERS = ("tp=2,pp=2,layers=4+3", "tp=2")
+MESHES = {
+    "tiny-deepseek-v2-lite": (*_EXPERTS, ("tp=2,pp=2,layers=2+1", "tp=2")),
+    "tiny-gemma": _DENSE,
+    "tiny-gemma2": _DENSE,
+    "tiny-gemma3": (*_DENSE[:2], _7_LAYERS),
+    "tiny-gemma3-vl": (*_DENSE[:2], _7_LAYERS),
+    "tiny-glm4-moe": (*_EXPERTS, _3_LAYERS),
+    "tiny-glm4v-moe": (*_EXPERTS, _3_LAYERS),
+    "tiny-llama-nemotron": _DENSE,
+    "tiny-mistral": _DENSE,
+    "tiny-mistral3": _DENSE,
+    "tiny-nemotron": (*_DENSE, ("tp=2", "tp=4")),
+    "tiny-olmoe": (*_EXPERTS, _DENSE[2]),
+    "tiny-qwen2.5-vl": _DENSE,
+    "tiny-qwen3-next": (*_EXPERTS, _DENSE[2]),
+    "tiny-qwen3-vl": (*_DENSE[:2], _3_LAYERS),
+    "tiny-qwen3-vl-moe": (*_EXPERTS, _3_LAYERS),
+}
+# By default one mesh of a few: experts, latent attention, several shapes of a layer, a tower of vision, computed weights.
+QUICK = [
+    ("tiny-olmoe", "ep=2,dp=2", "tp=2,ep=2"),
+    ("tiny-deepseek-v2-lite", "tp=2,ep=2", "tp=2"),
+    ("tiny-glm4-moe", "pp=2,layers=2+1", "tp=2"),
+    ("tiny-llama-nemotron", "tp=4", "tp=2"),
+    ("tiny-qwen3-next", "tp=2,ep=2", "tp=2"),
+    ("tiny-gemma3-vl", "tp=2", "tp=2"),
+]
+FULL = [(name, *meshes) for name, all_meshes in MESHES.items() for meshes in all_meshes]
+
+# What goes by misc, and a word of the reason. Of the router: vLLM holds it in float32.
+MISC = {
+    "tiny-glm4-moe": {"model.layers.{layer}.mlp.gate.weight": "engine float32"},
+    "tiny-glm4v-moe": {"model.language_model.layers.{layer}.mlp.gate.weight": "engine float32"},
+    "tiny-qwen3-next": {
+        "model.layers.{layer}.linear_attn.A_log": "engine float32",
+        "model.layers.{layer}.linear_attn.norm.weight": "aten.",
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def run(name: str, train: str, gen: str, refits: int = 3) -> ValidationReport:
+    request = read_traced_request(name, train, gen)
+    return validate(ValidationRequest(request, options=OPTIONS, engine="vllm", refits=refits))
+
+
+def assert_equals_golden(name: str, train: str, gen: str) -> None:
+    report = run(name, train, gen)
+    assert_golden(report)
+    assert len(report.refits) == 3 and report.engine.startswith("vllm ")
+
+
+@pytest.mark.parametrize(("name", "train", "gen"), QUICK)
+def test_refit_of_a_model_without_rules_equals_golden(name: str, train: str, gen: str) -> None:
+    assert_equals_golden(name, train, gen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "train", "gen"), sorted({*FULL} - {*QUICK}))
+def test_refit_of_a_model_without_rules_equals_golden_everywhere(name: str, train: str, gen: str) -> None:
+    assert_equals_golden(name, train, gen)
+
+
+def test_every_tiny_config_has_its_meshes() -> None:
+    unloadable = {"tiny-nemotron-nano-vl"}  # vLLM builds it with its tokenizer, and reads sizes out of remote code
+    tiny = {name for name in traced_names() if name.startswith("tiny-")}
+    assert set(MESHES) == tiny - set(NEWEST_MESHES) - unloadable
+    assert {*QUICK} <= {*FULL}
+
+
+@pytest.mark.parametrize("name", [*MISC])
+def test_what_goes_by_misc_has_its_reason(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, gen = MESHES[name][0]
+    assert main(["plan", name, "--train", train, "--gen", gen, "--traced", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)["misc"]
+    misc = {re.sub(r"\.[0-9]+\.", ".{layer}.", entry["parameter"]): entry["reason"] for entry in entries}
+    assert misc.keys() == MISC[name].keys()
+    assert all(word in misc[pattern] for pattern, word in MISC[name].items())
+
+
+def test_one_flipped_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    flip_bit_on_gen_1(monkeypatch, "model.layers.1.mlp.experts.routed_experts.w2_weight", torch.int16, (5, 3))
+    report = run("tiny-olmoe", "tp=2,ep=2", "tp=2", refits=2)
+    wrong = [(result.name, result.gen_rank) for refit in report.refits for result in refit.wrong]
+    assert wrong == [("model.layers.1.mlp.experts.routed_experts.w2_weight", 1)] * 2
+
+
+def test_plain_slices_do_not_know_these_models() -> None:
+    request = read_traced_request("tiny-olmoe", "tp=2", "tp=2")
+    with pytest.raises(ValidationError, match="validate a traced plan with vLLM"):
+        validate(ValidationRequest(request, engine="slices"))
+
+
+def test_a_saved_plan_is_shown_explained_and_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = str(tmp_path / "plan.json")
+    assert main(["plan", "tiny-olmoe", "--train", "tp=2,ep=2", "--gen", "tp=2", "--traced", "--out", plan]) == 0
+    assert main(["show", plan, "--parameter", "*.1.mlp.experts.3.up_proj.weight"]) == 0
+    assert main(["explain", plan, "model.layers.1.mlp.experts.3.up_proj.weight[20,3]", "--gen-rank", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "trainer tensor  vp0.decoder.layers.1.mlp.experts.linear_fc1.weight3" in said
+    assert "engine tensor   model.layers.1.mlp.experts.routed_experts.w13_weight" in said
+    assert main(["validate", plan, "--refits", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] and report["model"] == "tiny-olmoe"
+    assert main(["validate", plan, "--train", "tp=4"]) == 2
+    assert "--train is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "train", "gen", "expected"),
+    [
+        ({"architectures": ["NoSuchForCausalLM"]}, "tp=1", "tp=1", "Megatron-Bridge cannot build this model: "),
+        ({}, "tp=3", "tp=1", "Megatron-Bridge cannot build this model at tp=3,"),
+        ({}, "tp=1", "tp=3", "vllm cannot build this model at tp=3,"),
+        ({}, "ep=3,dp=3", "tp=1", "Megatron-Bridge cannot build this model at tp=1,pp=1,ep=3,"),
+    ],
+)
+def test_what_cannot_be_built_is_bad_input_in_upstreams_words(
+    config: dict[str, Any], train: str, gen: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**load_config("tiny-olmoe"), **config}))
+    assert main(["plan", str(file), "--train", train, "--gen", gen, "--traced"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"mcore-reshard: {expected}") and "Error: " in said and "Traceback" not in said
+
+
+SECOND_START = """
+import sys
+from mcore_reshard.cli.main import main
+code = main(["plan", "tiny-olmoe", "--train", "tp=2", "--gen", "tp=2", "--traced", "--json"])
+heavy = {"vllm", "megatron.core", "transformers"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else code)
+"""
+
+
+def test_the_second_start_imports_no_loader_and_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny-olmoe", "--train", "tp=2", "--gen", "tp=2", "--traced", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    again = subprocess.run([sys.executable, "-c", SECOND_START], check=True, capture_output=True, text=True)
+    assert json.loads(again.stdout)["digest"] == first["digest"]
