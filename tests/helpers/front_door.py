@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import socket
 from collections.abc import Iterable
@@ -26,8 +27,15 @@ def lines_with(call: str, address: str) -> str:
 
 
 def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"127.0.0.1:{taken.getsockname()[1]}"
+    """An address where nothing listens, outside the range from which the kernel gives ports to gloo's listeners."""
+    first = max(20_000, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    for port in random.sample(range(10_000, first), 100):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return f"127.0.0.1:{port}"
+    raise RuntimeError(f"100 ports below {first} are all taken")
 
 
 def listens(address: str) -> bool:
