@@ -85,13 +85,30 @@ def _record_cat(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     parts, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not _moves_weights(recorder, parts):
         return recorder.run(func, args, kwargs)
-    result = func([part.to("meta") for part in parts], dim)
+    result = _joined(parts, dim)
+    if result is None:
+        result = func([part.to("meta") for part in parts], dim)
     start = 0
     for part in parts:
         if part.dim() == result.dim():
             recorder.copy(result.narrow(dim, start, part.shape[dim]), part)
             start += part.shape[dim]
     return result
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
+    """A place for parts of one kind behind each other; None for others. torch's own `cat` on meta takes ten times as long."""
+    first = parts[0]
+    dims = first.dim()
+    if not 0 < dims < 4 or not -dims <= dim < dims:  # from four dims on, torch may keep channels last
+        return None
+    dim %= dims
+    around = first.shape[:dim], first.shape[dim + 1 :]
+    for part in parts:
+        if not part.is_meta or part.dtype != first.dtype or (part.shape[:dim], part.shape[dim + 1 :]) != around:
+            return None
+    size = sum(part.shape[dim] for part in parts)
+    return torch.empty((*around[0], size, *around[1]), dtype=first.dtype, device="meta")
 
 
 def _record_stack(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:

@@ -234,7 +234,10 @@ class Recorder(TorchDispatchMode):
             return
         source = src.expand(dst.shape)
         starts = int(source.storage_offset()), int(dst.storage_offset())
-        then = StridedCopy(tuple(dst.shape), starts[0], source.stride(), starts[1], dst.stride())
+        if source.is_contiguous() and dst.is_contiguous():
+            then = StridedCopy((dst.numel(),), starts[0], (1,), starts[1], (1,))
+        else:
+            then = StridedCopy(tuple(dst.shape), starts[0], source.stride(), starts[1], dst.stride())
         dtypes = dtype_name(src.dtype), dtype_name(dst.dtype)
         try:
             writes = [write.moved(*dtypes) for write in self._gather(source, then)]

@@ -52,6 +52,8 @@ class StridedCopy:
 
     def coalesced(self) -> StridedCopy:
         """The same copy with as few dims as possible, by falling stride at the destination, then at the source."""
+        if len(self.extents) == 1 and self.extents[0] != 1:
+            return self
         dims: list[tuple[int, int, int]] = []
         triples = zip(self.extents, self.src_strides, self.dst_strides, strict=True)
         for extent, src, dst in sorted((d for d in triples if d[0] != 1), key=lambda d: (-d[2], -d[1])):
