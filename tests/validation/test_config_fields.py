@@ -23,6 +23,7 @@ from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.megatron import MegatronBuild
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
+from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.make_schedule import schedule_of
@@ -31,6 +32,7 @@ from mcore_reshard.planner.plan.trace_check import checkpoint_of, trace_faults
 from mcore_reshard.trainers.megatron.connect import _choose_export
 from mcore_reshard.trainers.megatron.model import local_tensors, unwrapped
 from mcore_reshard.trainers.megatron.plan_refit import plan_refit
+from mcore_reshard.trainers.megatron.plan_traced_refit import plan_traced_refit
 from mcore_reshard.trainers.megatron.trace import trace_live
 from mcore_reshard.validation import tiny
 from mcore_reshard.validation.engine.slices import GenSizes, StandInEngine
@@ -146,6 +148,33 @@ def test_all_fields_are_named_at_once(in_world) -> None:
         "use_grouped_gemm_for_dense_mlp",
     ]
     assert "ignores it, Megatron-Bridge's checkpoints follow it; set both or neither" in first
+
+
+def _traced_errors(trainer: Trainer, _: Path, fields: Mapping[str, Any]) -> dict[str, str]:
+    """As `_errors_by_field`, for a model that is planned from traces."""
+    config, errors = _config_of(trainer), {}
+    for field, wrong in fields.items():
+        built = getattr(config, field)
+        setattr(config, field, wrong if dist.get_rank() == 0 else built)
+        with pytest.raises(ValueError) as told:
+            plan_traced_refit("gemma2", trainer.bridge, trainer.model_chunks, GenMesh(), lambda _: pytest.fail("asked"))
+        errors[field] = str(told.value)
+        setattr(config, field, built)
+    return errors
+
+
+def test_a_model_without_rules_is_held_against_what_megatron_bridge_builds(in_world) -> None:
+    fields = {
+        "num_query_groups": 8,
+        "kv_channels": 4,
+        "layernorm_zero_centered_gamma": False,
+        "rotary_interleaved": True,
+    }
+    first, second = in_world(load_config("tiny-gemma2"), TrainMesh(tp=2), _traced_errors, fields)
+    assert first == second
+    for field, message in first.items():
+        assert f"  {field} is {fields[field]}, planned is " in message
+        assert len(message.splitlines()) == 3, "no other field is named"
 
 
 _FEWER_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

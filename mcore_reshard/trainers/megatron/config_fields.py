@@ -19,12 +19,13 @@ from .model import decoder_of, unwrapped
 _QKV = "which rows of linear_qkv are q, k and v"
 _LATENT = "which rows of the latent projections belong to which head, and what they are"
 _MAMBA = "which rows of in_proj and conv1d are z, x, B, C and dt"
+_TIED = "share_embeddings_and_output_weights"  # of the model
 _MEANING = {
     "rotary_interleaved": "which rows of q and k rotate together",
     "layernorm_zero_centered_gamma": "whether norms hold their weight or the weight minus 1",
     "normalization": "whether norms have a bias that the engine lacks",
     "attention_output_gate": "whether linear_qkv also holds the rows of a gate",
-    "share_embeddings_and_output_weights": "whether the output layer is the embedding or a matrix of its own",
+    _TIED: "whether the output layer is the embedding or a matrix of its own",
     "num_attention_heads": "which rows of the projections belong to which head",
     "num_query_groups": _QKV,
     "kv_channels": _QKV,
@@ -33,13 +34,13 @@ _MEANING = {
 }
 
 
-def check_config_fields(model_chunks: Sequence[torch.nn.Module], architecture: Architecture | None) -> None:
-    """Raise ValueError, on every rank, with every field by which a live model means its bytes otherwise than its plan.
+def check_config_fields(model_chunks: Sequence[torch.nn.Module], planned: Mapping[str, Any]) -> None:
+    """Raise ValueError, on every rank, with every field by which a live model means its bytes otherwise than `planned`.
 
-    `architecture` is that of the HF config; None where Megatron-Bridge's own mappings are the layout. Collective over the
-    training world.
+    `planned` has the values of fields, as `fields_of_rules` and `fields_of_bridge` give them. Collective over the training
+    world.
     """
-    own = [*(_differences(model_chunks, architecture) if architecture else ()), *_undecided(model_chunks)]
+    own = [*_differences(model_chunks, planned), *_undecided(model_chunks)]
     problems = dict.fromkeys(problem for rank in gather_from_all(own) for problem in rank)
     if problems:
         heading = "the live model's config gives its weights another meaning than the plan reads in them:"
@@ -47,13 +48,25 @@ def check_config_fields(model_chunks: Sequence[torch.nn.Module], architecture: A
         raise ValueError("\n  ".join((heading, *problems, remedy)))
 
 
-def _differences(model_chunks: Sequence[torch.nn.Module], architecture: Architecture) -> Iterator[str]:
+def fields_of_bridge(bridge: Any) -> Mapping[str, Any]:
+    """What an AutoBridge's model of its HF config has, in Megatron-Core's names; fields that it leaves open are absent.
+
+    Absent too: a low rank of queries, which names of tensors show, and KV heads that each layer has for itself
+    (megatron/core/transformer/heterogeneous/heterogeneous_config.py, get_config_for_layer).
+    """
+    provider = bridge.to_megatron_provider(load_weights=False)
+    in_layers = getattr(provider, "heterogeneous_layers_config_encoded_json", "")
+    absent = {"q_lora_rank", *(["num_query_groups"] if in_layers else ())}
+    fields = {field: getattr(provider, field, None) for field in _MEANING if field not in absent}
+    return {field: value for field, value in fields.items() if value is not None}
+
+
+def _differences(model_chunks: Sequence[torch.nn.Module], planned: Mapping[str, Any]) -> Iterator[str]:
     """A line for each field that differs from the plan's; older releases of Megatron-Core lack some fields."""
-    planned = _planned_fields(architecture)
     for model, decoder in ((unwrapped(chunk), decoder_of(chunk)) for chunk in model_chunks):
-        tied = getattr(model, "share_embeddings_and_output_weights", architecture.tied)
-        if bool(tied) != architecture.tied:
-            yield _difference("share_embeddings_and_output_weights", tied, architecture.tied, "")
+        tied = planned.get(_TIED)
+        if _TIED in planned and bool(live := getattr(model, _TIED, tied)) != bool(tied):
+            yield _difference(_TIED, live, tied, "")
         # heterogeneous layers (TransformerBlock.build_layer) have configs of their own
         configs = {id(decoder.config): (decoder.config, "")}
         for layer in decoder.layers:
@@ -61,7 +74,7 @@ def _differences(model_chunks: Sequence[torch.nn.Module], architecture: Architec
         for config, where in configs.values():
             for field, value in planned.items():
                 live = getattr(config, field, value)
-                if field == "mamba_num_heads" and live is None:  # then derived from the hidden size
+                if field == _TIED or (field == "mamba_num_heads" and live is None):  # derived from the hidden size
                     continue
                 if (live or None) != (value or None):
                     yield _difference(field, live, value, where)
@@ -71,7 +84,7 @@ def _difference(field: str, live: Any, planned: Any, where: str) -> str:
     return f"{field} is {live}{where}, planned is {planned}: it says {_MEANING[field]}"
 
 
-def _planned_fields(architecture: Architecture) -> Mapping[str, Any]:
+def fields_of_rules(architecture: Architecture) -> Mapping[str, Any]:
     """What the layout rules take for granted, in Megatron-Core's names."""
     attention, mamba = architecture.attention, architecture.mamba
     fields: dict[str, Any] = {
@@ -79,6 +92,7 @@ def _planned_fields(architecture: Architecture) -> Mapping[str, Any]:
         "layernorm_zero_centered_gamma": False,
         "normalization": "RMSNorm",
         "attention_output_gate": False,
+        _TIED: architecture.tied,
         "num_attention_heads": attention.heads,
     }
     if isinstance(attention, Attention):

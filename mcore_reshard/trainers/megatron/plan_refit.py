@@ -28,7 +28,7 @@ from mcore_reshard.planner.proof.prove import require_proof
 from mcore_reshard.trainers.world import gather_from_all, own_rank
 
 from .alternation import Alternation, alternation_of
-from .config_fields import check_config_fields
+from .config_fields import check_config_fields, fields_of_rules
 from .model import decoder_of, local_tensors, precisions_of, rank_coordinate, train_mesh_of
 
 _FORMATS = {*PRECISIONS} - {*UNQUANTIZED}
@@ -56,7 +56,7 @@ def plan_refit(
     refuse_other_rank_orders(train, rank_coordinate(model_chunks))
     tensors = local_tensors(model_chunks)
     refuse_adapters(tensors)
-    check_config_fields(model_chunks, model_parameters.architecture)
+    check_config_fields(model_chunks, fields_of_rules(model_parameters.architecture))
     build = _agree_on_build(tensors, train.tp, alternation_of(decoder_of(model_chunks[0]).config))
     train_dtype = _agree_on_precision(precisions_of(tensors), model_parameters.dtype)
     unquantized: list[int] = []
