@@ -10,8 +10,8 @@ import torch
 def meta_twin(module: torch.nn.Module) -> torch.nn.Module:
     """The module tree anew, without its weights. Loaders find the same names, shapes, strides, classes and attributes.
 
-    Tied parameters stay tied. Integer buffers keep their values, because loaders look experts up in them. Attributes
-    that are no parameter, buffer or submodule are those of the live module; `Recorder` refuses writes into its tensors.
+    Tied parameters stay tied. Integer buffers keep their values, because loaders look experts up in them. Other attributes
+    than tensors and submodules are those of the live module; `Recorder` refuses writes into tensors in them.
     """
     return _twin_module(module, {}, {})
 
@@ -20,7 +20,8 @@ def _twin_module(module: Any, modules: dict[int, Any], tensors: dict[int, torch.
     if id(module) in modules:
         return modules[id(module)]
     twin = modules[id(module)] = object.__new__(type(module))
-    vars(twin).update(vars(module))
+    attributes = vars(module).items()  # some layers keep what they derive from weights as plain tensors
+    vars(twin).update({k: _twin_tensor(v, tensors) if isinstance(v, torch.Tensor) else v for k, v in attributes})
     twin.__dict__["_modules"] = {
         name: None if child is None else _twin_module(child, modules, tensors)
         for name, child in module._modules.items()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from mcore_reshard.cli import main as cli
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.plan.make_plan import plan_traced
@@ -32,3 +36,13 @@ def test_a_model_is_planned_from_traces_without_weights(name: str, train: str, g
     plan = plan_traced(layouts, *meshes, model=name)
     assert plan.engine == "sglang" and prove(plan).ok
     assert plan.misc == () and plan.excluded == ()
+
+
+def test_the_command_line_plans_for_sglang(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    meshes = ["--train", "tp=2,ep=2", "--gen", "tp=2", "--engine", "sglang", "--traced"]
+    assert cli.main(["plan", "tiny-qwen3-moe", *meshes, "--out", str(path)]) == 0
+    capsys.readouterr()
+    assert cli.main(["explain", str(path), "model.layers.1.mlp.experts.2.up_proj.weight[3,5]"]) == 0
+    assert "w13_weight" in capsys.readouterr().out
+    assert json.loads(path.read_text())["engine"] == "sglang"

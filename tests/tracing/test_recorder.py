@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from helpers.traced_loaders import FIRST, elements_of, traced
 
 from mcore_reshard.planner.layout.strided import StridedCopy
+from mcore_reshard.planner.layout.traces import HfTensor
+from mcore_reshard.tracing.loading import record_loading
 from mcore_reshard.tracing.recorder import Recorder, TraceError
 
 A, B = "a", "b"  # [4, 6] and [2, 6], elements FIRST[A] + 0 .. 23 and FIRST[B] + 0 .. 11
@@ -321,3 +324,19 @@ def test_weights_in_a_tensor_that_is_not_followed_raise() -> None:
 
     with pytest.raises(TraceError, match="not on meta"):
         traced((2,), load, run=False)
+
+
+def test_tensors_that_a_layer_derives_are_no_live_ones_in_a_twin() -> None:
+    """SGLang's attention keeps products of kv_b_proj as plain tensors, which its loader writes in place."""
+
+    class Derives(torch.nn.Linear):
+        def load_weights(self, weights: Any) -> None:
+            for name, tensor in weights:
+                self.get_parameter(name).copy_(tensor)
+            self.derived.copy_(self.weight[:1])
+
+    model = Derives(3, 2, bias=False)
+    model.derived = torch.ones(1, 3)
+    recorder, twin = record_loading(model, {"weight": HfTensor((2, 3), "float32")}, "the engine")
+    assert recorder.read("weight", twin.weight).copies and twin.derived.is_meta
+    assert model.derived.equal(torch.ones(1, 3))
