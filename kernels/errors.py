@@ -39,6 +39,10 @@ class LayoutError(RefitError):
     """The installed trainer or engine keeps weights otherwise than the plan says: nothing may move."""
 
 
+class TracesNeeded(LayoutError):
+    """Layout rules do not know all that an engine holds, and traces of its loaders do. The ranks then plan from traces."""
+
+
 class VersionError(RefitError):
     """A version that does not increase, or ranks that refit different versions at the same time."""
 

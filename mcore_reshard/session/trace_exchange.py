@@ -2,19 +2,23 @@
 
 A model without layout rules is planned from traces. The trainer names the tensors that it will send; every generation
 rank runs its loader on meta tensors of these names and publishes the result. Where rules make the plan, nothing is asked,
-and each rank holds its own trace against the plan.
+and each rank holds its own trace against the plan. An engine that holds more than rules know ends that session with
+`TracesNeeded`; all ranks then meet again in `traced_session`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from uuid import uuid4
 
 from torch.distributed import DistNetworkError, DistStoreError
 
-from mcore_reshard.kernels.errors import LayoutError, SessionError
+from mcore_reshard.kernels.errors import LayoutError, RefitError, SessionError, TracesNeeded
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 from mcore_reshard.kernels.rendezvous.store import FailFastStore, connect_store
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames
 from mcore_reshard.planner.layout.trace_file import (
@@ -110,6 +114,18 @@ def answer_request(
         store.set(f"{number}/{rank}", json.dumps({"error": f"{type(error).__name__}: {error}"}))
         raise
     store.set(f"{number}/{rank}", json.dumps(answer))
+
+
+def needs_traces(error: RefitError) -> bool:
+    """Whether a session ended because an engine wants a plan from traces. Every rank of it can tell."""
+    return isinstance(error, TracesNeeded) or (
+        isinstance(error, SessionFailed) and error.failure.error == TracesNeeded.__name__
+    )
+
+
+def traced_session(options: Options) -> Options:
+    """The options of the session in which ranks meet again."""
+    return replace(options, session=f"{options.session}/traced")
 
 
 def require_planned_layout(plan: Plan, world: World, rank: int, trace: RankTrace, loader: str) -> None:

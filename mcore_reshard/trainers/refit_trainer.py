@@ -18,6 +18,7 @@ from mcore_reshard.planning import InputError, RefitRequest
 from mcore_reshard.session.endpoints import RefitReport, TrainEndpoint
 from mcore_reshard.session.plan_exchange import publish_plan
 from mcore_reshard.session.store_server import start_store_if_absent
+from mcore_reshard.session.trace_exchange import needs_traces, traced_session
 
 from .world import gather_from_all, own_rank, run_on_all_ranks
 
@@ -76,11 +77,17 @@ class RefitTrainer:
 
 
 def meet_engines(
-    bind: Callable[[], RefitTrainer], server: SessionServer, address: str, connect_timeout_s: float, options: Options
+    plan_and_bind: Callable[[Options], RefitTrainer],
+    server: SessionServer,
+    address: str,
+    connect_timeout_s: float,
+    options: Options,
+    plan_from_traces: Callable[[Options], RefitTrainer] | None = None,
 ) -> RefitTrainer:
     """Plan and bind on every training rank, publish the plan, and meet the engine's ranks. Collective.
 
-    If one rank raises, all do, and the store that `server` started stops.
+    Where an engine wants a plan from traces, the ranks meet again with `plan_from_traces`. If one rank raises, all do, and
+    the store that `server` started stops.
     """
 
     def publish() -> None:
@@ -89,17 +96,21 @@ def meet_engines(
             publish_plan(trainer.plan, address, session=options.session, timeout_s=options.timeout_s)
 
     try:
-        trainer = run_on_all_ranks(bind)
+        trainer = run_on_all_ranks(lambda: plan_and_bind(options))
         try:
             run_on_all_ranks(publish)
             trainer._endpoint.prepare(timeout_s=connect_timeout_s)
-        except BaseException:
-            trainer.close()
-            raise
+            return trainer
+        except BaseException as error:
+            again = plan_from_traces is not None and isinstance(error, RefitError) and needs_traces(error)
+            if not again:
+                trainer.close()
+                raise
     except BaseException:
         server.stop()
         raise
-    return trainer
+    assert plan_from_traces is not None
+    return meet_engines(plan_from_traces, server, address, connect_timeout_s, traced_session(options))
 
 
 def agree_on_model(request: RefitRequest) -> str:

@@ -9,14 +9,16 @@ vLLM makes the class a base of its worker (v1/worker/worker_base.py). Arguments 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.errors import RefitError, SessionError, TracesNeeded
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense, untraceable
 from mcore_reshard.planner.layout.mesh import MeshError, format_mesh
@@ -27,29 +29,51 @@ from mcore_reshard.planner.plan.trace_check import checkpoint_of
 from mcore_reshard.planner.proof.traced import is_traced
 from mcore_reshard.session.endpoints import GenerationEndpoint
 from mcore_reshard.session.plan_exchange import fetch_plan
-from mcore_reshard.session.trace_exchange import answer_request, require_planned_layout
+from mcore_reshard.session.trace_exchange import answer_request, needs_traces, require_planned_layout, traced_session
+from mcore_reshard.session.whole_tensors import NamedTensors
 from mcore_reshard.tracing.recorder import TraceError
 
 from . import model as engine
+from .draft import draft_of, load_both, own_tensors, trace_draft
 from .trace import trace_loading
 
 
 class RefitWorker:
     """A generation rank's part: connect once, refit after each step, close."""
 
-    vllm_config: Any  # this and `get_model` belong to the worker
+    vllm_config: Any  # this, the next one and `get_model` belong to the worker
+    model_runner: Any
     get_model: Callable[[], torch.nn.Module]
     _refit_endpoint: GenerationEndpoint | None = None
+    _refit_draft: torch.nn.Module | None = None  # the draft model, if the trainer sends its layers
+    _refit_names_of_draft: frozenset[str] | None = None  # the Hugging Face tensors that it is made of; None: unknown
 
     def connect_refit(self, store: str, *, replica: int = 0, connect_timeout_s: float = 600.0, **options: Any) -> str:
         """Fetch the plan that the trainer publishes, bind this worker's parameters and meet all other ranks.
 
         `replica` counts engines of the same mesh. `connect_timeout_s` limits the wait for the plan, and again the wait for
-        ranks that are still starting. `options` are the fields of `Options`. Returns the rank's name, as in "gen:3". Raises
-        MeshError if the plan is for other engines, ValueError for wrong options, else as `GenerationEndpoint.prepare`.
+        ranks that are still starting. `options` are the fields of `Options`. Returns the rank's name, as in "gen:3". Warns
+        of a draft model that refits leave as it is.
+        Raises MeshError if the plan is for other engines, ValueError for wrong options, else as `GenerationEndpoint.prepare`.
         """
         self.close_refit()
         session = Options(**options)
+        if self._refit_endpoint is None and self.vllm_config.load_config.load_format == "dummy":
+            engine.set_default_kv_scales(self.get_model())  # once: refits may bring others
+        try:
+            self._meet_trainer(store, replica, connect_timeout_s, session)
+        except RefitError as error:
+            if not needs_traces(error):
+                raise
+            self.close_refit()
+            self._meet_trainer(store, replica, connect_timeout_s, traced_session(session))
+        assert self._refit_endpoint is not None
+        if self._refit_draft is None and (reason := self._why_draft_stays()):
+            warnings.warn(f"refits leave the draft model of this engine as it is: {reason}", stacklevel=2)
+        return self._refit_endpoint.rank_name
+
+    def _meet_trainer(self, store: str, replica: int, connect_timeout_s: float, session: Options) -> None:
+        self._refit_draft = self._refit_names_of_draft = None
         config, mesh = self.vllm_config, engine.gen_mesh_of(self.vllm_config)
         rank = engine.gen_rank_of(config) + replica * mesh.world
         answer_request(rank, self._condensed_trace, store, session.session, session.timeout_s, connect_timeout_s)
@@ -64,46 +88,75 @@ class RefitWorker:
                     "start the engine on the planned mesh, or give connect() of the trainer this one as gen=",
                 ],
             )
-        if self._refit_endpoint is None and config.load_config.load_format == "dummy":
-            engine.set_default_kv_scales(self.get_model())  # once: refits may bring others
         endpoint = self._refit_endpoint = GenerationEndpoint(
             schedule_of(plan, "gen", rank),
-            lambda: engine.local_tensors(self.get_model()),
+            self._tensors_of_refit,
             store=store,
-            load_weights=lambda tensors: engine.load_weights(self.get_model(), tensors),
-            after_direct_writes=lambda: engine.after_direct_writes(self.get_model(), config.model_config.dtype),
+            load_weights=self._load_whole_tensors,
+            after_direct_writes=self._derive_tensors,
             set_kv_scales=lambda scales: engine.set_kv_scales(self.get_model(), scales),
             kv_scale_names=lambda: engine.kv_scale_names(self.get_model()),
             check_layout=lambda: self._check_layout(plan, rank),
             options=session,
         )
         endpoint.prepare(timeout_s=connect_timeout_s)
-        return endpoint.rank_name
+
+    def _tensors_of_refit(self) -> dict[str, torch.Tensor]:
+        model, draft = self.get_model(), self._refit_draft
+        return engine.local_tensors(model) | ({} if draft is None else own_tensors(draft, model))
+
+    def _load_whole_tensors(self, tensors: NamedTensors) -> None:
+        if self._refit_draft is None:
+            engine.load_weights(self.get_model(), tensors)
+        else:
+            load_both(self.get_model(), self._refit_draft, self._refit_names_of_draft, tensors)
+
+    def _derive_tensors(self) -> None:
+        for model in (self.get_model(), self._refit_draft):
+            if model is not None:
+                engine.after_direct_writes(model, self.vllm_config.model_config.dtype)
 
     def _condensed_trace(self, checkpoint: Mapping[str, HfTensor]) -> CondensedTrace:
+        model, (draft, _) = self.get_model(), draft_of(self.model_runner, self.vllm_config)
         try:
-            return condense(self._trace(checkpoint), ParameterNames(checkpoint), is_trainer=False)
+            with self._as_vllm_configured():
+                trace = trace_loading(model, checkpoint)
+                of_draft = None if draft is None else trace_draft(draft, model, checkpoint)
         except TraceError as error:  # the loader itself still takes whole tensors: all of the model goes by misc
+            self._refit_draft = draft
             return untraceable(checkpoint, "load_weights", str(error))
+        if of_draft is not None:
+            self._refit_draft = draft
+            self._refit_names_of_draft = frozenset(name for tensor in of_draft.tensors for name in tensor.names)
+            trace = RankTrace(trace.tensors + of_draft.tensors)
+        return condense(trace, ParameterNames(checkpoint), is_trainer=False)
 
     def _check_layout(self, plan: Plan, rank: int) -> None:
         if is_traced(plan):  # the plan is what the loaders do
             return
-        require_planned_layout(plan, "gen", rank, self._trace(checkpoint_of(plan)), f"vLLM {version('vllm')}")
+        with self._as_vllm_configured():
+            trace = trace_loading(self.get_model(), checkpoint_of(plan))
+        require_planned_layout(plan, "gen", rank, trace, f"vLLM {version('vllm')}")
+        if draft_of(self.model_runner, self.vllm_config)[0] is not None and not plan.pairs:
+            raise TracesNeeded("this engine has a draft model, which no layout rules know")
 
-    def _trace(self, checkpoint: Mapping[str, HfTensor]) -> RankTrace:
+    def _why_draft_stays(self) -> str:
+        """Why refits do not write this rank's draft model; "" if it has none."""
+        draft, reason = draft_of(self.model_runner, self.vllm_config)
+        if draft is None:
+            return reason
+        return "the trainer sends none of its layers, or FP8, which is planned by rules; they know no draft models"
+
+    def _as_vllm_configured(self) -> AbstractContextManager[None]:
         from vllm.config import set_current_vllm_config
 
-        with set_current_vllm_config(self.vllm_config):
-            return trace_loading(self.get_model(), checkpoint)
+        return set_current_vllm_config(self.vllm_config)
 
     def refit(self, version: int) -> dict[str, Any]:
         """Take part in the trainer's refit of `version`; returns the fields of `RefitReport` once it is committed."""
-        from vllm.config import set_current_vllm_config
-
         if self._refit_endpoint is None:
             raise SessionError("this worker is in no session: call connect_refit() on all workers first")
-        with set_current_vllm_config(self.vllm_config):
+        with self._as_vllm_configured():
             return asdict(self._refit_endpoint.refit(version))
 
     def close_refit(self) -> None:

@@ -66,7 +66,7 @@ def connect(
     )
     model, server = agree_on_model(request), SessionServer(store, options.timeout_s)
 
-    def plan_and_bind() -> RefitTrainer:
+    def plan_and_bind(options: Options) -> RefitTrainer:
         checkpoint = run_on_all_ranks(lambda: checkpoint_of(module))
         run_on_all_ranks(server.start)
         collect = partial(

@@ -9,7 +9,7 @@ Trainers with other tensors or another export use the layer below: `plan_refit`,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -82,38 +82,42 @@ def connect(
     model = agree_on_model(request)
     server = SessionServer(store, options.timeout_s)
 
-    def plan_and_bind() -> RefitTrainer:
-        check_layout = None
-        if request.has_rules:
-            plan = plan_refit(
-                request.config, chunks, request.gen, model=model, policy=policy, gen_dtype=gen_dtype, engine=engine
-            )
-            if bridge is not None:
-                check_layout = partial(_check_layout, plan, bridge, chunks)
-        else:
-            run_on_all_ranks(server.start)
-            collect = partial(
-                collect_traces,
-                ranks=request.gen.world,
-                address=store,
-                session=options.session,
-                timeout_s=options.timeout_s,
-                connect_timeout_s=connect_timeout_s,
-            )
-            family = str(request.config.get("model_type"))
-            plan = plan_traced_refit(family, bridge, chunks, request.gen, collect, model=model, engine=engine)
-        export = _choose_export(plan, bridge, chunks, options)
+    def plan_by_rules(options: Options) -> RefitTrainer:
+        plan = plan_refit(
+            request.config, chunks, request.gen, model=model, policy=policy, gen_dtype=gen_dtype, engine=engine
+        )
+        return bind(plan, options, None if bridge is None else partial(_check_layout, plan, bridge, chunks))
+
+    def plan_from_traces(options: Options) -> RefitTrainer:
+        if bridge is None:
+            raise RefitError("the engine holds more than layout rules know: give connect() the AutoBridge of the model")
+        run_on_all_ranks(server.start)
+        collect = partial(
+            collect_traces,
+            ranks=request.gen.world,
+            address=store,
+            session=options.session,
+            timeout_s=options.timeout_s,
+            connect_timeout_s=connect_timeout_s,
+        )
+        family = str(request.config.get("model_type"))
+        plan = plan_traced_refit(family, bridge, chunks, request.gen, collect, model=model, engine=engine)
+        return bind(plan, options, None)
+
+    def bind(plan: Plan, options: Options, check_layout: Callable[[], None] | None) -> RefitTrainer:
         endpoint = TrainEndpoint(
             schedule_of(plan, "train", own_rank()),
             partial(local_tensors, chunks),
             store=store,
-            export=export,
+            export=_choose_export(plan, bridge, chunks, options),
             check_layout=check_layout,
             options=options,
         )
         return RefitTrainer(plan, endpoint, server)
 
-    return meet_engines(plan_and_bind, server, store, connect_timeout_s, options)
+    if not request.has_rules:
+        return meet_engines(plan_from_traces, server, store, connect_timeout_s, options)
+    return meet_engines(plan_by_rules, server, store, connect_timeout_s, options, plan_from_traces)
 
 
 def _check_layout(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Module]) -> None:

@@ -67,14 +67,55 @@ def build_engine(
     can be loaded.
     On "meta" a model of any size has names, shapes and dtypes, and nothing else.
     """
+    config = engine_config(config_folder, sizes, gen_rank)
+    with _building(config, sizes, gen_rank, device):
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        model = initialize_model(config)
+    _poison_parameters(model)
+    return model
+
+
+def build_engine_with_draft(config_folder: Path | str, sizes: GenSizes, gen_rank: int) -> tuple[torch.nn.Module, Any]:
+    """`build_engine` on a CPU with speculative decoding by the model's own prediction layers, and vLLM's proposer.
+
+    The proposer's `model` is the draft model, which shares with the first what vLLM lets it share. The config needs
+    `num_nextn_predict_layers`.
+    """
     prepare()
+    import vllm.model_executor.models.registry as registry
+    from vllm.config import SpeculativeConfig
+
+    config = engine_config(config_folder, sizes, gen_rank)
+    with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):
+        config.speculative_config = SpeculativeConfig(
+            method="mtp",
+            num_speculative_tokens=1,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
+    with _building(config, sizes, gen_rank, "cpu"):
+        from vllm.model_executor.model_loader.utils import initialize_model
+        from vllm.v1.spec_decode.eagle import EagleProposer
+
+        model = initialize_model(config)
+        proposer = EagleProposer(config, torch.device("cpu"))
+        draft = initialize_model(config, model_config=config.speculative_config.draft_model_config)
+        with mock.patch.object(proposer, "_get_model", lambda: draft):  # it would fill it with random numbers
+            proposer.load_model(model)
+    for each in (model, draft):
+        _poison_parameters(each)
+    return model, proposer
+
+
+@contextlib.contextmanager
+def _building(config: VllmConfig, sizes: GenSizes, gen_rank: int, device: str) -> Iterator[None]:
+    """The surroundings in which vLLM builds the models of one rank."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     sizes.coordinates(gen_rank)  # refuses a rank outside the mesh
-    config = engine_config(config_folder, sizes, gen_rank)
     # Without expert parallelism every replica is an engine of its own, and gpt_oss.py asks for the size of its world.
     engine = sizes if sizes.ep > 1 else replace(sizes, dp=1)
     with (
@@ -88,11 +129,13 @@ def build_engine(
         os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
         if sizes.layers:
             os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, sizes.layers))
-        model = initialize_model(config)
+        yield
     _model_to_pp_missing_layer_names.clear()  # keyed by id(module), which a later model may reuse
+
+
+def _poison_parameters(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         poison(parameter.data)
-    return model
 
 
 def refusal(config_folder: Path | str, sizes: GenSizes, checkpoint: Mapping[str, torch.Tensor]) -> str | None:

@@ -185,6 +185,8 @@ def _build(
             provider.q_lora_rank = bridge.hf_pretrained.config.q_lora_rank
         if getattr(provider, "moe_shared_expert_intermediate_size", None) == 0:  # Megatron wants None
             provider.moe_shared_expert_intermediate_size = None
+        if bridge.hf_pretrained.config.model_type == "qwen3_next":  # Bridge maps its prediction layer, and builds none
+            provider.mtp_num_layers = getattr(bridge.hf_pretrained.config, "num_nextn_predict_layers", None)
         fields = sizes | _provider_fields(provider, mesh, vocab_multiple) | (_FP8 if fp8_block else {})
         if getattr(provider, "num_moe_experts", None):
             fields["moe_grouped_gemm"] = grouped_experts

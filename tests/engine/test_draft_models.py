@@ -1,0 +1,203 @@
+"""Speculative decoding with the model's own prediction layers: real trainers with them, vLLM's real draft models, every byte."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import tiny
+from helpers.front_door import free_address
+from safetensors.torch import load_file, save_file
+from test_random_loads import hf_tensors, wrong
+
+import mcore_reshard as mr
+from mcore_reshard.engines.vllm.draft import PREFIX, draft_of, own_tensors, trace_draft
+from mcore_reshard.engines.vllm.model import local_tensors
+from mcore_reshard.engines.vllm.worker import RefitWorker
+from mcore_reshard.planner.layout.mesh import TrainMesh
+from mcore_reshard.planner.plan.trace_check import checkpoint_of
+from mcore_reshard.validation.engine.slices import GenSizes, poison
+from mcore_reshard.validation.engine.vllm_engine import build_engine_with_draft
+from mcore_reshard.validation.processes import run_processes
+from mcore_reshard.validation.tiny import payload, write_checkpoint
+
+STEPS, TIMEOUT_S = 3, 240.0
+OPTIONS: dict[str, Any] = {"timeout_s": 60.0, "transport": "gloo"}
+
+
+def train(rank: int, mesh: TrainMesh, gen: str, folder: Path, address: str) -> list[str]:
+    """Refit three versions of the weights, and write down what Megatron-Bridge exports of each; returns the plan's misc."""
+    import torch.distributed as dist
+
+    from mcore_reshard.validation.trainer.build import build_trainer
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store")), rank=rank, world_size=mesh.world)
+    model = build_trainer(folder / "1", mesh)
+    given = {"gen": gen, "store": address, "connect_timeout_s": TIMEOUT_S, "options": mr.Options(**OPTIONS)}
+    with mr.megatron.connect(model.model_chunks, model.bridge, folder / "1", **given) as trainer:
+        for step in range(1, STEPS + 1):
+            if step == 2:
+                model.load(folder / "2")
+            elif step > 2:
+                model.step()
+            golden = {name: tensor.detach().clone().contiguous() for name, tensor in model.export()}
+            if rank == 0:
+                save_file(golden, folder / f"golden{step}")
+            trainer.refit(step)
+        return [*trainer.plan.misc_names()]
+
+
+def worker_of(folder: Path, sizes: GenSizes, rank: int) -> tuple[Any, torch.nn.Module, torch.nn.Module]:
+    """vLLM's worker as `RefitWorker` sees it, and the two models that its runner holds."""
+    model, proposer = build_engine_with_draft(folder, sizes, rank)
+    worker = RefitWorker()
+    worker.vllm_config = proposer.vllm_config
+    worker.get_model = lambda: model  # type: ignore[method-assign]
+    worker.model_runner = SimpleNamespace(drafter=proposer)
+    return worker, model, proposer.model
+
+
+def generate(rank: int, sizes: GenSizes, folder: Path, address: str) -> tuple[int, list[str], list[str]]:
+    """How many tensors of the draft were compared, which of all differ from what the loaders make of golden; and warnings."""
+    worker, model, draft = worker_of(folder / "1", sizes, rank)
+
+    def tensors() -> dict[str, torch.Tensor]:
+        return local_tensors(model) | own_tensors(draft, model)
+
+    def refill() -> None:
+        for tensor in tensors().values():
+            poison(tensor)
+
+    differing = []
+    worker._derive_tensors = lambda: None  # absorbed weights of attention take kernels
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        worker.connect_refit(address, connect_timeout_s=TIMEOUT_S, **OPTIONS)
+    warned = [str(warning.message) for warning in caught if "draft" in str(warning.message)]
+    for step in range(1, STEPS + 1):
+        refill()
+        worker.refit(step)
+        arrived = {name: tensor.clone() for name, tensor in tensors().items()}
+        refill()
+        golden = load_file(folder / f"golden{step}")
+        model.load_weights(iter(golden.items()))  # type: ignore[operator]
+        if not warned:
+            draft.load_weights(iter(golden.items()))  # type: ignore[operator]
+        expected = tensors()
+        assert arrived.keys() == expected.keys()
+        differing += [f"{step}: {name}" for name, tensor in expected.items() if not same_bytes(tensor, arrived[name])]
+    worker.close_refit()
+    return sum(name.startswith(PREFIX) for name in tensors()), differing, warned
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))
+
+
+def run(index: int, mesh: TrainMesh, sizes: GenSizes, gen: str, folder: Path, address: str) -> Any:
+    if index < mesh.world:
+        return train(index, mesh, gen, folder, address)
+    return generate(index - mesh.world, sizes, folder, address)
+
+
+def refit(name: str, mesh: TrainMesh, sizes: GenSizes, gen: str, folder: Path, **fields: Any) -> tuple[Any, Any]:
+    """What the training ranks and what the engine's ranks found."""
+    from mcore_reshard.validation.trainer.build import prepare
+
+    prepare()
+    for version in (1, 2):
+        write_checkpoint(tiny(name, **fields), folder / str(version), version)
+    arguments = (mesh, sizes, gen, folder, free_address())
+    found = run_processes(mesh.world + sizes.world, run, arguments, timeout_s=TIMEOUT_S)
+    return found[: mesh.world], found[mesh.world :]
+
+
+_MTP = {"num_nextn_predict_layers": 1}
+# case -> meshes, changed fields of the tiny config, and how many tensors of the draft each engine rank has
+CASES = {
+    "glm4-moe": (TrainMesh(tp=2), GenSizes(tp=2), "tp=2", {}, 17),
+    "glm4-moe over stages": (TrainMesh(pp=2, layers=(2, 1)), GenSizes(tp=2), "tp=2", {}, 17),
+    "glm4-moe over experts": (TrainMesh(ep=2, dp=2), GenSizes(tp=2, ep=2), "tp=2,ep=2", {}, 17),
+    "qwen3-next": (TrainMesh(tp=2), GenSizes(tp=2), "tp=2", _MTP, 16),
+    "qwen3-next over experts": (TrainMesh(tp=2, ep=2), GenSizes(tp=2), "tp=2", _MTP, 16),
+}
+_QUICK = "glm4-moe"
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case != _QUICK)) for case in CASES])
+def test_draft_models_get_the_trainers_prediction_layers(case: str, tmp_path: Path) -> None:
+    mesh, sizes, gen, fields, count = CASES[case]
+    misc, engines = refit(case.partition(" ")[0], mesh, sizes, gen, tmp_path, **fields)
+    assert engines == [(count, [], [])] * sizes.world
+    # The draft's router goes by misc, as those of the main model: the engine holds routers in float32.
+    assert ("model.layers.3.mlp.gate.weight" in misc[0]) == case.startswith("glm4-moe")
+
+
+def test_a_draft_model_whose_layers_the_trainer_lacks_stays_and_says_so(tmp_path: Path) -> None:
+    """Megatron-Bridge 0.3 builds DeepSeek-V3 without prediction layers; its rules give way to traces all the same."""
+    misc, engines = refit("deepseek-v3", TrainMesh(tp=2), GenSizes(), "tp=1", tmp_path, num_hidden_layers=2, **_MTP)
+    assert misc == [[], []]
+    ((count, wrong, warned),) = engines
+    assert count == 18 and wrong == []
+    (said,) = warned
+    assert said.startswith("refits leave the draft model of this engine as it is: the trainer sends none of its layers")
+
+
+def checkpoint_with_prediction_layers(name: str) -> dict[str, torch.Tensor]:
+    """DeepSeek-V3's names and shapes are those of the planner's rules: Megatron-Bridge 0.3 exports no such layers."""
+    plan = mr.plan(tiny(name, **_MTP), "tp=1", "tp=1")
+    shapes = {tensor: entry.shape for tensor, entry in sorted(checkpoint_of(plan).items())}
+    return dict(payload(shapes, 1))
+
+
+@pytest.mark.parametrize("sizes", [GenSizes(tp=2), GenSizes(tp=2, ep=2)], ids=str)
+def test_traces_of_deepseeks_draft_model_say_what_its_loader_does(sizes: GenSizes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny("deepseek-v3", **_MTP)))
+    data = checkpoint_with_prediction_layers("deepseek-v3")
+    model, proposer = build_engine_with_draft(tmp_path, sizes, 1)
+    draft = proposer.model
+    trace = trace_draft(draft, model, hf_tensors(data))
+    assert trace is not None and not [tensor.tensor.name for tensor in trace.tensors if tensor.computed]
+    draft.load_weights(iter(data.items()))
+    compared, found = wrong(trace, data, own_tensors(draft, model))
+    assert compared and found == []
+    without = {name: tensor for name, tensor in hf_tensors(data).items() if ".layers.4." not in name}
+    assert trace_draft(draft, model, without) is None
+
+
+def test_parameters_that_both_models_share_are_the_main_models(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny("glm4-moe")))
+    model, proposer = build_engine_with_draft(tmp_path, GenSizes(), 0)
+    of_draft = dict(proposer.model.named_parameters())
+    own = own_tensors(proposer.model, model)
+    assert {name.removeprefix(PREFIX) for name in own} < of_draft.keys()
+    left = {name for name in of_draft if PREFIX + name not in own}
+    assert left == {"model.embed_tokens.weight", "model.layers.3.shared_head.head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "ours", "said"),
+    [
+        ("mtp", "target", True, ""),
+        ("mtp", "another", False, "the method 'mtp' has a checkpoint of its own"),
+        ("eagle3", "another", False, "the method 'eagle3' has a checkpoint of its own"),
+    ],
+)
+def test_only_prediction_layers_of_the_model_itself_are_the_trainers(
+    method: str, model: str, ours: bool, said: str
+) -> None:
+    draft = torch.nn.Linear(1, 1)
+    speculative = SimpleNamespace(method=method, draft_model_config=SimpleNamespace(model=model))
+    config = SimpleNamespace(speculative_config=speculative, model_config=SimpleNamespace(model="target"))
+    for runner in (
+        SimpleNamespace(get_draft_model=lambda: draft),
+        SimpleNamespace(drafter=SimpleNamespace(model=draft)),
+    ):
+        found, reason = draft_of(runner, config)
+        assert (found is draft) == ours and said in reason
+    assert draft_of(SimpleNamespace(drafter=SimpleNamespace()), config) == (None, "")  # n-grams have no model
