@@ -150,8 +150,8 @@ def set_kv_scales(model: torch.nn.Module, scales: Mapping[str, float]) -> None:
 def set_default_kv_scales(model: torch.nn.Module) -> None:
     """Put 1 into every scale of attention, as vLLM does where a checkpoint has none.
 
-    `load_format="dummy"` fills them with random numbers, as all parameters (model_loader/dummy_loader.py), and block-FP8
-    models keep these.
+    `load_format="dummy"` fills them with random numbers, as all parameters and persistent buffers
+    (model_loader/dummy_loader.py), and block-FP8 models keep these.
     """
     with torch.no_grad():
         for _, layer in model.named_modules():

@@ -58,8 +58,6 @@ class RefitWorker:
         """
         self.close_refit()
         session = Options(**options)
-        if self._refit_endpoint is None and self.vllm_config.load_config.load_format == "dummy":
-            engine.set_default_kv_scales(self.get_model())  # once: refits may bring others
         try:
             self._meet_trainer(store, replica, connect_timeout_s, session)
         except RefitError as error:
@@ -88,6 +86,10 @@ class RefitWorker:
                     "start the engine on the planned mesh, or give connect() of the trainer this one as gen=",
                 ],
             )
+        if self._refit_endpoint is None and config.load_config.load_format == "dummy":
+            for model in (self.get_model(), draft_of(self.model_runner, config)[0]):
+                if model is not None:
+                    engine.set_default_kv_scales(model)  # once: refits may bring others
         endpoint = self._refit_endpoint = GenerationEndpoint(
             schedule_of(plan, "gen", rank),
             self._tensors_of_refit,
