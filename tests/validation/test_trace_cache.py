@@ -14,6 +14,7 @@ from mcore_reshard.planner.layout.condense import CondensedTrace
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.layout.traces import HfTensor
 from mcore_reshard.planning import TracedRequest
+from mcore_reshard.tracing import kept
 from mcore_reshard.validation.offline_traces import OfflineTraces
 from mcore_reshard.validation.trace_cache import TraceCache
 
@@ -34,8 +35,8 @@ def test_traces_are_kept_once_for_all_ranks_that_share_them(cache_folder: Path) 
     assert cache.read() is None
     cache.write(TRACES)
     assert cache.read() == TRACES == TraceCache.of(REQUEST).read()
-    assert [*cache_folder.iterdir()] == [cache.file]
-    _, header, checkpoint, *traces = cache.file.read_text().split("\n")
+    assert [*cache_folder.iterdir()] == [cache.kept.file]
+    _, _, header, checkpoint, *traces = cache.kept.file.read_text().split("\n")
     assert json.loads(header)["train"] == [0, 0] and json.loads(header)["gen"] == [1] and len(traces) == 2
     assert json.loads(checkpoint)["format"] == "mcore-reshard checkpoint"
 
@@ -66,7 +67,7 @@ def test_a_changed_line_of_a_loader_is_another_file(tmp_path: Path, monkeypatch:
     (tmp_path / "madeengine" / "__init__.py").write_text("raise AssertionError('this was imported')\n")
     loader.write_text("shard = rank\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(TraceCache.of.__globals__["_LOADERS"], "madeengine", ("model_executor",))
+    monkeypatch.setitem(kept._LOADERS, "madeengine", ("model_executor",))
     request = replace(REQUEST, engine="madeengine")
     TraceCache.of(request).write(TRACES)
     assert TraceCache.of(request).read() == TRACES
@@ -77,12 +78,12 @@ def test_a_changed_line_of_a_loader_is_another_file(tmp_path: Path, monkeypatch:
 def test_a_file_with_any_byte_changed_is_ignored() -> None:
     cache = TraceCache.of(REQUEST)
     cache.write(TRACES)
-    content = cache.file.read_bytes()
+    content = cache.kept.file.read_bytes()
     for place in range(0, len(content), 37):
-        cache.file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        cache.kept.file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         assert cache.read() is None, place
     for damaged in (b"", content[:-1], content + b"\n", b"[]", content.split(b"\n")[0], b"\xff" + content):
-        cache.file.write_bytes(damaged)
+        cache.kept.file.write_bytes(damaged)
         assert cache.read() is None
     cache.write(TRACES)
     assert cache.read() == TRACES
@@ -95,7 +96,7 @@ def test_a_sealed_file_of_what_cannot_be_is_ignored() -> None:
         replace(TRACES, train_stages=("first", "last")),  # type: ignore[arg-type]
     ):
         cache.write(wrong)
-        assert cache.file.exists() and cache.read() is None
+        assert cache.kept.file.exists() and cache.read() is None
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,12 +110,24 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
 def test_a_file_is_written_whole_or_not_at_all(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = TraceCache.of(REQUEST)
     cache.write(TRACES)
-    before = cache.file.read_bytes()
+    before = cache.kept.file.read_bytes()
 
     def fail(*_: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
     cache.write(replace(TRACES, gen=(trace(),)))
-    assert cache.file.read_bytes() == before
-    assert [*cache_folder.iterdir()] == [cache.file]
+    assert cache.kept.file.read_bytes() == before
+    assert [*cache_folder.iterdir()] == [cache.kept.file]
+
+
+def test_a_file_that_nobody_reads_for_a_month_goes_when_another_is_written(cache_folder: Path) -> None:
+    read, forgotten = TraceCache.of(REQUEST), TraceCache.of(replace(REQUEST, engine="sglang"))
+    for cache in (read, forgotten):
+        cache.write(TRACES)
+    for cache in (read, forgotten):
+        os.utime(cache.kept.file, (0, 0))
+    assert read.read() == TRACES
+    other = TraceCache.of(replace(REQUEST, train=TrainMesh(tp=4)))
+    other.write(TRACES)
+    assert {*cache_folder.iterdir()} == {read.kept.file, other.kept.file}
