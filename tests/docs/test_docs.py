@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from helpers import traced_cases
 from pages import blocks, checks
 from pages.figures import HeadMove, head_moves, qkv_figure
 
@@ -85,6 +87,28 @@ def test_a_stale_page_fails_the_check(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert docs.main(["--check", "--no-run"]) == 1
     out = capsys.readouterr().out
     assert "README.md is stale: run make docs" in out and "docs/figures/qkv.svg is stale" in out
+
+
+def test_other_results_of_coverage_make_the_page_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = docs.tables.coverage_section
+    data = json.loads((ROOT / "tools" / "results" / "coverage.json").read_text())
+    assert section() == section(ROOT / "tools" / "results") and "wrong**" not in section()
+    case = next(case for case in data["cases"] if "refits" in case)
+    case["wrong"] = 2
+    (tmp_path / "coverage.json").write_text(json.dumps(data))
+    assert "| **2 wrong** |" in section(tmp_path)
+    monkeypatch.setitem(docs.tables.SECTIONS, "coverage", lambda: section(tmp_path))
+    assert docs.main(["--check", "--no-run"]) == 1
+    assert "docs/support.md is stale: run make docs" in capsys.readouterr().out
+
+
+def test_every_case_of_models_without_rules_has_run() -> None:
+    wanted = [(model, *traced_cases.arguments(model, mesh)) for model, mesh in traced_cases.FULL]
+    cases = json.loads((ROOT / "tools" / "results" / "coverage.json").read_text())["cases"]
+    assert [(case["model"], case["train"], case["gen"]) for case in cases if case["mesh"]] == wanted
+    assert not [case for case in cases if "error" in case or case.get("wrong")]
 
 
 def test_a_section_or_figure_that_no_page_shows_is_seen() -> None:

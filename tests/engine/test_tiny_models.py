@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.traced_cases import has_experts
 from helpers.zoo_newest import IS_NEWEST, NEWEST_MESHES
 
 from mcore_reshard.planner.model.configs import load_config, traced_names
@@ -19,7 +20,6 @@ from mcore_reshard.validation.trainer.build import prepare
 # has no sparse attention for the second.
 UNLOADED = {"tiny-nemotron-nano-vl", "tiny-glm5"} | (set() if IS_NEWEST else set(NEWEST_MESHES))
 TINY = [name for name in traced_names() if name.startswith("tiny-") and name not in UNLOADED]
-EXPERT_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +33,7 @@ def test_every_parameter_is_loaded(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     shapes = checkpoint_shapes(config)
     meshes = [GenSizes(tp=2), GenSizes(tp=4)]
-    if any(field in config.get("text_config", config) for field in EXPERT_FIELDS):
+    if has_experts(config):
         meshes.append(GenSizes(tp=2, ep=2))
     for sizes in meshes:
         for gen_rank in (0, sizes.world - 1):

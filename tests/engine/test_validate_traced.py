@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.traced_cases import FAMILIES, FULL, NEWEST_FAMILIES, QUICK, arguments
 from helpers.validating import OPTIONS, assert_golden, flip_bit_on_gen_1
-from helpers.zoo_newest import NEWEST_MESHES
 
 from mcore_reshard.cli.main import main
 from mcore_reshard.planner.model.configs import load_config, traced_names
@@ -20,39 +20,6 @@ from mcore_reshard.planning import read_traced_request
 from mcore_reshard.validation.errors import ValidationError
 from mcore_reshard.validation.report import ValidationReport
 from mcore_reshard.validation.runner import ValidationRequest, validate
-
-_DENSE = (("tp=2", "tp=2"), ("tp=4", "tp=2"), ("tp=2,pp=2", "tp=2"))
-_EXPERTS = (("tp=2,ep=2", "tp=2"), ("tp=4", "tp=2"), ("ep=2,dp=2", "tp=2,ep=2"))
-_3_LAYERS = ("pp=2,layers=2+1", "tp=2")
-_7_LAYERS = ("tp=2,pp=2,layers=4+3", "tp=2")
-MESHES = {
-    "tiny-deepseek-v2-lite": (*_EXPERTS, ("tp=2,pp=2,layers=2+1", "tp=2")),
-    "tiny-gemma": _DENSE,
-    "tiny-gemma2": _DENSE,
-    "tiny-gemma3": (*_DENSE[:2], _7_LAYERS),
-    "tiny-gemma3-vl": (*_DENSE[:2], _7_LAYERS),
-    "tiny-glm4-moe": (*_EXPERTS, _3_LAYERS),
-    "tiny-glm4v-moe": (*_EXPERTS, _3_LAYERS),
-    "tiny-llama-nemotron": _DENSE,
-    "tiny-mistral": _DENSE,
-    "tiny-mistral3": _DENSE,
-    "tiny-nemotron": (*_DENSE, ("tp=2", "tp=4")),
-    "tiny-olmoe": (*_EXPERTS, _DENSE[2]),
-    "tiny-qwen2.5-vl": _DENSE,
-    "tiny-qwen3-next": (*_EXPERTS, _DENSE[2]),
-    "tiny-qwen3-vl": (*_DENSE[:2], _3_LAYERS),
-    "tiny-qwen3-vl-moe": (*_EXPERTS, _3_LAYERS),
-}
-# By default one mesh of a few: experts, latent attention, several shapes of a layer, a tower of vision, computed weights.
-QUICK = [
-    ("tiny-olmoe", "ep=2,dp=2", "tp=2,ep=2"),
-    ("tiny-deepseek-v2-lite", "tp=2,ep=2", "tp=2"),
-    ("tiny-glm4-moe", "pp=2,layers=2+1", "tp=2"),
-    ("tiny-llama-nemotron", "tp=4", "tp=2"),
-    ("tiny-qwen3-next", "tp=2,ep=2", "tp=2"),
-    ("tiny-gemma3-vl", "tp=2", "tp=2"),
-]
-FULL = [(name, *meshes) for name, all_meshes in MESHES.items() for meshes in all_meshes]
 
 # What goes by misc, and a word of the reason. Of the router: vLLM holds it in float32.
 MISC = {
@@ -77,33 +44,33 @@ def run(name: str, train: str, gen: str, refits: int = 3) -> ValidationReport:
     return validate(ValidationRequest(request, options=OPTIONS, engine="vllm", refits=refits))
 
 
-def assert_equals_golden(name: str, train: str, gen: str) -> None:
-    report = run(name, train, gen)
+def assert_equals_golden(family: str, mesh: str) -> None:
+    report = run(family, *arguments(family, mesh))
     assert_golden(report)
     assert len(report.refits) == 3 and report.engine.startswith("vllm ")
 
 
-@pytest.mark.parametrize(("name", "train", "gen"), QUICK)
-def test_refit_of_a_model_without_rules_equals_golden(name: str, train: str, gen: str) -> None:
-    assert_equals_golden(name, train, gen)
+@pytest.mark.parametrize(("family", "mesh"), QUICK)
+def test_refit_of_a_model_without_rules_equals_golden(family: str, mesh: str) -> None:
+    assert_equals_golden(family, mesh)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "train", "gen"), sorted({*FULL} - {*QUICK}))
-def test_refit_of_a_model_without_rules_equals_golden_everywhere(name: str, train: str, gen: str) -> None:
-    assert_equals_golden(name, train, gen)
+@pytest.mark.parametrize(("family", "mesh"), sorted({*FULL} - {*QUICK}))
+def test_refit_of_a_model_without_rules_equals_golden_everywhere(family: str, mesh: str) -> None:
+    assert_equals_golden(family, mesh)
 
 
 def test_every_tiny_config_has_its_meshes() -> None:
     unloadable = {"tiny-nemotron-nano-vl"}  # vLLM builds it with its tokenizer, and reads sizes out of remote code
     tiny = {name for name in traced_names() if name.startswith("tiny-")}
-    assert set(MESHES) == tiny - set(NEWEST_MESHES) - unloadable
+    assert {*FAMILIES} == tiny - {*NEWEST_FAMILIES} - unloadable
     assert {*QUICK} <= {*FULL}
 
 
 @pytest.mark.parametrize("name", [*MISC])
 def test_what_goes_by_misc_has_its_reason(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train, gen = MESHES[name][0]
+    train, gen = arguments(name, "TP2 EP2 -> TP2")
     assert main(["plan", name, "--train", train, "--gen", gen, "--traced", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)["misc"]
     misc = {re.sub(r"\.[0-9]+\.", ".{layer}.", entry["parameter"]): entry["reason"] for entry in entries}

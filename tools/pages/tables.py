@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +322,108 @@ def gpu_validation_section() -> str:
     return "\n".join(lines)
 
 
+def coverage_section(folder: Path = RESULTS) -> str:
+    """The runs of tools/cover_traced.py: a table of families, meshes and precision each, then what does not go by bulk."""
+    return "\n\n".join(_coverage(file) for file in sorted(folder.glob("coverage*.json")))
+
+
+def _coverage(file: Path) -> str:
+    from helpers.traced_cases import MESHES  # of the tests
+
+    data = json.loads(file.read_text())
+    cases = data["cases"]
+    refits = [case for case in cases if case["mesh"]]
+    compared = [case for case in refits if "refits" in case]
+    dates = sorted({case["date"] for case in cases})
+    parts = [
+        _wrapped(
+            f"{_versions(data)}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}, [data]({LINKS}/{file.name})."
+            f" {len(compared)} cases, three refits each: {sum(case['tensors'] for case in compared):,} tensors compared,"
+            f" {sum(case['wrong'] for case in compared)} with a wrong byte."
+        ),
+        "\n".join(_refits_table(refits, list(MESHES))),
+    ]
+    for route, text in (("misc", "By misc"), ("excluded", "Excluded")):
+        if found := _unplanned(compared, route):
+            parts += [f"{text}:", "\n".join(found)]
+    if refused := [case for case in refits if "refused" in case]:
+        lines = _by_reason((case["refused"], f"{_family(case['model'])} ({case['mesh']})") for case in refused)
+        parts += ["Refused:", "\n".join(lines)]
+    if published := [case for case in cases if not case["mesh"]]:
+        parts += ["Published configs, planned and proven, not built:", "\n".join(_published_table(published))]
+        if found := _unplanned([case for case in published if "refused" not in case], "misc"):
+            parts += ["By misc:", "\n".join(found)]
+    return "\n\n".join(parts)
+
+
+def _refits_table(cases: list[dict[str, Any]], meshes: list[str]) -> Iterator[str]:
+    yield f"| family | precision | {' | '.join(meshes)} | bytes by bulk |"
+    yield f"|{'---|' * (len(meshes) + 3)}"
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for case in cases:
+        rows.setdefault((case["model"], case["precision"]), {})[case["mesh"]] = case
+    for (model, precision), by_mesh in rows.items():
+        shares = sorted({_bulk_share(case) for case in by_mesh.values() if "refits" in case})
+        share = " to ".join(dict.fromkeys(_percent(share) for share in (shares[:1] + shares[-1:])))
+        verdicts = [_verdict(by_mesh.get(mesh)) for mesh in meshes]
+        yield f"| {_family(model)} | {precision} | {' | '.join(verdicts)} | {share} |"
+
+
+def _published_table(cases: list[dict[str, Any]]) -> Iterator[str]:
+    yield "| model | meshes | GB | bytes by bulk |"
+    yield "|---|---|---|---|"
+    for case in cases:
+        share = "failed" if "error" in case else case.get("refused") or _percent(_bulk_share(case))
+        gigabytes = f"{case['bytes'] / 1e9:,.1f}" if "bytes" in case else ""
+        yield f"| {case['model']} | `{case['train']}` -> `{case['gen']}` | {gigabytes} | {share} |"
+
+
+def _family(config: str) -> str:
+    return config.removeprefix("tiny-")
+
+
+def _bulk_share(case: dict[str, Any]) -> float:
+    """Of the bytes that travel, each parameter counted once."""
+    misc, excluded = (sum(entry["bytes"] for entry in case[route]) for route in ("misc", "excluded"))
+    return float(1 - misc / (case["bytes"] - excluded))
+
+
+def _percent(share: float) -> str:
+    """Rounded down, so that only all is 100%."""
+    return f"{int(share * 1e4) / 100:g}%"
+
+
+def _verdict(case: dict[str, Any] | None) -> str:
+    if case is None:
+        return ""
+    if "refused" in case:
+        return "*n*"
+    return "failed" if "error" in case else f"**{case['wrong']} wrong**" if case["wrong"] else "="
+
+
+def _unplanned(cases: Iterable[dict[str, Any]], route: str) -> list[str]:
+    """A line for each reason, with the families and parameters that have it."""
+    parameters: dict[tuple[str, str], dict[str, None]] = {}
+    for case in cases:
+        for entry in case[route]:
+            key = (entry["reason"], _family(case["model"]))
+            parameters.setdefault(key, {})[f"`{entry['parameters']}`"] = None
+    entries = []
+    for (reason, family), found in parameters.items():
+        names = [*found][:2] if len(found) > 3 else [*found]
+        more = f" and {len(found) - len(names)} more" if len(found) > len(names) else ""
+        entries.append((reason, f"{family} ({', '.join(names)}{more})"))
+    return _by_reason(entries)
+
+
+def _by_reason(entries: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each reason, with all that have it in front."""
+    named: dict[str, list[str]] = {}
+    for reason, name in entries:
+        named.setdefault(reason, []).append(name)
+    return [_wrapped(f"- {', '.join(names)}: {reason}.", "  ") for reason, names in named.items()]
+
+
 def json_keys_section() -> str:
     """The keys that --json prints, with those of nested objects in brackets; lists have one entry's."""
     frozen = json.loads((ROOT / "tests" / "cli" / "frozen.json").read_text())["json"]
@@ -359,4 +461,5 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "json-keys": json_keys_section,
     "gpu-validation": gpu_validation_section,
     "attack": attack_section,
+    "coverage": coverage_section,
 }
