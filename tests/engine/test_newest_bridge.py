@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from helpers.traced_cases import NEWEST_FAMILIES, NEWEST_FULL, NEWEST_QUICK, NEWEST_REFUSED, arguments
+from helpers.validating import OPTIONS, assert_golden
 from helpers.zoo_newest import IS_NEWEST, NEWEST_MESHES
 
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
@@ -15,8 +17,11 @@ if not IS_NEWEST:
 
 from mcore_reshard.planner.plan.make_plan import plan_traced
 from mcore_reshard.planner.proof.prove import prove
+from mcore_reshard.planning import read_traced_request
 from mcore_reshard.validation.engine import vllm_engine
+from mcore_reshard.validation.errors import BuildError
 from mcore_reshard.validation.offline_traces import trace_offline
+from mcore_reshard.validation.runner import ValidationRequest, validate
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,21 +51,22 @@ def test_a_built_architecture_is_that_of_its_config() -> None:
 
 _WIDENED = "trainer holds bfloat16, engine float32: no cast is declared"
 _CENTERED = "decoder.layers.{layer}.self_attention.out_norm.weight: aten.sub_.Tensor at megatron/bridge/models/conversion/param_m"
+_REPEATED = "decoder.layers.{layer}.self_attention.linear_qkv.weight: elements that are repeated"  # the gate of a head
 # Beginnings of the reasons for which parameters go by misc.
 MISC = {
     "tiny-ernie4.5-moe": [_WIDENED],
     "tiny-glm4.7-flash": [_WIDENED],
     "tiny-ling": [],
     "tiny-mimo": [],
+    "tiny-mimo-v2-flash": [_WIDENED],
     "tiny-minimax-m2": [_WIDENED],
     "tiny-nemotron-3-latent-moe": ["model.layers.{layer}.mixer.A: aten.neg.default at vllm/model_executor/", _WIDENED],
     "tiny-qwen3.5": [_WIDENED, _CENTERED],
     "tiny-qwen3.5-moe": [_WIDENED, _CENTERED],
+    "tiny-step3.5": [*[_REPEATED] * 4, _WIDENED, *[_REPEATED] * 2],
 }
 WITHOUT_PLAN = {
     "tiny-glm5": "vLLM's CPU platform has no sparse attention",
-    "tiny-mimo-v2-flash": "layers with the same names differ in shape",
-    "tiny-step3.5": "layers with the same names differ in shape",
 }
 MESHES = [("tp=2", "tp=2"), ("tp=2,ep=2,etp=1", "tp=2,ep=2")]
 CASES = [(name, *meshes) for name in MISC for meshes in MESHES if name not in ("tiny-mimo", "tiny-qwen3.5")]
@@ -79,3 +85,29 @@ def test_a_model_is_planned_from_traces_of_both(name: str, train: str, gen: str)
 
 def test_every_tiny_model_is_planned_or_says_why_not() -> None:
     assert set(MISC) | set(WITHOUT_PLAN) == set(NEWEST_MESHES)
+
+
+def refit(family: str, mesh: str) -> None:
+    request = read_traced_request(family, *arguments(family, mesh))
+    report = validate(ValidationRequest(request, options=OPTIONS, engine="vllm", refits=3))
+    assert_golden(report)
+    assert len(report.refits) == 3 and "megatron-bridge 0.6" in report.source
+
+
+@pytest.mark.parametrize(("family", "mesh"), NEWEST_QUICK)
+def test_refit_equals_golden(family: str, mesh: str) -> None:
+    refit(family, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mesh"), sorted({*NEWEST_FULL} - {*NEWEST_QUICK}))
+def test_refit_equals_golden_everywhere(family: str, mesh: str) -> None:
+    if mesh in NEWEST_REFUSED.get(family, ()):
+        with pytest.raises(BuildError):
+            refit(family, mesh)
+    else:
+        refit(family, mesh)
+
+
+def test_every_tiny_model_is_refitted() -> None:
+    assert {*NEWEST_FAMILIES} == {*NEWEST_MESHES}

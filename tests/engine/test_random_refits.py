@@ -34,7 +34,7 @@ def refit(count: int) -> None:
 
 
 def test_random_models_are_refitted() -> None:
-    refit(6)
+    refit(4)
 
 
 @pytest.mark.slow

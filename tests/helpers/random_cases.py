@@ -36,7 +36,6 @@ _SIZES: dict[str, tuple[Any, ...]] = {
     "num_experts": (4, 6, 8, 12),
     "n_routed_experts": (4, 8, 12),
     "num_local_experts": (4, 6, 8, 12),
-    "n_shared_experts": (1, 2),
     "kv_lora_rank": (16, 32),
     "v_head_dim": (8, 16),
     "qk_nope_head_dim": (8, 16),

@@ -40,6 +40,9 @@ QUICK = [
     ("tiny-qwen3-next", "TP2 EP2 -> TP2"),
     ("tiny-gemma3-vl", "TP2 -> TP2"),
 ]
+NEWEST_QUICK = [("tiny-minimax-m2", "EP2 -> TP2 EP2"), ("tiny-nemotron-3-latent-moe", "TP2 EP2 -> TP2")]
+# The engine's CPU platform has no sparse attention; Megatron-Bridge cuts MiMo-V2-Flash only where each rank has a KV head.
+NEWEST_REFUSED = {"tiny-glm5": {*MESHES}, "tiny-mimo-v2-flash": {"TP4 -> TP2"}}
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

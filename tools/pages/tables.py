@@ -324,7 +324,8 @@ def gpu_validation_section() -> str:
 
 def coverage_section(folder: Path = RESULTS) -> str:
     """The runs of tools/cover_traced.py: a table of families, meshes and precision each, then what does not go by bulk."""
-    return "\n\n".join(_coverage(file) for file in sorted(folder.glob("coverage*.json")))
+    files = (folder / name for name in ("coverage.json", "coverage-newest.json"))
+    return "\n\n".join(_coverage(file) for file in files if file.exists())
 
 
 def _coverage(file: Path) -> str:
@@ -347,7 +348,11 @@ def _coverage(file: Path) -> str:
         if found := _unplanned(compared, route):
             parts += [f"{text}:", "\n".join(found)]
     if refused := [case for case in refits if "refused" in case]:
-        lines = _by_reason((case["refused"], f"{_family(case['model'])} ({case['mesh']})") for case in refused)
+        meshes: dict[tuple[str, str], list[str]] = {}
+        for case in refused:  # in the words of an upstream, which do not depend on the mesh
+            reason = re.sub(r" at \S+=\S+, or not load it", "", case["refused"]).rstrip(".")
+            meshes.setdefault((reason, _family(case["model"])), []).append(case["mesh"])
+        lines = _by_reason((why, f"{family} ({', '.join(found)})") for (why, family), found in meshes.items())
         parts += ["Refused:", "\n".join(lines)]
     if published := [case for case in cases if not case["mesh"]]:
         parts += ["Published configs, planned and proven, not built:", "\n".join(_published_table(published))]
