@@ -1,6 +1,8 @@
 """Set up torch and Megatron before any test imports them, and add the option --fast."""
 
 import os
+import shutil
+import tempfile
 from importlib.util import find_spec
 
 import pytest
@@ -10,6 +12,9 @@ from mcore_reshard.validation.trainer import te_standin
 
 # torch's store asks the DNS for the name of every address that connects: a lost answer would stall all ranks for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# What traces of earlier runs left there would hide what a loader does now.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mcore-reshard-tests-")
 
 # Megatron decides at import whether it has Transformer Engine, and some tests import it in this very process.
 if find_spec("megatron") is not None:
@@ -25,6 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fast"):
         forbid_what_is_slow()
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

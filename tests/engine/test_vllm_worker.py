@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +14,18 @@ import pytest
 from checkpoints import tiny
 from helpers.validating import assert_golden, run_validation
 
+from mcore_reshard.engines.vllm.trace import trace_loading
 from mcore_reshard.engines.vllm.worker import RefitWorker
 from mcore_reshard.kernels.errors import KvScalesError, SessionError
+from mcore_reshard.planner.layout.condense import CondensedTrace
 from mcore_reshard.planner.layout.mesh import MeshError, parse_gen_mesh
+from mcore_reshard.planner.layout.traces import HfTensor
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
 from mcore_reshard.validation import ranks
 from mcore_reshard.validation.engine.slices import GenSizes, poison
-from mcore_reshard.validation.engine.vllm_engine import engine_config
+from mcore_reshard.validation.engine.vllm_engine import build_engine, engine_config
+from mcore_reshard.validation.tiny import checkpoint_shapes
 
 EXTENSION = "mcore_reshard.vllm.RefitWorker"
 
@@ -143,3 +148,32 @@ def test_a_worker_of_other_engines_than_the_plan_is_for_is_refused(config_folder
 def test_a_refit_needs_a_session(config_folder):
     with pytest.raises(SessionError, match=r"call connect_refit\(\) on all workers first"):
         called(worker_of(config_folder(tiny("llama")), GenSizes(), 0), "refit", 1)
+
+
+def test_what_a_loader_did_with_an_equal_model_is_not_traced_again(config_folder, monkeypatch):
+    folder = config_folder(tiny("qwen3"))
+    shapes = checkpoint_shapes(tiny("qwen3"))
+    checkpoint = {name: HfTensor(shape, "bfloat16") for name, shape in shapes.items()}
+    traced = []
+
+    def count(model, *args):
+        traced.append(model)
+        return trace_loading(model, *args)
+
+    monkeypatch.setattr("mcore_reshard.engines.vllm.worker.trace_loading", count)
+
+    def trace_of(rank: int, change: Callable[[Any], None] = lambda model: None, of: Any = checkpoint) -> CondensedTrace:
+        engine = build_engine(folder, GenSizes(tp=2), rank)
+        change(engine)
+        worker = worker_of(folder, GenSizes(tp=2), rank)
+        worker.worker.model_runner = SimpleNamespace(get_model=lambda: engine)
+        return worker.worker._condensed_trace(of)
+
+    first = trace_of(0)
+    assert trace_of(0) == first and len(traced) == 1
+    assert trace_of(1) != first and len(traced) == 2
+    trace_of(0, lambda model: setattr(model.model.layers[0].mlp.down_proj, "reduce_results", False))
+    trace_of(0, of=dict([*checkpoint.items()][:-1]))
+    assert len(traced) == 4
+    monkeypatch.setattr(type(traced[0]), "load_weights", lambda self, weights: None)  # what frameworks patch
+    assert trace_of(0) != first and len(traced) == 5

@@ -9,6 +9,7 @@ vLLM makes the class a base of its worker (v1/worker/worker_base.py). Arguments 
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from mcore_reshard.kernels.errors import RefitError, SessionError, TracesNeeded
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense, untraceable
 from mcore_reshard.planner.layout.mesh import MeshError, format_mesh
+from mcore_reshard.planner.layout.trace_file import dump_checkpoint, dump_trace, parse_trace
 from mcore_reshard.planner.layout.traces import HfTensor, RankTrace
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
@@ -31,6 +33,8 @@ from mcore_reshard.session.endpoints import GenerationEndpoint
 from mcore_reshard.session.plan_exchange import fetch_plan
 from mcore_reshard.session.trace_exchange import answer_request, needs_traces, require_planned_layout, traced_session
 from mcore_reshard.session.whole_tensors import NamedTensors
+from mcore_reshard.tracing.fingerprint import fingerprint
+from mcore_reshard.tracing.kept import KeptFile
 from mcore_reshard.tracing.recorder import TraceError
 
 from . import model as engine
@@ -119,26 +123,53 @@ class RefitWorker:
                 engine.after_direct_writes(model, self.vllm_config.model_config.dtype)
 
     def _condensed_trace(self, checkpoint: Mapping[str, HfTensor]) -> CondensedTrace:
-        model, (draft, _) = self.get_model(), draft_of(self.model_runner, self.vllm_config)
-        try:
-            with self._as_vllm_configured():
-                trace = trace_loading(model, checkpoint)
-                of_draft = None if draft is None else trace_draft(draft, model, checkpoint)
-        except TraceError as error:  # the loader itself still takes whole tensors: all of the model goes by misc
-            self._refit_draft = draft
-            return untraceable(checkpoint, "load_weights", str(error))
+        """What this rank's loaders do; what they did with an equal model and checkpoint before will do."""
+        names, kept = ParameterNames(checkpoint), self._kept(checkpoint=dump_checkpoint(checkpoint))
+        draft = draft_of(self.model_runner, self.vllm_config)[0]
+        if (lines := kept.read()) is None:
+            try:
+                trace, of_draft = self._trace(draft, checkpoint)
+            except TraceError as error:  # the loader itself still takes whole tensors: all of the model goes by misc
+                self._refit_draft = draft
+                return untraceable(checkpoint, "load_weights", str(error))
+            lines = [dump_trace(condense(trace, names, is_trainer=False)), json.dumps(of_draft)]
+            kept.write(lines)
+        of_draft = json.loads(lines[1])
         if of_draft is not None:
-            self._refit_draft = draft
-            self._refit_names_of_draft = frozenset(name for tensor in of_draft.tensors for name in tensor.names)
-            trace = RankTrace(trace.tensors + of_draft.tensors)
-        return condense(trace, ParameterNames(checkpoint), is_trainer=False)
+            self._refit_draft, self._refit_names_of_draft = draft, frozenset(of_draft)
+        return parse_trace(lines[0])
+
+    def _trace(
+        self, draft: torch.nn.Module | None, checkpoint: Mapping[str, HfTensor]
+    ) -> tuple[RankTrace, list[str] | None]:
+        """The trace of this rank's models, and the tensors that the draft model reads; None if it reads none of its own."""
+        model = self.get_model()
+        with self._as_vllm_configured():
+            trace = trace_loading(model, checkpoint)
+            of_draft = None if draft is None else trace_draft(draft, model, checkpoint)
+        if of_draft is None:
+            return trace, None
+        read = sorted({name for tensor in of_draft.tensors for name in tensor.names})
+        return RankTrace(trace.tensors + of_draft.tensors), read
+
+    def _kept(self, **parts: Any) -> KeptFile:
+        """What was seen of models like this rank's. vLLM counts and draws numbers in its configs, which say nothing of them."""
+        from vllm.config import CompilationConfig, VllmConfig
+
+        models = self.get_model(), draft_of(self.model_runner, self.vllm_config)[0]
+        digests = [fingerprint(model, (VllmConfig, CompilationConfig)) for model in models if model is not None]
+        place = engine.gen_rank_of(self.vllm_config), format_mesh(engine.gen_mesh_of(self.vllm_config))
+        return KeptFile.of("vllm", models=digests, place=place, **parts)
 
     def _check_layout(self, plan: Plan, rank: int) -> None:
         if is_traced(plan):  # the plan is what the loaders do
             return
-        with self._as_vllm_configured():
-            trace = trace_loading(self.get_model(), checkpoint_of(plan))
-        require_planned_layout(plan, "gen", rank, trace, f"vLLM {version('vllm')}")
+        kept = self._kept(agrees_with=plan.digest, rank=rank)
+        if kept.read() is None:
+            with self._as_vllm_configured():
+                trace = trace_loading(self.get_model(), checkpoint_of(plan))
+            require_planned_layout(plan, "gen", rank, trace, f"vLLM {version('vllm')}")
+            kept.write([])
         if draft_of(self.model_runner, self.vllm_config)[0] is not None and not plan.pairs:
             raise TracesNeeded("this engine has a draft model, which no layout rules know")
 
