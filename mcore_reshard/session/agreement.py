@@ -25,7 +25,13 @@ _ALIKE: Mapping[str, Any] = {
     "train_ranks": int,
     "gen_ranks": int,
 }
-_OTHERS: Mapping[str, Any] = {"version": int | float, "kv_scales": dict, "wrong_kv_scales": str, "lacks": list | None}
+_OTHERS: Mapping[str, Any] = {
+    "version": int | float,
+    "everything": bool,
+    "kv_scales": dict,
+    "wrong_kv_scales": str,
+    "lacks": list | None,
+}
 
 
 def parse_word(word: Any) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from mcore_reshard.kernels.transports.base import (
     StageReport,
     Transport,
     TransportContext,
+    close_all,
+    connect_all,
     connect_group,
     group_names,
 )
@@ -46,7 +48,8 @@ from mcore_reshard.planner.plan.schedule import Schedule, World
 from .agreement import agreed_kv_scales, check_alike, check_kv_names, check_versions, kv_scales_word, parse_word
 from .whole_tensors import NamedTensors, check_stream, exhaust
 
-PROTOCOL = 6  # version of the words that ranks exchange; both worlds must have the same
+PROTOCOL = 7  # version of the words that ranks exchange; both worlds must have the same
+EVERYTHING, TRAINABLE = "everything", "trainable parameters"  # what a refit moves, as reports say it
 _CLOSED = "closed"
 
 LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
@@ -61,10 +64,21 @@ class RefitReport:
 
     version: int
     transport: str  # one or several, as in "direct+nccl"
+    moved: str  # EVERYTHING, or TRAINABLE
     nbytes: int  # moved by the plan, sent or received by this rank
     misc_bytes: int  # of whole tensors exported and loaded by name: the misc route, or everything under golden
     seconds: float  # from the call to the commit
     stages: tuple[StageReport, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What one kind of refit moves, and by what. Golden moves all tensors by name: it has neither."""
+
+    moved: str
+    names: Sequence[str] | None  # of what moves by name; None: everything
+    bound: BoundSchedule | None = None
+    executor: Executor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +88,12 @@ class _Connection:
     rendezvous: Rendezvous
     transport: Transport
     group: GlooGroup
-    bound: BoundSchedule | None  # None under golden
-    executor: Executor | None
-    thread: DeadlineThread  # the executor runs on it
+    programs: Sequence[_Program]  # of everything; then, if parameters are frozen, of the others
+    thread: DeadlineThread  # executors run on it
+
+    @property
+    def executors(self) -> list[Executor]:
+        return [program.executor for program in self.programs if program.executor is not None]
 
 
 class _Endpoint(ABC):
@@ -85,6 +102,7 @@ class _Endpoint(ABC):
     world: World
     by_name: str  # the argument with the function that moves whole tensors by name
     _moves_by_name: bool  # whether that function was given
+    _before_reads: Callable[[], Any] | None = None  # on training ranks
     _after_direct_writes: Callable[[], Any] | None = None  # this and the next two: on generation ranks
     _set_kv_scales: SetKvScales | None = None
     _kv_scale_names: KvScaleNames | None = None
@@ -141,8 +159,13 @@ class _Endpoint(ABC):
             rendezvous.gather("connected", {})
         self._ended = None
 
-    def refit(self, version: int, *, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
+    def refit(
+        self, version: int, *, kv_scales: Mapping[str, float] | None = None, everything: bool = False
+    ) -> RefitReport:
         """Move the weights of `version` from the trainer to the engine; return once every rank has acknowledged it.
+
+        If the plan has frozen parameters, the first refit of a session moves them too, and later ones leave them out.
+        `everything`, given on any rank, moves them again: for an engine that has lost its weights.
 
         `kv_scales` are calibrated scales of the engine's KV cache, by checkpoint name, as in
         `model.layers.0.self_attn.attn.k_scale`. Give them on training rank 0; other ranks may be given the same.
@@ -159,20 +182,23 @@ class _Endpoint(ABC):
         self._refits += 1
         rendezvous, phase = connection.rendezvous, f"refit-{self._refits}"
         with _Published(rendezvous, f"{phase}/start", self._end):
-            writes = connection.bound.check_fresh(self._live_tensors()) if connection.bound is not None else None
-            word = {"version": version, **kv_scales_word(kv_scales)}
+            bound = connection.programs[0].bound
+            writes = bound.check_fresh(self._live_tensors()) if bound is not None else None
+            wants_all = everything or self.committed_version is None
+            word = {"version": version, "everything": wants_all, **kv_scales_word(kv_scales)}
             words = rendezvous.gather(f"{phase}/start", word, parse=parse_word)
         check_versions(words, self.rank_name, self.committed_version)
+        program = connection.programs[0 if any(said.get("everything", True) for said in words.values()) else -1]
         all_scales = agreed_kv_scales(words, self._schedule.name_of("train", 0))
         own_scales = self._own_kv_scales(rendezvous, f"{phase}/kv_scales", all_scales) if all_scales else {}
-        if self._schedule.misc:  # exports are collectives: no rank may enter one while another's transfer has failed
+        names = program.names
+        if names:  # exports are collectives: no rank may enter one while another's transfer has failed
             with _Published(rendezvous, f"{phase}/bulk", self._end):
-                stages = self._move_bulk(connection, f"{phase}/bulk", writes)
+                stages = self._move_bulk(connection, program, f"{phase}/bulk", writes)
                 rendezvous.gather(f"{phase}/bulk", {})
         with ExitStack() as afterwards, _Published(rendezvous, f"{phase}/commit", self._end):
-            if not self._schedule.misc:
-                stages = self._move_bulk(connection, f"{phase}/commit", writes)
-            names = None if connection.executor is None else self._schedule.misc  # under golden everything
+            if not names:
+                stages = self._move_bulk(connection, program, f"{phase}/commit", writes)
             misc_bytes = self._move_by_name(connection.group, names, afterwards) if names is None or names else 0
             if self._after_direct_writes is not None:
                 self._after_direct_writes()
@@ -181,14 +207,15 @@ class _Endpoint(ABC):
             rendezvous.gather(f"{phase}/commit", {})
         self.committed_version = version
         nbytes = sum(stage.nbytes for stage in stages)
-        moved_by = (connection.executor or connection.transport).name
-        return RefitReport(version, moved_by, nbytes, misc_bytes, time.perf_counter() - start, stages)
+        moved_by = (program.executor or connection.transport).name
+        seconds = time.perf_counter() - start
+        return RefitReport(version, moved_by, program.moved, nbytes, misc_bytes, seconds, stages)
 
     @property
     def scratch_bytes(self) -> int:
         """Memory that the transport holds besides the model."""
-        executor = self._connection.executor if self._connection else None
-        return executor.scratch_bytes if executor else 0
+        executors = self._connection.executors if self._connection else []
+        return sum(executor.scratch_bytes for executor in executors)
 
     @property
     def failure(self) -> str | None:
@@ -209,26 +236,30 @@ class _Endpoint(ABC):
         if connection is None:
             return
         connection.group.close()
-        if connection.executor is not None:
-            if connection.thread.is_busy:  # a run keeps what it uses until it ends; gloo's ends with the group
-                wait([connection.thread.start(connection.executor.close)], NOTICE_S)
-            else:
-                connection.executor.close()
+        if connection.thread.is_busy:  # a run keeps what it uses until it ends; gloo's ends with the group
+            wait([connection.thread.start(partial(close_all, connection.executors))], NOTICE_S)
+        else:
+            close_all(connection.executors)
 
     @abstractmethod
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
         """Export or load the tensors `names`, or all if None; returns their bytes. `afterwards` runs after the outcome."""
 
-    def _move_bulk(self, connection: _Connection, phase: str, writes: WriteCounts | None) -> tuple[StageReport, ...]:
-        """Run the plan's transfers, on a thread; none under golden. `writes` counts the earlier writes to each tensor.
+    def _move_bulk(
+        self, connection: _Connection, program: _Program, phase: str, writes: WriteCounts | None
+    ) -> tuple[StageReport, ...]:
+        """Run a program's transfers, on a thread; none under golden. `writes` counts the earlier writes to each tensor.
 
         The wait ends once the store reports the failure of any rank: gloo may leave a sender waiting for a lost peer.
         """
-        bound, executor = connection.bound, connection.executor
-        if bound is None or executor is None or writes is None:
+        bound, executor, whole = program.bound, program.executor, connection.programs[0].bound
+        if bound is None or executor is None or whole is None or writes is None:
             return ()
         if self.world == "gen":
             bound.zero_padding()
+        if self._before_reads is not None:
+            self._before_reads()
+            writes = WriteCounts.of(writes.tensors)
         run = connection.thread.start(in_callers_context(executor.run, bound.device))
         try:
             while not wait([run], LOOK_S).done:
@@ -239,7 +270,7 @@ class _Endpoint(ABC):
         finally:
             del run  # it keeps its error, whose traceback would keep it in turn
         if self.world == "train":
-            bound.check_unwritten(writes)
+            whole.check_unwritten(writes)
         return stages
 
     @cached_property
@@ -270,16 +301,31 @@ class _Endpoint(ABC):
 
     def _connect(self, rendezvous: Rendezvous, transport: Transport, bound: BoundSchedule | None) -> _Connection:
         group = connect_group(rendezvous.store_for("gloo"), self._schedule, self._options.timeout_s)
-        executor = None
+        if bound is None or transport.connect is None:
+            return _Connection(rendezvous, transport, group, [_Program(EVERYTHING, None)], DeadlineThread("refit"))
+        bound_by_name = {transport.name: bound}
         try:
-            if bound is not None and transport.connect is not None:
-                store = rendezvous.store_for(transport.name)
-                another_store = partial(rendezvous.store_for, transport.name, connect=True)
-                executor = transport.connect(TransportContext(store, another_store, group, bound, self._options))
+            if self._schedule.later is not None:
+                bound_by_name[f"{transport.name}-later"] = bound.part(self._schedule.later)
+            contexts = [
+                TransportContext(
+                    rendezvous.store_for(name),
+                    partial(rendezvous.store_for, name, connect=True),
+                    group,
+                    part,
+                    self._options,
+                )
+                for name, part in bound_by_name.items()
+            ]
+            executors = connect_all(map(transport.connect, contexts))
         except BaseException:
             group.close()
             raise
-        return _Connection(rendezvous, transport, group, bound, executor, DeadlineThread("refit"))
+        programs = [
+            _Program(moved, part.schedule.misc, part, executor)
+            for moved, part, executor in zip((EVERYTHING, TRAINABLE), bound_by_name.values(), executors, strict=False)
+        ]
+        return _Connection(rendezvous, transport, group, programs, DeadlineThread("refit"))
 
     def _end(self, error: BaseException) -> None:
         self._ended = f"the session ended with: {error}"
@@ -301,6 +347,8 @@ class TrainEndpoint(_Endpoint):
     - `export(names)` yields (HF name, whole tensor) for each of `names`, or for the whole model if None. All training
       ranks call it together, so it may run collectives. It must yield everything on training rank 0.
     - `store`: a TCPStore or its "host:port"; `close` says how long it must stay up.
+    - `before_reads()` derives some of `tensors` from others. Each refit calls it once all ranks have begun, but not under
+      golden, which exports. All training ranks call it together, so it may run collectives.
     - `check_layout()` raises where the rank keeps its tensors otherwise than the plan says; `prepare` calls it.
     - `rank_name` is as in "train:0"; `committed_version` the last version that all ranks acknowledged, None before it.
 
@@ -319,11 +367,13 @@ class TrainEndpoint(_Endpoint):
         *,
         store: TCPStore | str,
         export: Export | None = None,
+        before_reads: Callable[[], Any] | None = None,
         check_layout: Callable[[], None] | None = None,
         options: Options = Options(),  # noqa: B008
     ) -> None:
         super().__init__(schedule, tensors, store, options, check_layout)
         self._export = export
+        self._before_reads = before_reads
         self._moves_by_name = export is not None
 
     def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:

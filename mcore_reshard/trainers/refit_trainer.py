@@ -50,13 +50,15 @@ class RefitTrainer:
         self._endpoint = endpoint
         self._server = server
 
-    def refit(self, step: int, kv_scales: Mapping[str, float] | None = None) -> RefitReport:
+    def refit(
+        self, step: int, kv_scales: Mapping[str, float] | None = None, *, everything: bool = False
+    ) -> RefitReport:
         """Move the current weights into the engine; return once all ranks of both worlds have acknowledged them.
 
         Arguments and errors are those of `TrainEndpoint.refit`; `step` is the version. With Megatron's
         `overlap_param_gather`, force the gather of the parameters first.
         """
-        return self._endpoint.refit(step, kv_scales=kv_scales)
+        return self._endpoint.refit(step, kv_scales=kv_scales, everything=everything)
 
     def close(self) -> None:
         """Leave the session; on training rank 0 also stop the store that `connect` started. May be called twice.

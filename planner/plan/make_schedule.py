@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ravel, row_major_strides
 
+from .frozen import without_frozen
 from .plan import Plan, RankInGroup, TransferGroup
 from .schedule import (
     Cast,
@@ -69,7 +70,10 @@ class RankView(View):
         casts = view._casts() if is_sender else ()
         computed = tuple(sorted(cast.scales for cast in casts if cast.scales is not None))
         schedule = view._schedule(view._sends if is_sender else view._receives, is_sender)
-        return replace(schedule, casts=casts, computed=computed, relayed=self.plan.relay, view=self)
+        later = None
+        if self.plan.frozen and self.wave is None:
+            later = replace(self, plan=without_frozen(self.plan)).schedule()
+        return replace(schedule, casts=casts, computed=computed, relayed=self.plan.relay, view=self, later=later)
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> RankView:
         before = [np.arange(len(mask)) for mask in masks] if self.rows is None else self.rows

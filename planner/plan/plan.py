@@ -193,6 +193,14 @@ class GroupCast:
     dst: str
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenLayers:
+    """Layers of a group that only an engine's first refit moves: nothing trains them. -1: of a group without layers."""
+
+    group: int
+    layers: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything both worlds must agree on. Built by `make_plan`, read from a file by `load_plan`."""
@@ -211,6 +219,7 @@ class Plan:
     relay: bool = False  # each overlap leaves the trainer once; the replica it lands on passes it on
     pairs: tuple[QuantizedPair, ...] = ()
     casts: tuple[GroupCast, ...] = ()
+    frozen: tuple[FrozenLayers, ...] = ()  # of frozen.py
     digest: str = field(default="", compare=False)
 
     def names_of(self, transfers: TransferGroup) -> MemberNames:

@@ -20,10 +20,20 @@ from mcore_reshard.planner.layout.partitions import Padding, Partition
 from mcore_reshard.planner.layout.record_forms import LAYER_PLACE, SIZES, TENSORS, RecordForm, canonical, decode, encode
 from mcore_reshard.planner.model.parameters import ParameterGroup, Role
 
-from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
+from .plan import (
+    FrozenLayers,
+    GroupCast,
+    Overlap,
+    Plan,
+    Policy,
+    QuantizedPair,
+    TransferGroup,
+    TransferPattern,
+    UnplannedGroup,
+)
 
 FORMAT = "mcore-reshard plan"
-VERSION = 3
+VERSION = 4
 
 
 class PlanFileError(ValueError):
@@ -161,4 +171,5 @@ _PLAN = {
     "relay": bool,
     "pairs": [RecordForm(QuantizedPair, {"weight": int, "scales": int, "block": (int, int), "touched": bool})],
     "casts": [RecordForm(GroupCast, {"group": int, "src": str, "dst": str})],
+    "frozen": [RecordForm(FrozenLayers, {"group": int, "layers": SIZES})],
 }

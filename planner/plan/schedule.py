@@ -92,6 +92,7 @@ class Schedule:
     relayed: bool = False  # generation ranks pass on what they receive
     between_replicas: bool = False  # the second hop of a relay: its 'train' ranks are the generation ranks that pass on
     view: View | None = None
+    later: Schedule | None = None  # of refits after an engine's first, if the trainer leaves parameters frozen
 
     def parameter_name(self, transfer_group: int, member: int) -> str:
         return self.names[transfer_group].name(member)

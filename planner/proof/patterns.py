@@ -55,6 +55,23 @@ def check_references(plan: Plan) -> Iterator[Violation]:
             message = f"group {entry.group} does not exist, the plan has {len(plan.groups)}"
             yield Violation.of_all(plan, f"group {entry.group}", "references", message)
     yield from check_pair_references(plan)
+    yield from _check_frozen_references(plan)
+
+
+def _check_frozen_references(plan: Plan) -> Iterator[Violation]:
+    """Frozen layers are those of groups that travel, each once; a weight is frozen with its scales."""
+    travels = {transfers.group for transfers in plan.transfer_groups} | {entry.group for entry in plan.misc}
+    frozen: dict[int, tuple[int, ...]] = {}
+    for entry in plan.frozen:
+        layers = plan.groups[entry.group].layers or (-1,) if entry.group in travels else ()
+        if entry.group in frozen or len(set(entry.layers)) < len(entry.layers) or not set(entry.layers) <= set(layers):
+            message = f"layers {list(entry.layers)} are frozen, they are not layers of {list(layers)}, once each"
+            yield Violation.of_all(plan, f"group {entry.group}", "references", message)
+        frozen[entry.group] = entry.layers
+    for pair in plan.pairs:
+        if frozen.get(pair.weight) != frozen.get(pair.scales):
+            message = f"weights {frozen.get(pair.weight, ())} and scales {frozen.get(pair.scales, ())} are frozen"
+            yield Violation.of_all(plan, f"pair {pair.weight}, {pair.scales}", "references", message)
 
 
 def _dangling(plan: Plan, transfers: TransferGroup) -> str:

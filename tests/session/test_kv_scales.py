@@ -171,9 +171,9 @@ def words_said(number: int, address: str) -> list[tuple[str, list[str]]]:
 
 def test_names_are_asked_for_only_where_scales_came() -> None:
     train, gen = values(run_ranks(2, words_said))
-    first = [("refit-1/start", ["version"]), ("refit-1/commit", [])]
+    first = [("refit-1/start", ["everything", "version"]), ("refit-1/commit", [])]
     assert train == [
-        *first, ("refit-2/start", ["kv_scales", "version"]), ("refit-2/kv_scales", []), ("refit-2/commit", []),
+        *first, ("refit-2/start", ["everything", "kv_scales", "version"]), ("refit-2/kv_scales", []), ("refit-2/commit", []),
     ]  # fmt: skip
     assert gen == [*first, ("refit-2/start", ["version"]), ("refit-2/kv_scales", ["lacks"]), ("refit-2/commit", [])]
 

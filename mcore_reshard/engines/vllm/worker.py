@@ -185,12 +185,15 @@ class RefitWorker:
 
         return set_current_vllm_config(self.vllm_config)
 
-    def refit(self, version: int) -> dict[str, Any]:
-        """Take part in the trainer's refit of `version`; returns the fields of `RefitReport` once it is committed."""
+    def refit(self, version: int, everything: bool = False) -> dict[str, Any]:
+        """Take part in the trainer's refit of `version`; returns the fields of `RefitReport` once it is committed.
+
+        `everything` also asks for parameters that the trainer left frozen: for an engine that has lost its weights.
+        """
         if self._refit_endpoint is None:
             raise SessionError("this worker is in no session: call connect_refit() on all workers first")
         with self._as_vllm_configured():
-            return asdict(self._refit_endpoint.refit(version))
+            return asdict(self._refit_endpoint.refit(version, everything=everything))
 
     def close_refit(self) -> None:
         """Leave the session and free what it holds. May be called twice."""

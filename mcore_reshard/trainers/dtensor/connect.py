@@ -30,9 +30,10 @@ from mcore_reshard.trainers.refit_trainer import (
     meet_engines,
     session_problems,
 )
+from mcore_reshard.trainers.trainable import LocalTensors, freeze, watched
 from mcore_reshard.trainers.world import own_rank, run_on_all_ranks
 
-from .model import checkpoint_of, export_hf, local_tensors
+from .model import checkpoint_of, export_hf, local_tensors, parameters_of_tensors, tensors_of_hf_names
 from .plan_refit import plan_refit
 
 
@@ -43,6 +44,7 @@ def connect(
     gen: str | GenMesh,
     store: str,
     engine: str = DEFAULT_ENGINE,
+    trainable_only: bool = False,
     connect_timeout_s: float = 600.0,
     options: Options = Options(),  # noqa: B008
 ) -> RefitTrainer:
@@ -55,6 +57,7 @@ def connect(
     - `hf_config`: the engine's config.json, as a dict, a path or a transformers config.
     - `gen`: the engine's mesh, as in "tp=4,dp=2".
     - `store`: "host:port". Training rank 0 starts a store there unless one answers already.
+    - `trainable_only`: after the first refit of a session, move only parameters with `requires_grad`, and buffers.
     - `connect_timeout_s`: how long to wait for engines that are still starting, and again for their traces.
 
     Weights must stay as they are while `refit` runs: torch does not count writes into DTensors, so none is noticed.
@@ -78,9 +81,14 @@ def connect(
             connect_timeout_s=connect_timeout_s,
         )
         plan = plan_refit(module, checkpoint, request.gen, collect, model=model, engine=engine)
+        tensors: LocalTensors = partial(local_tensors, module)
+        if trainable_only:
+            made_of = parameters_of_tensors(module)
+            plan = freeze(plan, made_of, lambda: tensors_of_hf_names(checkpoint))
+            tensors = watched(tensors, made_of)
         endpoint = TrainEndpoint(
             schedule_of(plan, "train", own_rank()),
-            partial(local_tensors, module),
+            tensors,
             store=store,
             export=partial(export_hf, module, checkpoint),
             options=options,

@@ -38,6 +38,17 @@ def local_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: part for name, part in parts.items() if part.numel()}
 
 
+def parameters_of_tensors(module: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
+    """The parameter behind every one of `local_tensors`; buffers have none."""
+    tensors = whole_tensors(module).items()
+    return {_PLANNED + name: [tensor] for name, tensor in tensors if isinstance(tensor, torch.nn.Parameter)}
+
+
+def tensors_of_hf_names(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Which of `local_tensors` make up each tensor of the checkpoint."""
+    return {name: [_PLANNED + of for of, _ in boxes] for name, boxes in checkpoint.made_of.items()}
+
+
 def whole_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer as the module holds it: DTensors, whose shape is that of the whole, and plain ones.
 

@@ -37,10 +37,20 @@ from mcore_reshard.trainers.refit_trainer import (
     meet_engines,
     session_problems,
 )
+from mcore_reshard.trainers.trainable import LocalTensors, freeze, watched
 from mcore_reshard.trainers.world import own_rank, run_on_all_ranks
 
+from .adapters import merged_adapters
 from .alternation import refuse_alternating_export
-from .model import decoder_of, export_hf, has_decoder, local_tensors, rank_coordinate
+from .model import (
+    decoder_of,
+    export_hf,
+    has_decoder,
+    local_tensors,
+    parameters_of_tensors,
+    rank_coordinate,
+    tensors_of_hf_names,
+)
 from .plan_refit import plan_refit
 from .plan_traced_refit import plan_traced_refit
 from .quantized_pairs import export_with_pairs
@@ -57,6 +67,7 @@ def connect(
     gen_dtype: str | None = None,
     policy: Policy = "exact",
     engine: str = DEFAULT_ENGINE,
+    trainable_only: bool = False,
     connect_timeout_s: float = 600.0,
     options: Options = Options(),  # noqa: B008
 ) -> RefitTrainer:
@@ -69,6 +80,7 @@ def connect(
     - `gen`: the engine's mesh, as in "tp=4,dp=2".
     - `store`: "host:port". Training rank 0 starts a store there unless one answers already.
     - `gen_dtype`: the engine's precision, as in "fp8". The trainer's own is read off its parameters.
+    - `trainable_only`: after the first refit of a session, move only parameters with `requires_grad`, and buffers.
     - `connect_timeout_s`: how long to wait for engines that are still starting.
 
     Raises RefitError, listing everything wrong with the arguments; then as `plan_refit` and `TrainEndpoint.prepare`, and
@@ -82,9 +94,18 @@ def connect(
     model = agree_on_model(request)
     server = SessionServer(store, options.timeout_s)
 
+    adapters = merged_adapters(bridge, chunks)
+
     def plan_by_rules(options: Options) -> RefitTrainer:
         plan = plan_refit(
-            request.config, chunks, request.gen, model=model, policy=policy, gen_dtype=gen_dtype, engine=engine
+            request.config,
+            chunks,
+            request.gen,
+            model=model,
+            policy=policy,
+            gen_dtype=gen_dtype,
+            engine=engine,
+            adapters=adapters,
         )
         return bind(plan, options, None if bridge is None else partial(_check_layout, plan, bridge, chunks))
 
@@ -101,15 +122,24 @@ def connect(
             connect_timeout_s=connect_timeout_s,
         )
         family = str(request.config.get("model_type"))
-        plan = plan_traced_refit(family, bridge, chunks, request.gen, collect, model=model, engine=engine)
+        plan = plan_traced_refit(
+            family, bridge, chunks, request.gen, collect, model=model, engine=engine, adapters=adapters
+        )
         return bind(plan, options, None)
 
     def bind(plan: Plan, options: Options, check_layout: Callable[[], None] | None) -> RefitTrainer:
+        export = _choose_export(plan, bridge, chunks, options)
+        tensors: LocalTensors = partial(local_tensors, chunks) if adapters is None else adapters.local_tensors
+        if trainable_only:
+            made_of = parameters_of_tensors(chunks) if adapters is None else adapters.parameters_of_tensors()
+            plan = freeze(plan, made_of, partial(tensors_of_hf_names, bridge, chunks))
+            tensors = watched(tensors, made_of)
         endpoint = TrainEndpoint(
             schedule_of(plan, "train", own_rank()),
-            partial(local_tensors, chunks),
+            tensors,
             store=store,
-            export=_choose_export(plan, bridge, chunks, options),
+            export=export,
+            before_reads=None if adapters is None else adapters.merge,
             check_layout=check_layout,
             options=options,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,17 +35,46 @@ def local_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Te
     Raises ValueError for a quantized parameter without row-wise data.
     """
     tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in _parameters_and_buffers(model_chunks):
+        if type(tensor) is torch.nn.Parameter:
+            tensors[name] = tensor
+        else:
+            tensors |= _data_and_scales(name, tensor)
+    return tensors
+
+
+_Value = TypeVar("_Value")
+
+
+def without_adapters(tensors: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Tensors of a model as they are named where no adapters wrap modules. Source: megatron/bridge/peft/adapter_wrapper.py."""
+    wrapped = {name.partition(".to_wrap.")[0] for name in tensors if ".to_wrap." in name}
+    return {
+        name.replace(".to_wrap.", "."): value
+        for name, value in tensors.items()
+        if name.partition(".adapter.")[0] not in wrapped or ".adapter." not in name
+    }
+
+
+def parameters_of_tensors(model_chunks: Sequence[torch.nn.Module]) -> dict[str, list[torch.Tensor]]:
+    """The parameter behind every one of `local_tensors`; buffers have none."""
+    return {
+        part: [tensor]
+        for name, tensor in _parameters_and_buffers(model_chunks)
+        if isinstance(tensor, torch.nn.Parameter)
+        for part in _data_and_scales(name, tensor)
+    }
+
+
+def _parameters_and_buffers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     for chunk_index, chunk in enumerate(model_chunks):
         for path, module in unwrapped(chunk).named_modules():
             if not module._parameters and not module._buffers:
                 continue
             prefix = f"vp{chunk_index}.{path}." if path else f"vp{chunk_index}."
             for leaf, tensor in _own_tensors(module, prefix).items():
-                if type(tensor) is torch.nn.Parameter:
-                    tensors[prefix + leaf] = tensor
-                elif tensor is not None:
-                    tensors |= _data_and_scales(prefix + leaf, tensor)
-    return tensors
+                if tensor is not None:
+                    yield prefix + leaf, tensor
 
 
 def export_hf(
@@ -98,6 +127,17 @@ def export_tasks(
     ):
         if names is None or name in names:
             yield name, tensor[:vocab_size] if name in vocabulary else tensor
+
+
+def tensors_of_hf_names(bridge: Any, model_chunks: Sequence[torch.nn.Module]) -> dict[str, list[str]]:
+    """Which of `local_tensors` make up each Hugging Face tensor that Megatron-Bridge exports. Collective, as its tasks are."""
+    tensors: dict[str, list[str]] = {}
+    for task in bridge.get_conversion_tasks(list(model_chunks)):
+        if task is not None and task.megatron_module is not None:
+            for name in hf_names(task):
+                tensor = tensor_name(task.vp_stage, task.param_name).replace(".to_wrap.", ".")
+                tensors.setdefault(name, []).append(tensor)
+    return tensors
 
 
 def hf_names(task: Any) -> list[str]:

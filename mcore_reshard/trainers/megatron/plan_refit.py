@@ -27,6 +27,7 @@ from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.proof.prove import require_proof
 from mcore_reshard.trainers.world import gather_from_all, own_rank
 
+from .adapters import MergedAdapters
 from .alternation import Alternation, alternation_of
 from .config_fields import check_config_fields, fields_of_rules
 from .model import decoder_of, local_tensors, precisions_of, rank_coordinate, train_mesh_of
@@ -44,17 +45,19 @@ def plan_refit(
     policy: Policy = "exact",
     engine: str = DEFAULT_ENGINE,
     gen_dtype: str | None = None,
+    adapters: MergedAdapters | None = None,
 ) -> Plan:
     """Plan the refit of a live Megatron-Core model into the mesh of an engine, and prove it.
 
     `config` is the model's HF config.json; the options are those of `make_plan`. Collective over the training world
     (torch's default group): all ranks get the same plan. Raises ConfigError, MeshError, ProofError, or ValueError for a
-    model that no plan describes, such as one with LoRA adapters, or whose config contradicts the HF config.
+    model that no plan describes, such as one with LoRA adapters that are not given, or whose config contradicts the HF
+    config.
     """
     model_parameters = parameters_from_config(config)
     train = train_mesh_of(model_chunks)
     refuse_other_rank_orders(train, rank_coordinate(model_chunks))
-    tensors = local_tensors(model_chunks)
+    tensors = adapters.local_tensors() if adapters is not None else local_tensors(model_chunks)
     refuse_adapters(tensors)
     check_config_fields(model_chunks, fields_of_rules(model_parameters.architecture))
     build = _agree_on_build(tensors, train.tp, alternation_of(decoder_of(model_chunks[0]).config))
@@ -101,8 +104,8 @@ def refuse_adapters(names: Iterable[str]) -> None:
     if wrapped := [name for name in gather_from_all(first_wrapped) if name]:
         raise ValueError(
             f"the model has adapters (LoRA), as in {wrapped[0]}: no tensor of the trainer holds the weights that the engine"
-            " needs. Merge the adapters (megatron.bridge.peft.lora.LoRAMerge), put every `to_wrap` module in the place of"
-            " its wrapper, and plan that model"
+            " needs. Connect by mr.megatron.connect, which merges them, or plan with adapters=merged_adapters(bridge,"
+            " model_chunks) (trainers/megatron/adapters.py)"
         )
 
 

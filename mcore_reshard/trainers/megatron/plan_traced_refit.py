@@ -18,6 +18,7 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.proof.prove import require_proof
 from mcore_reshard.trainers.world import gather_from_all, own_rank, run_on_all_ranks
 
+from .adapters import MergedAdapters
 from .config_fields import check_config_fields, fields_of_bridge
 from .model import local_tensors, rank_coordinate, train_mesh_of
 from .plan_refit import refuse_adapters, refuse_other_rank_orders
@@ -35,6 +36,7 @@ def plan_traced_refit(
     *,
     model: str = "",
     engine: str = DEFAULT_ENGINE,
+    adapters: MergedAdapters | None = None,
 ) -> Plan:
     """Plan the refit of a live Megatron-Core model from traces of Megatron-Bridge and of the engine, and prove it.
 
@@ -44,7 +46,7 @@ def plan_traced_refit(
     """
     train = train_mesh_of(model_chunks)
     refuse_other_rank_orders(train, rank_coordinate(model_chunks))
-    refuse_adapters(local_tensors(model_chunks))
+    refuse_adapters(adapters.local_tensors() if adapters is not None else local_tensors(model_chunks))
     check_config_fields(model_chunks, run_on_all_ranks(lambda: fields_of_bridge(bridge)))
     files = run_on_all_ranks(lambda: checkpoint_tensors(bridge))
     trace = run_on_all_ranks(lambda: trace_live(bridge, model_chunks, files))

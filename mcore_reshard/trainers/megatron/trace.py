@@ -23,7 +23,7 @@ from mcore_reshard.planner.layout.traces import HfTensor, RankTrace, TracedTenso
 from mcore_reshard.tracing.recorder import Recorder
 
 from .alternation import alternation_of, let_take_turns
-from .model import decoder_of, hf_names, local_tensors, require, tensor_name, unwrapped
+from .model import decoder_of, hf_names, local_tensors, require, tensor_name, unwrapped, without_adapters
 
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -97,13 +97,13 @@ def trace_import(
         bridge.hf_pretrained = SimpleNamespace(config=config)
     recorder = Recorder([tensor for chunk in model_chunks for tensor in chunk.parameters() if not tensor.is_meta])
     sources = _Sources(recorder, checkpoint)
-    live = local_tensors(model_chunks)
+    live = without_adapters(local_tensors(model_chunks))
     alternation = alternation_of(decoder_of(model_chunks[0]).config)
     traced: dict[str, TracedTensor] = {}
-    with torch.no_grad(), _as_rank_zero():
+    with torch.no_grad(), as_rank_zero(torch.device("meta")):
         for task in tasks:
             if task is not None and task.megatron_module is not None:
-                name = tensor_name(task.vp_stage, task.param_name)
+                name = tensor_name(task.vp_stage, task.param_name).replace(".to_wrap.", ".")
                 traced[name] = _trace_task(recorder, bridge, task, name, live[name], sources, alternation.rows_of(name))
         for task in _tied_heads(model_chunks, tasks, live.keys() - traced.keys()):
             name = tensor_name(task.vp_stage, task.param_name)
@@ -204,8 +204,11 @@ class _RankZero(int):
 
 
 @contextmanager
-def _as_rank_zero() -> Iterator[None]:
-    """Bridge's mappings without communication: each rank cuts as tensor-parallel rank 0 does, and takes its own part."""
+def as_rank_zero(device: torch.device) -> Iterator[None]:
+    """Bridge's mappings without communication: each rank cuts as tensor-parallel rank 0 does, and takes its own part.
+
+    `device` has the tensors that are cut.
+    """
     mapping = require("megatron.bridge.models.conversion.param_mapping").MegatronParamMapping
     rank_of = mapping.tp_rank.fget
 
@@ -220,5 +223,5 @@ def _as_rank_zero() -> Iterator[None]:
         patches.enter_context(mock.patch.object(mapping, "broadcast_tensor_to_tp_ranks", take_all))
         patches.enter_context(mock.patch.object(mapping, "tp_rank", property(lambda self: _RankZero(rank_of(self)))))
         if not torch.cuda.is_available():  # replicated mappings ask where to put what they broadcast
-            patches.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: torch.device("meta")))
+            patches.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: device))
         yield
