@@ -217,7 +217,7 @@ def test_a_model_with_lora_adapters_is_refused_on_every_rank_with_the_cause(in_w
     told = in_world(config, TrainMesh(pp=2), _planned_error, config, _wrap_for_lora)
     assert len(set(told)) == 1
     assert "the model has adapters (LoRA), as in vp0.decoder.layers.0.mlp.linear_fc2.to_wrap.weight" in told[0]
-    assert "Merge the adapters" in told[0]
+    assert "Connect by mr.megatron.connect, which merges them" in told[0]
 
 
 def _planned_in_another_order(trainer: Trainer, folder: Path, config: dict[str, Any]) -> str:
