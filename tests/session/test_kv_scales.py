@@ -175,7 +175,12 @@ def test_names_are_asked_for_only_where_scales_came() -> None:
     assert train == [
         *first, ("refit-2/start", ["everything", "kv_scales", "version"]), ("refit-2/kv_scales", []), ("refit-2/commit", []),
     ]  # fmt: skip
-    assert gen == [*first, ("refit-2/start", ["version"]), ("refit-2/kv_scales", ["lacks"]), ("refit-2/commit", [])]
+    assert gen == [
+        *first,
+        ("refit-2/start", ["everything", "version"]),
+        ("refit-2/kv_scales", ["lacks"]),
+        ("refit-2/commit", []),
+    ]
 
 
 def test_setting_scales_and_naming_them_go_together() -> None:

@@ -77,6 +77,7 @@ def refusal(trainer: Trainer, _: Path, wrap: Wrap, with_bridge: bool) -> str:
             "has the adapter adapter_up alone, which Megatron-Bridge would merge into all that is fused",
         ),
     ],
+    ids=["dora", "torch", "up alone"],
 )
 def test_what_bridge_merges_wrongly_is_refused_on_every_rank(wrap: Wrap, said: str, tmp_path: Path) -> None:
     told = run_trainers(tmp_path, CONFIG, PP2, refusal, wrap, True)
