@@ -18,6 +18,16 @@ from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.validation.processes import run_processes
 
 
+class AsPeftWraps(torch.nn.Module):
+    """The modules of a linear that peft has given a LoRA adapter (tuners/lora/layer.py); peft is not installed here."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(3, 2, bias=False)})
+        self.lora_B = torch.nn.ModuleDict({"default": torch.nn.Linear(2, 4, bias=False)})
+
+
 def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
     join(rank, 2, folder)
     mesh = init_device_mesh("cpu", (2,))
@@ -42,6 +52,7 @@ def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
     attempt("families", linear(), load_config(("tiny-llama", "tiny-qwen3")[rank]))
     attempt("tensors", torch.nn.Linear(3, 4 + rank))
     attempt("sums", sums)
+    attempt("adapters", torch.nn.ModuleDict({"q_proj": AsPeftWraps(torch.nn.Linear(3, 4))}))
     attempt("absent", linear())
     return said
 
@@ -55,4 +66,5 @@ def test_all_ranks_refuse_alike(tmp_path: Path) -> None:
         assert "configs of different models: llama on train:0, qwen3 on train:1" in said["families"]
         assert "train:1 would save other tensors than train:0: give every rank the whole module" in said["tensors"]
         assert "weight: P(sum) holds terms of a sum" in said["sums"]
+        assert "1 modules have adapters (peft), first q_proj: no tensor holds" in said["adapters"]
         assert "gen:0 did not say within 2 s how they load" in said["absent"]

@@ -142,7 +142,7 @@ def _check_against_class(bare: torch.nn.Module, tensors: Mapping[str, HfTensor])
     if unknown := [name for name in tensors if name not in shapes]:
         raise ValueError(
             f"{type(bare).__name__} has no {unknown[0]} (and {len(unknown) - 1} more): give the model that the engine serves,"
-            " without heads of its own; merge adapters (LoRA) first"
+            " without heads of its own"
         )
     if other := [name for name, tensor in tensors.items() if tensor.shape != shapes[name]]:
         raise ValueError(

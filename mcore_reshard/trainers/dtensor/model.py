@@ -82,7 +82,17 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def checkpoint_of(module: torch.nn.Module) -> Checkpoint:
-    """What the module would save, by Hugging Face names. Raises ValueError as `read_checkpoint` does."""
+    """What the module would save, by Hugging Face names.
+
+    Raises ValueError for adapters, which would be left out, and as `read_checkpoint` does.
+    """
+    if adapted := [
+        path for path, each in module.named_modules() if "base_layer" in each._modules
+    ]:  # peft, BaseTunerLayer
+        raise ValueError(
+            f"{len(adapted)} modules have adapters (peft), first {adapted[0]}: no tensor holds the weights that the engine"
+            " needs; merge_and_unload() the adapters, or train them by Megatron-Bridge (mr.megatron.connect merges those)"
+        )
     tensors = {name: HfTensor(tuple(t.shape), dtype_name(t.dtype)) for name, t in whole_tensors(module).items()}
     return read_checkpoint(unwrapped(module), tensors)
 
