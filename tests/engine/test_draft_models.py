@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import tiny
+from helpers.assembled import assembled, differences, hf_tensors
 from helpers.front_door import free_address
 from safetensors.torch import load_file, save_file
-from test_random_loads import hf_tensors, wrong
 
 import mcore_reshard as mr
 from mcore_reshard.engines.vllm.draft import PREFIX, draft_of, own_tensors, trace_draft
@@ -164,8 +164,7 @@ def test_traces_of_deepseeks_draft_model_say_what_its_loader_does(sizes: GenSize
     trace = trace_draft(draft, model, hf_tensors(data))
     assert trace is not None and not [tensor.tensor.name for tensor in trace.tensors if tensor.computed]
     draft.load_weights(iter(data.items()))
-    compared, found = wrong(trace, data, own_tensors(draft, model))
-    assert compared and found == []
+    assert differences(assembled(trace, data), own_tensors(draft, model)) == []
     without = {name: tensor for name, tensor in hf_tensors(data).items() if ".layers.4." not in name}
     assert trace_draft(draft, model, without) is None
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.assembled import differences, hf_tensors
 from safetensors.torch import load_file
-from traced import differences, hf_tensors
 
 from mcore_reshard.engines.sglang.model import after_direct_writes, load_weights, local_tensors
 from mcore_reshard.engines.sglang.trace import trace_loading

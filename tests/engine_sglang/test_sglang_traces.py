@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.assembled import assembled, differences, hf_tensors
 from safetensors.torch import load_file
-from traced import assembled, differences, hf_tensors
 
 from mcore_reshard.engines.sglang.model import after_direct_writes, kernel_layouts, load_weights, local_tensors
 from mcore_reshard.engines.sglang.trace import trace_loading

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from traced import assembled, differences, hf_tensors
+from helpers.assembled import assembled, differences, hf_tensors
 
 from mcore_reshard.engines.sglang.model import after_direct_writes, load_weights, local_tensors
 from mcore_reshard.engines.sglang.trace import trace_loading
