@@ -12,7 +12,7 @@ import enum
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -35,22 +35,37 @@ def fingerprint(model: torch.nn.Module, opaque: tuple[type, ...] = ()) -> str:
         for kind in ("_parameters", "_buffers"):
             own[kind] = _state(vars(module)[kind], _LEVELS, opaque)
         digest.update(json.dumps([path, own], sort_keys=True).encode())
-    classes = {base for module in model.modules() for base in type(module).__mro__[:-1] if base is not torch.nn.Module}
-    for base in sorted(classes, key=_name_of):
+    digest.update(digest_of_code(type(module) for module in model.modules()).encode())
+    return digest.hexdigest()
+
+
+def digest_of_code(classes: Iterable[type]) -> str:
+    """The SHA-256 of all methods of classes and of what these inherit from, as they are now."""
+    digest = hashlib.sha256()
+    inherited = {base for kind in {*classes} for base in kind.__mro__[:-1] if base is not torch.nn.Module}
+    for base in sorted(inherited, key=_name_of):
         methods = {name: _name_of(value) for name, value in vars(base).items() if isinstance(value, FunctionType)}
         digest.update(json.dumps([_name_of(base), methods], sort_keys=True).encode())
     return digest.hexdigest()
 
 
+def digest_of(value: Any) -> str:
+    """The SHA-256 of an object and its attributes, as of a config."""
+    return hashlib.sha256(json.dumps(_state(value, _LEVELS, ()), sort_keys=True).encode()).hexdigest()
+
+
 def _state(value: Any, levels: int, opaque: tuple[type, ...]) -> Any:
-    """A value as JSON. Addresses and other things that differ from process to process are in none."""
-    if value is None or isinstance(value, bool | int | float | str):
+    """A value as JSON. Addresses and other things that differ from process to process are in none.
+
+    Floats count by their type: no layout depends on one, and timers have some.
+    """
+    if value is None or isinstance(value, bool | int | str):
         return repr(value)
     if isinstance(value, _TEXT):
         return str(value)
     if isinstance(value, FunctionType | type):
         return _name_of(value)
-    if not levels or isinstance(value, (torch.nn.Module, *opaque)):
+    if not levels or isinstance(value, (float, torch.nn.Module, *opaque)):
         return _name_of(type(value))
     inner = levels - 1
     if isinstance(value, torch.Tensor):

@@ -38,7 +38,7 @@ from mcore_reshard.trainers.refit_trainer import (
     session_problems,
 )
 from mcore_reshard.trainers.trainable import LocalTensors, freeze, watched
-from mcore_reshard.trainers.world import own_rank, run_on_all_ranks
+from mcore_reshard.trainers.world import gather_from_all, own_rank, run_on_all_ranks
 
 from .adapters import merged_adapters
 from .alternation import refuse_alternating_export
@@ -54,7 +54,7 @@ from .model import (
 from .plan_refit import plan_refit
 from .plan_traced_refit import plan_traced_refit
 from .quantized_pairs import export_with_pairs
-from .trace import trace_live
+from .trace import kept_of_trainer, trace_live
 
 
 def connect(
@@ -107,7 +107,7 @@ def connect(
             engine=engine,
             adapters=adapters,
         )
-        return bind(plan, options, None if bridge is None else partial(_check_layout, plan, bridge, chunks))
+        return bind(plan, options, _layout_check(plan, bridge, chunks))
 
     def plan_from_traces(options: Options) -> RefitTrainer:
         if bridge is None:
@@ -150,11 +150,24 @@ def connect(
     return meet_engines(plan_by_rules, server, store, connect_timeout_s, options, plan_from_traces)
 
 
-def _check_layout(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Hold what Megatron-Bridge does on this rank against the plan's rules. Raises LayoutError."""
-    trace = trace_live(bridge, model_chunks, checkpoint_of(plan, quantized=False))
-    loader = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "megatron-bridge"))
-    require_planned_layout(plan, "train", own_rank(), trace, loader)
+def _layout_check(plan: Plan, bridge: Any, model_chunks: Sequence[torch.nn.Module]) -> Callable[[], None] | None:
+    """A check that holds what Megatron-Bridge does on this rank against the plan's rules, and raises LayoutError.
+
+    None without a bridge, and where all ranks of an equal trainer have passed it before.
+    """
+    if bridge is None:
+        return None
+    kept = run_on_all_ranks(lambda: kept_of_trainer(bridge, model_chunks, agrees_with=plan.digest))
+    if all(gather_from_all(kept.read() is not None)):
+        return None
+
+    def check() -> None:
+        trace = trace_live(bridge, model_chunks, checkpoint_of(plan, quantized=False))
+        loader = ", ".join(f"{name} {version(name)}" for name in ("megatron-core", "megatron-bridge"))
+        require_planned_layout(plan, "train", own_rank(), trace, loader)
+        kept.write([])
+
+    return check
 
 
 def _read_arguments(

@@ -11,6 +11,7 @@ import torch
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
 from mcore_reshard.planner.layout.mesh import GenMesh
+from mcore_reshard.planner.layout.trace_file import dump_checkpoint, dump_trace, parse_checkpoint, parse_trace
 from mcore_reshard.planner.layout.traced import read_layouts
 from mcore_reshard.planner.layout.traces import HfTensor
 from mcore_reshard.planner.plan.make_plan import plan_traced
@@ -22,7 +23,7 @@ from .adapters import MergedAdapters
 from .config_fields import check_config_fields, fields_of_bridge
 from .model import local_tensors, rank_coordinate, train_mesh_of
 from .plan_refit import refuse_adapters, refuse_other_rank_orders
-from .trace import checkpoint_tensors, trace_live
+from .trace import checkpoint_tensors, kept_of_trainer, trace_live
 
 Collect = Callable[[Mapping[str, HfTensor]], list[CondensedTrace]]
 
@@ -49,14 +50,7 @@ def plan_traced_refit(
     refuse_adapters(adapters.local_tensors() if adapters is not None else local_tensors(model_chunks))
     check_config_fields(model_chunks, run_on_all_ranks(lambda: fields_of_bridge(bridge)))
     files = run_on_all_ranks(lambda: checkpoint_tensors(bridge))
-    trace = run_on_all_ranks(lambda: trace_live(bridge, model_chunks, files))
-    names = {name for tensor in trace.tensors for name in tensor.names}
-    own_dtypes = {name: tensor.tensor.dtype for tensor in trace.tensors for name in tensor.names}
-    dtypes: dict[str, str] = {}
-    for of_rank in gather_from_all({name: own_dtypes[name] for name in names}):
-        dtypes |= of_rank
-    checkpoint = {name: replace(tensor, dtype=dtypes[name]) for name, tensor in files.items() if name in dtypes}
-    traces = gather_from_all(condense(trace, ParameterNames(checkpoint), is_trainer=True))
+    checkpoint, traces = _trainer_traces(bridge, model_chunks, files)
     engine_traces = run_on_all_ranks(lambda: collect(checkpoint) if own_rank() == 0 else [])
     engine_traces = gather_from_all(engine_traces)[0]
     stages = [[mesh.coordinate(rank)["pp"] for rank in range(mesh.world)] for mesh in (train, gen)]
@@ -64,3 +58,23 @@ def plan_traced_refit(
     plan = plan_traced(layouts, train, gen, model=model)
     require_proof(plan)
     return plan
+
+
+def _trainer_traces(
+    bridge: Any, model_chunks: Sequence[torch.nn.Module], files: Mapping[str, HfTensor]
+) -> tuple[dict[str, HfTensor], list[CondensedTrace]]:
+    """The tensors that the trainer sends, in its dtypes, and the trace of every rank; kept ones where all ranks have them."""
+    kept = run_on_all_ranks(lambda: kept_of_trainer(bridge, model_chunks, files=dump_checkpoint(files)))
+    if all(gather_from_all((lines := kept.read()) is not None)):
+        assert lines is not None
+        return parse_checkpoint(lines[0]), gather_from_all(parse_trace(lines[1]))
+    trace = run_on_all_ranks(lambda: trace_live(bridge, model_chunks, files))
+    own_dtypes = {name: tensor.tensor.dtype for tensor in trace.tensors for name in tensor.names}
+    dtypes: dict[str, str] = {}
+    for of_rank in gather_from_all(own_dtypes):
+        dtypes |= of_rank
+    sent = dump_checkpoint({name: replace(files[name], dtype=dtypes[name]) for name in files if name in dtypes})
+    checkpoint = parse_checkpoint(sent)
+    condensed = condense(trace, ParameterNames(checkpoint), is_trainer=True)
+    kept.write([sent, dump_trace(condensed)])
+    return checkpoint, gather_from_all(condensed)

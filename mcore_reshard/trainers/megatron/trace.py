@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,10 +20,21 @@ import torch
 from mcore_reshard.kernels.copies.tensors import dtype_name
 from mcore_reshard.planner.layout.geometry import LocalTensor
 from mcore_reshard.planner.layout.traces import HfTensor, RankTrace, TracedTensor
+from mcore_reshard.tracing.fingerprint import digest_of, digest_of_code, fingerprint
+from mcore_reshard.tracing.kept import KeptFile
 from mcore_reshard.tracing.recorder import Recorder
 
 from .alternation import alternation_of, let_take_turns
-from .model import decoder_of, hf_names, local_tensors, require, tensor_name, unwrapped, without_adapters
+from .model import (
+    decoder_of,
+    hf_names,
+    local_tensors,
+    rank_coordinate,
+    require,
+    tensor_name,
+    unwrapped,
+    without_adapters,
+)
 
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -39,6 +50,20 @@ def trace_live(bridge: Any, model_chunks: Sequence[torch.nn.Module], checkpoint:
     pretrained = SimpleNamespace(state=SimpleNamespace(source=source), config=config)
     tasks = converter.build_conversion_tasks(pretrained, list(model_chunks))
     return trace_import(converter, model_chunks, tasks, checkpoint)
+
+
+def kept_of_trainer(bridge: Any, model_chunks: Sequence[torch.nn.Module], **parts: Any) -> KeptFile:
+    """What was seen of this rank's part of models like this one, and of the AutoBridge that made it."""
+    converter = bridge._model_bridge
+    models = [fingerprint(unwrapped(chunk)) for chunk in model_chunks]
+    mappings = vars(require("megatron.bridge.models.conversion.param_mapping"))
+    made_by = [
+        digest_of(getattr(bridge.hf_pretrained, "config", bridge.hf_pretrained)),
+        digest_of(converter.mapping_registry()),
+        digest_of({name: value for name, value in mappings.items() if isinstance(value, FunctionType)}),
+        digest_of_code([type(converter), *(value for value in mappings.values() if isinstance(value, type))]),
+    ]
+    return KeptFile.of("megatron", models=models, made_by=made_by, place=rank_coordinate(model_chunks), **parts)
 
 
 def checkpoint_tensors(bridge: Any) -> dict[str, HfTensor]:
