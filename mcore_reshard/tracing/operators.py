@@ -142,6 +142,15 @@ def _selected(recorder: Recorder, src: torch.Tensor, dim: int, indices: torch.Te
     return result
 
 
+def _record_flip(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
+    src, dims = args
+    if not _moves_weights(recorder, [src]):
+        return recorder.run(func, args, kwargs)
+    for dim in dims:
+        src = _selected(recorder, src, dim % src.dim(), torch.arange(src.shape[dim] - 1, -1, -1))
+    return src
+
+
 def _record_index(recorder: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     """`tensor[..., indices, ...]` with one tensor of known integers, or a mask of one dim; several tensors are computed."""
     src, indices = args
@@ -285,6 +294,7 @@ RECORDED: dict[Any, Callable[[Recorder, Any, Any, Any], Any]] = {
     **dict.fromkeys(_overloads("cat"), _record_cat),
     **dict.fromkeys(_overloads("stack"), _record_stack),
     **dict.fromkeys(_overloads("index_select"), _record_index_select),
+    **dict.fromkeys(_overloads("flip"), _record_flip),
     **dict.fromkeys(_overloads("index.Tensor"), _record_index),
     **dict.fromkeys(_overloads("index_copy_"), _record_index_copy),
     **dict.fromkeys(_overloads("index_put_", "_index_put_impl_"), _record_index_put),

@@ -6,115 +6,43 @@ import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import tiny
-from helpers.assembled import assembled, differences, hf_tensors
-from helpers.front_door import free_address
-from safetensors.torch import load_file, save_file
+from helpers.assembled import hf_tensors, wrong_tensors
+from live_refits import Tensors, refit, refits, worker_of
 
 import mcore_reshard as mr
 from mcore_reshard.engines.vllm.draft import PREFIX, draft_of, own_tensors, trace_draft
 from mcore_reshard.engines.vllm.model import local_tensors
-from mcore_reshard.engines.vllm.worker import RefitWorker
 from mcore_reshard.planner.layout.mesh import TrainMesh
 from mcore_reshard.planner.plan.trace_check import checkpoint_of
-from mcore_reshard.validation.engine.slices import GenSizes, poison
+from mcore_reshard.validation.engine.slices import GenSizes
 from mcore_reshard.validation.engine.vllm_engine import build_engine_with_draft
-from mcore_reshard.validation.processes import run_processes
-from mcore_reshard.validation.tiny import payload, write_checkpoint
-
-STEPS, TIMEOUT_S = 3, 240.0
-OPTIONS: dict[str, Any] = {"timeout_s": 60.0, "transport": "gloo"}
-
-
-def train(rank: int, mesh: TrainMesh, gen: str, folder: Path, address: str) -> list[str]:
-    """Refit three versions of the weights, and write down what Megatron-Bridge exports of each; returns the plan's misc."""
-    import torch.distributed as dist
-
-    from mcore_reshard.validation.trainer.build import build_trainer
-
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store")), rank=rank, world_size=mesh.world)
-    model = build_trainer(folder / "1", mesh)
-    given = {"gen": gen, "store": address, "connect_timeout_s": TIMEOUT_S, "options": mr.Options(**OPTIONS)}
-    with mr.megatron.connect(model.model_chunks, model.bridge, folder / "1", **given) as trainer:
-        for step in range(1, STEPS + 1):
-            if step == 2:
-                model.load(folder / "2")
-            elif step > 2:
-                model.step()
-            golden = {name: tensor.detach().clone().contiguous() for name, tensor in model.export()}
-            if rank == 0:
-                save_file(golden, folder / f"golden{step}")
-            trainer.refit(step)
-        return [*trainer.plan.misc_names()]
-
-
-def worker_of(folder: Path, sizes: GenSizes, rank: int) -> tuple[Any, torch.nn.Module, torch.nn.Module]:
-    """vLLM's worker as `RefitWorker` sees it, and the two models that its runner holds."""
-    model, proposer = build_engine_with_draft(folder, sizes, rank)
-    worker = RefitWorker()
-    worker.vllm_config = proposer.vllm_config
-    worker.get_model = lambda: model  # type: ignore[method-assign]
-    worker.model_runner = SimpleNamespace(drafter=proposer)
-    return worker, model, proposer.model
+from mcore_reshard.validation.tiny import payload
 
 
 def generate(rank: int, sizes: GenSizes, folder: Path, address: str) -> tuple[int, list[str], list[str]]:
     """How many tensors of the draft were compared, which of all differ from what the loaders make of golden; and warnings."""
-    worker, model, draft = worker_of(folder / "1", sizes, rank)
+    model, proposer = build_engine_with_draft(folder / "1", sizes, rank)
+    draft = proposer.model
 
-    def tensors() -> dict[str, torch.Tensor]:
+    def tensors() -> Tensors:
         return local_tensors(model) | own_tensors(draft, model)
 
-    def refill() -> None:
-        for tensor in tensors().values():
-            poison(tensor)
+    def load(golden: Tensors) -> Tensors:
+        model.load_weights(iter(golden.items()))  # type: ignore[operator]
+        if any(".layers.3.enorm" in name or name.startswith("mtp.") for name in golden):
+            draft.load_weights(iter(golden.items()))
+        return tensors()
 
-    differing = []
-    worker._derive_tensors = lambda: None  # absorbed weights of attention take kernels
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        worker.connect_refit(address, connect_timeout_s=TIMEOUT_S, **OPTIONS)
+        worker = worker_of(proposer.vllm_config, model, drafter=proposer)
+        differing = [*refits(worker, tensors, folder, address, load)]
     warned = [str(warning.message) for warning in caught if "draft" in str(warning.message)]
-    for step in range(1, STEPS + 1):
-        refill()
-        worker.refit(step)
-        arrived = {name: tensor.clone() for name, tensor in tensors().items()}
-        refill()
-        golden = load_file(folder / f"golden{step}")
-        model.load_weights(iter(golden.items()))  # type: ignore[operator]
-        if not warned:
-            draft.load_weights(iter(golden.items()))  # type: ignore[operator]
-        expected = tensors()
-        assert arrived.keys() == expected.keys()
-        differing += [f"{step}: {name}" for name, tensor in expected.items() if not same_bytes(tensor, arrived[name])]
-    worker.close_refit()
     return sum(name.startswith(PREFIX) for name in tensors()), differing, warned
-
-
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))
-
-
-def run(index: int, mesh: TrainMesh, sizes: GenSizes, gen: str, folder: Path, address: str) -> Any:
-    if index < mesh.world:
-        return train(index, mesh, gen, folder, address)
-    return generate(index - mesh.world, sizes, folder, address)
-
-
-def refit(name: str, mesh: TrainMesh, sizes: GenSizes, gen: str, folder: Path, **fields: Any) -> tuple[Any, Any]:
-    """What the training ranks and what the engine's ranks found."""
-    from mcore_reshard.validation.trainer.build import prepare
-
-    prepare()
-    for version in (1, 2):
-        write_checkpoint(tiny(name, **fields), folder / str(version), version)
-    arguments = (mesh, sizes, gen, folder, free_address())
-    found = run_processes(mesh.world + sizes.world, run, arguments, timeout_s=TIMEOUT_S)
-    return found[: mesh.world], found[mesh.world :]
 
 
 _MTP = {"num_nextn_predict_layers": 1}
@@ -132,7 +60,7 @@ _QUICK = "glm4-moe"
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case != _QUICK)) for case in CASES])
 def test_draft_models_get_the_trainers_prediction_layers(case: str, tmp_path: Path) -> None:
     mesh, sizes, gen, fields, count = CASES[case]
-    misc, engines = refit(case.partition(" ")[0], mesh, sizes, gen, tmp_path, **fields)
+    misc, engines = refit(case.partition(" ")[0], mesh, sizes, gen, tmp_path, generate, **fields)
     assert engines == [(count, [], [])] * sizes.world
     # The draft's router goes by misc, as those of the main model: the engine holds routers in float32.
     assert ("model.layers.3.mlp.gate.weight" in misc[0]) == case.startswith("glm4-moe")
@@ -140,7 +68,9 @@ def test_draft_models_get_the_trainers_prediction_layers(case: str, tmp_path: Pa
 
 def test_a_draft_model_whose_layers_the_trainer_lacks_stays_and_says_so(tmp_path: Path) -> None:
     """Megatron-Bridge 0.3 builds DeepSeek-V3 without prediction layers; its rules give way to traces all the same."""
-    misc, engines = refit("deepseek-v3", TrainMesh(tp=2), GenSizes(), "tp=1", tmp_path, num_hidden_layers=2, **_MTP)
+    misc, engines = refit(
+        "deepseek-v3", TrainMesh(tp=2), GenSizes(), "tp=1", tmp_path, generate, num_hidden_layers=2, **_MTP
+    )
     assert misc == [[], []]
     ((count, wrong, warned),) = engines
     assert count == 18 and wrong == []
@@ -164,7 +94,7 @@ def test_traces_of_deepseeks_draft_model_say_what_its_loader_does(sizes: GenSize
     trace = trace_draft(draft, model, hf_tensors(data))
     assert trace is not None and not [tensor.tensor.name for tensor in trace.tensors if tensor.computed]
     draft.load_weights(iter(data.items()))
-    assert differences(assembled(trace, data), own_tensors(draft, model)) == []
+    assert wrong_tensors(trace, data, own_tensors(draft, model)) == []
     without = {name: tensor for name, tensor in hf_tensors(data).items() if ".layers.4." not in name}
     assert trace_draft(draft, model, without) is None
 

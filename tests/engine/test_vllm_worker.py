@@ -104,7 +104,7 @@ def test_kv_scales_land_on_the_stages_of_their_layers_and_a_wrong_name_costs_not
     kv_cache_in("fp8")
     refit, compare = TrainEndpoint.refit, ranks._compare_with_golden
 
-    def with_scales(self, version):
+    def with_scales(self, version, **_):
         scales = KV_SCALES if self.rank_name == "train:0" else {}
         with pytest.raises(KvScalesError, match=r"1 of 5 scales .* cache has scales: model\.layers\.0\.k_scale; name"):
             refit(self, version, kv_scales=scales and {**scales, "model.layers.0.k_scale": 1.0})
@@ -156,9 +156,9 @@ def test_what_a_loader_did_with_an_equal_model_is_not_traced_again(config_folder
     checkpoint = {name: HfTensor(shape, "bfloat16") for name, shape in shapes.items()}
     traced = []
 
-    def count(model, *args):
+    def count(model, *args, **kwargs):
         traced.append(model)
-        return trace_loading(model, *args)
+        return trace_loading(model, *args, **kwargs)
 
     monkeypatch.setattr("mcore_reshard.engines.vllm.worker.trace_loading", count)
 

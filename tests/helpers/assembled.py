@@ -33,6 +33,15 @@ def assembled(trace: RankTrace, checkpoint: Mapping[str, torch.Tensor]) -> dict[
     return tensors
 
 
+def wrong_tensors(
+    trace: RankTrace, checkpoint: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Names of live tensors that hold other bytes than their trace says; those that are computed are left out."""
+    said = assembled(RankTrace(tuple(traced for traced in trace.tensors if not traced.computed)), checkpoint)
+    assert said
+    return differences(said, {name: live[name] for name in said})
+
+
 def _dst(tensor: torch.Tensor, copy: StridedCopy) -> torch.Tensor:
     return tensor.as_strided(copy.extents, copy.dst_strides, copy.dst_offset)
 

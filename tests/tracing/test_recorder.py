@@ -59,6 +59,12 @@ MOVED: dict[str, tuple[tuple[int, ...], Loader, list[float]]] = {
         lambda p, w: p.copy_(w[A].index_select(0, torch.tensor([2, 0, 1]))),
         a(*range(12, 18), *range(12)),
     ),
+    "flip": ((2, 6), lambda p, w: p.copy_(w[B].flip(0, -1)), b(*range(11, -1, -1))),
+    "flip of halves": (
+        (2, 6),
+        lambda p, w: p.copy_(w[B].reshape(-1, 2, 2, 3).flip(dims=[2]).reshape(2, 6)),
+        b(3, 4, 5, 0, 1, 2, 9, 10, 11, 6, 7, 8),
+    ),
     "index with a tensor": ((2, 6), lambda p, w: p.copy_(w[A][torch.tensor([3, 1])]), a(*range(18, 24), *range(6, 12))),
     "index from the end": (
         (2, 6),
@@ -201,7 +207,6 @@ COMPUTED: dict[str, tuple[tuple[int, ...], Loader, str]] = {
     ),
     "arithmetic on a part": ((2, 6), lambda p, w: (p.copy_(w[B]), p[0, :1].exp_()), "aten.exp_"),
     "arithmetic into an output": ((2, 6), lambda p, w: torch.add(w[B], 1, out=p), "aten.add.out"),
-    "flip": ((2, 6), lambda p, w: p.copy_(w[B].flip(0)), "aten.flip"),
     "rounding on the way": ((2, 6), lambda p, w: p.copy_(w[B].half()), "rounded to float16 on the way"),
     "repeat": ((4, 6), lambda p, w: p.copy_(w[B].repeat(2, 1)), "elements that are repeated"),
     "copy_ with broadcast": ((4, 6), lambda p, w: p.copy_(w[B][0]), "elements that are repeated"),

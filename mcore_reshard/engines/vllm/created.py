@@ -25,7 +25,7 @@ def parameters_as_created(model: torch.nn.Module) -> Iterator[None]:
 
     replaced: dict[int, tuple[Any, type, dict[str, Any]]] = {}
     try:
-        for layer in model.modules():
+        for layer in (layer for layer in model.modules() if layer._parameters):
             recorded, _ = get_layerwise_info(layer).restore_metadata
             for name, parameter in layer.named_parameters(recurse=False):
                 first = recorded.get(name)

@@ -19,6 +19,7 @@ from mcore_reshard.tracing.loading import record_loading
 
 from .created import parameters_as_created
 from .model import load_weights, local_tensors
+from .rearranged import rearrange
 
 PREFIX = "draft:"  # no module has a colon in its name
 
@@ -42,7 +43,7 @@ def draft_of(runner: Any, config: Any) -> tuple[torch.nn.Module | None, str]:
 def own_tensors(draft: torch.nn.Module, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The draft model's tensors as `local_tensors` gives them, but those that lie in the main model's storage."""
     shared = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    tensors = local_tensors(draft).items()
+    tensors = local_tensors(draft, as_kernels_read=True).items()
     return {PREFIX + name: tensor for name, tensor in tensors if tensor.untyped_storage().data_ptr() not in shared}
 
 
@@ -54,7 +55,7 @@ def trace_draft(draft: torch.nn.Module, model: torch.nn.Module, checkpoint: Mapp
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     with parameters_as_created(draft), _of_some_layers():
-        recorder, twin = record_loading(draft, checkpoint, "vLLM")
+        recorder, twin = record_loading(draft, checkpoint, "vLLM", rearrange)
     traced = RankTrace(
         tuple(recorder.read(name, twin.get_parameter(name.removeprefix(PREFIX))) for name in own_tensors(draft, model))
     )
@@ -82,10 +83,10 @@ def load_both(
                 kept.append((name, tensor.clone()))  # the main model's loader may change it
             yield name, tensor
 
-    load_weights(model, keep())
+    load_weights(model, keep(), as_kernels_read=True)
     if kept:
         with _of_some_layers():
-            load_weights(draft, kept)
+            load_weights(draft, kept, as_kernels_read=True)
 
 
 def _of_some_layers() -> AbstractContextManager[None]:

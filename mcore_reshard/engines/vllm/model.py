@@ -1,7 +1,8 @@
 """A live vLLM model as the destination of a refit: its tensors, its loader, and what must follow direct writes.
 
-A refit writes parameters in the layout in which `load_weights` leaves them. It refuses a model whose kernels read another
-layout (`kernel_layouts`). File names below are vLLM 0.32's, under vllm/model_executor.
+A refit writes parameters in the layout in which `load_weights` leaves them, or as kernels read them where a trace says how
+(`rearranged`). It refuses a model whose kernels read any other layout (`kernel_layouts`). File names below are vLLM 0.32's,
+under vllm/model_executor.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mcore_reshard.session.agreement import is_positive_float32
 
 from . import refined_scales
 from .created import parameters_as_created
+from .rearranged import rearranged_parameters
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,15 +57,33 @@ def require_vllm() -> None:
         raise ImportError("vLLM is not installed; from a clone of mcore-reshard: pip install '.[vllm]'") from error
 
 
-def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def local_tensors(model: torch.nn.Module, *, as_kernels_read: bool = False) -> dict[str, torch.Tensor]:
     """Every parameter that `load_weights` fills on this rank, by vLLM name; the live storage, not copies.
 
     No supported family loads into buffers. Tied weights appear once. Two kinds of parameters are left out: tensors that
     attention derives after loading, and the scales of the KV cache, which `set_kv_scales` takes. Where vLLM repeats the
     scales of FP8 experts, tensors with the checkpoint's scales take their place (`refined_scales`).
     Raises RuntimeError where kernels read another layout than `load_weights` leaves, naming every such parameter.
+    `as_kernels_read`: the refit writes `rearranged_parameters` as kernels read them.
     """
-    refuse_kernel_layouts(kernel_layouts(model), _AS_LOADED_REMEDY)
+    refuse_unknown_layouts(model, as_kernels_read)
+    return _filled_tensors(model)
+
+
+def refuse_unknown_layouts(model: torch.nn.Module, as_kernels_read: bool) -> None:
+    """Raise RuntimeError for parameters that a refit cannot write, as `local_tensors` does."""
+    changed = kernel_layouts(model)
+    known = rearranged_parameters(model) if changed and as_kernels_read else set()
+    refuse_kernel_layouts({name: changed[name] for name in changed if name not in known}, _AS_LOADED_REMEDY)
+
+
+def refuse_traced_layouts(model: torch.nn.Module, why: Mapping[str, str]) -> None:
+    """Raise RuntimeError for rearranged parameters, `why` a refit cannot write them as kernels read them."""
+    changed = kernel_layouts(model)
+    refuse_kernel_layouts({name: f"{changed[name]}; {why[name]}" for name in changed if name in why}, _AS_LOADED_REMEDY)
+
+
+def _filled_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     blocks = refined_scales.blocks_of(model)
     left_out = {name.removesuffix(CHECKPOINT_BLOCKS) for name in blocks}
     for prefix, layer in _layers_with_parameters(model):
@@ -76,17 +96,23 @@ def local_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor that the model's own loader writes, by vLLM name: `local_tensors`, but with refined scales themselves."""
-    names = [name.removesuffix(CHECKPOINT_BLOCKS) for name in local_tensors(model)]
+    """Every tensor that the model's own loader writes, by vLLM name: `local_tensors`, but with refined scales themselves.
+
+    Those that kernels read in another layout are among them.
+    """
+    names = [name.removesuffix(CHECKPOINT_BLOCKS) for name in _filled_tensors(model)]
     return {name: model.get_parameter(name).detach() for name in names}
 
 
-def load_weights(model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_weights(
+    model: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]], *, as_kernels_read: bool = False
+) -> None:
     """Feed whole HF tensors, any subset, to the model's own loader, which may change them (models/gpt_oss.py).
 
-    Raises RuntimeError as `local_tensors` does: loaders would corrupt rearranged parameters (vLLM #42821).
+    Raises RuntimeError as `local_tensors` does: loaders would corrupt rearranged parameters (vLLM #42821). With
+    `as_kernels_read` the tensors must be of others.
     """
-    refuse_kernel_layouts(kernel_layouts(model), _AS_LOADED_REMEDY)
+    refuse_unknown_layouts(model, as_kernels_read)
     with parameters_as_created(model), torch.no_grad():
         model.load_weights(iter(named_tensors))  # type: ignore[operator]
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.errors import RefitError, SessionError, TracesNeeded
+from mcore_reshard.kernels.errors import LayoutError, RefitError, SessionError, TracesNeeded
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense, untraceable
 from mcore_reshard.planner.layout.mesh import MeshError, format_mesh
 from mcore_reshard.planner.layout.trace_file import dump_checkpoint, dump_trace, parse_trace
@@ -38,7 +39,8 @@ from mcore_reshard.tracing.kept import KeptFile
 from mcore_reshard.tracing.recorder import TraceError
 
 from . import model as engine
-from .draft import draft_of, load_both, own_tensors, trace_draft
+from .draft import PREFIX, draft_of, load_both, own_tensors, trace_draft
+from .rearranged import rearranged_parameters
 from .trace import trace_loading
 
 
@@ -51,6 +53,8 @@ class RefitWorker:
     _refit_endpoint: GenerationEndpoint | None = None
     _refit_draft: torch.nn.Module | None = None  # the draft model, if the trainer sends its layers
     _refit_names_of_draft: frozenset[str] | None = None  # the Hugging Face tensors that it is made of; None: unknown
+    _refit_is_traced: bool = False  # the plan was made of this worker's trace: tensors are written as kernels read them
+    _refit_rearranged: frozenset[str] = frozenset()  # the Hugging Face tensors of which rearranged parameters are made
 
     def connect_refit(self, store: str, *, replica: int = 0, connect_timeout_s: float = 600.0, **options: Any) -> str:
         """Fetch the plan that the trainer publishes, bind this worker's parameters and meet all other ranks.
@@ -76,6 +80,7 @@ class RefitWorker:
 
     def _meet_trainer(self, store: str, replica: int, connect_timeout_s: float, session: Options) -> None:
         self._refit_draft = self._refit_names_of_draft = None
+        self._refit_is_traced, self._refit_rearranged = False, frozenset()
         config, mesh = self.vllm_config, engine.gen_mesh_of(self.vllm_config)
         rank = engine.gen_rank_of(config) + replica * mesh.world
         answer_request(rank, self._condensed_trace, store, session.session, session.timeout_s, connect_timeout_s)
@@ -102,18 +107,19 @@ class RefitWorker:
             after_direct_writes=self._derive_tensors,
             set_kv_scales=lambda scales: engine.set_kv_scales(self.get_model(), scales),
             kv_scale_names=lambda: engine.kv_scale_names(self.get_model()),
-            check_layout=lambda: self._check_layout(plan, rank),
+            check_layout=lambda: self._check_layout(plan, rank, session),
             options=session,
         )
         endpoint.prepare(timeout_s=connect_timeout_s)
 
     def _tensors_of_refit(self) -> dict[str, torch.Tensor]:
         model, draft = self.get_model(), self._refit_draft
-        return engine.local_tensors(model) | ({} if draft is None else own_tensors(draft, model))
+        tensors = engine.local_tensors(model, as_kernels_read=self._refit_is_traced)
+        return tensors | ({} if draft is None else own_tensors(draft, model))
 
     def _load_whole_tensors(self, tensors: NamedTensors) -> None:
         if self._refit_draft is None:
-            engine.load_weights(self.get_model(), tensors)
+            engine.load_weights(self.get_model(), tensors, as_kernels_read=self._refit_is_traced)
         else:
             load_both(self.get_model(), self._refit_draft, self._refit_names_of_draft, tensors)
 
@@ -124,17 +130,27 @@ class RefitWorker:
 
     def _condensed_trace(self, checkpoint: Mapping[str, HfTensor]) -> CondensedTrace:
         """What this rank's loaders do; what they did with an equal model and checkpoint before will do."""
-        names, kept = ParameterNames(checkpoint), self._kept(checkpoint=dump_checkpoint(checkpoint))
+        names = ParameterNames(checkpoint)
         draft = draft_of(self.model_runner, self.vllm_config)[0]
+        models = {"": self.get_model()} if draft is None else {"": self.get_model(), PREFIX: draft}
+        self._refit_is_traced = True
+        for model in models.values():
+            engine.refuse_unknown_layouts(model, as_kernels_read=True)
+        order = {prefix: sorted(rearranged_parameters(model)) for prefix, model in models.items()}
+        kept = self._kept(checkpoint=dump_checkpoint(checkpoint), rearranged=order)
         if (lines := kept.read()) is None:
             try:
                 trace, of_draft = self._trace(draft, checkpoint)
             except TraceError as error:  # the loader itself still takes whole tensors: all of the model goes by misc
+                for model in models.values():
+                    engine.refuse_traced_layouts(model, dict.fromkeys(rearranged_parameters(model), str(error)))
                 self._refit_draft = draft
                 return untraceable(checkpoint, "load_weights", str(error))
-            lines = [dump_trace(condense(trace, names, is_trainer=False)), json.dumps(of_draft)]
+            rearranged = [name for prefix, model in models.items() for name in _rearranged_of(trace, prefix, model)]
+            lines = [dump_trace(condense(trace, names, is_trainer=False)), json.dumps([of_draft, rearranged])]
             kept.write(lines)
-        of_draft = json.loads(lines[1])
+        of_draft, rearranged = json.loads(lines[1])
+        self._refit_rearranged = frozenset(rearranged)
         if of_draft is not None:
             self._refit_draft, self._refit_names_of_draft = draft, frozenset(of_draft)
         return parse_trace(lines[0])
@@ -145,7 +161,7 @@ class RefitWorker:
         """The trace of this rank's models, and the tensors that the draft model reads; None if it reads none of its own."""
         model = self.get_model()
         with self._as_vllm_configured():
-            trace = trace_loading(model, checkpoint)
+            trace = trace_loading(model, checkpoint, as_kernels_read=True)
             of_draft = None if draft is None else trace_draft(draft, model, checkpoint)
         if of_draft is None:
             return trace, None
@@ -161,8 +177,9 @@ class RefitWorker:
         place = engine.gen_rank_of(self.vllm_config), format_mesh(engine.gen_mesh_of(self.vllm_config))
         return KeptFile.of("vllm", models=digests, place=place, **parts)
 
-    def _check_layout(self, plan: Plan, rank: int) -> None:
+    def _check_layout(self, plan: Plan, rank: int, options: Options) -> None:
         if is_traced(plan):  # the plan is what the loaders do
+            self._refuse_loading_of_rearranged(plan, rank, options)
             return
         kept = self._kept(agrees_with=plan.digest, rank=rank)
         if kept.read() is None:
@@ -170,8 +187,24 @@ class RefitWorker:
                 trace = trace_loading(self.get_model(), checkpoint_of(plan))
             require_planned_layout(plan, "gen", rank, trace, f"vLLM {version('vllm')}")
             kept.write([])
-        if draft_of(self.model_runner, self.vllm_config)[0] is not None and not plan.pairs:
+        if plan.pairs:  # no traces make a plan of quantized tensors
+            return
+        if draft_of(self.model_runner, self.vllm_config)[0] is not None:
             raise TracesNeeded("this engine has a draft model, which no layout rules know")
+        if rearranged_parameters(self.get_model()):
+            raise TracesNeeded("a backend of this engine has rearranged experts, as no layout rules know")
+
+    def _refuse_loading_of_rearranged(self, plan: Plan, rank: int, options: Options) -> None:
+        """Raise LayoutError where whole tensors would go through the loader into parameters that a backend has rearranged."""
+        if not self._refit_rearranged:
+            return
+        device = next(self.get_model().parameters()).device.type
+        golden = resolve(options.transport, device).connect is None
+        if loaded := self._refit_rearranged.intersection(self._refit_rearranged if golden else plan.misc_names()):
+            raise LayoutError(
+                f"gen:{rank}: {len(loaded)} tensors would go through vLLM's loader, which corrupts experts that a backend has"
+                f" rearranged, first {min(loaded)}: start vLLM with moe_backend='triton'"
+            )
 
     def _why_draft_stays(self) -> str:
         """Why refits do not write this rank's draft model; "" if it has none."""
@@ -199,3 +232,11 @@ class RefitWorker:
         """Leave the session and free what it holds. May be called twice."""
         if self._refit_endpoint is not None:
             self._refit_endpoint.close()
+
+
+def _rearranged_of(trace: RankTrace, prefix: str, model: torch.nn.Module) -> list[str]:
+    """The Hugging Face tensors that rearranged parameters are made of. Raises RuntimeError for those that are computed."""
+    own = {prefix + name: name for name in rearranged_parameters(model)}
+    traced = [tensor for tensor in trace.tensors if tensor.tensor.name in own]
+    engine.refuse_traced_layouts(model, {own[t.tensor.name]: t.computed for t in traced if t.computed})
+    return sorted({name for tensor in traced for name in tensor.names})
