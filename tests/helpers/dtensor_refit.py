@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class Case:
     sizes: GenSizes
     dtype: torch.dtype = torch.bfloat16
     misc_bytes: int = 0  # exported on each training rank
+    frozen: str = ""  # names of parameters that are not trained, as a regular expression; then trainable_only
 
     def __str__(self) -> str:
         gen = self.sizes
@@ -74,15 +76,25 @@ def _refit(index: int, case: Case, open_engine: OpenEngine, folder: Path, addres
 def _train(rank: int, case: Case, folder: Path, address: str) -> tuple[int, int]:
     """Refit every step; returns the bytes by bulk and by misc of the last one."""
     join(rank, case.world, folder)
-    model, sizes = shard(load(folder / "1", case.dtype), case.kind), case.sizes
+    model, sizes = load(folder / "1", case.dtype), case.sizes
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not case.frozen or not re.search(case.frozen, name))
+    model = shard(model, case.kind)
     gen = mr.GenMesh(tp=sizes.tp, pp=sizes.pp, dp=sizes.dp, ep=sizes.ep)
     options = mr.Options(timeout_s=20.0)
     with mr.dtensor.connect(
-        model, folder / "1", gen=gen, store=address, connect_timeout_s=90.0, options=options
+        model,
+        folder / "1",
+        gen=gen,
+        store=address,
+        trainable_only=bool(case.frozen),
+        connect_timeout_s=90.0,
+        options=options,
     ) as trainer:
         for step in range(1, STEPS + 1):
             refill(model, load(folder / str(step), case.dtype).state_dict())
             report = trainer.refit(step)
+            assert report.moved == ("trainable parameters" if case.frozen and step > 1 else "everything")
     return report.nbytes, report.misc_bytes
 
 
@@ -102,12 +114,14 @@ def _generate(engine: Engine, rank: int, case: Case, address: str) -> list[str]:
     endpoint.prepare(timeout_s=90.0)
     wrong = []
     for step in range(1, STEPS + 1):
-        refill_with_poison(engine)
+        if step == 1 or not case.frozen:
+            refill_with_poison(engine)
         endpoint.refit(step)
         arrived = {name: tensor.clone() for name, tensor in engine.tensors.items()}
         refill_with_poison(engine)
-        golden = tiny.payload(tiny.checkpoint_shapes(tiny.TINY[case.family]), step)
-        engine.load_weights((name, tensor.to(getattr(torch, held[name].dtype))) for name, tensor in golden)
+        first, golden = (dict(tiny.payload(tiny.checkpoint_shapes(tiny.TINY[case.family]), of)) for of in (1, step))
+        golden |= {name: tensor for name, tensor in first.items() if case.frozen and re.search(case.frozen, name)}
+        engine.load_weights((name, tensor.to(getattr(torch, held[name].dtype))) for name, tensor in golden.items())
         wrong += [f"{step}: {name}" for name, tensor in engine.tensors.items() if not tensor.equal(arrived[name])]
     endpoint.close()
     return wrong

@@ -42,8 +42,7 @@ class MergedAdapters:
         self._state = getattr(bridge.hf_pretrained, "state", {})
         self._converter = bridge._model_bridge
         tasks = bridge.get_conversion_tasks(list(model_chunks))
-        adapters = self._converter.build_adapter_conversion_tasks(self._chunks)
-        self._weights = run_on_all_ranks(lambda: [*self._adapted_weights(tasks, adapters)])
+        self._weights = run_on_all_ranks(lambda: [*self._adapted_weights(tasks, self._adapter_tasks())])
         run_on_all_ranks(self._check_round_trip)
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
@@ -98,6 +97,16 @@ class MergedAdapters:
                 raise ValueError(
                     f"Megatron-Bridge cannot merge the adapter of {each.name} on one rank ({problem}): {_REMEDY}"
                 )
+
+    def _adapter_tasks(self) -> Mapping[str, Sequence[Any]]:
+        """Bridge's tasks of all adapters, by the prefix of the weight. Collective over the pipeline group."""
+        try:
+            tasks: Mapping[str, Sequence[Any]] = self._converter.build_adapter_conversion_tasks(self._chunks)
+        except Exception as error:  # the experts of gpt-oss in Bridge 0.3.1
+            raise ValueError(
+                f"Megatron-Bridge cannot merge the adapters of this model ({type(error).__name__}: {error}): {_REMEDY}"
+            ) from error
+        return tasks
 
     def _adapted_weights(self, tasks: Sequence[Any], adapters: Mapping[str, Sequence[Any]]) -> Iterator[_AdaptedWeight]:
         for task in tasks:
