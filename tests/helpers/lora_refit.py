@@ -25,6 +25,7 @@ from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import GenerationEndpoint
 from mcore_reshard.session.plan_exchange import fetch_plan
 from mcore_reshard.session.trace_exchange import answer_request
+from mcore_reshard.trainers.quantized_export import pairs_by_name
 from mcore_reshard.validation import tiny
 from mcore_reshard.validation.engine.slices import GenSizes
 from mcore_reshard.validation.processes import run_processes
@@ -111,7 +112,12 @@ def build(rank: int, case: Case, folder: Path) -> Any:
 
     store = dist.FileStore(str(folder / "store"))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.mesh.world)
-    return build_trainer(folder / "checkpoint", case.mesh)
+    pairs = None
+    if case.gen_dtype is not None:
+        pairs = pairs_by_name(
+            mr.plan(folder / "engine", case.mesh, "tp=2", train_dtype="bf16", gen_dtype=case.gen_dtype)
+        )
+    return build_trainer(folder / "checkpoint", case.mesh, pairs=pairs)
 
 
 def train(rank: int, case: Case, folder: Path, address: str) -> tuple[list[tuple[str, int]], list[int]]:
@@ -127,7 +133,7 @@ def train(rank: int, case: Case, folder: Path, address: str) -> tuple[list[tuple
         return mr.megatron.connect(
             model.model_chunks,
             model.bridge,
-            folder / "checkpoint",
+            folder / "engine",
             gen="tp=2",
             gen_dtype=case.gen_dtype,
             store=address,
@@ -155,7 +161,7 @@ def generate(rank: int, case: Case, folder: Path, address: str, open_engine: Ope
     """Names of tensors that differ from what they should be, and what every refit moved."""
     from safetensors.torch import load_file
 
-    engine = open_engine(folder / "checkpoint", GenSizes(tp=2), rank)
+    engine = open_engine(folder / "engine", GenSizes(tp=2), rank)
     expected = {name: tensor.clone() for name, tensor in engine.tensors.items()}
     wrong, moved, step = [], [], 0
 
@@ -192,7 +198,10 @@ def refit(index: int, case: Case, folder: Path, address: str, open_engine: OpenE
 
 def assert_the_engine_has_what_bridge_exports_merged(case: Case, open_engine: OpenEngine, folder: Path) -> None:
     """Four refits: of everything, of what is trained, of everything as it was asked for, and of a new session."""
-    tiny.write_checkpoint(load_config(case.model), folder / "checkpoint", 1)
+    config = load_config(case.model)
+    tiny.write_checkpoint(config, folder / "engine", 1)
+    unquantized = {name: value for name, value in config.items() if name != "quantization_config"}
+    tiny.write_checkpoint(unquantized, folder / "checkpoint", 1)
     with store_process() as store:  # it outlives the sessions
         given = (case, folder, store.address, open_engine)
         outcomes = run_processes(case.mesh.world + 2, refit, given, timeout_s=240)

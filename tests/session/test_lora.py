@@ -38,6 +38,7 @@ CASES = [
     ),  # and misc
 ]
 MORE = [
+    Case("tiny-qwen3-moe-fp8", TrainMesh(tp=2, ep=2), lora, r"_proj\.weight(_scale_inv)?$", gen_dtype="fp8"),
     Case("tiny-qwen3", TrainMesh(tp=2, dp=2), canonical_lora, ALL_LINEARS),
     Case("tiny-qwen3-moe", TrainMesh(tp=2, ep=2, etp=2, dp=2), lora, ALL_LINEARS),
     Case("tiny-qwen3-moe", TrainMesh(tp=2, ep=2), lora_on_routers, r"gate\.weight$|[qkv]_proj"),
