@@ -14,12 +14,15 @@ from typing import Any, TypeVar, get_args
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, Engine, UnknownEngineError, engine_named
 from mcore_reshard.planner.layout.megatron import MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh, parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.model.config_reader import ConfigReader, read_quantization
 from mcore_reshard.planner.model.configs import find_config, load_config
 from mcore_reshard.planner.model.families import FAMILIES, ConfigError, parameters_from_config
 from mcore_reshard.planner.model.parameters import ModelParameters
 from mcore_reshard.planner.model.precision import (
+    BLOCK_FP8,
     CASTS,
     PRECISIONS,
+    Format,
     Precision,
     PrecisionError,
     precision_of,
@@ -194,6 +197,48 @@ class TracedRequest:
     train: TrainMesh
     gen: GenMesh
     engine: str = DEFAULT_ENGINE
+    form: Format | None = None  # of the engine's quantized matrices
+    quantized_trainer: bool = False  # the trainer's have it too
+
+    @property
+    def trainer_config(self) -> dict[str, Any]:
+        """The config as the trainer takes it: Megatron-Bridge loads unquantized checkpoints."""
+        return {name: value for name, value in self.config.items() if name != "quantization_config"}
+
+    @property
+    def engine_config(self) -> dict[str, Any]:
+        """The config that the engine is built by."""
+        return self.trainer_config if self.form is None else self.config
+
+
+def traced_format(config: Mapping[str, Any], gen_dtype: str | None) -> Format | None:
+    """The format of an engine's quantized matrices in a plan from traces; None for an unquantized engine.
+
+    Nothing is known of the model, so its quantization_config must say what the engine quantizes. Raises InputError for
+    what no plan from traces knows.
+    """
+    if gen_dtype in (None, "bf16"):
+        return None
+    if gen_dtype != "fp8":
+        raise InputError([f"a plan from traces has the engine in bf16 or fp8, not in {gen_dtype}"])
+    reader = ConfigReader(config)
+    quantization = read_quantization(reader)
+    if problems := reader.problems():
+        raise InputError(problems)
+    if quantization is None:
+        raise InputError(
+            ["fp8: give the config the engine's quantization_config, which a plan from traces takes as it is"]
+        )
+    if quantization.method != BLOCK_FP8.method or quantization.block is None:
+        what = (
+            f"quant_method {quantization.method!r}" if quantization.block else f"{quantization.method!r} without blocks"
+        )
+        raise InputError(
+            [
+                f"fp8: a plan from traces knows FP8 in blocks (weight_block_size), and the quantization_config is of {what}"
+            ]
+        )
+    return replace(BLOCK_FP8, block=quantization.block)
 
 
 def read_traced_request(
@@ -214,24 +259,30 @@ def read_traced_request(
         raise InputError(others)
     if policy != "exact":
         others.append(f"policy {policy!r} is for layout rules: a plan from traces takes the layouts as they are")
-    if other := sorted({dtype for dtype in (train_dtype, gen_dtype) if dtype not in (None, "bf16")}):
-        others.append(f"a plan from traces has trainer and engine in bf16, not in {' or '.join(other)}")
+    if train_dtype not in (None, "bf16") and (train_dtype, gen_dtype) != ("fp8", "fp8"):
+        others.append(
+            f"a plan from traces has the trainer in bf16, or both sides in fp8, not the trainer in {train_dtype}"
+        )
     fields: dict[str, Any] = {}
+    form: Format | None = None
     remedy = ""
     try:
         engine_named(engine)
         fields = _read_fields(config)[1]
+        form = traced_format(fields, gen_dtype)
     except UnknownEngineError as error:
         others.append(str(error))
     except ConfigError as error:
         others += [f"{error.subject}: {problem}" for problem in error.problems]
         remedy = error.remedy
+    except InputError as error:
+        others += error.problems
     train_mesh, training = _parse(parse_train_mesh, train, "training")
     gen_mesh, generation = _parse(parse_gen_mesh, gen, "generation")
     problems = [*training, *generation, *others]
     if problems or not (train_mesh and gen_mesh):
         raise InputError(problems, remedy)
-    return TracedRequest(model_name(config), fields, train_mesh, gen_mesh, engine)
+    return TracedRequest(model_name(config), fields, train_mesh, gen_mesh, engine, form, train_dtype == "fp8")
 
 
 def _wrong_types(config: Any, train: Any, gen: Any, **names: Any) -> list[str]:

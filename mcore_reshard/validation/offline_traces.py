@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -22,6 +23,9 @@ from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
 from mcore_reshard.planner.layout.trace_file import dump_checkpoint, parse_checkpoint
 from mcore_reshard.planner.layout.traced import TracedLayouts, read_layouts
 from mcore_reshard.planner.layout.traces import HfTensor, RankTrace
+from mcore_reshard.planner.model.precision import Block
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.trace_check import checkpoint_of, trace_faults
 from mcore_reshard.tracing.recorder import TraceError
 from mcore_reshard.validation.errors import BuildError, ProcessError
 from mcore_reshard.validation.processes import run_processes
@@ -52,10 +56,17 @@ class OfflineTraces:
 
 
 def trace_offline(
-    config: Mapping[str, Any], train: TrainMesh, gen: GenMesh, engine: str = DEFAULT_ENGINE
+    config: Mapping[str, Any],
+    train: TrainMesh,
+    gen: GenMesh,
+    engine: str = DEFAULT_ENGINE,
+    *,
+    engine_config: Mapping[str, Any] | None = None,
+    fp8_block: Block | None = None,
 ) -> OfflineTraces:
     """Trace a model of an HF config on both meshes, with the Megatron-Bridge and the engine that are installed.
 
+    `engine_config` is the engine's, with its quantization_config. `fp8_block`: the trainer keeps its weights in such blocks.
     Raises ImportError where one is not, BuildError where one cannot build the model on its mesh or not load it, and
     ProcessError.
     """
@@ -70,10 +81,34 @@ def trace_offline(
             f"{engine} cannot build this model at {format_mesh(gen)}, or not load it",
         ),
     ):
-        write_config(config, folder)
-        sides = run_processes(2, _trace_side, (folder, train, gen, checkpoint, engine), timeout_s=TIMEOUT_S)
+        configs = Path(folder, "train"), Path(folder, "gen")
+        for place, fields in zip(configs, (config, engine_config or config), strict=True):
+            place.mkdir()
+            write_config(fields, place)
+        args = (configs, train, gen, checkpoint, engine, fp8_block)
+        sides = run_processes(2, _trace_side, args, timeout_s=TIMEOUT_S)
     stages = [tuple(mesh.coordinate(rank)["pp"] for rank in range(mesh.world)) for mesh in (train, gen)]
     return OfflineTraces(str(config.get("model_type")), checkpoint, sides[0], sides[1], stages[0], stages[1])
+
+
+def faults_of_engine(plan: Plan, config: Mapping[str, Any]) -> list[str]:
+    """What the engine's loader does otherwise than a plan says, of a checkpoint with the plan's FP8 weights and scales.
+
+    `config` is the engine's. Raises as `trace_offline` does.
+    """
+    _builder_of(plan.engine).prepare()
+    what = f"{plan.engine} cannot load this model's FP8 checkpoint at {format_mesh(plan.gen)}"
+    with tempfile.TemporaryDirectory(prefix="mcore-reshard-trace-") as folder, _build_errors(what):
+        write_config(config, folder)
+        (faults,) = run_processes(1, _faults_of_engine, (plan, folder), timeout_s=TIMEOUT_S)
+    return faults
+
+
+def _faults_of_engine(_: int, plan: Plan, folder: str) -> list[str]:
+    traces = trace_engine(plan.engine, folder, plan.gen, checkpoint_of(plan), lambda trace: trace)
+    return [
+        f"gen:{rank}: {fault}" for rank, trace in enumerate(traces) for fault in trace_faults(plan, "gen", rank, trace)
+    ]
 
 
 @contextmanager
@@ -88,11 +123,19 @@ def _build_errors(*what: str) -> Iterator[None]:
 
 
 def _trace_side(
-    side: int, folder: str, train: TrainMesh, gen: GenMesh, checkpoint: Mapping[str, HfTensor], engine: str
+    side: int,
+    folders: tuple[Path, Path],
+    train: TrainMesh,
+    gen: GenMesh,
+    checkpoint: Mapping[str, HfTensor],
+    engine: str,
+    fp8_block: Block | None,
 ) -> tuple[CondensedTrace, ...]:
-    names = ParameterNames(checkpoint)
+    names, folder = ParameterNames(checkpoint), str(folders[side])
     if side == 0:
-        return trace_trainer(folder, train, checkpoint, lambda trace: condense(trace, names, is_trainer=True))
+        return trace_trainer(
+            folder, train, checkpoint, lambda trace: condense(trace, names, is_trainer=True), fp8_block
+        )
     try:
         return trace_engine(engine, folder, gen, checkpoint, lambda trace: condense(trace, names, is_trainer=False))
     except TraceError as error:  # the loader itself still takes whole tensors: all of the model goes by misc
@@ -100,14 +143,18 @@ def _trace_side(
 
 
 def trace_trainer(
-    folder: str, mesh: TrainMesh, checkpoint: Mapping[str, HfTensor], condensed: Callable[[RankTrace], _T]
+    folder: str,
+    mesh: TrainMesh,
+    checkpoint: Mapping[str, HfTensor],
+    condensed: Callable[[RankTrace], _T],
+    fp8_block: Block | None = None,
 ) -> tuple[_T, ...]:
     """What is left of the trace of every rank of a trainer, whose config is in `folder`."""
     from mcore_reshard.trainers.megatron.trace import trace_import
 
     def trace(rank: int) -> _T:
         with _fake_world(rank, mesh.world):
-            bridge, chunks = trainer.build_on_meta(folder, mesh)
+            bridge, chunks = trainer.build_on_meta(folder, mesh, fp8_block)
             use_any_checkpoint(bridge)
             with te_standin.cpu_as_device():
                 tasks = bridge.get_conversion_tasks(chunks)

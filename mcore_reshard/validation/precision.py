@@ -58,7 +58,11 @@ def side_precisions(planning: PlanRequest | TracedRequest) -> SidePrecisions:
     config = as_published(planning.config)
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
     if isinstance(planning, TracedRequest):
-        return SidePrecisions(None, None, plain, plain, None)
+        if planning.form is None:
+            return SidePrecisions(None, None, plain, plain, None)
+        engine_config = as_published(planning.engine_config)
+        train_dtype = "fp8" if planning.quantized_trainer else "bf16"
+        return SidePrecisions(train_dtype, "fp8", plain, engine_config, planning.form.block)
     model_parameters = planning.model_parameters
     if model_parameters.dtype != "bfloat16":
         raise ValidationError(

@@ -28,8 +28,9 @@ class TraceCache:
 
     @classmethod
     def of(cls, request: TracedRequest) -> TraceCache:
-        parts = {"config": request.config, "train": asdict(request.train), "gen": asdict(request.gen)}
-        return cls(KeptFile.of(request.engine, engine=request.engine, **parts))
+        parts = {"train": asdict(request.train), "gen": asdict(request.gen)}
+        config, quantized = request.engine_config, request.quantized_trainer
+        return cls(KeptFile.of(request.engine, engine=request.engine, config=config, quantized_trainer=quantized, **parts))
 
     def read(self) -> OfflineTraces | None:
         """The traces; None where there are none, or the file is damaged."""

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from mcore_reshard.planner.model.precision import BLOCK_FP8, FP8, TENSOR_FP8
+
 from .geometry import LocalTensor
 from .mesh import LayerPlace
 from .strided import StridedCopy
@@ -138,7 +140,16 @@ def untraceable(checkpoint: Mapping[str, HfTensor], loader: str, reason: str) ->
 
 
 def condense(trace: RankTrace, names: ParameterNames, *, is_trainer: bool) -> CondensedTrace:
-    """What one rank holds, with equal layers and experts as one. A trainer's tensors have their chunk in front (`vp0.`)."""
+    """What one rank holds, with equal layers and experts as one. A trainer's tensors have their chunk in front (`vp0.`).
+
+    Scales of an engine's E4M3 tensors are not called unfilled: the plan pairs them with their weights.
+    """
+    of_scales = {
+        traced.tensor.name + form.suffix
+        for traced in trace.tensors
+        for form in (BLOCK_FP8, TENSOR_FP8)
+        if traced.tensor.dtype == FP8 and not is_trainer
+    }
     computed: dict[str, str] = {}
     unfilled: list[tuple[str, str]] = []
     by_parameter: dict[str, list[tuple[TracedTensor, StridedCopy]]] = defaultdict(list)
@@ -153,7 +164,7 @@ def condense(trace: RankTrace, names: ParameterNames, *, is_trainer: bool) -> Co
         if not traced.computed and not traced.copies:
             if traced.padding:
                 padding_only.append(traced)
-            else:
+            elif traced.tensor.name not in of_scales:
                 unfilled.append((traced.tensor.name, "no Hugging Face tensor fills it"))
     members: dict[tuple[object, ...], dict[LayerPlace, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
     owner_of_padding: dict[str, str] = {}  # tensor -> the parameter whose holding declares its padding

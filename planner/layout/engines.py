@@ -16,7 +16,7 @@ from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGro
 from mcore_reshard.planner.model.precision import Format, divided, with_format
 
 from .mesh import GenMesh
-from .partitions import Layout
+from .partitions import Layout, Misc, Partition
 
 DEFAULT_ENGINE = "vllm"
 
@@ -36,6 +36,7 @@ class Engine:
     layout: Callable[[ModelParameters, GenMesh], Layout]
     quantizes: Callable[[ParameterGroup, int | None, ModelParameters], bool]  # when asked to; None: not in a layer
     misquantized: Callable[[ModelParameters], list[str]]  # why no trainer can send what it would then hold
+    scales: Callable[[ParameterGroup, Partition, Format], Partition | Misc]  # as in Layout
     transposed: Transposed  # kept in another order of dims than Hugging Face; the proof compares it with the layout
     notes: Callable[[Sequence[tuple[str, str]]], list[str]]  # on a plan, given (name, reason) of all misc groups
     repeated_suffix: str = ""  # tensor x + this stands for the engine's x, which its adapter repeats from it

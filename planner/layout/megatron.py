@@ -118,23 +118,7 @@ class MegatronLayout(RuledLayout):
         return super().place(replace(group, dtype=self._dtype))
 
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
-        """Float8BlockwiseQTensor pads the grid's columns to 4, MXFP8Tensor its rows to 128 as well; Float8Tensor has [1]."""
-
-        def single(weight: LocalTensor, _: tuple[int, ...]) -> LocalTensor:
-            return LocalTensor(weight.name + "._scale_inv", (1,), "float32")
-
-        def padded(weight: LocalTensor, grid: tuple[int, ...]) -> LocalTensor:
-            multiples = (128 if form == MXFP8 else 1, 4)
-            rows, columns = (-(-size // to) * to for size, to in zip(grid, multiples, strict=True))
-            return LocalTensor(weight.name + _ROWWISE, (rows, columns), form.scales)
-
-        if form.block is not None:
-            return scale_partition(group, partition, form.block, padded)
-        if len(partition.pieces) > 1:
-            return Misc(
-                f"each of {len(partition.pieces)} training ranks has one scale of its own, for its part of the matrix"
-            )
-        return tensor_scale_partition(partition, single, "its one scale serves them all")
+        return megatron_scales(group, partition, form)
 
     def ranks(self, group: ParameterGroup, pp_stage: int) -> list[tuple[NDArray[np.int32], tuple[int, int]]]:
         """Local experts of expert-parallel rank e are the contiguous block e (megatron.core MoELayer.local_expert_indices)."""
@@ -174,6 +158,26 @@ def _mamba_violations(mamba: Mamba, mesh: TrainMesh) -> list[str]:
         return violations
     violations += indivisible("{} Mamba heads on each tp rank", mamba.heads // mesh.tp, "cp", mesh.cp)
     return violations + unshareable("Mamba groups on each tp rank", mamba.groups // mesh.tp, "cp", mesh.cp)
+
+
+def megatron_scales(group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
+    """Float8BlockwiseQTensor pads the grid's columns to 4, MXFP8Tensor its rows to 128 as well; Float8Tensor has [1]."""
+
+    def single(weight: LocalTensor, _: tuple[int, ...]) -> LocalTensor:
+        return LocalTensor(weight.name + "._scale_inv", (1,), "float32")
+
+    def padded(weight: LocalTensor, grid: tuple[int, ...]) -> LocalTensor:
+        multiples = (128 if form == MXFP8 else 1, 4)
+        rows, columns = (-(-size // to) * to for size, to in zip(grid, multiples, strict=True))
+        return LocalTensor(weight.name + _ROWWISE, (rows, columns), form.scales)
+
+    if form.block is not None:
+        return scale_partition(group, partition, form.block, padded)
+    if len(partition.pieces) > 1:
+        return Misc(
+            f"each of {len(partition.pieces)} training ranks has one scale of its own, for its part of the matrix"
+        )
+    return tensor_scale_partition(partition, single, "its one scale serves them all")
 
 
 def computed_scales(group: ParameterGroup, partition: Partition, block: Block) -> Partition | Misc:

@@ -24,7 +24,7 @@ class SglangLayout(Layout):
         return [f"generation: {_NO_RULES}"]
 
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
-        return Misc(_NO_RULES)
+        return _scales(group, partition, form)
 
     def place(self, group: ParameterGroup) -> Placed:
         return Misc(_NO_RULES)
@@ -42,6 +42,10 @@ def _misquantized(model: ModelParameters) -> list[str]:
     return [f"generation: no quantized layouts of SGLang are known; {_NO_RULES}"]
 
 
+def _scales(group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
+    return Misc(_NO_RULES)
+
+
 def _notes(misc: Sequence[tuple[str, str]]) -> list[str]:
     return []
 
@@ -51,6 +55,7 @@ ENGINE = Engine(
     layout=_layout,
     quantizes=_quantizes,
     misquantized=_misquantized,
+    scales=_scales,
     notes=_notes,
     transposed={},
 )

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.model.parameters import Architecture, Attention, ModelParameters, ParameterGroup, Role
-from mcore_reshard.planner.model.precision import Format
+from mcore_reshard.planner.model.precision import FP8, Format
 
 from .condense import NUMBER, CondensedTrace, Experts, Holding, NumberedName, ParameterNames, Pieces
+from .engines import engine_named
 from .geometry import Region
+from .megatron import megatron_scales
 from .mesh import LayerPlace
 from .partitions import Excluded, Layout, Misc, Padding, Partition, PartitionOwners, Placed
 from .strided import digit_boxes
@@ -31,6 +33,8 @@ from .views import Use, Views, shape_chain
 
 _SHOWN = 20  # problems in a message
 _GroupKey = tuple[str, tuple[int, ...]]  # pattern of the name, layers
+_Dtypes = frozenset[str]
+_Scales = Callable[[ParameterGroup, Partition, Format], Partition | Misc]
 
 
 class TracedLayoutError(ValueError):
@@ -43,17 +47,17 @@ class TracedLayoutError(ValueError):
 
 
 class TracedLayout(Layout):
-    """One side of a plan whose groups lie where traces say."""
+    """One side of a plan whose groups lie where traces say. Scales of FP8 lie beside them, by the framework's own rule."""
 
-    def __init__(self, name: str, title: str, placed: Mapping[_GroupKey, Placed]) -> None:
+    def __init__(self, name: str, title: str, placed: Mapping[_GroupKey, Placed], scales: _Scales) -> None:
         self.name, self.title = name, title
-        self._placed = placed
+        self._placed, self._scales = placed, scales
 
     def violations(self) -> list[str]:
         return []
 
     def scales(self, group: ParameterGroup, partition: Partition, form: Format) -> Partition | Misc:
-        return Misc(f"no layout rule for {form.name} scales in traced layouts")
+        return self._scales(group, partition, form)
 
     def place(self, group: ParameterGroup) -> Placed:
         return self._placed[group.name_pattern, group.layers]
@@ -61,7 +65,10 @@ class TracedLayout(Layout):
 
 @dataclass(frozen=True, slots=True)
 class TracedLayouts:
-    """A model and both of its layouts as traces show them. `dtypes` are the main dtypes of trainer and engine."""
+    """A model and both of its layouts as traces show them. `dtypes` are the main dtypes of trainer and engine.
+
+    Groups that the engine keeps in E4M3 have that dtype.
+    """
 
     model: ModelParameters
     train: TracedLayout
@@ -105,8 +112,9 @@ def read_layouts(
     architecture = Architecture(family, 0, layers, 0, False, Attention(0, 0, 0))
     dtypes = sides[0].main_dtype, sides[1].main_dtype
     notes = tuple(f"train:{rank}: {name}: {why}" for rank, trace in enumerate(train) for name, why in trace.unfilled)
-    layouts = TracedLayout("megatron", "Megatron-Core", placed[0]), TracedLayout(engine, engine, placed[1])
-    return TracedLayouts(ModelParameters(architecture, groups, dtypes[1]), *layouts, dtypes, notes)
+    source = TracedLayout("megatron", "Megatron-Core", placed[0], megatron_scales)
+    destination = TracedLayout(engine, engine, placed[1], engine_named(engine).scales)
+    return TracedLayouts(ModelParameters(architecture, groups, dtypes[1]), source, destination, dtypes, notes)
 
 
 def _place(
@@ -116,19 +124,24 @@ def _place(
     views: Views,
     problems: dict[str, Misc],
 ) -> tuple[tuple[ParameterGroup, ...], tuple[dict[_GroupKey, Placed], dict[_GroupKey, Placed]]]:
-    """All groups, and where both sides keep them. Adds patterns that turn out to be misc to `problems`."""
+    """All groups, and where both sides keep them. Adds patterns that turn out to be misc to `problems`.
+
+    Layers of a group have one route, and one dtype on each side.
+    """
     groups: list[ParameterGroup] = []
     placed: tuple[dict[_GroupKey, Placed], dict[_GroupKey, Placed]] = ({}, {})
     for pattern, members in names.by_pattern.items():
-        by_route: dict[Misc | Excluded | None, list[int]] = defaultdict(list)
+        by_route: dict[tuple[Misc | Excluded | None, _Dtypes, _Dtypes], list[int]] = defaultdict(list)
+        train_dtypes, gen_dtypes = (side.dtypes(pattern) for side in sides)
         for layer in names.layers(pattern):
-            by_route[routes.get((pattern, layer))].append(layer)
+            by_route[routes.get((pattern, layer)), train_dtypes[layer], gen_dtypes[layer]].append(layer)
         tensor = names.checkpoint[members[0]]
-        for route, layers in by_route.items():
+        for (route, _, kept_as), layers in by_route.items():
             numbers = tuple(layer for layer in layers if layer >= 0)
             view = views.parameter(pattern) if route is None else tensor.shape
             name_pattern, experts = names.name_pattern(pattern), names.experts.get(pattern, 0)
-            groups.append(ParameterGroup(name_pattern, Role.TRACED, tensor.shape, tensor.dtype, numbers, experts, view))
+            dtype = FP8 if kept_as == {FP8} else tensor.dtype
+            groups.append(ParameterGroup(name_pattern, Role.TRACED, tensor.shape, dtype, numbers, experts, view))
             for side, placed_on_side in zip(sides, placed, strict=True):
                 owners: Placed = route or ()
                 if route is None and pattern not in problems:
@@ -157,11 +170,21 @@ class _Side:
                 for tensor, _ in (*holding.pieces, *holding.padding):
                     self._first_pattern.setdefault(tensor.name, holding.parameter)
                 sizes[holding.pieces[0][0].dtype] += sum(copy.elements for _, copy in holding.pieces)
+        sizes.pop(FP8, None)
         self.main_dtype = max(sizes, key=lambda dtype: sizes[dtype], default="bfloat16")
         self._partitions: dict[object, Partition] = {}
 
     def layers(self, pattern: str) -> set[int]:
         return {place.layer for _, holding in self.holdings[pattern] for place in holding.places}
+
+    def dtypes(self, pattern: str) -> dict[int, _Dtypes]:
+        """The dtypes of the tensors that hold a parameter, by layer; none for a layer that is not here."""
+        found: dict[int, _Dtypes] = defaultdict(frozenset)
+        for _, holding in self.holdings[pattern]:
+            kept_as = frozenset(tensor.dtype for tensor, _ in holding.pieces)
+            for place in holding.places:
+                found[place.layer] |= kept_as
+        return found
 
     def contradictions(self) -> Iterator[tuple[tuple[str, int], str]]:
         """The parameters, as (pattern, layer), of a tensor that is made of other layers on another rank, and why that is odd.

@@ -151,6 +151,7 @@ ENGINE = Engine(
     layout=VllmLayout,
     quantizes=quantizes,
     misquantized=misquantized,
+    scales=vllm_scales,
     notes=notes,
     repeated_suffix=CHECKPOINT_BLOCKS,
     # gpt-oss experts are [expert, out, in] where HF has [expert, in, out]; gate and up rows alternate as HF's columns do.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from math import gcd
 
-from mcore_reshard.planner.model.parameters import EXPERT_ROLES, ModelParameters, ParameterGroup, Quantization, Role
+from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup, Quantization, Role
 from mcore_reshard.planner.model.precision import MXFP8, QUANTIZED, Block, Format
 
 from .block_scales import scale_partition, splits_blocks, tensor_scale_partition, touched_scale_partition
@@ -157,7 +157,7 @@ def vllm_scales(group: ParameterGroup, partition: Partition, form: Format) -> Pa
 
     def beside(weight: LocalTensor, grid: tuple[int, ...]) -> LocalTensor:
         if form.block is None:  # (experts, 1, 1) is [experts], and [experts, parts] in w13; (1, 1) is [1]
-            grid = grid[: 2 if group.role is Role.EXPERT_UP else 1]
+            grid = grid[: 2 if _leaf(partition).startswith("w13") else 1]
         return LocalTensor(weight.name + form.suffix, grid, form.scales)
 
     def checkpoint_blocks(weight: LocalTensor, grid: tuple[int, ...]) -> LocalTensor:
@@ -199,7 +199,7 @@ def _refusal(group: ParameterGroup, partition: Partition, block: Block, form: Fo
         columns = {piece.region.extents[1] for part in partition.pieces for piece in part}
         odd = [count for count in columns if count % 32]
         return f"a layer with {min(odd)} columns on a rank, no multiple of 32" if odd else ""
-    if group.role in EXPERT_ROLES:
+    if group.experts:
         misfits = _misfits(group, partition, block)
         return "such experts, unless it is told a moe_backend that pads them" if misfits else ""
     alone = all(piece.local().extents == piece.tensor.shape for part in partition.pieces for piece in part)
@@ -213,10 +213,15 @@ def _misfits(group: ParameterGroup, partition: Partition, block: Block) -> bool:
     Its loader repeats each scale and cuts that grid evenly (routed_experts.py, weight_loader), so partial blocks do not
     load. Width 96 has 2 blocks of 64; they become 4 of 32, and the engine has room for 3.
     """
-    if group.role not in EXPERT_ROLES:
+    if not group.experts:
         return False
-    width = _extents(partition)[1 if group.role is Role.EXPERT_DOWN else 0]
+    width = _extents(partition)[1 if _leaf(partition).startswith("w2") else 0]
     return width % block[0] != 0 or (len(partition.pieces) > 1 and width % block[1] != 0)
+
+
+def _leaf(partition: Partition) -> str:
+    """The last word of a tensor's name: of experts `w13_weight`, which has gate and up, or `w2_weight`."""
+    return partition.pieces[0][0].tensor.name.rpartition(".")[2]
 
 
 def _extents(partition: Partition) -> tuple[int, ...]:

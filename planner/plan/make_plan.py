@@ -19,7 +19,15 @@ from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc, Partition, PartitionOwners
 from mcore_reshard.planner.layout.traced import TracedLayouts
 from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup
-from mcore_reshard.planner.model.precision import Precision, divided, precision_of, with_unquantized_layers
+from mcore_reshard.planner.model.precision import (
+    FP8,
+    Format,
+    Precision,
+    PrecisionError,
+    divided,
+    precision_of,
+    with_unquantized_layers,
+)
 
 from .balance import balance
 from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
@@ -71,13 +79,39 @@ def make_plan(
     return _Planner(blank).plan(routed)
 
 
-def plan_traced(layouts: TracedLayouts, train: TrainMesh, gen: GenMesh, *, model: str = "") -> Plan:
-    """Plan the refit of a model whose layouts were read off the loaders of trainer and engine."""
+def plan_traced(
+    layouts: TracedLayouts, train: TrainMesh, gen: GenMesh, *, model: str = "", form: Format | None = None
+) -> Plan:
+    """Plan the refit of a model whose layouts were read off the loaders of trainer and engine.
+
+    `form` is the format of what either side keeps in E4M3. Raises PrecisionError where the engine's tensors contradict it.
+    """
     model_parameters, engine_rules = layouts.model, engine_named(layouts.gen.name)
-    precisions = Precision(layouts.dtypes[0]), Precision(layouts.dtypes[1])
+    _check_format(model_parameters, form, layouts.gen.name)
+    precisions = Precision(layouts.dtypes[0], form), Precision(layouts.dtypes[1], form)
     sides = Side(model_parameters, layouts.train, precisions[0]), Side(model_parameters, layouts.gen, precisions[1])
     routed = Router(*sides, engine_rules, train, gen, "exact").routes()
     return _Planner(Plan(model, train, gen, layouts.gen.name, "exact", (), (), (), ())).plan(routed)
+
+
+def _check_format(model: ModelParameters, form: Format | None, engine: str) -> None:
+    """Raise PrecisionError unless the engine has matrices in E4M3 exactly where a format is stated, and nothing else in it."""
+    quantized = [group for group in model.groups if group.dtype == FP8]
+    if form is None and quantized:
+        raise PrecisionError(
+            f"{engine} keeps {len(quantized)} groups of weights in {FP8}, such as {quantized[0].name_pattern}: say that the"
+            " engine is in fp8 (gen_dtype, --gen-dtype)"
+        )
+    if form is not None and not quantized:
+        raise PrecisionError(
+            f"the engine is said to be in fp8, and {engine} keeps no weight in {FP8}: give its config a quantization_config"
+            " of method fp8, or leave fp8 out"
+        )
+    if odd := [group for group in quantized if len(group.shape) != 2]:
+        raise PrecisionError(
+            f"{engine} keeps {odd[0].name_pattern} {list(odd[0].shape)} in {FP8}, which is no matrix in the checkpoint: no"
+            " scales of such a tensor are known; refit this engine unquantized"
+        )
 
 
 class _Planner:

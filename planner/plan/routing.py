@@ -78,13 +78,19 @@ class Router:
 
     def _route_group(self, train_group: ParameterGroup, gen_group: ParameterGroup) -> RoutedGroup:
         layer = next(iter(gen_group.layers), None)  # groups are divided: its layers are alike
-        quantized = self._engine.quantizes(gen_group, layer, self._destination.model_parameters)
+        quantized = gen_group.dtype == FP8  # as traced
+        if gen_group.role is not Role.TRACED:
+            quantized = self._engine.quantizes(gen_group, layer, self._destination.model_parameters)
         form = self._destination.precision.format if quantized else None
         destination = self._destination.layout.place(gen_group)
         if form is None:
             return self._plain(train_group, gen_group, destination)
         if len(gen_group.view) == 2:
             return self._quantized(train_group, gen_group, destination, form)
+        if len(gen_group.shape) == 2:  # a traced matrix, of which only a finer view is made of boxes
+            gen_group, why = replace(gen_group, view=gen_group.shape), "its rows and columns are not kept as a matrix"
+            misc = destination if isinstance(destination, Excluded) else Misc(why)
+            return self._quantized(train_group, gen_group, misc, form)
         why = f"no layout rule for {form.name} {gen_group.role.value!r}, which Hugging Face does not keep as a matrix"
         return RoutedGroup(gen_group, destination if isinstance(destination, Excluded) else Misc(why))
 
@@ -99,8 +105,10 @@ class Router:
         if train_dtypes == gen_dtypes:
             return RoutedGroup(gen_group, ends)
         asked = (self._source.precision.dtype, self._destination.precision.dtype)
-        if (train_dtypes, gen_dtypes) == ({asked[0]}, {asked[1]}) and asked in CASTS:
-            return RoutedGroup(gen_group, ends, cast=asked)
+        for cast in CASTS:
+            declared = cast == asked or train_group.role is Role.TRACED  # loaders cast what they put elsewhere
+            if declared and (train_dtypes, gen_dtypes) == ({cast[0]}, {cast[1]}):
+                return RoutedGroup(gen_group, ends, cast=cast)
         reason = f"trainer holds {'/'.join(sorted(train_dtypes))}, engine {'/'.join(sorted(gen_dtypes))}: no cast is declared"
         return RoutedGroup(gen_group, Misc(reason))
 
@@ -136,8 +144,14 @@ class Router:
         return replace(pair, route=BulkRoute(src[0], dst[0], src[1], dst[1]), touched=touched, cast=cast)
 
     def _train_format(self, group: ParameterGroup) -> Format | None:
-        """The trainer's fp8_param quantizes every linear weight but those of whole layers, which groups are divided by."""
+        """The trainer's fp8_param quantizes every linear weight but those of whole layers, which groups are divided by.
+
+        A trace says itself which weights are quantized.
+        """
         precision = self._source.precision
+        if group.role is Role.TRACED:
+            placed = self._source.layout.place(group)
+            return None if isinstance(placed, (Misc, Excluded)) or FP8 not in _dtypes(placed) else precision.format
         kept = group.role not in QUANTIZED or any(layer in precision.unquantized_layers for layer in group.layers)
         return None if kept else precision.format
 

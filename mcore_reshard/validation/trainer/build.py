@@ -133,12 +133,16 @@ def build_trainer(
     return trainer
 
 
-def build_on_meta(folder: Path | str, mesh: TrainMesh = TrainMesh()) -> tuple[Any, list[torch.nn.Module]]:  # noqa: B008
+def build_on_meta(
+    folder: Path | str,
+    mesh: TrainMesh = TrainMesh(),  # noqa: B008
+    fp8_block: Block | None = None,
+) -> tuple[Any, list[torch.nn.Module]]:
     """AutoBridge and a rank's model of a folder's `config.json`, on the meta device: shapes of any size, no memory.
 
-    The default process group must be the training world; torch's fake one will do.
+    `fp8_block` is as in `build_trainer`. The default process group must be the training world; torch's fake one will do.
     """
-    return _build(folder, mesh, on_meta=True)
+    return _build(folder, mesh, fp8_block=fp8_block, on_meta=True)
 
 
 def forget_groups() -> None:
