@@ -84,6 +84,7 @@ def _code_of(error: Exception) -> int | None:
     from mcore_reshard.planner.layout.mesh import MeshError
     from mcore_reshard.planner.layout.traced import TracedLayoutError
     from mcore_reshard.planner.model.families import ConfigError
+    from mcore_reshard.planner.model.precision import PrecisionError
     from mcore_reshard.planner.plan.plan_file import PlanFileError
     from mcore_reshard.planner.plan.transfers import UnknownElementError
     from mcore_reshard.planner.proof.prove import ProofError
@@ -93,7 +94,8 @@ def _code_of(error: Exception) -> int | None:
     if isinstance(error, ProofError):
         return EXIT_UNSOUND
     if isinstance(
-        error, (InputError, ConfigError, MeshError, PlanFileError, UnknownElementError, TransportUnavailable)
+        error,
+        (InputError, ConfigError, MeshError, PlanFileError, PrecisionError, UnknownElementError, TransportUnavailable),
     ):
         return EXIT_INPUT
     if isinstance(error, (ValidationError, BuildError, TracedLayoutError)):

@@ -18,7 +18,7 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.model.configs import builtin_names, load_config, traced_names
 from mcore_reshard.planner.model.parameters import Role
-from mcore_reshard.planner.model.precision import BLOCK_FP8, PRECISION_OF
+from mcore_reshard.planner.model.precision import BLOCK_FP8, FP8, PRECISION_OF
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planning import InputError, PlanRequest, TracedRequest, read_request, read_traced_request
 
@@ -121,8 +121,7 @@ def _from_traced_plan(args: argparse.Namespace, config: str, plan: Plan) -> Trac
         args.train or plan.train,
         args.gen or plan.gen,
         args.policy or plan.policy,
-        args.train_dtype,
-        args.gen_dtype,
+        *((args.train_dtype, args.gen_dtype) if args.train_dtype or args.gen_dtype else _dtypes_of_pairs(plan)),
         plan.engine,
     )
     sides = (("train", plan.train, request.train), ("gen", plan.gen, request.gen))
@@ -154,6 +153,13 @@ def _dtypes_of(plan: Plan) -> tuple[str | None, str | None]:
     if plan.pairs:
         gen_dtype = "fp8" if plan.groups[plan.pairs[0].scales].dtype == BLOCK_FP8.scales else "mxfp8"
     return PRECISION_OF[plan.casts[0].src] if plan.casts else gen_dtype, gen_dtype
+
+
+def _dtypes_of_pairs(plan: Plan) -> tuple[str | None, str | None]:
+    """The dtypes that a plan from traces was made for: its casts to FP8 start in bfloat16."""
+    if not plan.pairs:
+        return None, None
+    return "bf16" if any(cast.dst == FP8 for cast in plan.casts) else "fp8", "fp8"
 
 
 # --- text

@@ -30,7 +30,9 @@ class TraceCache:
     def of(cls, request: TracedRequest) -> TraceCache:
         parts = {"train": asdict(request.train), "gen": asdict(request.gen)}
         config, quantized = request.engine_config, request.quantized_trainer
-        return cls(KeptFile.of(request.engine, engine=request.engine, config=config, quantized_trainer=quantized, **parts))
+        return cls(
+            KeptFile.of(request.engine, engine=request.engine, config=config, quantized_trainer=quantized, **parts)
+        )
 
     def read(self) -> OfflineTraces | None:
         """The traces; None where there are none, or the file is damaged."""

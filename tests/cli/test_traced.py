@@ -33,7 +33,9 @@ def test_traces_without_the_engine_say_what_to_install(run: Run, command: str) -
     ("arguments", "expected"),
     [
         (["tiny-olmoe", *MESHES, "--policy", "conservative"], "policy 'conservative' is for layout rules"),
-        (["tiny-olmoe", *MESHES, "--gen-dtype", "fp8"], "has trainer and engine in bf16, not in fp8"),
+        (["tiny-olmoe", *MESHES, "--gen-dtype", "fp8"], "fp8: give the config the engine's quantization_config"),
+        (["tiny-olmoe", *MESHES, "--gen-dtype", "mxfp8"], "has the engine in bf16 or fp8, not in mxfp8"),
+        (["tiny-olmoe", *MESHES, "--train-dtype", "fp8"], "has the trainer in bf16, or both sides in fp8"),
         (["tiny-olmo", *MESHES], "did you mean tiny-olmoe"),
         (["tiny-olmoe", "--train", "tp=2,ep=3", "--gen", "tp=2"], "training: ep*etp = 3*1 must divide tp*cp*dp"),
         (["tiny-olmoe", "--train", "tp=2", "--gen", "cp=2"], "generation: unknown axis 'cp'"),

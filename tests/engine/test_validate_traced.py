@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.traced_cases import FAMILIES, FULL, NEWEST_FAMILIES, QUICK, arguments
 from helpers.validating import OPTIONS, assert_golden, flip_bit_on_gen_1
+from helpers.validation_cases import in_blocks
 
 from mcore_reshard.cli.main import main
 from mcore_reshard.planner.model.configs import load_config, traced_names
@@ -21,15 +22,27 @@ from mcore_reshard.validation.errors import ValidationError
 from mcore_reshard.validation.report import ValidationReport
 from mcore_reshard.validation.runner import ValidationRequest, validate
 
-# What goes by misc, and a word of the reason. Of the router: vLLM holds it in float32.
+# What goes by misc, and a word of the reason. What vLLM holds in float32, GLM's router and Qwen3-Next's A_log, is cast.
 MISC = {
-    "tiny-glm4-moe": {"model.layers.{layer}.mlp.gate.weight": "engine float32"},
-    "tiny-glm4v-moe": {"model.language_model.layers.{layer}.mlp.gate.weight": "engine float32"},
-    "tiny-qwen3-next": {
-        "model.layers.{layer}.linear_attn.A_log": "engine float32",
-        "model.layers.{layer}.linear_attn.norm.weight": "aten.",
-    },
+    "tiny-glm4-moe": {},
+    "tiny-qwen3-next": {"model.layers.{layer}.linear_attn.norm.weight": "aten."},
 }
+
+# Engines in FP8 blocks of 8 x 8: (family, trainer's dtype, training mesh, generation mesh)
+QUICK_FP8 = [
+    ("glm4-moe", "bf16", "tp=2,ep=2", "tp=2"),
+    ("olmoe", "fp8", "ep=2,dp=2", "tp=2,ep=2"),
+]
+FULL_FP8 = [
+    (family, dtype, train, gen)
+    for family in ("deepseek-v2-lite", "gemma2", "glm4-moe", "olmoe", "qwen3-next")
+    for dtype in ("bf16", "fp8")
+    for train, gen in (
+        ("tp=2", "tp=2"),
+        ("tp=4", "tp=2"),
+        *((("tp=2,ep=2", "tp=2"), ("ep=2,dp=2", "tp=2,ep=2")) if family != "gemma2" else ()),
+    )
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,6 +55,11 @@ def cache_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def run(name: str, train: str, gen: str, refits: int = 3) -> ValidationReport:
     request = read_traced_request(name, train, gen)
     return validate(ValidationRequest(request, options=OPTIONS, engine="vllm", refits=refits))
+
+
+def run_in_fp8(family: str, dtype: str, train: str, gen: str) -> ValidationReport:
+    request = read_traced_request(in_blocks(family, (8, 8)), train, gen, "exact", dtype, "fp8")
+    return validate(ValidationRequest(request, options=OPTIONS, engine="vllm"))
 
 
 def assert_equals_golden(family: str, mesh: str) -> None:
@@ -59,6 +77,31 @@ def test_refit_of_a_model_without_rules_equals_golden(family: str, mesh: str) ->
 @pytest.mark.parametrize(("family", "mesh"), sorted({*FULL} - {*QUICK}))
 def test_refit_of_a_model_without_rules_equals_golden_everywhere(family: str, mesh: str) -> None:
     assert_equals_golden(family, mesh)
+
+
+@pytest.mark.parametrize(("family", "dtype", "train", "gen"), QUICK_FP8)
+def test_refit_into_fp8_of_a_model_without_rules_equals_golden(family: str, dtype: str, train: str, gen: str) -> None:
+    report = run_in_fp8(family, dtype, train, gen)
+    assert_golden(report)
+    routes = {p.route for p in report.parameters if p.name.endswith("experts.w13_weight_scale_inv")}
+    assert routes == {"bulk"} and report.precision.startswith(f"{dtype} -> fp8 in blocks of 8x8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype", "train", "gen"), sorted({*FULL_FP8} - {*QUICK_FP8}))
+def test_refit_into_fp8_of_a_model_without_rules_equals_golden_everywhere(
+    family: str, dtype: str, train: str, gen: str
+) -> None:
+    report = run_in_fp8(family, dtype, train, gen)
+    assert_golden(report)
+    assert any(p.name.endswith("_scale_inv") and p.route == "bulk" for p in report.parameters)
+
+
+def test_a_scale_that_is_off_by_a_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "model.layers.1.mlp.experts.routed_experts.w2_weight_scale_inv"
+    flip_bit_on_gen_1(monkeypatch, name, torch.int32, (2, 1))
+    wrong = [(r.name, r.gen_rank) for refit in run_in_fp8(*QUICK_FP8[1]).refits for r in refit.wrong]
+    assert wrong == [(name, 1)] * 3
 
 
 def test_every_tiny_config_has_its_meshes() -> None:

@@ -178,16 +178,17 @@ class RefitWorker:
         return KeptFile.of("vllm", models=digests, place=place, **parts)
 
     def _check_layout(self, plan: Plan, rank: int, options: Options) -> None:
-        if is_traced(plan):  # the plan is what the loaders do
+        if is_traced(plan):
             self._refuse_loading_of_rearranged(plan, rank, options)
-            return
+            if not plan.pairs:  # the plan is what the loaders do; the places of scales are derived
+                return
         kept = self._kept(agrees_with=plan.digest, rank=rank)
         if kept.read() is None:
             with self._as_vllm_configured():
-                trace = trace_loading(self.get_model(), checkpoint_of(plan))
+                trace = trace_loading(self.get_model(), checkpoint_of(plan), as_kernels_read=is_traced(plan))
             require_planned_layout(plan, "gen", rank, trace, f"vLLM {version('vllm')}")
             kept.write([])
-        if plan.pairs:  # no traces make a plan of quantized tensors
+        if plan.pairs:  # made of traces already, or of a family with rules, whose quantized tensors no traces plan
             return
         if draft_of(self.model_runner, self.vllm_config)[0] is not None:
             raise TracesNeeded("this engine has a draft model, which no layout rules know")

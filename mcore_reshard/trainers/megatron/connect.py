@@ -25,7 +25,7 @@ from mcore_reshard.planner.model.precision import PRECISIONS
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.plan.trace_check import checkpoint_of
-from mcore_reshard.planning import RefitRequest, read_refit_request
+from mcore_reshard.planning import RefitRequest, read_refit_request, traced_format
 from mcore_reshard.session.endpoints import Export, TrainEndpoint
 from mcore_reshard.session.trace_exchange import collect_traces, require_planned_layout
 from mcore_reshard.trainers.quantized_export import pairs_by_name
@@ -123,7 +123,15 @@ def connect(
         )
         family = str(request.config.get("model_type"))
         plan = plan_traced_refit(
-            family, bridge, chunks, request.gen, collect, model=model, engine=engine, adapters=adapters
+            family,
+            bridge,
+            chunks,
+            request.gen,
+            collect,
+            model=model,
+            engine=engine,
+            adapters=adapters,
+            form=None if request.has_rules else traced_format(request.config, gen_dtype),
         )
         return bind(plan, options, None)
 
@@ -193,10 +201,8 @@ def _read_arguments(
         request = read_refit_request(hf_config, gen, policy, engine)
         if not request.has_rules and bridge is None:
             problems.append("a model without layout rules is planned from traces: give connect() its AutoBridge")
-        if not request.has_rules and gen_dtype is not None:
-            problems.append(
-                f"gen_dtype={gen_dtype!r}: a model without layout rules is refitted in the dtypes of both sides"
-            )
+        if not request.has_rules:
+            traced_format(request.config, gen_dtype)
     problems += session_problems(store, timeout_s, options)
     if gen_dtype not in (None, *PRECISIONS):
         problems.append(f"unknown gen_dtype {gen_dtype!r}, known: {', '.join(PRECISIONS)}")
