@@ -116,12 +116,16 @@ def _from_plan(args: argparse.Namespace) -> tuple[PlanRequest | TracedRequest, P
 
 
 def _from_traced_plan(args: argparse.Namespace, config: str, plan: Plan) -> TracedRequest:
+    train_dtype, gen_dtype = args.train_dtype, args.gen_dtype
+    if not (train_dtype or gen_dtype):
+        train_dtype, gen_dtype = _dtypes_of_pairs(plan)
     request = read_traced_request(
         config,
         args.train or plan.train,
         args.gen or plan.gen,
         args.policy or plan.policy,
-        *((args.train_dtype, args.gen_dtype) if args.train_dtype or args.gen_dtype else _dtypes_of_pairs(plan)),
+        train_dtype,
+        gen_dtype,
         plan.engine,
     )
     sides = (("train", plan.train, request.train), ("gen", plan.gen, request.gen))

@@ -184,8 +184,11 @@ class RefitWorker:
                 return
         kept = self._kept(agrees_with=plan.digest, rank=rank)
         if kept.read() is None:
-            with self._as_vllm_configured():
-                trace = trace_loading(self.get_model(), checkpoint_of(plan), as_kernels_read=is_traced(plan))
+            if is_traced(plan):
+                trace = self._trace(draft_of(self.model_runner, self.vllm_config)[0], checkpoint_of(plan))[0]
+            else:
+                with self._as_vllm_configured():
+                    trace = trace_loading(self.get_model(), checkpoint_of(plan))
             require_planned_layout(plan, "gen", rank, trace, f"vLLM {version('vllm')}")
             kept.write([])
         if plan.pairs:  # made of traces already, or of a family with rules, whose quantized tensors no traces plan
