@@ -16,7 +16,7 @@ from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace
 from mcore_reshard.planner.layout.partitions import Padding
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
-from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan, parse_plan
+from mcore_reshard.planner.plan.plan_file import VERSION, PlanFileError, dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import prove
 
 from .edits import (
@@ -638,6 +638,8 @@ def file_mutant(bug: int, what: str, case: Case, damaged: Callable[[str], str]) 
 
 
 file_mutant(2, "two moves change places in the file", LLAMA, lambda text: text.replace("[0,0,0,0,", "[0,0,1,0,", 1))
-file_mutant(19, "a plan of another version is read", LLAMA, lambda text: text.replace('"version":3', '"version":0'))
+file_mutant(
+    19, "a plan of another version is read", LLAMA, lambda text: text.replace(f'"version":{VERSION}', '"version":0')
+)
 
 PLAN_MUTANTS: tuple[Mutant, ...] = tuple(_found)
