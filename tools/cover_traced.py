@@ -159,47 +159,39 @@ def _run(case: Case, mesh: str | None) -> Result:
         return {**what, "refused": str(error)}
     except Exception:
         return {**what, "error": traceback.format_exc()}
-    return {**what, **_compared(report), **routes_of(plan), "seconds": round(time.perf_counter() - start, 1)}
+    return {**what, **_compared(report), **routes_of(plan)}
 
 
 def _run_drawn(number: int) -> Result:
     case = random_cases.draw(number)
     what = {"number": number, "model": case.family, "train": case.train, "gen": case.gen}
-    start = time.perf_counter()
     try:
         report = case.refit(OPTIONS)
     except Exception as error:
         if reason := random_cases.refusal(error):
             return {**what, "refused": reason}
         return {**what, "error": traceback.format_exc()}
-    return {**what, **_compared(report), "seconds": round(time.perf_counter() - start, 1)}
+    return {**what, **_compared(report)}
 
 
 def _compared(report: ValidationReport) -> Result:
     wrong = [f"refit {refit.version}: {result}" for refit in report.refits for result in refit.wrong]
-    return {
-        "refits": len(report.refits),
-        "tensors": len(report.parameters),
-        "compared_bytes": sum(parameter.nbytes for parameter in report.parameters),
-        "wrong": len(wrong),
-        **({"first_wrong": wrong[:3]} if wrong else {}),
-    }
+    counts = {"refits": len(report.refits), "tensors": len(report.parameters), "wrong": len(wrong)}
+    return {**counts, **({"first_wrong": wrong[:3]} if wrong else {})}
 
 
 def routes_of(plan: Plan) -> Result:
     """The bytes of each route, each parameter counted once, and what goes by misc or is excluded and why."""
     routes: Result = {"bytes": sum(group.count * group.nbytes for group in plan.groups)}
     for route, entries in (("misc", plan.misc), ("excluded", plan.excluded)):
-        found: dict[tuple[str, str], list[int]] = {}  # (parameters, reason) -> count, bytes
+        by_reason: dict[str, Result] = {}
         for entry in entries:
             group = plan.groups[entry.group]
-            sums = found.setdefault((starred(group.name_pattern), entry.reason), [0, 0])
-            sums[0] += group.count
-            sums[1] += group.count * group.nbytes
-        routes[route] = [
-            {"parameters": name, "count": count, "bytes": nbytes, "reason": reason}
-            for (name, reason), (count, nbytes) in found.items()
-        ]
+            found = by_reason.setdefault(entry.reason, {"reason": entry.reason, "bytes": 0, "parameters": []})
+            found["bytes"] += group.count * group.nbytes
+            if (name := starred(group.name_pattern)) not in found["parameters"]:
+                found["parameters"].append(name)
+        routes[route] = [*by_reason.values()]
     return routes
 
 
@@ -210,7 +202,7 @@ def _outcome(case: Result) -> str:
         return f"refused: {case['refused'].splitlines()[0]}"
     if "refits" not in case:
         return f"planned, {case['seconds']} s"
-    return f"{case['wrong']} of {case['tensors']} tensors wrong, {case['seconds']} s"
+    return f"{case['wrong']} of {case['tensors']} tensors wrong"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ def register_configs() -> None:
     # Megatron-Bridge reads the class name out of auto_map.
     nemotron_h = {"auto_map": {"AutoModelForCausalLM": "modeling_nemotron_h.NemotronHForCausalLM"}}
     decilm = {"auto_map": {"AutoModelForCausalLM": "modeling_decilm.DeciLMForCausalLM"}, "__setattr__": _set_field}
+    decilm["max_position_embeddings"] = 0  # transformers 5 reads it for rope_scaling before it sets it
     nano_vl = {"auto_map": {"AutoModelForCausalLM": "modeling.NemotronH_Nano_VL_V2"}, "__setattr__": _set_field}
     mimo = {"auto_map": {"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"}}
     # Ministral 3 is in transformers 5
@@ -39,9 +40,13 @@ class _Fields(dict[str, Any]):
 
 
 def _set_field(config: Any, name: str, value: Any) -> None:
-    """Objects inside of a config are read as attributes, and written as JSON."""
+    """Objects inside of a config are read as attributes, and written as JSON; a config of a language model is one itself."""
     if name == "block_configs":
         value = [_Fields({part: _Fields(fields) for part, fields in block.items()}) for block in value]
-    elif name == "llm_config":
+    elif name == "vision_config":
         value = _Fields(value)
+    elif name == "llm_config" and isinstance(value, dict):
+        import transformers
+
+        value = transformers.AutoConfig.for_model(**value)
     super(type(config), config).__setattr__(name, value)

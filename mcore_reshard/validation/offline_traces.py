@@ -138,7 +138,10 @@ def _trace_side(
         )
     try:
         return trace_engine(engine, folder, gen, checkpoint, lambda trace: condense(trace, names, is_trainer=False))
-    except TraceError as error:  # the loader itself still takes whole tensors: all of the model goes by misc
+    except TraceError as error:
+        if isinstance(error.__cause__, AssertionError | IndexError | ValueError):
+            raise  # the loader refuses the tensors: it takes them by no other route
+        # It takes whole tensors: all of the model goes by misc.
         return (untraceable(checkpoint, "load_weights", str(error)),) * gen.world
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.traced_cases import NEWEST_FAMILIES, NEWEST_FULL, NEWEST_QUICK, NEWEST_REFUSED, arguments
+from helpers.traced_cases import NEWEST_FAMILIES, NEWEST_FULL, NEWEST_QUICK, REFUSED, arguments
 from helpers.validating import OPTIONS, assert_golden
 from helpers.zoo_newest import IS_NEWEST, NEWEST_MESHES
 
@@ -101,7 +101,7 @@ def test_refit_equals_golden(family: str, mesh: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), sorted({*NEWEST_FULL} - {*NEWEST_QUICK}))
 def test_refit_equals_golden_everywhere(family: str, mesh: str) -> None:
-    if mesh in NEWEST_REFUSED.get(family, ()):
+    if mesh in REFUSED.get(family, ()):
         with pytest.raises(BuildError):
             refit(family, mesh)
     else:

@@ -16,8 +16,8 @@ from mcore_reshard.validation.engine.vllm_engine import build_engine
 from mcore_reshard.validation.tiny import checkpoint_shapes, payload
 from mcore_reshard.validation.trainer.build import prepare
 
-# vLLM builds the first with its tokenizer, and reads the sizes of its vision tower out of remote code. Its CPU platform
-# has no sparse attention for the second.
+# vLLM leaves the layer scales of the first's vision tower as it made them. Its CPU platform has no sparse attention for the
+# second.
 UNLOADED = {"tiny-nemotron-nano-vl", "tiny-glm5"} | (set() if IS_NEWEST else set(NEWEST_MESHES))
 TINY = [name for name in traced_names() if name.startswith("tiny-") and name not in UNLOADED]
 

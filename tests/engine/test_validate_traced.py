@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.traced_cases import FAMILIES, FULL, NEWEST_FAMILIES, QUICK, arguments
+from helpers.traced_cases import FAMILIES, FULL, NEWEST_FAMILIES, QUICK, REFUSED, arguments
 from helpers.validating import OPTIONS, assert_golden, flip_bit_on_gen_1
 from helpers.validation_cases import in_blocks
 
 from mcore_reshard.cli.main import main
+from mcore_reshard.planner.layout.traced import TracedLayoutError
 from mcore_reshard.planner.model.configs import load_config, traced_names
 from mcore_reshard.planning import read_traced_request
-from mcore_reshard.validation.errors import ValidationError
+from mcore_reshard.validation.errors import BuildError, ValidationError
 from mcore_reshard.validation.report import ValidationReport
 from mcore_reshard.validation.runner import ValidationRequest, validate
 
@@ -76,7 +77,11 @@ def test_refit_of_a_model_without_rules_equals_golden(family: str, mesh: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "mesh"), sorted({*FULL} - {*QUICK}))
 def test_refit_of_a_model_without_rules_equals_golden_everywhere(family: str, mesh: str) -> None:
-    assert_equals_golden(family, mesh)
+    if mesh in REFUSED.get(family, ()):
+        with pytest.raises((BuildError, TracedLayoutError), match=r"no Hugging Face tensor fills it|not supported"):
+            run(family, *arguments(family, mesh))
+    else:
+        assert_equals_golden(family, mesh)
 
 
 @pytest.mark.parametrize(("family", "dtype", "train", "gen"), QUICK_FP8)
@@ -105,9 +110,8 @@ def test_a_scale_that_is_off_by_a_bit_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_tiny_config_has_its_meshes() -> None:
-    unloadable = {"tiny-nemotron-nano-vl"}  # vLLM builds it with its tokenizer, and reads sizes out of remote code
     tiny = {name for name in traced_names() if name.startswith("tiny-")}
-    assert {*FAMILIES} == tiny - {*NEWEST_FAMILIES} - unloadable
+    assert {*FAMILIES} == tiny - {*NEWEST_FAMILIES}
     assert {*QUICK} <= {*FULL}
 
 
@@ -155,6 +159,8 @@ def test_a_saved_plan_is_shown_explained_and_validated(tmp_path: Path, capsys: p
         ({"architectures": ["NoSuchForCausalLM"]}, "tp=1", "tp=1", "Megatron-Bridge cannot build this model: "),
         ({}, "tp=3", "tp=1", "Megatron-Bridge cannot build this model at tp=3,"),
         ({}, "tp=1", "tp=3", "vllm cannot build this model at tp=3,"),
+        # Megatron-Bridge exports norms of one width, and vLLM's keys have fewer heads than its queries.
+        ({"num_key_value_heads": 4}, "tp=1", "tp=1", "vllm cannot build this model at tp=1,"),
         ({}, "ep=3,dp=3", "tp=1", "Megatron-Bridge cannot build this model at tp=1,pp=1,ep=3,"),
     ],
 )

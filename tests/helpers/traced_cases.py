@@ -21,8 +21,8 @@ MESHES: dict[str, tuple[str, str, bool]] = {
 # tiny models that Megatron-Bridge 0.3 builds and vLLM loads
 FAMILIES = (
     "tiny-deepseek-v2-lite", "tiny-gemma", "tiny-gemma2", "tiny-gemma3", "tiny-gemma3-vl", "tiny-glm4-moe",
-    "tiny-glm4v-moe", "tiny-llama-nemotron", "tiny-mistral", "tiny-mistral3", "tiny-nemotron", "tiny-olmoe",
-    "tiny-qwen2.5-vl", "tiny-qwen3-next", "tiny-qwen3-vl", "tiny-qwen3-vl-moe",
+    "tiny-glm4v-moe", "tiny-llama-nemotron", "tiny-mistral", "tiny-mistral3", "tiny-nemotron",
+    "tiny-nemotron-nano-vl", "tiny-olmoe", "tiny-qwen2.5-vl", "tiny-qwen3-next", "tiny-qwen3-vl", "tiny-qwen3-vl-moe",
 )  # fmt: skip
 # tiny models that it builds from 0.6 on
 NEWEST_FAMILIES = (
@@ -41,12 +41,19 @@ QUICK = [
     ("tiny-gemma3-vl", "TP2 -> TP2"),
 ]
 NEWEST_QUICK = [("tiny-minimax-m2", "EP2 -> TP2 EP2"), ("tiny-nemotron-3-latent-moe", "TP2 EP2 -> TP2")]
-# The engine's CPU platform has no sparse attention; Megatron-Bridge cuts MiMo-V2-Flash only where each rank has a KV head.
-NEWEST_REFUSED = {"tiny-glm5": {*MESHES}, "tiny-mimo-v2-flash": {"TP4 -> TP2"}}
+# vLLM leaves the layer scales of Nemotron-Nano-VL's tower as it made them, and its CPU platform has no sparse attention.
+# Megatron-Bridge cuts MiMo-V2-Flash only where each rank has a KV head.
+REFUSED = {"tiny-nemotron-nano-vl": {*MESHES}, "tiny-glm5": {*MESHES}, "tiny-mimo-v2-flash": {"TP4 -> TP2"}}
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
-    return any(field in config.get("text_config", config) for field in _EXPERT_FIELDS)
+    return any(field in text_config(config) for field in _EXPERT_FIELDS)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model in a config."""
+    text: Mapping[str, Any] = config.get("text_config") or config.get("llm_config") or config
+    return text
 
 
 def meshes_of(family: str) -> Iterator[str]:
@@ -57,8 +64,7 @@ def meshes_of(family: str) -> Iterator[str]:
 def arguments(family: str, mesh: str) -> tuple[str, str]:
     """Training mesh and generation mesh of a case. Two stages share an odd number of layers as 2+1."""
     train, gen, _ = MESHES[mesh]
-    config = load_config(family)
-    layers = config.get("text_config", config)["num_hidden_layers"]
+    layers = text_config(load_config(family))["num_hidden_layers"]
     odd = layers % 2 and "pp=" in train
     return f"{train},layers={layers // 2 + 1}+{layers // 2}" if odd else train, gen
 

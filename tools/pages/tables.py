@@ -350,10 +350,23 @@ def _coverage(file: Path) -> str:
     if refused := [case for case in refits if "refused" in case]:
         meshes: dict[tuple[str, str], list[str]] = {}
         for case in refused:  # in the words of an upstream, which do not depend on the mesh
-            reason = re.sub(r" at \S+=\S+, or not load it", "", case["refused"]).rstrip(".")
+            reason, *tensors = re.sub(r" at \S+=\S+, or not load it", "", case["refused"]).rstrip(".").splitlines()
+            if tensors:  # by rank
+                reason += f" {tensors[0].partition(':')[2].partition(': ')[2]}" + ", and more" * (len(tensors) > 1)
             meshes.setdefault((reason, _family(case["model"])), []).append(case["mesh"])
         lines = _by_reason((why, f"{family} ({', '.join(found)})") for (why, family), found in meshes.items())
         parts += ["Refused:", "\n".join(lines)]
+    if drawn := data["random"]:
+        refitted = [case for case in drawn if "refits" in case]
+        parts.append(
+            _wrapped(
+                f"Random tiny models, those with rules too (`tests/helpers/random_cases.py`): {len(refitted)} of"
+                f" {len({case['model'] for case in refitted})} families on random meshes, two refits each:"
+                f" {sum(case['tensors'] for case in refitted):,} tensors compared,"
+                f" {sum(case['wrong'] for case in refitted)} with a wrong byte. {len(drawn) - len(refitted)} more were refused;"
+                " the data has the reasons."
+            )
+        )
     if published := [case for case in cases if not case["mesh"]]:
         parts += ["Published configs, planned and proven, not built:", "\n".join(_published_table(published))]
         if found := _unplanned([case for case in published if "refused" not in case], "misc"):
@@ -411,12 +424,12 @@ def _unplanned(cases: Iterable[dict[str, Any]], route: str) -> list[str]:
     parameters: dict[tuple[str, str], dict[str, None]] = {}
     for case in cases:
         for entry in case[route]:
-            key = (entry["reason"], _family(case["model"]))
-            parameters.setdefault(key, {})[f"`{entry['parameters']}`"] = None
+            found = parameters.setdefault((entry["reason"], _family(case["model"])), {})
+            found.update(dict.fromkeys(f"`{name}`" for name in entry["parameters"]))
     entries = []
-    for (reason, family), found in parameters.items():
-        names = [*found][:2] if len(found) > 3 else [*found]
-        more = f" and {len(found) - len(names)} more" if len(found) > len(names) else ""
+    for (reason, family), all_names in parameters.items():
+        names = [*all_names][:2] if len(all_names) > 3 else [*all_names]
+        more = f" and {len(all_names) - len(names)} more" if len(all_names) > len(names) else ""
         entries.append((reason, f"{family} ({', '.join(names)}{more})"))
     return _by_reason(entries)
 

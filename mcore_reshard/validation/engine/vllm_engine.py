@@ -28,7 +28,7 @@ from mcore_reshard.validation.standins import register_inert
 from .slices import GenSizes, poison
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _ENVIRONMENT = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _GROUPS = ("_WORLD", "_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
@@ -123,6 +123,7 @@ def _building(config: VllmConfig, sizes: GenSizes, gen_rank: int, device: str) -
         set_current_vllm_config(config),
         stand_in_groups(engine, gen_rank % engine.world),
         _without_kernels(),
+        _without_tokenizer(config.model_config),
         set_default_torch_dtype(torch.bfloat16),
         torch.device(device),
     ):
@@ -226,6 +227,29 @@ def _without_kernels() -> Iterator[None]:
         mock.patch.object(fp8, "select_fp8_moe_backend", lambda **_: (quantized, None)),
         mock.patch.object(fp8, "init_fp8_linear_kernel", lambda **_: None),
         mock.patch.object(ExpertMapManager, "__init__", build_map_on_cpu),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _without_tokenizer(model: ModelConfig) -> Iterator[None]:
+    """Let Nemotron-Nano-VL be built of a config alone: it encodes three words, and names its vision tower after its sizes."""
+    config = model.hf_config
+    if config.model_type != "NemotronH_Nano_VL_V2":
+        yield
+        return
+    import vllm.model_executor.models.nano_nemotron_vl as nano_vl
+    from vllm.transformers_utils.configs.radio import VIT_TIMM_DIM_BY_NAME
+
+    tower, fields = (
+        config.vision_config,
+        ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
+    )
+    sizes = {tower["args"]["model"]: tuple(tower[field] for field in fields)} if fields[0] in tower else {}
+    tokenizer = SimpleNamespace(encode=lambda *_, **__: [])
+    with (
+        mock.patch.dict(VIT_TIMM_DIM_BY_NAME, sizes),
+        mock.patch.object(nano_vl, "cached_tokenizer_from_config", lambda _: tokenizer),
     ):
         yield
 

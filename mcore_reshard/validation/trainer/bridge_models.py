@@ -48,7 +48,7 @@ BUILT = {
 REFUSED = {
     "DeepseekV2ForCausalLM": "Megatron-Bridge 0.6 maps nothing to the norm that Megatron-Core 0.19 fuses into linear_q_proj",
     "GlmMoeDsaForCausalLM": "vLLM's CPU platform raises NotImplementedError: Sparse Attention is not supported on CPU",
-    "NemotronH_Nano_VL_V2": "vLLM builds it with its tokenizer, and reads the sizes of its vision tower out of remote code",
+    "NemotronH_Nano_VL_V2": "vLLM leaves the layer scales of its vision tower as it made them: nothing fills ls1 and ls2",
 }
 
 # No tiny config: nobody tried to build these here.

@@ -217,10 +217,20 @@ def _cast_without_values(chunks: list[torch.nn.Module]) -> None:
 
 
 def _restore_fields(config: Any, published: Mapping[str, Any]) -> None:
-    """Give a config the fields of its file that transformers 5 keeps in `rope_parameters`: Bridge 0.3 reads them."""
+    """Give a config of transformers 5 the fields that Bridge 0.3 reads as of transformers 4.
+
+    transformers 5 keeps the bases of rotations in `rope_parameters`, and ties the embeddings of a language model inside of a
+    config that says nothing of them there.
+    """
+    by_layer_type = getattr(config, "rope_parameters", None) or {}
+    for name, layer_type in (("rope_local_base_freq", "sliding_attention"), ("rope_theta", "full_attention")):
+        if layer_type in by_layer_type and getattr(config, name, None) is None:
+            setattr(config, name, by_layer_type[layer_type]["rope_theta"])
     for name, value in published.items():
         held = getattr(config, name, None)
-        if isinstance(value, Mapping) and hasattr(held, "to_dict"):
+        if held is not None and isinstance(value, Mapping) and hasattr(held, "to_dict"):
+            if "tie_word_embeddings" in published and "tie_word_embeddings" not in value:
+                held.tie_word_embeddings = published["tie_word_embeddings"]
             _restore_fields(held, value)
         elif name == "rope_scaling":
             config.rope_scaling = value and {**(held or {}), **value}
