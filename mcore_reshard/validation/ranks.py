@@ -104,8 +104,6 @@ def run_process(index: int, job: Job) -> Results:
 
 
 def _train(rank: int, job: Job, store: str) -> Results:
-    from safetensors.torch import save_file
-
     mesh, device = job.plan.train, _device(job, rank)
     os.environ["MEGATRON_CONFIG_LOCK_DIR"] = str(job.folder / f"locks{rank}")  # else ranks queue for the config
     world_store = dist.FileStore(str(job.folder / "train.store"), mesh.world)
@@ -146,16 +144,22 @@ def _train(rank: int, job: Job, store: str) -> Results:
             model.load(job.payload_folder(2))
         elif version > 2:
             model.step()
-        golden = model.export_unquantized() if job.precisions.quantized_on_the_way else model.export()
-        # Every rank takes part in the export; rank 0 writes it down, whole or not at all.
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in golden if rank == 0}
-        if rank == 0:
-            partial_file = job.golden_file(version).with_suffix(".partial")
-            save_file(tensors, partial_file)
-            partial_file.replace(job.golden_file(version))
+        _write_golden(job, rank, model, version)
         reports.append(endpoint.refit(version))
     endpoint.close()
     return reports, []
+
+
+def _write_golden(job: Job, rank: int, model: trainer.Trainer, version: int) -> None:
+    """Every rank takes part in the export; rank 0 writes it down, whole or not at all."""
+    from safetensors.torch import save_file
+
+    golden = model.export_unquantized() if job.precisions.quantized_on_the_way else model.export()
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in golden if rank == 0}
+    if rank == 0:
+        partial_file = job.golden_file(version).with_suffix(".partial")
+        save_file(tensors, partial_file)
+        partial_file.replace(job.golden_file(version))
 
 
 def _device(job: Job, index: int) -> torch.device:

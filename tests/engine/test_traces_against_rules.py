@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.validation_cases import DEFAULT, FAMILIES, MESHES, arguments, standing
+from helpers.validation_cases import DEFAULT, FAMILIES, FP8_DEFAULT, FP8_FULL, MESHES, arguments, in_blocks, standing
 
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.layout.strided import StridedCopy
 from mcore_reshard.planner.layout.traces import RankTrace
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.trace_check import checkpoint_of, trace_faults
+from mcore_reshard.planner.plan.schedule import World
+from mcore_reshard.planner.plan.trace_check import _planned, checkpoint_of, trace_faults
 from mcore_reshard.planning import plan as plan_refit
+from mcore_reshard.planning import read_request, read_traced_request
+from mcore_reshard.validation.offline_plan import plan_offline
 from mcore_reshard.validation.processes import run_processes
 from mcore_reshard.validation.tiny import tiny_config
 
@@ -71,6 +75,51 @@ def check(cases: Sequence[Case], folder: Path) -> None:
 
 def test_loaders_place_every_tensor_as_the_rules_say(tmp_path: Path) -> None:
     check(DEFAULT[::4], tmp_path)
+
+
+# Block FP8: (family, training mesh, generation mesh, what the trainer holds, blocks)
+FP8_CASES = [
+    ("qwen3-moe", "ep=2,dp=2", "tp=2", "fp8", (8, 8)),
+    *FP8_DEFAULT,
+    ("deepseek-v3", "tp=2", "tp=2", "bf16", (16, 16)),
+]
+
+
+def assert_same_plan(family: str, train: str, gen: str, dtype: str, block: tuple[int, int]) -> None:
+    """Plans of an FP8 engine by rules and from traces have the same tensors, scales too, and the same misc parameters."""
+    arguments = in_blocks(family, block), train, gen, "exact", dtype, "fp8"
+    by_rules, from_traces = read_request(*arguments).plan(), plan_offline(read_traced_request(*arguments))[0]
+    assert from_traces.prove()
+    for world in ("train", "gen"):
+        for rank in range(getattr(by_rules, world).world):
+            assert planned_copies(from_traces, world, rank) == planned_copies(by_rules, world, rank)
+    assert {*from_traces.misc_names()} == {*by_rules.misc_names()}
+    assert len(from_traces.pairs) == len(by_rules.pairs) > 0
+
+
+def planned_copies(plan: Plan, world: World, rank: int) -> dict[str, dict[str, frozenset[StridedCopy]]]:
+    planned, _ = _planned(plan, world, rank)
+    return {tensor: {name: frozenset(copies) for name, copies in of.items()} for tensor, of in planned.items()}
+
+
+def test_traces_of_an_fp8_engine_make_the_plan_of_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert_same_plan(*FP8_CASES[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "train", "gen", "dtype", "block"), [*FP8_CASES[1:], *FP8_FULL])
+def test_traces_of_an_fp8_engine_make_the_plan_of_the_rules_everywhere(
+    family: str,
+    train: str,
+    gen: str,
+    dtype: str,
+    block: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert_same_plan(family, train, gen, dtype, block)
 
 
 @pytest.mark.slow

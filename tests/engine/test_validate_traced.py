@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ from helpers.validating import OPTIONS, assert_golden, flip_bit_on_gen_1
 from helpers.validation_cases import in_blocks
 
 from mcore_reshard.cli.main import main
+from mcore_reshard.planner.layout import vllm_quantized
+from mcore_reshard.planner.layout.geometry import Piece
+from mcore_reshard.planner.layout.partitions import Misc, Partition
 from mcore_reshard.planner.layout.traced import TracedLayoutError
 from mcore_reshard.planner.model.configs import load_config, traced_names
 from mcore_reshard.planning import read_traced_request
 from mcore_reshard.validation.errors import BuildError, ValidationError
+from mcore_reshard.validation.offline_plan import plan_offline
 from mcore_reshard.validation.report import ValidationReport
 from mcore_reshard.validation.runner import ValidationRequest, validate
 
@@ -107,6 +112,31 @@ def test_a_scale_that_is_off_by_a_bit_is_found(monkeypatch: pytest.MonkeyPatch) 
     flip_bit_on_gen_1(monkeypatch, name, torch.int32, (2, 1))
     wrong = [(r.name, r.gen_rank) for refit in run_in_fp8(*QUICK_FP8[1]).refits for r in refit.wrong]
     assert wrong == [(name, 1)] * 3
+
+
+def test_scales_that_a_rule_puts_elsewhere_than_the_loader_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scales of gate and up in each other's place."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known = vllm_quantized.scale_partition
+
+    def exchanged(*args: Any) -> Any:
+        def moved(piece: Piece) -> Piece:
+            slot, row, *rest = piece.origin
+            half = piece.view[1] // 2
+            return replace(piece, origin=(slot, half - row, *rest)) if ".w13_" in piece.tensor.name else piece
+
+        scales = known(*args)
+        return scales if isinstance(scales, Misc) else Partition(tuple(tuple(map(moved, p)) for p in scales.pieces))
+
+    monkeypatch.setattr(vllm_quantized, "scale_partition", exchanged)
+    request = read_traced_request(in_blocks("olmoe", (8, 8)), "tp=1", "tp=2", "exact", "bf16", "fp8")
+    with pytest.raises(
+        TracedLayoutError, match=r"w13_weight_scale_inv: of .* the plan has .*, the loader puts"
+    ) as raised:
+        plan_offline(request)
+    assert {problem.split(": ")[1].rpartition(".")[2] for problem in raised.value.problems} == {"w13_weight_scale_inv"}
 
 
 def test_every_tiny_config_has_its_meshes() -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from checkpoints import tiny
-from helpers.validating import assert_golden, run_validation
+from helpers.validating import OPTIONS, assert_golden, run_validation
+from helpers.validation_cases import in_blocks
 
+import mcore_reshard as mr
 from mcore_reshard.engines.vllm.trace import trace_loading
 from mcore_reshard.engines.vllm.worker import RefitWorker
 from mcore_reshard.kernels.errors import KvScalesError, SessionError
@@ -21,11 +23,14 @@ from mcore_reshard.planner.layout.condense import CondensedTrace
 from mcore_reshard.planner.layout.mesh import MeshError, parse_gen_mesh
 from mcore_reshard.planner.layout.traces import HfTensor
 from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planning import read_traced_request
 from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
 from mcore_reshard.validation import ranks
 from mcore_reshard.validation.engine.slices import GenSizes, poison
 from mcore_reshard.validation.engine.vllm_engine import build_engine, engine_config
+from mcore_reshard.validation.runner import ValidationRequest, validate
 from mcore_reshard.validation.tiny import checkpoint_shapes
+from mcore_reshard.validation.trainer.build import build_trainer
 
 EXTENSION = "mcore_reshard.vllm.RefitWorker"
 
@@ -95,6 +100,38 @@ def test_refits_through_vllm_workers_equal_golden(family, train, gen, monkeypatc
     report = run_validation(load_config(f"tiny-{family}"), train, gen, engine="vllm")
     assert_golden(report)
     assert all(refit.bulk_bytes and bool(refit.misc_bytes) == (family == "nemotron-h") for refit in report.refits)
+
+
+def train_by_connect(rank: int, job: ranks.Job, store: str) -> ranks.Results:
+    """As `ranks._train`, through the front door: the plan is made of live traces of both sides."""
+    import torch.distributed as dist
+
+    mesh = job.plan.train
+    dist.init_process_group("gloo", store=dist.FileStore(str(job.folder / "world")), rank=rank, world_size=mesh.world)
+    model = build_trainer(job.payload_folder(1), mesh, fp8_block=job.precisions.trainer_block, pairs=job.pairs)
+    connected = mr.megatron.connect(
+        model.model_chunks, model.bridge, job.precisions.engine_config, gen=job.plan.gen, gen_dtype="fp8", store=store,
+        options=job.request.options,
+    )  # fmt: skip
+    reports = []
+    for version in range(1, job.request.refits + 1):
+        model.load(job.payload_folder(version))
+        ranks._write_golden(job, rank, model, version)
+        reports.append(connected.refit(version))
+    connected.close()
+    return reports, []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_a_refit_into_fp8_planned_from_traces_goes_through_vllm_workers(dtype, monkeypatch, tmp_path):
+    """Each worker holds the places of scales, which the plan derives, against its own loader."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(ranks, "_generate", generate_by_worker)
+    monkeypatch.setattr(ranks, "_train", train_by_connect)
+    request = read_traced_request(in_blocks("olmoe", (8, 8)), "tp=2", "tp=2", "exact", dtype, "fp8")
+    report = validate(ValidationRequest(request, options=OPTIONS, engine="vllm", refits=2))
+    assert_golden(report)
+    assert all(refit.bulk_bytes and not refit.misc_bytes for refit in report.refits)
 
 
 KV_SCALES = {f"model.layers.{layer}.self_attn.attn.k_scale": 1.5 + layer for layer in range(4)}
