@@ -8,16 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from checkpoints import tiny
+from checkpoints import Config, tiny
 from helpers.front_door import free_address
 from safetensors.torch import load_file, save_file
 
 import mcore_reshard as mr
 from mcore_reshard.engines.vllm.worker import RefitWorker
 from mcore_reshard.planner.layout.mesh import TrainMesh
+from mcore_reshard.planner.model.families import FAMILIES
+from mcore_reshard.planner.plan.trace_check import checkpoint_of
 from mcore_reshard.validation.engine.slices import GenSizes, poison
 from mcore_reshard.validation.processes import run_processes
-from mcore_reshard.validation.tiny import write_checkpoint
+from mcore_reshard.validation.tiny import payload, write_checkpoint
 
 STEPS, TIMEOUT_S = 3, 240.0
 OPTIONS: dict[str, Any] = {"timeout_s": 60.0, "transport": "gloo"}
@@ -32,11 +34,21 @@ def refit(
     from mcore_reshard.validation.trainer.build import prepare
 
     prepare()
+    config = tiny(name, **fields)
     for version in (1, 2):
-        write_checkpoint(tiny(name, **fields), folder / str(version), version)
+        write_checkpoint(config, folder / str(version), version)
+        if config["model_type"] in FAMILIES and config.get("num_nextn_predict_layers"):
+            # transformers, of which the names are, leaves prediction layers out
+            tensors = dict(payload(shapes_by_rules(config), version))
+            save_file(tensors, folder / str(version) / "model.safetensors", metadata={"format": "pt"})
     arguments = (mesh, sizes, gen, folder, free_address(), generate)
     found = run_processes(mesh.world + sizes.world, _run, arguments, timeout_s=TIMEOUT_S)
     return found[: mesh.world], found[mesh.world :]
+
+
+def shapes_by_rules(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a published checkpoint, as the planner's rules name them."""
+    return {name: tensor.shape for name, tensor in sorted(checkpoint_of(mr.plan(config, "tp=1", "tp=1")).items())}
 
 
 def _run(index: int, mesh: TrainMesh, sizes: GenSizes, gen: str, folder: Path, address: str, generate: Generate) -> Any:

@@ -11,16 +11,14 @@ import pytest
 import torch
 from checkpoints import tiny
 from helpers.assembled import hf_tensors, wrong_tensors
-from live_refits import Tensors, refit, refits, worker_of
+from live_refits import Tensors, refill, refit, refits, same_bytes, shapes_by_rules, worker_of
 
-import mcore_reshard as mr
-from mcore_reshard.engines.vllm.draft import PREFIX, draft_of, own_tensors, trace_draft
+from mcore_reshard.engines.vllm.draft import PREFIX, draft_of, load_both, own_tensors, trace_draft
 from mcore_reshard.engines.vllm.model import local_tensors
 from mcore_reshard.planner.layout.mesh import TrainMesh
-from mcore_reshard.planner.plan.trace_check import checkpoint_of
 from mcore_reshard.validation.engine.slices import GenSizes
 from mcore_reshard.validation.engine.vllm_engine import build_engine_with_draft
-from mcore_reshard.validation.tiny import payload
+from mcore_reshard.validation.tiny import checkpoint_shapes, payload
 
 
 def generate(rank: int, sizes: GenSizes, folder: Path, address: str) -> tuple[int, list[str], list[str]]:
@@ -33,13 +31,13 @@ def generate(rank: int, sizes: GenSizes, folder: Path, address: str) -> tuple[in
 
     def load(golden: Tensors) -> Tensors:
         model.load_weights(iter(golden.items()))  # type: ignore[operator]
-        if any(".layers.3.enorm" in name or name.startswith("mtp.") for name in golden):
+        if worker._refit_draft is not None:
             draft.load_weights(iter(golden.items()))
         return tensors()
 
+    worker = worker_of(proposer.vllm_config, model, drafter=proposer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        worker = worker_of(proposer.vllm_config, model, drafter=proposer)
         differing = [*refits(worker, tensors, folder, address, load)]
     warned = [str(warning.message) for warning in caught if "draft" in str(warning.message)]
     return sum(name.startswith(PREFIX) for name in tensors()), differing, warned
@@ -60,10 +58,8 @@ _QUICK = "glm4-moe"
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case != _QUICK)) for case in CASES])
 def test_draft_models_get_the_trainers_prediction_layers(case: str, tmp_path: Path) -> None:
     mesh, sizes, gen, fields, count = CASES[case]
-    misc, engines = refit(case.partition(" ")[0], mesh, sizes, gen, tmp_path, generate, **fields)
+    _, engines = refit(case.partition(" ")[0], mesh, sizes, gen, tmp_path, generate, **fields)
     assert engines == [(count, [], [])] * sizes.world
-    # The draft's router goes by misc, as those of the main model: the engine holds routers in float32.
-    assert ("model.layers.3.mlp.gate.weight" in misc[0]) == case.startswith("glm4-moe")
 
 
 def test_a_draft_model_whose_layers_the_trainer_lacks_stays_and_says_so(tmp_path: Path) -> None:
@@ -78,17 +74,10 @@ def test_a_draft_model_whose_layers_the_trainer_lacks_stays_and_says_so(tmp_path
     assert said.startswith("refits leave the draft model of this engine as it is: the trainer sends none of its layers")
 
 
-def checkpoint_with_prediction_layers(name: str) -> dict[str, torch.Tensor]:
-    """DeepSeek-V3's names and shapes are those of the planner's rules: Megatron-Bridge 0.3 exports no such layers."""
-    plan = mr.plan(tiny(name, **_MTP), "tp=1", "tp=1")
-    shapes = {tensor: entry.shape for tensor, entry in sorted(checkpoint_of(plan).items())}
-    return dict(payload(shapes, 1))
-
-
 @pytest.mark.parametrize("sizes", [GenSizes(tp=2), GenSizes(tp=2, ep=2)], ids=str)
 def test_traces_of_deepseeks_draft_model_say_what_its_loader_does(sizes: GenSizes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(tiny("deepseek-v3", **_MTP)))
-    data = checkpoint_with_prediction_layers("deepseek-v3")
+    data = dict(payload(shapes_by_rules(tiny("deepseek-v3", **_MTP)), 1))
     model, proposer = build_engine_with_draft(tmp_path, sizes, 1)
     draft = proposer.model
     trace = trace_draft(draft, model, hf_tensors(data))
@@ -130,3 +119,15 @@ def test_only_prediction_layers_of_the_model_itself_are_the_trainers(
         found, reason = draft_of(runner, config)
         assert (found is draft) == ours and said in reason
     assert draft_of(SimpleNamespace(drafter=SimpleNamespace()), config) == (None, "")  # n-grams have no model
+
+
+def test_whole_tensors_reach_both_models(tmp_path: Path) -> None:
+    """The misc route: the draft's loader gets its own tensors, and none that are not its own."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny("glm4-moe")))
+    model, proposer = build_engine_with_draft(tmp_path, GenSizes(), 0)
+    data, draft = dict(payload(checkpoint_shapes(tiny("glm4-moe")), 1)), proposer.model
+    load_both(model, draft, {name for name in data if ".layers.3." in name}, iter(data.items()))
+    arrived = {name: tensor.clone() for name, tensor in own_tensors(draft, model).items()}
+    refill(own_tensors(draft, model))
+    draft.load_weights(iter(data.items()))
+    assert arrived and not [name for name, t in own_tensors(draft, model).items() if not same_bytes(t, arrived[name])]

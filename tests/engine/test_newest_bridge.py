@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from helpers.traced_cases import NEWEST_FAMILIES, NEWEST_FULL, NEWEST_QUICK, REFUSED, arguments
 from helpers.validating import OPTIONS, assert_golden
 from helpers.zoo_newest import IS_NEWEST, NEWEST_MESHES
 
-from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
+from mcore_reshard.planner.layout.mesh import TrainMesh, parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.validation.trainer.bridge_models import BUILT, NOT_IN_VLLM, UNTRIED
 from mcore_reshard.validation.trainer.build import prepare
@@ -15,10 +17,14 @@ from mcore_reshard.validation.trainer.build import prepare
 if not IS_NEWEST:
     pytest.skip("needs Megatron-Bridge 0.6: make test-newest", allow_module_level=True)
 
+from live_refits import refit as refit_workers
+from test_draft_models import generate
+
 from mcore_reshard.planner.plan.make_plan import plan_traced
 from mcore_reshard.planner.proof.prove import prove
 from mcore_reshard.planning import read_traced_request
 from mcore_reshard.validation.engine import vllm_engine
+from mcore_reshard.validation.engine.slices import GenSizes
 from mcore_reshard.validation.errors import BuildError
 from mcore_reshard.validation.offline_traces import trace_offline
 from mcore_reshard.validation.runner import ValidationRequest, validate
@@ -110,3 +116,12 @@ def test_refit_equals_golden_everywhere(family: str, mesh: str) -> None:
 
 def test_every_tiny_model_is_refitted() -> None:
     assert {*NEWEST_FAMILIES} == {*NEWEST_MESHES}
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("deepseek-v3", 18), ("glm4.7-flash", 18), ("mimo", 11)])
+def test_prediction_layers_reach_the_draft_model(name: str, tensors: int, tmp_path: Path) -> None:
+    """DeepSeek-V3 has rules, which give way to traces. MiMo's layer goes by misc: vLLM gives it another number."""
+    fields = {"num_nextn_predict_layers": 1}
+    misc, engines = refit_workers(name, TrainMesh(tp=2), GenSizes(tp=2), "tp=2", tmp_path, generate, **fields)
+    assert engines == [(tensors, [], [])] * 2
+    assert bool(misc[0]) == (name == "mimo")

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.planner.layout.traces import HfTensor, RankTrace
+from mcore_reshard.planner.layout.condense import NUMBER, numbers_in
+from mcore_reshard.planner.layout.traces import HfTensor, RankTrace, TracedTensor
 from mcore_reshard.tracing.loading import record_loading
 
 from .created import parameters_as_created
@@ -62,7 +63,18 @@ def trace_draft(draft: torch.nn.Module, model: torch.nn.Module, checkpoint: Mapp
     copies = {
         f"{PREFIX}{name}.weight" for name, layer in draft.named_modules() if isinstance(layer, VocabParallelEmbedding)
     }
-    return traced if any(tensor.names for tensor in traced.tensors if tensor.tensor.name not in copies) else None
+    if not any(tensor.names for tensor in traced.tensors if tensor.tensor.name not in copies):
+        return None
+    return RankTrace(tuple(_by_name_where_renumbered(tensor) for tensor in traced.tensors))
+
+
+def _by_name_where_renumbered(traced: TracedTensor) -> TracedTensor:
+    """MiMo's first prediction layer is its number 0 in a checkpoint, and follows the last layer in vLLM: no plan can say so."""
+    found = NUMBER.search(traced.tensor.name)
+    layers = {numbers_in(name).layer for name in traced.names} - {None, int(found.group()) if found else None}
+    if traced.computed or not layers:
+        return traced
+    return TracedTensor(traced.tensor, computed="vLLM gives the layer another number", parameters=traced.names)
 
 
 def load_both(
