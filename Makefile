@@ -19,8 +19,8 @@ DEMO := tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2
 # `make test-fast` runs these folders beside all others.
 FAST_HALF := copies transports proof attack
 # `make test-newest` runs these.
-NEWEST := $(addprefix tests/,$(addprefix validation/test_,megatron_source.py te_standin.py trainer_trace.py validate.py zoo.py) \
-	$(addprefix engine/test_,newest_bridge.py tiny_models.py))
+NEWEST := $(addprefix tests/,$(addprefix validation/test_,adapters.py megatron_source.py te_standin.py trainer_trace.py validate.py \
+	zoo.py) $(addprefix engine/test_,newest_bridge.py tiny_models.py) session/test_lora.py)
 
 .PHONY: help setup demo test-fast test nightly test-vllm test-newest test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
 
@@ -55,6 +55,7 @@ nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow,
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python tools/mutation_score.py --out build/mutation_score.json
 	$(MAKE) test-newest
+	$(VENV_NEWEST)/bin/python -m pytest -m slow tests/engine/test_newest_bridge.py
 	$(MAKE) test-vllm
 	$(VENV_VLLM)/bin/python -m pytest -m slow tests/engine
 	$(MAKE) test-sglang
