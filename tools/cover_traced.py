@@ -31,7 +31,6 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.traced import TracedLayoutError
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.proof.prove import require_proof
-from mcore_reshard.planning import read_traced_request
 from mcore_reshard.validation.engine import vllm_engine
 from mcore_reshard.validation.errors import BuildError, ValidationError
 from mcore_reshard.validation.offline_plan import plan_offline
@@ -47,11 +46,10 @@ from helpers import random_cases  # noqa: E402
 from helpers import traced_cases as cases  # noqa: E402
 
 WHAT = "models without layout rules: tiny ones refitted, every tensor of every generation rank byte by byte; published ones planned"
-PRECISION = "BF16 -> BF16"
 REFITS = 3
 OPTIONS = Options(transport="gloo", timeout_s=180.0)
 PARTS = ("cases", "random")
-Case = tuple[str, str, str]  # model, training mesh, generation mesh
+Case = tuple[str, str, str, str]  # model, training mesh, generation mesh, precision
 Result = dict[str, Any]
 
 
@@ -78,7 +76,8 @@ def main() -> int:
             run = _run_all(pool, report["cases"], is_newest, arguments.models, arguments.again)
         for case in run:
             _write(out, report)
-            print(f"{case['model']:28} {case['train']:28} -> {case['gen']:10} {_outcome(case)}", flush=True)
+            name = f"{case['model']:28} {case['train']:28} -> {case['gen']:10} {case.get('precision', ''):12}"
+            print(f"{name} {_outcome(case)}", flush=True)
     bad = [case for part in PARTS for case in report[part] if _is_bad(case)]
     print(f"{', '.join(f'{len(report[part])} {part}' for part in PARTS)}, {len(bad)} bad")
     return 1 if bad else 0
@@ -88,9 +87,10 @@ def _run_all(
     pool: ProcessPoolExecutor, ran: list[Result], is_newest: bool, models: Sequence[str], again: bool
 ) -> Iterator[Result]:
     """Run the cases that have not run, and put each into `ran` when it has."""
-    tiny = cases.NEWEST_FULL if is_newest else cases.FULL
-    published = [] if is_newest else cases.PUBLISHED
-    meshes = {(model, *cases.arguments(model, mesh)): mesh for model, mesh in tiny}
+    tiny = [(*case, cases.BF16) for case in (cases.NEWEST_FULL if is_newest else cases.FULL)]
+    tiny += [] if is_newest else cases.FP8_FULL
+    published = [] if is_newest else [(*case, cases.BF16) for case in cases.PUBLISHED]
+    meshes = {(model, *cases.arguments(model, mesh), precision): mesh for model, mesh, precision in tiny}
     everything: list[Case] = [*meshes, *published]
     numbers = {case: number for number, case in enumerate(everything)}
     wanted = [case for case in everything if not models or case[0] in models]
@@ -122,7 +122,7 @@ def _is_bad(result: Result) -> bool:
 
 
 def _key(case: Result) -> Case:
-    return case["model"], case["train"], case["gen"]
+    return case["model"], case["train"], case["gen"], case["precision"]
 
 
 def _begun(out: Path, about: Result) -> Result:
@@ -144,12 +144,12 @@ def _write(out: Path, report: Result) -> None:
 
 def _run(case: Case, mesh: str | None) -> Result:
     """Refit a tiny model, whose mesh has a name; or plan a published one."""
-    model, train, gen = case
-    what: Result = {"model": model, "mesh": mesh, "train": train, "gen": gen, "precision": PRECISION}
+    model, train, gen, precision = case
+    what: Result = {"model": model, "mesh": mesh, "train": train, "gen": gen, "precision": precision}
     what["date"] = date.today().isoformat()
     start = time.perf_counter()
     try:
-        request = read_traced_request(model, train, gen)
+        request = cases.request(*case)
         plan, _ = plan_offline(request)
         require_proof(plan)
         if mesh is None:

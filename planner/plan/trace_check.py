@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from mcore_reshard.planner.layout.geometry import Piece, Region, ravel, row_major_strides
 from mcore_reshard.planner.layout.strided import NotNestedError, StridedCopy, compose, digit_boxes
 from mcore_reshard.planner.layout.traces import HfTensor, RankTrace, TracedTensor
+from mcore_reshard.planner.layout.vllm_quantized import CHECKPOINT_BLOCKS
 from mcore_reshard.planner.model.precision import FP8
 
 from .plan import Plan
@@ -37,7 +38,8 @@ def checkpoint_of(plan: Plan, *, quantized: bool = True) -> dict[str, HfTensor]:
 def trace_faults(plan: Plan, world: World, rank: int, trace: RankTrace) -> list[str]:
     """Every tensor of a rank of which the plan and the trace say different things, and what both say.
 
-    Tensors of parameters that travel by misc, or not at all, are not compared. Scales are compared where the trace has them.
+    Tensors of parameters that travel by misc, or not at all, are not compared. Scales are compared where the trace has
+    them. Of scales that an engine's adapter repeats for smaller blocks, only the names are (`CHECKPOINT_BLOCKS`).
     """
     shapes = {name: tensor.shape for name, tensor in checkpoint_of(plan).items()}
     scales = {name for pair in plan.pairs for name in plan.groups[pair.scales].names()}
@@ -46,7 +48,10 @@ def trace_faults(plan: Plan, world: World, rank: int, trace: RankTrace) -> list[
     traced = {tensor.tensor.name: tensor for tensor in trace.tensors}
     faults: list[str] = []
     for name, copies in planned.items():
-        if name in traced:
+        if name.endswith(CHECKPOINT_BLOCKS) and (made := traced.pop(name.removesuffix(CHECKPOINT_BLOCKS), None)):
+            if {*made.names} != copies.keys():
+                faults.append(f"{name}: the plan fills it with {_named(copies)}, the loader with {_named(made.names)}")
+        elif name in traced:
             faults += _tensor_faults(name, copies, planned_shapes[name], traced[name], shapes)
         elif not copies.keys() <= scales:
             faults.append(f"{name}: the plan fills it with {_named(copies)}, the loader knows no such tensor")

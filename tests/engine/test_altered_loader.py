@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.validation_cases import REFINED_EXPERTS, in_blocks
 
 import mcore_reshard as mr
 from mcore_reshard.kernels.errors import LayoutError
+from mcore_reshard.planner.layout.traces import RankTrace
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.plan.trace_check import checkpoint_of
 from mcore_reshard.session.trace_exchange import require_planned_layout
@@ -65,6 +68,32 @@ def test_a_live_model_in_block_fp8_is_traced(config_folder: Callable[[dict[str, 
     live = {name: (type(parameter), dict(vars(parameter))) for name, parameter in model.named_parameters()}
     require_planned_layout(plan, "gen", 1, trace_loading(model, checkpoint_of(plan)), "vLLM")
     assert live == {name: (type(parameter), vars(parameter)) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_experts_whose_scales_vllm_repeats_agree_with_the_rules(
+    config_folder: Callable[[dict[str, Any]], Path], rank: int
+) -> None:
+    """As those of Qwen3-30B-A3B in FP8 at tp = 4: a rank's 192 rows are no whole blocks."""
+    from mcore_reshard.engines.vllm.trace import trace_loading
+
+    config = in_blocks("qwen3-moe", REFINED_EXPERTS[0][0], **REFINED_EXPERTS[0][1])
+    plan = mr.plan(config, "tp=1", "tp=4", train_dtype="bf16", gen_dtype="fp8")
+    model = build_engine(config_folder(config), GenSizes(tp=4), rank, device="meta")
+    checkpoint = checkpoint_of(plan)
+    trace = trace_loading(model, checkpoint)
+    require_planned_layout(plan, "gen", rank, trace, "vLLM")
+    experts = "model.layers.0.mlp.experts.routed_experts.w2_weight_scale_inv"
+    (scales,) = (tensor for tensor in trace.tensors if tensor.tensor.name == experts)
+    other = {name: name.replace("down_proj", "up_proj") for name in scales.names}
+    moved = replace(
+        scales,
+        copies=tuple((other[name], copy) for name, copy in scales.copies),
+        parameters=tuple(other[name] for name in scales.parameters),
+    )
+    wrong = RankTrace(tuple(moved if tensor is scales else tensor for tensor in trace.tensors))
+    with pytest.raises(LayoutError, match=rf"{experts}.blocks: the plan fills it with .*down_proj.* with .*up_proj"):
+        require_planned_layout(plan, "gen", rank, wrong, "vLLM")
 
 
 def test_a_live_model_in_block_fp8_loads_again(config_folder: Callable[[dict[str, Any]], Path]) -> None:

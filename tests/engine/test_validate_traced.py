@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.traced_cases import FAMILIES, FULL, NEWEST_FAMILIES, QUICK, REFUSED, arguments
+from helpers.traced_cases import (
+    BF16,
+    FAMILIES,
+    FP8_FULL,
+    FULL,
+    NEWEST_FAMILIES,
+    PRECISIONS,
+    QUICK,
+    REFUSED,
+    arguments,
+    request,
+)
 from helpers.validating import OPTIONS, assert_golden, flip_bit_on_gen_1
 from helpers.validation_cases import in_blocks
 
@@ -34,21 +45,7 @@ MISC = {
     "tiny-qwen3-next": {"model.layers.{layer}.linear_attn.norm.weight": "aten."},
 }
 
-# Engines in FP8 blocks of 8 x 8: (family, trainer's dtype, training mesh, generation mesh)
-QUICK_FP8 = [
-    ("glm4-moe", "bf16", "tp=2,ep=2", "tp=2"),
-    ("olmoe", "fp8", "ep=2,dp=2", "tp=2,ep=2"),
-]
-FULL_FP8 = [
-    (family, dtype, train, gen)
-    for family in ("deepseek-v2-lite", "gemma2", "glm4-moe", "olmoe", "qwen3-next")
-    for dtype in ("bf16", "fp8")
-    for train, gen in (
-        ("tp=2", "tp=2"),
-        ("tp=4", "tp=2"),
-        *((("tp=2,ep=2", "tp=2"), ("ep=2,dp=2", "tp=2,ep=2")) if family != "gemma2" else ()),
-    )
-]
+QUICK_FP8 = [("tiny-olmoe", "EP2 -> TP2 EP2", "FP8 -> FP8"), ("tiny-glm4-moe", "TP2 EP2 -> TP2", "BF16 -> FP8")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,18 +55,13 @@ def cache_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-def run(name: str, train: str, gen: str, refits: int = 3) -> ValidationReport:
-    request = read_traced_request(name, train, gen)
-    return validate(ValidationRequest(request, options=OPTIONS, engine="vllm", refits=refits))
-
-
-def run_in_fp8(family: str, dtype: str, train: str, gen: str) -> ValidationReport:
-    request = read_traced_request(in_blocks(family, (8, 8)), train, gen, "exact", dtype, "fp8")
-    return validate(ValidationRequest(request, options=OPTIONS, engine="vllm"))
+def run(family: str, mesh: str, precision: str = BF16) -> ValidationReport:
+    requested = request(family, *arguments(family, mesh), precision)
+    return validate(ValidationRequest(requested, options=OPTIONS, engine="vllm", refits=3))
 
 
 def assert_equals_golden(family: str, mesh: str) -> None:
-    report = run(family, *arguments(family, mesh))
+    report = run(family, mesh)
     assert_golden(report)
     assert len(report.refits) == 3 and report.engine.startswith("vllm ")
 
@@ -84,25 +76,26 @@ def test_refit_of_a_model_without_rules_equals_golden(family: str, mesh: str) ->
 def test_refit_of_a_model_without_rules_equals_golden_everywhere(family: str, mesh: str) -> None:
     if mesh in REFUSED.get(family, ()):
         with pytest.raises((BuildError, TracedLayoutError), match=r"no Hugging Face tensor fills it|not supported"):
-            run(family, *arguments(family, mesh))
+            run(family, mesh)
     else:
         assert_equals_golden(family, mesh)
 
 
-@pytest.mark.parametrize(("family", "dtype", "train", "gen"), QUICK_FP8)
-def test_refit_into_fp8_of_a_model_without_rules_equals_golden(family: str, dtype: str, train: str, gen: str) -> None:
-    report = run_in_fp8(family, dtype, train, gen)
+@pytest.mark.parametrize(("family", "mesh", "precision"), QUICK_FP8)
+def test_refit_into_fp8_of_a_model_without_rules_equals_golden(family: str, mesh: str, precision: str) -> None:
+    report = run(family, mesh, precision)
     assert_golden(report)
     routes = {p.route for p in report.parameters if p.name.endswith("experts.w13_weight_scale_inv")}
+    dtype = PRECISIONS[precision][0]
     assert routes == {"bulk"} and report.precision.startswith(f"{dtype} -> fp8 in blocks of 8x8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype", "train", "gen"), sorted({*FULL_FP8} - {*QUICK_FP8}))
+@pytest.mark.parametrize(("family", "mesh", "precision"), sorted({*FP8_FULL} - {*QUICK_FP8}))
 def test_refit_into_fp8_of_a_model_without_rules_equals_golden_everywhere(
-    family: str, dtype: str, train: str, gen: str
+    family: str, mesh: str, precision: str
 ) -> None:
-    report = run_in_fp8(family, dtype, train, gen)
+    report = run(family, mesh, precision)
     assert_golden(report)
     assert any(p.name.endswith("_scale_inv") and p.route == "bulk" for p in report.parameters)
 
@@ -110,7 +103,7 @@ def test_refit_into_fp8_of_a_model_without_rules_equals_golden_everywhere(
 def test_a_scale_that_is_off_by_a_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "model.layers.1.mlp.experts.routed_experts.w2_weight_scale_inv"
     flip_bit_on_gen_1(monkeypatch, name, torch.int32, (2, 1))
-    wrong = [(r.name, r.gen_rank) for refit in run_in_fp8(*QUICK_FP8[1]).refits for r in refit.wrong]
+    wrong = [(r.name, r.gen_rank) for refit in run(*QUICK_FP8[0]).refits for r in refit.wrong]
     assert wrong == [(name, 1)] * 3
 
 
@@ -131,11 +124,11 @@ def test_scales_that_a_rule_puts_elsewhere_than_the_loader_are_found(
         return scales if isinstance(scales, Misc) else Partition(tuple(tuple(map(moved, p)) for p in scales.pieces))
 
     monkeypatch.setattr(vllm_quantized, "scale_partition", exchanged)
-    request = read_traced_request(in_blocks("olmoe", (8, 8)), "tp=1", "tp=2", "exact", "bf16", "fp8")
+    requested = read_traced_request(in_blocks("olmoe", (8, 8)), "tp=1", "tp=2", "exact", "bf16", "fp8")
     with pytest.raises(
         TracedLayoutError, match=r"w13_weight_scale_inv: of .* the plan has .*, the loader puts"
     ) as raised:
-        plan_offline(request)
+        plan_offline(requested)
     assert {problem.split(": ")[1].rpartition(".")[2] for problem in raised.value.problems} == {"w13_weight_scale_inv"}
 
 
@@ -157,9 +150,9 @@ def test_what_goes_by_misc_has_its_reason(name: str, tmp_path: Path, capsys: pyt
 
 def test_one_flipped_bit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     flip_bit_on_gen_1(monkeypatch, "model.layers.1.mlp.experts.routed_experts.w2_weight", torch.int16, (5, 3))
-    report = run("tiny-olmoe", "tp=2,ep=2", "tp=2", refits=2)
+    report = run("tiny-olmoe", "TP2 EP2 -> TP2")
     wrong = [(result.name, result.gen_rank) for refit in report.refits for result in refit.wrong]
-    assert wrong == [("model.layers.1.mlp.experts.routed_experts.w2_weight", 1)] * 2
+    assert wrong == [("model.layers.1.mlp.experts.routed_experts.w2_weight", 1)] * 3
 
 
 def test_plain_slices_do_not_know_these_models() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from helpers.validation_cases import in_blocks
+
 from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planning import TracedRequest, read_traced_request
 
 # column of the table in docs/support.md -> (training mesh, generation mesh, only for families with experts)
 MESHES: dict[str, tuple[str, str, bool]] = {
@@ -29,6 +32,10 @@ NEWEST_FAMILIES = (
     "tiny-ernie4.5-moe", "tiny-glm4.7-flash", "tiny-glm5", "tiny-ling", "tiny-mimo", "tiny-mimo-v2-flash",
     "tiny-minimax-m2", "tiny-nemotron-3-latent-moe", "tiny-qwen3.5", "tiny-qwen3.5-moe", "tiny-step3.5",
 )  # fmt: skip
+BF16 = "BF16 -> BF16"
+PRECISIONS = {BF16: ("bf16", "bf16"), "BF16 -> FP8": ("bf16", "fp8"), "FP8 -> FP8": ("fp8", "fp8")}  # trainer, engine
+FP8_FAMILIES = ("tiny-deepseek-v2-lite", "tiny-gemma2", "tiny-glm4-moe", "tiny-olmoe", "tiny-qwen3-next")
+FP8_MESHES = ("TP2 -> TP2", "TP4 -> TP2", "TP2 EP2 -> TP2", "EP2 -> TP2 EP2")
 _EXPERT_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 # By default one mesh of a few: experts, latent attention, several shapes of a layer, a tower of vision, computed weights.
@@ -69,7 +76,23 @@ def arguments(family: str, mesh: str) -> tuple[str, str]:
     return f"{train},layers={layers // 2 + 1}+{layers // 2}" if odd else train, gen
 
 
+def request(model: str, train: str, gen: str, precision: str = BF16) -> TracedRequest:
+    """The request of a case. Tiny models in FP8 have blocks of 8 x 8."""
+    if precision == BF16:
+        return read_traced_request(model, train, gen)
+    config = in_blocks(model.removeprefix("tiny-"), (8, 8))
+    return read_traced_request(config, train, gen, "exact", *PRECISIONS[precision])
+
+
 FULL = [(family, mesh) for family in FAMILIES for mesh in meshes_of(family)]
+# Engines in block FP8: (family, mesh, precision)
+FP8_FULL = [
+    (family, mesh, precision)
+    for family in FP8_FAMILIES
+    for precision in PRECISIONS
+    for mesh in meshes_of(family)
+    if precision != BF16 and mesh in FP8_MESHES
+]
 NEWEST_FULL = [(family, mesh) for family in NEWEST_FAMILIES for mesh in meshes_of(family)]
 
 # Published configs, planned and proven but not built: one mesh of many experts or wide tensors, one with a pipeline.
