@@ -105,10 +105,15 @@ def test_other_results_of_coverage_make_the_page_stale(
 
 
 def test_every_case_of_models_without_rules_has_run() -> None:
-    for file, tiny in (("coverage.json", traced_cases.FULL), ("coverage-newest.json", traced_cases.NEWEST_FULL)):
+    fp8 = traced_cases.FP8_FULL
+    for file, tiny, more in (
+        ("coverage.json", traced_cases.FULL, fp8),
+        ("coverage-newest.json", traced_cases.NEWEST_FULL, []),
+    ):
         cases = [case for case in json.loads((ROOT / "tools" / "results" / file).read_text())["cases"] if case["mesh"]]
-        ran = [(case["model"], case["train"], case["gen"]) for case in cases]
-        assert ran == [(model, *traced_cases.arguments(model, mesh)) for model, mesh in tiny]
+        ran = [(case["model"], case["train"], case["gen"], case["precision"]) for case in cases]
+        wanted = [*((*case, traced_cases.BF16) for case in tiny), *more]
+        assert ran == [(model, *traced_cases.arguments(model, mesh), precision) for model, mesh, precision in wanted]
         assert not [case for case in cases if "error" in case or case.get("wrong")]
         refused = {(case["model"], case["mesh"]) for case in cases if "refused" in case}
         assert refused == {*tiny} & {(model, mesh) for model, found in traced_cases.REFUSED.items() for mesh in found}

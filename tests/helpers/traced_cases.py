@@ -34,7 +34,11 @@ NEWEST_FAMILIES = (
 )  # fmt: skip
 BF16 = "BF16 -> BF16"
 PRECISIONS = {BF16: ("bf16", "bf16"), "BF16 -> FP8": ("bf16", "fp8"), "FP8 -> FP8": ("fp8", "fp8")}  # trainer, engine
-FP8_FAMILIES = ("tiny-deepseek-v2-lite", "tiny-gemma2", "tiny-glm4-moe", "tiny-olmoe", "tiny-qwen3-next")
+# text models in block FP8
+FP8_FAMILIES = (
+    "tiny-deepseek-v2-lite", "tiny-gemma", "tiny-gemma2", "tiny-gemma3", "tiny-glm4-moe", "tiny-llama-nemotron",
+    "tiny-mistral", "tiny-nemotron", "tiny-olmoe", "tiny-qwen3-next",
+)  # fmt: skip
 FP8_MESHES = ("TP2 -> TP2", "TP4 -> TP2", "TP2 EP2 -> TP2", "EP2 -> TP2 EP2")
 _EXPERT_FIELDS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
