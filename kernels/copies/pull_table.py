@@ -75,8 +75,8 @@ def _joined(tables: Sequence[TransferTable]) -> TransferTable:
 def _disagreements(schedule: Schedule, source_table: SourceTable) -> list[str]:
     if (source_table.rank, source_table.digest) != (schedule.rank, schedule.digest):
         return [
-            f"the pulls are those of gen:{source_table.rank} in plan {source_table.digest};"
-            f" this is {schedule.name} in plan {schedule.digest}"
+            f"the pulls are those of rank {source_table.rank} of the engine in plan {source_table.digest};"
+            f" this is {schedule.name}, rank {schedule.rank} of the engine in plan {schedule.digest}"
         ]
     if len(source_table.stages) != len(schedule.stages):
         return [f"the pulls have {len(source_table.stages)} stages, the schedule {len(schedule.stages)}"]

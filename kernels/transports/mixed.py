@@ -31,7 +31,8 @@ def connect_by_pair(context: TransportContext, direct: Transport, nccl: Transpor
         return direct.connect(replace(context, store=FailFastStore(direct.name, context.store)))
     far = {pair: why for pair, why in unavailable_reasons.items() if why is not None and not pair.relays}
     if far and (unavailable_reason := nccl.unavailable_reason()):
-        raise TransportUnavailable(f"{_some(far)}, and nccl cannot take their place: {unavailable_reason}")
+        some = _some({pair.named(context.bound.schedule): why for pair, why in far.items()})
+        raise TransportUnavailable(f"{some}, and nccl cannot take their place: {unavailable_reason}")
     near = any(not pair.relays and why is None for pair, why in unavailable_reasons.items())
     kinds = direct if near else None, nccl if far else None
     return connect_unrelayed(lambda straight: _connect_kinds(straight, *kinds, far), context)
@@ -60,7 +61,7 @@ def _connect_part(context: TransportContext, transport: Transport, peers: frozen
     return transport.connect(replace(context, bound=bound, store=FailFastStore(transport.name, context.store)))
 
 
-def _some(far: Mapping[RankPair, str]) -> str:
+def _some(far: Mapping[str, str]) -> str:
     reasons = [f"{pair}: {why}" for pair, why in far.items()]
     pairs = "1 pair" if len(reasons) == 1 else f"{len(reasons)} pairs"
     more = f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""

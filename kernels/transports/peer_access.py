@@ -42,8 +42,10 @@ class RankPair:
     dst: int
     relays: bool
 
-    def __str__(self) -> str:
-        return f"{'relay' if self.relays else 'train'}:{self.src}-gen:{self.dst}"
+    def named(self, schedule: Schedule) -> str:
+        """As in messages and in MCORE_RESHARD_UNREACHABLE, of a schedule between trainer and engine."""
+        src = schedule.name_of("gen" if self.relays else "train", self.src).replace("gen:", "relay:")
+        return f"{src}-{schedule.name_of('gen', self.dst)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def unavailable_reasons_by_pair(
     own_pairs = []
     for pair in _pairs_to_read(schedule):
         source_seat = seats[group_rank(schedule, "gen" if pair.relays else "train", pair.src)]
-        if str(pair) in _declared():
+        if pair.named(schedule) in _declared():
             reason: str | None = f"declared in {UNREACHABLE_VARIABLE}"
         else:
             reason = source_seat.unavailable_reason or direct_unavailable_reason or _distance(source_seat, own_seat)

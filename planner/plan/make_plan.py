@@ -6,7 +6,7 @@ Pure and deterministic: the same model's parameters, meshes and policy give the 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -150,43 +150,17 @@ class _Planner:
         transfer_groups.sort(key=_order)
         cuts = zip(self._patterns, self._overlaps, strict=True)
         patterns = tuple(TransferPattern(*ends, overlaps) for ends, overlaps in cuts)
-        balanced = balance(transfer_groups, patterns, self._rank_grids, "train", self._blank.train.world, relay=False)
         plan = replace(
             self._blank,
             groups=tuple(groups),
             patterns=patterns,
             rank_grids=tuple(self._rank_grids),
-            transfer_groups=self._with_scales(balanced),
             misc=tuple(unplanned[Misc]),
             excluded=tuple(unplanned[Excluded]),
             pairs=tuple(pairs),
             casts=tuple(casts),
         )
-        plan = self._relay_if_shorter(plan, transfer_groups)
-        object.__setattr__(plan, "digest", digest_of(plan))
-        return plan
-
-    def _relay_if_shorter(self, plan: Plan, transfer_groups: list[TransferGroup]) -> Plan:
-        """The plan, or one in which replicas relay if that makes the busiest link distinctly less busy.
-
-        Ranks receive the same bytes either way, so only the busiest sender can gain.
-        """
-        if plan.recv_bytes.max(initial=0) >= _DISTINCTLY * plan.send_bytes.max(initial=0):
-            return plan
-        shared = plan.patterns, self._rank_grids
-        transfer_groups = balance(transfer_groups, *shared, "train", plan.train.world, relay=True)
-        transfer_groups = balance(transfer_groups, *shared, "gen", plan.gen.world, relay=True)
-        relayed = replace(plan, transfer_groups=self._with_scales(transfer_groups), relay=True)
-        return relayed if relayed.busiest_link < _DISTINCTLY * plan.busiest_link else plan
-
-    def _with_scales(self, transfer_groups: Sequence[TransferGroup]) -> tuple[TransferGroup, ...]:
-        """The transfer groups; after each group of a weight in a pair, the same one for its scales."""
-        scales = [
-            replace(transfers, group=transfers.group + 1, pattern=self._scales[transfers.group, transfers.pattern])
-            for transfers in transfer_groups
-            if (transfers.group, transfers.pattern) in self._scales
-        ]
-        return tuple(sorted([*transfer_groups, *scales], key=_order))
+        return balance_plan(plan, transfer_groups, self._scales)
 
     def _transfer_groups(
         self, group: int, source: Iterable[PartitionOwners], destination: Iterable[PartitionOwners]
@@ -239,6 +213,37 @@ class _Planner:
             self._rank_grid_index[key] = len(self._rank_grids)
             self._rank_grids.append(ranks)
         return self._rank_grid_index[key]
+
+
+def balance_plan(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[tuple[int, int], int]) -> Plan:
+    """The plan with these transfer groups, sources balanced, and its digest. It relays where that pays.
+
+    `transfer_groups` are in the plan's order, without the scales of pairs, and nothing in them is balanced yet. `scales`
+    has the pattern of a pair's scales by (group, pattern) of its weight.
+    """
+    shared = plan.patterns, plan.rank_grids
+    direct = balance(transfer_groups, *shared, "train", plan.train.world, relay=False)
+    plan = replace(plan, transfer_groups=_with_scales(direct, scales), relay=False)
+    # Relaying leaves what ranks receive as it is, so only the busiest sender can gain.
+    if plan.recv_bytes.max(initial=0) < _DISTINCTLY * plan.send_bytes.max(initial=0):
+        relaying = balance(transfer_groups, *shared, "train", plan.train.world, relay=True)
+        relaying = balance(relaying, *shared, "gen", plan.gen.world, relay=True)
+        relayed = replace(plan, transfer_groups=_with_scales(relaying, scales), relay=True)
+        plan = relayed if relayed.busiest_link < _DISTINCTLY * plan.busiest_link else plan
+    object.__setattr__(plan, "digest", digest_of(plan))
+    return plan
+
+
+def _with_scales(
+    transfer_groups: Sequence[TransferGroup], scales: Mapping[tuple[int, int], int]
+) -> tuple[TransferGroup, ...]:
+    """The transfer groups; after each group of a weight in a pair, the same one for its scales."""
+    of_scales = [
+        replace(transfers, group=transfers.group + 1, pattern=scales[transfers.group, transfers.pattern])
+        for transfers in transfer_groups
+        if (transfers.group, transfers.pattern) in scales
+    ]
+    return tuple(sorted([*transfer_groups, *of_scales], key=_order))
 
 
 def _order(transfers: TransferGroup) -> tuple[object, ...]:

@@ -56,6 +56,7 @@ class RankView(View):
     rank: int
     wave: int | None = None  # None: all of them
     rows: tuple[NDArray[np.int64], ...] | None = None  # of each stage; None: all of them
+    gen_seats: tuple[int, ...] = ()  # as in Schedule
     # Both are numbered in the order of first use, anew in every copy that `replace` makes.
     tensors: dict[LocalTensor, int] = field(default_factory=dict, init=False)
     strided_boxes: dict[StridedBox, int] = field(default_factory=dict, init=False)
@@ -96,7 +97,7 @@ class RankView(View):
 
     def unrelayed(self) -> Schedule:
         plan = replace(self.plan, relay=False, digest=self.plan.digest)
-        return RankView(plan, self.world, self.rank).schedule()
+        return RankView(plan, self.world, self.rank, gen_seats=self.gen_seats).schedule()
 
     def waves(self) -> tuple[Schedule, ...]:
         if self.plan.casts or not self.plan.relay:  # scales are computed, and slots divided, for all that a rank sends
@@ -127,6 +128,7 @@ class RankView(View):
             misc=tuple(plan.misc_names()),
             names={place.index: plan.names_of(place.transfers) for place in plan.groups_of(self.world, self.rank)},
             pairs=tuple((plan.groups[pair.weight], plan.groups[pair.scales]) for pair in plan.pairs),
+            gen_seats=self.gen_seats,
         )
 
     def _tables(self, rows_of: Callable[[RankInGroup], _Columns]) -> dict[int, TransferTable]:
@@ -244,7 +246,8 @@ class RankView(View):
 
 
 def _among_replicas(schedule: Schedule) -> Schedule:
-    return replace(schedule, between_replicas=True, train_ranks=schedule.gen_ranks, padding=())
+    seats = schedule.gen_seats
+    return replace(schedule, between_replicas=True, train_ranks=schedule.gen_ranks, padding=(), relay_seats=seats)
 
 
 def _wave_of(transfers: TransferGroup) -> NDArray[np.int64]:

@@ -58,6 +58,9 @@ class TransferPattern:
     _round_robins: dict[tuple[World, int, int], RoundRobin] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _replica_bytes: dict[tuple[World, int, int, int], NDArray[np.int64]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def ends(self, overlap: Overlap) -> tuple[Piece, Piece]:
         return self.src.pieces[overlap.src][overlap.src_piece], self.dst.pieces[overlap.dst][overlap.dst_piece]
@@ -82,9 +85,14 @@ class TransferPattern:
         return self._round_robins[key]
 
     def replica_bytes(self, world: World, members: int, replicas: int, pulls: int = 1) -> NDArray[np.int64]:
-        """Bytes that each replica of one end sends or receives if replica 0 begins, as [parts, replicas]."""
-        parts = len((self.src if world == "train" else self.dst).pieces)
-        return self.round_robin(world, replicas, pulls).nbytes(members, self.overlap_bytes, parts)
+        """Bytes that each replica of one end sends or receives if replica 0 begins, as [parts, replicas]; read only."""
+        key = (world, members, replicas, pulls)
+        if key not in self._replica_bytes:  # many transfer groups share it, and so do plans for more or fewer replicas
+            parts = len((self.src if world == "train" else self.dst).pieces)
+            nbytes = self.round_robin(world, replicas, pulls).nbytes(members, self.overlap_bytes, parts)
+            nbytes.flags.writeable = False
+            self._replica_bytes[key] = nbytes
+        return self._replica_bytes[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +229,9 @@ class Plan:
     casts: tuple[GroupCast, ...] = ()
     frozen: tuple[FrozenLayers, ...] = ()  # of frozen.py
     digest: str = field(default="", compare=False)
+    replica_plans: dict[int, Plan] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # of replicas.py
 
     def names_of(self, transfers: TransferGroup) -> MemberNames:
         layers = tuple(place.layer for place in transfers.layers)

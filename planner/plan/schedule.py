@@ -93,6 +93,8 @@ class Schedule:
     between_replicas: bool = False  # the second hop of a relay: its 'train' ranks are the generation ranks that pass on
     view: View | None = None
     later: Schedule | None = None  # of refits after an engine's first, if the trainer leaves parameters frozen
+    gen_seats: tuple[int, ...] = ()  # the number by which messages name each generation rank; (): its own
+    relay_seats: tuple[int, ...] = ()  # between replicas: the same of the ranks that pass on
 
     def parameter_name(self, transfer_group: int, member: int) -> str:
         return self.names[transfer_group].name(member)
@@ -128,8 +130,10 @@ class Schedule:
         return [stage.sends if self.world == "train" else stage.recvs for stage in self.stages]
 
     def name_of(self, world: World, rank: int) -> str:
-        """A rank's name in messages: 'train:0', 'gen:3'; 'relay:3' is gen:3 as it passes on."""
-        return f"{'relay' if self.between_replicas and world == 'train' else world}:{rank}"
+        """A rank's name in messages: 'train:0', 'gen:3'; 'relay:3' is gen:3 as it passes on. IndexError: no rank of the plan."""
+        seats = self.gen_seats if world == "gen" else self.relay_seats
+        prefix = "relay" if self.between_replicas and world == "train" else world
+        return f"{prefix}:{seats[rank] if seats else rank}"
 
     @property
     def name(self) -> str:

@@ -100,7 +100,7 @@ def test_pulls_of_other_transfers_are_refused() -> None:
     assert schedule.view is not None
     with pytest.raises(BindError, match="stage 0: the pulls are not those of the transfers received"):
         pull_table(schedule, schedule.view.source_table())
-    with pytest.raises(BindError, match="the pulls are those of gen:0"):
+    with pytest.raises(BindError, match="the pulls are those of rank 0 of the engine"):
         pull_table(schedule_of(plan, "gen", 1), schedule.view.source_table())
 
 
