@@ -35,6 +35,14 @@ class SessionError(RefitError):
     """The ranks of a session could not meet or do not agree, or a peer reported a failure."""
 
 
+class StoreRestarted(SessionError):
+    """The store was started anew: what the ranks had said to each other is gone."""
+
+
+class SessionClosed(SessionError):
+    """The trainer has left the session, without a failure."""
+
+
 class LayoutError(RefitError):
     """The installed trainer or engine keeps weights otherwise than the plan says: nothing may move."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ALIGNMENT = 16  # bytes; where each segment starts in a bucket, so that kernels may use 16-byte loads
 DEFAULT_BUCKET_BYTES = 32 << 20
@@ -14,7 +14,7 @@ TRANSPORTS = ["auto", "direct", "nccl", "gloo", "golden"]  # `register` of trans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a session runs. All ranks must be given the same, except for `timeout_s` and `ctas`.
+    """How a session runs. All ranks must be given the same, except for `timeout_s`, `max_lag`, `ctas` and `token_file`.
 
     Raises ValueError, listing every wrong value.
     """
@@ -25,6 +25,10 @@ class Options:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES  # the largest message of gloo; nccl derives its own from scratch_bytes
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # the most for staging on a GPU: nccl, and direct where it casts
     checksums: bool = False  # nccl and direct: compare written bytes with read bytes; gloo always does
+    retries: int = 0  # how often a refit tries again by itself after a failure of a machine or the network
+    max_lag: int = 0  # training rank 0: for how many versions a refit may go on without a replica that is late
+    token: str | None = field(default=None, repr=False)  # the secret of all ranks; or MCORE_RESHARD_TOKEN
+    token_file: str | None = None  # a file with the token; or MCORE_RESHARD_TOKEN_FILE
     ctas: int | None = None  # direct: how many multiprocessors of its GPU a generation rank pulls with; None: 48
 
     def __post_init__(self) -> None:
@@ -38,6 +42,8 @@ class Options:
             "bucket_bytes": (bucket_rule, _is_count(self.bucket_bytes) and self.bucket_bytes in bucket_sizes),
             "scratch_bytes": ("at least 1", _is_count(self.scratch_bytes)),
             "checksums": ("True or False", isinstance(self.checksums, bool)),
+            "retries": ("at least 0", self.retries == 0 or _is_count(self.retries)),
+            "max_lag": ("at least 0", self.max_lag == 0 or _is_count(self.max_lag)),
             "ctas": ("at least 1, or None", self.ctas is None or _is_count(self.ctas)),
         }
         wrong = [f"{name} must be {rule}, not {getattr(self, name)!r}" for name, (rule, ok) in rules.items() if not ok]

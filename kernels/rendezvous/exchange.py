@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch.distributed import DistError, DistStoreError, Store
+from torch.distributed import DistError, DistStoreError
 
 from mcore_reshard.kernels.errors import DeadlineError, SessionError, TransferError, Waiting
 
 from .polling import NOTICE_S
+from .store import StoreKeys
 
 T = TypeVar("T")
 
@@ -42,18 +43,23 @@ def parse_stored(key: str, content: bytes, parse: Callable[[Any], T], *, written
         ) from error
 
 
-def publish(store: Store, key: str, value: Any) -> None:
+def publish(store: StoreKeys, key: str, value: Any) -> None:
     """Tell all ranks `value`, as JSON."""
     store.set(key, stored_text(value))
 
 
-def fetch(store: Store, key: str, waiting: Waiting, parse: Callable[[Any], T], *, timeout_s: float) -> T:
+def fetch(store: StoreKeys, key: str, waiting: Waiting, parse: Callable[[Any], T], *, timeout_s: float) -> T:
     """The value that `waiting.peer` publishes as `key`. Raises `DeadlineError` if it publishes none."""
     try:
         store.wait([key], timedelta(seconds=timeout_s))
     except DistStoreError as error:
         raise DeadlineError(waiting, f"{waiting.peer} published nothing within {timeout_s:g} s") from error
-    return parse_stored(key, store.get(key), parse, written_by=waiting.peer)
+    return parse_stored(key, store.get(key, writer=seat_of(waiting.peer)), parse, written_by=waiting.peer)
+
+
+def seat_of(name: str) -> str:
+    """The seat of a rank: the session knows a replica that passes on, "relay:3", as "gen:3"."""
+    return name.replace("relay:", "gen:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +78,7 @@ class Failure:
         if not isinstance(error, TransferError):
             return cls(rank_name, type(error).__name__, str(error))
         waiting = error.waiting
-        peer = waiting.peer.replace("relay:", "gen:")  # the session knows a replica that passes on by its own name
-        return cls(rank_name, type(error).__name__, str(error), waiting.stage, waiting.parameter, peer)
+        return cls(rank_name, type(error).__name__, str(error), waiting.stage, waiting.parameter, seat_of(waiting.peer))
 
     @classmethod
     def from_json(cls, value: Any) -> Failure:
@@ -94,7 +99,7 @@ class Failure:
 class StoreExchange:
     """One rank's access to the values of all."""
 
-    store: Store
+    store: StoreKeys
     rank_name: str
     members: Sequence[str]  # the names of all ranks, in the order of the group
     timeout_s: float
@@ -114,12 +119,13 @@ class StoreExchange:
 
     def missing(self, topic: str) -> list[str]:
         """The ranks that have published nothing yet."""
-        return [name for name in self.members if not self.store.check([f"{topic}/{name}"])]
+        return [key.removeprefix(f"{topic}/") for key in self.store.missing(self.keys(topic))]
 
     def values(self, topic: str, parse: Callable[[Any], T]) -> list[T]:
         """The values of all ranks, which must be there."""
         keys = self.keys(topic)
-        contents = zip(keys, self.store.multi_get(keys), self.members, strict=True)
+        writers = [seat_of(name) for name in self.members]
+        contents = zip(keys, self.store.multi_get(keys, writers=writers), self.members, strict=True)
         return [parse_stored(key, content, parse, written_by=name) for key, content, name in contents]
 
     def blame(self, occasion: str, waits: Sequence[Failure], grace: Callable[[], None] | None = None) -> Failure:

@@ -19,9 +19,12 @@ from torch.distributed import DistError, DistStoreError, ProcessGroupGloo, Store
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, TransferError, Waiting
 
 from .exchange import StoreExchange, parse_stored, publish
+from .store import StoreKeys
 
 _TAG = 0  # one tag: gloo keeps messages of a pair and tag in order
 _UNUSED_TAG = 5040  # of the same connections as _TAG: gloo goes by the remainder where it has several networks
+_SETTLE_TAG = 10080
+_KNOWN = (None, True, False)  # an outcome as ranks tell each other of it, by number
 
 
 class GlooMessage:
@@ -66,7 +69,7 @@ class GlooGroup:
     points; GLOO_SOCKET_IFNAME names another interface.
     """
 
-    def __init__(self, store: Store, rank: int, names: Sequence[str], *, timeout_s: float) -> None:
+    def __init__(self, store: StoreKeys, rank: int, names: Sequence[str], *, timeout_s: float) -> None:
         """`names` are the names of all ranks, in group order. Raises `SessionError` naming those that do not come."""
         self.timeout_s = timeout_s
         self._pending: set[GlooMessage] = set()
@@ -90,6 +93,42 @@ class GlooGroup:
         missing = max(count, slots) - len(self._slots)
         self._slots += [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(missing)]
         return self._slots[:count]
+
+    def settle(self, known: bool | None) -> bool | None:
+        """The outcome of an attempt, asked of all other ranks, which must ask too. `known`: None if this rank is in doubt.
+
+        True: a rank knows that all agreed. False: a rank has failed, or all are in doubt. None: some rank is silent.
+        A rank that knows of a success stays until the others can have heard of it; one whose connection is closed failed.
+        """
+        group, deadline = self._group, time.monotonic() + self.timeout_s
+        if group is None:
+            return known
+        own = torch.tensor([_KNOWN.index(known)], dtype=torch.uint8)
+        heard: list[bool | None] = [known]
+        silent = False
+        answers = []
+        for peer in range(group.size()):
+            if peer == group.rank():
+                continue
+            answer = torch.zeros(1, dtype=torch.uint8)
+            with suppress(RuntimeError):
+                work = group.recv([answer], peer, _SETTLE_TAG)  # type: ignore[attr-defined]
+                group.send([own], peer, _SETTLE_TAG)  # type: ignore[attr-defined]
+                answers.append((answer, work))
+                continue
+            heard.append(False)
+        for answer, work in answers:
+            try:
+                work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+                heard.append(_KNOWN[int(answer[0])])
+            except RuntimeError:
+                if time.monotonic() < deadline:
+                    heard.append(False)
+                else:
+                    silent = True
+        if True in heard:
+            return True
+        return False if False in heard or not silent else None
 
     def close(self) -> None:
         """Close all connections; other threads' waits end. May be called twice."""
@@ -120,7 +159,7 @@ def _closed_here(waiting: Waiting) -> TransferError:
 class _GlooStore(Store):
     """The store as gloo uses it while it connects: each rank's addresses, under keys such as "0/2" for rank 2."""
 
-    def __init__(self, store: Store, rank: int, names: Sequence[str]) -> None:
+    def __init__(self, store: StoreKeys, rank: int, names: Sequence[str]) -> None:
         super().__init__()
         self._store, self._rank_name, self._names = store, names[rank], names
 

@@ -1,4 +1,4 @@
-"""The ranks of two separate worlds agree through a TCPStore, in phases that each have one outcome for all ranks.
+"""The members of an attempt agree through the store, in phases that each have one outcome for all of them.
 
     phase "hello"     each rank publishes its word     the last one declares success     everyone reads all words
                       or any rank fails, or waits too long, and declares failure with the cause
@@ -12,21 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import torch.distributed as dist
 
-from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
+from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, StoreRestarted
 
 from .exchange import Failure, StoreExchange, parse_stored, stored_text
-from .polling import CAUSE_S, CLOSE_S, COARSE_SHARE, EventPoller
-from .store import FailFastStore, connect_store
+from .polling import CAUSE_S
+from .store import FailFastStore, StoreView
 
 _AGREED = stored_text({"agreed": True})
-_FAILED = "failed"  # the key of the session's failure, for FailFastStores
+_FAILED = "failed"  # the key of the failure, for FailFastStores
 
 
 class SessionFailed(SessionError):
@@ -38,27 +36,31 @@ class SessionFailed(SessionError):
 
 
 class Rendezvous:
-    """One rank's place among all ranks of a session, with a connection of its own to the store at `address`.
+    """One rank's place among `members`, under keys of their own in `store`.
 
-    The process that hosts the store must keep it up until its `leave` has returned; after a failure, until all ranks have
-    read the cause. Each name of a `session` serves once on a store. A store that does not answer for `timeout_s` is lost:
-    `gather` and `fail` then end within twice their deadline.
+    `lost()` says which member has exited or left, if any: then no phase can succeed any more. A store that does not
+    answer for `timeout_s` is lost.
     """
 
-    def __init__(self, address: str, session: str, rank_name: str, members: Sequence[str], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: StoreView,
+        rank_name: str,
+        members: Sequence[str],
+        *,
+        timeout_s: float,
+        lost: Callable[[], Failure | None] = lambda: None,
+    ) -> None:
         self.rank_name = rank_name
         self.timeout_s = timeout_s
-        self._address = address
-        self._session = session
+        self.store = store
         self._members = tuple(members)
-        self._process = uuid4().hex
-        self._agreed: list[str] = []  # the first phase that all agreed on, and the last
-        self.store = self._connect()
-        self._exchange = StoreExchange(self.store, rank_name, members, timeout_s=timeout_s)
+        self._lost = lost
+        self._exchange = StoreExchange(store, rank_name, members, timeout_s=timeout_s)
 
-    def store_for(self, name: str, *, connect: bool = False) -> FailFastStore:
-        """A part of the store where waits end with the session. `connect` opens a connection of its own to it."""
-        return FailFastStore(name, self._connect() if connect else self.store, _FAILED)
+    def store_for(self, name: str) -> FailFastStore:
+        """A part of the store where waits end once a member has failed."""
+        return FailFastStore(name, self.store, _FAILED)
 
     def gather(
         self,
@@ -73,26 +75,38 @@ class Rendezvous:
         Raises `SessionFailed` with the cause if a rank failed, or with the names of ranks that are late.
         """
         with self._store_is_up():
-            self._arrive(phase, word)
+            self._arrive(phase, word, parse)
             self._await_outcome(phase, self.timeout_s if timeout_s is None else timeout_s)
-            if not self.store.check(self._exchange.keys(phase)):
-                raise SessionError(f"ranks disagree on how many they are: {self.rank_name} counts {len(self._members)}")
-            words = self._exchange.values(phase, partial(_parse_word, parse))
-            self._forget()
-            self._agreed.append(phase)
-            self.store.add(f"{phase}/read", 1)  # last: the store may go once all ranks have read
-        return dict(zip(self._members, words, strict=True))
+            words = self._words(phase, parse)
+        if words[self.rank_name] != parse({**word}):
+            raise SessionError(f"the word of {self.rank_name} at {phase!r} does not stand on the store as it was said")
+        return words
 
-    def leave(self) -> None:
-        """Wait, CLOSE_S at most, until all ranks have read the last outcome: the store may end with this process."""
-        if not self._agreed:
-            return
-        grace_s = min(CLOSE_S, self.timeout_s)
-        with suppress(dist.DistError):  # a store that is gone has nobody left who could read it
-            self.store.set_timeout(timedelta(seconds=grace_s))
-            EventPoller(grace_s, share=COARSE_SHARE).until(
-                lambda: self.store.add(f"{self._agreed[-1]}/read", 0) >= len(self._members)
-            )
+    def decide(self, phase: str, settle: Callable[[bool | None], bool | None], on_success: Callable[[], None]) -> None:
+        """Vote for success; return once all members have, and know it. `on_success` is called once all have voted so.
+
+        Where the store is lost after the vote, members ask each other: `settle(known)` returns the outcome as they know
+        it, None where nobody can tell. Nobody leaves before all know the outcome, unless the store or a member is lost.
+        An interrupt withdraws the vote; where all have agreed by then, `on_success` is called before it is raised.
+        """
+        known: bool | None = None
+        try:
+            self._arrive(phase, {}, dict)
+            self._await_outcome(phase, self.timeout_s)
+            known = True
+            self._await_readers(phase)
+        except (dist.DistNetworkError, StoreRestarted) as error:
+            known = settle(known) or known
+            if not known:
+                doubt = "" if known is False else "; nobody who answers knows whether the other ranks committed"
+                raise SessionError(f"{self.rank_name} lost {error}{doubt}") from error
+        except Exception:
+            raise
+        except BaseException as error:
+            if known or self.declare_unless_agreed(phase, Failure.of(self.rank_name, error)) is None:
+                on_success()
+            raise
+        on_success()
 
     def fail(self, phase: str, error: BaseException) -> Failure:
         """Tell everyone that `phase` cannot succeed. Returns the cause that stands: perhaps an earlier one."""
@@ -103,16 +117,28 @@ class Rendezvous:
                 # A connection closes a little before or after its owner says why.
                 grace = partial(self._await_cause, phase) if isinstance(error, PeerLostError) else None
                 failure = self._exchange.blame(phase, waits, grace)
-            self._declare(phase, failure)
-            return self._outcome(phase) or failure
+            return self.declare(phase, failure)
 
     def failure(self, phase: str) -> Failure | None:
-        """Why `phase` cannot succeed, if a rank has said so. For ranks that have not arrived there yet."""
+        """Why `phase` cannot succeed, if a rank has said so or is lost. For ranks that have not arrived there yet."""
         with self._store_is_up():
-            return self._outcome(phase) if self.store.check([f"{phase}/outcome"]) else None
+            if self.store.check([f"{phase}/outcome"]):
+                return self._outcome(phase)
+            lost = self._lost()
+            return None if lost is None else self.declare(phase, lost)
 
-    def _connect(self) -> FailFastStore:
-        return FailFastStore(f"mcore-reshard/{self._session}", connect_store(self._address, self.timeout_s))
+    def outcome_is_success(self, phase: str) -> bool:
+        """Whether all members agreed at `phase`. It asks the store, and raises `SessionError` where that is lost."""
+        with self._store_is_up():
+            return self.store.check([f"{phase}/outcome"]) and self._outcome(phase) is None
+
+    def declare(self, phase: str, failure: Failure) -> Failure:
+        """Write `failure` as the outcome, unless there is one; returns the failure that stands."""
+        self.store.compare_set(f"{phase}/outcome", "", stored_text(asdict(failure)))
+        stands = self._outcome(phase)
+        if stands is not None:
+            self.store.set(_FAILED, str(stands))
+        return stands or failure
 
     @contextmanager
     def _store_is_up(self) -> Iterator[None]:
@@ -121,61 +147,60 @@ class Rendezvous:
         except dist.DistNetworkError as error:
             raise SessionError(f"{self.rank_name} lost {error}") from error
 
-    def _arrive(self, phase: str, word: Mapping[str, Any]) -> None:
-        content = stored_text({**word, "process": self._process})
-        if self.store.compare_set(f"{phase}/{self.rank_name}", "", content) != content.encode():
-            raise SessionError(
-                f"another process has been {self.rank_name} at {phase!r} of this session: "
-                "give every session on a store a name of its own, and every process a rank of its own"
-            )
+    def _arrive(self, phase: str, word: Mapping[str, Any], parse: Callable[[Any], dict[str, Any]]) -> None:
+        self.store.set(f"{phase}/{self.rank_name}", stored_text(dict(word)))
         if self.store.add(f"{phase}/arrived", 1) == len(self._members):
+            self._words(phase, parse)  # whoever declares success has checked who wrote them
             self.store.compare_set(f"{phase}/outcome", "", _AGREED)
 
     def _await_outcome(self, phase: str, timeout_s: float) -> None:
+        outcome = f"{phase}/outcome"
         try:
-            self.store.wait([f"{phase}/outcome"], timedelta(seconds=timeout_s))
-        except dist.DistStoreError:
+            came = self.store.wait_any([outcome], timeout_s, look=self._raise_if_lost)
+        except SessionFailed as error:
+            if failure := self.declare_unless_agreed(phase, error.failure):
+                raise SessionFailed(failure) from None
+            return
+        if not came:
             if (
                 len(self._exchange.missing(phase)) > 1
-            ):  # other ranks may wait for one of these, and are about to say for which
+            ):  # others may wait for one of these, and are about to say for which
                 self._await_cause(phase)
             if missing := self._exchange.missing(phase):
                 message = f"{', '.join(missing)} did not arrive at {phase!r} within {timeout_s:g} s"
-                self._declare(phase, Failure(self.rank_name, "DeadlineError", message, peer=missing[0]))
+                self.declare(phase, Failure(self.rank_name, "DeadlineError", message, peer=missing[0]))
             else:  # the last one has come at this moment
-                self.store.compare_set(f"{phase}/outcome", "", _AGREED)
+                self.store.compare_set(outcome, "", _AGREED)
         if failure := self._outcome(phase):
             raise SessionFailed(failure)
 
+    def declare_unless_agreed(self, phase: str, failure: Failure) -> Failure | None:
+        """The failure that stands after `failure` was declared; None where all had agreed before."""
+        self.declare(phase, failure)
+        return self._outcome(phase)
+
+    def _raise_if_lost(self) -> None:
+        if lost := self._lost():
+            raise SessionFailed(lost)
+
+    def _await_readers(self, phase: str) -> None:
+        """Wait, CAUSE_S at most, until all members know the outcome: one that loses the store can then ask the others."""
+        if self.store.add(f"{phase}/read", 1) == len(self._members):
+            self.store.set(f"{phase}/known", "")
+            return
+        with suppress(SessionFailed):  # a member that is gone reads nothing any more
+            self.store.wait_any([f"{phase}/known"], min(CAUSE_S, self.timeout_s), look=self._raise_if_lost)
+
     def _await_cause(self, phase: str) -> None:
         """Give a rank that knows more the time to declare it."""
-        grace_s = min(CAUSE_S, self.timeout_s)
-        EventPoller(grace_s, share=COARSE_SHARE).until(lambda: self.store.check([f"{phase}/outcome"]))
+        self.store.wait_any([f"{phase}/outcome"], min(CAUSE_S, self.timeout_s))
 
-    def _declare(self, phase: str, failure: Failure) -> None:
-        self.store.compare_set(f"{phase}/outcome", "", stored_text(asdict(failure)))
-        if stands := self._outcome(phase):
-            self.store.set(_FAILED, str(stands))
+    def _words(self, phase: str, parse: Callable[[Any], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        return dict(zip(self._members, self._exchange.values(phase, parse), strict=True))
 
     def _outcome(self, phase: str) -> Failure | None:
         key = f"{phase}/outcome"
         return parse_stored(key, self.store.get(key), _parse_outcome)
-
-    def _forget(self) -> None:
-        """Delete the keys of the last phase: all ranks have arrived at the next one, so none reads them any more."""
-        if len(self._agreed) < 2:  # the first phase's keys stay: they show that the session's name is taken
-            return
-        past = self._agreed.pop()
-        self.store.delete_key(f"{past}/{self.rank_name}")
-        if self.rank_name == self._members[0]:
-            for key in ("arrived", "outcome", "read"):
-                self.store.delete_key(f"{past}/{key}")
-
-
-def _parse_word(parse: Callable[[Any], dict[str, Any]], word: Any) -> dict[str, Any]:
-    if not isinstance(word["process"], str):
-        raise TypeError("no process wrote it")
-    return parse(word)
 
 
 def _parse_outcome(outcome: Any) -> Failure | None:

@@ -1,35 +1,56 @@
-"""Connections to a TCPStore on which nothing waits forever.
+"""A rank's connection to the store of its session: keys, and who else is there.
 
-torch limits how long the store waits for a key, not how long a client waits for the store. A connection to a silent
-service never returns, nor does any call to a frozen process. So a thread makes them, and is left behind at the deadline.
+    store = connect_store("10.0.0.1:29600", "refit", timeout_s=60.0)
+    store.take_seat("gen:3", {"pid": 77})
+    store.wait_any(["a/7/outcome"], 60.0)      # ends natively, without polling
+
+The server tells every client at once when a seat changes: `seats` needs no round trip. A connection that breaks is made
+again, and what was asked is asked again; the server does nothing twice. A store that does not answer for `timeout_s` is lost.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import time
-from collections.abc import Callable
-from concurrent.futures import TimeoutError as Overdue
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from threading import RLock
-from typing import TypeVar
+from threading import Condition, Thread, current_thread
+from typing import Any
+from uuid import uuid4
+from weakref import WeakSet
 
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, Store
 
-from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.errors import SessionError, StoreRestarted
+from mcore_reshard.kernels.options import Options
 
-from .polling import ATTEMPTS, CAUSE_S, COARSE_SHARE, DeadlineThread, EventPoller
+from .frames import LENGTHS, MAGIC, MAX_FRAME_BYTES, FrameError, body_bytes, pack, unpack
+from .polling import CAUSE_S, LOOK_S
+from .seal import Sealer, find_token
 
-T = TypeVar("T")
+_LOG = logging.getLogger("mcore_reshard")
+_AGAIN_S = 0.2  # between attempts to connect
+_LINGER_S = 30.0  # a session without connections is kept for at least so long, or twice the deadline
+_open_stores: WeakSet[SessionStore] = WeakSet()
 
-_SILENT_HOST = "the host does not answer"
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place in a session."""
+
+    name: str  # as in "gen:3"
+    status: str  # here, gone (its process has ended, or its host is unreachable) or left (it said goodbye)
+    facts: Mapping[str, Any]  # what the rank said of itself: pid, host, ...
+    since: float  # time.time() of the last change
 
 
-def store_address(store: TCPStore | str) -> str:
-    """'host:port' of a store."""
-    return store if isinstance(store, str) else f"{store.host}:{store.port}"
+def store_address(store: Any) -> str:
+    """'host:port' of a store: of what `serve_store` returned, or of such a text."""
+    return store if isinstance(store, str) else str(store.address)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -41,136 +62,512 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def connect_store(address: str, timeout_s: float) -> AnsweringStore:
-    """A connection to the store at `address`. Raises `SessionError` after `timeout_s`, and up to CAUSE_S to see why."""
-    host, port = split_address(address)
-    attempt = timedelta(seconds=timeout_s / ATTEMPTS)
-    connect = partial(TCPStore, host, port, is_master=False, wait_for_workers=False, timeout=attempt)
-    deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > 0:
-        thread = DeadlineThread("store")
-        with suppress(RuntimeError, Overdue):
-            store = thread.call(connect, limit_s=min(left_s, 2 * attempt.total_seconds()))
-            return AnsweringStore(store, address, timeout_s, thread)
+def connect_store(address: str, options: Options, *, timeout_s: float | None = None) -> SessionStore:
+    """Open the session of `options` on the store at `address`, with the token that was given.
+
+    Raises `SessionError` after `timeout_s` (by default that of the options), and up to CAUSE_S to see why.
+    """
+    split_address(address)
+    session, timeout_s = options.session, options.timeout_s if timeout_s is None else timeout_s
+    token = find_token(options.token, options.token_file)
+    store = SessionStore(address, session, timeout_s, Sealer.of(token, session))
     try:
-        instead = DeadlineThread("store").call(partial(_probe, host, port), limit_s=CAUSE_S)
-    except Overdue:
-        instead = _SILENT_HOST
-    raise SessionError(
-        f"no store answers at {address} within {timeout_s:g} s: {instead}; "
-        "start the TCPStore that the session is to meet at, or correct the address"
-    )
+        store._start()
+    except BaseException:
+        store.close()
+        raise
+    return store
 
 
-class AnsweringStore(Store):
-    """A connection to the store at `address`. It is lost once the store has not answered a call for `timeout_s`.
+class StoreKeys(Store):
+    """Keys as torch's stores have them, and waits that end at once; what SessionStore and its views share.
 
-    A call that may wait for a key gets the time for the key on top. On a lost connection every call raises
-    `DistNetworkError` at once. torch calls this object from C++ but does not keep it alive. Whoever puts a PrefixStore
-    on it must keep a reference to it, or to a FailFastStore on it.
+    torch calls such an object from C++ but does not keep it alive: whoever gives one to torch keeps a reference.
     """
 
-    def __init__(self, store: TCPStore, address: str, timeout_s: float, thread: DeadlineThread) -> None:
-        super().__init__()
-        self._for_keys = timedelta(seconds=timeout_s)
-        self.set_timeout(self._for_keys)
-        store.set_timeout(self._for_keys)
-        self._store = store
-        self._address = address
-        self._thread = thread
-        self._turn = RLock()  # one call at a time: the time of a call in the queue does not run yet
-        self._lost = ""  # why it is lost
+    _root: SessionStore
+    _prefix: str
 
-    def set(self, key: str, value: str) -> None:
-        self._answer(lambda store: store.set(key, value))
+    def under(self, prefix: str) -> StoreView:
+        """The keys that begin with `prefix/`."""
+        return StoreView(self._root, f"{self._prefix}{prefix}/")
 
-    def get(self, key: str) -> bytes:
-        return self._answer(lambda store: store.get(key), waits=self._for_keys)
+    def set(self, key: str, value: str | bytes) -> None:
+        root, key = self._root, self._prefix + key
+        root._ask({"op": "set", "keys": [key]}, [root._sealer.seal(key, root._sender, _as_bytes(value))])
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._answer(lambda store: store.multi_get(keys), waits=self._for_keys)
+    def get(self, key: str, *, writer: str | None = None) -> bytes:
+        """The value of a key, once it exists. `writer`: the seat that must have written it. Raises DistStoreError."""
+        (value,) = self.multi_get([key], writers=[writer])
+        return value
+
+    def multi_get(self, keys: Sequence[str], *, writers: Sequence[str | None] = ()) -> list[bytes]:
+        """The values of keys, once all exist; raises DistStoreError if one does not in time."""
+        root, full = self._root, [self._prefix + key for key in keys]
+        header, blobs = root._ask({"op": "get", "keys": full})
+        if len(blobs) != len(full):
+            self.wait(keys)
+            header, blobs = root._ask({"op": "get", "keys": full})
+        found = dict(zip(header["keys"], blobs, strict=True))
+        if missing := [key for key in full if key not in found]:
+            raise DistStoreError(f"{missing[0]} was deleted")
+        expected = [*writers, *[None] * (len(full) - len(writers))]
+        return [root._sealer.open(key, found[key], writer) for key, writer in zip(full, expected, strict=True)]
 
     def add(self, key: str, value: int) -> int:
-        return self._answer(lambda store: store.add(key, value), counts=key)
+        header, _ = self._root._ask({"op": "add", "keys": [self._prefix + key], "amount": value})
+        return int(header["value"])
 
-    def check(self, keys: list[str]) -> bool:
-        return self._answer(lambda store: store.check(keys))
+    def check(self, keys: Sequence[str]) -> bool:
+        full = [self._prefix + key for key in keys]
+        return len(self._root._ask({"op": "check", "keys": full})[0]["keys"]) == len(full)
 
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._answer(lambda store: store.compare_set(key, expected_value, desired_value))
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` that do not exist."""
+        found = self._root._ask({"op": "check", "keys": [self._prefix + key for key in keys]})[0]["keys"]
+        there = {key.removeprefix(self._prefix) for key in found}
+        return [key for key in keys if key not in there]
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
-        waits = self._for_keys if timeout is None else timeout
-        self._answer(lambda store: store.wait(keys, waits), waits=waits)
+    def compare_set(self, key: str, expected_value: str, desired_value: str | bytes) -> bytes:
+        """Set a key that does not exist; the value that stands. Only an empty `expected_value` is supported."""
+        if expected_value:
+            raise NotImplementedError("a key is set once, by whoever is first")
+        root, key = self._root, self._prefix + key
+        sealed = root._sealer.seal(key, root._sender, _as_bytes(desired_value))
+        _, (stands,) = root._ask({"op": "compare_set", "keys": [key]}, [sealed])
+        return _as_bytes(desired_value) if stands == sealed else root._sealer.open(key, stands, None)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        """Return once all keys exist; raises DistStoreError when the time is up."""
+        limit_s = (self.timeout if timeout is None else timeout).total_seconds()  # type: ignore[attr-defined]
+        if not self.wait_all(keys, limit_s):
+            raise DistStoreError(f"waited {limit_s:g} s for {', '.join(keys)}")
+
+    def wait_all(self, keys: Sequence[str], timeout_s: float, look: Callable[[], Any] | None = None) -> bool:
+        """Whether all keys exist within `timeout_s`. `look` is as for `wait_any`."""
+        full = [self._prefix + key for key in keys]
+        return not full or self._root._await_keys(full, True, timeout_s, look) is not None
+
+    def wait_any(self, keys: Sequence[str], timeout_s: float, look: Callable[[], Any] | None = None) -> list[str]:
+        """The keys that exist, once one does; none after `timeout_s`.
+
+        `look()` is called whenever a seat has changed, and every LOOK_S; it raises to end the wait.
+        """
+        found = self._root._await_keys([self._prefix + key for key in keys], False, timeout_s, look) or []
+        return [key.removeprefix(self._prefix) for key in found]
 
     def delete_key(self, key: str) -> bool:
-        return self._answer(lambda store: store.delete_key(key))
+        return bool(self._root._ask({"op": "delete", "keys": [self._prefix + key]})[0]["value"])
 
     deleteKey = delete_key  # as torch calls it from C++
 
-    def _answer(self, call: Callable[[TCPStore], T], waits: timedelta = timedelta(), counts: str = "") -> T:
-        limit: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stubs have set_timeout only
-        with self._turn:
-            if self._thread.is_busy and not self._lost:
-                self._connect_anew(limit)
-            if not self._lost:
-                try:
-                    return self._thread.call(partial(call, self._store), limit_s=(limit + waits).total_seconds())
-                except Overdue:
-                    why = "its process is frozen, or its host is gone"
-                    self._lost = f"it has not answered for {limit.total_seconds():g} s: {why}"
-                except DistNetworkError as error:
-                    self._lost = str(error) + (f"; it hangs up where {counts!r} holds no number" if counts else "")
-            raise DistNetworkError(f"the store at {self._address}: {self._lost}")
+    def delete_prefix(self, prefix: str) -> int:
+        """Delete all keys that begin with `prefix`; how many there were."""
+        return int(self._root._ask({"op": "delete_prefix", "prefix": self._prefix + prefix})[0]["value"])
 
-    def _connect_anew(self, limit: timedelta) -> None:
-        """After a signal has interrupted a call: that call may still wait for a key, for minutes."""
-        try:
-            other = connect_store(self._address, limit.total_seconds())
-        except SessionError as error:
-            self._lost = str(error)
-        else:
-            self._store, self._thread = other._store, other._thread
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys that begin with `prefix`."""
+        found = self._root._ask({"op": "list", "prefix": self._prefix + prefix})[0]["keys"]
+        return [key.removeprefix(self._prefix) for key in found]
 
 
-class FailFastStore(PrefixStore):
-    """The keys under `name` of a store, on which a wait ends at once when the session has failed.
+class StoreView(StoreKeys):
+    """The keys of a session that begin with a prefix."""
 
-    A rank that fails writes why under the key `failure` of `store`. From then on every `wait` raises, here and on each
-    FailFastStore made on this one; C++ code does not see this `wait`. On a plain store without `failure` it is a PrefixStore.
+    def __init__(self, root: SessionStore, prefix: str) -> None:
+        super().__init__()
+        self._root, self._prefix = root, prefix
+        self.set_timeout(timedelta(seconds=root.timeout_s))
+
+
+class FailFastStore(StoreView):
+    """The keys under `name` of a view, on which a wait ends at once when the session has failed.
+
+    A rank that fails writes why under the key `failure` of `store`. From then on every wait raises, here and on each
+    FailFastStore made on this one. On a plain view without `failure` it is a StoreView.
     """
 
-    def __init__(self, name: str, store: Store, failure: str | None = None) -> None:
-        super().__init__(name, store)
-        self._store = store  # torch calls one that is written in Python, but does not keep it alive
-        self._failure: tuple[Store, str] | None = getattr(store, "_failure", None)
-        if failure is not None:
-            self._failure = store, failure
+    def __init__(self, name: str, store: StoreKeys, failure: str | None = None) -> None:
+        super().__init__(store._root, f"{store._prefix}{name}/")
+        self._failure: str | None = getattr(store, "_failure", None) if failure is None else store._prefix + failure
 
-    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]  # torch has more ways to call it
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         """Raises `SessionError` with the reason of a failure, `DistStoreError` when the time is up."""
         if self._failure is None:
             super().wait(keys, timeout)
             return
-        store, failure = self._failure
+        root, left = self._root, [self._prefix + key for key in keys]
+        limit_s = (self.timeout if timeout is None else timeout).total_seconds()  # type: ignore[attr-defined]
+        deadline = time.monotonic() + limit_s
+        while left:  # one key after another, or the failure
+            found = root._await_keys([left[0], self._failure], False, deadline - time.monotonic(), None)
+            if found is None:
+                raise DistStoreError(f"waited {limit_s:g} s for {', '.join(keys)}")
+            if self._failure in found:
+                raise SessionError(root.get(self._failure).decode(errors="replace"))
+            left = left[1:]
 
-        def has_come() -> bool:  # a native wait cannot be for one key or another, and logs when it ends in vain
-            came: bool = self.check(keys)
-            if store.check([failure]):
-                raise SessionError(store.get(failure).decode(errors="replace"))
-            return came
+    def wait_all(self, keys: Sequence[str], timeout_s: float, look: Callable[[], Any] | None = None) -> bool:
+        try:
+            self.wait(keys, timedelta(seconds=timeout_s))
+        except DistStoreError:
+            return False
+        return True
 
-        if not EventPoller(timeout.total_seconds(), share=COARSE_SHARE).until(has_come):
-            raise DistStoreError(f"waited {timeout.total_seconds():g} s for {', '.join(keys)}")
+
+@dataclass
+class _Request:
+    """What was asked, and not answered yet."""
+
+    frame: bytes
+    answer: tuple[dict[str, Any], list[bytes]] | None = None
+
+
+class SessionStore(StoreKeys):
+    """The keys and seats of one session. `connect_store` makes it; any thread may use it."""
+
+    def __init__(self, address: str, session: str, timeout_s: float, sealer: Sealer) -> None:
+        super().__init__()
+        self._root, self._prefix = self, ""
+        self.address, self.session, self.timeout_s = address, session, timeout_s
+        self.set_timeout(timedelta(seconds=timeout_s))
+        self._sealer = sealer
+        self._client = uuid4().hex
+        self._sender = ""  # the seat that this client has
+        self._facts: Mapping[str, Any] = {}
+        self._seats: dict[str, Seat] = {}
+        self._changes = 0  # of seats, counted
+        self._listeners: list[Callable[[], Any]] = []
+        self._changed = Condition()
+        self._requests: dict[int, _Request] = {}
+        self._number = 0
+        self._connection: socket.socket | None = None
+        self._instance = ""  # of the server
+        self._lost = ""  # why no call can succeed any more
+        self._restarted = False
+        self._closed = False
+        self._pid = os.getpid()
+        self.reconnects = 0
+
+    # --- seats -----------------------------------------------------------------------------------------------------
+
+    @property
+    def seats(self) -> dict[str, Seat]:
+        """All seats that were ever taken in this session, as the server last said."""
+        return self._seats
+
+    @property
+    def local_host(self) -> str | None:
+        """The address of this host on the network that leads to the store."""
+        connection = self._connection
+        with suppress(OSError):
+            return None if connection is None else str(connection.getsockname()[0])
+        return None
+
+    def take_seat(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Be `name` in this session. Raises SessionError while another live process is."""
+        header, _ = self._ask({"op": "sit", "seat": name, "facts": {**facts}})
+        self._sender, self._facts = name, facts
+        self._note_seats(header["seats"])
+
+    def leave_seat(self) -> None:
+        """Say goodbye: others see that this rank has left, and did not fail."""
+        self._ask({"op": "rise"})
+
+    def on_seats(self, listener: Callable[[], Any]) -> None:
+        """Call `listener()` on another thread whenever a seat has changed."""
+        self._listeners.append(listener)
+
+    def stats(self) -> dict[str, Any]:
+        """What the server holds: sessions, connections, keys, bytes; session_keys and session_bytes of this one."""
+        value: dict[str, Any] = self._ask({"op": "stats"})[0]["value"]
+        return value
+
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    def reopen(self) -> None:
+        """After `StoreRestarted`: go on with the new, empty store; this client takes its seat again."""
+        with self._changed:
+            self._restarted = False
+        if self._sender:
+            self.take_seat(self._sender, self._facts)
+
+    def close(self) -> None:
+        """End the connection. May be called twice."""
+        with self._changed:
+            self._closed = True
+            self._lost = self._lost or "this rank has closed its connection"
+            self._changed.notify_all()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        _open_stores.discard(self)
+
+    def __enter__(self) -> SessionStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        """Make the first connection, then listen on a thread of its own."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                self._connect(deadline)
+                break
+            except (OSError, FrameError):
+                if time.monotonic() + _AGAIN_S >= deadline:
+                    why = _probe(*split_address(self.address))
+                    raise SessionError(
+                        f"no store answers at {self.address} within {self.timeout_s:g} s: {why}; "
+                        "start one with `mcore-reshard store`, or correct the address"
+                    ) from None
+                time.sleep(_AGAIN_S)
+        _open_stores.add(self)
+        Thread(target=_listen, args=(self,), name="store", daemon=True).start()
+
+    def _connect(self, deadline: float) -> None:
+        """Open the session on a new connection. Raises OSError and FrameError; SessionError where the server refuses."""
+        host, port = split_address(self.address)
+        connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            greeting, _ = _receive(connection, 1 << 14)
+            if greeting.get("magic") != MAGIC:
+                raise FrameError("what listens there does not talk as a store of mcore-reshard")
+            linger_s = max(_LINGER_S, 2 * self.timeout_s)
+            opening = {
+                "session": self.session,
+                "client": self._client,
+                "linger_s": linger_s,
+                "silence_s": self.timeout_s,
+            }
+            connection.sendall(pack({"op": "open", **opening, **self._sealer.proof(str(greeting["nonce"]))}))
+            opened, _ = _receive(connection, MAX_FRAME_BYTES)
+            if "error" in opened:
+                raise SessionError(str(opened["error"]))
+            connection.settimeout(None)
+        except BaseException:
+            connection.close()
+            raise
+        with self._changed:
+            restarted = bool(self._instance) and self._instance != greeting["instance"]
+            self._instance = str(greeting["instance"])
+            self._restarted = self._restarted or restarted
+            self._connection = connection
+            if restarted:
+                self._seats = {}
+            else:
+                for number in sorted(self._requests):
+                    if self._requests[number].answer is None:
+                        connection.sendall(self._requests[number].frame)
+            self._changed.notify_all()
+        self._note_seats(opened["seats"])
+
+    def _note_seats(self, said: Mapping[str, Mapping[str, Any]]) -> None:
+        with self._changed:
+            seats = {
+                name: Seat(name, str(seat["status"]), dict(seat["facts"]), float(seat["since"]))
+                for name, seat in said.items()
+            }
+            self._seats = {**self._seats, **seats}
+            self._changes += 1
+            self._changed.notify_all()
+        for listener in self._listeners:
+            try:
+                listener()
+            except Exception:
+                _LOG.exception("a listener to seats failed")
+
+    def _hear(self, header: dict[str, Any], blobs: list[bytes]) -> None:
+        if header.get("id"):
+            with self._changed:
+                if (request := self._requests.get(header["id"])) is not None:
+                    request.answer = header, blobs
+                    self._changed.notify_all()
+        elif "seats" in header:
+            self._note_seats(header["seats"])
+        elif "error" in header:
+            raise FrameError(header["error"])
+
+    def _reconnect(self, error: Exception) -> bool:
+        """Connect anew; False once this store is closed or lost."""
+        deadline, why = time.monotonic() + self.timeout_s, str(error)
+        self.reconnects += 1
+        while not self._closed:
+            try:
+                self._connect(deadline)
+                return True
+            except SessionError as refused:
+                why = str(refused)
+                break
+            except (OSError, FrameError) as failed:
+                why = str(failed)
+                if time.monotonic() > deadline:
+                    break
+            time.sleep(_AGAIN_S)
+        with self._changed:
+            self._lost = (
+                self._lost or f"the connection broke, and was not made again within {self.timeout_s:g} s: {why}"
+            )
+            self._changed.notify_all()
+        return False
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def _ask(self, header: dict[str, Any], blobs: Sequence[bytes] = ()) -> tuple[dict[str, Any], list[bytes]]:
+        """Raises DistNetworkError if no answer comes within `timeout_s`, SessionError where the server refuses."""
+        number = self._send(header, blobs)
+        try:
+            if not self._await_answer(number, time.monotonic() + self.timeout_s, None):
+                self._lose()
+            return self._taken(number)
+        finally:
+            self._requests.pop(number, None)
+
+    def _await_keys(
+        self, keys: Sequence[str], needs_all: bool, timeout_s: float, look: Callable[[], Any] | None
+    ) -> list[str] | None:
+        number = self._send({"op": "wait", "keys": [*keys], "all": needs_all})
+        answered = False
+        try:
+            answered = self._await_answer(number, time.monotonic() + max(0.0, timeout_s), look)
+            if answered:
+                return [str(key) for key in self._taken(number)[0]["keys"]]
+        finally:
+            self._requests.pop(number, None)
+            if not answered:
+                with suppress(DistNetworkError, StoreRestarted):
+                    self._ask({"op": "cancel", "wait": number})
+        # The cancellation has been answered: the store is alive.
+        if self._lost:
+            raise self._error()
+        return None
+
+    def _send(self, header: dict[str, Any], blobs: Sequence[bytes] = ()) -> int:
+        with self._changed:
+            if self._lost or self._restarted or self._pid != os.getpid():
+                raise self._error()
+            self._number += 1
+            number = self._number
+            request = self._requests[number] = _Request(pack({"id": number, **header}, blobs))
+            connection = self._connection
+        if connection is not None:
+            with suppress(OSError):  # the listener connects anew, and sends it again
+                _send_all(connection, request.frame, self.timeout_s)
+        return number
+
+    def _await_answer(self, number: int, deadline: float, look: Callable[[], Any] | None) -> bool:
+        """Whether an answer came in time."""
+        looked, changes = time.monotonic(), self._changes
+        while True:
+            with self._changed:
+                request = self._requests[number]
+                if request.answer is not None:
+                    return True
+                if self._lost or self._restarted:
+                    raise self._error()
+                now = time.monotonic()
+                if now >= deadline:
+                    return False
+                if look is None or (changes == self._changes and now - looked < LOOK_S):
+                    self._changed.wait(min(deadline - now, LOOK_S))
+                    if request.answer is not None:
+                        return True
+            if look is not None and (changes != self._changes or time.monotonic() - looked >= LOOK_S):
+                looked, changes = time.monotonic(), self._changes
+                look()
+
+    def _taken(self, number: int) -> tuple[dict[str, Any], list[bytes]]:
+        answer = self._requests[number].answer
+        assert answer is not None
+        if "error" in answer[0]:
+            raise SessionError(str(answer[0]["error"]))
+        return answer
+
+    def _lose(self) -> None:
+        with self._changed:
+            self._lost = self._lost or (
+                f"it has not answered for {self.timeout_s:g} s: its process is frozen, or its host is gone"
+            )
+            self._changed.notify_all()
+        raise self._error()
+
+    def _error(self) -> Exception:
+        where = f"the store at {self.address}"
+        if self._restarted and not self._lost:
+            return StoreRestarted(f"{where} was started anew, and what the ranks had said there is gone")
+        return DistNetworkError(f"{where}: {self._lost or 'a forked process has no connection to it'}")
+
+
+def _listen(store: SessionStore) -> None:
+    """Read what the server says, until the store is closed or lost."""
+    assert current_thread().daemon
+    while not store._closed:
+        connection = store._connection
+        if connection is None:
+            return
+        try:
+            while True:
+                store._hear(*_receive(connection, MAX_FRAME_BYTES))
+        except (OSError, EOFError, FrameError) as error:
+            connection.close()
+            if store._closed or not store._reconnect(error):
+                return
+
+
+def _receive(connection: socket.socket, limit: int) -> tuple[dict[str, Any], list[bytes]]:
+    header_bytes, body = body_bytes(_read(connection, LENGTHS.size), limit)
+    return unpack(header_bytes, _read(connection, body))
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    if count <= 1 << 16:
+        content = connection.recv(count)
+        if len(content) == count:
+            return content
+    else:
+        content = b""
+    buffer = bytearray(content)
+    while len(buffer) < count:
+        more = connection.recv(min(count - len(buffer), 1 << 20))
+        if not more:
+            raise ConnectionResetError("the store has closed the connection")
+        buffer += more
+    return bytes(buffer)
+
+
+def _send_all(connection: socket.socket, frame: bytes, timeout_s: float) -> None:
+    connection.sendall(frame)
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def _probe(host: str, port: int) -> str:
     """Say what answers at an address in place of a store."""
     causes = {socket.gaierror: "no host has that name", ConnectionRefusedError: "nothing listens there"}
+    silent = "the host does not answer"
     try:
         socket.create_connection((host, port), timeout=CAUSE_S).close()
     except TimeoutError:
-        return _SILENT_HOST
+        return silent
     except OSError as error:
         return causes.get(type(error), str(error))
-    return "what listens there does not talk as one; it is another service, or a frozen process"
+    return "what listens there is no store of mcore-reshard, or a frozen one"
+
+
+def _close_in_child() -> None:
+    """A forked process must not hold a connection open that says that its parent lives."""
+    for store in list(_open_stores):
+        connection = store._connection
+        if connection is not None:
+            with suppress(OSError):
+                os.close(connection.detach())
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.host import is_importable
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.rendezvous.store import StoreKeys
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
 _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}
@@ -26,8 +26,7 @@ _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.
 class TransportContext:
     """The input of a transport when it connects, which all ranks of the session do at the same time."""
 
-    store: Store  # the transport's own keys; a FailFastStore in a session, as every store made over it should be
-    another_store: Callable[[], Store]  # the same keys over another connection: a wait blocks all who share one
+    store: StoreKeys  # the transport's own keys; a FailFastStore in a session, as every store made over it should be
     group: GlooGroup  # every rank, for CPU messages
     bound: BoundSchedule
     options: Options
@@ -53,6 +52,10 @@ class Executor(Protocol):
 
     @property
     def scratch_bytes(self) -> int: ...
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the rank's own tensors that the last run may have written, at most; 0 before it wrote the first one."""
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once; return when all are in place. A session calls it on a thread of its own."""
@@ -147,7 +150,7 @@ def group_names(schedule: Schedule) -> list[str]:
     return [*train, *(schedule.name_of("gen", rank) for rank in range(schedule.gen_ranks))]
 
 
-def connect_group(store: Store, schedule: Schedule, timeout_s: float) -> GlooGroup:
+def connect_group(store: StoreKeys, schedule: Schedule, timeout_s: float) -> GlooGroup:
     """This rank's end of a group of all ranks of the session. Blocks until every rank has connected."""
     rank = group_rank(schedule, schedule.world, schedule.rank)
     return GlooGroup(store, rank, group_names(schedule), timeout_s=timeout_s)

@@ -52,10 +52,12 @@ class GlooExecutor:
         self.scratch_bytes = self._slots * self._slot_bytes  # all executors of one group share them
         group.slots(self._slots, self._slot_bytes)  # reserved: a run allocates nothing
         self._runs = 0
+        self.written_bytes = 0
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every bucket once. Returns when all bytes sent were taken and all bytes received are in place."""
         self._runs += 1
+        self.written_bytes = 0
         compute_scales(self._bound.casts, self._bound.tensors)
         self._clock.reset()
         slots = self._group.slots(self._slots, self._slot_bytes)
@@ -101,4 +103,5 @@ class GlooExecutor:
             raise ChecksumError(
                 bucket.waiting, f"bucket {bucket.number} arrived damaged: CRC-32 {computed:08x}, sent with {crc:08x}"
             )
+        self.written_bytes += bucket.nbytes
         run_copies(bucket.copies, [*self._tensors, body], self._bound.casts)

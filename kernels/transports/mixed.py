@@ -78,6 +78,10 @@ class MixedExecutor:
         self._device = device
         self._threads = ThreadPoolExecutor(max(1, len(parts) - 1), thread_name_prefix="refit")
 
+    @property
+    def written_bytes(self) -> int:
+        return sum(part.written_bytes for part in self._parts)
+
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once, by all transports. Raises the first failure, once all parts have ended."""
         failures: list[BaseException] = []

@@ -97,6 +97,11 @@ class RelayedExecutor:
         hops = (first, *(role.waves for role in roles))
         self.scratch_bytes = sum(max(executor.scratch_bytes for executor in waves) for waves in hops)
 
+    @property
+    def written_bytes(self) -> int:
+        hops = (self._first, *(role.waves for role in self._roles))
+        return sum(executor.written_bytes for waves in hops for executor in waves)
+
     def run(self) -> tuple[StageReport, ...]:
         """Run both hops to their end. Raises the rank's first failure: later ones may be its consequences."""
         start = time.perf_counter()
@@ -159,7 +164,7 @@ def _close(role: Future[Role]) -> None:
 
 def _connect_role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]) -> Role:
     """Connect one role of this rank in every wave; all waves have the same ranks."""
-    store = FailFastStore("second", context.another_store())
+    store = FailFastStore("second", context.store)
     group = connect_group(FailFastStore("group", store), waves[0], context.options.timeout_s)
     try:
         bound = [context.bound.part(wave) for wave in waves]

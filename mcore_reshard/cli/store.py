@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import signal
-import socket
 
 from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.rendezvous.server import StoreServer
 from mcore_reshard.planning import InputError
 
 
 def run(args: argparse.Namespace) -> int:
-    # Read what signals write: numpy's and torch's threads may take a signal, and the main thread would sleep on.
-    signals, written = socket.socketpair()
-    written.setblocking(False)
-    signal.set_wakeup_fd(written.fileno())
-    for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, lambda *_: None)
-    from mcore_reshard.session.store_server import serve_store  # imports torch
+    from mcore_reshard.session.store_server import LOOPBACK, listen
 
     try:
-        store = serve_store(args.port, args.host)  # it serves until this function returns
+        listening = listen(args.port, args.host)
     except SessionError as error:
         raise InputError([str(error)], "Give another --port, or an address of this machine as --host.") from error
-    host, port = args.host or socket.gethostname(), store.port
+    host, port = args.host or LOOPBACK, listening.getsockname()[1]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if args.json:
         print(json.dumps({"address": address, "host": host, "port": port}), flush=True)
     else:
         print(f"store at {address}; end it with Ctrl-C or SIGTERM, after the last session", flush=True)
-    signals.recv(1)
+
+    async def serve() -> None:
+        ended = asyncio.Event()
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(ending, ended.set)
+        serving = asyncio.ensure_future(StoreServer().serve(listening, starter_ends=False))
+        await ended.wait()
+        serving.cancel()
+
+    asyncio.run(serve())
     return 0

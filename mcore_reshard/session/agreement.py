@@ -12,22 +12,26 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.errors import KvScalesError, SessionError, VersionError
+from mcore_reshard.kernels.errors import KvScalesError, SessionError
 
 Words = Mapping[str, Mapping[str, Any]]
 
 _ALIKE: Mapping[str, Any] = {
-    "protocol": int,
     "digest": str,
     "transport": str,
     "bucket_bytes": int,
     "checksums": bool,
+    "retries": int,
     "train_ranks": int,
     "gen_ranks": int,
 }
 _OTHERS: Mapping[str, Any] = {
-    "version": int | float,
+    "process": str,
+    "epoch": str | None,
+    "committed": int | float | None,
+    "version": int | float | None,
     "everything": bool,
+    "rollback": bool,
     "kv_scales": dict,
     "wrong_kv_scales": str,
     "lacks": list | None,
@@ -53,16 +57,6 @@ def check_alike(words: Words) -> None:
     if problems := [f"different {field}: {_list_ranks(ranks)}" for field, ranks in values.items() if len(ranks) > 1]:
         heading = "the ranks of this session do not fit together, give all of them the same:"
         raise SessionError("\n  ".join((heading, *problems)))
-
-
-def check_versions(words: Words, rank_name: str, committed: int | None) -> None:
-    """Raise `VersionError` unless all ranks refit one version, larger than the last."""
-    versions = _ranks_by(words, "version")
-    if len(versions) > 1:
-        raise VersionError(f"different versions are refitted at once: {_list_ranks(versions)}; pass one to all ranks")
-    (version,) = versions
-    if committed is not None and version <= committed:
-        raise VersionError(f"{rank_name}: version {version} does not follow {committed}: pass a larger one")
 
 
 def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -4,54 +4,58 @@
     train.prepare()                      # once: bind, meet the other ranks, compare plans, connect
     train.refit(version=step)            # after each optimizer step, on every rank of both worlds
 
-A version is committed when every rank has acknowledged it. If any rank fails, all ranks raise the same cause. The
-session is then over, and generation ranks may hold a mixture of two versions.
+A version is committed when every member of the refit has acknowledged it. If any member fails, all raise the same cause.
+The session goes on: the next refit connects anew, without replicas that are gone, and repairs what the failed one mixed.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import platform
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import wait
-from contextlib import ExitStack
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from threading import RLock
 from typing import Any
+from uuid import uuid4
 
 import torch
-from torch.distributed import TCPStore
 
-from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts, bind
+from mcore_reshard import __version__
+from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts
 from mcore_reshard.kernels.cuda.streams import in_callers_context
-from mcore_reshard.kernels.errors import BindError, RefitError, SessionError
+from mcore_reshard.kernels.errors import RefitError, SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.exchange import Failure
-from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.polling import LOOK_S, NOTICE_S, DeadlineThread
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
-from mcore_reshard.kernels.rendezvous.store import store_address
-from mcore_reshard.kernels.transports.base import (
-    Executor,
-    StageReport,
-    Transport,
-    TransportContext,
-    close_all,
-    connect_all,
-    connect_group,
-    group_names,
-)
-from mcore_reshard.kernels.transports.broadcast import Tree, broadcast, receive
-from mcore_reshard.kernels.transports.registry import resolve
+from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store, store_address
+from mcore_reshard.kernels.transports.base import StageReport, Transport
+from mcore_reshard.kernels.transports.broadcast import broadcast, receive
+from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
-from .agreement import agreed_kv_scales, check_alike, check_kv_names, check_versions, kv_scales_word, parse_word
+from .agreement import agreed_kv_scales, check_alike, check_kv_names, kv_scales_word, parse_word
+from .connection import EVERYTHING as EVERYTHING
+from .connection import TRAINABLE as TRAINABLE
+from .connection import Connection, Program, bind_part, connect_members
+from .members import CONNECT, PROTOCOL, REFIT, Call, Follower, Head, Leader, next_version
+from .part import Part, part_of
+from .plan_exchange import fetch_plan
+from .state import WeightState, complete, intact, mixed
 from .whole_tensors import NamedTensors, check_stream, exhaust
 
-PROTOCOL = 7  # version of the words that ranks exchange; both worlds must have the same
-EVERYTHING, TRAINABLE = "everything", "trainable parameters"  # what a refit moves, as reports say it
+_LOG = logging.getLogger("mcore_reshard")
 _CLOSED = "closed"
+# Failures of a machine or a network, after which another try may succeed; others need somebody to mend something.
+_PASSING = {"DeadlineError", "PeerLostError", "PeerGone", "ChecksumError", "TransferError"}
 
+_Binding = tuple[Schedule, Transport, BoundSchedule | None]
 LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 Export = Callable[[Sequence[str] | None], NamedTensors]
 SetKvScales = Callable[[Mapping[str, float]], Any]
@@ -69,31 +73,35 @@ class RefitReport:
     misc_bytes: int  # of whole tensors exported and loaded by name: the misc route, or everything under golden
     seconds: float  # from the call to the commit
     stages: tuple[StageReport, ...]
+    state: str  # of this rank's weights, as in "complete(3)"
+    replicas: tuple[int, ...]  # of the engine, that took part
+    attempts: int  # 1, and one more for each that failed and was tried again
 
 
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """What one kind of refit moves, and by what. Golden moves all tensors by name: it has neither."""
+class RefitHandle:
+    """A refit whose bytes have been read, and whose outcome is still to come."""
 
-    moved: str
-    names: Sequence[str] | None  # of what moves by name; None: everything
-    bound: BoundSchedule | None = None
-    executor: Executor | None = None
+    def __init__(self, outcome: Future[RefitReport]) -> None:
+        self._outcome = outcome
+
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    def wait(self) -> RefitReport:
+        """The report, once all members have acknowledged the version. Raises what `refit` would."""
+        return self._outcome.result()
 
 
-@dataclass(frozen=True, slots=True)
-class _Connection:
-    """Everything that `prepare` opens and `close` frees."""
+@dataclass
+class _Attempt:
+    """What one refit has reached on this rank."""
 
-    rendezvous: Rendezvous
-    transport: Transport
-    group: GlooGroup
-    programs: Sequence[_Program]  # of everything; then, if parameters are frozen, of the others
-    thread: DeadlineThread  # executors run on it
-
-    @property
-    def executors(self) -> list[Executor]:
-        return [program.executor for program in self.programs if program.executor is not None]
+    call: Call
+    version: int
+    start: float
+    written_by_name: int = 0  # bytes
+    share_by_name: float = 0.0  # of the tensors that move by name
+    committed: bool = False
 
 
 class _Endpoint(ABC):
@@ -109,60 +117,76 @@ class _Endpoint(ABC):
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: Schedule | Part,
         tensors: LiveTensors,
-        store: TCPStore | str,
+        store: Any,
         options: Options,
         check_layout: Callable[[], None] | None,
+        on_state: Callable[[WeightState], Any] | None = None,
+        adopt_plan: Callable[[Plan], Part] | None = None,
     ) -> None:
-        if schedule.world != self.world:
-            raise ValueError(f"{type(self).__name__} needs the schedule of a {self.world} rank, not of {schedule.name}")
-        self.rank_name = schedule.name
+        part = part_of(schedule)
+        if part.world != self.world:
+            raise ValueError(f"{type(self).__name__} needs the schedule of a {self.world} rank, not of {part.seat}")
+        self.rank_name = part.seat
         self.committed_version: int | None = None
-        self._schedule = schedule
+        self._part = part
         self._tensors = tensors
         self._store_address = store_address(store)
         self._options = options
         self._check_layout = check_layout
-        self._connection: _Connection | None = None
+        self._on_state = on_state
+        self._adopt_plan = adopt_plan
+        self._state = intact(None)
+        self._process = uuid4().hex
+        self._store: SessionStore | None = None
+        self._attendance: Leader | Follower | None = None
+        self._binding: tuple[tuple[int, ...], _Binding] | None = None  # and the replicas that it is for
+        self._connection: Connection | None = None
         self._ended: str | None = None  # why no refit is possible any more
-        self._refits = 0
+        self._failure: str | None = None  # of the last attempt, if it failed
+        self._turn = RLock()  # held while weights are read or written
+        self._pending: Future[RefitReport] | None = None  # a refit whose outcome is still to come
 
     def prepare(self, *, timeout_s: float | None = None) -> None:
         """Bind, meet all other ranks, compare plans and options, and connect. Call once, on every rank.
 
+        A replica that comes to a session under way binds, and takes part from its next `refit` on.
+
         `timeout_s` (by default that of the options) limits the wait for ranks that are still starting.
         Raises `BindError`, `TransportUnavailable` or `SessionError`; if one rank raises, all do.
         """
-        if self._connection or self._ended:
+        if self._store or self._ended:
             reason = self._ended or "already prepared"
             raise SessionError(f"{self.rank_name}: {reason}; call prepare() once, on a new endpoint")
         self._ended = "prepare() failed"
-        session, limit_s, members = self._options.session, self._options.timeout_s, group_names(self._schedule)
-        rendezvous = Rendezvous(self._store_address, session, self.rank_name, members, timeout_s=limit_s)
-        with _Published(rendezvous, "hello", self._end):
-            if self._check_layout is not None:
-                self._check_layout()
-            transport, bound = self._bind()
-        hello = {
-            "protocol": PROTOCOL,
-            "digest": self._schedule.digest,
-            "transport": transport.name,
-            "bucket_bytes": self._options.bucket_bytes,
-            "checksums": self._options.checksums,
-            "train_ranks": self._schedule.train_ranks,
-            "gen_ranks": self._schedule.gen_ranks,
-        }
-        check_alike(rendezvous.gather("hello", hello, parse=parse_word, timeout_s=timeout_s))
-        with _Published(rendezvous, "connected", self._end):
-            self._connection = self._connect(rendezvous, transport, bound)
-            rendezvous.gather("connected", {})
+        timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
+        try:
+            self._enter()
+            self._bind_first()
+            attendance = self._attendance
+            if isinstance(attendance, Leader):
+                call = attendance.call(attendance.begin(CONNECT), self._word, timeout_s, self._epoch)
+                self._connect(call)
+                attendance.committed(call.replicas)
+            else:
+                assert attendance is not None
+                head = attendance.await_head(timeout_s, "begin a session")
+                self._follow_connect(attendance, head)
+        except BaseException as error:
+            self._end(error)
+            raise
         self._ended = None
 
     def refit(
-        self, version: int, *, kv_scales: Mapping[str, float] | None = None, everything: bool = False
+        self,
+        version: int | None = None,
+        *,
+        kv_scales: Mapping[str, float] | None = None,
+        everything: bool = False,
+        rollback: bool = False,
     ) -> RefitReport:
-        """Move the weights of `version` from the trainer to the engine; return once every rank has acknowledged it.
+        """Move the weights of `version` from the trainer to the engine; return once every member has acknowledged it.
 
         If the plan has frozen parameters, the first refit of a session moves them too, and later ones leave them out.
         `everything`, given on any rank, moves them again: for an engine that has lost its weights.
@@ -170,116 +194,368 @@ class _Endpoint(ABC):
         `kv_scales` are calibrated scales of the engine's KV cache, by checkpoint name, as in
         `model.layers.0.self_attn.attn.k_scale`. Give them on training rank 0; other ranks may be given the same.
 
-        All ranks of both worlds must call it with one version, larger than the last; else all of them raise
-        `VersionError`. They raise `KvScalesError` for scales that no rank can take. After these two errors nothing has
-        moved, and the session goes on. Each wait ends with an error after `timeout_s`. Training weights may change again as
-        soon as this returns.
+        All ranks of both worlds must call it with one version, larger than the last; ranks of the engine may leave it
+        out, and take what comes. `rollback` on the trainer allows a version that is not larger, after a restart from an
+        older checkpoint. Else all ranks raise `VersionError`. They raise `KvScalesError` for scales that no rank can take.
+        After these two errors nothing has moved. Each wait ends with an error after `timeout_s`. Training weights may change
+        again as soon as this returns.
+
+        After any other error `state` says what the engine holds. The next refit repairs it; `retries` of the options makes
+        this call try again by itself, where a machine or the network failed.
         """
-        connection = self._connection
-        if connection is None:
+        return self._refit(version, kv_scales, everything, rollback, in_background=False).result()
+
+    def _refit(
+        self,
+        version: int | None,
+        kv_scales: Mapping[str, float] | None,
+        everything: bool,
+        rollback: bool,
+        in_background: bool,
+    ) -> Future[RefitReport]:
+        if self._attendance is None:
             raise SessionError(f"{self.rank_name}: no refit is possible: {self._ended or 'call prepare() first'}")
+        self.await_outcome()
+        word = {"version": version, "everything": everything, "rollback": rollback, **kv_scales_word(kv_scales)}
         start = time.perf_counter()
-        self._refits += 1
-        rendezvous, phase = connection.rendezvous, f"refit-{self._refits}"
-        with _Published(rendezvous, f"{phase}/start", self._end):
-            bound = connection.programs[0].bound
-            writes = bound.check_fresh(self._live_tensors()) if bound is not None else None
-            wants_all = everything or self.committed_version is None
-            word = {"version": version, "everything": wants_all, **kv_scales_word(kv_scales)}
-            words = rendezvous.gather(f"{phase}/start", word, parse=parse_word)
-        check_versions(words, self.rank_name, self.committed_version)
-        program = connection.programs[0 if any(said.get("everything", True) for said in words.values()) else -1]
-        all_scales = agreed_kv_scales(words, self._schedule.name_of("train", 0))
-        own_scales = self._own_kv_scales(rendezvous, f"{phase}/kv_scales", all_scales) if all_scales else {}
-        names = program.names
-        if names:  # exports are collectives: no rank may enter one while another's transfer has failed
-            with _Published(rendezvous, f"{phase}/bulk", self._end):
-                stages = self._move_bulk(connection, program, f"{phase}/bulk", writes)
-                rendezvous.gather(f"{phase}/bulk", {})
-        with ExitStack() as afterwards, _Published(rendezvous, f"{phase}/commit", self._end):
-            if not names:
-                stages = self._move_bulk(connection, program, f"{phase}/commit", writes)
-            misc_bytes = self._move_by_name(connection.group, names, afterwards) if names is None or names else 0
-            if self._after_direct_writes is not None:
-                self._after_direct_writes()
-            if own_scales and self._set_kv_scales is not None:
-                self._set_kv_scales(own_scales)
-            rendezvous.gather(f"{phase}/commit", {})
-        self.committed_version = version
-        nbytes = sum(stage.nbytes for stage in stages)
-        moved_by = (program.executor or connection.transport).name
-        seconds = time.perf_counter() - start
-        return RefitReport(version, moved_by, program.moved, nbytes, misc_bytes, seconds, stages)
+        attempts = 1
+        while True:
+            try:
+                with self._turn:
+                    return self._attempt(word, start, attempts, in_background)
+            except RefitError as error:
+                if attempts > self._options.retries or not _may_pass(error):
+                    raise
+                _LOG.warning(
+                    "%s: attempt %d of this refit failed, trying again: %s", self.rank_name, attempts, f"{error}"
+                )
+                attempts += 1
+
+    def await_outcome(self) -> None:
+        """Wait for a refit that `refit_async` began, if its outcome is still to come. Its error is its handle's."""
+        if self._pending is not None:
+            wait([self._pending])
+            self._pending = None
+
+    @property
+    def state(self) -> WeightState:
+        """What this rank's tensors hold. A training rank's are its own: always intact, or complete."""
+        return self._state
 
     @property
     def scratch_bytes(self) -> int:
         """Memory that the transport holds besides the model."""
-        executors = self._connection.executors if self._connection else []
-        return sum(executor.scratch_bytes for executor in executors)
+        return self._connection.scratch_bytes if self._connection else 0
 
     @property
     def failure(self) -> str | None:
-        """Why the session ended, if an error ended it."""
-        return None if self._ended in {None, _CLOSED} else self._ended
+        """Why the last attempt failed, if it did."""
+        return self._failure if self._ended in {None, _CLOSED} else self._ended
 
     def close(self) -> None:
-        """Free connections and scratch. Peers that still wait for this rank get an error. May be called twice.
+        """Say goodbye, and free connections and scratch. Members that wait for this rank get an error. May be called twice.
 
-        After a committed refit it waits, 5 s at most, until all ranks know of the commit. A process that hosts the store
-        may then end; a slower rank raises. After a failure it waits 1 s at most for the transport to end. The store must
-        then stay up until all ranks have raised: they read the cause there.
+        After a failure it waits 1 s at most for the transport to end.
         """
-        connection, self._connection = self._connection, None
-        if connection is not None and self._ended is None:
-            connection.rendezvous.leave()
+        with suppress(Exception):
+            self.await_outcome()
         self._ended = self._ended or _CLOSED
-        if connection is None:
-            return
-        connection.group.close()
-        if connection.thread.is_busy:  # a run keeps what it uses until it ends; gloo's ends with the group
-            wait([connection.thread.start(partial(close_all, connection.executors))], NOTICE_S)
-        else:
-            close_all(connection.executors)
+        store, self._store, self._attendance = self._store, None, None
+        self._disconnect()
+        if store is not None:
+            with suppress(Exception):
+                store.leave_seat()
+            store.close()
 
     @abstractmethod
-    def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
+    def _move_by_name(
+        self, connection: Connection, names: Sequence[str] | None, attempt: _Attempt, afterwards: ExitStack
+    ) -> int:
         """Export or load the tensors `names`, or all if None; returns their bytes. `afterwards` runs after the outcome."""
 
+    # --- meeting ---------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Open the session on its store, and take this rank's seat."""
+        options, seats = self._options, self._part.seats
+        store = self._store = connect_store(self._store_address, options)
+        facts = {
+            "process": self._process,
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "package": __version__,
+            "protocol": PROTOCOL,
+        }
+        store.take_seat(self.rank_name, facts)
+        common = (store, self.rank_name, seats, self._process, options.timeout_s)
+        if self.rank_name == "train:0":
+            leader = Leader(*common, plan=self._part.plan_digest, package=__version__)
+            leader.max_lag = options.max_lag
+            self._attendance = leader
+        else:
+            self._attendance = Follower(*common)
+
+    def _word(self) -> dict[str, Any]:
+        """What every rank says in every attempt."""
+        connection = self._connection
+        return {"epoch": connection.epoch if connection else None, "committed": self.committed_version}
+
+    def _epoch(self, replicas: tuple[int, ...]) -> str | None:
+        connection = self._connection
+        return connection.epoch if connection is not None and connection.replicas == replicas else None
+
+    def _follow_connect(self, follower: Follower, head: Head) -> None:
+        """Take part in an attempt to connect. A replica that comes later only binds: the next refit connects it."""
+        self._adopt(head)
+        if head.kind != CONNECT:
+            follower.skip(head)
+        elif (call := follower.follow(head, self._word)) is not None:
+            self._connect(call)
+
+    def _adopt(self, head: Head) -> None:
+        """Take the plan of a trainer that has another one than this rank was given."""
+        if head.plan == self._part.plan_digest or self._adopt_plan is None:
+            return  # where plans differ still, "hello" says so on all ranks
+        plan = fetch_plan(self._store_address, self._options)
+        self._part, self._binding = self._adopt_plan(plan), None
+        assert self._attendance is not None
+        self._attendance.world = self._part.seats
+        self._bind_first()
+
+    def _called(self, word: dict[str, Any]) -> Call:
+        """The call of the next refit, connected with its members."""
+        attendance = self._attendance
+        assert attendance is not None
+
+        def make_word() -> dict[str, Any]:
+            connection = self._connection
+            if connection is not None and (bound := connection.programs[0].bound) is not None:
+                self._writes = bound.check_fresh(self._live_tensors())
+            wants_all = word["everything"] or self.committed_version is None
+            return {**self._word(), **word, "everything": wants_all}
+
+        if isinstance(attendance, Leader):
+            return attendance.call(attendance.begin(REFIT), make_word, self._options.timeout_s, self._epoch)
+        while True:
+            head = attendance.await_head(self._options.timeout_s, "begin a refit")
+            if head.kind == CONNECT:
+                self._follow_connect(attendance, head)
+            elif (call := attendance.follow(head, make_word)) is not None:
+                return call
+
+    def _connect(self, call: Call) -> Connection:
+        """The connection with the members of a call: the one that stands, or a new one."""
+        connection, attendance = self._connection, self._attendance
+        assert attendance is not None
+        if connection is not None and connection.epoch == call.epoch:
+            return connection
+        self._disconnect()
+        store, options = self._store, self._options
+        assert store is not None
+        rendezvous = Rendezvous(
+            store.under(f"e/{call.epoch}"),
+            self.rank_name,
+            call.members,
+            timeout_s=options.timeout_s,
+            lost=partial(attendance.lost, call.members),
+        )
+        with _Published(rendezvous, "hello", self._fail):
+            schedule, transport, bound = self._bound_for(call.replicas)
+            hello = {
+                "digest": schedule.digest,
+                "transport": transport.name,
+                "bucket_bytes": options.bucket_bytes,
+                "checksums": options.checksums,
+                "retries": options.retries,
+                "train_ranks": schedule.train_ranks,
+                "gen_ranks": schedule.gen_ranks,
+            }
+            words = rendezvous.gather("hello", hello, parse=parse_word)
+        check_alike(words)
+        with _Published(rendezvous, "connected", self._fail):
+            connection = connect_members(rendezvous, call.epoch, call.replicas, schedule, transport, bound, options)
+            try:
+                rendezvous.gather("connected", {})
+            except BaseException:
+                connection.close()
+                raise
+        self._connection = connection
+        if bound is not None:
+            self._writes = bound.check_fresh(self._live_tensors())
+        return connection
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _bind_first(self) -> None:
+        """Check the layout, and bind for the replicas that are planned: an error here needs no meeting."""
+        seats = self._part.seats
+        planned = tuple(range(seats.replicas))
+        own = seats.replica_of(self.rank_name) if self.world == "gen" else 0
+        if self._check_layout is not None:
+            self._check_layout()
+        self._bound_for(planned if own in planned else (own,))
+
+    def _bound_for(self, replicas: tuple[int, ...]) -> _Binding:
+        """This rank's schedule among these replicas, bound; the last one is kept."""
+        if self._binding is None or self._binding[0] != replicas:
+            schedule = self._part.schedule(replicas)
+            missing = None if self._moves_by_name else self.by_name
+            self._binding = replicas, (schedule, *bind_part(schedule, self._live_tensors(), self._options, missing))
+        return self._binding[1]
+
+    # --- one attempt -----------------------------------------------------------------------------------------------
+
+    def _attempt(self, word: dict[str, Any], start: float, attempts: int, in_background: bool) -> Future[RefitReport]:
+        call = self._called(word)
+        version = next_version(call.words, self.rank_name)
+        connection = self._connect(call)
+        attempt = _Attempt(call, version, start)
+        attendance, store = self._attendance, self._store
+        assert attendance is not None and store is not None
+        rendezvous = Rendezvous(
+            store.under(f"a/{call.attempt}"),
+            self.rank_name,
+            call.members,
+            timeout_s=self._options.timeout_s,
+            lost=partial(attendance.lost, call.members),
+        )
+        wants_all = any(said.get("everything", True) for said in call.words.values())
+        program = connection.programs[0 if wants_all else -1]
+        all_scales = agreed_kv_scales(call.words, "train:0")
+        own_scales = self._own_kv_scales(rendezvous, "kv_scales", all_scales) if all_scales else {}
+        names, fail = program.names, partial(self._fail_attempt, connection, program, attempt)
+        if names:  # exports are collectives: no rank may enter one while another's transfer has failed
+            with _Published(rendezvous, "bulk", fail):
+                stages = self._move_bulk(connection, program, rendezvous, "bulk")
+                rendezvous.gather("bulk", {})
+        afterwards = ExitStack()
+        with afterwards, _Published(rendezvous, "commit", fail):
+            if not names:
+                stages = self._move_bulk(connection, program, rendezvous, "commit")
+            misc_bytes = 0
+            if names is None or names:
+                misc_bytes = self._move_by_name(connection, names, attempt, afterwards)
+            if self._after_direct_writes is not None:
+                self._after_direct_writes()
+            if own_scales and self._set_kv_scales is not None:
+                self._set_kv_scales(own_scales)
+            decide = partial(rendezvous.decide, "commit", connection.group.settle, partial(self._commit, attempt))
+            if not in_background:
+                decide()
+
+        def report() -> RefitReport:
+            nbytes = sum(stage.nbytes for stage in stages)
+            moved_by = (program.executor or connection.transport).name
+            seconds = time.perf_counter() - start
+            state, replicas = str(self._state), call.replicas
+            return RefitReport(
+                version, moved_by, program.moved, nbytes, misc_bytes, seconds, stages, state, replicas, attempts
+            )
+
+        outcome: Future[RefitReport] = Future()
+        if not in_background:
+            outcome.set_result(report())
+            return outcome
+
+        def await_outcome() -> RefitReport:
+            with _Published(rendezvous, "commit", fail):
+                decide()
+            return report()
+
+        self._pending = DeadlineThread("outcome").start(await_outcome)
+        return self._pending
+
+    def _commit(self, attempt: _Attempt) -> None:
+        """All members have acknowledged the version."""
+        attempt.committed = True
+        self.committed_version = attempt.version
+        self._failure = None
+        if isinstance(self._attendance, Leader):
+            self._attendance.committed(attempt.call.replicas)
+        self._set_state(complete(attempt.version))
+
+    def _fail_attempt(self, connection: Connection, program: Program, attempt: _Attempt, error: BaseException) -> None:
+        """Note what a failed attempt has left, and that its connection is of no use any more."""
+        if not attempt.committed and self.world == "gen":
+            share = self._written_share(program, attempt)
+            if self._state.kind == "mixed" or share > 0:
+                self._set_state(mixed(self.committed_version, attempt.version, max(share, self._state.share)))
+            else:
+                self._set_state(intact(self.committed_version))
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = f"{error}"
+        _LOG.warning("%s: an attempt failed, the engine's state is %s: %s", self.rank_name, self._state, self._failure)
+        if isinstance(self._attendance, Leader):
+            failure = error.failure if isinstance(error, SessionFailed) else Failure.of(self.rank_name, error)
+            self._attendance.note_failure(failure, connecting=self._connection is None)
+        self._disconnect()
+
+    def _end(self, error: BaseException) -> None:
+        """Leave a session that this rank could not join, and say why."""
+        self._ended = f"the session ended with: {error}"
+        if self._attendance is not None and not isinstance(error, SessionFailed):
+            with suppress(Exception):
+                self._attendance.say_farewell(Failure.of(self.rank_name, error))
+        self.close()
+
+    def _set_state(self, state: WeightState) -> None:
+        self._state = state
+        if self._on_state is not None:
+            self._on_state(state)
+
+    def _written_share(self, program: Program, attempt: _Attempt) -> float:
+        """Of the bytes that this refit moves to this rank, how many may have been written by now."""
+        if program.bound is None or program.executor is None:
+            return 1.0 if attempt.written_by_name else 0.0
+        written, total = min(program.executor.written_bytes, program.bound.nbytes), program.bound.nbytes
+        if attempt.share_by_name:
+            written += attempt.written_by_name
+            total += int(attempt.written_by_name / attempt.share_by_name)
+        elif program.names:
+            return written / total * 0.999 if total else 0.0  # something is left to load
+        return written / total if total else 0.0
+
     def _move_bulk(
-        self, connection: _Connection, program: _Program, phase: str, writes: WriteCounts | None
+        self, connection: Connection, program: Program, rendezvous: Rendezvous, phase: str
     ) -> tuple[StageReport, ...]:
-        """Run a program's transfers, on a thread; none under golden. `writes` counts the earlier writes to each tensor.
+        """Run a program's transfers, on a thread; none under golden.
 
         The wait ends once the store reports the failure of any rank: gloo may leave a sender waiting for a lost peer.
         """
         bound, executor, whole = program.bound, program.executor, connection.programs[0].bound
-        if bound is None or executor is None or whole is None or writes is None:
+        if bound is None or executor is None or whole is None:
             return ()
-        if self.world == "gen":
-            bound.zero_padding()
+        writes = self._writes
         if self._before_reads is not None:
             self._before_reads()
             writes = WriteCounts.of(writes.tensors)
         run = connection.thread.start(in_callers_context(executor.run, bound.device))
         try:
             while not wait([run], LOOK_S).done:
-                failure = connection.rendezvous.failure(phase)
+                failure = rendezvous.failure(phase)
                 if failure and not wait([run], NOTICE_S).done:
                     raise SessionFailed(failure)
             stages = run.result()
         finally:
             del run  # it keeps its error, whose traceback would keep it in turn
-        if self.world == "train":
+        if self.world == "gen":
+            bound.zero_padding()
+        else:
             whole.check_unwritten(writes)
         return stages
 
     @cached_property
     def _pairs(self) -> Mapping[str, tuple[str, str]]:
-        return self._schedule.pair_names()
+        return self._part.schedule(self._connection.replicas if self._connection else (0,)).pair_names()
 
     def _own_kv_scales(self, rendezvous: Rendezvous, phase: str, scales: Mapping[str, float]) -> dict[str, float]:
         """This rank's part of `scales`. Collective: it raises unless each of them belongs to some generation rank."""
-        with _Published(rendezvous, phase, self._end):
+        with _Published(rendezvous, phase, self._fail):
             names = None if self._kv_scale_names is None else self._kv_scale_names()
             lacks = None if names is None else [number for number, name in enumerate(scales) if name not in names]
             words = rendezvous.gather(phase, {"lacks": lacks} if self.world == "gen" else {}, parse=parse_word)
@@ -289,55 +565,6 @@ class _Endpoint(ABC):
     def _live_tensors(self) -> Mapping[str, torch.Tensor]:
         return self._tensors() if callable(self._tensors) else self._tensors
 
-    def _bind(self) -> tuple[Transport, BoundSchedule | None]:
-        tensors, schedule = self._live_tensors(), self._schedule
-        devices = [tensors[local.name].device.type for local in schedule.tensors if local.name in tensors]
-        transport = resolve(self._options.transport, devices[0] if devices else "cpu")
-        if (transport.connect is None or schedule.misc) and not self._moves_by_name:
-            route = f"{len(schedule.misc)} parameters on the misc route" if transport.connect else transport.name
-            missing = f"{route}, and no function to move whole tensors by name was given: {self.by_name}="
-            raise BindError(self.rank_name, [missing])
-        return transport, bind(schedule, tensors) if transport.connect else None
-
-    def _connect(self, rendezvous: Rendezvous, transport: Transport, bound: BoundSchedule | None) -> _Connection:
-        group = connect_group(rendezvous.store_for("gloo"), self._schedule, self._options.timeout_s)
-        if bound is None or transport.connect is None:
-            return _Connection(rendezvous, transport, group, [_Program(EVERYTHING, None)], DeadlineThread("refit"))
-        bound_by_name = {transport.name: bound}
-        try:
-            if self._schedule.later is not None:
-                bound_by_name[f"{transport.name}-later"] = bound.part(self._schedule.later)
-            contexts = [
-                TransportContext(
-                    rendezvous.store_for(name),
-                    partial(rendezvous.store_for, name, connect=True),
-                    group,
-                    part,
-                    self._options,
-                )
-                for name, part in bound_by_name.items()
-            ]
-            executors = connect_all(map(transport.connect, contexts))
-        except BaseException:
-            group.close()
-            raise
-        programs = [
-            _Program(moved, part.schedule.misc, part, executor)
-            for moved, part, executor in zip((EVERYTHING, TRAINABLE), bound_by_name.values(), executors, strict=False)
-        ]
-        return _Connection(rendezvous, transport, group, programs, DeadlineThread("refit"))
-
-    def _end(self, error: BaseException) -> None:
-        self._ended = f"the session ended with: {error}"
-        self.close()
-
-    def _tree(self) -> Tree:
-        """Training rank 0 is the root; generation ranks follow."""
-        names = group_names(self._schedule)
-        ranks = (0, *range(self._schedule.train_ranks, len(names)))
-        position = self._schedule.rank + 1 if self.world == "gen" else 0
-        return Tree(position, ranks, tuple(names[rank] for rank in ranks))
-
 
 class TrainEndpoint(_Endpoint):
     """A training rank's end of a session.
@@ -346,7 +573,8 @@ class TrainEndpoint(_Endpoint):
       that may replace its parameters.
     - `export(names)` yields (HF name, whole tensor) for each of `names`, or for the whole model if None. All training
       ranks call it together, so it may run collectives. It must yield everything on training rank 0.
-    - `store`: a TCPStore or its "host:port"; `close` says how long it must stay up.
+    - `schedule`: the rank's schedule, or a `RankOfPlan`, with which replicas of the engine may come and go.
+    - `store`: what `serve_store` returned, or its "host:port".
     - `before_reads()` derives some of `tensors` from others. Each refit calls it once all ranks have begun, but not under
       golden, which exports. All training ranks call it together, so it may run collectives.
     - `check_layout()` raises where the rank keeps its tensors otherwise than the plan says; `prepare` calls it.
@@ -362,10 +590,10 @@ class TrainEndpoint(_Endpoint):
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: Schedule | Part,
         tensors: LiveTensors,
         *,
-        store: TCPStore | str,
+        store: Any,
         export: Export | None = None,
         before_reads: Callable[[], Any] | None = None,
         check_layout: Callable[[], None] | None = None,
@@ -376,13 +604,30 @@ class TrainEndpoint(_Endpoint):
         self._before_reads = before_reads
         self._moves_by_name = export is not None
 
-    def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
+    def refit_async(
+        self,
+        version: int,
+        *,
+        kv_scales: Mapping[str, float] | None = None,
+        everything: bool = False,
+        rollback: bool = False,
+    ) -> RefitHandle:
+        """As `refit`, but return once this rank's bytes have been read: weights may change, the outcome is to come.
+
+        An error before that is raised here, one after it by the handle's `wait`. The next refit waits for this one.
+        """
+        return RefitHandle(self._refit(version, kv_scales, everything, rollback, in_background=True))
+
+    def _move_by_name(
+        self, connection: Connection, names: Sequence[str] | None, attempt: _Attempt, afterwards: ExitStack
+    ) -> int:
         assert self._export is not None, "prepare() has checked it"
         exported = iter(self._export(names))
         # An export runs collectives: a rank that left it half-way would hang the others.
         afterwards.callback(exhaust, exported)
-        if self._schedule.rank == 0:
-            return broadcast(group, self._tree(), check_stream(names, exported, self._pairs, "export yielded"))
+        if self.rank_name == "train:0":
+            group, tree = connection.group, connection.tree()
+            return broadcast(group, tree, check_stream(names, exported, self._pairs, "export yielded"))
         exhaust(exported)
         return 0
 
@@ -397,6 +642,10 @@ class GenerationEndpoint(_Endpoint):
       golden too.
     - `kv_scale_names()`: the names of this rank's scales of the KV cache. `set_kv_scales(scales)` puts scales of these
       names where attention reads them. A refit that brings scales calls it last.
+    - `on_state(state)`: called at every change of `state`, on the thread that refits. An engine whose state is mixed must
+      not generate.
+    - `adopt_plan(plan)`: this rank's part in the plan of a trainer that started anew, perhaps on another mesh. It raises
+      where the engine does not fit. Without it, such a trainer is refused.
 
     The rest is as for `TrainEndpoint`.
     """
@@ -406,34 +655,41 @@ class GenerationEndpoint(_Endpoint):
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: Schedule | Part,
         tensors: LiveTensors,
         *,
-        store: TCPStore | str,
+        store: Any,
         load_weights: Callable[[NamedTensors], Any] | None = None,
         after_direct_writes: Callable[[], Any] | None = None,
         set_kv_scales: SetKvScales | None = None,
         kv_scale_names: KvScaleNames | None = None,
         check_layout: Callable[[], None] | None = None,
+        on_state: Callable[[WeightState], Any] | None = None,
+        adopt_plan: Callable[[Plan], Part] | None = None,
         options: Options = Options(),  # noqa: B008
     ) -> None:
         if (set_kv_scales is None) != (kv_scale_names is None):
             raise ValueError("give set_kv_scales and kv_scale_names together: a rank gets the scales that it names")
-        super().__init__(schedule, tensors, store, options, check_layout)
+        super().__init__(schedule, tensors, store, options, check_layout, on_state, adopt_plan)
         self._load_weights = load_weights
         self._moves_by_name = load_weights is not None
         self._after_direct_writes = after_direct_writes
         self._set_kv_scales = set_kv_scales
         self._kv_scale_names = kv_scale_names
 
-    def _move_by_name(self, group: GlooGroup, names: Sequence[str] | None, afterwards: ExitStack) -> int:
+    def _move_by_name(
+        self, connection: Connection, names: Sequence[str] | None, attempt: _Attempt, afterwards: ExitStack
+    ) -> int:
         assert self._load_weights is not None, "prepare() has checked it"
-        received = 0
+        count = 0
 
         def count_bytes() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal received
-            for name, tensor in check_stream(names, receive(group, self._tree()), self._pairs, "there arrived"):
-                received += tensor.nbytes
+            nonlocal count
+            arriving = receive(connection.group, connection.tree())
+            for name, tensor in check_stream(names, arriving, self._pairs, "there arrived"):
+                count += 1
+                attempt.written_by_name += tensor.nbytes
+                attempt.share_by_name = 1.0 if names is None else count / len(names)
                 yield name, tensor
 
         tensors = count_bytes()
@@ -441,7 +697,13 @@ class GenerationEndpoint(_Endpoint):
         if unread := [name for name, _ in tensors]:
             left = f"load_weights left {len(unread)} tensors unread, first {unread[0]}"
             raise SessionError(f"{self.rank_name}: {left}; it must read them all")
-        return received
+        return attempt.written_by_name
+
+
+def _may_pass(error: RefitError) -> bool:
+    """Whether another attempt may succeed. All ranks know the same cause, so all of them try again, or none."""
+    cause = error.failure.error if isinstance(error, SessionFailed) else type(error).__name__
+    return cause in _PASSING
 
 
 class _Published:

@@ -1,13 +1,14 @@
-"""Hand the plan to every rank: one training rank publishes it on the session's store, generation ranks fetch it."""
+"""The plan of a session lies on its store: one training rank publishes it, and every other rank proves it anew."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
 
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.kernels.rendezvous.store import FailFastStore, connect_store, store_address
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import connect_store, store_address
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import require_proof
@@ -15,45 +16,62 @@ from mcore_reshard.planner.proof.traced import is_traced
 
 from .trace_exchange import ask_no_traces
 
-_PLAN = "plan"
+_NEWEST = "plan/newest"  # the digest of the plan that was published last
 _ANEW = "start it anew, and connect all ranks again"
 
 
-def publish_plan(plan: Plan, store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> None:
-    """Put the plan on the session's store, as JSON, for `fetch_plan`. One rank does this. Raises `SessionError`."""
-    plan_store = _plan_store(store, session, timeout_s)
-    if not is_traced(plan):  # else their traces have made it
-        ask_no_traces(store_address(store), session, timeout_s)
-    try:
-        plan_store.set(_PLAN, dump_plan(plan))
-        plan_store.check([_PLAN])  # A frozen store accepts a `set` too: only an answer shows that it has the plan.
-    except DistNetworkError as error:
-        raise SessionError(f"the plan was not published, lost {error}; {_ANEW}") from error
+def publish_plan(plan: Plan, store: Any, options: Options = Options()) -> None:  # noqa: B008
+    """Put the plan on the session's store, as JSON, for `fetch_plan`. Training rank 0 does this, before it prepares.
 
-
-def fetch_plan(store: TCPStore | str, *, session: str = "refit", timeout_s: float = 60.0) -> Plan:
-    """The plan that a training rank published, checked against its digest and proven again.
-
-    Raises `SessionError` when none appears within `timeout_s` or a malformed one is there, and `ProofError`.
+    A plan that lies there already under this digest stays. Raises `SessionError`.
     """
-    plan_store = _plan_store(store, session, timeout_s)
-    try:
-        plan_store.wait([_PLAN], timedelta(seconds=timeout_s))
-        content = plan_store.get(_PLAN)
-    except DistNetworkError as error:
-        raise SessionError(f"no plan was read, lost {error}; {_ANEW}") from error
-    except DistStoreError as error:
-        raise SessionError(
-            f"no training rank published a plan for session {session!r} within {timeout_s:g} s: connect the trainer"
-        ) from error
-    try:
-        plan = parse_plan(content.decode(), f"the plan published for session {session!r}")
-    except ValueError as error:
-        remedy = "one training rank publishes it, and nothing else may write there"
-        raise SessionError(f"the value of {_PLAN!r} on the store is malformed: {error}; {remedy}") from error
+    address = store_address(store)
+    if not is_traced(plan):  # else their traces have made it
+        ask_no_traces(address, options)
+    with connect_store(address, options) as held:
+        try:
+            text = dump_plan(plan)
+            if held.compare_set(_key(plan.digest), "", text) != text.encode():
+                _parse(held.get(_key(plan.digest)), plan.digest, options.session)
+            held.set(_NEWEST, plan.digest)
+        except DistNetworkError as error:
+            raise SessionError(f"the plan was not published, lost {error}; {_ANEW}") from error
+
+
+def fetch_plan(store: Any, options: Options = Options(), *, timeout_s: float | None = None) -> Plan:  # noqa: B008
+    """The plan that a training rank published last, checked against its digest and proven again.
+
+    Raises `SessionError` when none appears within `timeout_s` (by default that of the options) or a malformed one is there,
+    and `ProofError`.
+    """
+    session, timeout_s = options.session, options.timeout_s if timeout_s is None else timeout_s
+    with connect_store(store_address(store), options) as held:
+        try:
+            if not held.wait_any([_NEWEST], timeout_s):
+                raise SessionError(
+                    f"no training rank published a plan for session {session!r} within {timeout_s:g} s: connect the trainer"
+                )
+            digest = held.get(_NEWEST).decode(errors="replace")
+            content = held.get(_key(digest))
+        except DistNetworkError as error:
+            raise SessionError(f"no plan was read, lost {error}; {_ANEW}") from error
+        except DistStoreError as error:
+            raise SessionError(f"the store has no plan {digest[:40]!r}, which it calls the newest; {_ANEW}") from error
+    plan = _parse(content, digest, session)
     require_proof(plan)
     return plan
 
 
-def _plan_store(store: TCPStore | str, session: str, timeout_s: float) -> FailFastStore:
-    return FailFastStore(f"mcore-reshard/{session}/plan", connect_store(store_address(store), timeout_s))
+def _key(digest: str) -> str:
+    return f"plan/{digest}"
+
+
+def _parse(content: bytes, digest: str, session: str) -> Plan:
+    remedy = "one training rank publishes it, and nothing else may write there"
+    try:
+        plan = parse_plan(content.decode(), f"the plan published for session {session!r}")
+        if plan.digest != digest:
+            raise ValueError(f"it has the digest {plan.digest}")
+    except ValueError as error:
+        raise SessionError(f"the value of {_key(digest)!r} on the store is malformed: {error}; {remedy}") from error
+    return plan

@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from mcore_reshard.kernels.errors import LayoutError, RefitError, SessionError, TracesNeeded
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
-from mcore_reshard.kernels.rendezvous.store import FailFastStore, connect_store
+from mcore_reshard.kernels.rendezvous.store import StoreView, connect_store
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames
 from mcore_reshard.planner.layout.trace_file import (
     dump_checkpoint,
@@ -42,15 +42,14 @@ def collect_traces(
     checkpoint: Mapping[str, HfTensor],
     ranks: int,
     address: str,
-    session: str,
-    timeout_s: float,
+    options: Options,
     connect_timeout_s: float,
 ) -> list[CondensedTrace]:
     """The trace of every generation rank, of the loading of `checkpoint`. Training rank 0 calls it.
 
     Raises SessionError for ranks that publish none within `connect_timeout_s`, and for those whose loader cannot be traced.
     """
-    store, names = _store_of(address, session, timeout_s), ParameterNames(checkpoint)
+    store, names = _store_of(address, options), ParameterNames(checkpoint)
     number = uuid4().hex  # an earlier session of this name may have left traces
     store.set(_REQUEST, json.dumps({"number": number, "checkpoint": dump_checkpoint(checkpoint)}))
     keys = [f"{number}/{rank}" for rank in range(ranks)]
@@ -76,24 +75,23 @@ def collect_traces(
         raise SessionError(f"a generation rank's trace on the store is malformed: {error}") from error
 
 
-def ask_no_traces(address: str, session: str, timeout_s: float) -> None:
+def ask_no_traces(address: str, options: Options) -> None:
     """Tell engines that the plan needs no traces of theirs. Training rank 0 calls it before it publishes the plan."""
-    _store_of(address, session, timeout_s).set(_REQUEST, json.dumps({}))
+    _store_of(address, options).set(_REQUEST, json.dumps({}))
 
 
 def answer_request(
     rank: int,
     trace: Callable[[Mapping[str, HfTensor]], CondensedTrace],
     address: str,
-    session: str,
-    timeout_s: float,
+    options: Options,
     connect_timeout_s: float,
 ) -> None:
     """Publish this generation rank's trace if the trainer wants it. An error of `trace` is published, then raised.
 
     Raises SessionError where no trainer says within `connect_timeout_s` what it wants.
     """
-    store = _store_of(address, session, timeout_s)
+    store = _store_of(address, options)
     try:
         store.wait([_REQUEST], timedelta(seconds=connect_timeout_s))
         request = json.loads(store.get(_REQUEST))
@@ -104,7 +102,7 @@ def answer_request(
         raise SessionError(f"the trainer's request was not read, lost {error}; {_ANEW}") from error
     except DistStoreError as error:
         raise SessionError(
-            f"no training rank published a plan for session {session!r} within {connect_timeout_s:g} s: connect the trainer"
+            f"no training rank published a plan for session {options.session!r} within {connect_timeout_s:g} s: connect the trainer"
         ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise SessionError(f"the trainer's request on the store is malformed: {error}") from error
@@ -146,5 +144,5 @@ def require_planned_layout(plan: Plan, world: World, rank: int, trace: RankTrace
     )
 
 
-def _store_of(address: str, session: str, timeout_s: float) -> FailFastStore:
-    return FailFastStore(f"mcore-reshard/{session}/traces", connect_store(address, timeout_s))
+def _store_of(address: str, options: Options) -> StoreView:
+    return connect_store(address, options).under("traces")

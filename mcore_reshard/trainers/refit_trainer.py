@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed import TCPStore
-
 from mcore_reshard.kernels.errors import RefitError, SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.polling import CLOSE_S
 from mcore_reshard.kernels.rendezvous.store import split_address
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planning import InputError, RefitRequest
-from mcore_reshard.session.endpoints import RefitReport, TrainEndpoint
+from mcore_reshard.session.endpoints import RefitHandle, RefitReport, TrainEndpoint
 from mcore_reshard.session.plan_exchange import publish_plan
-from mcore_reshard.session.store_server import start_store_if_absent
+from mcore_reshard.session.store_server import ServedStore, start_store_if_absent
 from mcore_reshard.session.trace_exchange import needs_traces, traced_session
 
 from .world import gather_from_all, own_rank, run_on_all_ranks
@@ -28,7 +24,7 @@ class SessionServer:
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._address, self._timeout_s = address, timeout_s
-        self._store: TCPStore | None = None
+        self._store: ServedStore | None = None
 
     def start(self) -> None:
         if own_rank() == 0 and self._store is None:
@@ -39,7 +35,9 @@ class SessionServer:
         return self._store is not None
 
     def stop(self) -> None:
-        self._store = None  # the last reference: the server ends
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
 
 class RefitTrainer:
@@ -51,24 +49,38 @@ class RefitTrainer:
         self._server = server
 
     def refit(
-        self, step: int, kv_scales: Mapping[str, float] | None = None, *, everything: bool = False
+        self,
+        step: int,
+        kv_scales: Mapping[str, float] | None = None,
+        *,
+        everything: bool = False,
+        rollback: bool = False,
     ) -> RefitReport:
-        """Move the current weights into the engine; return once all ranks of both worlds have acknowledged them.
+        """Move the current weights into the engine; return once all members of both worlds have acknowledged them.
 
         Arguments and errors are those of `TrainEndpoint.refit`; `step` is the version. With Megatron's
-        `overlap_param_gather`, force the gather of the parameters first.
+        `overlap_param_gather`, force the gather of the parameters first. After an error call it again: the next refit
+        connects anew, without replicas that are gone.
         """
-        return self._endpoint.refit(step, kv_scales=kv_scales, everything=everything)
+        return self._endpoint.refit(step, kv_scales=kv_scales, everything=everything, rollback=rollback)
+
+    def refit_async(
+        self,
+        step: int,
+        kv_scales: Mapping[str, float] | None = None,
+        *,
+        everything: bool = False,
+        rollback: bool = False,
+    ) -> RefitHandle:
+        """As `refit`, but return once this rank's weights have been read, and may change. The handle has the outcome."""
+        return self._endpoint.refit_async(step, kv_scales=kv_scales, everything=everything, rollback=rollback)
 
     def close(self) -> None:
-        """Leave the session; on training rank 0 also stop the store that `connect` started. May be called twice.
+        """Leave the session. May be called twice.
 
-        After a failure rank 0 keeps that store up for 5 s more, so that all ranks can read the cause.
+        A store that `connect` started ends once nobody is connected any more.
         """
-        failed = self._endpoint.failure is not None
         self._endpoint.close()
-        if failed and self._server.serves:
-            time.sleep(CLOSE_S)
         self._server.stop()
 
     def __enter__(self) -> RefitTrainer:
@@ -95,7 +107,7 @@ def meet_engines(
     def publish() -> None:
         server.start()
         if own_rank() == 0:
-            publish_plan(trainer.plan, address, session=options.session, timeout_s=options.timeout_s)
+            publish_plan(trainer.plan, address, options)
 
     try:
         trainer = run_on_all_ranks(lambda: plan_and_bind(options))

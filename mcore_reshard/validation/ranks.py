@@ -129,7 +129,7 @@ def _train(rank: int, job: Job, store: str) -> Results:
         if live.digest != job.plan.digest:
             raise ValidationError(f"the live model gives plan {live.digest}, its config and mesh {job.plan.digest}")
     if rank == 0:
-        publish_plan(job.plan, store)
+        publish_plan(job.plan, store, job.request.options)
     endpoint = TrainEndpoint(
         schedule_of(job.plan, "train", rank),
         lambda: model.tensors_on(device),
@@ -220,7 +220,7 @@ def _generate(rank: int, job: Job, store: str) -> Results:
     else:
         device = _device(job, job.plan.train.world + rank)
         engine = StandInEngine(job.precisions.engine_config, gen_sizes(job.plan.gen), rank, device)
-    schedule = schedule_of(fetch_plan(store, timeout_s=job.request.options.timeout_s), "gen", rank)
+    schedule = schedule_of(fetch_plan(store, job.request.options), "gen", rank)
     endpoint = GenerationEndpoint(
         schedule,
         engine.tensors,

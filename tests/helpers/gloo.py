@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.distributed import TCPStore
 
 from mcore_reshard.kernels.copies.buckets import Bucket
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.kernels.transports.base import Executor, TransportContext
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 
@@ -18,8 +19,7 @@ def connect(
     address: str, rank: int, size: int, timeout_s: float = 20.0, kind: type[GlooGroup] = GlooGroup
 ) -> GlooGroup:
     """The group of all ranks, once every one of them has it."""
-    host, port = address.split(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store = connect_store(address, Options(timeout_s=timeout_s))
     group = kind(store, rank, [f"rank {each}" for each in range(size)], timeout_s=timeout_s)
     store.set(f"up/{rank}", "")
     store.wait([f"up/{other}" for other in range(size)])

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+
+from mcore_reshard.session.store_server import ServedStore, serve_store
 
 
 @dataclass(frozen=True)
@@ -33,35 +33,47 @@ class Outcome:
         return self.kind == "died"
 
 
-@dataclass(frozen=True)
+@dataclass
 class StoreProcess:
-    """A process that hosts a store at `address`."""
+    """A store at `address`, in a process of its own."""
 
-    address: str
-    pid: int
+    served: ServedStore
+
+    @property
+    def address(self) -> str:
+        return self.served.address
+
+    @property
+    def pid(self) -> int:
+        return self.served.pid
 
     def freeze(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
         while any(" T " not in stat.read_text() for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")):
             time.sleep(0.01)
 
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.served.close()
+        os.kill(self.pid, signal.SIGKILL)
+        self.served._process.wait()
+
+    def restart(self) -> None:
+        """Another store at the same address."""
+        self.kill()
+        self.served = serve_store(self.served.port)
+
 
 @contextmanager
 def store_process() -> Iterator[StoreProcess]:
-    """A store in a process of its own, killed in the end, frozen or not.
-
-    Talk to it from other processes: a thread that is left behind here would log what its store died of while tests fork.
-    """
-    context: Any = multiprocessing.get_context("fork")
-    pipe, end_of_child = context.Pipe()
-    process = context.Process(target=_host, args=(end_of_child,), daemon=True)
-    process.start()
-    end_of_child.close()
+    """A store, killed in the end, frozen or not."""
+    process = StoreProcess(serve_store())
     try:
-        yield StoreProcess(f"127.0.0.1:{pipe.recv()}", process.pid)
+        yield process
     finally:
         process.kill()
-        process.join()
 
 
 def run_ranks(
@@ -80,10 +92,9 @@ def run_ranks(
         process.start()
         end_of_child.close()
         processes[pipe] = (rank, process)
-    # Only now: a store has threads, and a fork beside running threads may inherit a lock that nobody will release.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    store = serve_store()
     for pipe in processes:
-        pipe.send(f"127.0.0.1:{store.port}")
+        pipe.send(store.address)
     outcomes = [Outcome(kind="died")] * count
     deadline = time.monotonic() + timeout_s
     ready: list[Any]  # pipes
@@ -97,6 +108,7 @@ def run_ranks(
     for _, straggler in processes.values():
         straggler.kill()
         straggler.join()
+    store.close()
     hung = sorted(rank for rank, _ in processes.values())
     assert not hung, f"ranks {hung} were still running after {timeout_s} s"
     return outcomes
@@ -107,12 +119,6 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     bad = {rank: outcome.error or outcome.kind for rank, outcome in enumerate(outcomes) if outcome.kind}
     assert not bad, bad
     return [outcome.value for outcome in outcomes]
-
-
-def _host(pipe: Any) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipe.send(store.port)
-    time.sleep(3600)
 
 
 def _run(pipe: Any, rank: int, target: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> None:

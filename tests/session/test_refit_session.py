@@ -20,13 +20,13 @@ from helpers.gloo import NoisyWire, connecting
 from helpers.handmade import HandTransfer, allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.ranks import Outcome, StoreProcess, run_ranks, store_process, values
 from numpy.typing import NDArray
-from torch.distributed import TCPStore
 
 from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, Waiting
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange, fetch
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.base import StageReport, TransportContext, group_names, group_rank
 from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
@@ -35,6 +35,7 @@ from mcore_reshard.kernels.transports.registry import TRANSPORT_VARIABLE
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, StridedBox
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
+from mcore_reshard.session.store_server import serve_store
 
 MISC = ("model.odd.weight", "model.odd.bias")
 TIMEOUT_S = 20.0
@@ -189,18 +190,17 @@ def test_golden_moves_everything_by_name_and_needs_no_tensor() -> None:
 def many_refits(rank: int, address: str, worlds: tuple[int, int]) -> int:
     me = seat(rank, address, worlds)
     me.endpoint.prepare()
-    host, port = address.split(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store = connect_store(address, Options())
     keys = []
-    for version in range(1, 13):
+    for version in range(1, 25):
         me.endpoint.refit(version)
-        keys.append(store.num_keys())
-    assert max(keys[-3:]) <= keys[1] + 2 * sum(worlds), "the store fills up"
+        keys.append(store.stats()["session_keys"])
+    assert max(keys[-3:]) <= max(keys[6:9]) + 2 * sum(worlds), "the store fills up"
     return len(keys)
 
 
 def test_refits_leave_nothing_behind_in_the_store() -> None:
-    assert values(run_ranks(2, many_refits, (1, 1))) == [12, 12]
+    assert values(run_ranks(2, many_refits, (1, 1))) == [24, 24]
 
 
 # --- ranks that do not fit together ------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_missing_ranks_are_named_at_the_deadline() -> None:
     outcomes = run_ranks(3, one_stays_away)
     for rank in (0, 2):
         assert outcomes[rank].kind == "SessionFailed"
-        assert "train:1 did not arrive at 'hello' within 1 s" in str(outcomes[rank].error)
+        assert "train:1 did not come to connect within 1 s" in str(outcomes[rank].error)
         assert outcomes[rank].seconds < 3
 
 
@@ -308,8 +308,8 @@ def twice_the_same_rank(rank: int, address: str) -> None:
 
 def test_two_processes_cannot_be_the_same_rank() -> None:
     kinds = sorted(str(outcome.error) for outcome in run_ranks(2, twice_the_same_rank))
-    assert kinds[0].startswith("another process has been train:0 at 'hello' of this session")
-    assert "gen:0 did not arrive" in kinds[1]
+    assert kinds[0].startswith("another process (") and "has been train:0 of this session" in kinds[0]
+    assert "gen:0 did not come" in kinds[1]
 
 
 def no_store(rank: int, address: str) -> None:
@@ -393,14 +393,13 @@ def with_bad_executor(
 
 
 def refit_and_check(me: Trainer | Engine) -> None:
-    """Refit once; whatever happens, what failed is not committed and the session is over."""
+    """Refit once; whatever happens, what failed is not committed, and the state says so."""
     me.endpoint.prepare()
     try:
         me.endpoint.refit(1)
     except Exception:
-        assert me.endpoint.committed_version is None
-        with pytest.raises(RuntimeError, match="no refit is possible: the session ended with"):
-            me.endpoint.refit(2)
+        assert me.endpoint.committed_version is None and me.endpoint.failure
+        assert me.endpoint.state.kind in ("intact", "mixed")
         raise
 
 
@@ -437,7 +436,8 @@ def test_a_rank_killed_in_a_refit_is_named_by_all_others() -> None:
     assert outcomes[1].died
     for rank in (0, 2, 3):
         assert outcomes[rank].kind in ("PeerLostError", "SessionFailed")
-        assert "waiting for train:1 to send model.p" in str(outcomes[rank].error)
+        told = str(outcomes[rank].error)
+        assert "waiting for train:1 to send model.p" in told or "train:1 (process " in told
         assert outcomes[rank].seconds < 8
 
 
@@ -566,7 +566,7 @@ def test_a_refit_in_inference_mode_moves_its_bytes_in_it() -> None:
 
 
 def dead_before(rank: int, address: str) -> None:
-    me = seat(rank, address, (2, 1), timeout_s=1.5)
+    me = seat(rank, address, (2, 1), timeout_s=10.0)
     me.endpoint.prepare()
     if rank == 1:
         os.kill(os.getpid(), 9)
@@ -576,7 +576,10 @@ def dead_before(rank: int, address: str) -> None:
 def test_a_rank_that_died_between_refits_is_named_before_any_byte_moves() -> None:
     outcomes = run_ranks(3, dead_before)
     for rank in (0, 2):
-        assert "train:1 did not arrive at 'refit-1/start' within 1.5 s" in str(outcomes[rank].error)
+        assert "train:1 (process " in str(outcomes[rank].error) and "has exited or was killed" in str(
+            outcomes[rank].error
+        )
+        assert outcomes[rank].seconds < 5
 
 
 def rebound(rank: int, address: str) -> None:
@@ -670,8 +673,7 @@ def test_no_training_rank_enters_an_export_while_anothers_transfer_has_failed() 
 
 def lockstep(rank: int, address: str) -> None:
     """Exports whose every tensor needs all training ranks, like a real one's gathers; the engine gives up early."""
-    host, port = address.split(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store = connect_store(address, Options())
 
     def export(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(12):
@@ -689,14 +691,13 @@ def test_training_ranks_leave_an_export_together_when_the_engine_fails() -> None
     assert max(outcome.seconds for outcome in outcomes) < 8
 
 
-def _hosts_the_store_and_leaves_first(rank: int, address: str, folder: str) -> int | None:
-    """Training rank 0 hosts the store of its own session and ends right after its last refit."""
+def _starts_the_store_and_leaves_first(rank: int, address: str, folder: str) -> int | None:
+    """Training rank 0 starts the store of its own session and ends right after its last refit."""
     del address
     file = Path(folder) / "address"
-    store = None
     if rank == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        file.with_suffix(".new").write_text(f"127.0.0.1:{store.port}")
+        served = serve_store()
+        file.with_suffix(".new").write_text(served.address)
         file.with_suffix(".new").rename(file)
     while not file.exists():
         time.sleep(0.01)
@@ -709,17 +710,14 @@ def _hosts_the_store_and_leaves_first(rank: int, address: str, folder: str) -> i
     return member.endpoint.committed_version
 
 
-def test_the_process_that_hosts_the_store_may_end_first(tmp_path: Path) -> None:
-    outcomes = run_ranks(4, _hosts_the_store_and_leaves_first, str(tmp_path), timeout_s=30)
+def test_the_process_that_started_the_store_may_end_first(tmp_path: Path) -> None:
+    outcomes = run_ranks(4, _starts_the_store_and_leaves_first, str(tmp_path), timeout_s=30)
     assert values(outcomes) == [5, 5, 5, 5]
 
 
 def freeze_together(rank: int, address: str, host: StoreProcess) -> None:
     """Freeze the session's store when both ranks have come; go on when it is frozen. They meet at another store."""
-    name, port = address.split(":")
-    exchange = StoreExchange(
-        TCPStore(name, int(port), is_master=False, wait_for_workers=False), "01"[rank], "01", timeout_s=TIMEOUT_S
-    )
+    exchange = StoreExchange(connect_store(address, Options(session="other")), "01"[rank], "01", timeout_s=TIMEOUT_S)
     exchange.gather("here", None, lambda word: word)
     if rank == 0:
         host.freeze()
@@ -782,7 +780,7 @@ def test_a_session_at_a_frozen_store_can_be_closed() -> None:
 def test_an_engine_tensor_that_nothing_fills_is_refused() -> None:
     schedule = schedule_of(transfers_of((1, 1)), "gen", 0, (1, 1))
     tensors = allocate(schedule) | {"model.extra.weight": torch.zeros(3), "model.empty.weight": torch.zeros(0, 3)}
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     endpoint = GenerationEndpoint(schedule, tensors, store=store, options=Options(bucket_bytes=128, timeout_s=SHORT_S))
     with pytest.raises(BindError, match=r"model\.extra\.weight: nothing in the plan fills it") as error:
         endpoint.prepare()

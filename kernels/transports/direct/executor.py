@@ -27,7 +27,6 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.pull_table import pull_table
@@ -38,6 +37,7 @@ from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
+from mcore_reshard.kernels.rendezvous.store import StoreKeys
 from mcore_reshard.kernels.transports.base import StageReport
 
 from .peer_signals import PeerSignals, Signal
@@ -56,7 +56,7 @@ class DirectExecutor:
 
     def __init__(
         self,
-        store: Store,
+        store: StoreKeys,
         bound: BoundSchedule,
         *,
         timeout_s: float,
@@ -87,6 +87,7 @@ class DirectExecutor:
         if self._closed:
             raise SessionError(f"{self._bound.rank_name}: this executor is closed; begin a new session")
         self._runs += 1
+        self._end.written_bytes = 0
         start = time.perf_counter()
         self._end.run(self._runs)
         seconds = time.perf_counter() - start
@@ -94,6 +95,10 @@ class DirectExecutor:
             StageReport(stage.pp_stage, stage.transfers, 0, stage.nbytes, seconds if stage.transfers else 0.0)
             for stage in self._bound.stages
         )
+
+    @property
+    def written_bytes(self) -> int:
+        return self._end.written_bytes
 
     def close(self) -> None:
         """Unmap the sources and end the connections: peers that wait get `PeerLostError`. May be called twice."""
@@ -104,6 +109,8 @@ class DirectExecutor:
 
 class _Source:
     """A training rank: others read its memory, and it waits until they have."""
+
+    written_bytes = 0
 
     def __init__(self, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int) -> None:
         self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
@@ -141,6 +148,7 @@ class _Reader:
     """A generation rank: its kernel, and the mappings that the kernel reads."""
 
     scratch_bytes = 0
+    written_bytes = 0  # all, once something is queued: the GPU does not say how far it is
 
     def __init__(self, bound: BoundSchedule, signals: PeerSignals, options: DirectOptions) -> None:
         schedule = bound.schedule
@@ -178,8 +186,11 @@ class _Reader:
 
     def run(self, run: int) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._slots.is_used:
+            self.written_bytes = self._bound.nbytes
         self._slots.rounds(run)
         self._signals.hear(run, Signal.READY)
+        self.written_bytes = self._bound.nbytes
         self._copies.launch(self._stream)
         self._pulled.record(self._stream)
         self._signals.tell(run, Signal.STARTED)

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import TransferError, Waiting
 from mcore_reshard.kernels.rendezvous.exchange import fetch, publish
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooMessage
-from mcore_reshard.kernels.rendezvous.store import FailFastStore
+from mcore_reshard.kernels.rendezvous.store import FailFastStore, StoreKeys
 from mcore_reshard.kernels.transports.base import connect_group, group_names, peer_group_rank
 
 T = TypeVar("T")
@@ -34,7 +33,7 @@ class Signal(IntEnum):
 class PeerSignals:
     """Signals between this rank and the peers that it exchanges bytes with, and what these publish on the store."""
 
-    def __init__(self, store: Store, bound: BoundSchedule, timeout_s: float) -> None:
+    def __init__(self, store: StoreKeys, bound: BoundSchedule, timeout_s: float) -> None:
         self._bound = bound
         self.timeout_s = timeout_s
         self._store = store

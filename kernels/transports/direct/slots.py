@@ -189,6 +189,11 @@ class SlotReader:
             self._rounds.append(_Pulling(together, source, copies))
             self.table_bytes += copies.nbytes
 
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is cast on the way."""
+        return bool(self._rounds)
+
     def rounds(self, run: int) -> None:
         """Queue all pulls. Returns when they are queued."""
         for number, each in enumerate(self._rounds):

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
@@ -32,6 +31,7 @@ from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError, Waiting
 from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fetch, publish
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
+from mcore_reshard.kernels.rendezvous.store import StoreKeys
 from mcore_reshard.kernels.transports.base import StageClock, StageReport, group_names, group_rank
 
 from .communicator import NcclCommunicator, NcclError, new_unique_id
@@ -59,7 +59,7 @@ class NcclExecutor:
     def __init__(
         self,
         bound: BoundSchedule,
-        store: Store,
+        store: StoreKeys,
         *,
         timeout_s: float,
         budget: ScratchBudget = ScratchBudget(),  # noqa: B008
@@ -71,6 +71,7 @@ class NcclExecutor:
         self._device = bound.device or torch.device("cpu")
         self._sends = bound.schedule.world == "train"
         self._runs = 0
+        self.written_bytes = 0  # all, once the graph is launched: messages may land in place
         self._refit_poller = EventPoller(timeout_s, watches=True)
         self._closed = False
         self.table_bytes = 0  # device memory of what the kernels walk
@@ -97,6 +98,7 @@ class NcclExecutor:
         if self._closed:
             raise SessionError(f"{self._bound.rank_name}: the nccl transport has been closed; begin a new session")
         self._runs += 1
+        self.written_bytes = 0
         self._clock.reset()
         if self._rounds:
             with self._give_up_on_error(), torch.cuda.device(self._device):
@@ -154,6 +156,7 @@ class NcclExecutor:
         with torch.cuda.stream(self._stream):  # of its own: other transports may be at work on the caller's
             if self._scales is not None:
                 self._scales.launch(self._stream)
+            self.written_bytes = 0 if self._sends else self._bound.nbytes
             self._graph.replay()
             self._done.record()
 

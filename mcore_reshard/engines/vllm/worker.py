@@ -23,14 +23,14 @@ from mcore_reshard.kernels.errors import LayoutError, RefitError, SessionError, 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense, untraceable
-from mcore_reshard.planner.layout.mesh import MeshError, format_mesh
+from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, format_mesh
 from mcore_reshard.planner.layout.trace_file import dump_checkpoint, dump_trace, parse_trace
 from mcore_reshard.planner.layout.traces import HfTensor, RankTrace
-from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.trace_check import checkpoint_of
 from mcore_reshard.planner.proof.traced import is_traced
 from mcore_reshard.session.endpoints import GenerationEndpoint
+from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.plan_exchange import fetch_plan
 from mcore_reshard.session.trace_exchange import answer_request, needs_traces, require_planned_layout, traced_session
 from mcore_reshard.session.whole_tensors import NamedTensors
@@ -51,6 +51,7 @@ class RefitWorker:
     model_runner: Any
     get_model: Callable[[], torch.nn.Module]
     _refit_endpoint: GenerationEndpoint | None = None
+    _refit_plan: Plan
     _refit_draft: torch.nn.Module | None = None  # the draft model, if the trainer sends its layers
     _refit_names_of_draft: frozenset[str] | None = None  # the Hugging Face tensors that it is made of; None: unknown
     _refit_is_traced: bool = False  # the plan was made of this worker's trace: tensors are written as kernels read them
@@ -83,10 +84,37 @@ class RefitWorker:
         self._refit_is_traced, self._refit_rearranged = False, frozenset()
         config, mesh = self.vllm_config, engine.gen_mesh_of(self.vllm_config)
         rank = engine.gen_rank_of(config) + replica * mesh.world
-        answer_request(rank, self._condensed_trace, store, session.session, session.timeout_s, connect_timeout_s)
-        plan = fetch_plan(store, session=session.session, timeout_s=connect_timeout_s)
+        answer_request(rank, self._condensed_trace, store, session, connect_timeout_s)
+        plan = fetch_plan(store, session, timeout_s=connect_timeout_s)
+        self._require_own_mesh(plan, mesh, rank, replica)
+        if self._refit_endpoint is None and config.load_config.load_format == "dummy":
+            for model in (self.get_model(), draft_of(self.model_runner, config)[0]):
+                if model is not None:
+                    engine.set_default_kv_scales(model)  # once: refits may bring others
+        self._refit_plan = plan
+
+        def adopt(newer: Plan) -> RankOfPlan:
+            self._require_own_mesh(newer, mesh, rank, replica)
+            self._refit_plan = newer
+            return RankOfPlan(newer, "gen", rank)
+
+        endpoint = self._refit_endpoint = GenerationEndpoint(
+            RankOfPlan(plan, "gen", rank),
+            self._tensors_of_refit,
+            store=store,
+            load_weights=self._load_whole_tensors,
+            after_direct_writes=self._derive_tensors,
+            set_kv_scales=lambda scales: engine.set_kv_scales(self.get_model(), scales),
+            kv_scale_names=lambda: engine.kv_scale_names(self.get_model()),
+            check_layout=lambda: self._check_layout(self._refit_plan, rank, session),
+            adopt_plan=adopt,
+            options=session,
+        )
+        endpoint.prepare(timeout_s=connect_timeout_s)
+
+    def _require_own_mesh(self, plan: Plan, mesh: GenMesh, rank: int, replica: int) -> None:
         planned, actual = ((m.tp, m.pp, m.ep, m.layers) for m in (plan.gen, mesh))
-        if planned != actual or rank >= plan.gen.world:
+        if planned != actual:
             raise MeshError(
                 f"the plan is for other engines than that of generation rank {rank}",
                 [
@@ -95,22 +123,6 @@ class RefitWorker:
                     "start the engine on the planned mesh, or give connect() of the trainer this one as gen=",
                 ],
             )
-        if self._refit_endpoint is None and config.load_config.load_format == "dummy":
-            for model in (self.get_model(), draft_of(self.model_runner, config)[0]):
-                if model is not None:
-                    engine.set_default_kv_scales(model)  # once: refits may bring others
-        endpoint = self._refit_endpoint = GenerationEndpoint(
-            schedule_of(plan, "gen", rank),
-            self._tensors_of_refit,
-            store=store,
-            load_weights=self._load_whole_tensors,
-            after_direct_writes=self._derive_tensors,
-            set_kv_scales=lambda scales: engine.set_kv_scales(self.get_model(), scales),
-            kv_scale_names=lambda: engine.kv_scale_names(self.get_model()),
-            check_layout=lambda: self._check_layout(plan, rank, session),
-            options=session,
-        )
-        endpoint.prepare(timeout_s=connect_timeout_s)
 
     def _tensors_of_refit(self) -> dict[str, torch.Tensor]:
         model, draft = self.get_model(), self._refit_draft
@@ -222,15 +234,22 @@ class RefitWorker:
 
         return set_current_vllm_config(self.vllm_config)
 
-    def refit(self, version: int, everything: bool = False) -> dict[str, Any]:
-        """Take part in the trainer's refit of `version`; returns the fields of `RefitReport` once it is committed.
+    def refit(self, version: int | None = None, everything: bool = False) -> dict[str, Any]:
+        """Take part in the trainer's next refit; returns the fields of `RefitReport` once it is committed.
 
-        `everything` also asks for parameters that the trainer left frozen: for an engine that has lost its weights.
+        `version` is checked against the trainer's; None takes what comes. `everything` also asks for parameters that the
+        trainer left frozen: for an engine that has lost its weights.
         """
         if self._refit_endpoint is None:
             raise SessionError("this worker is in no session: call connect_refit() on all workers first")
         with self._as_vllm_configured():
             return asdict(self._refit_endpoint.refit(version, everything=everything))
+
+    def refit_state(self) -> dict[str, Any]:
+        """What this worker's weights hold: {"state": "complete", "version": 3}, or "mixed" with "next" and "share"."""
+        if self._refit_endpoint is None:
+            raise SessionError("this worker is in no session: call connect_refit() on all workers first")
+        return self._refit_endpoint.state.to_json()
 
     def close_refit(self) -> None:
         """Leave the session and free what it holds. May be called twice."""

@@ -18,9 +18,9 @@ from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
 from mcore_reshard.planner.layout.mesh import GenMesh
-from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planning import RefitRequest, read_refit_request
 from mcore_reshard.session.endpoints import TrainEndpoint
+from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.trace_exchange import collect_traces
 from mcore_reshard.trainers.refit_trainer import (
     RefitTrainer,
@@ -76,8 +76,7 @@ def connect(
             collect_traces,
             ranks=request.gen.world,
             address=store,
-            session=options.session,
-            timeout_s=options.timeout_s,
+            options=options,
             connect_timeout_s=connect_timeout_s,
         )
         plan = plan_refit(module, checkpoint, request.gen, collect, model=model, engine=engine)
@@ -87,7 +86,7 @@ def connect(
             plan = freeze(plan, made_of, lambda: tensors_of_hf_names(checkpoint))
             tensors = watched(tensors, made_of)
         endpoint = TrainEndpoint(
-            schedule_of(plan, "train", own_rank()),
+            RankOfPlan(plan, "train", own_rank()),
             tensors,
             store=store,
             export=partial(export_hf, module, checkpoint),

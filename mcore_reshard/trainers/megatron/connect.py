@@ -22,11 +22,11 @@ from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE
 from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.model.precision import PRECISIONS
-from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan, Policy
 from mcore_reshard.planner.plan.trace_check import checkpoint_of
 from mcore_reshard.planning import RefitRequest, read_refit_request, traced_format
 from mcore_reshard.session.endpoints import Export, TrainEndpoint
+from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.trace_exchange import collect_traces, require_planned_layout
 from mcore_reshard.trainers.quantized_export import pairs_by_name
 from mcore_reshard.trainers.refit_trainer import (
@@ -117,8 +117,7 @@ def connect(
             collect_traces,
             ranks=request.gen.world,
             address=store,
-            session=options.session,
-            timeout_s=options.timeout_s,
+            options=options,
             connect_timeout_s=connect_timeout_s,
         )
         family = str(request.config.get("model_type"))
@@ -143,7 +142,7 @@ def connect(
             plan = freeze(plan, made_of, partial(tensors_of_hf_names, bridge, chunks))
             tensors = watched(tensors, made_of)
         endpoint = TrainEndpoint(
-            schedule_of(plan, "train", own_rank()),
+            RankOfPlan(plan, "train", own_rank()),
             tensors,
             store=store,
             export=export,

@@ -1,0 +1,59 @@
+"""Frames between a store and its clients: a JSON header, then blobs of bytes. Imports the standard library alone.
+
+frame     length of the rest, u32 | length of the header, u32 | header | blobs
+header    {"id": 7, "op": "set", "keys": ["head"], "blobs": [12]}: the blobs' lengths are in it
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LENGTHS = struct.Struct(">II")
+MAX_FRAME_BYTES = 256 << 20  # a published plan of 2,048 ranks has tens of MB
+MAX_OPENING_BYTES = 16 << 10  # of the first frame, before its sender is known
+MAX_HEADER_BYTES = 4 << 20  # names of many keys
+MAGIC = "mcore-reshard store 1"
+
+
+class FrameError(ValueError):
+    """What arrived is no frame of a store, or is too long."""
+
+
+def pack(header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
+    """One frame."""
+    text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
+    size = LENGTHS.size - 4 + len(text) + sum(map(len, blobs))
+    if size > MAX_FRAME_BYTES:
+        raise FrameError(f"{size} bytes are more than the store takes at once, {MAX_FRAME_BYTES}")
+    return b"".join((LENGTHS.pack(size, len(text)), text, *blobs))
+
+
+def body_bytes(lengths: bytes, limit: int) -> tuple[int, int]:
+    """(bytes of the header, bytes of header and blobs) of a frame that begins with these 8 bytes. Raises FrameError."""
+    size, header_bytes = LENGTHS.unpack(lengths)
+    body = size - 4
+    if not 0 < header_bytes <= min(body, MAX_HEADER_BYTES) or body > limit:
+        raise FrameError(
+            f"a frame of {size} bytes with a header of {header_bytes}; at most {limit} bytes are read here"
+        )
+    return header_bytes, body
+
+
+def unpack(header_bytes: int, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    """The header and the blobs of a frame. Raises FrameError."""
+    try:
+        header = json.loads(body[:header_bytes])
+        lengths, at, blobs = header.pop("blobs"), header_bytes, []
+        if not all(isinstance(length, int) and length >= 0 for length in lengths):
+            raise ValueError("a blob has no length")
+        if sum(lengths) != len(body) - header_bytes:
+            raise ValueError("the blobs are longer or shorter than the header says")
+        for length in lengths:
+            blobs.append(body[at : at + length])
+            at += length
+        return header, blobs
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FrameError(f"a malformed frame: {error}") from error

@@ -1,0 +1,127 @@
+"""A rank's connection with the members of an epoch: bound tensors, executors, and the CPU messages of all members."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
+from mcore_reshard.kernels.errors import BindError
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
+from mcore_reshard.kernels.rendezvous.polling import NOTICE_S, DeadlineThread
+from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous
+from mcore_reshard.kernels.transports.base import (
+    Executor,
+    Transport,
+    TransportContext,
+    close_all,
+    connect_all,
+    connect_group,
+    group_names,
+)
+from mcore_reshard.kernels.transports.broadcast import Tree
+from mcore_reshard.kernels.transports.registry import resolve
+from mcore_reshard.planner.plan.schedule import Schedule
+
+EVERYTHING, TRAINABLE = "everything", "trainable parameters"  # what a refit moves, as reports say it
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What one kind of refit moves, and by what. Golden moves all tensors by name: it has neither."""
+
+    moved: str
+    names: Sequence[str] | None  # of what moves by name; None: everything
+    bound: BoundSchedule | None = None
+    executor: Executor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Everything that an epoch opens, and `close` frees."""
+
+    epoch: str
+    replicas: tuple[int, ...]
+    schedule: Schedule
+    transport: Transport
+    group: GlooGroup
+    programs: Sequence[Program]  # of everything; then, if parameters are frozen, of the others
+    thread: DeadlineThread  # executors run on it
+
+    @property
+    def executors(self) -> list[Executor]:
+        return [program.executor for program in self.programs if program.executor is not None]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that the transport holds besides the model."""
+        return sum(executor.scratch_bytes for executor in self.executors)
+
+    def tree(self) -> Tree:
+        """The way of whole tensors: training rank 0 is the root; generation ranks follow."""
+        names = group_names(self.schedule)
+        ranks = (0, *range(self.schedule.train_ranks, len(names)))
+        position = self.schedule.rank + 1 if self.schedule.world == "gen" else 0
+        return Tree(position, ranks, tuple(names[rank] for rank in ranks))
+
+    def close(self) -> None:
+        """End all messages; free the transport at once, or within NOTICE_S where it is still at work."""
+        self.group.close()
+        if self.thread.is_busy:  # a run keeps what it uses until it ends; gloo's ends with the group
+            wait([self.thread.start(partial(close_all, self.executors))], NOTICE_S)
+        else:
+            close_all(self.executors)
+
+
+def bind_part(
+    schedule: Schedule, tensors: Mapping[str, torch.Tensor], options: Options, moves_by_name: str | None
+) -> tuple[Transport, BoundSchedule | None]:
+    """The transport of a session, and a rank's tensors bound for it; None under golden.
+
+    `moves_by_name`: the argument that lacks a function to move whole tensors by name; None if there is one. Raises
+    `BindError` and `TransportUnavailable`.
+    """
+    devices = [tensors[local.name].device.type for local in schedule.tensors if local.name in tensors]
+    transport = resolve(options.transport, devices[0] if devices else "cpu")
+    if (transport.connect is None or schedule.misc) and moves_by_name is not None:
+        route = f"{len(schedule.misc)} parameters on the misc route" if transport.connect else transport.name
+        missing = f"{route}, and no function to move whole tensors by name was given: {moves_by_name}="
+        raise BindError(schedule.name, [missing])
+    return transport, bind(schedule, tensors) if transport.connect else None
+
+
+def connect_members(
+    rendezvous: Rendezvous,
+    epoch: str,
+    replicas: tuple[int, ...],
+    schedule: Schedule,
+    transport: Transport,
+    bound: BoundSchedule | None,
+    options: Options,
+) -> Connection:
+    """Connect with all members of an epoch, which do the same at this time."""
+    group = connect_group(rendezvous.store_for("gloo"), schedule, options.timeout_s)
+    thread = DeadlineThread("refit")
+    if bound is None or transport.connect is None:
+        return Connection(epoch, replicas, schedule, transport, group, [Program(EVERYTHING, None)], thread)
+    bound_by_name = {transport.name: bound}
+    try:
+        if schedule.later is not None:
+            bound_by_name[f"{transport.name}-later"] = bound.part(schedule.later)
+        contexts = [
+            TransportContext(rendezvous.store_for(name), group, part, options) for name, part in bound_by_name.items()
+        ]
+        executors = connect_all(map(transport.connect, contexts))
+    except BaseException:
+        group.close()
+        raise
+    programs = [
+        Program(moved, part.schedule.misc, part, executor)
+        for moved, part, executor in zip((EVERYTHING, TRAINABLE), bound_by_name.values(), executors, strict=False)
+    ]
+    return Connection(epoch, replicas, schedule, transport, group, programs, thread)

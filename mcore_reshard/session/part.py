@@ -1,0 +1,91 @@
+"""One rank's part in a session: its schedule for whatever replicas of the engine take part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.replicas import replica_ranks, schedule_for
+from mcore_reshard.planner.plan.schedule import Schedule
+from mcore_reshard.planner.plan.schedule import World as WorldName
+
+from .members import World
+
+
+class Part(Protocol):
+    """A rank of the trainer or of the engine."""
+
+    @property
+    def world(self) -> WorldName: ...
+
+    @property
+    def seat(self) -> str:
+        """The rank's name, as in "gen:3"."""
+
+    @property
+    def seats(self) -> World:
+        """All seats of the session."""
+
+    @property
+    def plan_digest(self) -> str:
+        """The digest of the plan that the rank was given."""
+
+    def schedule(self, replicas: Sequence[int]) -> Schedule:
+        """What the rank moves when these replicas take part."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOfPlan:
+    """A rank whose schedules come from a plan. Replicas may come and go."""
+
+    plan: Plan
+    world: WorldName
+    rank: int  # a generation rank counts through all replicas, also those that are not in the plan
+
+    @property
+    def seat(self) -> str:
+        return f"{self.world}:{self.rank}"
+
+    @property
+    def seats(self) -> World:
+        ranks = replica_ranks(self.plan.gen)
+        return World(self.plan.train.world, ranks, self.plan.gen.world // ranks)
+
+    @property
+    def plan_digest(self) -> str:
+        return self.plan.digest
+
+    def schedule(self, replicas: Sequence[int]) -> Schedule:
+        return schedule_for(self.plan, self.world, self.rank, replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPart:
+    """A rank with one schedule: the whole engine is one replica."""
+
+    fixed: Schedule
+
+    @property
+    def world(self) -> WorldName:
+        return self.fixed.world
+
+    @property
+    def seat(self) -> str:
+        return self.fixed.name
+
+    @property
+    def seats(self) -> World:
+        return World(self.fixed.train_ranks, self.fixed.gen_ranks, 1)
+
+    @property
+    def plan_digest(self) -> str:
+        return self.fixed.digest
+
+    def schedule(self, replicas: Sequence[int]) -> Schedule:
+        return self.fixed
+
+
+def part_of(schedule: Schedule | Part) -> Part:
+    return FixedPart(schedule) if isinstance(schedule, Schedule) else schedule
