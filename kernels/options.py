@@ -10,11 +10,13 @@ DEFAULT_BUCKET_BYTES = 32 << 20
 MAX_BUCKET_BYTES = 1 << 30  # transports count message bytes in 32 bits
 DEFAULT_SCRATCH_BYTES = 512 << 20
 TRANSPORTS = ["auto", "direct", "nccl", "gloo", "golden"]  # `register` of transports/registry.py adds to them
+SOURCE_CHECKS = ["sampled", "full", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a session runs. All ranks must be given the same, except for `timeout_s`, `max_lag`, `ctas` and `token_file`.
+    """How a session runs. All ranks must be given the same, except for `timeout_s`, `max_lag`, `source_checks`, `ctas` and
+    `token_file`.
 
     Raises ValueError, listing every wrong value.
     """
@@ -25,6 +27,7 @@ class Options:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES  # the largest message of gloo; nccl derives its own from scratch_bytes
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # the most for staging on a GPU: nccl, and direct where it casts
     checksums: bool = False  # nccl and direct: compare written bytes with read bytes; gloo always does
+    source_checks: str = "sampled"  # one of SOURCE_CHECKS, on training ranks: weights written while they are read
     retries: int = 0  # how often a refit tries again by itself after a failure of a machine or the network
     max_lag: int = 0  # training rank 0: for how many versions a refit may go on without a replica that is late
     token: str | None = field(default=None, repr=False)  # the secret of all ranks; or MCORE_RESHARD_TOKEN
@@ -42,6 +45,7 @@ class Options:
             "bucket_bytes": (bucket_rule, _is_count(self.bucket_bytes) and self.bucket_bytes in bucket_sizes),
             "scratch_bytes": ("at least 1", _is_count(self.scratch_bytes)),
             "checksums": ("True or False", isinstance(self.checksums, bool)),
+            "source_checks": (f"one of {', '.join(SOURCE_CHECKS)}", self.source_checks in SOURCE_CHECKS),
             "retries": ("at least 0", self.retries == 0 or _is_count(self.retries)),
             "max_lag": ("at least 0", self.max_lag == 0 or _is_count(self.max_lag)),
             "ctas": ("at least 1, or None", self.ctas is None or _is_count(self.ctas)),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ _SOURCES = {  # of each kernel, compiled as one text
     "copy_tiles": ("copy_kernel.cu",),
     "cast_tiles": ("copy_kernel.cu", "cast_kernel.cu"),
     "block_scales": ("copy_kernel.cu", "cast_kernel.cu"),
+    "tile_sums": ("tile_sums.cu",),
 }
 
 
@@ -57,7 +59,7 @@ class DeviceTable:
         kernel: str,
         *,
         macros: tuple[tuple[str, int], ...] = (),
-        arguments: tuple[int, ...] = (),
+        arguments: tuple[Any, ...] = (),
     ) -> None:
         self._config = LaunchConfig(grid=shape.ctas, block=shape.threads)
         self._count = len(table)

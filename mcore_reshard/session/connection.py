@@ -26,6 +26,7 @@ from mcore_reshard.kernels.transports.base import (
 )
 from mcore_reshard.kernels.transports.broadcast import Tree
 from mcore_reshard.kernels.transports.registry import resolve
+from mcore_reshard.kernels.transports.source_checks import SourceChecks
 from mcore_reshard.planner.plan.schedule import Schedule
 
 EVERYTHING, TRAINABLE = "everything", "trainable parameters"  # what a refit moves, as reports say it
@@ -39,6 +40,7 @@ class Program:
     names: Sequence[str] | None  # of what moves by name; None: everything
     bound: BoundSchedule | None = None
     executor: Executor | None = None
+    checks: SourceChecks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +118,15 @@ def connect_members(
         contexts = [
             TransportContext(rendezvous.store_for(name), group, part, options) for name, part in bound_by_name.items()
         ]
+        checks = [SourceChecks(part, options) for part in bound_by_name.values()]
         executors = connect_all(map(transport.connect, contexts))
     except BaseException:
         group.close()
         raise
     programs = [
-        Program(moved, part.schedule.misc, part, executor)
-        for moved, part, executor in zip((EVERYTHING, TRAINABLE), bound_by_name.values(), executors, strict=False)
+        Program(moved, part.schedule.misc, part, executor, check)
+        for moved, part, executor, check in zip(
+            (EVERYTHING, TRAINABLE), bound_by_name.values(), executors, checks, strict=False
+        )
     ]
     return Connection(epoch, replicas, schedule, transport, group, programs, thread)

@@ -528,13 +528,13 @@ class _Endpoint(ABC):
         The wait ends once the store reports the failure of any rank: gloo may leave a sender waiting for a lost peer.
         """
         bound, executor, whole = program.bound, program.executor, connection.programs[0].bound
-        if bound is None or executor is None or whole is None:
+        if bound is None or executor is None or whole is None or program.checks is None:
             return ()
         writes = self._writes
         if self._before_reads is not None:
             self._before_reads()
             writes = WriteCounts.of(writes.tensors)
-        run = connection.thread.start(in_callers_context(executor.run, bound.device))
+        run = connection.thread.start(in_callers_context(program.checks.around(executor.run), bound.device))
         try:
             while not wait([run], LOOK_S).done:
                 failure = rendezvous.failure(phase)

@@ -231,3 +231,17 @@ def test_names_are_those_of_the_earliest_release() -> None:
     model.mixer.mixer.norm.conv1d_weight = torch.nn.Parameter(torch.zeros(1))
     names = ["conv1d.weight", "conv1d.bias", "norm.conv1d_weight"]
     assert list(local_tensors([model])) == [f"vp0.mixer.mixer.{name}" for name in names]
+
+
+def test_writes_to_the_buffer_that_a_tensor_is_a_view_of_are_counted() -> None:
+    buffer = torch.zeros(32)
+    held = {"view": buffer[4:20], "other": torch.zeros(4)}
+    every = [LocalTensor(name, tuple(tensor.shape), "float32") for name, tensor in held.items()]
+    bound = bind(schedule_of([], "train", 0, (1, 1), extra=every), held)
+    for alive in (held, {**held, "view": held["view"].data}):  # the latter counts for itself
+        before = bound.check_fresh(alive)
+        bound.check_unwritten(before)
+        buffer[0] = 1
+        written = "view" if alive is held else "the buffer that view lies in"
+        with pytest.raises(TornWeightsError, match=f"1 tensors were written while they were read: {written};"):
+            bound.check_unwritten(before)

@@ -19,6 +19,7 @@ from mcore_reshard.kernels.transports.registry import transports
         ({"bucket_bytes": 1 << 31}, "bucket_bytes must be a multiple of 16, at most 1073741824, not 2147483648"),
         ({"scratch_bytes": True}, "scratch_bytes must be at least 1, not True"),
         ({"checksums": "yes"}, "checksums must be True or False, not 'yes'"),
+        ({"source_checks": True}, "source_checks must be one of sampled, full, off, not True"),
         ({"session": ""}, "session must be a name, not ''"),
         ({"transport": "foo"}, "transport must be one of auto, direct, nccl, gloo, golden, not 'foo'"),
     ],
