@@ -30,6 +30,7 @@ MAX_SESSIONS = 10_000
 MAX_KEYS = 1_000_000  # of a session
 MAX_BYTES = 2 << 30  # of a session's values
 REMEMBERED = 512  # replies of a client that are kept, in case it asks again after a lost connection
+_READING = {"get", "check", "list", "wait", "cancel", "stats"}  # all that a client may do that only watches
 _LASTING = {"set", "add", "compare_set", "delete", "delete_prefix", "sit", "rise"}  # must not be done twice
 
 
@@ -62,6 +63,7 @@ class Client:
     """One process in a session, over all its connections."""
 
     connection: Connection | None = None
+    watches: bool = False
     replies: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
 
 
@@ -151,6 +153,8 @@ class Connection:
         except KeyError:
             raise FrameError(f"an unknown request {operation!r:.40}") from None
         try:
+            if client.watches and operation not in _READING:
+                raise Refusal("this connection was opened to watch: it can read alone")
             said, values = act(self, session, header, blobs)
         except Refusal as error:
             said, values = {"error": str(error)}, []
@@ -205,20 +209,23 @@ class StoreServer:
             silence_s = min(max(float(header["silence_s"]), 1.0), 3600.0)
         except (KeyError, TypeError, ValueError) as error:
             raise FrameError(f"a malformed opening: {error!r:.80}") from error
-        session = self.sessions.get(name)
+        session, watches = self.sessions.get(name), header.get("watches") is True
         if owner:
             _require_proof(owner, proof, nonce, name)
         if session is not None and session.owner != owner:
             raise Refusal(_other_owner(session.owner, owner, name))
         if session is None:
+            if watches:
+                raise Refusal(f"this store has no session {name!r}")
             if len(self.sessions) >= MAX_SESSIONS:
                 raise Refusal(f"this store has {MAX_SESSIONS} sessions already")
             session = self.sessions[name] = Session(name, owner, linger_s)
-        if session.ending is not None:
+        if session.ending is not None and not watches:
             session.ending.cancel()
             session.ending = None
-        session.linger_s = max(session.linger_s, linger_s)
-        held = session.clients.setdefault(client, Client())
+        if not watches:
+            session.linger_s = max(session.linger_s, linger_s)
+        held = session.clients.setdefault(client, Client(watches=watches))
         if held.connection is not None:  # the client knows that this one is dead; the server may not yet
             held.connection.writer.close()
             held.connection.session = None
@@ -248,7 +255,7 @@ class StoreServer:
             loop.call_later(GONE_S, self._is_gone, session, connection.client)
         else:
             session.clients.pop(connection.client)
-        if not any(each.connection for each in session.clients.values()):
+        if not client.watches and not any(c.connection and not c.watches for c in session.clients.values()):
             has_left = bool(session.seats) and all(seat.status == "left" for seat in session.seats.values())
             session.ending = loop.call_later(0.0 if has_left else session.linger_s, self._end, session)
 
@@ -272,6 +279,9 @@ class StoreServer:
     def _end(self, session: Session) -> None:
         if self.sessions.get(session.name) is session and session.ending is not None:
             del self.sessions[session.name]
+            for client in session.clients.values():  # those that watch
+                if client.connection is not None:
+                    client.connection.writer.close()
 
     def _set_status(self, session: Session, name: str, status: str) -> None:
         session.seats[name].status = status

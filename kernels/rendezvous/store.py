@@ -26,6 +26,7 @@ from weakref import WeakSet
 from torch.distributed import DistNetworkError, DistStoreError, Store
 
 from mcore_reshard.kernels.errors import SessionError, StoreRestarted
+from mcore_reshard.kernels.events import log_event
 from mcore_reshard.kernels.options import Options
 
 from .frames import LENGTHS, MAGIC, MAX_FRAME_BYTES, FrameError, body_bytes, pack, unpack
@@ -62,21 +63,35 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def connect_store(address: str, options: Options, *, timeout_s: float | None = None) -> SessionStore:
+def connect_store(
+    address: str, options: Options, *, timeout_s: float | None = None, watches: bool = False
+) -> SessionStore:
     """Open the session of `options` on the store at `address`, with the token that was given.
 
-    Raises `SessionError` after `timeout_s` (by default that of the options), and up to CAUSE_S to see why.
+    A connection that `watches` can read alone: it begins no session, and keeps none alive. Raises `SessionError` after `timeout_s` (by default that of the options), and up to CAUSE_S to see why.
     """
     split_address(address)
     session, timeout_s = options.session, options.timeout_s if timeout_s is None else timeout_s
     token = find_token(options.token, options.token_file)
-    store = SessionStore(address, session, timeout_s, Sealer.of(token, session))
+    store = SessionStore(address, session, timeout_s, Sealer.of(token, session), watches)
     try:
         store._start()
     except BaseException:
         store.close()
         raise
     return store
+
+
+def list_sessions(address: str, timeout_s: float) -> tuple[list[str], int]:
+    """(names of a store's sessions without a token, how many sessions it has in all). Raises SessionError."""
+    try:
+        with socket.create_connection(split_address(address), timeout=timeout_s) as connection:
+            _receive(connection, 1 << 14)
+            connection.sendall(pack({"op": "stats"}))
+            stats = _receive(connection, MAX_FRAME_BYTES)[0]["value"]
+            return [str(name) for name in stats["names"]], int(stats["sessions"])
+    except (OSError, FrameError, KeyError, TypeError, ValueError) as error:
+        raise SessionError(f"no store answers at {address}: {_probe(*split_address(address))}") from error
 
 
 class StoreKeys(Store):
@@ -226,9 +241,10 @@ class _Request:
 class SessionStore(StoreKeys):
     """The keys and seats of one session. `connect_store` makes it; any thread may use it."""
 
-    def __init__(self, address: str, session: str, timeout_s: float, sealer: Sealer) -> None:
+    def __init__(self, address: str, session: str, timeout_s: float, sealer: Sealer, watches: bool = False) -> None:
         super().__init__()
         self._root, self._prefix = self, ""
+        self._watches = watches
         self.address, self.session, self.timeout_s = address, session, timeout_s
         self.set_timeout(timedelta(seconds=timeout_s))
         self._sealer = sealer
@@ -282,6 +298,11 @@ class SessionStore(StoreKeys):
         """What the server holds: sessions, connections, keys, bytes; session_keys and session_bytes of this one."""
         value: dict[str, Any] = self._ask({"op": "stats"})[0]["value"]
         return value
+
+    def post(self, key: str, value: str | bytes) -> None:
+        """As `set`, without waiting for the answer: for news that may be lost with the connection."""
+        sealed = self._sealer.seal(key, self._sender, _as_bytes(value))
+        self._requests.pop(self._send({"op": "set", "keys": [key]}, [sealed]), None)
 
     # --- life ------------------------------------------------------------------------------------------------------
 
@@ -344,6 +365,7 @@ class SessionStore(StoreKeys):
                 "client": self._client,
                 "linger_s": linger_s,
                 "silence_s": self.timeout_s,
+                "watches": self._watches,
             }
             connection.sendall(pack({"op": "open", **opening, **self._sealer.proof(str(greeting["nonce"]))}))
             opened, _ = _receive(connection, MAX_FRAME_BYTES)
@@ -395,11 +417,15 @@ class SessionStore(StoreKeys):
 
     def _reconnect(self, error: Exception) -> bool:
         """Connect anew; False once this store is closed or lost."""
-        deadline, why = time.monotonic() + self.timeout_s, str(error)
+        start = time.monotonic()
+        deadline, why = start + self.timeout_s, str(error)
         self.reconnects += 1
+        about = {"rank": self._sender or None, "session": self.session, "store": self.address}
+        log_event("store_connection_lost", logging.WARNING, **about, cause=why)
         while not self._closed:
             try:
                 self._connect(deadline)
+                log_event("store_reconnected", **about, seconds=time.monotonic() - start)
                 return True
             except SessionError as refused:
                 why = str(refused)
@@ -414,6 +440,8 @@ class SessionStore(StoreKeys):
                 self._lost or f"the connection broke, and was not made again within {self.timeout_s:g} s: {why}"
             )
             self._changed.notify_all()
+        if not self._closed:
+            log_event("store_lost", logging.ERROR, **about, cause=why)
         return False
 
     # --- requests --------------------------------------------------------------------------------------------------
