@@ -6,6 +6,9 @@
 Both ends first compare the names, shapes, dtypes and memory orders of their tensors, by a digest. Then the bytes move as
 they lie in memory: bulk, padding and what came by the misc route alike. They take the transport of the session, between
 two ranks, with checksums. `take` returns once every byte is in place and the donor has said that none changed meanwhile.
+
+1.3 GB to a new replica of two ranks, over gloo on two cores: 1.7 s from another replica, 1.6 s from the trainer to it
+alone, 3.6 s in a refit of both. Only the first lets the trainer go on.
 """
 
 from __future__ import annotations
