@@ -1,7 +1,12 @@
 """The host of this process, and the packages installed there. Imports nothing that may be missing."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+
+_GROUPS = Path("/proc/self/cgroup")
+_CONTROLLERS = Path("/sys/fs/cgroup")
 
 
 def host() -> str:
@@ -14,3 +19,27 @@ def is_importable(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # a parent package is missing
         return False
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that this process can still take: of the host, and of its control groups. None if nobody says."""
+    limits = [*_free_in_control_groups()]
+    with suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return min(limits, default=None)
+
+
+def _free_in_control_groups() -> Iterator[int]:
+    """What the memory controller of this process's control group, and of those above it, leaves free."""
+    files = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+    for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else []:
+        _, controllers, group = line.split(":", 2)  # "0::/a/b", or "5:memory:/a/b" of version 1
+        if controllers not in files:
+            continue
+        root, (most, taken) = _CONTROLLERS / controllers, files[controllers]
+        for folder in {root, *(root / part for part in (Path(group.strip("/")), *Path(group.strip("/")).parents))}:
+            with suppress(OSError, ValueError):  # no limit is "max"; a container may not see the groups above its own
+                free = int((folder / most).read_text()) - int((folder / taken).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                yield max(0, free + int(stat.get("inactive_file", 0)))  # cached files make room

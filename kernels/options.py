@@ -29,6 +29,8 @@ class Options:
     checksums: bool = False  # nccl and direct: compare written bytes with read bytes; gloo always does
     source_checks: str = "sampled"  # one of SOURCE_CHECKS, on training ranks: weights written while they are read
     retries: int = 0  # how often a refit tries again by itself after a failure of a machine or the network
+    # "in_place", or "staged": bytes land in a second buffer of the rank's whole share, and are copied in once all have them
+    commit: str = "in_place"
     max_lag: int = 0  # training rank 0: for how many versions a refit may go on without a replica that is late
     token: str | None = field(default=None, repr=False)  # the secret of all ranks; or MCORE_RESHARD_TOKEN
     token_file: str | None = None  # a file with the token; or MCORE_RESHARD_TOKEN_FILE
@@ -47,6 +49,7 @@ class Options:
             "checksums": ("True or False", isinstance(self.checksums, bool)),
             "source_checks": (f"one of {', '.join(SOURCE_CHECKS)}", self.source_checks in SOURCE_CHECKS),
             "retries": ("at least 0", self.retries == 0 or _is_count(self.retries)),
+            "commit": ("'in_place' or 'staged'", self.commit in ("in_place", "staged")),
             "max_lag": ("at least 0", self.max_lag == 0 or _is_count(self.max_lag)),
             "ctas": ("at least 1, or None", self.ctas is None or _is_count(self.ctas)),
         }

@@ -22,6 +22,7 @@ _ALIKE: Mapping[str, Any] = {
     "bucket_bytes": int,
     "checksums": bool,
     "retries": int,
+    "commit": str,
     "train_ranks": int,
     "gen_ranks": int,
 }
@@ -32,6 +33,7 @@ _OTHERS: Mapping[str, Any] = {
     "version": int | float | None,
     "everything": bool,
     "rollback": bool,
+    "in_background": bool,
     "kv_scales": dict,
     "wrong_kv_scales": str,
     "lacks": list | None,

@@ -47,7 +47,8 @@ from .connection import Connection, Program, bind_part, connect_members
 from .members import CONNECT, PROTOCOL, REFIT, Call, Follower, Head, Leader, next_version
 from .part import Part, part_of
 from .plan_exchange import fetch_plan
-from .state import WeightState, complete, intact, mixed
+from .staged import STAGED, StagedTensors, require_memory
+from .state import WeightState, complete, intact, mixed, name_state
 from .whole_tensors import NamedTensors, check_stream, exhaust
 
 _LOG = logging.getLogger("mcore_reshard")
@@ -101,6 +102,8 @@ class _Attempt:
     start: float
     written_by_name: int = 0  # bytes
     share_by_name: float = 0.0  # of the tensors that move by name
+    kept: list[tuple[str, torch.Tensor]] | None = None  # staged: tensors that move by name, until all have everything
+    kept_bytes: int = 0
     committed: bool = False
 
 
@@ -138,6 +141,8 @@ class _Endpoint(ABC):
         self._on_state = on_state
         self._adopt_plan = adopt_plan
         self._state = intact(None)
+        # On generation ranks of a staged session: where bytes land before they are copied in.
+        self._staged = StagedTensors(part.seat) if self.world == "gen" and options.commit == STAGED else None
         self._process = uuid4().hex
         self._store: SessionStore | None = None
         self._attendance: Leader | Follower | None = None
@@ -146,6 +151,7 @@ class _Endpoint(ABC):
         self._ended: str | None = None  # why no refit is possible any more
         self._failure: str | None = None  # of the last attempt, if it failed
         self._turn = RLock()  # held while weights are read or written
+        self._retries = options.retries  # of the refit under way
         self._pending: Future[RefitReport] | None = None  # a refit whose outcome is still to come
 
     def prepare(self, *, timeout_s: float | None = None) -> None:
@@ -217,14 +223,18 @@ class _Endpoint(ABC):
             raise SessionError(f"{self.rank_name}: no refit is possible: {self._ended or 'call prepare() first'}")
         self.await_outcome()
         word = {"version": version, "everything": everything, "rollback": rollback, **kv_scales_word(kv_scales)}
+        word["in_background"] = in_background
         start = time.perf_counter()
         attempts = 1
         while True:
+            self._retries = self._options.retries
             try:
                 with self._turn:
                     return self._attempt(word, start, attempts, in_background)
-            except RefitError as error:
-                if attempts > self._options.retries or not _may_pass(error):
+            except Exception as error:
+                if attempts > self._retries or not isinstance(error, RefitError) or not _may_pass(error):
+                    if self.world == "gen":
+                        name_state(error, self._state, self.rank_name)
                     raise
                 _LOG.warning(
                     "%s: attempt %d of this refit failed, trying again: %s", self.rank_name, attempts, f"{error}"
@@ -244,8 +254,9 @@ class _Endpoint(ABC):
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory that the transport holds besides the model."""
-        return self._connection.scratch_bytes if self._connection else 0
+        """Memory that the session holds besides the model: of the transport, and of staged tensors."""
+        staged = self._staged.nbytes if self._staged is not None else 0
+        return staged + (self._connection.scratch_bytes if self._connection else 0)
 
     @property
     def failure(self) -> str | None:
@@ -262,6 +273,9 @@ class _Endpoint(ABC):
         self._ended = self._ended or _CLOSED
         store, self._store, self._attendance = self._store, None, None
         self._disconnect()
+        self._binding = None
+        if self._staged is not None:
+            self._staged.free()
         if store is not None:
             with suppress(Exception):
                 store.leave_seat()
@@ -271,7 +285,14 @@ class _Endpoint(ABC):
     def _move_by_name(
         self, connection: Connection, names: Sequence[str] | None, attempt: _Attempt, afterwards: ExitStack
     ) -> int:
-        """Export or load the tensors `names`, or all if None; returns their bytes. `afterwards` runs after the outcome."""
+        """Export or load the tensors `names`, or all if None; returns their bytes. `afterwards` runs after the outcome.
+
+        In a staged session, a generation rank keeps them until `_copy_in`.
+        """
+
+    @abstractmethod
+    def _copy_in(self, staged: StagedTensors, program: Program, attempt: _Attempt) -> None:
+        """Put everything that a staged refit has brought where the engine reads it."""
 
     # --- meeting ---------------------------------------------------------------------------------------------------
 
@@ -367,6 +388,7 @@ class _Endpoint(ABC):
                 "bucket_bytes": options.bucket_bytes,
                 "checksums": options.checksums,
                 "retries": options.retries,
+                "commit": options.commit,
                 "train_ranks": schedule.train_ranks,
                 "gen_ranks": schedule.gen_ranks,
             }
@@ -403,13 +425,21 @@ class _Endpoint(ABC):
         if self._binding is None or self._binding[0] != replicas:
             schedule = self._part.schedule(replicas)
             missing = None if self._moves_by_name else self.by_name
-            self._binding = replicas, (schedule, *bind_part(schedule, self._live_tensors(), self._options, missing))
+            transport, bound = bind_part(schedule, self._live_tensors(), self._options, missing)
+            if self._staged is not None:
+                if bound is not None:
+                    bound = self._staged.take_place_of(bound)
+                by_name = self._part.bytes_by_name(everything=bound is None)
+                require_memory(self.rank_name, torch.device("cpu"), by_name, "tensors that move by name")
+            self._binding = replicas, (schedule, transport, bound)
         return self._binding[1]
 
     # --- one attempt -----------------------------------------------------------------------------------------------
 
     def _attempt(self, word: dict[str, Any], start: float, attempts: int, in_background: bool) -> Future[RefitReport]:
         call = self._called(word)
+        if any(said.get("in_background") for said in call.words.values()):
+            self._retries = 0  # of this refit: the trainer's weights may have changed by the time that it fails
         version = next_version(call.words, self.rank_name)
         connection = self._connect(call)
         attempt = _Attempt(call, version, start)
@@ -431,20 +461,28 @@ class _Endpoint(ABC):
             with _Published(rendezvous, "bulk", fail):
                 stages = self._move_bulk(connection, program, rendezvous, "bulk")
                 rendezvous.gather("bulk", {})
+        is_staged = self._options.commit == STAGED
+        arrived = STAGED if is_staged else "commit"
+        decide = partial(rendezvous.decide, "commit", connection.group.settle, partial(self._commit, attempt))
         afterwards = ExitStack()
-        with afterwards, _Published(rendezvous, "commit", fail):
-            if not names:
-                stages = self._move_bulk(connection, program, rendezvous, "commit")
-            misc_bytes = 0
-            if names is None or names:
-                misc_bytes = self._move_by_name(connection, names, attempt, afterwards)
-            if self._after_direct_writes is not None:
-                self._after_direct_writes()
-            if own_scales and self._set_kv_scales is not None:
-                self._set_kv_scales(own_scales)
-            decide = partial(rendezvous.decide, "commit", connection.group.settle, partial(self._commit, attempt))
-            if not in_background:
-                decide()
+        with afterwards:
+            with _Published(rendezvous, arrived, fail):
+                if not names:
+                    stages = self._move_bulk(connection, program, rendezvous, arrived)
+                misc_bytes = 0
+                if names is None or names:
+                    misc_bytes = self._move_by_name(connection, names, attempt, afterwards)
+                if is_staged and not in_background:
+                    rendezvous.gather(STAGED, {})
+            with _Published(rendezvous, "commit", fail):
+                if self._staged is not None:
+                    self._copy_in(self._staged, program, attempt)
+                if self._after_direct_writes is not None:
+                    self._after_direct_writes()
+                if own_scales and self._set_kv_scales is not None:
+                    self._set_kv_scales(own_scales)
+                if not in_background:
+                    decide()
 
         def report() -> RefitReport:
             nbytes = sum(stage.nbytes for stage in stages)
@@ -461,11 +499,15 @@ class _Endpoint(ABC):
             return outcome
 
         def await_outcome() -> RefitReport:
+            if is_staged:
+                with _Published(rendezvous, STAGED, fail):
+                    rendezvous.gather(STAGED, {})
             with _Published(rendezvous, "commit", fail):
                 decide()
             return report()
 
-        self._pending = DeadlineThread("outcome").start(await_outcome)
+        device = None if program.bound is None else program.bound.device
+        self._pending = DeadlineThread("outcome").start(in_callers_context(await_outcome, device))
         return self._pending
 
     def _commit(self, attempt: _Attempt) -> None:
@@ -481,9 +523,9 @@ class _Endpoint(ABC):
         """Note what a failed attempt has left, and that its connection is of no use any more."""
         if not attempt.committed and self.world == "gen":
             share = self._written_share(program, attempt)
-            if self._state.kind == "mixed" or share > 0:
+            if share > 0:
                 self._set_state(mixed(self.committed_version, attempt.version, max(share, self._state.share)))
-            else:
+            elif self._state.kind != "mixed":  # else it stays the mixture that it was
                 self._set_state(intact(self.committed_version))
         self._fail(error)
 
@@ -510,6 +552,10 @@ class _Endpoint(ABC):
 
     def _written_share(self, program: Program, attempt: _Attempt) -> float:
         """Of the bytes that this refit moves to this rank, how many may have been written by now."""
+        if self._staged is not None:
+            in_bulk = 0 if program.bound is None else self._staged.bytes_of(program.bound)
+            written = self._staged.copied_bytes + attempt.written_by_name
+            return written / (in_bulk + attempt.kept_bytes) if written else 0.0
         if program.bound is None or program.executor is None:
             return 1.0 if attempt.written_by_name else 0.0
         written, total = min(program.executor.written_bytes, program.bound.nbytes), program.bound.nbytes
@@ -531,6 +577,8 @@ class _Endpoint(ABC):
         if bound is None or executor is None or whole is None or program.checks is None:
             return ()
         writes = self._writes
+        if self._staged is not None:
+            self._staged.begin(bound)
         if self._before_reads is not None:
             self._before_reads()
             writes = WriteCounts.of(writes.tensors)
@@ -631,6 +679,9 @@ class TrainEndpoint(_Endpoint):
         exhaust(exported)
         return 0
 
+    def _copy_in(self, staged: StagedTensors, program: Program, attempt: _Attempt) -> None:
+        raise NotImplementedError("only generation ranks stage")
+
 
 class GenerationEndpoint(_Endpoint):
     """A generation rank's end of a session.
@@ -680,24 +731,36 @@ class GenerationEndpoint(_Endpoint):
     def _move_by_name(
         self, connection: Connection, names: Sequence[str] | None, attempt: _Attempt, afterwards: ExitStack
     ) -> int:
+        arriving = check_stream(names, receive(connection.group, connection.tree()), self._pairs, "there arrived")
+        if self._staged is None:
+            self._load(arriving, names, attempt)
+            return attempt.written_by_name
+        attempt.kept = [*arriving]
+        attempt.kept_bytes = sum(tensor.nbytes for _, tensor in attempt.kept)
+        return attempt.kept_bytes
+
+    def _copy_in(self, staged: StagedTensors, program: Program, attempt: _Attempt) -> None:
+        if program.bound is not None:
+            staged.copy_in(program.bound)
+        if attempt.kept is not None:
+            kept, attempt.kept = attempt.kept[::-1], None
+            self._load((kept.pop() for _ in range(len(kept))), program.names, attempt)
+
+    def _load(self, tensors: NamedTensors, names: Sequence[str] | None, attempt: _Attempt) -> None:
+        """Hand tensors to the engine's loader, and count what it may have written."""
         assert self._load_weights is not None, "prepare() has checked it"
-        count = 0
 
         def count_bytes() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal count
-            arriving = receive(connection.group, connection.tree())
-            for name, tensor in check_stream(names, arriving, self._pairs, "there arrived"):
-                count += 1
+            for count, (name, tensor) in enumerate(tensors, 1):
                 attempt.written_by_name += tensor.nbytes
                 attempt.share_by_name = 1.0 if names is None else count / len(names)
                 yield name, tensor
 
-        tensors = count_bytes()
-        self._load_weights(tensors)
-        if unread := [name for name, _ in tensors]:
+        counted = count_bytes()
+        self._load_weights(counted)
+        if unread := [name for name, _ in counted]:
             left = f"load_weights left {len(unread)} tensors unread, first {unread[0]}"
             raise SessionError(f"{self.rank_name}: {left}; it must read them all")
-        return attempt.written_by_name
 
 
 def _may_pass(error: RefitError) -> bool:

@@ -35,6 +35,9 @@ class Part(Protocol):
     def schedule(self, replicas: Sequence[int]) -> Schedule:
         """What the rank moves when these replicas take part."""
 
+    def bytes_by_name(self, *, everything: bool) -> int:
+        """Bytes of the whole tensors that move by name, `everything` under golden; 0 where no plan tells."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankOfPlan:
@@ -59,6 +62,9 @@ class RankOfPlan:
 
     def schedule(self, replicas: Sequence[int]) -> Schedule:
         return schedule_for(self.plan, self.world, self.rank, replicas)
+
+    def bytes_by_name(self, *, everything: bool) -> int:
+        return self.plan.misc_bytes + (self.plan.bulk_bytes if everything else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,9 @@ class FixedPart:
 
     def schedule(self, replicas: Sequence[int]) -> Schedule:
         return self.fixed
+
+    def bytes_by_name(self, *, everything: bool) -> int:
+        return 0
 
 
 def part_of(schedule: Schedule | Part) -> Part:

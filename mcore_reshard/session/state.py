@@ -6,8 +6,11 @@ complete(3)  ->  refit of 4 fails after half of its bytes     ->  mixed(3, 4, 0.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from mcore_reshard.kernels.errors import KvScalesError, VersionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,14 @@ class WeightState:
         mixed = {"next": self.next, "share": self.share} if self.kind == "mixed" else {}
         return {"state": self.kind, "version": self.version, **mixed}
 
+    def describe(self) -> str:
+        """In words: "version 3", or "a mixture of versions 3 and 4 (52%)"."""
+        version = "the weights that it started with" if self.version is None else f"version {self.version}"
+        if self.kind != "mixed":
+            return version
+        first = version if self.version is None else f"versions {self.version}"
+        return f"a mixture of {first} and {self.next} ({self.share:.0%})"
+
     def __str__(self) -> str:
         if self.kind == "mixed":
             return f"mixed({self.version}, {self.next}, {self.share:.2f})"
@@ -47,3 +58,20 @@ def mixed(version: int | None, arriving: int | None, share: float) -> WeightStat
 def complete(version: int | None) -> WeightState:
     """All bytes are of `version`, which all ranks have acknowledged."""
     return WeightState("complete", version)
+
+
+def name_state(error: BaseException, state: WeightState, rank_name: str) -> None:
+    """Make an error of a refit end with the state of the rank that raises it, and carry it as `weight_state`.
+
+    An engine's front end gets no more than the message of a worker's error. A refusal, after which nothing has moved, says
+    it only where the weights are mixed.
+    """
+    with suppress(AttributeError):
+        error.weight_state = state  # type: ignore[attr-defined]
+    if isinstance(error, (VersionError, KvScalesError)) and state.may_generate:
+        return
+    told = f"; {rank_name} holds {state.describe()}, its state is {state}"
+    if len(error.args) == 1 and str(error) == error.args[0]:
+        error.args = (error.args[0] + told,)
+    else:
+        error.add_note(told.removeprefix("; "))

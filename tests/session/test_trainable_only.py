@@ -45,10 +45,12 @@ class Rank:
 
     def join(self, session: str) -> TrainEndpoint | GenerationEndpoint:
         kind = TrainEndpoint if self.is_train else GenerationEndpoint
-        options = Options(timeout_s=20.0, session=session)
-        endpoint = kind(self.schedule, lambda: self.tensors, store=self.address, options=options)
+        endpoint = kind(self.schedule, lambda: self.tensors, store=self.address, options=self.options(session))
         endpoint.prepare()
         return endpoint
+
+    def options(self, session: str) -> Options:
+        return Options(timeout_s=20.0, session=session)
 
     def train(self, version: int) -> None:
         """Change all weights, the frozen ones too: a refit that brings them shows."""
