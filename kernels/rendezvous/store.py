@@ -194,6 +194,11 @@ class StoreView(StoreKeys):
         self._root, self._prefix = root, prefix
         self.set_timeout(timedelta(seconds=root.timeout_s))
 
+    @property
+    def seats(self) -> dict[str, Seat]:
+        """All seats of the session, as the server last said."""
+        return self._root.seats
+
 
 class FailFastStore(StoreView):
     """The keys under `name` of a view, on which a wait ends at once when the session has failed.

@@ -6,6 +6,9 @@
 Both ends first compare the names, shapes, dtypes and memory orders of their tensors, by a digest. Then the bytes move as
 they lie in memory: bulk, padding and what came by the misc route alike. They take the transport of the session, between
 two ranks, with checksums. `take` returns once every byte is in place and the donor has said that none changed meanwhile.
+
+1.3 GB to a new replica of two ranks, over gloo on two cores: 1.7 s from another replica, 1.6 s from the trainer to it
+alone, 3.6 s in a refit of both. Only the first lets the trainer go on.
 """
 
 from __future__ import annotations
@@ -21,15 +24,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.distributed import Store
 
 from mcore_reshard.kernels.copies.bind import WriteCounts, bind
 from mcore_reshard.kernels.copies.tensors import byte_view, dtype_name
-from mcore_reshard.kernels.errors import BindError, SessionError, TornWeightsError, TransferError, Waiting
+from mcore_reshard.kernels.errors import (
+    BindError,
+    DeadlineError,
+    PeerLostError,
+    SessionError,
+    TornWeightsError,
+    TransferError,
+    Waiting,
+)
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.exchange import fetch, publish
+from mcore_reshard.kernels.rendezvous.exchange import parse_stored, publish
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.store import FailFastStore
+from mcore_reshard.kernels.rendezvous.store import FailFastStore, StoreView
 from mcore_reshard.kernels.transports.base import Transport, TransportContext, connect_group, group_names
 from mcore_reshard.kernels.transports.broadcast import Tree, broadcast, receive
 from mcore_reshard.kernels.transports.registry import resolve
@@ -72,7 +82,13 @@ class ListedTensor(NamedTuple):
 
 
 def offer(
-    store: Store, own_name: str, peer_name: str, tensors: Mapping[str, torch.Tensor], options: Options, *, version: int
+    store: StoreView,
+    own_name: str,
+    peer_name: str,
+    tensors: Mapping[str, torch.Tensor],
+    options: Options,
+    *,
+    version: int,
 ) -> CopyReport:
     """Send all `tensors` of this rank, which hold `version`, to `peer_name`, which must call `take` at this time.
 
@@ -88,7 +104,7 @@ def offer(
 
 
 def take(
-    store: Store, own_name: str, peer_name: str, tensors: Mapping[str, torch.Tensor], options: Options
+    store: StoreView, own_name: str, peer_name: str, tensors: Mapping[str, torch.Tensor], options: Options
 ) -> CopyReport:
     """Fill all `tensors` of this rank from `peer_name`, which must call `offer` at this time. The report has the version.
 
@@ -103,7 +119,7 @@ class _Copy:
 
     def __init__(
         self,
-        store: Store,
+        store: StoreView,
         own_name: str,
         peer_name: str,
         tensors: Mapping[str, torch.Tensor],
@@ -146,9 +162,7 @@ class _Copy:
             moved_by = transport.name
         else:
             bound = bind(schedule, views)
-            context = TransportContext(
-                FailFastStore(transport.name, self._keys), lambda: self._keys, group, bound, self._options
-            )
+            context = TransportContext(FailFastStore(transport.name, self._keys), group, bound, self._options)
             on_device: AbstractContextManager[object] = nullcontext()
             if bound.device is not None and bound.device.type == "cuda":
                 on_device = torch.cuda.device(bound.device)
@@ -223,8 +237,21 @@ class _Copy:
         return self._fetch(topic, parse)
 
     def _fetch(self, topic: str, parse: Callable[[Any], T]) -> T:
+        key, timeout_s = f"{topic}/{self._peer}", self._options.timeout_s
         waiting = Waiting(self._own, self._peer, 0, f"its {topic} for a copy of its weights", sends=False)
-        return fetch(self._keys, f"{topic}/{self._peer}", waiting, parse, timeout_s=self._options.timeout_s)
+
+        def require_peer() -> None:
+            seat = self._store.seats.get(self._peer)
+            if seat is not None and seat.status != "here":
+                left = seat.status == "left"
+                raise PeerLostError(waiting, "it has left the session" if left else "its process has ended")
+
+        found = self._store.wait_any([f"copy/{key}", _FAILED], timeout_s, require_peer)
+        if _FAILED in found:
+            raise SessionError(self._peers_cause())
+        if not found:
+            raise DeadlineError(waiting, f"nothing within {timeout_s:g} s")
+        return parse_stored(key, self._keys.get(key, writer=self._peer), parse, written_by=self._peer)
 
     def _peers_cause(self) -> str:
         """Why the peer gave up, if it said so."""

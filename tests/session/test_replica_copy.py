@@ -16,11 +16,11 @@ import torch
 from helpers.gloo import NoisyWire, connecting
 from helpers.handmade import raw_bytes
 from helpers.ranks import run_ranks, values
-from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import StoreView, connect_store
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.session.replica_copy import CopyReport, list_tensors, offer, take
@@ -58,6 +58,13 @@ def bytes_of(tensors: Tensors) -> dict[str, bytes]:
 Change = Callable[[Tensors], Any]
 
 
+def view(address: str, name: str, joiner: str = "gen:5") -> StoreView:
+    """The keys of a copy to a joiner, for the rank `name`."""
+    store = connect_store(address, OPTIONS)
+    store.take_seat(name, {})
+    return store.under(f"copies/{joiner}")
+
+
 def one_end(
     rank: int,
     address: str,
@@ -66,8 +73,7 @@ def one_end(
     prepare: Callable[[int], Any] | None = None,
 ) -> tuple[CopyReport, dict[str, bytes]]:
     """Rank 0 is the donor gen:1, rank 1 the joiner gen:5. Raises a RuntimeError with "moved" if a refused copy moved bytes."""
-    host, port = address.split(":")
-    store = PrefixStore("copy/gen:5/1", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+    store = view(address, "gen:5" if rank else "gen:1")
     tensors = weights(seed=rank)
     if change is not None:
         change[rank](tensors)
@@ -224,6 +230,20 @@ def test_a_donor_that_does_not_come_is_named_at_the_deadline() -> None:
     assert "gen:5 waiting for gen:1 to send its word for a copy" in str(joiner.error)
 
 
+def ended(rank: int, address: str) -> Any:
+    if rank == 1:
+        return one_end(rank, address)
+    view(address, "gen:1")
+    time.sleep(0.5)
+    return os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_donor_that_dies_before_it_begins_is_noticed_whatever_the_deadline() -> None:
+    _, joiner = run_ranks(2, ended)
+    assert joiner.kind == "PeerLostError" and joiner.seconds < 4
+    assert "waiting for gen:1 to send its word for a copy of its weights: its process has ended" in str(joiner.error)
+
+
 def test_damaged_bytes_are_found_and_both_ends_say_so() -> None:
     donor, joiner = run_ranks(2, one_end, None, (OPTIONS, OPTIONS), partial(connect_by, NoisyWire, 0))
     assert joiner.kind == "ChecksumError" and "arrived damaged: CRC-32" in str(joiner.error)
@@ -247,8 +267,8 @@ def test_a_tensor_that_is_written_while_it_is_read_is_found() -> None:
 def garbled(rank: int, address: str) -> Any:
     if rank == 1:
         return one_end(rank, address)
-    host, port = address.split(":")
-    TCPStore(host, int(port), is_master=False, wait_for_workers=False).set("copy/gen:5/1/copy/word/gen:1", "[1")
+    view(address, "gen:1").set("copy/word/gen:1", "[1")
+    time.sleep(0.5)  # else its seat is gone
     return None
 
 
@@ -258,18 +278,17 @@ def test_what_no_donor_wrote_is_refused() -> None:
 
 
 def on_threads(rank: int, address: str) -> list[dict[str, bytes]]:
-    """The donor serves two joiners at the same time, each on a thread of its own."""
-    host, port = address.split(":")
+    """The donor serves two joiners at the same time, each on a thread of its own, over one connection to the store."""
     if rank:
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-        tensors = weights(rank)
-        take(PrefixStore(f"copy/gen:{rank}", store), f"gen:{rank}", "gen:0", tensors, OPTIONS)
+        tensors, name = weights(rank), f"gen:{rank}"
+        take(view(address, name, name), name, "gen:0", tensors, OPTIONS)
         return [bytes_of(tensors)]
+    store = connect_store(address, OPTIONS)
+    store.take_seat("gen:0", {})
     held = weights(0)
 
     def serve(joiner: int) -> None:
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-        offer(PrefixStore(f"copy/gen:{joiner}", store), "gen:0", f"gen:{joiner}", held, OPTIONS, version=1)
+        offer(store.under(f"copies/gen:{joiner}"), "gen:0", f"gen:{joiner}", held, OPTIONS, version=1)
 
     threads = [threading.Thread(target=serve, args=(joiner,)) for joiner in (1, 2)]
     for thread in threads:
