@@ -29,6 +29,7 @@ from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.proof.prove import require_proof
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
+from mcore_reshard.session.store_server import serve_store
 from mcore_reshard.trainers.megatron.trace import trace_import
 from mcore_reshard.validation.engine.sglang_engine import build_engine
 from mcore_reshard.validation.engine.slices import GenSizes, poison
@@ -148,12 +149,11 @@ def run_rank(index: int, job: Job, listening: socket.socket) -> Any:
     elif index < job.train.world + job.gen.world:
         result = generate(index - job.train.world, job)
     else:
-        store = dist.TCPStore(
-            "127.0.0.1", job.port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
-        while len(list(job.folder.glob("done*"))) < index:
-            time.sleep(0.02)
-        return store.port
+        listening.close()
+        with serve_store(job.port) as store:
+            while len(list(job.folder.glob("done*"))) < index:
+                time.sleep(0.02)
+            return store.port
     (job.folder / f"done{index}").touch()
     return result
 

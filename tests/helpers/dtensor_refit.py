@@ -105,8 +105,8 @@ def _generate(engine: Engine, rank: int, case: Case, address: str) -> list[str]:
         held.update(checkpoint)
         return condense(engine.trace(checkpoint), ParameterNames(checkpoint), is_trainer=False)
 
-    answer_request(rank, trace, address, "refit", 20.0, 90.0)
-    schedule = schedule_of(fetch_plan(address, timeout_s=90.0), "gen", rank)
+    answer_request(rank, trace, address, mr.Options(timeout_s=20.0), 90.0)
+    schedule = schedule_of(fetch_plan(address, mr.Options(timeout_s=90.0)), "gen", rank)
     endpoint = GenerationEndpoint(
         schedule, engine.tensors, store=address, load_weights=engine.load_weights, options=mr.Options(timeout_s=20.0)
     )

@@ -169,9 +169,9 @@ def generate(rank: int, case: Case, folder: Path, address: str, open_engine: Ope
         return condense(engine.trace(checkpoint), ParameterNames(checkpoint), is_trainer=False)
 
     for session, refits in (("first", STEPS), ("second", 1)):
-        answer_request(rank, trace, address, session, 30.0, 90.0)
-        schedule = schedule_of(fetch_plan(address, session=session, timeout_s=90.0), "gen", rank)
         options = Options(timeout_s=30.0, session=session)
+        answer_request(rank, trace, address, options, 90.0)
+        schedule = schedule_of(fetch_plan(address, options, timeout_s=90.0), "gen", rank)
         endpoint = GenerationEndpoint(
             schedule, engine.tensors, store=address, load_weights=engine.load_weights, options=options
         )

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 from mcore_reshard.session.store_server import ServedStore, serve_store
 
 
@@ -64,6 +66,11 @@ class StoreProcess:
         """Another store at the same address."""
         self.kill()
         self.served = serve_store(self.served.port)
+
+
+def store_of(address: str, session: str = "test") -> SessionStore:
+    """A connection to a session of the test's own."""
+    return connect_store(address, Options(session=session))
 
 
 @contextmanager

@@ -28,8 +28,7 @@ from helpers.handmade import (
     schedule_of,
     source_table_of,
 )
-from helpers.ranks import run_ranks, values
-from torch.distributed import PrefixStore, TCPStore
+from helpers.ranks import run_ranks, store_of, values
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.tensors import gpu_of
@@ -58,8 +57,7 @@ class Rank:
         self.device = torch.device("cuda", number % gpus)
         torch.cuda.set_device(self.device)
         self.tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
-        host, port = address.split(":")
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        store = store_of(address)
         try:
             self.executor = direct.DirectExecutor(
                 FailFastStore("direct", store, "failed"), bind(schedule, self.tensors), timeout_s=timeout_s,
@@ -155,12 +153,11 @@ def test_endpoints_refit_directly(options: dict[str, Any]) -> None:
 
 def opened_and_closed(number: int, address: str, worlds: tuple[int, int], times: int) -> None:
     schedule = of(number, worlds, transfers_of(1, worlds))
-    host, port = address.split(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store = store_of(address)
     torch.cuda.set_device(0)
     tensors = {name: tensor.cuda() for name, tensor in allocate(schedule, seed=1).items()}
     for turn in range(times):
-        executor = direct.DirectExecutor(PrefixStore(f"{turn}", store), bind(schedule, tensors), timeout_s=30.0)
+        executor = direct.DirectExecutor(store.under(f"{turn}"), bind(schedule, tensors), timeout_s=30.0)
         executor.run()
         store.add(f"ran/{turn}", 1)
         while store.add(f"ran/{turn}", 0) < sum(worlds):

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 from helpers.handmade import allocate, random_transfers, schedule_of
-from helpers.ranks import run_ranks, values
+from helpers.ranks import run_ranks, store_of, values
 from numpy.random import default_rng
-from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, parse_stored
+from mcore_reshard.kernels.rendezvous.store import StoreView
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor, _parse_unique_id
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
+from mcore_reshard.session.store_server import serve_store
 
 NAMES = ("train:0", "train:1", "gen:0")
 
 
-def connected(address: str) -> PrefixStore:
-    host, port = address.split(":")
-    return PrefixStore("nccl", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+def connected(address: str) -> StoreView:
+    return store_of(address).under("nccl")
 
 
 def as_is(value: Any) -> Any:
@@ -110,8 +110,8 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_an_exchange_whose_store_is_gone_can_still_give_up() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    store = serve_store()
+    client = store_of(store.address)
     exchange = StoreExchange(client, NAMES[0], NAMES[:1], timeout_s=1.0)
     exchange.gather("word", None, as_is)
     del store

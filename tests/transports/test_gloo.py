@@ -12,9 +12,9 @@ import pytest
 import torch
 from helpers.gloo import NoisyWire, connect
 from helpers.handmade import allocate, expected, random_transfers, raw_bytes, schedule_of
-from helpers.ranks import run_ranks, values
+from helpers.ranks import run_ranks, store_of, values
 from numpy.typing import NDArray
-from torch.distributed import TCPStore, is_initialized
+from torch.distributed import is_initialized
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.buckets import Bucket
@@ -156,8 +156,7 @@ def test_a_silent_peer_is_an_error_at_the_deadline() -> None:
 def late_last_rank(rank: int, address: str, late_s: float) -> None:
     if rank == 3:
         time.sleep(late_s)
-    host, port = address.split(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store = store_of(address)
     try:
         GlooGroup(FailFastStore("group", store, "failed"), rank, [f"rank {each}" for each in range(4)], timeout_s=2.0)
     except SessionError as error:
@@ -175,8 +174,7 @@ def test_a_rank_that_comes_too_late_is_named_and_does_not_wait_for_those_that_ga
 def dies_before_it_connects(rank: int, address: str) -> None:
     if rank == 2:
         gloo_group._connect = lambda *_: os._exit(1)  # type: ignore[assignment]
-    host, port = address.split(":")
-    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    store = store_of(address)
     GlooGroup(FailFastStore("group", store, "failed"), rank, ["train:0", "gen:0", "gen:1"], timeout_s=2.0)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.handmade import allocate, expected, random_transfers, raw_bytes, schedule_of
-from helpers.ranks import run_ranks, values
-from torch.distributed import PrefixStore, TCPStore
+from helpers.ranks import run_ranks, store_of, values
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError
@@ -29,13 +28,12 @@ def seat(rank: int) -> tuple[Any, int]:
 
 def both_halves(rank: int, address: str, timeout_s: float) -> tuple[MixedExecutor, Any, int]:
     """A rank's two halves: pairs of even sum go by one group, those of odd sum by another."""
-    host, port = address.split(":")
     world, number = seat(rank)
     schedule = schedule_of(MOVES, world, number, WORLDS)
     tensors = allocate(schedule, seed=1 if world == "train" else None)
     parts = []
     for turn in range(2):
-        store = PrefixStore(f"part-{turn}", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+        store = store_of(address).under(f"part-{turn}")
         group = GlooGroup(store, rank, list(map(str, range(sum(WORLDS)))), timeout_s=timeout_s)
         part = schedule.with_peers({peer for peer in schedule.peers if (peer + number) % 2 == turn})
         parts.append(GlooExecutor(group, bind(part, tensors), bucket_bytes=128))

@@ -16,12 +16,13 @@ import synthetic
 import torch
 from helpers.gpu import needs_gpus
 from helpers.handmade import End, HandTransfer, allocate, expected, random_transfers, raw_bytes, schedule_of
-from helpers.ranks import run_ranks, values
-from torch.distributed import PrefixStore, TCPStore, is_initialized
+from helpers.ranks import run_ranks, store_of, values
+from torch.distributed import is_initialized
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
@@ -66,9 +67,8 @@ def own_device(number: int, environment: dict[str, str] | None = None) -> torch.
     return device
 
 
-def connected(address: str) -> TCPStore:
-    host, port = address.split(":")
-    return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+def connected(address: str) -> SessionStore:
+    return store_of(address)
 
 
 def of(transfers: list[HandTransfer], number: int, worlds: Worlds) -> Schedule:
@@ -90,7 +90,7 @@ def random_refits(number: int, address: str, environment: dict[str, str]) -> lis
         schedule = of(transfers_of(seed, worlds), number, worlds)
         start = allocate(schedule, seed=seed if schedule.world == "train" else None)
         tensors = {name: tensor.to(device) for name, tensor in start.items()}
-        store = PrefixStore(f"{worlds}/{seed}", connected(address))
+        store = connected(address).under(f"{worlds}/{seed}")
         executor = NcclExecutor(bind(schedule, tensors), store, timeout_s=TIMEOUT_S, budget=budget)
         assert executor.scratch_bytes <= budget.scratch_bytes
         for _ in range(2):
@@ -152,7 +152,7 @@ def planned_refits(number: int, address: str, cases: list[str]) -> dict[str, dic
         if train:
             synthetic.fill(plan, "train", rank, tensors)
         for scratch_bytes in (8 << 20, 256 << 20):
-            store = PrefixStore(f"{case}/{scratch_bytes}", connected(address))
+            store = connected(address).under(f"{case}/{scratch_bytes}")
             budget = ScratchBudget(scratch_bytes)
             executor = NcclExecutor(bind(schedule, tensors), store, timeout_s=TIMEOUT_S, budget=budget)
             executor.run()
@@ -293,7 +293,7 @@ def lose_peer(number: int, address: str) -> tuple[str, str, float] | None:
     store = connected(address)
     own_device(number)
     meet(store, "ready", number, 2)
-    executor, _ = executor_of_large(number, PrefixStore("nccl", store), (1, 1), DEADLINE_S)
+    executor, _ = executor_of_large(number, store.under("nccl"), (1, 1), DEADLINE_S)
     executor.run()
     if number == 0:
         os.kill(os.getpid(), 9)
@@ -321,7 +321,7 @@ def silence(number: int, address: str, worlds: Worlds, patience_s: list[dict[int
     told: list[Any] = []
     for occasion, timeouts_s in enumerate(patience_s):
         meet(store, f"ready-{occasion}", number, count)
-        prefixed = PrefixStore(f"nccl-{occasion}", store)
+        prefixed = store.under(f"nccl-{occasion}")
         executor, _ = executor_of_large(number, prefixed, worlds, timeouts_s.get(number, TIMEOUT_S))
         executor.run()
         start = time.monotonic()

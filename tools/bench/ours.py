@@ -6,13 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch.distributed import PrefixStore
-
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.options import Options as SessionOptions
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.store import FailFastStore
 from mcore_reshard.kernels.transports.base import Executor, TransportContext
 from mcore_reshard.kernels.transports.registry import AUTO, resolve
 from mcore_reshard.kernels.transports.relay import RelayedExecutor, connect_relayed, connect_unrelayed
@@ -71,11 +68,10 @@ def session(rank: Rank, options: Options) -> Prepared:
 def _prepared(rank: Rank, transport: str, connect: Callable[[TransportContext], Executor] | None) -> Prepared:
     usual = _check(rank, transport)
     assert usual is not None, "golden is not an executor"
-    group = GlooGroup(PrefixStore("group", rank.store), rank.number, rank.names, timeout_s=rank.timeout_s)
+    group = GlooGroup(rank.store.under("group"), rank.number, rank.names, timeout_s=rank.timeout_s)
     executor = (connect or usual)(
         TransportContext(
-            store=PrefixStore("link", rank.store),
-            another_store=lambda: FailFastStore("link", rank.another_store()),
+            store=rank.store.under("link"),
             group=group,
             bound=bind(rank.schedule, rank.tensors),
             options=SessionOptions(timeout_s=rank.timeout_s),

@@ -12,21 +12,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import synthetic
 import torch
-from torch.distributed import PrefixStore, TCPStore
 
 from mcore_reshard.kernels.errors import Waiting
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.store import FailFastStore, connect_store
+from mcore_reshard.kernels.rendezvous.store import SessionStore, StoreKeys, connect_store
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World
+from mcore_reshard.session.store_server import serve_store
 
 from .methods import Method, Prepared, Unavailable
 from .results import ResultFile, row_of, skipped
@@ -78,11 +78,11 @@ class Rank:
         if self.on_cuda:
             torch.cuda.set_device(self.device)
         self._root = self._met(launch.folder / "port")
-        self.address = f"{self._root.host}:{self._root.port}"
+        self.address = self._root.address
         self._method_key = "bench"
-        self.store: torch.distributed.Store = PrefixStore(self._method_key, self._root)
+        self.store: StoreKeys = self._root.under(self._method_key)
         self.names = [f"rank {each}" for each in range(self.ranks)]
-        self._group = GlooGroup(PrefixStore("bench/words", self._root), number, self.names, timeout_s=self.timeout_s)
+        self._group = GlooGroup(self._root.under("bench/words"), number, self.names, timeout_s=self.timeout_s)
         self._words = 0
         self._results = ResultFile(launch.out)
 
@@ -112,10 +112,6 @@ class Rank:
         self.settle(release=True)
         return tensors
 
-    def another_store(self) -> torch.distributed.Store:
-        """The method's keys on the store, over a connection of its own."""
-        return FailFastStore(self._method_key, connect_store(self.address, self.timeout_s))
-
     def run(self) -> None:
         for method in self.launch.methods:
             # A peer that hangs in C cannot be interrupted; this ends the process, and with it the launch.
@@ -128,25 +124,23 @@ class Rank:
         else:
             self._root.wait([f"left/{number}" for number in range(1, self.ranks)])
 
-    def _met(self, port: Path) -> TCPStore:
-        """The store of all ranks, on rank 0, which writes down where it listens."""
-        timeout = timedelta(seconds=self.timeout_s)
+    def _met(self, file: Path) -> SessionStore:
+        """The store of all ranks, started by rank 0, which writes down where it listens."""
         if self.number == 0:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-            partial = port.with_suffix(".partial")
-            partial.write_text(str(store.port))
-            partial.replace(port)
-            return store
+            self._served = serve_store()
+            partial = file.with_suffix(".partial")
+            partial.write_text(self._served.address)
+            partial.replace(file)
         deadline = time.monotonic() + self.timeout_s
-        while not port.exists():
+        while not file.exists():
             if time.monotonic() > deadline:
                 raise SystemExit(f"rank 0 did not start within {self.timeout_s:g} s")
             time.sleep(0.01)
-        return TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False, timeout=timeout)
+        return connect_store(file.read_text(), Options(session="bench", timeout_s=self.timeout_s))
 
     def _measure(self, method: Method) -> None:
         self._method_key = f"bench/{method.text}"
-        self.store = PrefixStore(self._method_key, self._root)
+        self.store = self._root.under(self._method_key)
         if method.kind.holds:
             self._hold()
         self.settle(release=True)
