@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Condition, Thread, current_thread
+from threading import Condition, Lock, Thread, current_thread
 from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
@@ -260,6 +260,7 @@ class SessionStore(StoreKeys):
         self._changes = 0  # of seats, counted
         self._listeners: list[Callable[[], Any]] = []
         self._changed = Condition()
+        self._sending = Lock()  # a frame at a time
         self._requests: dict[int, _Request] = {}
         self._number = 0
         self._connection: socket.socket | None = None
@@ -490,7 +491,8 @@ class SessionStore(StoreKeys):
             connection = self._connection
         if connection is not None:
             with suppress(OSError):  # the listener connects anew, and sends it again
-                _send_all(connection, request.frame, self.timeout_s)
+                with self._sending:
+                    connection.sendall(request.frame)
         return number
 
     def _await_answer(self, number: int, deadline: float, look: Callable[[], Any] | None) -> bool:
@@ -571,10 +573,6 @@ def _read(connection: socket.socket, count: int) -> bytes:
             raise ConnectionResetError("the store has closed the connection")
         buffer += more
     return bytes(buffer)
-
-
-def _send_all(connection: socket.socket, frame: bytes, timeout_s: float) -> None:
-    connection.sendall(frame)
 
 
 def _as_bytes(value: str | bytes) -> bytes:
