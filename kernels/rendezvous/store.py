@@ -68,7 +68,8 @@ def connect_store(
 ) -> SessionStore:
     """Open the session of `options` on the store at `address`, with the token that was given.
 
-    A connection that `watches` can read alone: it begins no session, and keeps none alive. Raises `SessionError` after `timeout_s` (by default that of the options), and up to CAUSE_S to see why.
+    A connection that `watches` can read alone: it begins no session, and keeps none alive. Raises `SessionError` after
+    `timeout_s` (by default that of the options), and up to CAUSE_S to see why.
     """
     split_address(address)
     session, timeout_s = options.session, options.timeout_s if timeout_s is None else timeout_s
@@ -426,7 +427,7 @@ class SessionStore(StoreKeys):
         start = time.monotonic()
         deadline, why = start + self.timeout_s, str(error)
         self.reconnects += 1
-        about = {"rank": self._sender or None, "session": self.session, "store": self.address}
+        about: dict[str, Any] = {"rank": self._sender or None, "session": self.session, "store": self.address}
         log_event("store_connection_lost", logging.WARNING, **about, cause=why)
         while not self._closed:
             try:
@@ -490,9 +491,8 @@ class SessionStore(StoreKeys):
             request = self._requests[number] = _Request(pack({"id": number, **header}, blobs))
             connection = self._connection
         if connection is not None:
-            with suppress(OSError):  # the listener connects anew, and sends it again
-                with self._sending:
-                    connection.sendall(request.frame)
+            with suppress(OSError), self._sending:  # the listener connects anew, and sends it again
+                connection.sendall(request.frame)
         return number
 
     def _await_answer(self, number: int, deadline: float, look: Callable[[], Any] | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import socket
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,16 @@ def listens(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def goes_on_listening(address: str) -> bool:
+    """Whether a store at `address` outlives its session by more than 5 s."""
+    deadline = time.monotonic() + 5.0
+    while listens(address):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.2)
+    return False
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.front_door import Optimizer, free_address, golden_file, lines_with, listens, refill
+from helpers.front_door import Optimizer, free_address, goes_on_listening, golden_file, lines_with, refill
 
 import mcore_reshard as mr
 from mcore_reshard.kernels.options import Options
@@ -210,7 +210,7 @@ def test_the_readmes_lines_move_every_byte(model: str, mesh: TrainMesh, tmp_path
     address = free_address()
     outcomes = run_processes(mesh.world + 2, by_readme, (mesh, tmp_path, address), timeout_s=120)
     assert outcomes == [None] * mesh.world + [[], []]
-    assert not listens(address), "the store of training rank 0 ends with the session"
+    assert not goes_on_listening(address), "the store of training rank 0 ends with the session"
 
 
 # --- connect: an error on one rank is every rank's, and no store stays behind ------------------------------------
@@ -237,7 +237,7 @@ def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
         except Exception as error:
             outcomes[case] = f"{type(error).__name__}: {error}"
         dist.barrier()
-        if listens(address):
+        if goes_on_listening(address):
             outcomes[case] += ", and a store was left behind"
         dist.barrier()
 

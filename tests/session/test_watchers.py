@@ -50,7 +50,7 @@ def test_a_watcher_begins_no_session_and_keeps_none_alive() -> None:
             while list_sessions(server.address, 5.0)[1] and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert list_sessions(server.address, 5.0) == ([], 0)
-            with pytest.raises(Exception, match="this store has no session 's'|closed"):
+            with pytest.raises(Exception, match=r"this store has no session 's'|closed"):
                 for _ in range(100):
                     watcher.check(["head"])
                     time.sleep(0.02)
