@@ -68,8 +68,9 @@ def connect_store(
 ) -> SessionStore:
     """Open the session of `options` on the store at `address`, with the token that was given.
 
-    A connection that `watches` can read alone: it begins no session, and keeps none alive. Raises `SessionError` after
-    `timeout_s` (by default that of the options), and up to CAUSE_S to see why.
+    A connection that `watches` can read alone: it begins no session, and keeps none alive.
+
+    Raises `SessionError` after `timeout_s` (by default that of the options), and up to CAUSE_S to see why.
     """
     split_address(address)
     session, timeout_s = options.session, options.timeout_s if timeout_s is None else timeout_s

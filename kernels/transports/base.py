@@ -73,6 +73,7 @@ class StageReport:
     buckets: int
     nbytes: int
     seconds: float
+    start: float = 0.0  # time.perf_counter() of this process; 0: unknown
 
 
 class StageClock:
@@ -94,9 +95,11 @@ class StageClock:
         self._ends[stage] = time.perf_counter()
 
     def reports(self) -> tuple[StageReport, ...]:
-        seconds = {index: end - self._starts[index] for index, end in self._ends.items()}
+        starts = self._starts
+        seconds = {index: end - starts[index] for index, end in self._ends.items()}
+        times = [(seconds.get(index, 0.0), starts.get(index, 0.0)) for index in range(len(self._stages))]
         return tuple(
-            StageReport(stage.pp_stage, stage.transfers, self._buckets[index], stage.nbytes, seconds.get(index, 0.0))
+            StageReport(stage.pp_stage, stage.transfers, self._buckets[index], stage.nbytes, *times[index])
             for index, stage in enumerate(self._stages)
         )
 
@@ -110,6 +113,7 @@ def merge_reports(reports: Sequence[tuple[StageReport, ...]]) -> tuple[StageRepo
             sum(part.buckets for part in stage),
             sum(part.nbytes for part in stage),
             max(part.seconds for part in stage),
+            min((part.start for part in stage if part.start), default=0.0),
         )
         for stage in zip(*reports, strict=True)
     )

@@ -126,7 +126,9 @@ class RelayedExecutor:
         if failures:
             raise first_of(failures)
         seconds = time.perf_counter() - start
-        return tuple(replace(total, seconds=seconds if total.transfers else 0.0) for total in merge_reports(reports))
+        return tuple(
+            replace(total, seconds=seconds if total.transfers else 0.0, start=start) for total in merge_reports(reports)
+        )
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)

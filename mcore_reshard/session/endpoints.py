@@ -10,7 +10,6 @@ The session goes on: the next refit connects anew, without replicas that are gon
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import time
@@ -47,11 +46,13 @@ from .connection import Connection, Program, bind_part, connect_members
 from .members import CONNECT, PROTOCOL, REFIT, Call, Follower, Head, Leader, next_version
 from .part import Part, part_of
 from .plan_exchange import fetch_plan
+from .record import Record
 from .staged import STAGED, StagedTensors, require_memory
 from .state import WeightState, complete, intact, mixed, name_state
+from .trace_events import write_trace
+from .wait_line import WaitLine
 from .whole_tensors import NamedTensors, check_stream, exhaust
 
-_LOG = logging.getLogger("mcore_reshard")
 _CLOSED = "closed"
 # Failures of a machine or a network, after which another try may succeed; others need somebody to mend something.
 _PASSING = {"DeadlineError", "PeerLostError", "PeerGone", "ChecksumError", "TransferError"}
@@ -140,6 +141,7 @@ class _Endpoint(ABC):
         self._check_layout = check_layout
         self._on_state = on_state
         self._adopt_plan = adopt_plan
+        self._record = Record(options.session, part.seat, part.seats)
         self._state = intact(None)
         # On generation ranks of a staged session: where bytes land before they are copied in.
         self._staged = StagedTensors(part.seat) if self.world == "gen" and options.commit == STAGED else None
@@ -168,17 +170,20 @@ class _Endpoint(ABC):
         self._ended = "prepare() failed"
         timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
         try:
-            self._enter()
-            self._bind_first()
-            attendance = self._attendance
-            if isinstance(attendance, Leader):
-                call = attendance.call(attendance.begin(CONNECT), self._word, timeout_s, self._epoch)
-                self._connect(call)
-                attendance.committed(call.replicas)
-            else:
-                assert attendance is not None
-                head = attendance.await_head(timeout_s, "begin a session")
-                self._follow_connect(attendance, head)
+            with self._record.attempt("prepare"), WaitLine(self.rank_name, self._absent):
+                self._enter()
+                self._bind_first()
+                attendance = self._attendance
+                if isinstance(attendance, Leader):
+                    with self._record.phase("meet"):
+                        call = attendance.call(attendance.begin(CONNECT), self._word, timeout_s, self._epoch)
+                    self._connect(call)
+                    attendance.committed(call.replicas)
+                else:
+                    assert attendance is not None
+                    with self._record.phase("meet"):
+                        head = attendance.await_head(timeout_s, "begin a session")
+                    self._follow_connect(attendance, head)
         except BaseException as error:
             self._end(error)
             raise
@@ -229,16 +234,13 @@ class _Endpoint(ABC):
         while True:
             self._retries = self._options.retries
             try:
-                with self._turn:
+                with self._turn, self._record.attempt("refit", attempts):
                     return self._attempt(word, start, attempts, in_background)
             except Exception as error:
                 if attempts > self._retries or not isinstance(error, RefitError) or not _may_pass(error):
                     if self.world == "gen":
                         name_state(error, self._state, self.rank_name)
                     raise
-                _LOG.warning(
-                    "%s: attempt %d of this refit failed, trying again: %s", self.rank_name, attempts, f"{error}"
-                )
                 attempts += 1
 
     def await_outcome(self) -> None:
@@ -263,6 +265,19 @@ class _Endpoint(ABC):
         """Why the last attempt failed, if it did."""
         return self._failure if self._ended in {None, _CLOSED} else self._ended
 
+    def metrics(self) -> dict[str, Any]:
+        """What this rank has done so far, as plain data; `prometheus_text` of session/metrics.py makes text of it.
+
+        Counts of refits, attempts and epochs; bytes by route and transport; seconds by phase; the weights' state; the
+        status of all other ranks and the Unix time of its last change; on training rank 0 the lag of each replica.
+        """
+        attendance = self._attendance
+        return self._record.metrics(attendance.lags if isinstance(attendance, Leader) else None)
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write this rank's last attempts, TRACED_ATTEMPTS at most, as a chrome trace. Raises OSError."""
+        write_trace(path, self._record)
+
     def close(self) -> None:
         """Say goodbye, and free connections and scratch. Members that wait for this rank get an error. May be called twice.
 
@@ -271,6 +286,7 @@ class _Endpoint(ABC):
         with suppress(Exception):
             self.await_outcome()
         self._ended = self._ended or _CLOSED
+        self._record.leaves()
         store, self._store, self._attendance = self._store, None, None
         self._disconnect()
         self._binding = None
@@ -308,6 +324,7 @@ class _Endpoint(ABC):
             "protocol": PROTOCOL,
         }
         store.take_seat(self.rank_name, facts)
+        self._record.enters(store)
         common = (store, self.rank_name, seats, self._process, options.timeout_s)
         if self.rank_name == "train:0":
             leader = Leader(*common, plan=self._part.plan_digest, package=__version__)
@@ -325,13 +342,23 @@ class _Endpoint(ABC):
         connection = self._connection
         return connection.epoch if connection is not None and connection.replicas == replicas else None
 
+    def _absent(self) -> list[str]:
+        """Planned ranks that have no seat, as the store last said. It asks nobody."""
+        seats = self._store.seats if self._store is not None else {}
+        here = {name for name, seat in seats.items() if seat.status == "here"}
+        planned = self._part.seats
+        return [seat for seat in planned.members(range(planned.replicas)) if seat not in here]
+
     def _follow_connect(self, follower: Follower, head: Head) -> None:
         """Take part in an attempt to connect. A replica that comes later only binds: the next refit connects it."""
         self._adopt(head)
         if head.kind != CONNECT:
             follower.skip(head)
-        elif (call := follower.follow(head, self._word)) is not None:
-            self._connect(call)
+        else:
+            with self._record.phase("meet"):
+                call = follower.follow(head, self._word)
+            if call is not None:
+                self._connect(call)
 
     def _adopt(self, head: Head) -> None:
         """Take the plan of a trainer that has another one than this rank was given."""
@@ -340,7 +367,7 @@ class _Endpoint(ABC):
         plan = fetch_plan(self._store_address, self._options)
         self._part, self._binding = self._adopt_plan(plan), None
         assert self._attendance is not None
-        self._attendance.world = self._part.seats
+        self._attendance.world = self._record.world = self._part.seats
         self._bind_first()
 
     def _called(self, word: dict[str, Any]) -> Call:
@@ -380,7 +407,8 @@ class _Endpoint(ABC):
             timeout_s=options.timeout_s,
             lost=partial(attendance.lost, call.members),
         )
-        with _Published(rendezvous, "hello", self._fail):
+        start = time.perf_counter()
+        with self._record.phase("connect"), _Published(rendezvous, "hello", self._fail):
             schedule, transport, bound = self._bound_for(call.replicas)
             hello = {
                 "digest": schedule.digest,
@@ -394,7 +422,7 @@ class _Endpoint(ABC):
             }
             words = rendezvous.gather("hello", hello, parse=parse_word)
         check_alike(words)
-        with _Published(rendezvous, "connected", self._fail):
+        with self._record.phase("connect"), _Published(rendezvous, "connected", self._fail):
             connection = connect_members(rendezvous, call.epoch, call.replicas, schedule, transport, bound, options)
             try:
                 rendezvous.gather("connected", {})
@@ -402,6 +430,7 @@ class _Endpoint(ABC):
                 connection.close()
                 raise
         self._connection = connection
+        self._record.connected(call.epoch, len(call.members), call.replicas, transport.name, start)
         if bound is not None:
             self._writes = bound.check_fresh(self._live_tensors())
         return connection
@@ -416,9 +445,10 @@ class _Endpoint(ABC):
         seats = self._part.seats
         planned = tuple(range(seats.replicas))
         own = seats.replica_of(self.rank_name) if self.world == "gen" else 0
-        if self._check_layout is not None:
-            self._check_layout()
-        self._bound_for(planned if own in planned else (own,))
+        with self._record.phase("bind"):
+            if self._check_layout is not None:
+                self._check_layout()
+            self._bound_for(planned if own in planned else (own,))
 
     def _bound_for(self, replicas: tuple[int, ...]) -> _Binding:
         """This rank's schedule among these replicas, bound; the last one is kept."""
@@ -437,7 +467,8 @@ class _Endpoint(ABC):
     # --- one attempt -----------------------------------------------------------------------------------------------
 
     def _attempt(self, word: dict[str, Any], start: float, attempts: int, in_background: bool) -> Future[RefitReport]:
-        call = self._called(word)
+        with self._record.phase("meet"):
+            call = self._called(word)
         if any(said.get("in_background") for said in call.words.values()):
             self._retries = 0  # of this refit: the trainer's weights may have changed by the time that it fails
         version = next_version(call.words, self.rank_name)
@@ -459,28 +490,36 @@ class _Endpoint(ABC):
         names, fail = program.names, partial(self._fail_attempt, connection, program, attempt)
         if names:  # exports are collectives: no rank may enter one while another's transfer has failed
             with _Published(rendezvous, "bulk", fail):
-                stages = self._move_bulk(connection, program, rendezvous, "bulk")
-                rendezvous.gather("bulk", {})
+                with self._record.phase("bulk"):
+                    stages = self._move_bulk(connection, program, rendezvous, "bulk")
+                with self._record.phase("agree"):
+                    rendezvous.gather("bulk", {})
         is_staged = self._options.commit == STAGED
         arrived = STAGED if is_staged else "commit"
-        decide = partial(rendezvous.decide, "commit", connection.group.settle, partial(self._commit, attempt))
+        vote = partial(rendezvous.decide, "commit", connection.group.settle, partial(self._commit, attempt))
+        decide = self._record.timed("decide", vote)
         afterwards = ExitStack()
         with afterwards:
             with _Published(rendezvous, arrived, fail):
                 if not names:
-                    stages = self._move_bulk(connection, program, rendezvous, arrived)
+                    with self._record.phase("bulk"):
+                        stages = self._move_bulk(connection, program, rendezvous, arrived)
                 misc_bytes = 0
                 if names is None or names:
-                    misc_bytes = self._move_by_name(connection, names, attempt, afterwards)
+                    with self._record.phase("misc"):
+                        misc_bytes = self._move_by_name(connection, names, attempt, afterwards)
                 if is_staged and not in_background:
-                    rendezvous.gather(STAGED, {})
+                    with self._record.phase("agree"):
+                        rendezvous.gather(STAGED, {})
             with _Published(rendezvous, "commit", fail):
                 if self._staged is not None:
-                    self._copy_in(self._staged, program, attempt)
-                if self._after_direct_writes is not None:
-                    self._after_direct_writes()
-                if own_scales and self._set_kv_scales is not None:
-                    self._set_kv_scales(own_scales)
+                    with self._record.phase("copy_in"):
+                        self._copy_in(self._staged, program, attempt)
+                with self._record.phase("derive"):
+                    if self._after_direct_writes is not None:
+                        self._after_direct_writes()
+                    if own_scales and self._set_kv_scales is not None:
+                        self._set_kv_scales(own_scales)
                 if not in_background:
                     decide()
 
@@ -489,9 +528,11 @@ class _Endpoint(ABC):
             moved_by = (program.executor or connection.transport).name
             seconds = time.perf_counter() - start
             state, replicas = str(self._state), call.replicas
-            return RefitReport(
+            report = RefitReport(
                 version, moved_by, program.moved, nbytes, misc_bytes, seconds, stages, state, replicas, attempts
             )
+            self._record.committed(report, connection.epoch, "golden" if names is None else "gloo")
+            return report
 
         outcome: Future[RefitReport] = Future()
         if not in_background:
@@ -531,7 +572,7 @@ class _Endpoint(ABC):
 
     def _fail(self, error: BaseException) -> None:
         self._failure = f"{error}"
-        _LOG.warning("%s: an attempt failed, the engine's state is %s: %s", self.rank_name, self._state, self._failure)
+        self._record.failed(error)
         if isinstance(self._attendance, Leader):
             failure = error.failure if isinstance(error, SessionFailed) else Failure.of(self.rank_name, error)
             self._attendance.note_failure(failure, connecting=self._connection is None)
@@ -546,7 +587,7 @@ class _Endpoint(ABC):
         self.close()
 
     def _set_state(self, state: WeightState) -> None:
-        self._state = state
+        self._state = self._record.state = state
         if self._on_state is not None:
             self._on_state(state)
 
@@ -580,7 +621,8 @@ class _Endpoint(ABC):
         if self._staged is not None:
             self._staged.begin(bound)
         if self._before_reads is not None:
-            self._before_reads()
+            with self._record.phase("derive"):
+                self._before_reads()
             writes = WriteCounts.of(writes.tensors)
         run = connection.thread.start(in_callers_context(program.checks.around(executor.run), bound.device))
         try:

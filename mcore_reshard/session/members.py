@@ -259,6 +259,11 @@ class Leader(Attendance):
         self._lags: dict[int, int] = {}  # by replica: how many committed refits it has missed
         self.max_lag = 0
 
+    @property
+    def lags(self) -> dict[int, int]:
+        """How many committed refits each replica has missed."""
+        return dict(self._lags)
+
     def begin(self, kind: str) -> Head:
         """Announce an attempt."""
         with self.store_is_up():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +75,14 @@ class RefitTrainer:
     ) -> RefitHandle:
         """As `refit`, but return once this rank's weights have been read, and may change. The handle has the outcome."""
         return self._endpoint.refit_async(step, kv_scales=kv_scales, everything=everything, rollback=rollback)
+
+    def metrics(self) -> dict[str, Any]:
+        """What this rank has done so far, as plain data: `TrainEndpoint.metrics`."""
+        return self._endpoint.metrics()
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write this rank's last refits as a chrome trace, for Perfetto. Raises OSError."""
+        self._endpoint.write_trace(path)
 
     def close(self) -> None:
         """Leave the session. May be called twice.

@@ -92,7 +92,7 @@ class DirectExecutor:
         self._end.run(self._runs)
         seconds = time.perf_counter() - start
         return tuple(
-            StageReport(stage.pp_stage, stage.transfers, 0, stage.nbytes, seconds if stage.transfers else 0.0)
+            StageReport(stage.pp_stage, stage.transfers, 0, stage.nbytes, seconds if stage.transfers else 0.0, start)
             for stage in self._bound.stages
         )
 

@@ -10,6 +10,7 @@ vLLM makes the class a base of its worker (v1/worker/worker_base.py). Arguments 
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -250,6 +251,20 @@ class RefitWorker:
         if self._refit_endpoint is None:
             raise SessionError("this worker is in no session: call connect_refit() on all workers first")
         return self._refit_endpoint.state.to_json()
+
+    def refit_metrics(self) -> dict[str, Any]:
+        """What this worker has done so far, as plain data: `GenerationEndpoint.metrics`."""
+        if self._refit_endpoint is None:
+            raise SessionError("this worker is in no session: call connect_refit() on all workers first")
+        return self._refit_endpoint.metrics()
+
+    def write_refit_trace(self, folder: str) -> str:
+        """Write this worker's last refits as a chrome trace into a folder; returns the file, as in "gen-3.json"."""
+        if self._refit_endpoint is None:
+            raise SessionError("this worker is in no session: call connect_refit() on all workers first")
+        path = os.path.join(folder, f"{self._refit_endpoint.rank_name.replace(':', '-')}.json")
+        self._refit_endpoint.write_trace(path)
+        return path
 
     def close_refit(self) -> None:
         """Leave the session and free what it holds. May be called twice."""
