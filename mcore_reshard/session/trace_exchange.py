@@ -33,6 +33,7 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import World
 from mcore_reshard.planner.plan.trace_check import trace_faults
 
+_TRACES = "traces"  # the part of the store with what is here
 _REQUEST = "request"  # what training rank 0 asks of engines: a checkpoint, or nothing
 _SHOWN = 5
 _ANEW = "start it anew, and connect all ranks again"
@@ -49,7 +50,14 @@ def collect_traces(
 
     Raises SessionError for ranks that publish none within `connect_timeout_s`, and for those whose loader cannot be traced.
     """
-    store, names = _store_of(address, options), ParameterNames(checkpoint)
+    with connect_store(address, options) as held:
+        return _collect(held.under(_TRACES), checkpoint, ranks, connect_timeout_s)
+
+
+def _collect(
+    store: StoreView, checkpoint: Mapping[str, HfTensor], ranks: int, connect_timeout_s: float
+) -> list[CondensedTrace]:
+    names = ParameterNames(checkpoint)
     number = uuid4().hex  # an earlier session of this name may have left traces
     store.set(_REQUEST, json.dumps({"number": number, "checkpoint": dump_checkpoint(checkpoint)}))
     keys = [f"{number}/{rank}" for rank in range(ranks)]
@@ -77,7 +85,8 @@ def collect_traces(
 
 def ask_no_traces(address: str, options: Options) -> None:
     """Tell engines that the plan needs no traces of theirs. Training rank 0 calls it before it publishes the plan."""
-    _store_of(address, options).set(_REQUEST, json.dumps({}))
+    with connect_store(address, options) as held:
+        held.under(_TRACES).set(_REQUEST, json.dumps({}))
 
 
 def answer_request(
@@ -91,7 +100,17 @@ def answer_request(
 
     Raises SessionError where no trainer says within `connect_timeout_s` what it wants.
     """
-    store = _store_of(address, options)
+    with connect_store(address, options) as held:
+        _answer(held.under(_TRACES), rank, trace, options.session, connect_timeout_s)
+
+
+def _answer(
+    store: StoreView,
+    rank: int,
+    trace: Callable[[Mapping[str, HfTensor]], CondensedTrace],
+    session: str,
+    connect_timeout_s: float,
+) -> None:
     try:
         store.wait([_REQUEST], timedelta(seconds=connect_timeout_s))
         request = json.loads(store.get(_REQUEST))
@@ -102,7 +121,7 @@ def answer_request(
         raise SessionError(f"the trainer's request was not read, lost {error}; {_ANEW}") from error
     except DistStoreError as error:
         raise SessionError(
-            f"no training rank published a plan for session {options.session!r} within {connect_timeout_s:g} s: connect the trainer"
+            f"no training rank published a plan for session {session!r} within {connect_timeout_s:g} s: connect the trainer"
         ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise SessionError(f"the trainer's request on the store is malformed: {error}") from error
@@ -142,7 +161,3 @@ def require_planned_layout(plan: Plan, world: World, rank: int, trace: RankTrace
         )
         + "\ntake a version that docs/support.md names, or a release of mcore-reshard that knows this one"
     )
-
-
-def _store_of(address: str, options: Options) -> StoreView:
-    return connect_store(address, options).under("traces")

@@ -295,7 +295,7 @@ def test_a_connect_that_fails_on_one_rank_fails_on_all(tmp_path: Path, megatron:
         "number": lambda said: "RefitError: " in said and "model_chunks has no decoder in int: give" in said,
         "bare": lambda said: "ValueError: Megatron-Bridge exports every parameter (golden)" in said,
         "taken": lambda said: "no store of mcore-reshard" in said,
-        "absent": lambda said: "gen:0 did not arrive at 'hello' within 1 s" in said,
+        "absent": lambda said: "gen:0 did not come to connect within 1 s" in said,
         "parallel state": lambda said: "call parallel_state.initialize_model_parallel first" in said,
     }
     for outcomes in (first, second):

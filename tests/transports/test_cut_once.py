@@ -13,11 +13,12 @@ from helpers.casting import train_schedule, transfers_with_casts
 from helpers.gloo import connecting
 from helpers.handmade import allocate
 from helpers.plans import Case
-from torch.distributed import HashStore
 
 from mcore_reshard.kernels.copies import buckets
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.seal import Sealer
+from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.transports import mixed, relay
 from mcore_reshard.kernels.transports.base import Transport, TransportContext
 from mcore_reshard.kernels.transports.direct.staging import divide_slots, parted
@@ -57,7 +58,11 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Schedule]]:
 
 
 def context_of(bound: BoundSchedule) -> TransportContext:
-    return TransportContext(HashStore(), HashStore, NoGroup(), bound, Options(timeout_s=5.0))  # type: ignore[arg-type]
+    return TransportContext(unconnected(), NoGroup(), bound, Options(timeout_s=5.0))  # type: ignore[arg-type]
+
+
+def unconnected() -> SessionStore:
+    return SessionStore("127.0.0.1:1", "nowhere", 5.0, Sealer())
 
 
 def bound_rank(case: Case, world: Any, rank: int) -> BoundSchedule:
@@ -86,7 +91,7 @@ def test_nccl_cuts_once_to_the_size_that_all_ranks_agree_on(
     monkeypatch.setattr(NcclExecutor, "_agree_on_division", lambda *_: division)
     monkeypatch.setattr(NcclExecutor, "_prepare", lambda _, cut, ctas: sizes.extend(bucket.nbytes for bucket in cut))
     bound = bound_rank(MOE, "gen", 0)
-    NcclExecutor(bound, HashStore(), timeout_s=5.0)
+    NcclExecutor(bound, unconnected(), timeout_s=5.0)
     assert cut == [bound.schedule]
     assert 0 < max(sizes) <= division.bucket_bytes < 1 << 16
 
