@@ -54,6 +54,16 @@ class SourceChecks:
 
         return checked_run
 
+    @property
+    def tiles(self) -> int:
+        """How many tiles are checked."""
+        return len(self._strata.table)
+
+    @property
+    def table_bytes(self) -> int:
+        """Device memory of the strata and the checksums."""
+        return getattr(self._sums, "nbytes", 0)
+
     @cached_property
     def checked_bytes(self) -> int:
         """The bytes that a pass reads, at most."""

@@ -214,6 +214,45 @@ def kernels_section(folder: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def source_checks_section(folder: Path = RESULTS) -> str:
+    """The runs of tools/bench_source_checks.py: what the checks cost a pull, and passes over other samples."""
+    parts = []
+    for file in sorted(folder.glob("source-checks-x*.json")):
+        data = json.loads(file.read_text())
+        off = {row["workload"]: row["ms"] for row in data["rows"] if row["checks"] == "off"}
+        lines = [
+            _wrapped(
+                f"{data['hardware']}, driver {data['driver']}, {_versions(data)}, {data['date']}"
+                f" (`python tools/bench_source_checks.py`, [data]({LINKS}/{file.name})). Medians of {data['repeats']} pulls,"
+                " from one rank to one rank."
+            ),
+            "",
+            "| weights | GB in tensors | pull without checks | checks | pull | cost | both passes alone | tiles | memory |",
+            f"|{'---|' * 9}",
+        ]
+        for row in data["rows"]:
+            if row["checks"] == "off":
+                continue
+            weights, ms = data["workloads"][row["workload"]], off[row["workload"]]
+            size = f"{weights['gb']:.1f} in {weights['tensors']:,}"
+            cells = [weights["what"], size, f"{ms:.1f} ms"] if row["checks"] == "sampled" else ["", "", ""]
+            cells += [f"`{row['checks']}`", f"{row['ms']:.1f} ms", f"{row['cost']:.1%}", f"{row['passes_ms']:.2f} ms"]
+            lines.append(f"| {' | '.join(cells)} | {row['tiles']:,} | {row['memory_mb']:.0f} MB |")
+        shares = sorted({each["share"] for each in data["sweep"]})
+        lines += [
+            "",
+            "Both passes over other samples of the first weights, in ms; 0% is one tile of each tensor:",
+            "",
+            f"| tile | {' | '.join(f'{share:.0%}' for share in shares)} |",
+            f"|{'---|' * (len(shares) + 1)}",
+        ]
+        for tile in sorted({each["tile_bytes"] for each in data["sweep"]}):
+            by_share = {each["share"]: each["passes_ms"] for each in data["sweep"] if each["tile_bytes"] == tile}
+            lines.append(f"| {tile >> 10} KiB | {' | '.join(f'{by_share[share]:.2f}' for share in shares)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 def _versions(data: dict[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in data["versions"].items())
 
@@ -475,6 +514,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "shared": shared_section,
     "links": links_section,
     "kernels": kernels_section,
+    "source-checks": source_checks_section,
     "support": support_section,
     "json-keys": json_keys_section,
     "gpu-validation": gpu_validation_section,
