@@ -1,4 +1,5 @@
 """Plan a refit as exact byte movement, and prove it. Imports numpy and the standard library alone.
 
-Folders, each importing those before it: `model` <- `layout` <- `plan` <- `proof`.
+`bounded_json.py` reads what other processes and files say. Folders, each importing those before it: `model` <- `layout` <-
+`plan` <- `proof`.
 """

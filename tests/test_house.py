@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[1]
 # below: "kernels" is errors.py and host.py alone, "kernels/" is everything there.
 ARROWS: dict[str, tuple[str, ...]] = {
     "planner": (),
-    "planner/model": (),
-    "planner/layout": ("planner/model/",),
-    "planner/plan": ("planner/model/", "planner/layout/"),
-    "planner/proof": ("planner/model/", "planner/layout/", "planner/plan/"),
+    "planner/model": ("planner",),
+    "planner/layout": ("planner", "planner/model/"),
+    "planner/plan": ("planner", "planner/model/", "planner/layout/"),
+    "planner/proof": ("planner", "planner/model/", "planner/layout/", "planner/plan/"),
     "kernels": (),
     "kernels/copies": ("planner/", "kernels"),
     "kernels/cuda": ("planner/", "kernels", "kernels/copies/"),
-    "kernels/rendezvous": ("kernels",),
+    "kernels/rendezvous": ("planner", "kernels"),
     "kernels/transports": ("planner/", "kernels", "kernels/copies/", "kernels/cuda/", "kernels/rendezvous/"),
     "mcore_reshard": (),
     "mcore_reshard/__init__": (

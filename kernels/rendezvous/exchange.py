@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from torch.distributed import DistError, DistStoreError
 
 from mcore_reshard.kernels.errors import DeadlineError, SessionError, TransferError, Waiting
+from mcore_reshard.planner.bounded_json import MAX_WORD_BYTES, parse_json
 
 from .polling import NOTICE_S
 from .store import StoreKeys
@@ -32,9 +33,9 @@ def stored_text(value: Any) -> str:
 
 
 def parse_stored(key: str, content: bytes, parse: Callable[[Any], T], *, written_by: str = "") -> T:
-    """`parse(value)` of a key's content. Raises `SessionError` for what is no JSON, or where `parse` raises."""
+    """`parse(value)` of a key's content. Raises `SessionError` for no JSON, beyond its bounds, or where `parse` raises."""
     try:
-        return parse(json.loads(content))
+        return parse(parse_json(content, "it", max_bytes=MAX_WORD_BYTES))
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         owner = f", which {written_by} wrote," if written_by else ""
         raise SessionError(

@@ -20,6 +20,7 @@ from mcore_reshard.kernels.errors import LayoutError, RefitError, SessionError, 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 from mcore_reshard.kernels.rendezvous.store import StoreView, connect_store
+from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames
 from mcore_reshard.planner.layout.trace_file import (
     dump_checkpoint,
@@ -36,6 +37,7 @@ from mcore_reshard.planner.plan.trace_check import trace_faults
 _TRACES = "traces"  # the part of the store with what is here
 _REQUEST = "request"  # what training rank 0 asks of engines: a checkpoint, or nothing
 _SHOWN = 5
+_MAX_ANSWER_BYTES = 2 * MAX_PLAN_BYTES  # a trace, or a list of tensors, as a string in JSON: its quotes are escaped
 _ANEW = "start it anew, and connect all ranks again"
 
 
@@ -63,7 +65,11 @@ def _collect(
     keys = [f"{number}/{rank}" for rank in range(ranks)]
     try:
         store.wait(keys, timedelta(seconds=connect_timeout_s))
-        answers = [json.loads(store.get(key)) for key in keys]
+        answers = [
+            parse_json(store.get(key), f"the answer of gen:{rank}", max_bytes=_MAX_ANSWER_BYTES)
+            for rank, key in enumerate(keys)
+        ]
+        failed = [f"gen:{rank}: {answer['error']:.2000}" for rank, answer in enumerate(answers) if "error" in answer]
     except DistNetworkError as error:
         raise SessionError(f"no traces of the engine were read, lost {error}; {_ANEW}") from error
     except DistStoreError as error:
@@ -72,7 +78,9 @@ def _collect(
             f"{', '.join(silent)} did not say within {connect_timeout_s:g} s how they load this model, which has no layout"
             " rules: start the engine and connect its ranks"
         ) from error
-    if failed := [f"gen:{rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]:
+    except (KeyError, TypeError, ValueError) as error:
+        raise SessionError(f"a generation rank's answer on the store is malformed: {error}") from error
+    if failed:
         raise SessionError("\n  ".join(("the engine's loader cannot be traced:", *failed[:_SHOWN])))
     try:
         traces = [parse_trace(answer["trace"], f"the trace of gen:{rank}") for rank, answer in enumerate(answers)]
@@ -113,7 +121,7 @@ def _answer(
 ) -> None:
     try:
         store.wait([_REQUEST], timedelta(seconds=connect_timeout_s))
-        request = json.loads(store.get(_REQUEST))
+        request = parse_json(store.get(_REQUEST), "the request", max_bytes=_MAX_ANSWER_BYTES)
         if not request:
             return
         checkpoint, number = parse_checkpoint(request["checkpoint"]), str(request["number"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 
+from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames
 from mcore_reshard.planner.layout.record_forms import canonical
 from mcore_reshard.planner.layout.trace_file import (
@@ -40,7 +40,8 @@ class TraceCache:
             return None
         try:
             header, tensors, *lines = content
-            fields, checkpoint = json.loads(header), parse_checkpoint(tensors)
+            fields = parse_json(header, "the header", max_bytes=MAX_PLAN_BYTES)
+            checkpoint = parse_checkpoint(tensors)
             names, traces = ParameterNames(checkpoint), [parse_trace(line) for line in lines]
             for trace in traces:
                 require_known(trace, names)

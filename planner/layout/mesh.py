@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_RANKS = 1 << 16
+_MAX_TEXT = 1 << 14  # characters of a mesh; layers of 4,096 chunks take 8,000
+_MAX_DIGITS = 20
 
 
 class MeshError(ValueError):
@@ -66,6 +68,8 @@ class TrainMesh:
             violations.append(
                 f"layers has {entries} entries, wants pp = {self.pp} (per stage) or pp*vpp = {chunks} (per chunk)"
             )
+        if chunks > MAX_RANKS and not violations:
+            violations.append(f"pp*vpp = {chunks} chunks exceed the {MAX_RANKS} that a plan may have")
         if self.vpp > 1 and self.pp == 1:
             violations.append("vpp > 1 wants pp > 1 (Megatron interleaves chunks over pipeline stages)")
         if any(count < 0 for count in self.layers):
@@ -246,6 +250,9 @@ def _parse(text: str, side: str, kind: type[_Mesh]) -> _Mesh:
     """Parse every axis that is well-formed, then build the mesh: one error lists the faults of the text and of the mesh."""
     axes: dict[str, Any] = {}
     known = sorted(f.name for f in fields(kind))
+    if len(text) > _MAX_TEXT or re.search(f"[0-9]{{{_MAX_DIGITS + 1}}}", text):
+        problem = f"it has {len(text):,} characters, or a number of more than {_MAX_DIGITS} digits"
+        raise MeshError(f"cannot use the {side} mesh {text[:40]!r}...", [problem])
     violations = [] if text.replace(",", " ").strip() else ["it is empty, write for example tp=2"]
     plain = re.sub(r"layers=\d+(,\d+)+(?![^,])", lambda layers: layers[0].replace(",", "+"), text)
     if plain != text:

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from math import prod
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
+
+from mcore_reshard.planner.bounded_json import shown
+from mcore_reshard.planner.model.name_patterns import require_tensor_pattern
 
 from .geometry import LocalTensor
 from .mesh import LayerPlace
@@ -56,7 +60,7 @@ def decode(value: Any, form: Any, where: str, tensors: Sequence[LocalTensor]) ->
     """
     if form is int or form is str or form is bool:
         if type(value) is not form or (isinstance(value, int) and abs(value) > _LARGEST):
-            raise TypeError(f"{value!r} in {where} where {_NAMES[form]} belongs")
+            raise TypeError(f"{shown(value)} in {where} where {_NAMES[form]} belongs")
         return value
     if form is LocalTensor:
         number = decode(value, int, where, tensors)
@@ -72,15 +76,30 @@ def decode(value: Any, form: Any, where: str, tensors: Sequence[LocalTensor]) ->
         return form.build(**{name: decode(value[name], of_one, name, tensors) for name, of_one in form.columns.items()})
     forms = form.forms if is_record else form
     if not isinstance(value, list) or (isinstance(forms, tuple) and len(value) != len(forms)):
-        raise TypeError(f"{value!r} in {where} where a list{f' of {len(forms)}' * isinstance(forms, tuple)} belongs")
+        raise TypeError(f"{shown(value)} in {where} where a list{f' of {len(forms)}' * isinstance(forms, tuple)} belongs")
     if isinstance(forms, list):
         return tuple([decode(item, forms[0], where, tensors) for item in value])
     items = [decode(item, of_one, where, tensors) for item, of_one in zip(value, forms, strict=True)]
     return form.build(*items) if is_record else tuple(items)
 
 
+def _tensor(name: str, shape: tuple[int, ...], dtype: str) -> LocalTensor:
+    require_tensor_pattern(name)
+    require_shape(name, shape)
+    return LocalTensor(name, shape, dtype)
+
+
+def require_shape(name: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for a shape that no tensor has: a negative size, too many dims, or more than 2^48 elements."""
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{name} has a negative size in {shown(shape)}")
+    if len(shape) > MAX_DIMS or prod(shape) > _LARGEST:
+        raise ValueError(f"{name} has {len(shape)} dims or more than 2^48 elements: {shown(shape)}")
+
+
+MAX_DIMS = 16  # of a tensor, or of a view that factors it; a rule's largest has 4
 _LARGEST = 1 << 48
 _NAMES = {int: "a number", str: "a text", bool: "true or false"}
 SIZES = [int]
-TENSORS = [RecordForm(LocalTensor, {"name": str, "shape": SIZES, "dtype": str})]
+TENSORS = [RecordForm(_tensor, {"name": str, "shape": SIZES, "dtype": str})]
 LAYER_PLACE = RecordForm(LayerPlace, dict.fromkeys(("layer", "vp_stage", "local"), int))

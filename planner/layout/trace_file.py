@@ -9,21 +9,25 @@ Whoever reads such a text need not trust it: what is parsed has the right types,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
 
+from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, BoundsError, parse_json, shown
+from mcore_reshard.planner.model.name_patterns import require_parameter_pattern
+
 from .condense import CondensedTrace, Holding, ParameterNames, numbers_in
 from .geometry import LocalTensor
-from .record_forms import LAYER_PLACE, SIZES, TENSORS, RecordForm, canonical, decode, encode
+from .record_forms import LAYER_PLACE, SIZES, TENSORS, RecordForm, canonical, decode, encode, require_shape
 from .strided import StridedCopy
 from .traces import HfTensor
 
 TRACE_FORMAT, CHECKPOINT_FORMAT = "mcore-reshard trace", "mcore-reshard checkpoint"
 VERSION = 1
-_MOST_TENSORS = 1 << 22  # of a checkpoint; an entry of a few bytes must not stand for more
+# Of a checkpoint: an entry of a few bytes must not stand for more. Kimi-K2 in FP8 has 140,000 tensors, names of 9 MB.
+_MOST_TENSORS = 1 << 20
+_MOST_NAME_BYTES = 1 << 26
 
 
 class TraceFileError(ValueError):
@@ -43,8 +47,6 @@ def parse_trace(text: str, source: str = "the trace") -> CondensedTrace:
     document = _parse(text, TRACE_FORMAT, {*_TRACE, "tensors"}, source)
     try:
         tensors = decode(document["tensors"], TENSORS, "tensors", ())
-        if any(size < 0 for tensor in tensors for size in tensor.shape):
-            raise ValueError("a tensor has a negative size")
         return CondensedTrace(**{name: decode(document[name], form, name, tensors) for name, form in _TRACE.items()})
     except (TypeError, ValueError, IndexError) as error:
         raise TraceFileError(f"{source} is damaged: {error}") from error
@@ -73,13 +75,12 @@ def parse_checkpoint(text: str, source: str = "the list of tensors") -> dict[str
     document = _parse(text, CHECKPOINT_FORMAT, {"tensors"}, source)
     checkpoint: dict[str, HfTensor] = {}
     try:
-        for pattern, shape, dtype, layers, experts in decode(document["tensors"], _CHECKPOINT, "tensors", ()):
-            if any(size < 0 for size in shape):
-                raise ValueError(f"{pattern} has a negative size")
-            numbers = [_numbers(ranges, pattern) for ranges in (layers, experts)]
-            if len(checkpoint) + len(numbers[0]) * len(numbers[1]) > _MOST_TENSORS:
-                raise ValueError(f"it has more than {_MOST_TENSORS} tensors")
-            for layer, expert in product(*numbers):
+        tensors = decode(document["tensors"], _CHECKPOINT, "tensors", ())
+        _require_few(tensors)
+        for pattern, shape, dtype, layers, experts in tensors:
+            require_parameter_pattern(pattern)
+            require_shape(pattern, shape)
+            for layer, expert in product(_numbers(layers), _numbers(experts)):
                 name = _name(pattern, layer, expert)
                 if name in checkpoint:
                     raise ValueError(f"it lists {name} twice")
@@ -113,14 +114,14 @@ def require_known(trace: CondensedTrace, names: ParameterNames, source: str = "t
 
 def _parse(text: str, form: str, fields: set[str], source: str) -> dict[str, Any]:
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TraceFileError(f"{source} is not JSON ({error})") from error
+        document = parse_json(text, source, max_bytes=MAX_PLAN_BYTES)
+    except BoundsError as error:
+        raise TraceFileError(str(error)) from error
     if not isinstance(document, dict) or document.get("format") != form:
         raise TraceFileError(f'{source} has no "format": "{form}"')
     if document.get("version") != VERSION:
-        version = document.get("version")
-        raise TraceFileError(f"{source} is of version {version!r}, this release reads version {VERSION}")
+        version = shown(document.get("version"))
+        raise TraceFileError(f"{source} is of version {version}, this release reads version {VERSION}")
     if document.keys() != {"format", "version", *fields}:
         raise TraceFileError(f"{source} does not have the fields {', '.join(sorted(fields))}")
     return document
@@ -142,11 +143,19 @@ def _ranges(numbers: Iterable[int | None]) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-def _numbers(ranges: Sequence[tuple[int, int]], pattern: str) -> list[int | None]:
-    if any(not 0 <= start < stop for start, stop in ranges):
-        raise ValueError(f"{pattern} has the numbers {ranges}")
-    if sum(stop - start for start, stop in ranges) > _MOST_TENSORS:
-        raise ValueError(f"{pattern} has more than {_MOST_TENSORS} numbers")
+def _require_few(tensors: Sequence[Any]) -> None:
+    """Raise ValueError for ranges that say nothing, and where the entries stand for too many tensors."""
+    most = characters = 0
+    for pattern, _, _, *both in tensors:
+        if any(not 0 <= start < stop for ranges in both for start, stop in ranges):
+            raise ValueError(f"{shown(pattern)} has the numbers {shown(both)}")
+        layers, experts = (max(1, sum(stop - start for start, stop in ranges)) for ranges in both)
+        most, characters = most + layers * experts, characters + layers * experts * len(pattern)
+    if most > _MOST_TENSORS or characters > _MOST_NAME_BYTES:
+        raise ValueError(f"it lists {most:,} tensors, with names of {characters:,} bytes: more than any model")
+
+
+def _numbers(ranges: Sequence[tuple[int, int]]) -> list[int | None]:
     return [number for start, stop in ranges for number in range(start, stop)] or [None]
 
 

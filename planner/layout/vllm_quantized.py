@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from math import gcd
 
+from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup, Quantization, Role
 from mcore_reshard.planner.model.precision import MXFP8, QUANTIZED, Block, Format
 
@@ -62,7 +63,7 @@ def _is_listed(group: ParameterGroup, layer: int | None, quantization: Quantizat
     """
     if not group.experts:
         return _is_module_listed(*_module_names(group, layer), quantization)
-    experts = group.name_pattern.partition(".{expert}")[0].format(layer=layer)
+    experts = fill(group.name_pattern.partition(".{expert}")[0], layer=layer)
     if any(listed.startswith(experts + ".") for listed in quantization.not_converted):
         return True
     return _is_module_listed(experts, "", quantization)

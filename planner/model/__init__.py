@@ -1,4 +1,4 @@
 """The parameters of a model, their precision, and the config.json that they are read from.
 
-Imports nothing else of this package.
+Imports `planner.bounded_json` alone.
 """

@@ -10,9 +10,12 @@ from .parameters import Attention, Quantization
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST_SIZE = 1 << 24  # bytes of a tensor stay countable in 64 bits
-_LARGEST_DEPTH = 1 << 12  # layers are enumerated
+MAX_LAYERS = MAX_EXPERTS = 1 << 12  # they are enumerated
 _NEEDED: Mapping[type, str] = {bool: "true or false", str: "a string", Mapping: "an object"}
-_DEPTHS = {"num_hidden_layers", "num_nextn_predict_layers"}
+_ENUMERATED = {
+    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), MAX_LAYERS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MAX_EXPERTS),
+}
 # Fields of published configs that nothing reads, though they look like misspellings of n_groups and hybrid_override_pattern.
 _FIELDS_NOT_READ = {"n_group", "mtp_hybrid_override_pattern"}
 
@@ -63,7 +66,7 @@ class ConfigReader:
         """An integer field from `minimum` to the largest that can be planned. Null or absent: `default`, else an error."""
         keys = (name, *aliases)
         value = next((value for key in keys if (value := self._value(key)) is not None), default)
-        largest = _LARGEST_DEPTH if name in _DEPTHS else _LARGEST_SIZE
+        largest = _ENUMERATED.get(name, _LARGEST_SIZE)
         if value is None and not any(key in self._config for key in keys):
             self.note_missing(name)
         elif value is None:

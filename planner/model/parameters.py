@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
+from .name_patterns import fill, require_parameter_pattern
+
 ITEMSIZE: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "uint8": 1}
 
 
@@ -93,6 +95,9 @@ STACKED_ROLES = frozenset({
 })  # fmt: skip
 
 
+MAX_PARAMETERS = 1 << 20  # of a model: schedules and proofs enumerate them. Kimi-K2 in FP8 has 140,000
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
     """Parameters that differ in nothing but layer and expert number.
@@ -111,6 +116,7 @@ class ParameterGroup:
     mtp: bool = False  # belongs to a multi-token-prediction layer
 
     def __post_init__(self) -> None:
+        require_parameter_pattern(self.name_pattern)
         if not self.view:
             object.__setattr__(self, "view", self.shape)
         if prod(self.view) != prod(self.shape):
@@ -132,7 +138,7 @@ class ParameterGroup:
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
     def name(self, layer: int | None, expert: int | None) -> str:
-        return self.name_pattern.format(layer=layer, expert=expert)
+        return fill(self.name_pattern, layer=layer, expert=expert)
 
     def parameters(self) -> Iterator[Parameter]:
         for layer in self.layers or (None,):

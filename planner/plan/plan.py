@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
 from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, TrainMesh
 from mcore_reshard.planner.layout.partitions import Partition
+from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 
 from .balance import Numbers, RoundRobin
@@ -147,7 +148,7 @@ class TransferGroup:
 
 def _tensor_name(tensor: LocalTensor, world: World, place: LayerPlace, slot: int) -> str:
     vp, layer = (place.vp_stage, place.local) if world == "train" else (0, place.layer)
-    return tensor.name.format(vp=vp, layer=layer, expert=slot)
+    return fill(tensor.name, vp=vp, layer=layer, expert=slot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,20 @@ before they move a byte.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
+from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, BoundsError, parse_json, read_bounded, shown
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Padding, Partition
 from mcore_reshard.planner.layout.record_forms import LAYER_PLACE, SIZES, TENSORS, RecordForm, canonical, decode, encode
 from mcore_reshard.planner.model.parameters import ParameterGroup, Role
 
+from .bounds import require_bounded
 from .plan import (
     FrozenLayers,
     GroupCast,
@@ -68,32 +69,34 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 def load_plan(path: str | Path) -> Plan:
     """Read a plan. Raises PlanFileError where the file is missing, foreign, damaged or of another version."""
     try:
-        text = Path(path).read_text()
+        text = read_bounded(path, MAX_PLAN_BYTES)
     except UnicodeDecodeError as error:
         raise PlanFileError(f"{path} is not a plan: it is not text") from error
+    except BoundsError as error:
+        raise PlanFileError(f"{path} is not a plan: {error}") from error
     except OSError as error:
         raise PlanFileError(f"cannot read plan {path}: {error.strerror}") from error
     return parse_plan(text, str(path))
 
 
 def parse_plan(text: str, source: str = "plan") -> Plan:
+    """Read a plan of unknown origin. Raises PlanFileError, which names `source`; what is returned is not proven yet."""
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanFileError(f"{source} is not a plan: it is not JSON ({error})") from error
+        document = parse_json(text, "it", max_bytes=MAX_PLAN_BYTES)
+    except BoundsError as error:
+        raise PlanFileError(f"{source} is not a plan: {error}") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise PlanFileError(
             f'{source} is not a plan: no "format": "{FORMAT}"; write one with `mcore-reshard plan --out`'
         )
     if document.get("version") != VERSION:
         raise PlanFileError(
-            f"{source} is a plan of version {document.get('version')!r}, this release reads version {VERSION}; plan again"
+            f"{source} is a plan of version {shown(document.get('version'))}, this release reads version {VERSION}; plan again"
         )
     sealed = hashlib.sha256(canonical(document.get("plan")).encode()).hexdigest()
-    if sealed != document.get("digest"):
-        raise PlanFileError(
-            f"{source} is damaged: its content has digest {sealed}, it claims {document.get('digest')}; plan again"
-        )
+    if sealed != (claimed := document.get("digest")):
+        claimed = claimed[:64] if isinstance(claimed, str) else shown(claimed)
+        raise PlanFileError(f"{source} is damaged: its content has digest {sealed}, it claims {claimed}; plan again")
     try:
         plan = _plan_of(document["plan"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
@@ -114,8 +117,10 @@ def _plan_of(body: Any) -> Plan:
     tensors = decode(body["tensors"], TENSORS, "tensors", ())
     fields = {name: decode(body[name], form, name, tensors) for name, form in _PLAN.items()}
     if fields["policy"] not in get_args(Policy):
-        raise ValueError(f"unknown policy {fields['policy']!r}")
-    return Plan(**fields)
+        raise ValueError(f"unknown policy {shown(fields['policy'])}")
+    plan = Plan(**fields)
+    require_bounded(plan)
+    return plan
 
 
 # --- the form of every record

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import LocalTensor as LocalTensor
+from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ParameterGroup
 
 World = Literal["train", "gen"]
@@ -67,7 +68,7 @@ class MemberNames:
 
     def name(self, member: int) -> str:
         position, expert = divmod(member, self.expert_count)
-        return self.pattern.format(layer=self.layers[position], expert=self.first_expert + expert)
+        return fill(self.pattern, layer=self.layers[position], expert=self.first_expert + expert)
 
 
 @dataclass(frozen=True, slots=True)

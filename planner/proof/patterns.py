@@ -7,11 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 from itertools import pairwise
 from math import prod
-from string import Formatter
 
 from mcore_reshard.planner.layout.engines import Transposed, UnknownEngineError, engine_named
 from mcore_reshard.planner.layout.geometry import Piece, Region
 from mcore_reshard.planner.layout.partitions import Partition
+from mcore_reshard.planner.model.name_patterns import places_in, require_tensor_pattern
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup, Role
 from mcore_reshard.planner.plan.plan import GroupCast, Plan, TransferGroup, TransferPattern
 
@@ -246,10 +246,11 @@ def _name_faults(pieces: tuple[Piece, ...], group: ParameterGroup, is_src: bool)
     """A tensor's name varies with what it belongs to: chunk (in the trainer), layer and, unless stacked, expert."""
     for name, stacked in dict.fromkeys((piece.tensor.name, piece.slot_dim >= 0) for piece in pieces):
         try:
-            fields = {field for _, field, _, _ in Formatter().parse(name) if field is not None}
+            require_tensor_pattern(name)
         except ValueError as error:
-            yield f"{name!r} is no pattern: {error}"
+            yield f"no pattern: {error}"
             continue
+        fields = places_in(name)
         numbered = {"vp": is_src, "layer": bool(group.layers), "expert": group.experts and not stacked}
         required = {field for field, varies in numbered.items() if varies}
         if stacked and not group.experts:

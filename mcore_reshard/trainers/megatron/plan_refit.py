@@ -20,6 +20,7 @@ from mcore_reshard.planner.layout.megatron import ExpertsModule, MegatronBuild, 
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc
 from mcore_reshard.planner.model.families import parameters_from_config
+from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ModelParameters, Role
 from mcore_reshard.planner.model.precision import PRECISION_OF, PRECISIONS, QUANTIZED, UNQUANTIZED
 from mcore_reshard.planner.plan.make_plan import make_plan
@@ -171,7 +172,7 @@ def _linear_weights(
             slots = range(max(1, owners.experts[1] - owners.experts[0]))
             for pattern, place, slot in product(sorted(patterns), owners.layers, slots):
                 if owners.pp_stage == pp_stage:
-                    yield place.layer, pattern.format(vp=place.vp_stage, layer=place.local, expert=slot)
+                    yield place.layer, fill(pattern, vp=place.vp_stage, layer=place.local, expert=slot)
 
 
 def _refuse_alternating_misc(plan: Plan, build: MegatronBuild) -> None:

@@ -12,11 +12,11 @@ Qwen/Qwen3-VL-30B-A3B-Instruct. Imports the files of `planner.model`.
 
 from __future__ import annotations
 
-import json
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json, read_bounded
 from mcore_reshard.planner.model.config_reader import ConfigError
 
 _FOLDER = Path(__file__).parent
@@ -40,8 +40,8 @@ def load_config(name_or_path: str | Path) -> dict[str, Any]:
     """
     path = find_config(name_or_path)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        config = parse_json(read_bounded(path, MAX_PLAN_BYTES), "the file", max_bytes=MAX_PLAN_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError(str(path), [f"not readable as JSON: {error}"]) from error
     if not isinstance(config, dict):
         raise ConfigError(str(path), [f"holds a JSON {type(config).__name__}, not an object"])

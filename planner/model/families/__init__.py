@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from mcore_reshard.planner.model.config_reader import ConfigError, ConfigReader, looks_like
-from mcore_reshard.planner.model.parameters import ModelParameters
+from mcore_reshard.planner.model.parameters import MAX_PARAMETERS, ModelParameters
 
 from .deepseek_v3 import deepseek_v3
 from .gpt_oss import gpt_oss
@@ -54,7 +54,10 @@ def parameters_from_config(config: Mapping[str, Any]) -> ModelParameters:
     """
     family = config.get("model_type")
     if isinstance(family, str) and family in FAMILIES:
-        return FAMILIES[family](ConfigReader(as_published(config)))
+        parameters = FAMILIES[family](ConfigReader(as_published(config)))
+        if (count := sum(group.count for group in parameters.groups)) > MAX_PARAMETERS:
+            raise ConfigError(f"{family} config", [f"it has {count:,} parameters, no more than {MAX_PARAMETERS:,} are supported"])
+        return parameters
     problem = f"model_type {family!r} is not known"
     if family is None:
         problem = f"model_type is missing{looks_like('model_type', config)}"

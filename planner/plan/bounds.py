@@ -1,0 +1,49 @@
+"""How large a plan may be that another process or a file gave. The proof and the schedules enumerate what is bounded here."""
+
+from __future__ import annotations
+
+from mcore_reshard.planner.layout.record_forms import require_shape
+from mcore_reshard.planner.model.config_reader import MAX_LAYERS
+from mcore_reshard.planner.model.parameters import MAX_PARAMETERS
+
+from .plan import Plan, TransferPattern
+
+# Members times overlaps. Kimi-K2 from 2,048 to 1,024 ranks has 2.2 million; a rank's schedule has its share of them.
+MAX_TRANSFERS = 1 << 25
+MAX_BYTES = 1 << 46  # of all parameters: bytes of 2^16 ranks can still be summed in 64 bits. Kimi-K2 has 2^41
+
+
+def require_bounded(plan: Plan) -> None:
+    """Raise ValueError for a plan that is larger than any model. What it says need not be right: the proof looks at that."""
+    parameters = nbytes = transfers = 0
+    for group in plan.groups:
+        require_shape(group.name_pattern, group.shape)
+        require_shape(group.name_pattern, group.view)
+        if not all(0 <= layer < MAX_LAYERS for layer in group.layers):
+            raise ValueError(f"{group.name_pattern} has layers outside of 0 to {MAX_LAYERS - 1:,}")
+        if group.experts < 0:
+            raise ValueError(f"{group.name_pattern} has {group.experts} experts")
+        parameters += group.count
+        nbytes += group.count * group.nbytes
+    if parameters > MAX_PARAMETERS or nbytes > MAX_BYTES:
+        raise ValueError(f"it has {parameters:,} parameters of {nbytes:,} bytes: more than any model")
+    for pattern in plan.patterns:
+        _require_dims(pattern)
+    overlaps = [len(pattern.overlaps) for pattern in plan.patterns]
+    for each in plan.transfer_groups:
+        first, stop = each.experts
+        if not 0 <= first <= stop <= MAX_PARAMETERS:
+            raise ValueError(f"a transfer group has experts {each.experts}")
+        if 0 <= each.pattern < len(overlaps):
+            transfers += each.members * overlaps[each.pattern]
+    if transfers > MAX_TRANSFERS:
+        raise ValueError(f"it has {transfers:,} transfers, more than {MAX_TRANSFERS:,}")
+
+
+def _require_dims(pattern: TransferPattern) -> None:
+    for overlap in pattern.overlaps:
+        if len(overlap.region.start) != len(overlap.region.stop):
+            raise ValueError(f"an overlap is from {overlap.region.start} to {overlap.region.stop}")
+    for partition in (pattern.src, pattern.dst):
+        for piece in (piece for pieces in partition.pieces for piece in pieces):
+            require_shape(piece.tensor.name, piece.view)
