@@ -373,7 +373,7 @@ def _gen_misfits(parameters: ModelParameters, mesh: GenMesh | None, text: str, e
 
 
 def _stated_degrees(text: str) -> tuple[dict[str, int], tuple[int, ...]] | None:
-    """The degrees that a mesh states, 1 for the rest, and its layers; None where a degree below 1, or far too large, says nothing."""
+    """The degrees that a mesh states, 1 for the rest, and its layers; None where a degree is below 1, or far too large."""
     if re.search("[0-9]{21}", text):
         return None
     text = re.sub(r",(?=[0-9])", "+", text)  # "layers=2,2" is refused, and read as it was meant

@@ -15,7 +15,7 @@ from typing import Any
 
 # The largest plan that was measured, Kimi-K2 from 2,048 to 1,024 ranks, has 0.6 MB, 54,000 lists and 224,000 values.
 MAX_PLAN_BYTES = 16 << 20  # of a plan, a trace, a list of tensors, or a model's config
-MAX_WORD_BYTES = 4 << 20  # of what a rank says; the longest lists the tensors that an error is about
+MAX_WORD_BYTES = 16 << 20  # of what ranks say; the longest has the words of all ranks, some 300 bytes each
 MAX_LISTS = 1 << 18  # an empty list takes 3 bytes of text, and 64 of memory
 MAX_VALUES = 1 << 20
 MAX_DEPTH = 32  # a plan has 9 levels; Python's own limit of about 1,000 would fail later, in whatever writes the value
@@ -49,9 +49,9 @@ def parse_json(
     if (values := lists + text.count(",")) > max_values:
         raise BoundsError(f"{what} has {values:,} values, more than {max_values:,}")
     has_long_digits = "0" * (MAX_DIGITS + 1) in text.translate(_DIGITS)
-    integers = {"parse_int": _short_integer} if has_long_digits else {}  # they may be in a string, a digest for one
+    parse_int = _short_integer if has_long_digits else None  # they may be in a string, as in a digest
     try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite, **integers)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=parse_int)
         if lists > MAX_DEPTH:
             _check_depth(value)
     except RecursionError as error:

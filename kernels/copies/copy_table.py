@@ -86,6 +86,13 @@ def joined(tables: Sequence[NDArray[np.void]]) -> NDArray[np.void]:
     return np.concatenate([np.empty(0, COPY), *tables])
 
 
+def ends_of(copies: NDArray[np.void], side: str) -> Ints:
+    """Where each copy ends on one side ("src" or "dst"), in bytes from its base. Rows count the destination's bytes."""
+    last = ((copies["extents"] - 1) * copies[f"{side}_strides"]).sum(axis=1)
+    ends: Ints = copies[f"{side}_offset"] + last + copies["row_bytes"]
+    return ends
+
+
 def distinct(*keys: NDArray[np.integer]) -> tuple[list[list[int]], Ints]:
     """The kinds of entries, each once, and the index of every entry's kind. `keys` are columns: a kind is a row of them."""
     kinds, kind_of = np.unique(np.stack(keys), axis=1, return_inverse=True)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -20,45 +19,14 @@ from cuda.bindings import driver
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import SessionError, TransportUnavailable
 from mcore_reshard.kernels.host import host
+from mcore_reshard.planner.bounded_json import MAX_WORD_BYTES, parse_json
+
+from .exported import Allocation as Allocation
+from .exported import Export as Export
 
 _PROCESS = uuid4().hex
+_EVENT_BYTES = 64  # of a cudaIpcEventHandle_t
 _own_events: dict[str, torch.cuda.Event] = {}  # a process cannot open its own; torch's events take no weak references
-
-
-class Allocation(NamedTuple):
-    """A block of GPU memory as the driver handed it out."""
-
-    handle: str  # the CUipcMemHandle's 64 bytes, in hex
-    address: int  # in the process that owns it
-    nbytes: int
-    gpu: str  # its UUID
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """The memory that a process lets others read: allocations, and (allocation, byte offset) of every tensor."""
-
-    host: str  # differs between hosts, and between boots of one
-    process: str
-    allocations: tuple[Allocation, ...]
-    tensors: Mapping[str, tuple[int, int]]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Export:
-        """Raises `SessionError` if `text` is not what `to_json` wrote."""
-        try:
-            read: Any = json.loads(text)
-            allocations = tuple(Allocation(str(h), int(a), int(n), str(g)) for h, a, n, g in read["allocations"])
-            tensors = {str(name): (int(index), int(offset)) for name, (index, offset) in read["tensors"].items()}
-            for name, (index, offset) in tensors.items():
-                if not (0 <= index < len(allocations) and 0 <= offset < allocations[index].nbytes):
-                    raise SessionError(f"not an export of GPU memory: {name} lies in no allocation")
-            return cls(str(read["host"]), str(read["process"]), allocations, tensors)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise SessionError(f"not an export of GPU memory: {error!r}") from error
 
 
 def process() -> str:
@@ -121,11 +89,12 @@ def withdraw_event(event: torch.cuda.Event) -> None:
 def open_event(text: str, device: torch.device) -> torch.cuda.Event:
     """The event of `export_event`. It has happened once all work before its owner's last record of it is done."""
     try:
-        read: Any = json.loads(text)
+        read: Any = parse_json(text, "it", max_bytes=MAX_WORD_BYTES)
         owner, handle = str(read["process"]), str(read["event"])
-        raw = bytes.fromhex(handle)
+        if len(raw := bytes.fromhex(handle)) != _EVENT_BYTES:
+            raise ValueError(f"a handle has not {_EVENT_BYTES} bytes")
     except (ValueError, TypeError, KeyError) as error:
-        raise SessionError(f"not an export of an event: {error!r}") from error
+        raise SessionError(f"not an export of an event: {error!r:.200}") from error
     if owner == process():
         return _own_events[handle]
     return torch.cuda.Event.from_ipc_handle(device, raw)

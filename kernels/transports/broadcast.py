@@ -19,11 +19,15 @@ import torch
 from mcore_reshard.kernels.copies.tensors import byte_view, dtype_name
 from mcore_reshard.kernels.errors import ChecksumError, SessionError, Waiting
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup, GlooMessage
+from mcore_reshard.planner.bounded_json import parse_json
+from mcore_reshard.planner.model.name_patterns import MAX_NAME
 
 DEFAULT_FRAME_BYTES = 8 << 20
 _FRAME = struct.Struct("<III")  # CRC-32 of the frame, its bytes, its number
 _LENGTH = struct.Struct("<I")
-_LONGEST_HEADER = 1 << 16
+_LONGEST_HEADER = 1 << 14  # a name of at most 512 characters, a dtype, and a shape
+_MOST_DIMS = 16
+MAX_TENSOR_BYTES = 1 << 36  # 64 GiB: a vocabulary of 1,000,000 by 16,384 in float32; larger headers are damage
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _DTYPES = {name: getattr(torch, name) for name in (*_FLOATS, "int64", "int32", "int16", "int8", "uint8", "bool")}
 
@@ -62,24 +66,33 @@ def broadcast(
 
 
 def receive(
-    group: GlooGroup, tree: Tree, *, frame_bytes: int = DEFAULT_FRAME_BYTES
+    group: GlooGroup, tree: Tree, *, frame_bytes: int = DEFAULT_FRAME_BYTES, max_bytes: int = MAX_TENSOR_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, CPU tensor with memory of its own). Read it to its end: frames are passed on as they are read."""
+    """Yield (name, CPU tensor with memory of its own). Read it to its end: frames are passed on as they are read.
+
+    Raises `SessionError` for a tensor of more than `max_bytes` before it allocates it, and where memory does not suffice.
+    """
     frames = _FrameReader(group, tree, frame_bytes)
     while length := _LENGTH.unpack(frames.read("the next tensor", _LENGTH.size).numpy().tobytes())[0]:
         if length > _LONGEST_HEADER:
             raise SessionError(f"a tensor header of {length} bytes: this is not a stream of tensors")
         name, dtype, shape = _parse_header(frames.read("the next tensor", length).numpy().tobytes())
-        yield name, frames.read(name, prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+        if (nbytes := prod(shape) * dtype.itemsize) > max_bytes:
+            raise SessionError(
+                f"{name} is announced with {nbytes:,} bytes, more than the {max_bytes:,} that are read here"
+            )
+        yield name, frames.read(name, nbytes).view(dtype).reshape(shape)
     frames.close()
 
 
 def _parse_header(header: bytes) -> tuple[str, torch.dtype, tuple[int, ...]]:
     try:
-        fields = json.loads(header)
+        fields = parse_json(header, "it", max_bytes=_LONGEST_HEADER)
         name, dtype, shape = fields["name"], _DTYPES[fields["dtype"]], tuple(fields["shape"])
-        if not isinstance(name, str) or not all(isinstance(extent, int) and extent >= 0 for extent in shape):
+        if not isinstance(name, str) or not all(type(extent) is int and extent >= 0 for extent in shape):
             raise ValueError("a name is a string, an extent an integer from 0")
+        if len(name) > MAX_NAME or len(shape) > _MOST_DIMS:
+            raise ValueError(f"a name of {len(name)} characters, {len(shape)} dims")
     except (ValueError, KeyError, TypeError) as error:
         raise SessionError(f"not a tensor header: {header[:200]!r}") from error
     return name, dtype, shape
@@ -163,7 +176,10 @@ class _FrameReader(_Frames):
 
     def read(self, parameter: str, nbytes: int) -> torch.Tensor:
         """The next bytes of the stream, uint8 [nbytes]."""
-        payload = left = torch.empty(nbytes, dtype=torch.uint8)
+        try:
+            payload = left = torch.empty(nbytes, dtype=torch.uint8)
+        except RuntimeError as error:  # torch's for no memory
+            raise SessionError(f"no memory for the {nbytes:,} bytes of {parameter}") from error
         while left.numel():
             if self._used == self._filled:
                 self._next(parameter)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mcore_reshard.kernels.errors import KvScalesError, SessionError
+from mcore_reshard.planner.bounded_json import shown
 
 Words = Mapping[str, Mapping[str, Any]]
 
@@ -41,14 +42,14 @@ _OTHERS: Mapping[str, Any] = {
 
 
 def parse_word(word: Any) -> dict[str, Any]:
-    """A rank's word as it comes from JSON. Raises TypeError for a field of a type that no rank writes."""
+    """A rank's word as it comes from JSON. Raises TypeError for what no rank writes: other types, and numbers beyond 64 bits."""
     types = {**_ALIKE, **_OTHERS}
     for field, value in word.items():
-        if not isinstance(value, types.get(field, object)):
-            raise TypeError(f"{field} is {value!r:.40}")
+        if not isinstance(value, types.get(field, object)) or (isinstance(value, (int, float)) and abs(value) >= 2**63):
+            raise TypeError(f"{field} is {shown(value)}")
     if not all(isinstance(scale, (int, float)) for scale in word.get("kv_scales", {}).values()):
         raise TypeError("kv_scales are no numbers")
-    if not all(isinstance(number, int) for number in word.get("lacks") or ()):
+    if not all(type(number) is int and 0 <= number < 2**31 for number in word.get("lacks") or ()):
         raise TypeError("lacks has no numbers")
     return dict(word)
 

@@ -76,7 +76,9 @@ def decode(value: Any, form: Any, where: str, tensors: Sequence[LocalTensor]) ->
         return form.build(**{name: decode(value[name], of_one, name, tensors) for name, of_one in form.columns.items()})
     forms = form.forms if is_record else form
     if not isinstance(value, list) or (isinstance(forms, tuple) and len(value) != len(forms)):
-        raise TypeError(f"{shown(value)} in {where} where a list{f' of {len(forms)}' * isinstance(forms, tuple)} belongs")
+        raise TypeError(
+            f"{shown(value)} in {where} where a list{f' of {len(forms)}' * isinstance(forms, tuple)} belongs"
+        )
     if isinstance(forms, list):
         return tuple([decode(item, forms[0], where, tensors) for item in value])
     items = [decode(item, of_one, where, tensors) for item, of_one in zip(value, forms, strict=True)]

@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.copy_table import ends_of
 from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies
@@ -213,10 +214,16 @@ class _Reader:
         theirs = np.zeros(len(self._table.sources), np.uint64)
         ranks = np.array([source.rank for source in self._table.sources])
         read = np.isin(np.arange(len(theirs)) + len(own), self._table.copies["src"])  # not: empty tensors
+        ends = np.zeros(len(own) + len(theirs), np.int64)
+        np.maximum.at(ends, self._table.copies["src"], ends_of(self._table.copies, "src"))
         for rank, exported in exports.items():
             rows = np.flatnonzero((ranks == rank) & read)
-            names = (self._table.sources[row].tensor for row in rows.tolist())
-            theirs[rows] = self._mappings.addresses(exported, names, self._bound.schedule.name_of("train", rank))
+            names = [self._table.sources[row].tensor for row in rows.tolist()]
+            owner = self._bound.schedule.name_of("train", rank)
+            for name, end in zip(names, ends[rows + len(own)].tolist(), strict=True):
+                if end > exported.bytes_from(name):  # the GPU would read beyond what is mapped
+                    raise SessionError(f"{owner} exports {name} with {exported.bytes_from(name)} bytes, {end} are read")
+            theirs[rows] = self._mappings.addresses(exported, names, owner)
         return np.concatenate([np.array(own, np.uint64), theirs])
 
     def _check_sums(self) -> None:

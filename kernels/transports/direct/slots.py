@@ -23,6 +23,7 @@ from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, DeviceGather, D
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
+from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
 
@@ -172,8 +173,14 @@ class SlotReader:
         for peer in sources:
             parse = partial(_parse_slots, device, schedule.rank)
             bucket_bytes, places[peer], exported, self._cast[peer] = signals.fetch(peer, parse, prefix=_PREFIX)
-            addresses += mappings.addresses(exported, map(str, range(SLOTS)), schedule.name_of("train", peer))
+            owner = schedule.name_of("train", peer)
             buckets[peer] = cut_buckets(schedule.with_peers({peer}), bucket_bytes)
+            end = places[peer] + max((bucket.nbytes for bucket in buckets[peer]), default=0)
+            if end > (
+                room := min(exported.bytes_from(str(slot)) for slot in range(SLOTS))
+            ):  # the GPU would read beyond
+                raise SessionError(f"{owner} exports slots of {room} bytes, {end} are read")
+            addresses += mappings.addresses(exported, map(str, range(SLOTS)), owner)
         bases = np.array(addresses, np.uint64)
         for number, together in enumerate(in_rounds(buckets)):
             source = np.repeat([bucket.peer for bucket in together], [len(bucket.copies) for bucket in together])
@@ -220,8 +227,10 @@ class SlotReader:
 
 def _parse_slots(device: torch.device, rank: int, said: Any) -> tuple[int, int, Export, list[torch.cuda.Event]]:
     """(bucket bytes, where a slot has this rank's bucket, the slots, their events) of a source."""
-    place = int(said["places"][str(rank)])
-    return int(said["bucket_bytes"]), place, Export.from_json(said["slots"]), _parse_events(device, said)
+    place, bucket_bytes = int(said["places"][str(rank)]), int(said["bucket_bytes"])
+    if place < 0 or place % ALIGNMENT or bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT:
+        raise ValueError(f"buckets of {bucket_bytes} bytes from {place} on")
+    return bucket_bytes, place, Export.from_json(said["slots"]), _parse_events(device, said)
 
 
 def _parse_events(device: torch.device, said: Any) -> list[torch.cuda.Event]:

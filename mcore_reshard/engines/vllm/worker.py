@@ -23,6 +23,7 @@ import torch
 from mcore_reshard.kernels.errors import LayoutError, RefitError, SessionError, TracesNeeded
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.registry import resolve
+from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense, untraceable
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, format_mesh
 from mcore_reshard.planner.layout.trace_file import dump_checkpoint, dump_trace, parse_trace
@@ -162,7 +163,7 @@ class RefitWorker:
             rearranged = [name for prefix, model in models.items() for name in _rearranged_of(trace, prefix, model)]
             lines = [dump_trace(condense(trace, names, is_trainer=False)), json.dumps([of_draft, rearranged])]
             kept.write(lines)
-        of_draft, rearranged = json.loads(lines[1])
+        of_draft, rearranged = parse_json(lines[1], "the file of a trace", max_bytes=MAX_PLAN_BYTES)
         self._refit_rearranged = frozenset(rearranged)
         if of_draft is not None:
             self._refit_draft, self._refit_names_of_draft = draft, frozenset(of_draft)

@@ -56,7 +56,9 @@ def parameters_from_config(config: Mapping[str, Any]) -> ModelParameters:
     if isinstance(family, str) and family in FAMILIES:
         parameters = FAMILIES[family](ConfigReader(as_published(config)))
         if (count := sum(group.count for group in parameters.groups)) > MAX_PARAMETERS:
-            raise ConfigError(f"{family} config", [f"it has {count:,} parameters, no more than {MAX_PARAMETERS:,} are supported"])
+            raise ConfigError(
+                f"{family} config", [f"it has {count:,} parameters, no more than {MAX_PARAMETERS:,} are supported"]
+            )
         return parameters
     problem = f"model_type {family!r} is not known"
     if family is None:
