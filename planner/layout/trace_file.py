@@ -49,7 +49,7 @@ def parse_trace(text: str, source: str = "the trace") -> CondensedTrace:
         tensors = decode(document["tensors"], TENSORS, "tensors", ())
         return CondensedTrace(**{name: decode(document[name], form, name, tensors) for name, form in _TRACE.items()})
     except (TypeError, ValueError, IndexError) as error:
-        raise TraceFileError(f"{source} is damaged: {error}") from error
+        raise TraceFileError(f"{source} is damaged: {error!s:.600}") from error
 
 
 def dump_checkpoint(checkpoint: Mapping[str, HfTensor]) -> str:
@@ -86,7 +86,7 @@ def parse_checkpoint(text: str, source: str = "the list of tensors") -> dict[str
                     raise ValueError(f"it lists {name} twice")
                 checkpoint[name] = HfTensor(shape, dtype)
     except (TypeError, ValueError) as error:
-        raise TraceFileError(f"{source} is damaged: {error}") from error
+        raise TraceFileError(f"{source} is damaged: {error!s:.600}") from error
     return checkpoint
 
 

@@ -29,6 +29,9 @@ def require_bounded(plan: Plan) -> None:
         raise ValueError(f"it has {parameters:,} parameters of {nbytes:,} bytes: more than any model")
     for pattern in plan.patterns:
         _require_dims(pattern)
+    ranks = max(plan.train.world, plan.gen.world)
+    if any(grid.size > ranks for grid in plan.rank_grids):
+        raise ValueError(f"a rank grid has more entries than the {ranks} ranks of the larger mesh")
     overlaps = [len(pattern.overlaps) for pattern in plan.patterns]
     for each in plan.transfer_groups:
         first, stop = each.experts

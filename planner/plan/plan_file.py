@@ -100,7 +100,7 @@ def parse_plan(text: str, source: str = "plan") -> Plan:
     try:
         plan = _plan_of(document["plan"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
-        raise PlanFileError(f"{source} is damaged: {type(error).__name__}: {error}; plan again") from error
+        raise PlanFileError(f"{source} is damaged: {type(error).__name__}: {error!s:.600}; plan again") from error
     object.__setattr__(plan, "digest", sealed)
     return plan
 

@@ -71,7 +71,7 @@ class ProofError(ValueError):
     """The plan is not sound; `proof` has the violations."""
 
     def __init__(self, proof: Proof) -> None:
-        shown = "\n  ".join(map(str, proof.violations[:10]))
+        shown = "\n  ".join(f"{violation!s:.1000}" for violation in proof.violations[:10])
         super().__init__(f"the plan is not sound, {len(proof.violations)} violations:\n  {shown}")
         self.proof = proof
 

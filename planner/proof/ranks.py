@@ -165,7 +165,8 @@ def _check_arrivals(plan: Plan, gen_stages: _GenStages) -> Iterator[Violation]:
         number, (first, _) = transfers.group, transfers.experts
         key = number, _gen_stage(plan.gen, plan.rank_grids[transfers.dst])
         if key not in counts:
-            counts[key] = np.zeros((len(rows[number]), max(1, plan.groups[number].experts)), dtype=np.int8)
+            listed_layers = max(1, len(plan.groups[number].layers))  # more than rows where one is listed twice
+            counts[key] = np.zeros((listed_layers, max(1, plan.groups[number].experts)), dtype=np.int8)
         layers = [rows[number][place.layer] for place in transfers.layers]
         counts[key][layers, first : first + transfers.expert_count] += 1
     stages_of = _stages_of_ends(plan, {key for key in counts if not plan.groups[key[0]].layers})
