@@ -208,6 +208,18 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--host", metavar="HOST", help="listen at this address alone (default: at all of this machine)")
     add("--port", metavar="PORT", type=int, default=29600, help="0: any that is free (default: 29600)")
 
+    add = command(
+        "watch",
+        "Show who is in a session, which version each rank has, and who is late. It takes no part and changes nothing.",
+        "mcore-reshard watch 10.0.0.1:29600",
+        "mcore-reshard watch 10.0.0.1:29600 --session refit --once",
+        more="A session with a token needs it in MCORE_RESHARD_TOKEN, or in a file.\n\n",
+    )
+    add("store", metavar="STORE", help="host:port of the store")
+    add("--session", metavar="NAME", help="the session (default: the only one of the store)")
+    add("--token-file", metavar="FILE", help="a file with the session's token")
+    add("--once", action="store_true", help="print once (default: every second on a terminal, once elsewhere)")
+
     command("doctor", "Say what this machine can run, and why not the rest.", "mcore-reshard doctor")
 
 
