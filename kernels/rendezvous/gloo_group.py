@@ -97,8 +97,8 @@ class GlooGroup:
     def settle(self, known: bool | None) -> bool | None:
         """The outcome of an attempt, asked of all other ranks, which must ask too. `known`: None if this rank is in doubt.
 
-        True: a rank knows that all agreed. False: a rank has failed, or all are in doubt. None: some rank is silent.
-        A rank that knows of a success stays until the others can have heard of it; one whose connection is closed failed.
+        True: a rank knows that all agreed. False: a rank knows of a failure, or all are in doubt. None: some rank is silent,
+        or gone. A rank that knows of a success stays until the others can have heard of it.
         """
         group, deadline = self._group, time.monotonic() + self.timeout_s
         if group is None:
@@ -113,19 +113,19 @@ class GlooGroup:
             answer = torch.zeros(1, dtype=torch.uint8)
             with suppress(RuntimeError):
                 work = group.recv([answer], peer, _SETTLE_TAG)  # type: ignore[attr-defined]
-                group.send([own], peer, _SETTLE_TAG)  # type: ignore[attr-defined]
-                answers.append((answer, work))
+                sent = group.send([own], peer, _SETTLE_TAG)  # type: ignore[attr-defined]
+                answers.append(
+                    (answer, work, sent)
+                )  # gloo sends once the other end receives, if this is kept until then
                 continue
-            heard.append(False)
-        for answer, work in answers:
+            silent = True
+        for answer, work, sent in answers:
             try:
-                work.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
+                for each in (work, sent):
+                    each.wait(timedelta(seconds=max(0.01, deadline - time.monotonic())))
                 heard.append(_KNOWN[int(answer[0])])
             except RuntimeError:
-                if time.monotonic() < deadline:
-                    heard.append(False)
-                else:
-                    silent = True
+                silent = True
         if True in heard:
             return True
         return False if False in heard or not silent else None

@@ -9,9 +9,10 @@ another reports failure.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from .polling import CAUSE_S
 from .store import FailFastStore, StoreView
 
 _AGREED = stored_text({"agreed": True})
+_LAST = "commit"  # the last phase of an attempt
 _FAILED = "failed"  # the key of the failure, for FailFastStores
 
 
@@ -56,11 +58,12 @@ class Rendezvous:
         self.store = store
         self._members = tuple(members)
         self._lost = lost
+        self._start = time.monotonic()
         self._exchange = StoreExchange(store, rank_name, members, timeout_s=timeout_s)
 
     def store_for(self, name: str) -> FailFastStore:
-        """A part of the store where waits end once a member has failed."""
-        return FailFastStore(name, self.store, _FAILED)
+        """A part of the store where waits end once a member has failed or is lost."""
+        return FailFastStore(name, self.store, _FAILED, self._raise_if_lost)
 
     def gather(
         self,
@@ -86,7 +89,7 @@ class Rendezvous:
         """Vote for success; return once all members have, and know it. `on_success` is called once all have voted so.
 
         Where the store is lost after the vote, members ask each other: `settle(known)` returns the outcome as they know
-        it, None where nobody can tell. Nobody leaves before all know the outcome, unless the store or a member is lost.
+        it, None where nobody can tell. Then they try the store once more, for another deadline. Nobody leaves before all know the outcome, unless the store or a member is lost.
         An interrupt withdraws the vote; where all have agreed by then, `on_success` is called before it is raised.
         """
         known: bool | None = None
@@ -96,7 +99,9 @@ class Rendezvous:
             known = True
             self._await_readers(phase)
         except (dist.DistNetworkError, StoreRestarted) as error:
-            known = settle(known) or known
+            known = settle(known)
+            if known is None:
+                known = self._ask_again(phase, error)
             if not known:
                 doubt = "" if known is False else "; nobody who answers knows whether the other ranks committed"
                 raise SessionError(f"{self.rank_name} lost {error}{doubt}") from error
@@ -105,6 +110,9 @@ class Rendezvous:
         except BaseException as error:
             if known or self.declare_unless_agreed(phase, Failure.of(self.rank_name, error)) is None:
                 on_success()
+            if known is None:
+                with suppress(Exception):  # the others need not wait for this reader
+                    self._count_reader(phase)
             raise
         on_success()
 
@@ -117,7 +125,13 @@ class Rendezvous:
                 # A connection closes a little before or after its owner says why.
                 grace = partial(self._await_cause, phase) if isinstance(error, PeerLostError) else None
                 failure = self._exchange.blame(phase, waits, grace)
-            return self.declare(phase, failure)
+                if (lost := self._lost()) is not None and lost.peer != failure.peer:
+                    failure = lost  # a rank that is gone keeps others waiting, not the other way round
+                failure = replace(failure, message=failure.message + self.store.silence(self._start))
+            stands = self.declare(phase, failure)
+            if phase != _LAST and self._outcome(phase) is None:  # the others have gone on
+                stands = self.declare(_LAST, failure)
+            return stands
 
     def failure(self, phase: str) -> Failure | None:
         """Why `phase` cannot succeed, if a rank has said so or is lost. For ranks that have not arrived there yet."""
@@ -168,6 +182,7 @@ class Rendezvous:
                 self._await_cause(phase)
             if missing := self._exchange.missing(phase):
                 message = f"{', '.join(missing)} did not arrive at {phase!r} within {timeout_s:g} s"
+                message += self.store.silence(self._start)
                 self.declare(phase, Failure(self.rank_name, "DeadlineError", message, peer=missing[0]))
             else:  # the last one has come at this moment
                 self.store.compare_set(outcome, "", _AGREED)
@@ -185,15 +200,30 @@ class Rendezvous:
 
     def _await_readers(self, phase: str) -> None:
         """Wait, CAUSE_S at most, until all members know the outcome: one that loses the store can then ask the others."""
-        if self.store.add(f"{phase}/read", 1) == len(self._members):
-            self.store.set(f"{phase}/known", "")
+        if self._count_reader(phase):
             return
         with suppress(SessionFailed):  # a member that is gone reads nothing any more
             self.store.wait_any([f"{phase}/known"], min(CAUSE_S, self.timeout_s), look=self._raise_if_lost)
 
+    def _ask_again(self, phase: str, error: BaseException) -> bool | None:
+        """The outcome, of a store that answers again; where there is none it is a failure. None where it does not answer."""
+        try:
+            self.store.reopen()
+            return self.declare_unless_agreed(phase, Failure.of(self.rank_name, error)) is None
+        except (SessionError, dist.DistError):
+            return None
+
+    def _count_reader(self, phase: str) -> bool:
+        """Whether all members know the outcome now."""
+        if self.store.add(f"{phase}/read", 1) < len(self._members):
+            return False
+        self.store.set(f"{phase}/known", "")
+        return True
+
     def _await_cause(self, phase: str) -> None:
-        """Give a rank that knows more the time to declare it."""
-        self.store.wait_any([f"{phase}/outcome"], min(CAUSE_S, self.timeout_s))
+        """Give a rank that knows more the time to declare it; a member that is gone is cause enough."""
+        with suppress(SessionFailed):
+            self.store.wait_any([f"{phase}/outcome"], min(CAUSE_S, self.timeout_s), look=self._raise_if_lost)
 
     def _words(self, phase: str, parse: Callable[[Any], dict[str, Any]]) -> dict[str, dict[str, Any]]:
         return dict(zip(self._members, self._exchange.values(phase, parse), strict=True))

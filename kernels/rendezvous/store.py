@@ -30,7 +30,7 @@ from mcore_reshard.kernels.events import log_event
 from mcore_reshard.kernels.options import Options
 
 from .frames import LENGTHS, MAGIC, MAX_FRAME_BYTES, FrameError, body_bytes, pack, unpack
-from .polling import CAUSE_S, LOOK_S
+from .polling import CAUSE_S, LOOK_S, NOTICE_S
 from .seal import Sealer, find_token
 
 _LOG = logging.getLogger("mcore_reshard")
@@ -182,6 +182,17 @@ class StoreKeys(Store):
         """Delete all keys that begin with `prefix`; how many there were."""
         return int(self._root._ask({"op": "delete_prefix", "prefix": self._prefix + prefix})[0]["value"])
 
+    def reopen(self) -> None:
+        """Connect anew with a store that was lost or started anew. Raises SessionError where none answers."""
+        self._root.reopen()
+
+    @property
+    def described(self) -> str:
+        return f"the store at {self._root.address}"
+
+    def silence(self, since: float) -> str:
+        return self._root.silence(since)
+
     def keys(self, prefix: str = "") -> list[str]:
         """All keys that begin with `prefix`."""
         found = self._root._ask({"op": "list", "prefix": self._prefix + prefix})[0]["keys"]
@@ -206,11 +217,14 @@ class FailFastStore(StoreView):
     """The keys under `name` of a view, on which a wait ends at once when the session has failed.
 
     A rank that fails writes why under the key `failure` of `store`. From then on every wait raises, here and on each
-    FailFastStore made on this one. On a plain view without `failure` it is a StoreView.
+    FailFastStore made on this one. On a plain view without `failure` it is a StoreView. `look` is as for `wait_any`.
     """
 
-    def __init__(self, name: str, store: StoreKeys, failure: str | None = None) -> None:
+    def __init__(
+        self, name: str, store: StoreKeys, failure: str | None = None, look: Callable[[], Any] | None = None
+    ) -> None:
         super().__init__(store._root, f"{store._prefix}{name}/")
+        self._look: Callable[[], Any] | None = getattr(store, "_look", None) if look is None else look
         self._failure: str | None = getattr(store, "_failure", None) if failure is None else store._prefix + failure
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
@@ -222,7 +236,7 @@ class FailFastStore(StoreView):
         limit_s = (self.timeout if timeout is None else timeout).total_seconds()  # type: ignore[attr-defined]
         deadline = time.monotonic() + limit_s
         while left:  # one key after another, or the failure
-            found = root._await_keys([left[0], self._failure], False, deadline - time.monotonic(), None)
+            found = root._await_keys([left[0], self._failure], False, deadline - time.monotonic(), self._look)
             if found is None:
                 raise DistStoreError(f"waited {limit_s:g} s for {', '.join(keys)}")
             if self._failure in found:
@@ -266,11 +280,16 @@ class SessionStore(StoreKeys):
         self._requests: dict[int, _Request] = {}
         self._number = 0
         self._connection: socket.socket | None = None
+        self._listener: Thread | None = None
         self._instance = ""  # of the server
+        self._heard = self._pinged = (
+            0.0  # time.monotonic() of the server's last word, and of the last time it was asked for one
+        )
         self._lost = ""  # why no call can succeed any more
         self._restarted = False
         self._closed = False
         self._pid = os.getpid()
+        self._silences: list[tuple[float, float]] = []  # when answers came late, and after how many seconds
         self.reconnects = 0
 
     # --- seats -----------------------------------------------------------------------------------------------------
@@ -298,6 +317,11 @@ class SessionStore(StoreKeys):
         """Say goodbye: others see that this rank has left, and did not fail."""
         self._ask({"op": "rise"})
 
+    def silence(self, since: float) -> str:
+        """What an error says of a server that was slow to answer since then (time.monotonic()); "" if it was not."""
+        longest_s = max((seconds for at, seconds in self._silences if at >= since), default=0.0)
+        return f"; {self.described} was silent for {longest_s:.1f} s meanwhile" if longest_s else ""
+
     def on_seats(self, listener: Callable[[], Any]) -> None:
         """Call `listener()` on another thread whenever a seat has changed."""
         self._listeners.append(listener)
@@ -314,10 +338,32 @@ class SessionStore(StoreKeys):
 
     # --- life ------------------------------------------------------------------------------------------------------
 
+    @property
+    def needs_reopening(self) -> bool:
+        """Whether no call can succeed before `reopen`."""
+        return bool(self._lost or self._restarted) and not self._closed
+
     def reopen(self) -> None:
-        """After `StoreRestarted`: go on with the new, empty store; this client takes its seat again."""
+        """Go on after the store was lost or started anew, perhaps empty; this client takes its seat again.
+
+        Raises SessionError after `timeout_s` where no store answers.
+        """
         with self._changed:
-            self._restarted = False
+            lost, self._lost, self._restarted = self._lost, "", False
+            self._pinged = 0.0
+        connection = self._connection
+        if self._listener is not None and self._listener.is_alive():
+            if connection is not None:
+                with suppress(OSError):  # what was frozen has perhaps been replaced: the listener connects anew
+                    connection.shutdown(socket.SHUT_RDWR)
+        else:
+            try:
+                self._start()
+            except SessionError:
+                self._lost = lost
+                raise
+            with self._changed:
+                self._restarted = False
         if self._sender:
             self.take_seat(self._sender, self._facts)
 
@@ -356,7 +402,8 @@ class SessionStore(StoreKeys):
                     ) from None
                 time.sleep(_AGAIN_S)
         _open_stores.add(self)
-        Thread(target=_listen, args=(self,), name="store", daemon=True).start()
+        self._listener = Thread(target=_listen, args=(self,), name="store", daemon=True)
+        self._listener.start()
 
     def _connect(self, deadline: float) -> None:
         """Open the session on a new connection. Raises OSError and FrameError; SessionError where the server refuses."""
@@ -386,6 +433,7 @@ class SessionStore(StoreKeys):
         with self._changed:
             restarted = bool(self._instance) and self._instance != greeting["instance"]
             self._instance = str(greeting["instance"])
+            self._heard = time.monotonic()
             self._restarted = self._restarted or restarted
             self._connection = connection
             if restarted:
@@ -413,6 +461,7 @@ class SessionStore(StoreKeys):
                 _LOG.exception("a listener to seats failed")
 
     def _hear(self, header: dict[str, Any], blobs: list[bytes]) -> None:
+        self._heard = time.monotonic()
         if header.get("id"):
             with self._changed:
                 if (request := self._requests.get(header["id"])) is not None:
@@ -456,6 +505,7 @@ class SessionStore(StoreKeys):
 
     def _ask(self, header: dict[str, Any], blobs: Sequence[bytes] = ()) -> tuple[dict[str, Any], list[bytes]]:
         """Raises DistNetworkError if no answer comes within `timeout_s`, SessionError where the server refuses."""
+        start = time.monotonic()
         number = self._send(header, blobs)
         try:
             if not self._await_answer(number, time.monotonic() + self.timeout_s, None):
@@ -463,6 +513,8 @@ class SessionStore(StoreKeys):
             return self._taken(number)
         finally:
             self._requests.pop(number, None)
+            if (now := time.monotonic()) - start > NOTICE_S:
+                self._silences = [*self._silences[-3:], (now, now - start)]
 
     def _await_keys(
         self, keys: Sequence[str], needs_all: bool, timeout_s: float, look: Callable[[], Any] | None
@@ -483,13 +535,15 @@ class SessionStore(StoreKeys):
             raise self._error()
         return None
 
-    def _send(self, header: dict[str, Any], blobs: Sequence[bytes] = ()) -> int:
+    def _send(self, header: dict[str, Any], blobs: Sequence[bytes] = (), asks: bool = True) -> int:
         with self._changed:
             if self._lost or self._restarted or self._pid != os.getpid():
                 raise self._error()
             self._number += 1
             number = self._number
-            request = self._requests[number] = _Request(pack({"id": number, **header}, blobs))
+            request = _Request(pack({"id": number, **header}, blobs))
+            if asks:
+                self._requests[number] = request
             connection = self._connection
         if connection is not None:
             with suppress(OSError), self._sending:  # the listener connects anew, and sends it again
@@ -499,7 +553,11 @@ class SessionStore(StoreKeys):
     def _await_answer(self, number: int, deadline: float, look: Callable[[], Any] | None) -> bool:
         """Whether an answer came in time."""
         looked, changes = time.monotonic(), self._changes
+        turned = looked
         while True:
+            now = time.monotonic()
+            self._watch(slept_s=now - turned)
+            turned = now
             with self._changed:
                 request = self._requests[number]
                 if request.answer is not None:
@@ -517,6 +575,25 @@ class SessionStore(StoreKeys):
                 looked, changes = time.monotonic(), self._changes
                 look()
 
+    def _watch(self, slept_s: float) -> None:
+        """Ask a server that has been quiet for a word; it is lost if none comes within `timeout_s`."""
+        now = time.monotonic()
+        if slept_s > 4 * LOOK_S:  # this process was frozen: what the server said meanwhile is still to be read
+            self._pinged = now
+        if now - self._heard < self.timeout_s / 2 or self._connection is None or self._lost:
+            return
+        if self._pinged < self._heard:
+            self._pinged = now
+            self._send({"op": "check", "keys": []}, asks=False)
+        elif now - self._pinged > self.timeout_s:
+            with self._changed:
+                self._lost = self._lost or self._frozen
+                self._changed.notify_all()
+
+    @property
+    def _frozen(self) -> str:
+        return f"it has not answered for {self.timeout_s:g} s: its process is frozen, or its host is gone"
+
     def _taken(self, number: int) -> tuple[dict[str, Any], list[bytes]]:
         answer = self._requests[number].answer
         assert answer is not None
@@ -526,14 +603,12 @@ class SessionStore(StoreKeys):
 
     def _lose(self) -> None:
         with self._changed:
-            self._lost = self._lost or (
-                f"it has not answered for {self.timeout_s:g} s: its process is frozen, or its host is gone"
-            )
+            self._lost = self._lost or self._frozen
             self._changed.notify_all()
         raise self._error()
 
     def _error(self) -> Exception:
-        where = f"the store at {self.address}"
+        where = self.described
         if self._restarted and not self._lost:
             return StoreRestarted(f"{where} was started anew, and what the ranks had said there is gone")
         return DistNetworkError(f"{where}: {self._lost or 'a forked process has no connection to it'}")
