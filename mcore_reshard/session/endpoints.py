@@ -227,6 +227,8 @@ class _Endpoint(ABC):
         if self._attendance is None:
             raise SessionError(f"{self.rank_name}: no refit is possible: {self._ended or 'call prepare() first'}")
         self.await_outcome()
+        if self._store is not None and self._store.needs_reopening:
+            self._store.reopen()
         word = {"version": version, "everything": everything, "rollback": rollback, **kv_scales_word(kv_scales)}
         word["in_background"] = in_background
         start = time.perf_counter()
@@ -405,7 +407,7 @@ class _Endpoint(ABC):
             self.rank_name,
             call.members,
             timeout_s=options.timeout_s,
-            lost=partial(attendance.lost, call.members),
+            lost=partial(attendance.lost, call.members, call.processes),
         )
         start = time.perf_counter()
         with self._record.phase("connect"), _Published(rendezvous, "hello", self._fail):
@@ -481,7 +483,7 @@ class _Endpoint(ABC):
             self.rank_name,
             call.members,
             timeout_s=self._options.timeout_s,
-            lost=partial(attendance.lost, call.members),
+            lost=partial(attendance.lost, call.members, call.processes),
         )
         wants_all = any(said.get("everything", True) for said in call.words.values())
         program = connection.programs[0 if wants_all else -1]
@@ -581,9 +583,10 @@ class _Endpoint(ABC):
     def _end(self, error: BaseException) -> None:
         """Leave a session that this rank could not join, and say why."""
         self._ended = f"the session ended with: {error}"
-        if self._attendance is not None and not isinstance(error, SessionFailed):
+        if self._attendance is not None:
             with suppress(Exception):
-                self._attendance.say_farewell(Failure.of(self.rank_name, error))
+                failed = isinstance(error, SessionFailed)
+                self._attendance.say_farewell(error.failure if failed else Failure.of(self.rank_name, error))
         self.close()
 
     def _set_state(self, state: WeightState) -> None:

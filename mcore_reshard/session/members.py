@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch.distributed import DistNetworkError, DistStoreError
@@ -32,6 +33,16 @@ CONNECT, REFIT = "connect", "refit"
 LEADER = "train:0"
 HEAD = "head"
 _NEWCOMERS_S = 0.05  # how often a leader without any replica looks for one
+# Errors after which a replica may connect the next time; after others somebody must mend something first.
+_MAY_PASS = {
+    "KeyboardInterrupt",
+    "SessionError",
+    "SessionFailed",
+    "DeadlineError",
+    "PeerLostError",
+    "PeerGone",
+    "StoreRestarted",
+}
 _KEPT_ATTEMPTS = 4  # of which keys stay: a rank that wakes late reads there how its attempt ended
 
 
@@ -74,6 +85,11 @@ class Call:
     words: Mapping[str, Mapping[str, Any]]  # by seat
     plan: str = ""
     left_out: Mapping[str, str] = field(default_factory=dict)  # seats that came and are no members: why
+
+    @property
+    def processes(self) -> dict[str, Any]:
+        """Who the members are, by seat."""
+        return {seat: word["process"] for seat, word in self.words.items() if "process" in word}
 
     @classmethod
     def from_json(cls, value: Any) -> Call:
@@ -124,19 +140,32 @@ class Attendance:
     def leads(self) -> bool:
         return self.seat == LEADER
 
-    def lost(self, members: Sequence[str]) -> Failure | None:
-        """The first of `members` that has exited or left, as every rank may tell it."""
+    def lost(self, members: Sequence[str], processes: Mapping[str, Any] = MappingProxyType({})) -> Failure | None:
+        """The first of `members` that has exited or left, as every rank may tell it.
+
+        `processes`: who they were, by seat. A process that has taken the seat of another one tells that this one is gone.
+        """
         seats = self.store.seats
         for name in members:
-            if name != self.seat and (seat := seats.get(name)) is not None and seat.status != "here":
-                if self.store.check([farewell := f"farewell/{name}"]):
+            if name == self.seat or (seat := seats.get(name)) is None:
+                continue
+            if seat.status == "here":
+                before = processes.get(name, process := seat.facts.get("process"))
+                if before != process and self.store.check([farewell := _farewell(name, before)]):
+                    return parse_stored(farewell, self.store.get(farewell), Failure.from_json, written_by=name)
+                if before != process:
+                    return Failure(
+                        self.seat, "PeerGone", f"{name} has exited; {_place(seat)} has taken its place", peer=name
+                    )
+            else:
+                if self.store.check([farewell := _farewell(name, seat.facts.get("process"))]):
                     return parse_stored(farewell, self.store.get(farewell), Failure.from_json, written_by=name)
                 return Failure(self.seat, "PeerGone", f"{_describe(seat)}", peer=name)
         return None
 
     def say_farewell(self, failure: Failure) -> None:
         """Leave word why this rank goes: others that see its empty seat raise this."""
-        self.store.set(f"farewell/{self.seat}", stored_text(asdict(failure)))
+        self.store.set(_farewell(self.seat, self._process), stored_text(asdict(failure)))
 
     @contextmanager
     def store_is_up(self) -> Iterator[None]:
@@ -183,7 +212,8 @@ class Follower(Attendance):
 
     def await_head(self, timeout_s: float, occasion: str) -> Head:
         """The next attempt that the leader begins. Raises where none begins in time, and once the leader is gone."""
-        deadline = time.monotonic() + timeout_s
+        start = time.monotonic()
+        deadline = start + timeout_s
         was_gone = self._leader_is_gone()
         with self.store_is_up():
             while True:
@@ -200,6 +230,7 @@ class Follower(Attendance):
                     failure = f"{LEADER} did not {occasion} within {timeout_s:g} s"
                     if (leader := self.store.seats.get(LEADER)) is not None and leader.status != "here":
                         failure += f": {_describe(leader)}"
+                    failure += self.store.silence(start)
                     raise SessionFailed(Failure(self.seat, "DeadlineError", failure, peer=LEADER))
 
     def follow(self, head: Head, make_word: MakeWord) -> Call | None:
@@ -208,13 +239,26 @@ class Follower(Attendance):
         Raises `SessionFailed`, and `SessionError` where this rank's replica cannot take part.
         """
         self._done = head
+        try:
+            return self._follow(head, make_word)
+        except SessionError:
+            raise
+        except BaseException as error:  # the others must not wait for this rank
+            with suppress(Exception):
+                self._abandon(head.attempt, Failure.of(self.seat, error))
+            raise
+
+    def _follow(self, head: Head, make_word: MakeWord) -> Call | None:
+        start = time.monotonic()
         with self.store_is_up():
             self._say(head.attempt, make_word)
             call = f"a/{head.attempt}/call"
             # The leader waits for its own deadline, then says why; it began a little earlier or later than this rank.
-            came = self.store.wait_any([call], 2 * self.timeout_s, look=lambda: self._raise_if_leader_leaves(False))
+            came = self.store.wait_any(
+                [call], 2 * self.timeout_s, look=lambda: self._raise_if_leader_leaves(False, head)
+            )
             if not came:
-                message = f"{LEADER} called nobody within {2 * self.timeout_s:g} s"
+                message = f"{LEADER} called nobody within {2 * self.timeout_s:g} s" + self.store.silence(start)
                 raise SessionFailed(Failure(self.seat, "DeadlineError", message, peer=LEADER))
             called = self._read_call(head.attempt)
         if self.seat in called.members:
@@ -224,6 +268,15 @@ class Follower(Attendance):
         if reason := called.left_out.get(self.seat):
             raise SessionError(f"{self.seat} is left out: {reason}")
         return None
+
+    def _abandon(self, attempt: str, failure: Failure) -> None:
+        """Fail an attempt for all, whether its members are called already or not."""
+        if self.fail_call(attempt, failure) is not None:
+            return
+        call = self._read_call(attempt)
+        phases = [f"e/{call.epoch}/hello"] if call.epoch == attempt else []
+        for phase in (*phases, f"a/{attempt}/bulk", f"a/{attempt}/commit"):
+            self.store.compare_set(f"{phase}/outcome", "", stored_text(asdict(failure)))
 
     def skip(self, head: Head) -> None:
         """Take no part in an attempt that is under way: this rank has come later."""
@@ -236,9 +289,11 @@ class Follower(Attendance):
         leader = self.store.seats.get(LEADER)
         return leader is None or leader.status != "here"
 
-    def _raise_if_leader_leaves(self, was_gone: bool) -> None:
+    def _raise_if_leader_leaves(self, was_gone: bool, head: Head | None = None) -> None:
         """Raise once the leader goes. One that was gone before may come back: a trainer that restarts."""
         leader = self.store.seats.get(LEADER)
+        if head is not None and (lost := self.lost([LEADER], {LEADER: head.leader})) and lost.message.endswith("place"):
+            raise SessionFailed(lost)
         if leader is None or leader.status == "here" or was_gone:
             return
         if leader.status == "left":
@@ -257,6 +312,10 @@ class Leader(Attendance):
         self._late: dict[int, str] = {}  # replicas that missed a deadline, until they say a word; why
         self._refused: dict[str, str] = {}  # seats by process that could not connect; why
         self._lags: dict[int, int] = {}  # by replica: how many committed refits it has missed
+        self._began_with: dict[str, Any] = {}  # the processes, by seat, when the attempt under way began
+        self._uncalled: Failure | None = None  # why the last attempt was not called, where the store may not know it
+        self._old: list[int] = []  # attempts whose keys still stand
+        self._said: dict[str, int] = {}  # by seat: the last attempt that it took part in
         self.max_lag = 0
 
     @property
@@ -267,12 +326,16 @@ class Leader(Attendance):
     def begin(self, kind: str) -> Head:
         """Announce an attempt."""
         with self.store_is_up():
+            if self._done is not None and self._uncalled is not None:
+                self.fail_call(self._done.attempt, self._uncalled)
+            self._uncalled = None
             last = self._read_head()
             number = 1 + max(0 if each is None else each.number for each in (last, self._done))
             head = Head(self._process, number, kind, self._plan, package=self._package)
             self.store.set(HEAD, stored_text(asdict(head)))
             self.store.set(f"began/{0 if last is None else last.number}", "")
             self._done = head
+            self._began_with = {name: seat.facts.get("process") for name, seat in self.store.seats.items()}
             self._forget(number)
         return head
 
@@ -284,6 +347,17 @@ class Leader(Attendance):
         `epoch(replicas)` is the epoch in which this rank is connected with them, None if it is in none. Raises
         `SessionFailed` on all ranks if a training rank is gone, or a replica that must come is late.
         """
+        try:
+            return self._call(head, make_word, timeout_s, epoch)
+        except BaseException as error:
+            self._uncalled = error.failure if isinstance(error, SessionFailed) else Failure.of(self.seat, error)
+            with suppress(Exception):
+                self.fail_call(head.attempt, self._uncalled)
+            raise
+
+    def _call(
+        self, head: Head, make_word: MakeWord, timeout_s: float, epoch: Callable[[tuple[int, ...]], str | None]
+    ) -> Call:
         prefix = f"a/{head.attempt}/word/"
         with self.store_is_up():
             self._say(head.attempt, make_word)
@@ -324,7 +398,7 @@ class Leader(Attendance):
             return
         if failure.error in ("DeadlineError", "PeerLostError"):
             self._late[self.world.replica_of(name)] = f"{name} kept the others waiting"
-        elif connecting and (seat := self.store.seats.get(name)) is not None:
+        elif connecting and failure.error not in _MAY_PASS and (seat := self.store.seats.get(name)) is not None:
             self._refused[str(seat.facts.get("process"))] = f"{name} could not connect: {failure.message}"
 
     def _await_words(self, head: Head, prefix: str, timeout_s: float) -> tuple[int, ...]:
@@ -335,12 +409,13 @@ class Leader(Attendance):
             required = self._required(head)
             missing = self._without_word([prefix + seat for seat in self.world.members(required)])
             optional = [] if missing else self._optional(prefix, required)
+            self._said |= dict.fromkeys(self.world.members([*required, *optional]), head.number) if not missing else {}
             if not missing and (required or optional):
                 self._late = {replica: why for replica, why in self._late.items() if replica not in optional}
                 return tuple(sorted({*required, *optional}))
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                self._end_waiting(head, [key.removeprefix(prefix) for key in missing], timeout_s)
+                self._end_waiting(head, [key.removeprefix(prefix) for key in missing], timeout_s, deadline)
             with suppress(DistStoreError):  # then look again who must come
                 wait_s = min(left_s, LOOK_S) if missing else min(left_s, _NEWCOMERS_S)
                 self.store.wait(missing or [f"{prefix}nobody"], timedelta(seconds=wait_s))
@@ -350,7 +425,7 @@ class Leader(Attendance):
         if self.store.check([f"a/{head.attempt}/call"]):
             self._read_call(head.attempt)
         needed = self.world.members(range(self.world.replicas)) if head.kind == CONNECT else self.world.train_seats()
-        if lost := self.lost(needed):
+        if lost := self.lost(needed, self._began_with):
             raise SessionFailed(self.fail_call(head.attempt, lost) or lost)
 
     def _optional(self, prefix: str, required: Sequence[int]) -> list[int]:
@@ -364,7 +439,13 @@ class Leader(Attendance):
         """Replicas without whose word no call is made."""
         if head.kind == CONNECT:
             return tuple(range(self.world.replicas))
-        present = [replica for replica in self._present() if replica not in self._late]
+        new = {
+            name for name, seat in self.store.seats.items() if seat.facts.get("process") != self._began_with.get(name)
+        }
+        changed = {
+            self.world.replica_of(name) for name in new if name.startswith("gen:")
+        }  # they wait for the next attempt
+        present = [replica for replica in self._present() if replica not in self._late and replica not in changed]
         return tuple(replica for replica in present if self._lags.get(replica, -1) >= self.max_lag)
 
     def _present(self) -> list[int]:
@@ -390,19 +471,24 @@ class Leader(Attendance):
             return []
         return [key for key in keys if not self.store.check([key])]
 
-    def _end_waiting(self, head: Head, late: Sequence[str], timeout_s: float) -> NoReturn:
+    def _end_waiting(self, head: Head, late: Sequence[str], timeout_s: float, deadline: float) -> NoReturn:
         who = ", ".join(late) or "no replica of the engine"
         did = "did not come" if late else "came"
-        message = f"{who} {did} to {head.kind} within {timeout_s:g} s"
+        message = f"{who} {did} to {head.kind} within {timeout_s:g} s" + self.store.silence(deadline - timeout_s)
         failure = Failure(self.seat, "DeadlineError", message, peer=late[0] if late else None)
+        came = [seat for seat in self.store.seats if self.store.check([f"a/{head.attempt}/word/{seat}"])]
+        self._said |= dict.fromkeys(came, head.number)
         for seat in late:
             if seat.startswith("gen:"):
                 self._late[self.world.replica_of(seat)] = f"{seat} kept the others waiting"
         raise SessionFailed(self.fail_call(head.attempt, failure) or failure)
 
     def _forget(self, number: int) -> None:
-        """Delete the keys of attempts that nobody reads any more."""
-        if (past := number - _KEPT_ATTEMPTS) > 0:
+        """Delete the keys of attempts that nobody reads any more. A rank that was frozen reads how its last one ended."""
+        self._old = [*self._old, number] if self._old else [*range(max(1, number - 2 * _KEPT_ATTEMPTS), number + 1)]
+        awaited = {self._said.get(name) for name, seat in self.store.seats.items() if seat.status == "here"}
+        for past in [each for each in self._old[:-_KEPT_ATTEMPTS] if each not in awaited]:
+            self._old.remove(past)
             self.store.delete_prefix(f"a/{past}-")
             self.store.delete_key(f"began/{past}")
 
@@ -439,7 +525,14 @@ def next_version(words: Mapping[str, Mapping[str, Any]], seat: str) -> int:
     return version
 
 
+def _farewell(seat: str, process: Any) -> str:
+    return f"farewell/{seat}/{process}"
+
+
+def _place(seat: Seat) -> str:
+    return f"process {seat.facts.get('pid', '?')} on {seat.facts.get('host', '?')}"
+
+
 def _describe(seat: Seat) -> str:
     """What became of a rank: 'gen:3 (process 77 on node2) has exited'."""
-    place = f" (process {seat.facts.get('pid', '?')} on {seat.facts.get('host', '?')})"
-    return f"{seat.name}{place} {'has left the session' if seat.status == 'left' else 'has exited or was killed'}"
+    return f"{seat.name} ({_place(seat)}) {'has left the session' if seat.status == 'left' else 'has exited or was killed'}"
