@@ -1,0 +1,163 @@
+"""Run the fault matrix, real processes and all, and write what came of it to tools/results/faults.json.
+
+python tools/fault_matrix.py                                   every cell of gloo and golden (`make test-faults`)
+python tools/fault_matrix.py --transport direct --only kill     on this machine's GPUs; --only is a part of a cell's name
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from faults.cell import run_cell  # noqa: E402
+from faults.matrix import DEADLINE_S, Cell, cells  # noqa: E402
+from faults.model import plan_of  # noqa: E402
+from faults.verdicts import PROBLEMS, Verdict, judge  # noqa: E402
+
+LOGS = ROOT / "build" / "faults"
+
+
+def row(cell: Cell, verdict: Verdict, seconds: float) -> dict[str, Any]:
+    return {
+        "phase": cell.phase,
+        "fault": cell.fault,
+        "victim": cell.victim,
+        **({"seat": cell.seat} if cell.seat else {}),
+        "transport": cell.transport,
+        "replica_ranks": cell.replica_ranks,
+        "committed": verdict.committed,
+        "known_s": verdict.known_s,
+        "recovered_s": verdict.recovered_s,
+        "seconds": round(seconds, 1),
+        "problems": {kind: list(found) for kind, found in verdict.problems.items()},
+    }
+
+
+def run_one(numbered: tuple[int, Cell]) -> dict[str, Any]:
+    number, cell = numbered
+    log = LOGS / f"{number:03}.log"
+    log.write_text(f"{cell}\n")
+    start = time.monotonic()
+    seen = run_cell(cell, log)
+    verdict = judge(seen)
+    with log.open("a") as out:
+        for process, steps in seen.steps.items():
+            for step in steps:
+                print(process, step, file=out)
+        print(verdict, file=out)
+    if verdict.ok:
+        log.unlink()
+    return row(cell, verdict, time.monotonic() - start)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many cells have each kind of problem."""
+    counts = Counter(kind for each in rows for kind in each["problems"])
+    return {kind: counts[kind] for kind in PROBLEMS}
+
+
+def run_all(chosen: Sequence[Cell], jobs: int) -> list[dict[str, Any]]:
+    """Run all cells, `jobs` of them at a time; rows in the order of `chosen`."""
+    for ranks in sorted({cell.replica_ranks for cell in chosen}):
+        plan_of(ranks)  # once, for all processes
+    LOGS.mkdir(parents=True, exist_ok=True)
+    order = [*enumerate(chosen)]
+    random.Random(1).shuffle(order)  # long and short cells beside each other
+    rows: dict[int, dict[str, Any]] = {}
+    with _Workers(jobs) as workers:
+        for number, each in workers.map(order):
+            rows[number] = each
+            bad = "; ".join(f"{kind}: {found[0]}" for kind, found in each["problems"].items())
+            print(
+                f"{len(rows):4}/{len(order)} [{number:03}] {chosen[number]}: {bad or 'ok'} ({each['seconds']} s)",
+                flush=True,
+            )
+    return [rows[number] for number in sorted(rows)]
+
+
+class _Workers:
+    """Processes that run cells. Not a pool: its workers are daemons, which may have no children."""
+
+    def __init__(self, jobs: int) -> None:
+        context: Any = multiprocessing.get_context("fork")
+        self._asked, self._answered = context.SimpleQueue(), context.SimpleQueue()
+        self._processes = [
+            context.Process(target=_work, args=(self._asked, self._answered), daemon=False) for _ in range(jobs)
+        ]
+
+    def __enter__(self) -> _Workers:
+        for process in self._processes:
+            process.start()
+        return self
+
+    def map(self, asked: Sequence[tuple[int, Cell]]) -> Any:
+        for each in asked:
+            self._asked.put(each)
+        for _ in self._processes:
+            self._asked.put(None)
+        for _ in asked:
+            yield self._answered.get()
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        for process in self._processes:
+            if kind is not None:
+                process.terminate()
+            process.join()
+
+
+def _work(asked: Any, answered: Any) -> None:
+    while (numbered := asked.get()) is not None:
+        answered.put((numbered[0], run_one(numbered)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", action="append", help="gloo and golden if not given; also direct, nccl")
+    parser.add_argument("--only", action="append", default=[], help="cells whose name contains all of these")
+    parser.add_argument("--every", type=int, default=1, help="every so many of the cells")
+    parser.add_argument("--jobs", type=int, default=4, help="cells at a time")
+    parser.add_argument("--out", type=Path, help="where to write the results")
+    arguments = parser.parse_args(argv)
+    transports = arguments.transport or ["gloo", "golden"]
+    chosen = [cell for name in transports for cell in cells(name) if all(part in str(cell) for part in arguments.only)]
+    chosen = chosen[:: arguments.every]
+    start = time.monotonic()
+    rows = run_all(chosen, arguments.jobs)
+    result = {
+        "what": "sessions of real processes in which something breaks once",
+        "date": date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
+        "hardware": torch.cuda.get_device_name(0) if transports[0] in ("direct", "nccl", "auto") else "CPU",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "deadline_s": DEADLINE_S,
+        "minutes": round((time.monotonic() - start) / 60, 1),
+        "cells": len(rows),
+        "counts": summary(rows),
+        "rows": rows,
+    }
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join("  " + json.dumps(each) for each in rows)
+        head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1)[:-2]
+        arguments.out.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+    print(json.dumps({"cells": len(rows), "minutes": result["minutes"], **summary(rows)}))
+    return 1 if any(each["problems"] for each in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
