@@ -35,6 +35,10 @@ class SessionError(RefitError):
     """The ranks of a session could not meet or do not agree, or a peer reported a failure."""
 
 
+class ConnectError(SessionError):
+    """Transports could not connect: a rank ended meanwhile, or the network does not let them."""
+
+
 class StoreRestarted(SessionError):
     """The store was started anew: what the ranks had said to each other is gone."""
 

@@ -16,7 +16,14 @@ from typing import Any, Literal
 import torch
 from torch.distributed import DistError, DistStoreError, ProcessGroupGloo, Store
 
-from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, TransferError, Waiting
+from mcore_reshard.kernels.errors import (
+    ConnectError,
+    DeadlineError,
+    PeerLostError,
+    SessionError,
+    TransferError,
+    Waiting,
+)
 
 from .exchange import StoreExchange, parse_stored, publish
 from .store import StoreKeys
@@ -197,7 +204,7 @@ def _connect(store: _GlooStore, rank: int, names: Sequence[str], timeout_s: floa
     except (SessionError, DistError):
         raise
     except RuntimeError as error:
-        raise SessionError(f"{names[rank]}: gloo could not connect {len(names)} ranks: {error}") from error
+        raise ConnectError(f"{names[rank]}: gloo could not connect {len(names)} ranks: {error}") from error
 
 
 def _hang_up(group: ProcessGroupGloo) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError, StoreRestarted
+from mcore_reshard.kernels.errors import ConnectError, DeadlineError, PeerLostError, SessionError, StoreRestarted
 
 from .exchange import Failure, StoreExchange, parse_stored, stored_text
 from .polling import CAUSE_S
@@ -89,7 +89,9 @@ class Rendezvous:
         """Vote for success; return once all members have, and know it. `on_success` is called once all have voted so.
 
         Where the store is lost after the vote, members ask each other: `settle(known)` returns the outcome as they know
-        it, None where nobody can tell. Then they try the store once more, for another deadline. Nobody leaves before all know the outcome, unless the store or a member is lost.
+        it, None where nobody can tell. Then they try the store once more, for another deadline.
+
+        Nobody leaves before all know the outcome, unless the store or a member is lost.
         An interrupt withdraws the vote; where all have agreed by then, `on_success` is called before it is raised.
         """
         known: bool | None = None
@@ -128,6 +130,9 @@ class Rendezvous:
                 if (lost := self._lost()) is not None and lost.peer != failure.peer:
                     failure = lost  # a rank that is gone keeps others waiting, not the other way round
                 failure = replace(failure, message=failure.message + self.store.silence(self._start))
+            elif isinstance(error, ConnectError):
+                self._await_cause(phase)
+                failure = self._lost() or failure
             stands = self.declare(phase, failure)
             if phase != _LAST and self._outcome(phase) is None:  # the others have gone on
                 stands = self.declare(_LAST, failure)

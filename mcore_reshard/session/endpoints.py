@@ -152,6 +152,7 @@ class _Endpoint(ABC):
         self._connection: Connection | None = None
         self._ended: str | None = None  # why no refit is possible any more
         self._failure: str | None = None  # of the last attempt, if it failed
+        self._bulk_began = False  # of this attempt
         self._turn = RLock()  # held while weights are read or written
         self._retries = options.retries  # of the refit under way
         self._pending: Future[RefitReport] | None = None  # a refit whose outcome is still to come
@@ -476,6 +477,7 @@ class _Endpoint(ABC):
         version = next_version(call.words, self.rank_name)
         connection = self._connect(call)
         attempt = _Attempt(call, version, start)
+        self._bulk_began = False
         attendance, store = self._attendance, self._store
         assert attendance is not None and store is not None
         rendezvous = Rendezvous(
@@ -585,8 +587,8 @@ class _Endpoint(ABC):
         self._ended = f"the session ended with: {error}"
         if self._attendance is not None:
             with suppress(Exception):
-                failed = isinstance(error, SessionFailed)
-                self._attendance.say_farewell(error.failure if failed else Failure.of(self.rank_name, error))
+                cause = error.failure if isinstance(error, SessionFailed) else Failure.of(self.rank_name, error)
+                self._attendance.say_farewell(cause)
         self.close()
 
     def _set_state(self, state: WeightState) -> None:
@@ -602,7 +604,8 @@ class _Endpoint(ABC):
             return written / (in_bulk + attempt.kept_bytes) if written else 0.0
         if program.bound is None or program.executor is None:
             return 1.0 if attempt.written_by_name else 0.0
-        written, total = min(program.executor.written_bytes, program.bound.nbytes), program.bound.nbytes
+        total = program.bound.nbytes
+        written = min(program.executor.written_bytes, total) if self._bulk_began else 0  # else those of the last refit
         if attempt.share_by_name:
             written += attempt.written_by_name
             total += int(attempt.written_by_name / attempt.share_by_name)
@@ -627,6 +630,7 @@ class _Endpoint(ABC):
             with self._record.phase("derive"):
                 self._before_reads()
             writes = WriteCounts.of(writes.tensors)
+        self._bulk_began = True
         run = connection.thread.start(in_callers_context(program.checks.around(executor.run), bound.device))
         try:
             while not wait([run], LOOK_S).done:

@@ -37,6 +37,7 @@ _NEWCOMERS_S = 0.05  # how often a leader without any replica looks for one
 _MAY_PASS = {
     "KeyboardInterrupt",
     "SessionError",
+    "ConnectError",
     "SessionFailed",
     "DeadlineError",
     "PeerLostError",
