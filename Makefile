@@ -22,7 +22,7 @@ FAST_HALF := copies transports proof attack
 NEWEST := $(addprefix tests/,$(addprefix validation/test_,adapters.py megatron_source.py te_standin.py trainer_trace.py validate.py \
 	zoo.py) $(addprefix engine/test_,newest_bridge.py tiny_models.py) session/test_lora.py)
 
-.PHONY: help setup demo test-fast test nightly test-vllm test-newest test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
+.PHONY: help setup demo test-fast test test-faults soak nightly test-vllm test-newest test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -50,6 +50,12 @@ test-fast: $(VENV)/.ready ## the default tests without those that start processe
 
 test: $(VENV)/.ready ## the default tests: no GPU, no vLLM
 	$(BIN)/python -m pytest
+
+test-faults: $(VENV)/.ready ## sessions of real processes in which something breaks, every cell; writes tools/results/faults.json (25 minutes)
+	$(BIN)/python tools/fault_matrix.py --out tools/results/faults.json
+
+soak: $(VENV)/.ready ## 2,000 refits of a tiny model: nothing may grow; writes tools/results/soak.json
+	$(BIN)/python tools/soak.py --out tools/results/soak.json
 
 nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow, and the attack with more damage
 	$(BIN)/python -m pytest -m slow

@@ -47,7 +47,6 @@ class Verdict:
 
 
 def judge(seen: Observed) -> Verdict:
-    cell = seen.cell
     verdict = Verdict()
     found = {
         "hung": iter(seen.hung),
@@ -85,7 +84,7 @@ def _survivors(seen: Observed) -> Iterator[tuple[str, Step]]:
 def _torn(seen: Observed) -> Iterator[str]:
     """Members of a refit that some rank has committed, and they have not, though they live."""
     for name in ("set up", "fault"):
-        steps = {process: step for process, step in _of(seen, name)}
+        steps = dict(_of(seen, name))
         reported = {(step.version, step.replicas) for step in steps.values() if step.version is not None}
         for version, replicas in ((v, replicas) for v, replicas in reported if v < RECOVERED):
             for process, step in steps.items():
