@@ -10,6 +10,7 @@ The session goes on: the next refit connects anew, without replicas that are gon
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
@@ -29,6 +30,7 @@ from mcore_reshard import __version__
 from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import RefitError, SessionError
+from mcore_reshard.kernels.events import log_event
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.exchange import Failure
 from mcore_reshard.kernels.rendezvous.polling import LOOK_S, NOTICE_S, DeadlineThread
@@ -44,7 +46,8 @@ from .connection import EVERYTHING as EVERYTHING
 from .connection import TRAINABLE as TRAINABLE
 from .connection import Connection, Program, bind_part, connect_members
 from .members import CONNECT, PROTOCOL, REFIT, Call, Follower, Head, Leader, next_version
-from .part import Part, part_of
+from .newcomers import Rank, catch_up, serve_newcomers
+from .part import Part, RankOfPlan, part_of
 from .plan_exchange import fetch_plan
 from .record import Record
 from .staged import STAGED, StagedTensors, require_memory
@@ -185,6 +188,7 @@ class _Endpoint(ABC):
                     with self._record.phase("meet"):
                         head = attendance.await_head(timeout_s, "begin a session")
                     self._follow_connect(attendance, head)
+                    self._welcome_newcomers()
         except BaseException as error:
             self._end(error)
             raise
@@ -237,8 +241,13 @@ class _Endpoint(ABC):
         while True:
             self._retries = self._options.retries
             try:
-                with self._turn, self._record.attempt("refit", attempts):
-                    return self._attempt(word, start, attempts, in_background)
+                with self._record.attempt("refit", attempts):
+                    with self._record.phase("meet"):
+                        call = self._called(
+                            word
+                        )  # not in turn: a rank that waits for the trainer may offer its weights
+                    with self._turn:
+                        return self._attempt(call, start, attempts, in_background)
             except Exception as error:
                 if attempts > self._retries or not isinstance(error, RefitError) or not _may_pass(error):
                     if self.world == "gen":
@@ -363,6 +372,25 @@ class _Endpoint(ABC):
             if call is not None:
                 self._connect(call)
 
+    def _welcome_newcomers(self) -> None:
+        """Get the version that other replicas have, on a rank that came later; then offer it to those that come."""
+        store, seats = self._store, self._part.seats
+        if self.world != "gen" or store is None or not isinstance(self._part, RankOfPlan):
+            return
+        rank = Rank(store, self.rank_name, seats, self._live_tensors, self._options)
+        if self._connection is None:
+            try:
+                with self._turn:
+                    version = catch_up(rank, self._after_direct_writes)
+            except SessionError as error:  # the next refit brings everything
+                self._set_state(mixed(None, None, 1.0))
+                log_event("not_caught_up", logging.WARNING, rank=self.rank_name, cause=f"{error}")
+            else:
+                if version is not None:
+                    self.committed_version = version
+                    self._set_state(complete(version))
+        serve_newcomers(rank, self._turn, lambda: self._state)
+
     def _adopt(self, head: Head) -> None:
         """Take the plan of a trainer that has another one than this rank was given."""
         if head.plan == self._part.plan_digest or self._adopt_plan is None:
@@ -469,9 +497,7 @@ class _Endpoint(ABC):
 
     # --- one attempt -----------------------------------------------------------------------------------------------
 
-    def _attempt(self, word: dict[str, Any], start: float, attempts: int, in_background: bool) -> Future[RefitReport]:
-        with self._record.phase("meet"):
-            call = self._called(word)
+    def _attempt(self, call: Call, start: float, attempts: int, in_background: bool) -> Future[RefitReport]:
         if any(said.get("in_background") for said in call.words.values()):
             self._retries = 0  # of this refit: the trainer's weights may have changed by the time that it fails
         version = next_version(call.words, self.rank_name)

@@ -1,0 +1,176 @@
+"""A replica that comes to a session under way gets the current version at once, from another replica.
+
+    joiner   gen:4, gen:5 sit down, agree on a donor    ask gen:0 and gen:1    take    derive    complete(7)
+    donor    gen:0, gen:1 generate meanwhile            offer: each sends all that it has to the rank of its place
+
+The trainer takes no part, and need not stop. A donor's refit waits until its copy is over; what it generates does not.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import RLock, Thread
+from typing import Any
+
+import torch
+from torch.distributed import DistError
+
+from mcore_reshard.kernels.cuda.streams import in_callers_context
+from mcore_reshard.kernels.errors import DeadlineError, RefitError, SessionError, StoreRestarted
+from mcore_reshard.kernels.events import log_event
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.exchange import parse_stored
+from mcore_reshard.kernels.rendezvous.store import SessionStore
+
+from .members import World
+from .replica_copy import offer, take
+from .state import WeightState
+
+_AGAIN_S = 0.1
+_ASLEEP_S = 3600.0
+_TRIES = 2  # donors may begin a refit between the copies of two of their ranks
+
+LiveTensors = Callable[[], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A generation rank, as donor or as joiner."""
+
+    store: SessionStore
+    seat: str
+    world: World
+    tensors: LiveTensors
+    options: Options
+
+    @property
+    def replica(self) -> int:
+        return self.world.replica_of(self.seat)
+
+    @property
+    def place(self) -> int:
+        """Within its replica."""
+        return self.world.seats_of(self.replica).index(self.seat)
+
+    def is_whole(self, replica: int) -> bool:
+        """Whether all ranks of a replica are here."""
+        seats = self.store.seats
+        return all(name in seats and seats[name].status == "here" for name in self.world.seats_of(replica))
+
+
+def serve_newcomers(rank: Rank, turn: RLock, state: Callable[[], WeightState]) -> None:
+    """Offer this rank's weights to those that ask, on a thread, until the store is closed. `turn` guards the weights."""
+    device = next((tensor.device for tensor in rank.tensors().values()), None)
+
+    def serve() -> None:
+        with suppress(DistError, StoreRestarted):
+            while True:
+                if rank.store.wait_any([wanted := f"want/{rank.seat}"], _ASLEEP_S):
+                    asked = parse_stored(wanted, rank.store.get(wanted), _parse_wish)
+                    rank.store.delete_key(wanted)
+                    _offer(rank, asked, turn, state)
+
+    Thread(target=in_callers_context(serve, device), name="newcomers", daemon=True).start()
+
+
+def _offer(rank: Rank, wish: tuple[str, str], turn: RLock, state: Callable[[], WeightState]) -> None:
+    """One copy. Its failure is the joiner's to report: this rank has what it had."""
+    peer, number = wish
+    keys = rank.store.under(f"copy/{number}")
+    with turn:
+        held = state()
+        try:
+            if held.kind == "mixed" or held.version is None:
+                keys.set("failed", f"{rank.seat} has no whole version to offer: it is {held}")
+                return
+            offer(keys, rank.seat, peer, rank.tensors(), rank.options, version=held.version)
+        except (RefitError, DistError, RuntimeError, OSError) as error:
+            log_event("offer_failed", logging.WARNING, rank=rank.seat, peer=peer, cause=f"{error}")
+
+
+def catch_up(rank: Rank, derive: Callable[[], Any] | None) -> int | None:
+    """Fill this rank's weights from another replica; the version. None where no other replica has one.
+
+    All ranks of the replica call it. Raises SessionError where their copies failed, or are of different versions: the
+    weights may then be of any.
+    """
+    deadline = time.monotonic() + rank.options.timeout_s
+    while not rank.is_whole(rank.replica):
+        if time.monotonic() > deadline:
+            raise SessionError(f"{rank.seat}: not all ranks of its replica came within {rank.options.timeout_s:g} s")
+        time.sleep(_AGAIN_S)
+    seats = rank.store.seats
+    company = str(seats[rank.world.seats_of(rank.replica)[0]].facts.get("process"))
+    failures: list[str] = []
+    for number in range(_TRIES):
+        key = f"join/{company}/{number}"
+        own_choice = json.dumps(_donors(rank))
+        donors = parse_stored(key, rank.store.compare_set(key, "", own_choice), _parse_donors)
+        if not donors:
+            return None
+        donor = donors[(rank.replica + number) % len(donors)]
+        version = _take(rank, donor, f"{company}/{number}/{rank.place}", failures)
+        if version is not None and derive is not None:
+            derive()
+        rank.store.set(f"{key}/{rank.seat}", json.dumps(version))
+        ends = [f"{key}/{seat}" for seat in rank.world.seats_of(rank.replica)]
+        if not rank.store.wait_all(ends, 2 * rank.options.timeout_s):
+            raise SessionError(f"{rank.seat}: another rank of its replica did not end its copy")
+        versions = {parse_stored(end, value, _parse_version) for end, value in zip(ends, rank.store.multi_get(ends), strict=True)}
+        if versions == {version} and version is not None:
+            return version
+        failures.append(f"its ranks got different versions: {versions}")
+    raise SessionError(f"{rank.seat}: no replica could give it its weights: {'; '.join(failures)}")
+
+
+def _donors(rank: Rank) -> list[int]:
+    """Other replicas, all ranks of which are here."""
+    taken = {rank.world.replica_of(name) for name in rank.store.seats if name.startswith("gen:")}
+    return sorted(replica for replica in taken - {rank.replica} if rank.is_whole(replica))
+
+
+def _take(rank: Rank, donor: int, number: str, failures: list[str]) -> int | None:
+    """The version that a donor's rank gave; None where it could not."""
+    peer = rank.world.seats_of(donor)[rank.place]
+    wish = json.dumps({"peer": rank.seat, "copy": number})
+    deadline = time.monotonic() + rank.options.timeout_s
+    while rank.store.compare_set(f"want/{peer}", "", wish) != wish.encode():  # it serves another newcomer
+        if time.monotonic() > deadline:
+            failures.append(f"{peer} was busy for {rank.options.timeout_s:g} s")
+            return None
+        time.sleep(_AGAIN_S)
+    try:
+        report = take(rank.store.under(f"copy/{number}"), rank.seat, peer, rank.tensors(), rank.options)
+    except (SessionError, DeadlineError, RefitError) as error:
+        failures.append(f"{error}")
+        return None
+    finally:
+        rank.store.delete_prefix(f"copy/{number}/")
+    log_event(
+        "caught_up", rank=rank.seat, peer=peer, version=report.version, seconds=report.seconds, bytes=report.nbytes
+    )
+    return report.version
+
+
+def _parse_wish(said: Any) -> tuple[str, str]:
+    peer, number = said["peer"], said["copy"]
+    if not isinstance(peer, str) or not isinstance(number, str):
+        raise TypeError("no rank, or no copy")
+    return peer, number
+
+
+def _parse_donors(said: Any) -> list[int]:
+    if not all(isinstance(each, int) for each in said):
+        raise TypeError("a replica is a number")
+    return list(said)
+
+
+def _parse_version(said: Any) -> int | None:
+    if said is not None and not isinstance(said, int):
+        raise TypeError("a version is a number")
+    return said
