@@ -20,13 +20,13 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.metadata import version as version_of
 from threading import RLock
 from typing import Any
 from uuid import uuid4
 
 import torch
 
-from mcore_reshard import __version__
 from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import RefitError, SessionError
@@ -57,6 +57,7 @@ from .wait_line import WaitLine
 from .whole_tensors import NamedTensors, check_stream, exhaust
 
 _CLOSED = "closed"
+_PACKAGE = version_of("mcore-reshard")
 # Failures of a machine or a network, after which another try may succeed; others need somebody to mend something.
 _PASSING = {"DeadlineError", "PeerLostError", "PeerGone", "ChecksumError", "TransferError"}
 
@@ -332,14 +333,14 @@ class _Endpoint(ABC):
             "process": self._process,
             "pid": os.getpid(),
             "host": platform.node(),
-            "package": __version__,
+            "package": _PACKAGE,
             "protocol": PROTOCOL,
         }
         store.take_seat(self.rank_name, facts)
         self._record.enters(store)
         common = (store, self.rank_name, seats, self._process, options.timeout_s)
         if self.rank_name == "train:0":
-            leader = Leader(*common, plan=self._part.plan_digest, package=__version__)
+            leader = Leader(*common, plan=self._part.plan_digest, package=_PACKAGE)
             leader.max_lag = options.max_lag
             self._attendance = leader
         else:
