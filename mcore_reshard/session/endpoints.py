@@ -20,6 +20,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from threading import RLock
 from typing import Any
@@ -57,7 +58,10 @@ from .wait_line import WaitLine
 from .whole_tensors import NamedTensors, check_stream, exhaust
 
 _CLOSED = "closed"
-_PACKAGE = version_of("mcore-reshard")
+try:
+    _PACKAGE = version_of("mcore-reshard")
+except PackageNotFoundError:  # a plain checkout
+    _PACKAGE = "unknown"
 # Failures of a machine or a network, after which another try may succeed; others need somebody to mend something.
 _PASSING = {"DeadlineError", "PeerLostError", "PeerGone", "ChecksumError", "TransferError"}
 

@@ -121,7 +121,10 @@ def catch_up(rank: Rank, derive: Callable[[], Any] | None) -> int | None:
         ends = [f"{key}/{seat}" for seat in rank.world.seats_of(rank.replica)]
         if not rank.store.wait_all(ends, 2 * rank.options.timeout_s):
             raise SessionError(f"{rank.seat}: another rank of its replica did not end its copy")
-        versions = {parse_stored(end, value, _parse_version) for end, value in zip(ends, rank.store.multi_get(ends), strict=True)}
+        versions = {
+            parse_stored(end, value, _parse_version)
+            for end, value in zip(ends, rank.store.multi_get(ends), strict=True)
+        }
         if versions == {version} and version is not None:
             return version
         failures.append(f"its ranks got different versions: {versions}")

@@ -209,7 +209,7 @@ def _check(ends: dict[str, Any], refits: int) -> None:
     assert trainer["version"] == refits and ends["events"] >= refits // 10
     failed = [version for version, _ in trainer["failed"]]
     assert len(failed) <= ends["events"], "a death costs the others one refit at most"
-    assert not any(later == earlier + 1 == version + 2 for version, earlier, later in zip(failed, failed[1:], failed[2:]))
+    assert not any({version, version + 1, version + 2} <= {*failed} for version in failed), failed
     committed = set(range(1, refits + 1)) - set(failed)
     for name, said in ends.items():
         if name.startswith("gen"):
