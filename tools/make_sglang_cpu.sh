@@ -24,7 +24,7 @@ if begins_anew; then
     install "torch==$TORCH" "megatron-core==$MEGATRON_CORE" "transformers>=5.16.1,<5.20" numpy accelerate \
         aiohttp anthropic cloudpickle datasets decorator distro easydict einops "fastapi>=0.133,<0.137" gguf \
         interegular ipython "llguidance>=1.7,<1.8" loguru msgspec omegaconf openai==2.8.0 orjson partial-json-parser \
-        pillow prometheus_client psutil pybase64 pydantic python-multipart pyzmq regex requests rich scipy \
+        pillow prometheus_client psutil pybase64 pydantic python-multipart pyzmq regex requests rich scipy cryptography \
         sentencepiece setproctitle soundfile uvicorn uvloop hypothesis pytest
     imports_together sglang_engine
 fi

@@ -34,7 +34,7 @@ if begins_anew; then
     install "torch==$TORCH" "megatron-core==$MEGATRON_CORE" "transformers>=5.16.1,<5.20" numpy accelerate \
         aiohttp apache-tvm-ffi cachetools cbor2 cloudpickle einops "fastapi>=0.133,<0.137" "llguidance>=1.7,<1.8" \
         loguru msgspec omegaconf openai oss-harmony partial-json-parser pillow prometheus_client psutil py-cpuinfo \
-        pybase64 pydantic pyzmq regex requests rich urllib3 uvloop hypothesis pytest
+        pybase64 pydantic pyzmq regex requests rich urllib3 uvloop hypothesis pytest cryptography
     imports_together vllm_engine
 fi
 say "ready: $python"

@@ -203,9 +203,9 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add = command(
         "store",
         "Serve the store at which a refit's ranks meet, in a process that outlives them, until it is interrupted.",
-        "mcore-reshard store --port 29600",
+        "mcore-reshard store --host 10.0.0.1 --port 29600",
     )
-    add("--host", metavar="HOST", help="listen at this address alone (default: at all of this machine)")
+    add("--host", metavar="HOST", help="listen at this address alone (default: loopback, for ranks of this machine)")
     add("--port", metavar="PORT", type=int, default=29600, help="0: any that is free (default: 29600)")
 
     add = command(

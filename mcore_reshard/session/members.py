@@ -229,7 +229,12 @@ class Follower(Attendance):
                 )
                 if not came and left_s <= 0:
                     failure = f"{LEADER} did not {occasion} within {timeout_s:g} s"
-                    if (leader := self.store.seats.get(LEADER)) is not None and leader.status != "here":
+                    leader = self.store.seats.get(LEADER)
+                    if leader is not None and leader.status == "left":
+                        raise SessionClosed(
+                            f"{LEADER} has left the session, and no trainer came within {timeout_s:g} s"
+                        )
+                    if leader is not None and leader.status != "here":
                         failure += f": {_describe(leader)}"
                     failure += self.store.silence(start)
                     raise SessionFailed(Failure(self.seat, "DeadlineError", failure, peer=LEADER))
