@@ -6,11 +6,13 @@ engine can be joined although each has a default group of its own.
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, Literal
 
 import torch
@@ -29,6 +31,8 @@ from .exchange import StoreExchange, parse_stored, publish
 from .store import StoreKeys
 
 _TAG = 0  # one tag: gloo keeps messages of a pair and tag in order
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch reads it
+_THREADS = 2  # as torch has for one network
 _UNUSED_TAG = 5040  # of the same connections as _TAG: gloo goes by the remainder where it has several networks
 _SETTLE_TAG = 10080
 _KNOWN = (None, True, False)  # an outcome as ranks tell each other of it, by number
@@ -72,8 +76,8 @@ class GlooGroup:
     """All ranks of a session, fully connected. Construction blocks until every rank has connected.
 
     On a FailFastStore construction ends when any rank has failed; only gloo's own connects cannot be interrupted. When a
-    rank dies or calls `close`, ranks that wait for it get `PeerLostError` at once. gloo listens where the host's name
-    points; GLOO_SOCKET_IFNAME names another interface.
+    rank dies or calls `close`, ranks that wait for it get `PeerLostError` at once. gloo listens at the address by
+    which this host reaches the store, and at no other; GLOO_SOCKET_IFNAME names another interface.
     """
 
     def __init__(self, store: StoreKeys, rank: int, names: Sequence[str], *, timeout_s: float) -> None:
@@ -82,9 +86,10 @@ class GlooGroup:
         self._pending: set[GlooMessage] = set()
         self._slots: list[torch.Tensor] = []
         # gloo itself would wait for each missing rank in turn.
-        StoreExchange(store, names[rank], names, timeout_s=timeout_s).gather("here", "", str)
+        exchange = StoreExchange(store, names[rank], names, timeout_s=timeout_s)
+        hosts = exchange.gather("here", store.local_host or "", _parse_host)
         self._store = _GlooStore(store, rank, names)  # gloo does not keep alive what is written in Python
-        self._group: ProcessGroupGloo | None = _connect(self._store, rank, names, timeout_s)
+        self._group: ProcessGroupGloo | None = _connect(self._store, rank, names, timeout_s, _own_host(hosts, rank))
 
     def send(self, buffer: torch.Tensor, peer: int, waiting: Waiting) -> GlooMessage:
         return self._start("send", buffer, peer, waiting)
@@ -198,9 +203,29 @@ def _parse_address(stored: Any) -> bytes:
     return value
 
 
-def _connect(store: _GlooStore, rank: int, names: Sequence[str], timeout_s: float) -> ProcessGroupGloo:
+def _parse_host(stored: Any) -> str:
+    """The address at which a rank reaches the store; "" where it cannot tell."""
+    return str(ip_address(str(stored))) if stored else ""
+
+
+def _own_host(hosts: Sequence[str], rank: int) -> str:
+    """The address at which gloo listens; "" for where the host's name points.
+
+    A rank beside its store may reach it by loopback, where ranks of other hosts could not reach the rank.
+    """
+    is_local = [bool(host) and ip_address(host).is_loopback for host in hosts]
+    return "" if is_local[rank] and not all(is_local) else hosts[rank]
+
+
+def _connect(store: _GlooStore, rank: int, names: Sequence[str], timeout_s: float, host: str) -> ProcessGroupGloo:
+    timeout = timedelta(seconds=timeout_s)
     try:
-        return ProcessGroupGloo(store, rank, len(names), timedelta(seconds=timeout_s))
+        if not host or os.environ.get(_INTERFACE_VARIABLE):
+            return ProcessGroupGloo(store, rank, len(names), timeout)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout, options._threads = timeout, _THREADS
+        return ProcessGroupGloo(store, rank, len(names), options)
     except (SessionError, DistError):
         raise
     except RuntimeError as error:

@@ -105,6 +105,14 @@ class StoreKeys(Store):
     _root: SessionStore
     _prefix: str
 
+    @property
+    def local_host(self) -> str | None:
+        """The address of this host on the network that leads to the store; None while there is no connection."""
+        connection = self._root._connection
+        with suppress(OSError):
+            return None if connection is None else str(connection.getsockname()[0]).partition("%")[0]
+        return None
+
     def under(self, prefix: str) -> StoreView:
         """The keys that begin with `prefix/`."""
         return StoreView(self._root, f"{self._prefix}{prefix}/")
@@ -298,14 +306,6 @@ class SessionStore(StoreKeys):
     def seats(self) -> dict[str, Seat]:
         """All seats that were ever taken in this session, as the server last said."""
         return self._seats
-
-    @property
-    def local_host(self) -> str | None:
-        """The address of this host on the network that leads to the store."""
-        connection = self._connection
-        with suppress(OSError):
-            return None if connection is None else str(connection.getsockname()[0])
-        return None
 
     def take_seat(self, name: str, facts: Mapping[str, Any]) -> None:
         """Be `name` in this session. Raises SessionError while another live process is."""
