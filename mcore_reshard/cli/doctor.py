@@ -146,7 +146,7 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
             "detail": why_no_traces or "runs the loaders that are here",
         },
         {"command": "validate", "ok": not why_not, "detail": why_not or f"{destination}; source with {trainer}"},
-        {"command": "store", "ok": torch, "detail": "needs torch only" if torch else "torch is not installed"},
+        {"command": "store, watch", "ok": torch, "detail": "need torch only" if torch else "torch is not installed"},
     ]
 
 

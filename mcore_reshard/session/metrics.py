@@ -35,8 +35,12 @@ _FAMILIES = {
     ),
     "committed_version": _Family("gauge", "The last version that all members acknowledged; none before the first."),
     "replica_lag": _Family("gauge", "How many committed refits a replica has missed, as training rank 0 counts."),
-    "peer_status": _Family("gauge", "1 for the status of another rank: here, gone or left."),
-    "peer_since_seconds": _Family("gauge", "Unix time at which another rank got its status."),
+    "peer_status": _Family(
+        "gauge", "1 for the status of another rank: here, gone or left; from training rank 0 alone."
+    ),
+    "peer_since_seconds": _Family(
+        "gauge", "Unix time at which another rank got its status; from training rank 0 alone."
+    ),
     "store_reconnects_total": _Family("counter", "Times that the connection to the store broke."),
 }
 
@@ -76,7 +80,8 @@ def _samples(metrics: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], 
         yield "committed_version", {}, metrics["committed_version"]
     for replica, lag in metrics["replica_lag"].items():
         yield "replica_lag", {"replica": replica}, lag
-    for peer, seat in metrics["peers"].items():
+    # From one rank alone: of n ranks, each with n peers, there would be n * n series.
+    for peer, seat in metrics["peers"].items() if metrics["rank"] == "train:0" else ():
         for status in _STATUSES:
             yield "peer_status", {"peer": peer, "status": status}, status == seat["status"]
         yield "peer_since_seconds", {"peer": peer}, seat["since"]

@@ -115,6 +115,9 @@ def test_prometheus_text_keeps_the_rules_of_its_format(observed: list[dict[str, 
     moved = all_metrics[3]["bytes"]["bulk"]["gloo"]
     assert of_gen_1("mcore_reshard_bytes_total", route="bulk", transport="gloo") == moved
     states = {kind: of_gen_1("mcore_reshard_state", kind=kind) for kind in ("intact", "mixed", "complete")}
+    peers = {key[1:] for key in samples if key[0] == "mcore_reshard_peer_since_seconds"}
+    assert sorted(dict(labels)["peer"] for labels in peers) == ["gen:0", "gen:1", "train:1"]
+    assert {dict(labels)["rank"] for labels in peers} == {"train:0"}
     assert states == {"intact": 0, "mixed": 0, "complete": 1}
 
 
