@@ -208,7 +208,7 @@ class _Copy:
         if self._version is not None:
             broadcast(group, tree, views.items())
             return
-        arriving = receive(group, tree)
+        arriving = receive(group, tree, max_bytes=max((view.nbytes for view in views.values()), default=0))
         for name, view in views.items():
             came, content = next(arriving, ("nothing", view[:0]))
             if came != name or content.numel() != view.numel():
