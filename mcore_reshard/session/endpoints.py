@@ -385,11 +385,12 @@ class _Endpoint(ABC):
         rank = Rank(store, self.rank_name, seats, self._live_tensors, self._options)
         if self._connection is None:
             try:
-                with self._turn:
+                with self._turn, self._record.phase("catch_up"):
                     version = catch_up(rank, self._after_direct_writes)
             except SessionError as error:  # the next refit brings everything
                 self._set_state(mixed(None, None, 1.0))
-                log_event("not_caught_up", logging.WARNING, rank=self.rank_name, cause=f"{error}")
+                said = {"rank": self.rank_name, "session": store.session, "cause": f"{error}"}
+                log_event("not_caught_up", logging.WARNING, **said)
             else:
                 if version is not None:
                     self.committed_version = version

@@ -90,7 +90,8 @@ def _offer(rank: Rank, wish: tuple[str, str], turn: RLock, state: Callable[[], W
                 return
             offer(keys, rank.seat, peer, rank.tensors(), rank.options, version=held.version)
         except (RefitError, DistError, RuntimeError, OSError) as error:
-            log_event("offer_failed", logging.WARNING, rank=rank.seat, peer=peer, cause=f"{error}")
+            said: dict[str, Any] = {"rank": rank.seat, "session": rank.store.session, "peer": peer}
+            log_event("offer_failed", logging.WARNING, **said, cause=f"{error}")
 
 
 def catch_up(rank: Rank, derive: Callable[[], Any] | None) -> int | None:
@@ -154,9 +155,8 @@ def _take(rank: Rank, donor: int, number: str, failures: list[str]) -> int | Non
         return None
     finally:
         rank.store.delete_prefix(f"copy/{number}/")
-    log_event(
-        "caught_up", rank=rank.seat, peer=peer, version=report.version, seconds=report.seconds, bytes=report.nbytes
-    )
+    said: dict[str, Any] = {"rank": rank.seat, "session": rank.store.session, "peer": peer, "version": report.version}
+    log_event("caught_up", **said, seconds=report.seconds, bytes=report.nbytes)
     return report.version
 
 

@@ -52,7 +52,6 @@ class Record:
     def __init__(self, session: str, rank_name: str, world: World) -> None:
         self.session, self.rank_name, self.world = session, rank_name, world
         self.state: WeightState = intact(None)
-        self.committed_version: int | None = None
         self.counts: Counter[str] = Counter()  # attempts, committed, failed, retries, epochs
         self.nbytes: Counter[tuple[str, str]] = Counter()  # by route and transport
         self.seconds: dict[str, float] = defaultdict(float)  # by phase, of all attempts
@@ -86,7 +85,7 @@ class Record:
         return _Attempting(self, kind, number)
 
     def phase(self, name: str) -> _Phase:
-        """Around a part of an attempt: bind, meet, connect, bulk, agree, misc, copy_in, derive or decide."""
+        """Around a part of an attempt: bind, meet, connect, catch_up, bulk, agree, misc, copy_in, derive or decide."""
         return _Phase(self, name)
 
     def timed(self, name: str, function: Callable[[], None]) -> Callable[[], None]:
@@ -111,7 +110,7 @@ class Record:
             self.nbytes["bulk", report.transport] += report.nbytes
         if report.misc_bytes:
             self.nbytes["misc", misc_transport] += report.misc_bytes
-        self.committed_version, self._failure = report.version, None
+        self._failure = None
         if (attempt := self._end("committed")) is not None:
             attempt.version, attempt.stages = report.version, report.stages
         self._publish()
@@ -134,6 +133,11 @@ class Record:
         self._log("attempt_failed", logging.WARNING, version=self.committed_version, **said, **cause_said)
 
     # --- what is read -----------------------------------------------------------------------------------------------
+
+    @property
+    def committed_version(self) -> int | None:
+        """The last version that all members acknowledged, or that this rank took from another replica."""
+        return self.state.version
 
     @property
     def under_way(self) -> Attempt | None:

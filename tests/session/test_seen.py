@@ -187,6 +187,25 @@ def test_a_trace_nests(observed: list[dict[str, Any]]) -> None:
     assert max(starts) < min(ends), "the ranks' spans of one refit do not overlap"
 
 
+def refit_in_background(rank: int, address: str, path: str) -> dict[str, Any]:
+    me = seat(rank, address, (1, 1))
+    me.endpoint.prepare()
+    report = me.endpoint.refit_async(1).wait() if isinstance(me, Trainer) else me.endpoint.refit(1)
+    me.endpoint.write_trace(f"{path}/{rank}.json")
+    return {"nbytes": report.nbytes, **me.endpoint.metrics()}
+
+
+def test_a_refit_in_the_background_is_counted_once_its_outcome_is_known(tmp_path: Path) -> None:
+    for rank, metrics in enumerate(values(run_ranks(2, refit_in_background, str(tmp_path)))):
+        assert metrics["refits"] == {"committed": 1, "failed": 0, "retries": 0, "attempts": 1}
+        assert metrics["bytes"]["bulk"] == {"gloo": metrics["nbytes"]} and metrics["committed_version"] == 1
+        spans = [
+            event for event in json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"] if "dur" in event
+        ]
+        require_nested([span for span in spans if span["tid"] == 0])
+        assert {"refit 1", "decide"} <= {span["name"] for span in spans}
+
+
 def test_a_span_that_crosses_another_is_found() -> None:
     with pytest.raises(AssertionError):
         require_nested([{"ts": 0.0, "dur": 10.0}, {"ts": 5.0, "dur": 10.0}])
