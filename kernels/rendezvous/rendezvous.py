@@ -167,7 +167,7 @@ class Rendezvous:
             raise SessionError(f"{self.rank_name} lost {error}") from error
 
     def _arrive(self, phase: str, word: Mapping[str, Any], parse: Callable[[Any], dict[str, Any]]) -> None:
-        self.store.set(f"{phase}/{self.rank_name}", stored_text(dict(word)))
+        self.store.set_soon({f"{phase}/{self.rank_name}": stored_text(dict(word))})
         if self.store.add(f"{phase}/arrived", 1) == len(self._members):
             self._words(phase, parse)  # whoever declares success has checked who wrote them
             self.store.compare_set(f"{phase}/outcome", "", _AGREED)
@@ -222,7 +222,7 @@ class Rendezvous:
         """Whether all members know the outcome now."""
         if self.store.add(f"{phase}/read", 1) < len(self._members):
             return False
-        self.store.set(f"{phase}/known", "")
+        self.store.set_soon({f"{phase}/known": ""})
         return True
 
     def _await_cause(self, phase: str) -> None:

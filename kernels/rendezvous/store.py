@@ -121,6 +121,28 @@ class StoreKeys(Store):
         root, key = self._root, self._prefix + key
         root._ask({"op": "set", "keys": [key]}, [root._sealer.seal(key, root._sender, _as_bytes(value))])
 
+    def set_soon(self, values: Mapping[str, str]) -> None:
+        """Set keys without waiting for the store: what this connection asks for later comes after it."""
+        root, full = self._root, [self._prefix + key for key in values]
+        sealed = [
+            root._sealer.seal(key, root._sender, value.encode())
+            for key, value in zip(full, values.values(), strict=True)
+        ]
+        root._send({"op": "set", "keys": full}, sealed, is_awaited=False)
+
+    def delete_soon(self, prefixes: Sequence[str], keys: Sequence[str] = ()) -> None:
+        """Delete keys, and those that begin with prefixes, without waiting for the store."""
+        for prefix in prefixes:
+            self._root._send({"op": "delete_prefix", "prefix": self._prefix + prefix}, is_awaited=False)
+        if keys:
+            self._root._send({"op": "delete", "keys": [self._prefix + key for key in keys]}, is_awaited=False)
+
+    def peek(self, key: str, *, writer: str | None = None) -> bytes | None:
+        """The value of a key; None if it does not exist."""
+        root, full = self._root, self._prefix + key
+        _, blobs = root._ask({"op": "get", "keys": [full]})
+        return root._sealer.open(full, blobs[0], writer) if blobs else None
+
     def get(self, key: str, *, writer: str | None = None) -> bytes:
         """The value of a key, once it exists. `writer`: the seat that must have written it. Raises DistStoreError."""
         (value,) = self.multi_get([key], writers=[writer])
@@ -264,6 +286,7 @@ class _Request:
     """What was asked, and not answered yet."""
 
     frame: bytes
+    is_awaited: bool = True
     answer: tuple[dict[str, Any], list[bytes]] | None = None
 
 
@@ -306,6 +329,11 @@ class SessionStore(StoreKeys):
     def seats(self) -> dict[str, Seat]:
         """All seats that were ever taken in this session, as the server last said."""
         return self._seats
+
+    @property
+    def instance(self) -> str:
+        """Of the server: one that starts anew is another one."""
+        return self._instance
 
     def take_seat(self, name: str, facts: Mapping[str, Any]) -> None:
         """Be `name` in this session. Raises SessionError while another live process is."""
@@ -464,7 +492,9 @@ class SessionStore(StoreKeys):
         self._heard = time.monotonic()
         if header.get("id"):
             with self._changed:
-                if (request := self._requests.get(header["id"])) is not None:
+                if (request := self._requests.get(header["id"])) is not None and not request.is_awaited:
+                    del self._requests[header["id"]]
+                elif request is not None:
                     request.answer = header, blobs
                     self._changed.notify_all()
         elif "seats" in header:
@@ -535,13 +565,15 @@ class SessionStore(StoreKeys):
             raise self._error()
         return None
 
-    def _send(self, header: dict[str, Any], blobs: Sequence[bytes] = (), asks: bool = True) -> int:
+    def _send(
+        self, header: dict[str, Any], blobs: Sequence[bytes] = (), asks: bool = True, is_awaited: bool = True
+    ) -> int:
         with self._changed:
             if self._lost or self._restarted or self._pid != os.getpid():
                 raise self._error()
             self._number += 1
             number = self._number
-            request = _Request(pack({"id": number, **header}, blobs))
+            request = _Request(pack({"id": number, **header}, blobs), is_awaited)
             if asks:
                 self._requests[number] = request
             connection = self._connection

@@ -192,20 +192,16 @@ class Attendance:
             if stands is not None and stands.rank_name != self.seat and isinstance(error, SessionError):
                 raise SessionFailed(stands) from error
             raise
-        self.store.set(f"a/{attempt}/word/{self.seat}", stored_text(word))
+        self.store.set_soon({f"a/{attempt}/word/{self.seat}": stored_text(word)})
         return word
 
     def _read_call(self, attempt: str) -> Call:
         key = f"a/{attempt}/call"
-        said = parse_stored(key, self.store.get(key), dict, written_by=LEADER)
-        if "failure" in said:
-            raise SessionFailed(parse_stored(key, stored_text(said["failure"]).encode(), Failure.from_json))
-        return parse_stored(key, stored_text(said).encode(), Call.from_json, written_by=LEADER)
+        return _parse_call(key, self.store.get(key))
 
     def _read_head(self) -> Head | None:
-        if not self.store.check([HEAD]):
-            return None
-        return parse_stored(HEAD, self.store.get(HEAD), Head.from_json, written_by=LEADER)
+        head = self.store.peek(HEAD, writer=LEADER)
+        return None if head is None else parse_stored(HEAD, head, Head.from_json, written_by=LEADER)
 
 
 class Follower(Attendance):
@@ -321,6 +317,7 @@ class Leader(Attendance):
         self._began_with: dict[str, Any] = {}  # the processes, by seat, when the attempt under way began
         self._uncalled: Failure | None = None  # why the last attempt was not called, where the store may not know it
         self._old: list[int] = []  # attempts whose keys still stand
+        self._led_at = ""  # the store at which the last attempt began
         self._said: dict[str, int] = {}  # by seat: the last attempt that it took part in
         self.max_lag = 0
 
@@ -335,11 +332,13 @@ class Leader(Attendance):
             if self._done is not None and self._uncalled is not None:
                 self.fail_call(self._done.attempt, self._uncalled)
             self._uncalled = None
-            last = self._read_head()
+            # Nobody else leads while this process has the seat. A store that started anew is empty: what it has counts.
+            last = self._done if self._led_at == self.store.instance else self._read_head()
+            self._led_at = self.store.instance
             number = 1 + max(0 if each is None else each.number for each in (last, self._done))
             head = Head(self._process, number, kind, self._plan, package=self._package)
-            self.store.set(HEAD, stored_text(asdict(head)))
-            self.store.set(f"began/{0 if last is None else last.number}", "")
+            began = f"began/{0 if last is None else last.number}"
+            self.store.set_soon({HEAD: stored_text(asdict(head)), began: ""})
             self._done = head
             self._began_with = {name: seat.facts.get("process") for name, seat in self.store.seats.items()}
             self._forget(number)
@@ -389,8 +388,8 @@ class Leader(Attendance):
                 self._plan,
                 left_out,
             )
-            self.store.compare_set(f"a/{head.attempt}/call", "", stored_text(asdict(call)))
-            return self._read_call(head.attempt)
+            key = f"a/{head.attempt}/call"
+            return _parse_call(key, self.store.compare_set(key, "", stored_text(asdict(call))))
 
     def committed(self, replicas: Sequence[int]) -> None:
         """Note which replicas have the newest version."""
@@ -409,11 +408,16 @@ class Leader(Attendance):
 
     def _await_words(self, head: Head, prefix: str, timeout_s: float) -> tuple[int, ...]:
         """The replicas of an attempt, once all that must come have said a word."""
-        deadline = time.monotonic() + timeout_s
+        deadline, is_first = time.monotonic() + timeout_s, True
         while True:
-            self._raise_if_hopeless(head)
             required = self._required(head)
-            missing = self._without_word([prefix + seat for seat in self.world.members(required)])
+            keys = [prefix + seat for seat in self.world.members(required)]
+            if is_first and required and self.store.wait_all(keys, min(timeout_s, LOOK_S)):
+                missing: list[str] = []  # the usual case, in one question to the store
+            else:
+                self._raise_if_hopeless(head)
+                missing = self._without_word(keys)
+            is_first = False
             optional = [] if missing else self._optional(prefix, required)
             self._said |= dict.fromkeys(self.world.members([*required, *optional]), head.number) if not missing else {}
             if not missing and (required or optional):
@@ -495,8 +499,15 @@ class Leader(Attendance):
         awaited = {self._said.get(name) for name, seat in self.store.seats.items() if seat.status == "here"}
         for past in [each for each in self._old[:-_KEPT_ATTEMPTS] if each not in awaited]:
             self._old.remove(past)
-            self.store.delete_prefix(f"a/{past}-")
-            self.store.delete_key(f"began/{past}")
+            self.store.delete_soon([f"a/{past}-"], [f"began/{past}"])
+
+
+def _parse_call(key: str, content: bytes) -> Call:
+    """What the leader called, or its failure as SessionFailed."""
+    said = parse_stored(key, content, dict, written_by=LEADER)
+    if "failure" in said:
+        raise SessionFailed(parse_stored(key, stored_text(said["failure"]).encode(), Failure.from_json))
+    return parse_stored(key, stored_text(said).encode(), Call.from_json, written_by=LEADER)
 
 
 def require_protocol(theirs: int, package: str, whose: str, ours: str) -> None:
