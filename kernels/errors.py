@@ -47,6 +47,10 @@ class SessionClosed(SessionError):
     """The trainer has left the session, without a failure."""
 
 
+class MixedWeightsError(RefitError):
+    """An engine that holds a mixture of two versions was asked to generate."""
+
+
 class LayoutError(RefitError):
     """The installed trainer or engine keeps weights otherwise than the plan says: nothing may move."""
 

@@ -776,6 +776,7 @@ class GenerationEndpoint(_Endpoint):
       names where attention reads them. A refit that brings scales calls it last.
     - `on_state(state)`: called at every change of `state`, on the thread that refits. An engine whose state is mixed must
       not generate.
+    - `state`: that of an earlier endpoint of these tensors. What it left mixed is mixed until a refit succeeds.
     - `adopt_plan(plan)`: this rank's part in the plan of a trainer that started anew, perhaps on another mesh. It raises
       where the engine does not fit. Without it, such a trainer is refused.
 
@@ -798,11 +799,14 @@ class GenerationEndpoint(_Endpoint):
         check_layout: Callable[[], None] | None = None,
         on_state: Callable[[WeightState], Any] | None = None,
         adopt_plan: Callable[[Plan], Part] | None = None,
+        state: WeightState | None = None,
         options: Options = Options(),  # noqa: B008
     ) -> None:
         if (set_kv_scales is None) != (kv_scale_names is None):
             raise ValueError("give set_kv_scales and kv_scale_names together: a rank gets the scales that it names")
         super().__init__(schedule, tensors, store, options, check_layout, on_state, adopt_plan)
+        if state is not None and state.kind == "mixed":
+            self._state = self._record.state = state
         self._load_weights = load_weights
         self._moves_by_name = load_weights is not None
         self._after_direct_writes = after_direct_writes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from uuid import uuid4
@@ -34,10 +35,13 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import World
 from mcore_reshard.planner.plan.trace_check import trace_faults
 
+from .members import HEAD, REFIT
+
 _TRACES = "traces"  # the part of the store with what is here
 _REQUEST = "request"  # what training rank 0 asks of engines: a checkpoint, or nothing
 _SHOWN = 5
 _MAX_ANSWER_BYTES = 2 * MAX_PLAN_BYTES  # a trace, or a list of tensors, as a string in JSON: its quotes are escaped
+_LOOK_S = 5.0  # limit for a look at the store; where it has no such session it says so at once
 _ANEW = "start it anew, and connect all ranks again"
 
 
@@ -151,6 +155,29 @@ def needs_traces(error: RefitError) -> bool:
 def traced_session(options: Options) -> Options:
     """The options of the session in which ranks meet again."""
     return replace(options, session=f"{options.session}/traced")
+
+
+def session_under_way(address: str, options: Options) -> Options:
+    """The options of the session that the trainer is in by now: `traced_session` if it has moved there, else `options`.
+
+    An engine that comes later would wait in the other one, which has been deserted.
+    """
+    moved = traced_session(options)
+    with (
+        suppress(SessionError, DistNetworkError),
+        connect_store(address, moved, timeout_s=_LOOK_S, watches=True) as held,
+    ):
+        trainer = held.seats.get("train:0")
+        if trainer is not None and trainer.status == "here":
+            return moved
+    return options
+
+
+def has_refitted(address: str, options: Options) -> bool:
+    """Whether a session's trainer has begun a refit: its plan stays, whatever an engine that comes later may need."""
+    with suppress(SessionError, DistNetworkError), connect_store(address, options, watches=True) as held:
+        return held.check([HEAD]) and json.loads(held.get(HEAD)).get("kind") == REFIT
+    return False
 
 
 def require_planned_layout(plan: Plan, world: World, rank: int, trace: RankTrace, loader: str) -> None:

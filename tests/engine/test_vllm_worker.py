@@ -176,10 +176,13 @@ def test_a_worker_of_other_engines_than_the_plan_is_for_is_refused(config_folder
     plan = SimpleNamespace(gen=parse_gen_mesh("tp=2,dp=2"))
     monkeypatch.setattr("mcore_reshard.engines.vllm.worker.answer_request", lambda *_: None)
     monkeypatch.setattr("mcore_reshard.engines.vllm.worker.fetch_plan", lambda *_, **__: plan)
-    for sizes, replica in ((GenSizes(tp=4), 0), (GenSizes(tp=2), 2)):
-        worker = worker_of(folder, sizes, 0)
-        with pytest.raises(MeshError, match=rf"planned tp=2,.*this engine tp={sizes.tp},.*, replica {replica}"):
-            called(worker, "connect_refit", store="127.0.0.1:1", replica=replica)
+    monkeypatch.setattr("mcore_reshard.engines.vllm.worker.session_under_way", lambda _, options: options)
+    told = r"planned tp=2,.*this engine tp=4,.*, replica 0"
+    with pytest.raises(MeshError, match=told):
+        called(worker_of(folder, GenSizes(tp=4), 3), "connect_refit", store="127.0.0.1:1")
+    for rank in range(3):  # vLLM reads their answers first
+        answer = called(worker_of(folder, GenSizes(tp=4), rank), "connect_refit", store="127.0.0.1:1")
+        assert list(answer) == ["error"] and answer["error"].startswith("MeshError: the plan is for other engines")
 
 
 def test_a_refit_needs_a_session(config_folder):

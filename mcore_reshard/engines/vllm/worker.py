@@ -5,6 +5,9 @@
     llm.collective_rpc("close_refit")
 
 vLLM makes the class a base of its worker (v1/worker/worker_base.py). Arguments and results are plain data.
+
+While an engine holds a mixture of versions, a step of it raises `MixedWeightsError`, which ends vLLM's EngineCore. So pause an
+engine that is asked meanwhile, and resume it once every answer of `refit` has come; see docs/guide.md.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import wraps
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.errors import LayoutError, RefitError, SessionError, TracesNeeded
+from mcore_reshard.kernels.errors import LayoutError, MixedWeightsError, RefitError, SessionError, TracesNeeded
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
@@ -29,12 +33,20 @@ from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, format_mesh
 from mcore_reshard.planner.layout.trace_file import dump_checkpoint, dump_trace, parse_trace
 from mcore_reshard.planner.layout.traces import HfTensor, RankTrace
 from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.replicas import replica_ranks
 from mcore_reshard.planner.plan.trace_check import checkpoint_of
 from mcore_reshard.planner.proof.traced import is_traced
 from mcore_reshard.session.endpoints import GenerationEndpoint
 from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.plan_exchange import fetch_plan
-from mcore_reshard.session.trace_exchange import answer_request, needs_traces, require_planned_layout, traced_session
+from mcore_reshard.session.trace_exchange import (
+    answer_request,
+    has_refitted,
+    needs_traces,
+    require_planned_layout,
+    session_under_way,
+    traced_session,
+)
 from mcore_reshard.session.whole_tensors import NamedTensors
 from mcore_reshard.tracing.fingerprint import fingerprint
 from mcore_reshard.tracing.kept import KeptFile
@@ -46,6 +58,27 @@ from .rearranged import rearranged_parameters
 from .trace import trace_loading
 
 
+def _answers(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that vLLM calls on all workers, whose error keeps vLLM's calls and answers in step.
+
+    vLLM reads the answers of workers in order and stops at the first error (`collective_rpc` in
+    v1/executor/multiproc_executor.py). It would take the answers after it for those of its next call. So an engine's last
+    worker raises, and the others return {"error": ...}. The errors of a session are those of all its ranks.
+    """
+
+    @wraps(call)
+    def answer(self: RefitWorker, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(self, *args, **kwargs)
+        except Exception as error:
+            parallel = self.vllm_config.parallel_config
+            if parallel.rank >= parallel.world_size - 1:
+                raise
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return answer
+
+
 class RefitWorker:
     """A generation rank's part: connect once, refit after each step, close."""
 
@@ -53,26 +86,41 @@ class RefitWorker:
     model_runner: Any
     get_model: Callable[[], torch.nn.Module]
     _refit_endpoint: GenerationEndpoint | None = None
+    _refit_mixed_may_generate: bool = False
     _refit_plan: Plan
     _refit_draft: torch.nn.Module | None = None  # the draft model, if the trainer sends its layers
     _refit_names_of_draft: frozenset[str] | None = None  # the Hugging Face tensors that it is made of; None: unknown
     _refit_is_traced: bool = False  # the plan was made of this worker's trace: tensors are written as kernels read them
     _refit_rearranged: frozenset[str] = frozenset()  # the Hugging Face tensors of which rearranged parameters are made
 
-    def connect_refit(self, store: str, *, replica: int = 0, connect_timeout_s: float = 600.0, **options: Any) -> str:
+    @_answers
+    def connect_refit(
+        self,
+        store: str,
+        *,
+        replica: int = 0,
+        connect_timeout_s: float = 600.0,
+        generate_while_mixed: bool = False,
+        **options: Any,
+    ) -> str:
         """Fetch the plan that the trainer publishes, bind this worker's parameters and meet all other ranks.
 
-        `replica` counts engines of the same mesh. `connect_timeout_s` limits the wait for the plan, and again the wait for
-        ranks that are still starting. `options` are the fields of `Options`. Returns the rank's name, as in "gen:3". Warns
-        of a draft model that refits leave as it is.
+        `replica` counts engines of the same mesh; one that the plan does not have joins a session under way, and takes part
+        from its next refit on. `connect_timeout_s` limits the wait for the plan, and again the wait for ranks that are still
+        starting. With `generate_while_mixed` the engine generates also from a mixture of two versions. `options` are the
+        fields of `Options`. Returns the rank's name, as in "gen:3". Warns of a draft model that refits leave as it is.
         Raises MeshError if the plan is for other engines, ValueError for wrong options, else as `GenerationEndpoint.prepare`.
+        Of an engine of several workers the last one raises; the others return {"error": ...}.
         """
         self.close_refit()
-        session = Options(**options)
+        self._refit_mixed_may_generate = generate_while_mixed
+        self._guard_steps()
+        asked = Options(**options)
+        session = session_under_way(store, asked)
         try:
             self._meet_trainer(store, replica, connect_timeout_s, session)
         except RefitError as error:
-            if not needs_traces(error):
+            if not needs_traces(error) or session != asked or has_refitted(store, asked):
                 raise
             self.close_refit()
             self._meet_trainer(store, replica, connect_timeout_s, traced_session(session))
@@ -110,6 +158,7 @@ class RefitWorker:
             kv_scale_names=lambda: engine.kv_scale_names(self.get_model()),
             check_layout=lambda: self._check_layout(self._refit_plan, rank, session),
             adopt_plan=adopt,
+            state=None if self._refit_endpoint is None else self._refit_endpoint.state,
             options=session,
         )
         endpoint.prepare(timeout_s=connect_timeout_s)
@@ -203,7 +252,8 @@ class RefitWorker:
             else:
                 with self._as_vllm_configured():
                     trace = trace_loading(self.get_model(), checkpoint_of(plan))
-            require_planned_layout(plan, "gen", rank, trace, f"vLLM {version('vllm')}")
+            planned = rank % replica_ranks(plan.gen)  # replicas are alike, also those that are not in the plan
+            require_planned_layout(plan, "gen", planned, trace, f"vLLM {version('vllm')}")
             kept.write([])
         if plan.pairs:  # made of traces already, or of a family with rules, whose quantized tensors no traces plan
             return
@@ -236,17 +286,47 @@ class RefitWorker:
 
         return set_current_vllm_config(self.vllm_config)
 
+    def _guard_steps(self) -> None:
+        """Make every step of the engine raise while its weights are mixed.
+
+        An extension cannot override a method of vLLM's worker, so the model runner's gets an attribute before it.
+        """
+        step = getattr(self.model_runner, "execute_model", None)
+        if step is None or getattr(step, "refit_guards", False):
+            return
+
+        @wraps(step)
+        def guarded(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(scheduled, "total_num_scheduled_tokens", 1):  # steps without tokens are for vLLM's own accounts
+                self._refuse_mixture()
+            return step(scheduled, *args, **kwargs)
+
+        guarded.refit_guards = True  # type: ignore[attr-defined]
+        self.model_runner.execute_model = guarded
+
+    def _refuse_mixture(self) -> None:
+        endpoint = self._refit_endpoint
+        if endpoint is None or endpoint.state.may_generate or self._refit_mixed_may_generate:
+            return
+        raise MixedWeightsError(
+            f"{endpoint.rank_name}: this engine holds {endpoint.state.describe()}: refit again before it generates, or"
+            " connect with generate_while_mixed=True"
+        )
+
+    @_answers
     def refit(self, version: int | None = None, everything: bool = False) -> dict[str, Any]:
         """Take part in the trainer's next refit; returns the fields of `RefitReport` once it is committed.
 
         `version` is checked against the trainer's; None takes what comes. `everything` also asks for parameters that the
-        trainer left frozen: for an engine that has lost its weights.
+        trainer left frozen: for an engine that has lost its weights. The report has the `state` of the weights, and an error
+        ends with it. Of an engine of several workers the last one raises; the others return {"error": ...}.
         """
         if self._refit_endpoint is None:
             raise SessionError("this worker is in no session: call connect_refit() on all workers first")
         with self._as_vllm_configured():
             return asdict(self._refit_endpoint.refit(version, everything=everything))
 
+    @_answers
     def refit_state(self) -> dict[str, Any]:
         """What this worker's weights hold: {"state": "complete", "version": 3}, or "mixed" with "next" and "share"."""
         if self._refit_endpoint is None:
