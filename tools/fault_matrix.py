@@ -40,6 +40,7 @@ def row(cell: Cell, verdict: Verdict, seconds: float) -> dict[str, Any]:
         **({"seat": cell.seat} if cell.seat else {}),
         "transport": cell.transport,
         "replica_ranks": cell.replica_ranks,
+        **({"commit": "staged"} if cell.staged else {}),
         "committed": verdict.committed,
         "known_s": verdict.known_s,
         "recovered_s": verdict.recovered_s,

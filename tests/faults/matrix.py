@@ -69,6 +69,7 @@ class Cell:
     victim: str  # a seat, or STORE
     transport: str = "gloo"
     replica_ranks: int = 1
+    staged: bool = False
     seat: str = ""  # that is in the phase when the store breaks
 
     @property
@@ -92,7 +93,7 @@ class Cell:
         return dies and (self.victim.startswith("train:") or self.preparing)
 
     def __str__(self) -> str:
-        ranks = f", replicas of {self.replica_ranks}" if self.replica_ranks > 1 else ""
+        ranks = f", replicas of {self.replica_ranks}" if self.replica_ranks > 1 else ", staged" if self.staged else ""
         return f"{self.fault} of {self.victim}, {self.phase}{f' of {self.seat}' if self.seat else ''}, {self.transport}{ranks}"
 
 
@@ -101,7 +102,7 @@ def cells(transport: str = "gloo") -> list[Cell]:
     found = list(_cells_of_replicas_of_one(transport))
     if transport == "golden":
         return [cell for cell in found if cell.phase not in (*_BULK, "before reads", *PREPARING)]
-    return [*found, *_cells_of_larger_replicas(transport)]
+    return [*found, *_cells_of_larger_replicas(transport), *_staged_cells(transport)]
 
 
 def _cells_of_replicas_of_one(transport: str) -> Iterator[Cell]:
@@ -133,6 +134,23 @@ def _cells_of_larger_replicas(transport: str) -> Iterator[Cell]:
     for phase in ("middle bucket", "voted"):
         yield Cell(phase, "freeze, long", "gen:3", transport, replica_ranks=2)
         yield Cell(phase, "interrupt", "gen:2", transport, replica_ranks=2)
+
+
+def _staged_cells(transport: str) -> Iterator[Cell]:
+    """Where bytes land in a second buffer first."""
+    victims = cycle(GEN + TRAIN)
+    for phase in (
+        "middle bucket",
+        "in load_weights",
+        "in after_direct_writes",
+        "before the vote",
+        "voted",
+        "outcome read",
+    ):
+        for fault in ("kill", "interrupt", "freeze, long"):
+            victim = next(each for each in victims if each in PHASES[phase])
+            yield Cell(phase, fault, victim, transport, staged=True)
+        yield Cell(phase, "store restarted", STORE, transport, staged=True, seat="gen:0")
 
 
 SMOKE = (

@@ -108,7 +108,12 @@ class Member:
     def connect(self) -> None:
         part = RankOfPlan(self.weights.plan, "train" if self.train else "gen", self.weights.rank)
         options = Options(
-            transport=self.transport, timeout_s=DEADLINE_S, bucket_bytes=_BUCKET_BYTES, token=TOKEN, session="faults"
+            commit="staged" if self.cell.staged else "in_place",
+            transport=self.transport,
+            timeout_s=DEADLINE_S,
+            bucket_bytes=_BUCKET_BYTES,
+            token=TOKEN,
+            session="faults",
         )
         common: dict[str, Any] = {
             "store": self.address,
