@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {kind: counts[kind] for kind in PROBLEMS}
 
 
-def run_all(chosen: Sequence[Cell], jobs: int) -> list[dict[str, Any]]:
-    """Run all cells, `jobs` of them at a time; rows in the order of `chosen`."""
+def run_all(
+    chosen: Sequence[Cell], jobs: int, save: Callable[[list[dict[str, Any]]], None] = lambda rows: None
+) -> list[dict[str, Any]]:
+    """Run all cells, `jobs` of them at a time; rows in the order of `chosen`. `save` gets those that there are already."""
     for ranks in sorted({cell.replica_ranks for cell in chosen}):
         plan_of(ranks)  # once, for all processes
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -91,6 +93,8 @@ def run_all(chosen: Sequence[Cell], jobs: int) -> list[dict[str, Any]]:
                 f"{len(rows):4}/{len(order)} [{number:03}] {chosen[number]}: {bad or 'ok'} ({each['seconds']} s)",
                 flush=True,
             )
+            if len(rows) % 20 == 0:
+                save([rows[number] for number in sorted(rows)])
     return [rows[number] for number in sorted(rows)]
 
 
@@ -141,25 +145,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [cell for name in transports for cell in cells(name) if all(part in str(cell) for part in arguments.only)]
     chosen = chosen[:: arguments.every]
     start = time.monotonic()
-    rows = run_all(chosen, arguments.jobs)
-    result = {
-        "what": "sessions of real processes in which something breaks once",
-        "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
-        "hardware": torch.cuda.get_device_name(0) if transports[0] in ("direct", "nccl", "auto") else "CPU",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "deadline_s": DEADLINE_S,
-        "minutes": round((time.monotonic() - start) / 60, 1),
-        "cells": len(rows),
-        "counts": summary(rows),
-        "rows": rows,
-    }
-    if arguments.out:
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        if arguments.out is None:
+            return
+        result = {
+            "what": "sessions of real processes in which something breaks once",
+            "date": date.today().isoformat(),
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
+            "hardware": torch.cuda.get_device_name(0) if transports[0] in ("direct", "nccl", "auto") else "CPU",
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "deadline_s": DEADLINE_S,
+            "minutes": round((time.monotonic() - start) / 60, 1),
+            "cells": len(rows),
+            "planned": len(chosen),
+            "counts": summary(rows),
+        }
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        head = json.dumps(result, indent=1)[:-2]
         lines = ",\n".join("  " + json.dumps(each) for each in rows)
-        head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1)[:-2]
         arguments.out.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
-    print(json.dumps({"cells": len(rows), "minutes": result["minutes"], **summary(rows)}))
+
+    rows = run_all(chosen, arguments.jobs, save)
+    save(rows)
+    print(json.dumps({"cells": len(rows), "minutes": round((time.monotonic() - start) / 60, 1), **summary(rows)}))
     return 1 if any(each["problems"] for each in rows) else 0
 
 
