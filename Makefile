@@ -60,6 +60,8 @@ soak: $(VENV)/.ready ## 2,000 refits of a tiny model: nothing may grow; writes t
 nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow, and the attack with more damage
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python tools/mutation_score.py --out build/mutation_score.json
+	$(BIN)/python tools/fault_matrix.py --out build/faults.json
+	$(BIN)/python tools/soak.py --out build/soak.json
 	$(MAKE) test-newest
 	$(VENV_NEWEST)/bin/python -m pytest -m slow tests/engine/test_newest_bridge.py
 	$(MAKE) test-vllm

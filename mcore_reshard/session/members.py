@@ -316,6 +316,7 @@ class Leader(Attendance):
         self._lags: dict[int, int] = {}  # by replica: how many committed refits it has missed
         self._began_with: dict[str, Any] = {}  # the processes, by seat, when the attempt under way began
         self._uncalled: Failure | None = None  # why the last attempt was not called, where the store may not know it
+        self._epoch = 0  # the attempt in which those who are called now connected
         self._old: list[int] = []  # attempts whose keys still stand
         self._led_at = ""  # the store at which the last attempt began
         self._said: dict[str, int] = {}  # by seat: the last attempt that it took part in
@@ -388,6 +389,7 @@ class Leader(Attendance):
                 self._plan,
                 left_out,
             )
+            self._epoch = int(call.epoch.partition("-")[0])
             key = f"a/{head.attempt}/call"
             return _parse_call(key, self.store.compare_set(key, "", stored_text(asdict(call))))
 
@@ -496,10 +498,11 @@ class Leader(Attendance):
     def _forget(self, number: int) -> None:
         """Delete the keys of attempts that nobody reads any more. A rank that was frozen reads how its last one ended."""
         self._old = [*self._old, number] if self._old else [*range(max(1, number - 2 * _KEPT_ATTEMPTS), number + 1)]
-        awaited = {self._said.get(name) for name, seat in self.store.seats.items() if seat.status == "here"}
-        for past in [each for each in self._old[:-_KEPT_ATTEMPTS] if each not in awaited]:
+        needed = {self._said.get(name) for name, seat in self.store.seats.items() if seat.status == "here"}
+        needed.add(self._epoch)
+        for past in [each for each in self._old[:-_KEPT_ATTEMPTS] if each not in needed]:
             self._old.remove(past)
-            self.store.delete_soon([f"a/{past}-"], [f"began/{past}"])
+            self.store.delete_soon([f"a/{past}-", f"e/{past}-"], [f"began/{past}"])
 
 
 def _parse_call(key: str, content: bytes) -> Call:

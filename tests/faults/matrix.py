@@ -119,7 +119,7 @@ def _cells_of_replicas_of_one(transport: str) -> Iterator[Cell]:
             callers = TRAIN if phase == "before reads" else victims
             if not (transport == "golden" and phase == "waiting for the call"):  # it asks for no tensors
                 yield from (Cell(phase, "exception", victim, transport) for victim in callers[:2])
-        if phase in (*_ON_THE_STORE, *_BULK[:3]):
+        if phase in (*_ON_THE_STORE, *(_BULK[:3] if transport == "gloo" else ())):
             yield Cell(phase, "corruption", next(turn), transport)
         if phase == "in export":
             yield Cell(phase, "corruption", "train:0", transport)
@@ -164,4 +164,11 @@ SMOKE = (
     Cell("before the vote", "connection to the store dropped", "train:1"),
     Cell("in load_weights", "kill", "gen:1", "golden"),
     Cell("before the vote", "store killed", STORE, seat="gen:0"),
+    Cell("voted", "store frozen, long", STORE, seat="train:1"),
+    Cell("outcome read", "store restarted", STORE, "golden", seat="train:1"),
+    Cell("recovering", "kill", "gen:0"),
+    Cell("waiting for the call", "kill", "train:0"),
+    Cell("before reads", "interrupt", "gen:1"),
+    Cell("middle bucket", "kill", "gen:1", replica_ranks=2),
+    Cell("in load_weights", "kill", "gen:1", staged=True),
 )

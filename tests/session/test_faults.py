@@ -22,8 +22,10 @@ TOLD = "gen:1: CallbackError: on fire"
 
 
 def test_sessions_survive_the_faults_of_the_smoke() -> None:
+    """All but the times, which `make test-faults` judges on a machine that does nothing else."""
     rows = fault_matrix.run_all(SMOKE, jobs=4)
-    assert {str(cell): row["problems"] for cell, row in zip(SMOKE, rows, strict=True) if row["problems"]} == {}
+    found = {str(cell): row["problems"] for cell, row in zip(SMOKE, rows, strict=True) if {*row["problems"]} - {"late"}}
+    assert found == {}
 
 
 def test_the_matrix_has_every_phase_fault_and_victim() -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from . import reliability
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "results"
 LINKS = "../tools/results"  # as pages in docs/ name the data files
@@ -520,4 +522,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-validation": gpu_validation_section,
     "attack": attack_section,
     "coverage": coverage_section,
+    "faults": reliability.faults_section,
+    "soak": reliability.soak_section,
 }
