@@ -10,6 +10,7 @@ import os
 import time
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
@@ -28,7 +29,8 @@ from mcore_reshard.kernels.errors import (
 )
 
 from .exchange import StoreExchange, parse_stored, publish
-from .store import StoreKeys
+from .polling import LOOK_S, NOTICE_S, DeadlineThread
+from .store import FailFastStore, StoreKeys
 
 _TAG = 0  # one tag: gloo keeps messages of a pair and tag in order
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch reads it
@@ -75,9 +77,9 @@ class GlooMessage:
 class GlooGroup:
     """All ranks of a session, fully connected. Construction blocks until every rank has connected.
 
-    On a FailFastStore construction ends when any rank has failed; only gloo's own connects cannot be interrupted. When a
-    rank dies or calls `close`, ranks that wait for it get `PeerLostError` at once. gloo listens at the address by
-    which this host reaches the store, and at no other; GLOO_SOCKET_IFNAME names another interface.
+    On a FailFastStore construction ends when any rank has failed. When a rank dies or calls `close`, ranks that wait for
+    it get `PeerLostError` at once. gloo listens at the address by which this host reaches the store, and at no other;
+    GLOO_SOCKET_IFNAME names another interface.
     """
 
     def __init__(self, store: StoreKeys, rank: int, names: Sequence[str], *, timeout_s: float) -> None:
@@ -190,6 +192,11 @@ class _GlooStore(Store):
                 f"{self._rank_name}: {late} did not connect by gloo within {timeout.total_seconds():g} s"
             ) from error
 
+    def look(self) -> None:
+        """Raise if a member has failed, or is gone."""
+        if isinstance(self._store, FailFastStore):
+            self._store.raise_if_failed()
+
     def _writer(self, key: str) -> str:
         rank = key.rpartition("/")[2]
         return self._names[int(rank)] if rank.isdecimal() and int(rank) < len(self._names) else "a rank"
@@ -218,18 +225,29 @@ def _own_host(hosts: Sequence[str], rank: int) -> str:
 
 
 def _connect(store: _GlooStore, rank: int, names: Sequence[str], timeout_s: float, host: str) -> ProcessGroupGloo:
-    timeout = timedelta(seconds=timeout_s)
+    """Connect on a thread: gloo gives each peer its own time, one after another, and hears of no failure meanwhile."""
+    connecting = DeadlineThread("gloo").start(lambda: _connect_all(store, rank, len(names), timeout_s, host))
+    deadline = time.monotonic() + timeout_s + NOTICE_S
+    while not wait([connecting], LOOK_S).done:
+        store.look()
+        if time.monotonic() > deadline:
+            raise ConnectError(f"{names[rank]}: gloo did not connect {len(names)} ranks within {timeout_s:g} s")
     try:
-        if not host or os.environ.get(_INTERFACE_VARIABLE):
-            return ProcessGroupGloo(store, rank, len(names), timeout)
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout, options._threads = timeout, _THREADS
-        return ProcessGroupGloo(store, rank, len(names), options)
+        return connecting.result()
     except (SessionError, DistError):
         raise
     except RuntimeError as error:
         raise ConnectError(f"{names[rank]}: gloo could not connect {len(names)} ranks: {error}") from error
+
+
+def _connect_all(store: _GlooStore, rank: int, ranks: int, timeout_s: float, host: str) -> ProcessGroupGloo:
+    timeout = timedelta(seconds=timeout_s)
+    if not host or os.environ.get(_INTERFACE_VARIABLE):
+        return ProcessGroupGloo(store, rank, ranks, timeout)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout, options._threads = timeout, _THREADS
+    return ProcessGroupGloo(store, rank, ranks, options)
 
 
 def _hang_up(group: ProcessGroupGloo) -> None:

@@ -132,7 +132,8 @@ class Rendezvous:
                 failure = replace(failure, message=failure.message + self.store.silence(self._start))
             elif isinstance(error, ConnectError):
                 self._await_cause(phase)
-                failure = self._lost() or failure
+                said = failure.message + self.store.silence(self._start)
+                failure = self._lost() or replace(failure, message=said)
             stands = self.declare(phase, failure)
             if phase != _LAST and self._outcome(phase) is None:  # the others have gone on
                 stands = self.declare(_LAST, failure)

@@ -273,6 +273,14 @@ class FailFastStore(StoreView):
                 raise SessionError(root.get(self._failure).decode(errors="replace"))
             left = left[1:]
 
+    def raise_if_failed(self) -> None:
+        """Raise SessionError with the reason if a rank has failed, and what `look` raises."""
+        if self._look is not None:
+            self._look()
+        root = self._root
+        if self._failure is not None and root.check([self._failure]):
+            raise SessionError(root.get(self._failure).decode(errors="replace"))
+
     def wait_all(self, keys: Sequence[str], timeout_s: float, look: Callable[[], Any] | None = None) -> bool:
         try:
             self.wait(keys, timedelta(seconds=timeout_s))
