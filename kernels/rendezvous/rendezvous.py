@@ -191,6 +191,7 @@ class Rendezvous:
                 message += self.store.silence(self._start)
                 self.declare(phase, Failure(self.rank_name, "DeadlineError", message, peer=missing[0]))
             else:  # the last one has come at this moment
+                self._words(phase, dict)
                 self.store.compare_set(outcome, "", _AGREED)
         if failure := self._outcome(phase):
             raise SessionFailed(failure)

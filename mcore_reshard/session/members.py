@@ -369,7 +369,7 @@ class Leader(Attendance):
             self._say(head.attempt, make_word)
             replicas = self._await_words(head, prefix, timeout_s)
             members = self.world.members(replicas)
-            said = self.store.multi_get([prefix + seat for seat in members])
+            said = self.store.multi_get([prefix + seat for seat in members], writers=members)
             words = {
                 seat: parse_stored(prefix + seat, word, parse_word, written_by=seat)
                 for seat, word in zip(members, said, strict=True)

@@ -52,7 +52,7 @@ KINDS = {
     "nccl": Kind("ours:nccl", ("ctas", "scratch_mib", "streams", "slots", "checksums")),
     "auto": Kind("ours:auto"),
     "gloo": Kind("ours:gloo"),
-    "session": Kind("ours:session", ("transport",)),
+    "session": Kind("ours:session", ("transport", "source_checks")),
     "nemo-rl": Kind("nemo_rl:point_to_point", alone=True),
     "nemo-rl-golden": Kind("nemo_rl:golden", alone=True, repeats=2),
     "isend-irecv": Kind("isend_irecv:per_tensor", ("layers",), alone=True, repeats=2),

@@ -43,14 +43,16 @@ def gloo(rank: Rank, options: Options) -> Prepared:
 def session(rank: Rank, options: Options) -> Prepared:
     """A whole refit as a policy worker calls it: agreement before and after, and planning counted as preparation."""
     schedule = schedule_of(rank.case.plan(), rank.world, rank.rank)
-    transport = options.get("transport", AUTO)
+    transport, checks = options.get("transport", AUTO), options.get("source_checks", "sampled")
     _check(rank, transport)
     kind = TrainEndpoint if rank.world == "train" else GenerationEndpoint
     endpoint = kind(
         schedule,
         rank.tensors,
         store=rank.address,
-        options=SessionOptions(transport=transport, session=f"bench-{transport}", timeout_s=rank.timeout_s),
+        options=SessionOptions(
+            transport=transport, session=f"bench-{transport}", timeout_s=rank.timeout_s, source_checks=checks
+        ),
     )
     endpoint.prepare()
 
