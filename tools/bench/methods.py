@@ -100,7 +100,7 @@ def parse_method(text: str) -> Method:
     problems += [
         f"{option} = {value!r} is not a number"
         for option, _, value in pairs
-        if value and option in known and option != "transport" and not value.isdigit()
+        if value and option in known and option not in {"transport", "source_checks"} and not value.isdigit()
     ]
     if problems:
         raise ValueError(f"{text}: " + "; ".join(problems))
