@@ -14,7 +14,7 @@ from mcore_reshard.kernels.errors import BindError, StaleTensorError, TornWeight
 from mcore_reshard.planner.plan.schedule import Schedule, StageSchedule
 
 from .casts import Casts, bound_casts, cast_problems
-from .checks import tensor_problems, transfer_problems
+from .checks import tensor_problems, transfer_problems, unnamed_transfers
 from .tensors import Fingerprint
 
 
@@ -85,7 +85,7 @@ class BoundSchedule:
 
         Raises `BindError` for transfers that do not fit.
         """
-        if problems := cast_problems(schedule) or transfer_problems(schedule):
+        if problems := unnamed_transfers(schedule) or cast_problems(schedule) or transfer_problems(schedule):
             raise BindError(schedule.name, problems)
         return _bind_unchecked(schedule, self.by_name)
 
@@ -143,7 +143,11 @@ def bind(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedu
 
     Raises `BindError` listing everything unbound, of another shape, dtype, stride or device, or out of bounds.
     """
-    if problems := [*tensor_problems(schedule, tensors), *(cast_problems(schedule) or transfer_problems(schedule))]:
+    problems = unnamed_transfers(schedule) or [
+        *tensor_problems(schedule, tensors),
+        *(cast_problems(schedule) or transfer_problems(schedule)),
+    ]
+    if problems:
         raise BindError(schedule.name, problems)
     return _bind_unchecked(schedule, tensors)
 

@@ -21,7 +21,7 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
     computed = {*schedule.computed}
     live = [index for index in range(len(schedule.tensors)) if index not in computed]
     reasons = {index: why for index in live if (why := "; ".join(misfits(schedule.tensors[index], tensors)))}
-    parameters = _first_parameters(schedule)
+    parameters = first_parameters(schedule)
     problems: list[str] = []
     unbound = np.zeros(len(schedule.tensors), bool)
     unbound[list(reasons)] = True
@@ -70,7 +70,7 @@ def _overlapping(
             yield other, index
 
 
-def _first_parameters(schedule: Schedule) -> dict[int, str]:
+def first_parameters(schedule: Schedule) -> dict[int, str]:
     """One parameter that each tensor holds a part of."""
     first: dict[int, str] = {}
     for stage in schedule.stages:
@@ -115,6 +115,26 @@ def transfer_problems(schedule: Schedule) -> list[str]:
                         f"stage {stage.pp_stage}: {int(is_faulty.sum())} of {len(table)} transfers {fault}, "
                         f"first {name} in {schedule.tensors[int(table.tensor[row])].name}"
                     )
+    return problems
+
+
+def unnamed_transfers(schedule: Schedule) -> list[str]:
+    """Transfers of parameters that their transfer group does not have: no message could name them."""
+    counts = np.zeros(max(schedule.names, default=-1) + 2, np.int64)  # the last one: of unknown groups
+    for group, names in schedule.names.items():
+        counts[group] = len(names)
+    problems = []
+    for stage in schedule.stages:
+        for table in (stage.sends, stage.recvs):
+            known = (table.transfer_group >= 0) & (table.transfer_group < len(counts) - 1)
+            count = counts[np.where(known, table.transfer_group, -1)]
+            is_wrong = (table.member < 0) | (table.member >= count)
+            if is_wrong.any():
+                row = int(np.argmax(is_wrong))
+                first = f"member {int(table.member[row])} of transfer group {int(table.transfer_group[row])}"
+                problems.append(
+                    f"stage {stage.pp_stage}: {int(is_wrong.sum())} transfers of no parameter, first {first}"
+                )
     return problems
 
 

@@ -37,6 +37,7 @@ class PullTable:
     stage: Ints  # index into Schedule.stages
     transfer_group: NDArray[np.int32]
     member: NDArray[np.int32]
+    number: Ints  # of the transfer among those from its peer
 
 
 def pull_table(schedule: Schedule, source_table: SourceTable) -> PullTable:
@@ -63,7 +64,17 @@ def pull_table(schedule: Schedule, source_table: SourceTable) -> PullTable:
     copies["dst_offset"] += (recvs.offset * itemsize)[transfer]
     sources = tuple(Source(key // count, source_table.tensors[key % count].name) for key in keys.tolist())
     group, member = pulls.transfer_group[transfer], pulls.member[transfer]
-    return PullTable(copies, sources, pulls.peer[transfer], stage[transfer], group, member)
+    number = numbers_by_peer(pulls.peer)[transfer]
+    return PullTable(copies, sources, pulls.peer[transfer], stage[transfer], group, member, number)
+
+
+def numbers_by_peer(peer: NDArray[np.int32]) -> Ints:
+    """The number of each transfer among those of its peer: [4, 7, 4] -> [0, 0, 1]."""
+    order = np.argsort(peer, kind="stable")
+    counts = np.unique(peer, return_counts=True)[1]
+    numbers = np.empty(len(peer), np.int64)
+    numbers[order] = repeat(counts)[1]
+    return numbers
 
 
 def _joined(tables: Sequence[TransferTable]) -> TransferTable:

@@ -13,6 +13,7 @@ import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket
+from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.host import is_importable
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
@@ -56,6 +57,10 @@ class Executor(Protocol):
     @property
     def written_bytes(self) -> int:
         """Bytes of the rank's own tensors that the last run may have written, at most; 0 before it wrote the first one."""
+
+    @property
+    def executed(self) -> tuple[Executed, ...]:
+        """The host's copy of all tables that `run` walks, so that both ends of each pair can compare them."""
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once; return when all are in place. A session calls it on a thread of its own."""

@@ -14,6 +14,7 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.casts import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
+from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.errors import ChecksumError
 from mcore_reshard.kernels.options import DEFAULT_BUCKET_BYTES
@@ -53,6 +54,10 @@ class GlooExecutor:
         group.slots(self._slots, self._slot_bytes)  # reserved: a run allocates nothing
         self._runs = 0
         self.written_bytes = 0
+
+    @property
+    def executed(self) -> tuple[Executed, ...]:
+        return (Executed(self._bound, buckets=self._buckets),)
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every bucket once. Returns when all bytes sent were taken and all bytes received are in place."""

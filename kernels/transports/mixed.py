@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import TransportUnavailable, first_of
 from mcore_reshard.kernels.rendezvous.store import FailFastStore
@@ -81,6 +82,10 @@ class MixedExecutor:
     @property
     def written_bytes(self) -> int:
         return sum(part.written_bytes for part in self._parts)
+
+    @property
+    def executed(self) -> tuple[Executed, ...]:
+        return tuple(table for part in self._parts for table in part.executed)
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once, by all transports. Raises the first failure, once all parts have ended."""

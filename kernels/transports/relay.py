@@ -19,6 +19,7 @@ from threading import Semaphore
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import first_of
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
@@ -101,6 +102,16 @@ class RelayedExecutor:
     def written_bytes(self) -> int:
         hops = (self._first, *(role.waves for role in self._roles))
         return sum(executor.written_bytes for waves in hops for executor in waves)
+
+    @property
+    def executed(self) -> tuple[Executed, ...]:
+        hops = (self._first, *(role.waves for role in self._roles))
+        return tuple(
+            replace(table, wave=wave)
+            for waves in hops
+            for wave, executor in enumerate(waves)
+            for table in executor.executed
+        )
 
     def run(self) -> tuple[StageReport, ...]:
         """Run both hops to their end. Raises the rank's first failure: later ones may be its consequences."""

@@ -46,6 +46,7 @@ from .agreement import agreed_kv_scales, check_alike, check_kv_names, kv_scales_
 from .connection import EVERYTHING as EVERYTHING
 from .connection import TRAINABLE as TRAINABLE
 from .connection import Connection, Program, bind_part, connect_members
+from .executed_check import agree_on_executed
 from .members import CONNECT, PROTOCOL, REFIT, Call, Follower, Head, Leader, next_version
 from .newcomers import Rank, catch_up, serve_newcomers
 from .part import Part, RankOfPlan, part_of
@@ -462,7 +463,7 @@ class _Endpoint(ABC):
         with self._record.phase("connect"), _Published(rendezvous, "connected", self._fail):
             connection = connect_members(rendezvous, call.epoch, call.replicas, schedule, transport, bound, options)
             try:
-                rendezvous.gather("connected", {})
+                agree_on_executed(rendezvous, connection.programs)
             except BaseException:
                 connection.close()
                 raise

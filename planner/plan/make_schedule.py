@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ravel, row_major_strides
 
 from .frozen import without_frozen
+from .held import Held, NamedCast, held_pieces
 from .plan import Plan, RankInGroup, TransferGroup
 from .schedule import (
     Cast,
@@ -57,6 +58,7 @@ class RankView(View):
     wave: int | None = None  # None: all of them
     rows: tuple[NDArray[np.int64], ...] | None = None  # of each stage; None: all of them
     gen_seats: tuple[int, ...] = ()  # as in Schedule
+    layouts: dict[int, tuple[Plan, Held]] = field(default_factory=dict, repr=False, compare=False)  # waves share it
     # Both are numbered in the order of first use, anew in every copy that `replace` makes.
     tensors: dict[LocalTensor, int] = field(default_factory=dict, init=False)
     strided_boxes: dict[StridedBox, int] = field(default_factory=dict, init=False)
@@ -93,7 +95,24 @@ class RankView(View):
         receives = receiving._schedule(receiving._relay_receives, is_sender=False)
         recvs = tuple(stage.recvs for stage in receives.stages)  # replicas keep the same tensors: this is both ends
         table = SourceTable(self.rank, self.plan.digest, receives.tensors, receives.strided_boxes, recvs)
-        return Relay(_among_replicas(sends), _among_replicas(replace(receives, view=SourceView(table))))
+        view = SourceView(table, of_rank=self)
+        return Relay(_among_replicas(replace(sends, view=self)), _among_replicas(replace(receives, view=view)))
+
+    def held(self) -> Held:
+        if id(self.plan) not in self.layouts:
+            self.layouts[id(self.plan)] = self.plan, self._held()
+        return self.layouts[id(self.plan)][1]
+
+    def _held(self) -> Held:
+        view = replace(self)
+        casts = view._casts() if self.world == "train" else ()
+        tensors = [local.name for local in view.tensors]
+        named = {
+            tensors[cast.tensor]: NamedCast(cast.to, None if cast.scales is None else tensors[cast.scales], cast.block)
+            for cast in casts
+        }
+        names = {number: group.name_pattern for number, group in enumerate(self.plan.groups)}
+        return Held(tuple(held_pieces(self.plan, self.world, self.rank)), names, named)
 
     def unrelayed(self) -> Schedule:
         plan = replace(self.plan, relay=False, digest=self.plan.digest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from mcore_reshard.planner.layout.geometry import LocalTensor as LocalTensor
 from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ParameterGroup
+
+if TYPE_CHECKING:
+    from .held import Held
 
 World = Literal["train", "gen"]
 
@@ -65,6 +68,9 @@ class MemberNames:
     layers: tuple[int, ...] = (-1,)
     first_expert: int = 0
     expert_count: int = 1
+
+    def __len__(self) -> int:
+        return len(self.layers) * self.expert_count
 
     def name(self, member: int) -> str:
         position, expert = divmod(member, self.expert_count)
@@ -191,6 +197,10 @@ class View:
     def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> View:
         raise NotImplementedError
 
+    def held(self) -> Held | None:
+        """Where the rank's own tensors hold which part of which parameter; None if no plan says so."""
+        return None
+
     def relay(self) -> Relay:
         """The second hop, for generation ranks of a plan that relays."""
         raise NotImplementedError("nothing is passed on here")
@@ -206,12 +216,16 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class SourceView(View):
-    """A view that has its source table and nothing else."""
+    """A view that has its source table, and what the rank holds if a plan says so."""
 
     table: SourceTable
+    of_rank: View | None = None
 
     def source_table(self) -> SourceTable:
         return self.table
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> SourceView:
-        return SourceView(self.table.with_rows(masks))
+        return replace(self, table=self.table.with_rows(masks))
+
+    def held(self) -> Held | None:
+        return None if self.of_rank is None else self.of_rank.held()

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.copy_table import ends_of
 from mcore_reshard.kernels.copies.pull_table import pull_table
+from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
@@ -80,6 +81,10 @@ class DirectExecutor:
         self.scratch_bytes = self._end.scratch_bytes  # of a training rank's slots; 0 where nothing is cast
         self.table_bytes = self._end.table_bytes  # GPU memory of what the kernels walk, and of checksums
 
+    @property
+    def executed(self) -> tuple[Executed, ...]:
+        return (self._end.executed,)
+
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. Raises `DeadlineError`, `PeerLostError` or `ChecksumError`.
 
@@ -122,7 +127,9 @@ class _Source:
         signals.publish(export(bound.by_name).to_json())
         parse = partial(open_event, device=self._device)
         self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
-        self._slots = SlotSource(bound, parted(bound.schedule)[1], signals, scratch_bytes)
+        plain, cast = parted(bound.schedule)
+        self._slots = SlotSource(bound, cast, signals, scratch_bytes)
+        self.executed = Executed(bound, buckets=self._slots.buckets, pulled=plain)
         self.scratch_bytes, self.table_bytes = self._slots.scratch_bytes, self._slots.table_bytes
 
     def run(self, run: int) -> None:
@@ -184,6 +191,7 @@ class _Reader:
             self._mappings.close()
             raise
         self.table_bytes = self._copies.nbytes + self._slots.table_bytes
+        self.executed = Executed(bound, buckets=self._slots.buckets, pulls=self._table)
 
     def run(self, run: int) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -70,6 +70,7 @@ class SlotSource:
     def __init__(self, bound: BoundSchedule, schedule: Schedule, signals: PeerSignals, scratch_bytes: int) -> None:
         self._signals = signals
         self._rounds: list[_Casting] = []
+        self.buckets: tuple[Bucket, ...] = ()  # all that it casts
         self._cast: list[torch.cuda.Event] = []  # by slot: has happened when the last cast into it is done
         self._taken: dict[int, list[torch.cuda.Event]] = {}  # by reader and slot: when the reader has last read it
         self.scratch_bytes = self.table_bytes = 0
@@ -94,6 +95,7 @@ class SlotSource:
         }
         signals.publish(word, prefix=_PREFIX)
         self._rounds = self._bind_rounds(bound, plan, buckets)
+        self.buckets = tuple(bucket for of_peer in buckets.values() for bucket in of_peer)
         self.table_bytes = sum(each.gather.nbytes + (each.scales.nbytes if each.scales else 0) for each in self._rounds)
         parse = partial(_parse_events, device)
         self._taken = {peer: signals.fetch(peer, parse, prefix=_PREFIX) for peer in buckets}
@@ -200,6 +202,11 @@ class SlotReader:
     def is_used(self) -> bool:
         """Whether anything is cast on the way."""
         return bool(self._rounds)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All that it pulls."""
+        return tuple(bucket for each in self._rounds for bucket in each.buckets)
 
     def rounds(self, run: int) -> None:
         """Queue all pulls. Returns when they are queued."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mcore_reshard.kernels.copies.buckets import Bucket, aligned, cut_buckets
-from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.errors import BindError, SessionError
 from mcore_reshard.kernels.transports.rounds import bucket_bytes_within
 from mcore_reshard.planner.plan.schedule import Schedule
 
@@ -43,6 +43,8 @@ def parted(schedule: Schedule) -> tuple[Schedule, Schedule]:
         raise SessionError(f"{schedule.name}: this schedule does not say where its bytes lie at their sources")
     else:
         source_table = schedule.view.source_table()
+        if [len(stage.recvs) for stage in schedule.stages] != [len(table) for table in source_table.stages]:
+            raise BindError(schedule.name, ["the pulls are not those of the transfers received"])
         src_dtypes = np.array([local.dtype for local in source_table.tensors], object)
         dst_dtypes = np.array([local.dtype for local in schedule.tensors], object)
         masks = [

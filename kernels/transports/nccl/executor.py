@@ -26,6 +26,7 @@ import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
+from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError, Waiting
@@ -92,6 +93,11 @@ class NcclExecutor:
     def scratch_bytes(self) -> int:
         """Device memory of the slots. The kernels' tables and NCCL's own buffers come on top."""
         return sum(slot.tensor.numel() for slot in self._slots.values())
+
+    @property
+    def executed(self) -> tuple[Executed, ...]:
+        messages = (placed for each in self._rounds for placed in each.round.placed_messages)
+        return (Executed(self._bound, buckets=tuple(placed.executed for placed in messages)),)
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. After `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError` it is closed."""

@@ -11,14 +11,14 @@ stream, 321 with two.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, aligned
-from mcore_reshard.kernels.copies.copy_table import SCRATCH, joined
+from mcore_reshard.kernels.copies.copy_table import SCRATCH, contiguous_copy, joined
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.transports.base import peer_group_rank
 from mcore_reshard.kernels.transports.rounds import bucket_bytes_within, stage_rounds
@@ -60,6 +60,16 @@ class PlacedMessage:
     message_bytes: int
     tensor: int | None  # index into BoundSchedule.tensors; None: it lies in the slot
     offset: int  # where it begins there
+
+    @property
+    def executed(self) -> Bucket:
+        """The bucket as it moves: without a copy it is one run of bytes of the tensor."""
+        if self.tensor is None:
+            return self.bucket
+        bytes_moved = contiguous_copy(self.bucket.nbytes)
+        local, scratch = ("src", "dst") if self.bucket.sends else ("dst", "src")
+        bytes_moved[local], bytes_moved[local + "_offset"], bytes_moved[scratch] = self.tensor, self.offset, SCRATCH
+        return replace(self.bucket, copies=bytes_moved)
 
 
 @dataclass(frozen=True, slots=True)
