@@ -1,0 +1,287 @@
+"""Damage to the tables that executors walk, after schedules were sound: either end alone is refused before a byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from copies.test_executed import CAST, LLAMA, MOE, RELAYED, direct_tables, gloo_tables, refusal
+from helpers.handmade import allocate
+from helpers.plans import Case
+from numpy.typing import NDArray
+
+from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.copies.box_sums import PRIME, Base, box_sum, mixed, sums_of, times
+from mcore_reshard.kernels.copies.buckets import Bucket
+from mcore_reshard.kernels.copies.copy_table import COPY
+from mcore_reshard.kernels.copies.executed import Executed, ExecutedTables
+from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.planner.plan.schedule import Schedule
+
+Copies = NDArray[np.void]
+Damage = Callable[[Copies, str], None]  # in place; "src" or "dst" is the end that lies in tensors of this rank
+
+
+def largest(copies: Copies) -> int:
+    return int(np.argmax(copies["row_bytes"] * copies["extents"].prod(axis=1)))
+
+
+def shifted(nbytes: int, other_side: bool = False) -> Damage:
+    def change(copies: Copies, here: str) -> None:
+        there = {"src": "dst", "dst": "src"}[here]
+        copies[(there if other_side else here) + "_offset"][largest(copies)] += nbytes
+
+    return change
+
+
+def all_shifted(copies: Copies, here: str) -> None:
+    copies[here + "_offset"] += 2
+
+
+def exchanged(copies: Copies, here: str) -> None:
+    places = [*zip(copies[here].tolist(), copies[here + "_offset"].tolist(), strict=True)]
+    other = next(
+        i for i, place in enumerate(places) if place != places[0] and copies["row_bytes"][i] == copies["row_bytes"][0]
+    )
+    for column in (here, here + "_offset"):
+        copies[column][[0, other]] = copies[column][[other, 0]]
+
+
+def shorter(copies: Copies, here: str) -> None:
+    row = largest(copies)
+    copies["row_bytes"][row] -= copies["row_bytes"][row] // 2
+
+
+def rows_repeated(copies: Copies, here: str) -> None:
+    rows = np.flatnonzero(copies["extents"].max(axis=1) > 1)
+    if not len(rows):
+        pytest.skip("every copy is one row")
+    copies[here + "_strides"][rows[0]] = 0
+
+
+def one_row_less(copies: Copies, here: str) -> None:
+    row = int(np.argmax(copies["extents"].max(axis=1)))
+    if copies["extents"][row].max() == 1:
+        pytest.skip("every copy is one row")
+    copies["extents"][row, int(np.argmax(copies["extents"][row]))] -= 1
+
+
+def another_tensor(copies: Copies, here: str) -> None:
+    copies[here][0] += 1 if copies[here][0] == 0 else -1
+
+
+def no_tensor(copies: Copies, here: str) -> None:
+    copies[here][0] = 1 << 20
+
+
+TABLES: dict[str, Damage] = {
+    "two bytes later": shifted(2),
+    "two bytes earlier": shifted(-2),
+    "one byte later": shifted(1),
+    "all two bytes later": all_shifted,
+    "two bytes later on the other side": shifted(2, other_side=True),
+    "two copies exchanged": exchanged,
+    "a shorter row": shorter,
+    "a row repeated": rows_repeated,
+    "one row less": one_row_less,
+    "another tensor": another_tensor,
+    "no tensor": no_tensor,
+}
+
+
+def in_bucket(damage: Damage) -> Callable[[Executed], Executed]:
+    """The damage to the bucket with most copies."""
+
+    def change(executed: Executed) -> Executed:
+        buckets = [*executed.buckets]
+        if not buckets:
+            return executed
+        number = max(range(len(buckets)), key=lambda i: len(buckets[i].copies))
+        copies = buckets[number].copies.copy()
+        damage(copies, "src" if buckets[number].sends else "dst")
+        buckets[number] = replace(buckets[number], copies=copies)
+        return replace(executed, buckets=tuple(buckets))
+
+    return change
+
+
+def in_pulls(damage: Damage) -> Callable[[Executed], Executed]:
+    def change(executed: Executed) -> Executed:
+        assert executed.pulls is not None
+        copies = executed.pulls.copies.copy()
+        damage(copies, "dst")
+        return replace(executed, pulls=replace(executed.pulls, copies=copies))
+
+    return change
+
+
+@pytest.mark.parametrize("case", [LLAMA, MOE, CAST, RELAYED], ids=str)
+@pytest.mark.parametrize("name", ["train:0", "gen:1"])
+@pytest.mark.parametrize("damage", TABLES)
+def test_damaged_buckets_are_refused(damage: str, name: str, case: Case) -> None:
+    assert refusal(case, name, damaged=in_bucket(TABLES[damage]))
+
+
+@pytest.mark.parametrize("case", [LLAMA, MOE, CAST], ids=str)
+@pytest.mark.parametrize("damage", TABLES)
+def test_damaged_pull_tables_are_refused(damage: str, case: Case) -> None:
+    assert refusal(case, "gen:1", damaged=in_pulls(TABLES[damage]), tables_of=direct_tables)
+
+
+def buckets_exchanged(executed: Executed) -> Executed:
+    """Two messages of one pair carry each other's bytes."""
+    one, other, *rest = executed.buckets
+    assert (one.peer, one.stage) == (other.peer, other.stage)
+    return replace(executed, buckets=(replace(one, copies=other.copies), replace(other, copies=one.copies), *rest))
+
+
+def bucket_dropped(executed: Executed) -> Executed:
+    return replace(executed, buckets=executed.buckets[1:])
+
+
+def bucket_to_another(executed: Executed) -> Executed:
+    first = executed.buckets[0]
+    return replace(executed, buckets=(replace(first, peer=1 - first.peer), *executed.buckets[1:]))
+
+
+@pytest.mark.parametrize("name", ["train:0", "gen:1"])
+@pytest.mark.parametrize("change", [buckets_exchanged, bucket_dropped, bucket_to_another])
+def test_damaged_messages_are_refused(change: Callable[[Executed], Executed], name: str) -> None:
+    assert refusal(LLAMA, name, damaged=change)
+
+
+def pulled_of_another_source(executed: Executed) -> Executed:
+    assert executed.pulls is not None
+    first, *rest = executed.pulls.sources
+    twin = next(
+        each for each in rest if each.rank == first.rank and each.tensor.split(".")[-2:] == first.tensor.split(".")[-2:]
+    )
+    sources = [twin if each == first else first if each == twin else each for each in executed.pulls.sources]
+    return replace(executed, pulls=replace(executed.pulls, sources=tuple(sources)))
+
+
+def test_sources_that_are_exchanged_are_refused() -> None:
+    assert refusal(LLAMA, "gen:0", damaged=pulled_of_another_source, tables_of=direct_tables)
+
+
+# --- casts ---------------------------------------------------------------------------------------------------------
+
+
+def cast_otherwise(**changes: Any) -> Callable[[Schedule], Schedule]:
+    def change(schedule: Schedule) -> Schedule:
+        first, *rest = schedule.casts
+        return replace(schedule, casts=(replace(first, **changes), *rest))
+
+    return change
+
+
+def scales_of_another(schedule: Schedule) -> Schedule:
+    shapes = [schedule.tensors[cast.scales or 0].shape for cast in schedule.casts]
+    one = 0
+    other = next(
+        i for i, shape in enumerate(shapes) if i and shape == shapes[0] and schedule.casts[i].scales is not None
+    )
+    casts = [*schedule.casts]
+    casts[one], casts[other] = (
+        replace(casts[one], scales=casts[other].scales),
+        replace(casts[other], scales=casts[one].scales),
+    )
+    return replace(schedule, casts=tuple(casts))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [cast_otherwise(block=(4, 8)), cast_otherwise(to="float32", scales=None), scales_of_another],
+    ids=["blocks", "dtype", "scales of another tensor"],
+)
+def test_other_casts_are_refused(change: Callable[[Schedule], Schedule]) -> None:
+    assert refusal(CAST, "train:0", change)
+
+
+# --- tensors -------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_are_bound_in_each_others_place_are_refused() -> None:
+    schedule = schedule_of(LLAMA.plan(), "gen", 0)
+    bound = bind(schedule, allocate(schedule))
+    names = [local.name for local in schedule.tensors]
+    one, other = (names.index(f"model.layers.{layer}.mlp.down_proj.weight") for layer in (0, 1))
+    tensors = [*bound.tensors]
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+    wrong = replace(bound, tensors=tuple(tensors))
+    problems = ExecutedTables([(wrong, gloo_tables(wrong, LLAMA.plan()))]).problems
+    assert problems == [f"{names[number]} is bound to another tensor" for number in sorted((one, other))]
+
+
+# --- random damage, and the sums themselves ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [LLAMA, MOE], ids=str)
+@pytest.mark.parametrize("seed", range(30))
+def test_any_field_of_any_copy_matters(seed: int, case: Case) -> None:
+    rng = np.random.default_rng(seed)
+
+    def change(copies: Copies, here: str) -> None:
+        row, field = (
+            int(rng.integers(len(copies))),
+            str(rng.choice([name for name in COPY.names or () if name not in {"src", "dst"}])),
+        )
+        step = int(rng.choice([-8, -2, -1, 1, 2, 8]))
+        if field in {"extents", "src_strides", "dst_strides"}:
+            loops = np.flatnonzero(copies["extents"][row] > 1)
+            if not len(loops):
+                field = "row_bytes"
+            else:
+                copies[field][row, loops[-1]] += step
+                return
+        copies[field][row] += step
+
+    assert refusal(case, str(rng.choice(["train:0", "gen:0"])), damaged=in_bucket(change))
+
+
+def test_sums_do_not_depend_on_how_bytes_are_cut() -> None:
+    base = Base("a test")
+    whole = box_sum([(6, [(base, 20)]), (4, [(base, 1)])])
+    rows = sum(pow(base.value, 20 * row, PRIME) * box_sum([(4, [(base, 1)])]) for row in range(6)) % PRIME
+    single = sum(pow(base.value, 20 * row + column, PRIME) for row in range(6) for column in range(4)) % PRIME
+    assert whole == rows == single
+
+
+def test_products_and_powers_are_those_of_whole_numbers() -> None:
+    rng = np.random.default_rng(0)
+    one, other = rng.integers(0, PRIME, (2, 1000), np.uint64)
+    one[:3], other[:3] = (PRIME - 1, PRIME - 1, 0), (PRIME - 1, 1, PRIME - 1)
+    assert times(one, other).tolist() == [a * b % PRIME for a, b in zip(one.tolist(), other.tolist(), strict=True)]
+    exponents = [0, 1, 65535, 65536, 3 << 40, (1 << 62) + 5]
+    base = Base("a test")
+    assert base.powers(np.array(exponents)).tolist() == [pow(base.value, exponent, PRIME) for exponent in exponents]
+    assert sums_of(np.array([1, 1, 0]), np.array([PRIME - 1, 2, 7], np.uint64), 3) == [7, 1, 0]
+    assert len({*mixed(np.arange(1000), np.zeros(1000, np.int64)).tolist()}) == 1000
+
+
+def test_a_bucket_is_what_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages that nccl sends without a copy are entered as the run of bytes that leaves the tensor."""
+    from mcore_reshard.kernels.transports.nccl.staging import PlacedMessage
+
+    schedule = schedule_of(LLAMA.plan(), "train", 0)
+    bound = bind(schedule, allocate(schedule))
+    (executed,) = gloo_tables(bound, LLAMA.plan())
+
+    def placed(bucket: Bucket, shift: int) -> Bucket:
+        from mcore_reshard.kernels.transports.nccl.staging import place_in_tensor
+
+        place = place_in_tensor(bucket.copies, sends=True)
+        if place is None:
+            return bucket
+        return PlacedMessage(bucket, 0, bucket.nbytes, place[0], place[1] + shift).executed
+
+    in_place, later = (tuple(placed(bucket, shift) for bucket in executed.buckets) for shift in (0, 2))
+    assert any(len(one.copies) == 1 for one in in_place)
+    tables = [
+        ExecutedTables([(bound, [replace(executed, buckets=each)])]) for each in (executed.buckets, in_place, later)
+    ]
+    assert tables[0].digests == tables[1].digests != tables[2].digests
+    assert tables[1].problems == []
