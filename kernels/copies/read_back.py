@@ -222,9 +222,11 @@ def _wire_dtypes(schedule: Schedule) -> Ints:
 
 
 def _misplaced(bound: BoundSchedule) -> Iterator[str]:
+    """Tensors bound where another one's bytes lie. A buffer in place of a tensor is none of the model's."""
+    owners = {known.address: name for name, known in bound.fingerprints.items()}
     for local, tensor in zip(bound.schedule.tensors, bound.tensors, strict=True):
-        known = bound.fingerprints.get(local.name)
-        if known is not None and known.address != tensor.data_ptr():
+        owner = owners.get(tensor.data_ptr(), local.name)
+        if owner != local.name and tensor.numel() and bound.fingerprints[owner].shape.numel():
             yield f"{local.name} is bound to another tensor"
 
 

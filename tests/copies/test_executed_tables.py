@@ -22,6 +22,7 @@ from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.schedule import Schedule
 
 Copies = NDArray[np.void]
+FIELDS = [name for name in COPY.names or () if name not in {"src", "dst"}]
 Damage = Callable[[Copies, str], None]  # in place; "src" or "dst" is the end that lies in tensors of this rank
 
 
@@ -225,10 +226,7 @@ def test_any_field_of_any_copy_matters(seed: int, case: Case) -> None:
     rng = np.random.default_rng(seed)
 
     def change(copies: Copies, here: str) -> None:
-        row, field = (
-            int(rng.integers(len(copies))),
-            str(rng.choice([name for name in COPY.names or () if name not in {"src", "dst"}])),
-        )
+        row, field = int(rng.integers(len(copies))), str(rng.choice(FIELDS))
         step = int(rng.choice([-8, -2, -1, 1, 2, 8]))
         if field in {"extents", "src_strides", "dst_strides"}:
             loops = np.flatnonzero(copies["extents"][row] > 1)
