@@ -135,7 +135,7 @@ def region_dims(held: HeldPiece, offset: int, shape: Shape) -> list[Dim] | None:
         stride = step // strides[dim]
         inside = -(-(sizes[dim] - place[dim]) // stride)  # steps until the dim ends
         if extent > inside:  # contiguous over several dims: this one, and a loop over the next outer one
-            if stride * inside != sizes[dim] or extent % inside:
+            if inside < 2 or stride * inside != sizes[dim] or extent % inside:
                 return None
             loops.append(Dim(extent // inside, step * inside, other_step * inside))
         taken = min(extent, inside)
