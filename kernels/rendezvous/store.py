@@ -282,6 +282,8 @@ class FailFastStore(StoreView):
             raise SessionError(root.get(self._failure).decode(errors="replace"))
 
     def wait_all(self, keys: Sequence[str], timeout_s: float, look: Callable[[], Any] | None = None) -> bool:
+        if self._failure is None:
+            return super().wait_all(keys, timeout_s, look)
         try:
             self.wait(keys, timedelta(seconds=timeout_s))
         except DistStoreError:
