@@ -38,7 +38,8 @@ _TOLD = 2000  # parameters whose sums two ranks tell each other to find the firs
 class ExecutedTables:
     """All that a rank will execute in a session: in a refit of everything and, if there is another kind, in that one.
 
-    `problems` are signs of damage that this rank can see alone. `digests` is by pair, as "train:0>gen:3".
+    `problems` are signs of damage that this rank can see alone. `digests` is by pair, as "train:0>gen:3". `balance` is their
+    sum, less those of pairs that this rank receives from: 0 modulo PRIME over all ranks if both ends of each pair agree.
     """
 
     def __init__(self, programs: Sequence[Program]) -> None:
@@ -46,6 +47,7 @@ class ExecutedTables:
         self.digests: dict[str, str] = {}
         self._entries: list[Entries] = []
         rows: dict[str, list[str]] = {}
+        signs: dict[str, int] = {}
         for number, (bound, tables) in enumerate(programs):
             covered: dict[str, int] = {}
             held = _held(bound.schedule)
@@ -58,6 +60,7 @@ class ExecutedTables:
                     covered[local.name] = covered.get(local.name, 0) + total
                 for pair, digest in _row_digests(schedule, held is not None).items():
                     rows.setdefault(pair, []).append(f"{number} {executed.wave} {digest}")
+                    signs[pair] = 1 if schedule.world == "train" else -1
             if bound.schedule.world == "gen" and held is not None and number == 0:  # later programs leave out tensors
                 self.problems += untiled(bound.schedule, covered)
         sums = self._sums()
@@ -66,6 +69,7 @@ class ExecutedTables:
                 [*rows.get(pair, ()), *(f"{stage} {total}" for stage, total in sorted(sums.get(pair, {}).items()))]
             )
             self.digests[pair] = blake2b(text.encode(), digest_size=8).hexdigest()
+        self.balance = sum(signs.get(pair, 1) * int(digest, 16) for pair, digest in self.digests.items()) % PRIME
 
     def details(self, pair: str) -> dict[str, dict[str, str]]:
         """By pipeline stage and parameter: a digest of what moves between a pair, of _TOLD parameters at most."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.box_sums import PRIME
 from mcore_reshard.kernels.copies.executed import ExecutedTables, first_difference, named_difference
 from mcore_reshard.kernels.errors import BindError, SessionError
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous
@@ -25,7 +26,9 @@ class ConnectedProgram(Protocol):
 
 
 def agree_on_executed(rendezvous: Rendezvous, programs: Sequence[ConnectedProgram]) -> None:
-    """Compare with all ranks what each will execute: the phases "connected" and, after a difference, "compared".
+    """Compare with all ranks what each will execute: the phase "connected" and, after a difference, two more.
+
+    A word has one number, since all ranks read all words. Only ranks that differ say more.
 
     Raises `BindError` for tables that do not fit this rank's own layout, and the same `SessionError` on all ranks where
     two of them differ. Nothing has moved then.
@@ -34,7 +37,10 @@ def agree_on_executed(rendezvous: Rendezvous, programs: Sequence[ConnectedProgra
     tables = ExecutedTables(connected)
     if tables.problems:
         raise BindError(rendezvous.rank_name, tables.problems)
-    said = rendezvous.gather("connected", {"executed": tables.digests}, parse=_parse_digests)
+    balances = rendezvous.gather("connected", {"balance": f"{tables.balance:x}"}, parse=_parse_balance)
+    if sum(word["balance"] for word in balances.values()) % PRIME == 0:
+        return
+    said = rendezvous.gather("differs", {"executed": tables.digests}, parse=_parse_digests)
     pair = first_difference({rank: word["executed"] for rank, word in said.items()})
     if pair is None:
         return
@@ -45,6 +51,10 @@ def agree_on_executed(rendezvous: Rendezvous, programs: Sequence[ConnectedProgra
         f"{named_difference(pair, details)}; a schedule or a table is damaged on one of the two. Nothing has moved:"
         " begin a new session"
     )
+
+
+def _parse_balance(word: Any) -> dict[str, Any]:
+    return {"balance": int(word["balance"], 16)}
 
 
 def _parse_digests(word: Any) -> dict[str, Any]:
