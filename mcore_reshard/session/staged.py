@@ -32,6 +32,7 @@ class StagedTensors:
         self._rank_name = rank_name
         self._buffers: dict[str, torch.Tensor] = {}
         self._live: dict[str, torch.Tensor] = {}
+        self._fills: list[tuple[Schedule, dict[str, tuple[int, int]]]] = []  # by program; refits ask each time
         self.copied_bytes = (
             0  # of live tensors, that the last `copy_in` may have written; 0 before it wrote the first one
         )
@@ -47,6 +48,8 @@ class StagedTensors:
         """
         fitting = {name: buffer for name, buffer in self._buffers.items() if _fits(buffer, live.by_name.get(name))}
         self._buffers, self._live = fitting, live.by_name
+        programs = (live.schedule, live.schedule.later)
+        self._fills = [(schedule, _bytes_by_tensor(schedule)) for schedule in programs if schedule is not None]
         new = {name: tensor for name, tensor in self._live.items() if name not in fitting}
         for device in {tensor.device for tensor in new.values()}:
             needed = sum(tensor.nbytes for tensor in new.values() if tensor.device == device)
@@ -64,24 +67,38 @@ class StagedTensors:
         """Make ready for a program's transfers. Where they fill a tensor in part, its buffer gets the rest of it."""
         self.copied_bytes = 0
         with torch.inference_mode():
-            for name in _filled_in_part(program.schedule):
+            for name in self._filled_in_part(program.schedule):
                 _copy_bytes(self._live[name], self._buffers[name])
 
     def bytes_of(self, program: BoundSchedule) -> int:
         """How many bytes `copy_in` writes."""
-        return sum(self._buffers[name].nbytes for name in _filled(program.schedule))
+        return sum(self._buffers[name].nbytes for name in self._filled(program.schedule))
 
     def copy_in(self, program: BoundSchedule) -> None:
         """Copy what has landed into the live tensors, on their device. When this returns, all streams see it."""
         with torch.inference_mode():
-            for name in _filled(program.schedule):
+            for name in self._filled(program.schedule):
                 self.copied_bytes += self._buffers[name].nbytes
                 _copy_bytes(self._buffers[name], self._live[name])
         if program.device is not None and program.device.type == "cuda":
             torch.cuda.current_stream(program.device).synchronize()
 
     def free(self) -> None:
-        self._buffers, self._live = {}, {}
+        self._buffers, self._live, self._fills = {}, {}, []
+
+    def _filled(self, schedule: Schedule) -> list[str]:
+        """The tensors into which a schedule's transfers or zeros go."""
+        return [name for name, (filled, _) in self._fill_of(schedule).items() if filled]
+
+    def _filled_in_part(self, schedule: Schedule) -> list[str]:
+        """Those of them in which other bytes stay: of parameters that move by name, or that the trainer leaves frozen.
+
+        A tensor that is counted too low is among them, which costs time but changes no byte.
+        """
+        return [name for name, (filled, whole) in self._fill_of(schedule).items() if 0 < filled != whole]
+
+    def _fill_of(self, schedule: Schedule) -> dict[str, tuple[int, int]]:
+        return next(fill for program, fill in self._fills if program is schedule)
 
 
 def require_memory(rank_name: str, device: torch.device, needed: int, purpose: str) -> None:
@@ -104,19 +121,6 @@ def _free_bytes(device: torch.device) -> int | None:
         return None
     torch.cuda.empty_cache()  # what the allocator keeps for later counts as taken
     return int(torch.cuda.mem_get_info(device)[0])
-
-
-def _filled(schedule: Schedule) -> list[str]:
-    """The tensors into which a schedule's transfers or zeros go."""
-    return [name for name, (filled, _) in _bytes_by_tensor(schedule).items() if filled]
-
-
-def _filled_in_part(schedule: Schedule) -> list[str]:
-    """Those of them in which other bytes stay: of parameters that move by name, or that the trainer leaves frozen.
-
-    A tensor that is counted too low is among them, which costs time but changes no byte.
-    """
-    return [name for name, (filled, whole) in _bytes_by_tensor(schedule).items() if 0 < filled != whole]
 
 
 def _bytes_by_tensor(schedule: Schedule) -> dict[str, tuple[int, int]]:

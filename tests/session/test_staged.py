@@ -154,7 +154,8 @@ def refit_thrice(rank: int, address: str, harm: Callable[..., None]) -> Any:
     gloo = registry.resolve("gloo", "cpu")
     registry.register(replace(gloo, name="gloo-test", connect=connecting(kind)))
     me = seat(rank, address, WORLDS, transport="gloo-test", commit="staged", timeout_s=10.0)
-    FIRST_COPIES = len(staged._filled_in_part(me.schedule))
+    fills = staged._bytes_by_tensor(me.schedule).values()
+    FIRST_COPIES = sum(0 < filled != whole for filled, whole in fills)
     harm(me, rank)
     states: list[WeightState] = []
     me.endpoint._on_state = states.append
