@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mcore_reshard.engines.vllm import model as vllm_model
 from mcore_reshard.engines.vllm import refined_scales as vllm_refined_scales
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.server import StoreServer
 from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.megatron import ExpertsModule
 from mcore_reshard.planner.layout.mesh import GenMesh
@@ -85,22 +86,22 @@ Results = tuple[list[RefitReport], list[list[ParameterResult]]]
 
 
 def run_process(index: int, job: Job) -> Results:
-    """Run one process: a training rank, then generation ranks, and last the process that hosts their store.
-
-    The store has a thread, and forking beside threads is not safe. So the store may not exist before the fork.
-    """
+    """Run one process: a training rank, then generation ranks, and last the process that hosts their store."""
     port = job.store_socket.getsockname()[1]
     if index == job.ranks:
-        listening = job.store_socket.detach()
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
-        while len(list(job.folder.glob("done*"))) < job.ranks:  # the launcher ends this process when a rank fails
-            time.sleep(0.02)
-        del store  # it serves until here
+        asyncio.run(_serve_store(job))
         return [], []
     address, gen_rank = f"127.0.0.1:{port}", index - job.plan.train.world
     results = _train(index, job, address) if gen_rank < 0 else _generate(gen_rank, job, address)
     (job.folder / f"done{index}").touch()
     return results
+
+
+async def _serve_store(job: Job) -> None:
+    serving = asyncio.ensure_future(StoreServer().serve(job.store_socket, starter_ends=False))
+    while len(list(job.folder.glob("done*"))) < job.ranks:  # the launcher ends this process when a rank fails
+        await asyncio.sleep(0.02)
+    serving.cancel()
 
 
 def _train(rank: int, job: Job, store: str) -> Results:
