@@ -108,6 +108,8 @@ def soak(seat: str, address: str, store_pid: int, refits: int, pipe: Any) -> Non
                     ),
                 }
             )
+            if seat == "train:0":
+                print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
             seconds.clear()
     endpoint.close()
     pipe.send(samples)
