@@ -25,6 +25,7 @@ from mcore_reshard.planner.layout.traces import HfTensor
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planning import read_traced_request
 from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
+from mcore_reshard.session.metrics import prometheus_text
 from mcore_reshard.validation import ranks
 from mcore_reshard.validation.engine.slices import GenSizes, poison
 from mcore_reshard.validation.engine.vllm_engine import build_engine, engine_config
@@ -82,6 +83,10 @@ def generate_by_worker(rank: int, job: ranks.Job, store: str) -> ranks.Results:
         told = called(worker, "refit", version)
         reports.append(RefitReport(**json.loads(json.dumps(told))))
         results.append(ranks._compare_with_golden(job, rank, version, engine, engine.loaded))
+    metrics = json.loads(json.dumps(called(worker, "refit_metrics")))
+    assert metrics["refits"]["committed"] == len(reports) and f'rank="gen:{rank}"' in prometheus_text(metrics)
+    trace = json.loads(Path(called(worker, "write_refit_trace", str(job.folder))).read_text())
+    assert {"refit 1", "prepare"} <= {event["name"] for event in trace["traceEvents"]}
     called(worker, "close_refit")
     called(worker, "close_refit")
     return reports, results
@@ -188,6 +193,8 @@ def test_a_worker_of_other_engines_than_the_plan_is_for_is_refused(config_folder
 def test_a_refit_needs_a_session(config_folder):
     with pytest.raises(SessionError, match=r"call connect_refit\(\) on all workers first"):
         called(worker_of(config_folder(tiny("llama")), GenSizes(), 0), "refit", 1)
+    with pytest.raises(SessionError, match=r"call connect_refit\(\) on all workers first"):
+        called(worker_of(config_folder(tiny("llama")), GenSizes(), 0), "refit_metrics")
 
 
 def test_what_a_loader_did_with_an_equal_model_is_not_traced_again(config_folder, monkeypatch):
