@@ -115,7 +115,8 @@ class BoundSchedule:
             title = f"{self.rank_name}: {len(stale)} bound tensors changed since prepare():"
             remedy = "keep weights where they were bound, or begin a new session"
             raise StaleTensorError("\n  ".join((title, *stale, remedy)))
-        return WriteCounts.of([*live, *self.bases.values()])
+        live.extend(self.bases.values())
+        return WriteCounts.of(live)
 
     def check_unwritten(self, before: WriteCounts) -> None:
         """Raise `TornWeightsError` naming what was written since `check_fresh` returned `before`."""
