@@ -7,14 +7,18 @@ header    {"id": 7, "op": "set", "keys": ["head"], "blobs": [12]}: the blobs' le
 from __future__ import annotations
 
 import json
+import socket
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 LENGTHS = struct.Struct(">II")
 MAX_FRAME_BYTES = 256 << 20  # a published plan of 2,048 ranks has tens of MB
 MAX_OPENING_BYTES = 16 << 10  # of the first frame, before its sender is known
-MAX_HEADER_BYTES = 4 << 20  # names of many keys
+MAX_REQUEST_BYTES = 4 << 20  # of a request's header: names of many keys
+MAX_HEADER_BYTES = 32 << 20  # of an answer's header: all seats of a session
+MAX_KEY = 1000  # characters
 MAGIC = "mcore-reshard store 1"
 
 
@@ -22,22 +26,26 @@ class FrameError(ValueError):
     """What arrived is no frame of a store, or is too long."""
 
 
-def pack(header: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
-    """One frame."""
+def pack(header: Mapping[str, Any], blobs: Sequence[bytes] = (), header_limit: int = MAX_HEADER_BYTES) -> bytes:
+    """One frame. Raises FrameError where it is longer than the other side reads."""
     text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
     size = LENGTHS.size - 4 + len(text) + sum(map(len, blobs))
-    if size > MAX_FRAME_BYTES:
-        raise FrameError(f"{size} bytes are more than the store takes at once, {MAX_FRAME_BYTES}")
+    if size - 4 > MAX_FRAME_BYTES or len(text) > header_limit:
+        raise FrameError(
+            f"{size} bytes, {len(text)} of them names, are more than a store takes at once:"
+            f" {MAX_FRAME_BYTES}, and {header_limit} of names"
+        )
     return b"".join((LENGTHS.pack(size, len(text)), text, *blobs))
 
 
-def body_bytes(lengths: bytes, limit: int) -> tuple[int, int]:
+def body_bytes(lengths: bytes, limit: int, header_limit: int = MAX_HEADER_BYTES) -> tuple[int, int]:
     """(bytes of the header, bytes of header and blobs) of a frame that begins with these 8 bytes. Raises FrameError."""
     size, header_bytes = LENGTHS.unpack(lengths)
     body = size - 4
-    if not 0 < header_bytes <= min(body, MAX_HEADER_BYTES) or body > limit:
+    if not 0 < header_bytes <= min(body, header_limit) or body > limit:
         raise FrameError(
-            f"a frame of {size} bytes with a header of {header_bytes}; at most {limit} bytes are read here"
+            f"a frame of {size} bytes with a header of {header_bytes}; at most {limit} bytes are read here,"
+            f" {min(limit, header_limit)} of a header"
         )
     return header_bytes, body
 
@@ -57,3 +65,16 @@ def unpack(header_bytes: int, body: bytes) -> tuple[dict[str, Any], list[bytes]]
         return header, blobs
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FrameError(f"a malformed frame: {error}") from error
+
+
+def watch_host(connection: socket.socket, silence_s: float) -> None:
+    """Let the kernel close a connection whose host has been silent for so long. Frozen processes still answer."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probe_s = max(1, int(silence_s / 4))
+    limits = {"TCP_KEEPIDLE": probe_s, "TCP_KEEPINTVL": probe_s, "TCP_KEEPCNT": 3}
+    limits["TCP_USER_TIMEOUT"] = max(1000, int(1000 * silence_s))
+    for name, limit in limits.items():
+        if hasattr(socket, name):
+            with suppress(OSError):  # a longer time than this kernel allows
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), min(limit, 32767_000))

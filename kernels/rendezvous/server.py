@@ -10,93 +10,47 @@ A session lives in memory, from its first connection until `linger_s` after its 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
+import resource
 import socket
 import sys
 import time
-from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from .frames import LENGTHS, MAGIC, MAX_FRAME_BYTES, MAX_OPENING_BYTES, FrameError, body_bytes, pack, unpack
+from .frames import (
+    LENGTHS,
+    MAGIC,
+    MAX_FRAME_BYTES,
+    MAX_OPENING_BYTES,
+    MAX_REQUEST_BYTES,
+    FrameError,
+    body_bytes,
+    pack,
+    unpack,
+    watch_host,
+)
+from .sessions import (
+    CHANGES,
+    MAX_NAME,
+    MAX_SESSIONS,
+    READS,
+    REMEMBERED,
+    Client,
+    Refusal,
+    Session,
+    Totals,
+    Wait,
+)
 
 GONE_S = 1.5  # for a client whose connection broke to come back, before others are told that it is gone
 OPENING_S = 10.0  # for a connection to say what it wants
 LINGER_S = 3600.0  # the longest that a session without connections is kept
 IDLE_S = 5.0  # without connections, before a server ends whose starter has died: another one may come
-MAX_SESSIONS = 10_000
-MAX_KEYS = 1_000_000  # of a session
-MAX_BYTES = 2 << 30  # of a session's values
-REMEMBERED = 512  # replies of a client that are kept, in case it asks again after a lost connection
-_READING = {"get", "check", "list", "wait", "cancel", "stats"}  # all that a client may do that only watches
-_LASTING = {"set", "add", "compare_set", "delete", "delete_prefix", "sit", "rise"}  # must not be done twice
-
-
-class Refusal(Exception):
-    """A request that the server does not carry out; the client raises the text."""
-
-
-@dataclass
-class Seat:
-    """A rank's place in a session, and the client that has it."""
-
-    client: str
-    facts: dict[str, Any]
-    status: str  # here, gone or left
-    since: float  # time.time()
-
-
-@dataclass
-class Wait:
-    """A request that is answered once keys exist."""
-
-    number: int
-    keys: list[str]
-    needs_all: bool
-    connection: Connection
-
-
-@dataclass
-class Client:
-    """One process in a session, over all its connections."""
-
-    connection: Connection | None = None
-    watches: bool = False
-    replies: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
-
-
-@dataclass
-class Session:
-    """All that ranks have said to each other."""
-
-    name: str
-    owner: str  # public key; "" for a session without a token
-    linger_s: float
-    keys: dict[str, bytes] = field(default_factory=dict)
-    nbytes: int = 0
-    seats: dict[str, Seat] = field(default_factory=dict)
-    clients: dict[str, Client] = field(default_factory=dict)
-    waits: list[Wait] = field(default_factory=list)
-    ending: asyncio.TimerHandle | None = None
-
-    def put(self, key: str, value: bytes) -> None:
-        before = len(self.keys.get(key, b""))
-        if self.nbytes - before + len(value) > MAX_BYTES or (key not in self.keys and len(self.keys) >= MAX_KEYS):
-            raise Refusal(f"session {self.name!r} is full: {len(self.keys)} keys, {self.nbytes} bytes")
-        self.keys[key] = value
-        self.nbytes += len(value) - before
-
-    def drop(self, key: str) -> bool:
-        value = self.keys.pop(key, None)
-        self.nbytes -= len(value or b"")
-        return value is not None
-
-    def seats_said(self) -> dict[str, Any]:
-        return {
-            name: {"status": seat.status, "facts": seat.facts, "since": seat.since} for name, seat in self.seats.items()
-        }
+MAX_UNOPENED = 2048  # connections that have not said what they want; a further one ends the oldest
+MAX_UNREAD_BYTES = MAX_FRAME_BYTES + (16 << 20)  # that a client leaves unread, before its connection is closed
 
 
 class Connection:
@@ -106,72 +60,95 @@ class Connection:
         self.store, self.reader, self.writer = store, reader, writer
         self.session: Session | None = None
         self.client = ""
+        self.waits: dict[int, Wait] = {}
+        self.said_goodbye = False
 
     async def serve(self) -> None:
         try:
-            opened = await asyncio.wait_for(self._open(), OPENING_S)
-            while opened:
+            is_open = await asyncio.wait_for(self._open(), OPENING_S)
+            self.store.unopened.pop(self, None)
+            while is_open and self.session is not None:
                 header, blobs = await self._read(MAX_FRAME_BYTES)
                 self._answer(header, blobs)
                 await self.writer.drain()
         except (FrameError, Refusal) as error:
-            with suppress(OSError, FrameError):
-                self.writer.write(pack({"id": 0, "error": str(error)}))
-        except (OSError, EOFError, asyncio.IncompleteReadError, TimeoutError, asyncio.TimeoutError):
+            self.push(pack({"id": 0, "error": str(error)}))
+        except (OSError, EOFError, TimeoutError, asyncio.TimeoutError):
             pass
         finally:
             self.store.closed(self)
             self.writer.close()
 
     async def _read(self, limit: int) -> tuple[dict[str, Any], list[bytes]]:
-        header_bytes, body = body_bytes(await self.reader.readexactly(LENGTHS.size), limit)
+        lengths = await self.reader.readexactly(LENGTHS.size)
+        header_bytes, body = body_bytes(lengths, limit, MAX_REQUEST_BYTES)
         return unpack(header_bytes, await self.reader.readexactly(body))
 
     async def _open(self) -> bool:
         """Greet, and read which session the client means; it proves there that it knows the session's token."""
         nonce = uuid4().hex
-        self.writer.write(pack({"id": 0, "magic": MAGIC, "instance": self.store.instance, "nonce": nonce}))
+        self.push(pack({"id": 0, "magic": MAGIC, "instance": self.store.instance, "nonce": nonce}))
         header, _ = await self._read(MAX_OPENING_BYTES)
         if header.get("op") == "stats":
-            self.writer.write(pack({"id": header.get("id", 0), "value": self.store.stats()}))
+            self.push(pack({"id": header.get("id", 0), "value": self.store.stats()}))
             return False
         self.store.open(self, header, nonce)
         return True
 
     def _answer(self, header: dict[str, Any], blobs: list[bytes]) -> None:
-        session, number = self.session, header.get("id")
-        assert session is not None
+        session, number, operation = self.session, header.get("id"), str(header.get("op"))
+        if session is None:
+            return  # its client has opened another connection meanwhile
         client = session.clients[self.client]
+        if operation == "bye":
+            self.said_goodbye = True
+            return
         if not isinstance(number, int):
             raise FrameError("a request without a number")
+        if isinstance(oldest := header.get("oldest"), int):  # the client has read the replies to those before
+            while client.replies and next(iter(client.replies)) < oldest:
+                client.replies.popitem(last=False)
         if number in client.replies:
-            self.writer.write(client.replies[number])
+            self.push(client.replies[number])
             return
-        operation = header.get("op")
         try:
-            act = _OPERATIONS[str(operation)]
-        except KeyError:
-            raise FrameError(f"an unknown request {operation!r:.40}") from None
-        try:
-            if client.watches and operation not in _READING:
-                raise Refusal("this connection was opened to watch: it can read alone")
-            said, values = act(self, session, header, blobs)
-        except Refusal as error:
-            said, values = {"error": str(error)}, []
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise FrameError(f"a malformed request {operation!r:.40}: {error!r:.80}") from error
-        if said is None:
+            reply = self._carried_out(session, client, operation, header, blobs)
+        except (Refusal, FrameError) as error:
+            reply = pack({"id": number, "error": str(error)})
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+            reply = pack({"id": number, "error": f"a malformed request {operation:.40}: {error!r:.200}"})
+        if reply is None:
             return  # a wait: it is answered later
-        reply = pack({"id": number, **said}, values)
-        if operation in _LASTING:
+        if operation in CHANGES:
             client.replies[number] = reply
             while len(client.replies) > REMEMBERED:
                 client.replies.popitem(last=False)
-        self.writer.write(reply)
+        self.push(reply)
+
+    def _carried_out(
+        self, session: Session, client: Client, operation: str, header: dict[str, Any], blobs: list[bytes]
+    ) -> bytes | None:
+        if operation == "stats":
+            own = {"session_keys": len(session.keys), "session_bytes": session.nbytes}
+            return pack({"id": header["id"], "value": {**self.store.stats(), **own}})
+        if client.watches and operation in CHANGES:
+            raise Refusal("this connection was opened to watch: it can read alone")
+        act = READS.get(operation) or CHANGES.get(operation)
+        if act is None:
+            raise Refusal(f"this store does not know the request {operation!r:.40}: upgrade it")
+        said, values = act(self, session, header, blobs)
+        return None if said is None else pack({"id": header["id"], **said}, values)
 
     def push(self, frame: bytes) -> None:
+        """Send, without waiting for a client that does not read; one that leaves too much unread is closed."""
         with suppress(OSError, RuntimeError):
             self.writer.write(frame)
+            if self.writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+                self.abort()
+
+    def abort(self) -> None:
+        transport: Any = self.writer.transport
+        transport.abort()
 
 
 class StoreServer:
@@ -181,34 +158,46 @@ class StoreServer:
         self.instance = uuid4().hex
         self.sessions: dict[str, Session] = {}
         self.connections: set[Connection] = set()
+        self.unopened: dict[Connection, None] = {}  # the oldest first
+        self.totals = Totals()
         self.idle_since = time.monotonic()
+        self._max_unopened = MAX_UNOPENED
 
-    async def serve(self, listening: socket.socket, starter_ends: bool) -> None:
-        """Answer connections. A starter's end shows on stdin, with a byte if it said so: then until nobody is connected."""
-        server = await asyncio.start_server(self._accept, sock=listening, limit=1 << 20, backlog=4096)
+    async def serve(self, listening: socket.socket, starter: int | None = None) -> None:
+        """Answer connections; without end, or until nobody is connected once the process `starter` has ended.
+
+        A starter's end shows on stdin; a byte there says that it needs this store no more.
+        """
+        self._max_unopened = min(MAX_UNOPENED, _allow_descriptors() // 2)
+        server = await asyncio.start_server(self._accept, sock=listening, limit=1 << 16, backlog=4096)
         async with server:
-            if not starter_ends:
+            if starter is None:
                 await server.serve_forever()
-            was_told = await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read, 1)
-            ended, idle_s = time.monotonic(), 0.0 if was_told else IDLE_S
+            was_told, idle_s = asyncio.get_running_loop().create_future(), IDLE_S
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _note_end, was_told)
+            while not was_told.done() and os.getppid() == starter:  # a child of it may hold the pipe open
+                await asyncio.wait([was_told], timeout=1.0)
+            if was_told.done() and was_told.result():
+                idle_s = 0.0
+            ended = time.monotonic()
             while self.connections or time.monotonic() - max(ended, self.idle_since) < idle_s:
                 await asyncio.sleep(0.1)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):
+            watch_host(writer.get_extra_info("socket"), OPENING_S)
         connection = Connection(self, reader, writer)
         self.connections.add(connection)
+        self.unopened[connection] = None
+        if len(self.unopened) > self._max_unopened:
+            next(iter(self.unopened)).abort()
         await connection.serve()
 
     def open(self, connection: Connection, header: dict[str, Any], nonce: str) -> None:
-        """Let a connection into its session, which the first one begins. Raises Refusal."""
-        try:
-            name, client = str(header["session"])[:500], str(header["client"])[:64]
-            owner, proof = str(header.get("owner", ""))[:200], str(header.get("proof", ""))[:400]
-            linger_s = min(float(header["linger_s"]), LINGER_S)
-            silence_s = min(max(float(header["silence_s"]), 1.0), 3600.0)
-        except (KeyError, TypeError, ValueError) as error:
-            raise FrameError(f"a malformed opening: {error!r:.80}") from error
+        """Let a connection into its session, which the first one begins. Raises FrameError and Refusal."""
+        name, client = _text(header, "session", MAX_NAME), _text(header, "client", 64)
+        owner, proof = _text(header, "owner", 200), _text(header, "proof", 400)
+        linger_s, silence_s = _seconds(header, "linger_s", 0.0), _seconds(header, "silence_s", 1.0)
         session, watches = self.sessions.get(name), header.get("watches") is True
         if owner:
             _require_proof(owner, proof, nonce, name)
@@ -219,42 +208,47 @@ class StoreServer:
                 raise Refusal(f"this store has no session {name!r}")
             if len(self.sessions) >= MAX_SESSIONS:
                 raise Refusal(f"this store has {MAX_SESSIONS} sessions already")
-            session = self.sessions[name] = Session(name, owner, linger_s)
+            session = self.sessions[name] = Session(name, owner, linger_s, self.totals)
         if session.ending is not None and not watches:
             session.ending.cancel()
             session.ending = None
         if not watches:
             session.linger_s = max(session.linger_s, linger_s)
         held = session.clients.setdefault(client, Client(watches=watches))
-        if held.connection is not None:  # the client knows that this one is dead; the server may not yet
-            held.connection.writer.close()
+        if held.forgetting is not None:
+            held.forgetting.cancel()
+        if isinstance(held.connection, Connection):  # the client knows that this one is dead; the server may not yet
+            _end_waits(session, held.connection)
             held.connection.session = None
+            held.connection.abort()
         held.connection, connection.session, connection.client = connection, session, client
-        _watch_host(connection.writer.get_extra_info("socket"), silence_s)
-        connection.push(pack({"id": 0, "opened": True, "seats": session.seats_said()}))
-        for name, seat in session.seats.items():
-            if seat.client == client and seat.status == "gone":
-                self._set_status(session, name, "here")
+        with suppress(OSError):
+            watch_host(connection.writer.get_extra_info("socket"), silence_s)
+        own = [name for name, seat in session.seats.items() if seat.client == client]
+        for seat in own:
+            if session.seats[seat].status == "gone":
+                session.set_status(seat, "here")
+        opened = {"opened": session.instance, "seats": session.seats_said(), "own": own}
+        connection.push(pack({"id": 0, **opened}))
 
     def closed(self, connection: Connection) -> None:
         """A connection has ended: after a while its client counts as gone."""
         self.connections.discard(connection)
+        self.unopened.pop(connection, None)
         if not self.connections:
             self.idle_since = time.monotonic()
         session = connection.session
         if session is None:
             return
-        session.waits = [wait for wait in session.waits if wait.connection is not connection]
-        client = session.clients.get(connection.client)
-        if client is None or client.connection is not connection:
-            return
+        _end_waits(session, connection)
+        client = session.clients[connection.client]
         client.connection = None
         loop = asyncio.get_running_loop()
         held = [name for name, seat in session.seats.items() if seat.client == connection.client]
         if any(session.seats[name].status == "here" for name in held):
-            loop.call_later(GONE_S, self._is_gone, session, connection.client)
+            client.forgetting = loop.call_later(GONE_S, self._is_gone, session, connection.client)
         else:
-            session.clients.pop(connection.client)
+            self._forget_later(session, connection.client, at_once=connection.said_goodbye)
         if not client.watches and not any(c.connection and not c.watches for c in session.clients.values()):
             has_left = bool(session.seats) and all(seat.status == "left" for seat in session.seats.values())
             session.ending = loop.call_later(0.0 if has_left else session.linger_s, self._end, session)
@@ -263,186 +257,78 @@ class StoreServer:
         return {
             "sessions": len(self.sessions),
             "connections": len(self.connections),
+            "clients": sum(len(session.clients) for session in self.sessions.values()),
             "keys": sum(len(session.keys) for session in self.sessions.values()),
-            "bytes": sum(session.nbytes for session in self.sessions.values()),
+            "bytes": self.totals.nbytes,
             "names": sorted(name for name, session in self.sessions.items() if not session.owner)[:100],
         }
 
     def _is_gone(self, session: Session, client: str) -> None:
-        held = session.clients.get(client)
-        if held is None or held.connection is not None:
-            return
         for name, seat in session.seats.items():
             if seat.client == client and seat.status == "here":
-                self._set_status(session, name, "gone")
+                session.set_status(name, "gone")
+        self._forget_later(session, client, at_once=False)
+
+    def _forget_later(self, session: Session, client: str, at_once: bool) -> None:
+        """Keep what a client was answered for as long as it may come back and ask again."""
+        after_s = 0.0 if at_once else session.linger_s
+        forget = session.clients.pop
+        session.clients[client].forgetting = asyncio.get_running_loop().call_later(after_s, forget, client, None)
 
     def _end(self, session: Session) -> None:
-        if self.sessions.get(session.name) is session and session.ending is not None:
-            del self.sessions[session.name]
-            for client in session.clients.values():  # those that watch
-                if client.connection is not None:
-                    client.connection.writer.close()
-
-    def _set_status(self, session: Session, name: str, status: str) -> None:
-        session.seats[name].status = status
-        session.seats[name].since = time.time()
-        said = pack({"id": 0, "seats": {name: session.seats_said()[name]}})
+        del self.sessions[session.name]
+        self.totals.nbytes -= session.nbytes
+        for client in session.clients.values():  # those that watch
+            if isinstance(client.connection, Connection):
+                client.connection.abort()
         for client in session.clients.values():
-            if client.connection is not None:
-                client.connection.push(said)
+            if client.forgetting is not None:
+                client.forgetting.cancel()
 
 
-Answer = tuple[dict[str, Any] | None, list[bytes]]
+def _end_waits(session: Session, connection: Connection) -> None:
+    for wait in [*connection.waits.values()]:
+        session.end_wait(wait)
 
 
-def _set(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    for key, value in zip(_keys(header), blobs, strict=True):
-        session.put(key, value)
-    _wake(session, header["keys"])
-    return {}, []
+def _note_end(was_told: asyncio.Future[bool]) -> None:
+    """The starter's end of stdin was closed, or has a byte."""
+    asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+    was_told.set_result(bool(os.read(sys.stdin.fileno(), 1)))
 
 
-def _get(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    """The values of keys that exist, and which do."""
-    found = [key for key in _keys(header) if key in session.keys]
-    return {"keys": found}, [session.keys[key] for key in found]
+def _allow_descriptors() -> int:
+    """Let this process have as many connections as the system allows; how many these are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return soft if soft > 0 else 1 << 20
 
 
-def _check(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    return {"keys": [key for key in _keys(header) if key in session.keys]}, []
+def _text(header: dict[str, Any], name: str, limit: int) -> str:
+    text = header.get(name, "")
+    if not isinstance(text, str) or len(text) > limit or (not text and name in ("session", "client")):
+        raise FrameError(f"a malformed opening: {name} is a text of at most {limit} characters, not {text!r:.60}")
+    return text
 
 
-def _add(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    (key,), amount = _keys(header), header["amount"]
-    try:
-        total = int(session.keys.get(key, b"0")[:30]) + int(amount)
-    except ValueError:
-        raise Refusal(f"the value of {key!r} on the store is malformed: it is no number") from None
-    session.put(key, str(total).encode())
-    _wake(session, [key])
-    return {"value": total}, []
-
-
-def _compare_set(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    """Set a key that does not exist yet; the value that stands."""
-    (key,), (desired,) = _keys(header), blobs
-    if key not in session.keys:
-        session.put(key, desired)
-        _wake(session, [key])
-    return {}, [session.keys[key]]
-
-
-def _wait(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    wait = Wait(int(header["id"]), _keys(header), bool(header["all"]), connection)
-    if (found := _found(session, wait)) is not None:
-        return {"keys": found}, []
-    session.waits.append(wait)
-    return None, []
-
-
-def _cancel(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    number = header["wait"]
-    session.waits = [w for w in session.waits if w.connection is not connection or w.number != number]
-    return {}, []
-
-
-def _delete(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    return {"value": sum(session.drop(key) for key in _keys(header))}, []
-
-
-def _delete_prefix(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    prefix = str(header["prefix"])
-    return {"value": sum(session.drop(key) for key in [*session.keys] if key.startswith(prefix))}, []
-
-
-def _list(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    prefix = str(header["prefix"])
-    return {"keys": sorted(key for key in session.keys if key.startswith(prefix))}, []
-
-
-def _sit(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    name, facts = str(header["seat"])[:100], dict(header["facts"])
-    seat = session.seats.get(name)
-    if seat is not None and seat.client != connection.client and seat.status == "here":
-        since = time.strftime("%H:%M:%S", time.gmtime(seat.since))
-        raise Refusal(
-            f"another process ({seat.facts.get('pid', '?')} on {seat.facts.get('host', '?')}, since {since} UTC) has been"
-            f" {name} of this session: give every session on a store a name of its own, and every process a rank of its own"
-        )
-    session.seats[name] = Seat(connection.client, facts, "here", time.time())
-    connection.store._set_status(session, name, "here")
-    return {"seats": session.seats_said()}, []
-
-
-def _rise(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    for name, seat in session.seats.items():
-        if seat.client == connection.client and seat.status != "left":
-            connection.store._set_status(session, name, "left")
-    return {}, []
-
-
-def _stats(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    return {
-        "value": {**connection.store.stats(), "session_keys": len(session.keys), "session_bytes": session.nbytes}
-    }, []
-
-
-_OPERATIONS: dict[str, Callable[[Connection, Session, dict[str, Any], list[bytes]], Answer]] = {
-    "set": _set,
-    "get": _get,
-    "check": _check,
-    "add": _add,
-    "compare_set": _compare_set,
-    "wait": _wait,
-    "cancel": _cancel,
-    "delete": _delete,
-    "delete_prefix": _delete_prefix,
-    "list": _list,
-    "sit": _sit,
-    "rise": _rise,
-    "stats": _stats,
-}
-
-
-def _keys(header: dict[str, Any]) -> list[str]:
-    keys = header["keys"]
-    if not isinstance(keys, list) or not all(isinstance(key, str) and len(key) <= 1000 for key in keys):
-        raise TypeError("keys are texts of at most 1,000 characters")
-    return keys
-
-
-def _found(session: Session, wait: Wait) -> list[str] | None:
-    found = [key for key in wait.keys if key in session.keys]
-    return found if len(found) == len(wait.keys) or (found and not wait.needs_all) else None
-
-
-def _wake(session: Session, keys: list[str]) -> None:
-    """Answer the waits that these keys end."""
-    changed, left = set(keys), []
-    for wait in session.waits:
-        if changed.isdisjoint(wait.keys) or (found := _found(session, wait)) is None:
-            left.append(wait)
-        else:
-            wait.connection.push(pack({"id": wait.number, "keys": found}))
-    session.waits = left
-
-
-def _watch_host(connection: socket.socket, silence_s: float) -> None:
-    """Let the kernel close a connection whose host has been silent for so long. Frozen processes still answer."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    probe_s = max(1, int(silence_s / 4))
-    for name, value in (("TCP_KEEPIDLE", probe_s), ("TCP_KEEPINTVL", probe_s), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
+def _seconds(header: dict[str, Any], name: str, low: float) -> float:
+    seconds = header.get(name)
+    if not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
+        raise FrameError(f"a malformed opening: {name} is {seconds!r:.60}")
+    return min(max(float(seconds), low), LINGER_S)
 
 
 def _require_proof(owner: str, proof: str, nonce: str, session: str) -> None:
     """Raise Refusal unless the client has signed this connection's nonce with the owner's key."""
-    from .seal import signature_holds
+    try:
+        from .seal import signature_holds
 
-    if not signature_holds(owner, proof, nonce, session):
+        holds = signature_holds(owner, proof, nonce, session)
+    except RuntimeError as error:  # this environment lacks cryptography
+        raise Refusal(f"where the store runs, {error}") from error
+    if not holds:
         raise Refusal(f"session {session!r}: the signature of this connection does not hold: its token is another one")
 
 
@@ -457,15 +343,13 @@ def _other_owner(first: str, second: str, session: str) -> str:
 
 
 def main() -> None:
-    listening = socket.socket(fileno=int(sys.argv[1]))
+    listening, starter = socket.socket(fileno=int(sys.argv[1])), os.getppid()
     with suppress(KeyboardInterrupt):
-        asyncio.run(StoreServer().serve(listening, starter_ends=True))
+        asyncio.run(StoreServer().serve(listening, starter))
 
 
 if __name__ == "__main__":
     import signal
 
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to all processes of a terminal; ranks need the store then
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal; ranks need the store then
     main()

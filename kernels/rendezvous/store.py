@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +30,17 @@ from mcore_reshard.kernels.errors import SessionError, StoreRestarted
 from mcore_reshard.kernels.events import log_event
 from mcore_reshard.kernels.options import Options
 
-from .frames import LENGTHS, MAGIC, MAX_FRAME_BYTES, FrameError, body_bytes, pack, unpack
+from .frames import (
+    LENGTHS,
+    MAGIC,
+    MAX_FRAME_BYTES,
+    MAX_REQUEST_BYTES,
+    FrameError,
+    body_bytes,
+    pack,
+    unpack,
+    watch_host,
+)
 from .polling import CAUSE_S, LOOK_S, NOTICE_S
 from .seal import Sealer, find_token
 
@@ -155,11 +166,10 @@ class StoreKeys(Store):
         if len(blobs) != len(full):
             self.wait(keys)
             header, blobs = root._ask({"op": "get", "keys": full})
-        found = dict(zip(header["keys"], blobs, strict=True))
-        if missing := [key for key in full if key not in found]:
-            raise DistStoreError(f"{missing[0]} was deleted")
+        if header["missing"]:
+            raise DistStoreError(f"{header['missing'][0]} was deleted")
         expected = [*writers, *[None] * (len(full) - len(writers))]
-        return [root._sealer.open(key, found[key], writer) for key, writer in zip(full, expected, strict=True)]
+        return [root._sealer.open(*each) for each in zip(full, blobs, expected, strict=True)]
 
     def add(self, key: str, value: int) -> int:
         header, _ = self._root._ask({"op": "add", "keys": [self._prefix + key], "amount": value})
@@ -167,13 +177,12 @@ class StoreKeys(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         full = [self._prefix + key for key in keys]
-        return len(self._root._ask({"op": "check", "keys": full})[0]["keys"]) == len(full)
+        return not self._root._ask({"op": "check", "keys": full})[0]["missing"]
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         """Those of `keys` that do not exist."""
-        found = self._root._ask({"op": "check", "keys": [self._prefix + key for key in keys]})[0]["keys"]
-        there = {key.removeprefix(self._prefix) for key in found}
-        return [key for key in keys if key not in there]
+        missing = self._root._ask({"op": "check", "keys": [self._prefix + key for key in keys]})[0]["missing"]
+        return [key.removeprefix(self._prefix) for key in missing]
 
     def compare_set(self, key: str, expected_value: str, desired_value: str | bytes) -> bytes:
         """Set a key that does not exist; the value that stands. Only an empty `expected_value` is supported."""
@@ -181,8 +190,8 @@ class StoreKeys(Store):
             raise NotImplementedError("a key is set once, by whoever is first")
         root, key = self._root, self._prefix + key
         sealed = root._sealer.seal(key, root._sender, _as_bytes(desired_value))
-        _, (stands,) = root._ask({"op": "compare_set", "keys": [key]}, [sealed])
-        return _as_bytes(desired_value) if stands == sealed else root._sealer.open(key, stands, None)
+        header, others = root._ask({"op": "compare_set", "keys": [key]}, [sealed])
+        return _as_bytes(desired_value) if header["stands"] else root._sealer.open(key, others[0], None)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         """Return once all keys exist; raises DistStoreError when the time is up."""
@@ -347,7 +356,11 @@ class SessionStore(StoreKeys):
 
     def take_seat(self, name: str, facts: Mapping[str, Any]) -> None:
         """Be `name` in this session. Raises SessionError while another live process is."""
-        header, _ = self._ask({"op": "sit", "seat": name, "facts": {**facts}})
+        while True:
+            header, _ = self._ask({"op": "sit", "seat": name, "facts": {**facts}})
+            if not header.get("held"):
+                break
+            time.sleep(_AGAIN_S)  # its holder's connection has just ended: soon it counts as gone, or comes back
         self._sender, self._facts = name, facts
         self._note_seats(header["seats"])
 
@@ -448,7 +461,9 @@ class SessionStore(StoreKeys):
         host, port = split_address(self.address)
         connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            limit_us = int(1e6 * self.timeout_s)  # of one send: a frozen server reads nothing
+            limit = struct.pack("@ll", limit_us // 1_000_000, limit_us % 1_000_000)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             greeting, _ = _receive(connection, 1 << 14)
             if greeting.get("magic") != MAGIC:
                 raise FrameError("what listens there does not talk as a store of mcore-reshard")
@@ -465,22 +480,23 @@ class SessionStore(StoreKeys):
             if "error" in opened:
                 raise SessionError(str(opened["error"]))
             connection.settimeout(None)
+            watch_host(connection, self.timeout_s)
         except BaseException:
             connection.close()
             raise
-        with self._changed:
-            restarted = bool(self._instance) and self._instance != greeting["instance"]
-            self._instance = str(greeting["instance"])
-            self._heard = time.monotonic()
-            self._restarted = self._restarted or restarted
-            self._connection = connection
-            if restarted:
-                self._seats = {}
-            else:
-                for number in sorted(self._requests):
-                    if self._requests[number].answer is None:
-                        connection.sendall(self._requests[number].frame)
-            self._changed.notify_all()
+        with self._sending:
+            with self._changed:
+                restarted = bool(self._instance) and self._instance != opened["opened"]
+                self._instance = str(opened["opened"])
+                self._heard = time.monotonic()
+                self._restarted = self._restarted or restarted
+                self._connection = connection
+                if restarted:
+                    self._seats = {}
+                again = [] if restarted else [each.frame for each in self._requests.values() if each.answer is None]
+                self._changed.notify_all()
+            for frame in again:
+                connection.sendall(frame)
         self._note_seats(opened["seats"])
 
     def _note_seats(self, said: Mapping[str, Mapping[str, Any]]) -> None:
@@ -571,7 +587,7 @@ class SessionStore(StoreKeys):
                 with suppress(DistNetworkError, StoreRestarted):
                     self._ask({"op": "cancel", "wait": number})
         # The cancellation has been answered: the store is alive.
-        if self._lost:
+        if self._lost or self._restarted:
             raise self._error()
         return None
 
@@ -583,13 +599,23 @@ class SessionStore(StoreKeys):
                 raise self._error()
             self._number += 1
             number = self._number
-            request = _Request(pack({"id": number, **header}, blobs), is_awaited)
+            oldest = min(self._requests, default=number)  # the server may forget its answers to those before
+            try:
+                frame = pack({"id": number, "oldest": oldest, **header}, blobs, MAX_REQUEST_BYTES)
+            except FrameError as error:
+                raise SessionError(f"{self.described} was not asked: {error}") from error
+            request = _Request(frame, is_awaited)
             if asks:
                 self._requests[number] = request
             connection = self._connection
         if connection is not None:
             with suppress(OSError), self._sending:  # the listener connects anew, and sends it again
-                connection.sendall(request.frame)
+                try:
+                    connection.sendall(request.frame)
+                except BaseException:  # half a frame may be on its way
+                    with suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+                    raise
         return number
 
     def _await_answer(self, number: int, deadline: float, look: Callable[[], Any] | None) -> bool:

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         ended = asyncio.Event()
         for ending in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(ending, ended.set)
-        serving = asyncio.ensure_future(StoreServer().serve(listening, starter_ends=False))
+        serving = asyncio.ensure_future(StoreServer().serve(listening))
         await ended.wait()
         serving.cancel()
 

@@ -1,0 +1,155 @@
+"""A store's server holds against what clients and outsiders do to it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.ranks import StoreProcess, store_process
+
+from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.frames import LENGTHS
+from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
+
+OPTIONS = Options(session="s", timeout_s=10.0)
+
+
+@pytest.fixture
+def host() -> Iterator[StoreProcess]:
+    with store_process() as process:
+        yield process
+
+
+def break_connection(store: SessionStore) -> None:
+    assert store._connection is not None
+    store._connection.shutdown(socket.SHUT_RDWR)
+
+
+def test_the_server_loads_neither_torch_nor_numpy() -> None:
+    code = "import sys; from mcore_reshard.kernels.rendezvous import server; print({'torch', 'numpy'} & {*sys.modules})"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (told.stdout.strip(), told.returncode) == ("set()", 0)
+
+
+def test_idle_connections_delay_nobody(host: StoreProcess) -> None:
+    address = (host.served.host, host.served.port)
+    idle = [socket.create_connection(address) for _ in range(300)]
+    start = time.monotonic()
+    with connect_store(host.address, OPTIONS) as store:
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+    assert time.monotonic() - start < 2.0
+    for each in idle:
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\xff" * 64, LENGTHS.pack(1 << 30, 10), LENGTHS.pack(6, 2) + b"[]", b"GET / HTTP/1.1\r\n\r\n"]
+)
+def test_a_bad_frame_ends_its_own_connection_alone(host: StoreProcess, sent: bytes) -> None:
+    with connect_store(host.address, OPTIONS) as store:
+        with socket.create_connection((host.served.host, host.served.port), timeout=10) as outsider:
+            outsider.sendall(sent)
+            told = b""
+            while more := outsider.recv(1 << 16):
+                told += more
+        assert b'"error"' in told
+        store.set("key", "value")
+        assert store.get("key") == b"value" and store.reconnects == 0
+
+
+def test_a_request_that_is_too_large_is_refused_and_the_connection_goes_on(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as store:
+        with pytest.raises(SessionError, match="at most 1000 characters"):
+            store.set("k" * 2000, "value")
+        with pytest.raises(SessionError, match="more than a store takes at once"):
+            store.set("key", bytes((256 << 20) + 1))
+        with pytest.raises(SessionError, match="facts of 1024 bytes"):
+            store.take_seat("gen:0", {"pid": "1" * 2000})
+        store.set("key", "value")
+        assert store.get("key") == b"value" and store.reconnects == 0
+
+
+def test_nothing_is_done_twice_when_a_connection_breaks(host: StoreProcess) -> None:
+    """Also for a client without a seat."""
+    with connect_store(host.address, OPTIONS) as store:
+        totals = []
+        for turn in range(50):
+            if turn % 5 == 0:
+                break_connection(store)
+            totals.append(store.add("count", 1))
+        assert totals == [*range(1, 51)] and store.reconnects >= 5
+
+
+def test_large_and_small_values_of_many_threads_do_not_mix(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as store, ThreadPoolExecutor(8) as pool:
+
+        def put(number: int) -> bool:
+            value = bytes([number]) * (4 << 20 if number % 4 == 0 else 10)
+            store.set(f"key/{number}", value)
+            return store.get(f"key/{number}") == value
+
+        assert all(pool.map(put, range(40))) and store.reconnects == 0
+
+
+def test_a_wait_survives_a_broken_connection_and_deleted_keys(host: StoreProcess) -> None:
+    with (
+        connect_store(host.address, OPTIONS) as store,
+        connect_store(host.address, OPTIONS) as other,
+        ThreadPoolExecutor() as pool,
+    ):
+        waiting = pool.submit(store.wait_all, ["a", "b"], 10.0)
+        time.sleep(0.1)
+        break_connection(store)
+        other.set("a", "")
+        other.delete_key("a")
+        other.set("b", "")
+        time.sleep(0.5)
+        assert not waiting.done()
+        other.set("a", "")
+        assert waiting.result(timeout=2.0)
+
+
+def test_a_store_that_serves_many_sessions_does_not_grow(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as watching:
+        before = watching.stats()
+        for number in range(200):
+            with connect_store(host.address, Options(session=f"hour {number}", timeout_s=10.0)) as rank:
+                rank.take_seat("train:0", {})
+                rank.set("plan", bytes(10_000))
+                rank.leave_seat()
+        deadline = time.monotonic() + 5.0
+        while (after := watching.stats())["sessions"] > 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert {**after, "connections": 0} == {**before, "connections": 0}
+
+
+def test_the_seat_of_a_process_that_has_just_ended_can_be_taken(host: StoreProcess) -> None:
+    first, second = connect_store(host.address, OPTIONS), connect_store(host.address, OPTIONS)
+    first.take_seat("gen:3", {"pid": 7, "host": "node1"})
+    with pytest.raises(SessionError, match=r"another process \(7 on node1, since .* UTC\) has been gen:3"):
+        second.take_seat("gen:3", {"pid": 8})
+    first.close()
+    second.take_seat("gen:3", {"pid": 8})
+    assert second.seats["gen:3"].status == "here" and second.seats["gen:3"].facts["pid"] == 8
+    second.close()
+
+
+def test_a_process_that_is_gone_is_known_within_three_seconds(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as store:
+        first = connect_store(host.address, OPTIONS)
+        first.take_seat("gen:3", {"pid": 7})
+        deadline = time.monotonic() + 10.0
+        while "gen:3" not in store.seats and time.monotonic() < deadline:
+            time.sleep(0.01)
+        first.close()
+        start = time.monotonic()
+        while store.seats["gen:3"].status == "here" and time.monotonic() - start < 6:
+            time.sleep(0.02)
+        assert store.seats["gen:3"].status == "gone" and time.monotonic() - start < 3
