@@ -98,7 +98,7 @@ def run_process(index: int, job: Job) -> Results:
 
 
 async def _serve_store(job: Job) -> None:
-    serving = asyncio.ensure_future(StoreServer().serve(job.store_socket, starter_ends=False))
+    serving = asyncio.ensure_future(StoreServer().serve(job.store_socket))
     while len(list(job.folder.glob("done*"))) < job.ranks:  # the launcher ends this process when a rank fails
         await asyncio.sleep(0.02)
     serving.cancel()
