@@ -34,8 +34,10 @@ class StageTotals:
 
 @dataclass(frozen=True, slots=True)
 class WriteCounts:
-    """How often live tensors have been written in place. torch counts; it does not see writes through `.data`, nor
-    writes to a flat buffer that `param.data` was pointed into: `source_checks` finds those.
+    """How often live tensors have been written in place. torch counts, and views count with their base.
+
+    It does not see writes through `.data`, nor writes to a flat buffer that `param.data` was pointed into:
+    `source_checks` finds those.
 
     The model's own tensors are read, not the detached ones that are bound. Both count alike, and each further object
     costs a refit a cache miss.
@@ -60,7 +62,6 @@ class BoundSchedule:
     tensors: tuple[torch.Tensor, ...]  # in the order of Schedule.tensors; scales that casts compute are allocated here
     casts: Casts
     fingerprints: Mapping[str, Fingerprint]  # of the tensors that the model has, by name
-    bases: Mapping[str, torch.Tensor]  # what those tensors are views of, each once, by the name of one of its views
     stages: tuple[StageTotals, ...]
 
     @property
@@ -92,9 +93,9 @@ class BoundSchedule:
     def check_fresh(self, tensors: Mapping[str, torch.Tensor]) -> WriteCounts:
         """Raise `StaleTensorError` unless every tensor of the live model still lies where it was bound.
 
-        Returns how often each has been written by now, and then each of `bases`. Every refit checks thousands of tensors,
-        so the check is the least that suffices. A tensor on another device has another address. A tensor with other
-        strides is no longer row-major, as all bound tensors are (see `misfits`).
+        Returns how often each has been written by now. Every refit checks thousands of tensors, so the check is the
+        least that suffices. A tensor on another device has another address. A tensor with other strides is no longer
+        row-major, as all bound tensors are (see `misfits`).
         """
         stale: list[str] = []
         live: list[torch.Tensor] = []
@@ -115,7 +116,6 @@ class BoundSchedule:
             title = f"{self.rank_name}: {len(stale)} bound tensors changed since prepare():"
             remedy = "keep weights where they were bound, or begin a new session"
             raise StaleTensorError("\n  ".join((title, *stale, remedy)))
-        live.extend(self.bases.values())
         return WriteCounts.of(live)
 
     def check_unwritten(self, before: WriteCounts) -> None:
@@ -123,10 +123,8 @@ class BoundSchedule:
         now = WriteCounts.of(before.tensors)
         if now.counts == before.counts:
             return
-        names = [*self.fingerprints, *(f"the buffer that {name} lies in" for name in self.bases)]
-        counts = zip(names, before.counts, now.counts, strict=True)
-        written = [name for name, count_before, count_now in counts if count_before != count_now]
-        tensors = [name for name in written if name in self.fingerprints] or written  # most share the buffer's count
+        counts = zip(self.fingerprints, before.counts, now.counts, strict=True)
+        tensors = [name for name, count_before, count_now in counts if count_before != count_now]
         raise TornWeightsError(
             f"{self.rank_name}: {len(tensors)} tensors were written while they were read: {tensors[0]};"
             " change weights only after refit() has returned"
@@ -157,16 +155,12 @@ def _bind_unchecked(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
     weight_of = {cast.scales: schedule.tensors[cast.tensor] for cast in schedule.casts}  # by tensor of scales
     bound: list[torch.Tensor] = []
     fingerprints: dict[str, Fingerprint] = {}
-    bases: dict[int, tuple[str, torch.Tensor]] = {}  # by identity
     for index, local in enumerate(schedule.tensors):
         if index in weight_of:
             device = tensors[weight_of[index].name].device
             bound.append(torch.zeros(local.shape, dtype=torch.float32, device=device))
         else:
-            tensor = tensors[local.name]
-            if tensor._base is not None:
-                bases.setdefault(id(tensor._base), (local.name, tensor._base))
-            bound.append(tensor.detach())
+            bound.append(tensors[local.name].detach())
             fingerprints[local.name] = Fingerprint.of(bound[-1])
     totals = tuple(map(StageTotals.of, schedule.stages))
-    return BoundSchedule(schedule, tuple(bound), bound_casts(schedule), fingerprints, dict(bases.values()), totals)
+    return BoundSchedule(schedule, tuple(bound), bound_casts(schedule), fingerprints, totals)
