@@ -373,6 +373,10 @@ class SessionStore(StoreKeys):
         longest_s = max((seconds for at, seconds in self._silences if at >= since), default=0.0)
         return f"; {self.described} was silent for {longest_s:.1f} s meanwhile" if longest_s else ""
 
+    def leave_seat_soon(self) -> None:
+        """As `leave_seat`, but wait for no answer: for a process that ends."""
+        self._send({"op": "rise"}, asks=False)
+
     def on_seats(self, listener: Callable[[], Any]) -> None:
         """Call `listener()` on another thread whenever a seat has changed."""
         self._listeners.append(listener)

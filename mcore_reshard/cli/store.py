@@ -21,15 +21,15 @@ def run(args: argparse.Namespace) -> int:
         raise InputError([str(error)], "Give another --port, or an address of this machine as --host.") from error
     host, port = args.host or LOOPBACK, listening.getsockname()[1]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    if args.json:
-        print(json.dumps({"address": address, "host": host, "port": port}), flush=True)
-    else:
-        print(f"store at {address}; end it with Ctrl-C or SIGTERM, after the last session", flush=True)
 
     async def serve() -> None:
         ended = asyncio.Event()
         for ending in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(ending, ended.set)
+        if args.json:
+            print(json.dumps({"address": address, "host": host, "port": port}), flush=True)
+        else:
+            print(f"store at {address}; end it with Ctrl-C or SIGTERM, after the last session", flush=True)
         serving = asyncio.ensure_future(StoreServer().serve(listening))
         await ended.wait()
         serving.cancel()

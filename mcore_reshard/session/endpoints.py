@@ -47,6 +47,7 @@ from .connection import EVERYTHING as EVERYTHING
 from .connection import TRAINABLE as TRAINABLE
 from .connection import Connection, Program, bind_part, connect_members
 from .executed_check import agree_on_executed
+from .goodbye import say_goodbye_at_exit
 from .members import CONNECT, PROTOCOL, REFIT, Call, Follower, Head, Leader, next_version
 from .newcomers import Rank, catch_up, serve_newcomers
 from .part import Part, RankOfPlan, part_of
@@ -342,6 +343,7 @@ class _Endpoint(ABC):
             "protocol": PROTOCOL,
         }
         store.take_seat(self.rank_name, facts)
+        say_goodbye_at_exit(store)
         self._record.enters(store)
         common = (store, self.rank_name, seats, self._process, options.timeout_s)
         if self.rank_name == "train:0":

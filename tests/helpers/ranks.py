@@ -59,7 +59,7 @@ class StoreProcess:
 
     def kill(self) -> None:
         self.served.close()
-        os.kill(self.pid, signal.SIGKILL)
+        self.served._process.kill()  # it may have ended before
         self.served._process.wait()
 
     def restart(self) -> None:

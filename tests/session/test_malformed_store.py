@@ -51,6 +51,7 @@ class Spoiler:
         self.keys: list[str] = []
         for name in ("set", "compare_set"):
             setattr(StoreKeys, name, self._spoil(name, getattr(StoreKeys, name)))
+        StoreKeys.set_soon = lambda store, values: [store.set(*item) for item in values.items()]  # type: ignore
 
     def _spoil(self, name: str, true_call: Any) -> Any:
         def call(store: StoreKeys, key: str, *values: Any) -> Any:

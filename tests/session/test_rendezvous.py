@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
-from torch.distributed import DistNetworkError, Store, TCPStore
+from helpers.ranks import store_of, store_process
 
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting, first_of
 from mcore_reshard.kernels.rendezvous.exchange import Failure
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
-from mcore_reshard.kernels.rendezvous.store import store_address
 
 MEMBERS = ("train:0", "train:1", "gen:0")
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield store_address(store)
+    with store_process() as process:
+        yield process.address
 
 
 def rendezvous(address: str, rank: str) -> Rendezvous:
-    return Rendezvous(address, "s", rank, MEMBERS, timeout_s=5.0)
+    return Rendezvous(store_of(address).under("e"), rank, MEMBERS, timeout_s=5.0)
 
 
 def waiting(rank: str, peer: str) -> Waiting:
@@ -51,7 +49,7 @@ def test_a_success_cannot_be_undone(address: str) -> None:
     with ThreadPoolExecutor() as pool:
         ranks = [rendezvous(address, rank) for rank in MEMBERS]
         list(pool.map(lambda rank: rank.gather("p", {}), ranks))
-    ranks[0]._declare("p", Failure("train:0", "ValueError", "too late"))
+    ranks[0].declare("p", Failure("train:0", "ValueError", "too late"))
     assert ranks[1]._outcome("p") is None
 
 
@@ -98,7 +96,7 @@ def test_ranks_that_wait_for_each_other_name_the_one_for_whom_both_wait_too(
 
 
 def test_of_several_ranks_that_are_late_those_that_wait_say_for_whom(address: str) -> None:
-    done = Rendezvous(address, "s", "train:0", ("train:0", "gen:0", "gen:1"), timeout_s=3.0)
+    done = Rendezvous(store_of(address).under("e"), "train:0", ("train:0", "gen:0", "gen:1"), timeout_s=3.0)
     with ThreadPoolExecutor() as pool:
         heard = pool.submit(done.gather, "p", {}, timeout_s=0.3)
         time.sleep(0.6)  # gen:0 began to wait later
@@ -138,45 +136,53 @@ def test_a_rank_whose_time_is_up_as_the_last_one_comes_agrees_too(address: str) 
     assert [tuple(words) for words in heard] == [MEMBERS] * 3
 
 
-def test_worlds_that_count_differently_do_not_hang(address: str) -> None:
-    def attend(members: tuple[str, ...]) -> None:
-        Rendezvous(address, "s", members[0], members, timeout_s=2.0).gather("p", {})
+def settled(known: bool | None) -> bool | None:
+    return known
+
+
+def test_a_decision_is_known_to_all_or_to_none(address: str) -> None:
+    noted: list[str] = []
+    ranks = [rendezvous(address, rank) for rank in MEMBERS]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda rank: rank.decide("p", settled, lambda: noted.append(rank.rank_name)), ranks))
+    assert sorted(noted) == sorted(MEMBERS)
+
+
+def test_a_vote_that_is_missing_commits_nowhere(address: str) -> None:
+    noted: list[str] = []
+
+    def vote(rank: str) -> None:
+        voter = Rendezvous(store_of(address).under("e"), rank, MEMBERS, timeout_s=1.0)
+        with pytest.raises(SessionFailed, match="train:1 did not arrive at 'p' within 1 s"):
+            voter.decide("p", settled, lambda: noted.append(rank))
 
     with ThreadPoolExecutor() as pool:
-        small = pool.submit(attend, ("gen:0",))
-        small.result()
-        with pytest.raises(SessionError, match="ranks disagree on how many they are: train:0 counts 3"):
-            attend(MEMBERS)
+        list(pool.map(vote, ("train:0", "gen:0")))
+    assert noted == []
 
 
-class EndingStore:
-    """A store that ends once a rank has said that it heard everyone."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._ended = False
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            if self._ended:
-                raise DistNetworkError("the store is gone")
-            self._ended = method == "add" and args[0].endswith("/read")
-            return getattr(self._store, method)(*args)
-
-        return call
+def test_a_member_that_is_lost_ends_a_wait_at_once(address: str) -> None:
+    lost = Failure("train:0", "PeerGone", "gen:0 has exited or was killed", peer="gen:0")
+    alone = Rendezvous(store_of(address).under("e"), "train:0", MEMBERS, timeout_s=20.0, lost=lambda: lost)
+    start = time.monotonic()
+    with pytest.raises(SessionFailed, match="gen:0 has exited or was killed"):
+        alone.gather("p", {})
+    assert time.monotonic() - start < 2.0
 
 
-def test_a_rank_that_has_said_that_it_heard_needs_the_store_no_more(address: str) -> None:
-    """Once all ranks have, the process that hosts the store may end."""
-    alone = Rendezvous(address, "s", "gen:0", ("gen:0",), timeout_s=5.0)
-    for phase in ("first", "second"):
-        alone.gather(phase, {})
-    alone.store = EndingStore(alone.store)  # type: ignore[assignment]
-    alone.gather("third", {})
-    alone.leave()
+def test_a_word_that_does_not_stand_as_it_was_said_is_noticed(address: str) -> None:
+    store = store_of(address).under("e")
+
+    class Forged(Rendezvous):
+        def _await_outcome(self, phase: str, timeout_s: float) -> None:
+            super()._await_outcome(phase, timeout_s)
+            store.set(f"{phase}/gen:0", '{"is": "another"}')
+
+    with pytest.raises(SessionError, match="does not stand on the store as it was said"):
+        Forged(store, "gen:0", ("gen:0",), timeout_s=5.0).gather("p", {"is": "mine"})
 
 
 @pytest.mark.parametrize("bad", ["somewhere", "host:", ":80", "host:port"])
 def test_an_address_is_host_and_port(bad: str) -> None:
     with pytest.raises(SessionError, match="not the address of a store"):
-        rendezvous(bad, "gen:0")
+        store_of(bad)

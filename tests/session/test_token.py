@@ -1,0 +1,224 @@
+"""Who may speak in a session: holders of its token alone, each in its own name, at its own place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.handmade import allocate, random_transfers, raw_bytes, schedule_of
+from helpers.plans import Case
+from helpers.ranks import StoreProcess, run_ranks, store_process, values
+
+from mcore_reshard.kernels.errors import SessionClosed, SessionError
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous import store as store_module
+from mcore_reshard.kernels.rendezvous.seal import Sealer, find_token
+from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
+from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
+from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
+
+TOKEN = "a secret of these tests"
+OPTIONS = Options(session="s", timeout_s=5.0, token=TOKEN)
+PLAN = Case("tiny-llama", "tp=1", "tp=1").plan()
+
+
+@pytest.fixture
+def host() -> Iterator[StoreProcess]:
+    with store_process() as process:
+        yield process
+
+
+def unsealed(store: SessionStore) -> SessionStore:
+    """An attacker's: it has a connection, and no key. So would be a store that its host has taken over."""
+    store._sealer = Sealer()
+    return store
+
+
+@pytest.mark.parametrize(
+    "others",
+    [Options(session="s", timeout_s=2.0, token="another secret of tests"), Options(session="s", timeout_s=2.0)],
+)
+def test_two_jobs_with_one_name_are_told_apart(host: StoreProcess, others: Options) -> None:
+    with connect_store(host.address, OPTIONS), pytest.raises(SessionError, match=r"was begun with (another|a) token"):
+        connect_store(host.address, others)
+
+
+def test_a_session_begun_without_a_token_takes_none(host: StoreProcess) -> None:
+    with connect_store(host.address, Options(session="s")), pytest.raises(SessionError, match="begun without a token"):
+        connect_store(host.address, OPTIONS)
+
+
+def test_a_signature_of_another_key_opens_nothing(host: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connect_store(host.address, OPTIONS) as store:
+        owner = store._sealer.proof("")["owner"]
+        liar = Sealer.of(find_token("another secret of tests"), "s")
+        monkeypatch.setattr(liar, "proof", lambda nonce: {"owner": owner, "proof": "00" * 64})
+        monkeypatch.setattr(store_module.Sealer, "of", staticmethod(lambda *_: liar))
+        with pytest.raises(SessionError, match="its token is another one"):
+            connect_store(host.address, OPTIONS)
+
+
+def test_nothing_that_is_said_can_be_read_on_the_way_or_at_the_store(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as store:
+        store.set("handle", "the address of all weights")
+        assert store.get("handle") == b"the address of all weights"
+        sealed = unsealed(store).get("handle")
+        assert b"weights" not in sealed and len(sealed) > 26
+
+
+def test_a_forged_value_is_refused_by_its_reader(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as store, connect_store(host.address, OPTIONS) as attacker:
+        unsealed(attacker).set("a/1/outcome", '{"agreed": true}')
+        with pytest.raises(
+            SessionError, match=r"'a/1/outcome' on the store does not come from a holder of this session's token"
+        ):
+            store.get("a/1/outcome")
+
+
+def test_a_value_that_was_moved_to_another_key_is_refused(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as store, connect_store(host.address, OPTIONS) as attacker:
+        store.take_seat("gen:0", {})
+        store.set("a/1/commit/gen:0", "{}")
+        unsealed(attacker).set("a/2/commit/gen:0", attacker.get("a/1/commit/gen:0"))
+        with pytest.raises(SessionError, match="or was moved there from another key"):
+            store.get("a/2/commit/gen:0")
+
+
+def test_a_word_in_anothers_name_is_refused(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as store, connect_store(host.address, OPTIONS) as other:
+        other.take_seat("gen:1", {})
+        other.set("a/1/commit/gen:0", "{}")
+        with pytest.raises(SessionError, match="was written by gen:1, not by gen:0"):
+            store.get("a/1/commit/gen:0", writer="gen:0")
+
+
+def test_a_seat_that_is_taken_is_refused_with_its_holder(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as store, connect_store(host.address, OPTIONS) as other:
+        store.take_seat("gen:0", {"pid": 77, "host": "node3"})
+        with pytest.raises(
+            SessionError, match=r"another process \(77 on node3, since .* has been gen:0 of this session"
+        ):
+            other.take_seat("gen:0", {"pid": 78})
+
+
+def test_a_forged_plan_is_refused(host: StoreProcess) -> None:
+    publish_plan(PLAN, host.address, OPTIONS)
+    assert fetch_plan(host.address, OPTIONS).digest == PLAN.digest
+    with connect_store(host.address, OPTIONS) as attacker:
+        unsealed(attacker).set("plan/newest", "forged")
+        with pytest.raises(SessionError, match="does not come from a holder of this session's token"):
+            fetch_plan(host.address, OPTIONS)
+
+
+def refit_with_token(rank: int, address: str, forged: str) -> Any:
+    """A refit of two ranks with a token, and what an outsider's value at `forged` does to it."""
+    transfers = random_transfers(np.random.default_rng(7), (1, 1), parameters=3, stages=1)
+    world = ("train", "gen")[rank]
+    schedule = schedule_of(transfers, world, 0, (1, 1))  # type: ignore[arg-type]
+    tensors = allocate(schedule, seed=1 if rank == 0 else None)
+    kind: Any = (TrainEndpoint, GenerationEndpoint)[rank]
+    endpoint = kind(schedule, tensors, store=address, options=OPTIONS)
+    endpoint.prepare()
+    endpoint.refit(1)
+    before = {name: raw_bytes(tensor) for name, tensor in tensors.items()}
+    if forged and rank == 0:
+        attacker = unsealed(connect_store(address, OPTIONS))
+        keys = attacker.keys()
+        number = next(key for key in keys if key.startswith("a/2-")).split("/")[1].partition("-")[2]
+        attacker.set(f"a/3-{number}/{forged}", '{"agreed": true}')
+    time.sleep(0.5)
+    try:
+        endpoint.refit(2)
+    except SessionError as error:
+        assert {name: raw_bytes(tensor) for name, tensor in tensors.items()} == before, "weights have moved"
+        return str(error)
+    finally:
+        endpoint.close()
+    return "committed"
+
+
+def test_a_session_with_a_token_refits() -> None:
+    assert values(run_ranks(2, refit_with_token, "")) == ["committed", "committed"]
+
+
+def test_a_forged_call_moves_no_weight() -> None:
+    told = values(run_ranks(2, refit_with_token, "call"))
+    assert all("does not come from a holder of this session's token" in each for each in told), told
+
+
+def test_a_token_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    assert find_token() is None
+    assert find_token(TOKEN) == find_token(token_file=file) == find_token(TOKEN, file)
+    monkeypatch.setenv("MCORE_RESHARD_TOKEN_FILE", str(file))
+    assert find_token() == find_token(TOKEN)
+    with pytest.raises(SessionError, match="give different tokens: give one"):
+        find_token("another secret of tests")
+    monkeypatch.delenv("MCORE_RESHARD_TOKEN_FILE")
+    with pytest.raises(SessionError, match="at least 16 characters"):
+        find_token("short", None)
+    with pytest.raises(SessionError, match="cannot be read"):
+        find_token(token_file=tmp_path / "none")
+    assert TOKEN not in repr(OPTIONS) and TOKEN not in repr(find_token(TOKEN))
+
+
+WAITS = """
+import os, signal, sys, time, torch
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.session.goodbye import say_goodbye_at_exit
+store = connect_store(sys.argv[1], Options(session="s", timeout_s=5.0))
+store.take_seat("gen:0", {"pid": os.getpid()})
+say_goodbye_at_exit(store)
+print("here", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("exit", "left"), (signal.SIGTERM, "left"), (signal.SIGKILL, "gone")])
+def test_a_process_that_ends_by_itself_says_goodbye(host: StoreProcess, end: Any, status: str) -> None:
+    watcher = connect_store(host.address, Options(session="s", timeout_s=5.0))
+    command = [sys.executable, "-W", "ignore", "-c", WAITS, host.address, "0" if end == "exit" else "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "here\n"
+        if end != "exit":
+            os.kill(process.pid, end)
+        start = time.monotonic()
+        process.wait()
+        while watcher.seats["gen:0"].status == "here":
+            assert time.monotonic() - start < 3.0
+            time.sleep(0.01)
+    assert watcher.seats["gen:0"].status == status
+    assert process.returncode == (0 if end == "exit" else -end)
+
+
+def test_an_engine_that_waits_hears_at_once_that_the_trainer_left() -> None:
+    kinds = values(run_ranks(2, leaves))
+    assert kinds[1][0] == "SessionClosed" and kinds[1][1] < 2.0
+
+
+def leaves(rank: int, address: str) -> tuple[str, float]:
+    transfers = random_transfers(np.random.default_rng(7), (1, 1), parameters=3, stages=1)
+    schedule = schedule_of(transfers, ("train", "gen")[rank], 0, (1, 1))  # type: ignore[arg-type]
+    kind: Any = (TrainEndpoint, GenerationEndpoint)[rank]
+    endpoint = kind(schedule, allocate(schedule), store=address, options=Options(timeout_s=20.0))
+    endpoint.prepare()
+    endpoint.refit(1)
+    if rank == 0:
+        time.sleep(1.0)
+        endpoint.close()
+        return "", 0.0
+    start = time.monotonic()
+    with pytest.raises(SessionClosed) as closed:
+        endpoint.refit(2)
+    assert str(endpoint.state) == "complete(1)"
+    return closed.typename, time.monotonic() - start - 1.0
