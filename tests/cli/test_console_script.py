@@ -58,7 +58,7 @@ def test_doctor_runs_in_a_checkout_that_is_not_installed(run: Run, monkeypatch: 
         "plan, show, explain",
         "plan --traced",
         "validate",
-        "store",
+        "store, watch",
     ]
 
 
@@ -102,7 +102,7 @@ def test_doctor_reports_that_torch_is_missing() -> None:
     done = without("torch", "doctor")
     assert done.returncode == 0, done.stderr
     assert "torch is not installed" in done.stdout
-    assert re.search(r"^store +no  torch is not installed$", done.stdout, re.MULTILINE)
+    assert re.search(r"^store, watch +no  torch is not installed$", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
