@@ -26,6 +26,7 @@ from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planning import PlanRequest, TracedRequest
 from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
+from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
 from mcore_reshard.trainers.megatron.plan_refit import plan_refit
 from mcore_reshard.trainers.quantized_export import Pairs
@@ -132,7 +133,7 @@ def _train(rank: int, job: Job, store: str) -> Results:
     if rank == 0:
         publish_plan(job.plan, store, job.request.options)
     endpoint = TrainEndpoint(
-        schedule_of(job.plan, "train", rank),
+        RankOfPlan(job.plan, "train", rank),
         lambda: model.tensors_on(device),
         store=store,
         export=model.export,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from helpers.dtensor_trainer import join
-from helpers.front_door import free_address, listens
+from helpers.front_door import free_address, goes_on_listening
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
@@ -40,7 +40,7 @@ def refused(rank: int, folder: Path, address: str) -> dict[str, str]:
         except Exception as error:
             said[case] = f"{type(error).__name__}: {error}"
         dist.barrier()
-        said[case] += ", and a store was left behind" * listens(address)
+        said[case] += ", and a store was left behind" * goes_on_listening(address)
         dist.barrier()
 
     def linear(rows: int = 4) -> torch.nn.Module:
