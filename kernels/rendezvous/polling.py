@@ -19,6 +19,7 @@ COARSE_SHARE = (
 )
 DUE_SHARE = 0.99  # no look before this share of the fastest refit's time: few refits are more than 1% faster
 LOOK_S = 0.25  # how often a rank that waits looks whether another rank has failed
+HEAD_START_S = 0.005  # for a transport to begin, before this rank's own checks take the interpreter's lock
 NOTICE_S = 1.0  # for other ranks to report that their time is up too, and for this rank's transport to notice a failure
 CAUSE_S = 3.0  # for the rank that knows the cause of a failure to tell it; that rank may wait NOTICE_S first
 CLOSE_S = 5.0  # for all ranks to read the last outcome before the store may go; for a GPU to end what was queued

@@ -243,3 +243,14 @@ def test_writes_to_the_buffer_that_a_tensor_is_a_view_of_are_counted() -> None:
     buffer[0] = 1  # outside of the view: torch counts for all that lies in the buffer
     with pytest.raises(TornWeightsError, match="1 tensors were written while they were read: view;"):
         bound.check_unwritten(before)
+
+
+@pytest.mark.parametrize("replace", [set_data(torch.clone), resize])
+def test_a_tensor_that_lies_elsewhere_is_noticed_without_walking_the_model(replace: Callable[[Model], None]) -> None:
+    model = Model()
+    bound = bind_model(model)
+    last = bound.check_fresh(local_tensors([model]))
+    bound.check_in_place(last)
+    replace(model)
+    with pytest.raises(StaleTensorError, match=f"{FC1}: address"):
+        bound.check_in_place(last)

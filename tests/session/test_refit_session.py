@@ -608,6 +608,24 @@ def test_a_tensor_rebound_between_refits_stops_all_before_any_byte_moves() -> No
     assert all("gen:0: StaleTensorError" in str(outcome.error) and outcome.seconds < 5 for outcome in train)
 
 
+def rebound_source(rank: int, address: str) -> tuple[str, str]:
+    me = seat(rank, address, (2, 1))
+    me.endpoint.prepare()
+    me.endpoint.refit(1)
+    if rank == 0:
+        me.tensors |= {name: tensor.clone() for name, tensor in me.tensors.items()}
+    with pytest.raises(RefitError) as error:
+        me.endpoint.refit(2)
+    assert me.endpoint.committed_version == 1
+    return type(error.value).__name__, me.endpoint.state.kind
+
+
+def test_a_source_that_was_replaced_is_noticed_while_bytes_move_and_nothing_is_committed() -> None:
+    errors, states = zip(*values(run_ranks(3, rebound_source)), strict=True)
+    assert errors == ("StaleTensorError", "SessionFailed", "SessionFailed")
+    assert states[2] == "mixed"  # bytes of the tensor that the model no longer has have moved
+
+
 def failing_export(names: Sequence[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
     yield MISC[0], whole_tensor(MISC[0], 1)
     raise ValueError("the third expert is on fire")
