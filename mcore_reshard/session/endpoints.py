@@ -164,6 +164,7 @@ class _Endpoint(ABC):
         self._ended: str | None = None  # why no refit is possible any more
         self._failure: str | None = None  # of the last attempt, if it failed
         self._bulk_began = False  # of this attempt
+        self._writes = WriteCounts((), ())  # of the live tensors, before this attempt
         self._turn = RLock()  # held while weights are read or written
         self._retries = options.retries  # of the refit under way
         self._pending: Future[RefitReport] | None = None  # a refit whose outcome is still to come
@@ -416,13 +417,15 @@ class _Endpoint(ABC):
         attendance = self._attendance
         assert attendance is not None
 
+        # A generation rank is written to, so nothing of it may be wrong: it looks before it waits for the trainer.
+        stale = self._stale_tensors() if self.world == "gen" else []
+
         def make_word() -> dict[str, Any]:
-            connection = self._connection
-            if connection is not None and (bound := connection.programs[0].bound) is not None:
-                if self.world == "gen":  # it is written to: nothing may be wrong
-                    self._writes = bound.check_fresh(self._live_tensors())
-                else:  # the rest is checked while bytes move: walking a model of 12,627 tensors takes 50 ms
-                    self._writes = bound.check_in_place(self._writes)
+            if stale:
+                raise stale.pop()
+            if self.world == "train" and (bound := self._whole_bound()) is not None:
+                # The rest is checked while bytes move: walking a model of 12,627 tensors takes 50 ms.
+                self._writes = bound.check_in_place(self._writes)
             wants_all = word["everything"] or self.committed_version is None
             return {**self._word(), **word, "everything": wants_all}
 
@@ -670,12 +673,12 @@ class _Endpoint(ABC):
                 self._before_reads()
             writes = self._writes = WriteCounts.of(writes.tensors)
         self._bulk_began = True
-        stale: Exception | None = None
+        stale: list[Exception] = []
         run = connection.thread.start(in_callers_context(program.checks.around(executor.run), bound.device))
         try:
             if self.world == "train":
                 wait([run], HEAD_START_S)
-                stale = self._why_stale(whole)
+                stale = self._stale_tensors()
             while not wait([run], LOOK_S).done:
                 failure = rendezvous.failure(phase)
                 if failure and not wait([run], NOTICE_S).done:
@@ -686,22 +689,31 @@ class _Endpoint(ABC):
         if self.world == "gen":
             bound.zero_padding()
             return stages
-        if stale is not None:
-            raise stale
+        if stale:
+            raise stale.pop()
         whole.check_unwritten(writes)
         if self._writes is not writes:
             whole.check_unwritten(self._writes)
         return stages
 
-    def _why_stale(self, whole: BoundSchedule) -> Exception | None:
-        """What has changed in the live model since it was bound. Tensors that are other objects by now are noted."""
+    def _whole_bound(self) -> BoundSchedule | None:
+        """What a refit of everything moves to or from this rank; None without a connection, and under golden."""
+        return None if self._connection is None else self._connection.programs[0].bound
+
+    def _stale_tensors(self) -> list[Exception]:
+        """The error of a live model that has changed since it was bound, to be raised when all ranks can hear of it.
+
+        Notes tensors that are other objects by now.
+        """
+        if (bound := self._whole_bound()) is None:
+            return []
         try:
-            live = whole.check_fresh(self._live_tensors())
-        except Exception as error:  # raised once the bytes have moved: the transport is busy
-            return error
+            live = bound.check_fresh(self._live_tensors())
+        except Exception as error:
+            return [error]
         if any(map(is_not, live.tensors, self._writes.tensors)):
             self._writes = live
-        return None
+        return []
 
     @cached_property
     def _pairs(self) -> Mapping[str, tuple[str, str]]:
