@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from . import reliability
@@ -253,6 +254,32 @@ def source_checks_section(folder: Path = RESULTS) -> str:
             lines.append(f"| {tile >> 10} KiB | {' | '.join(f'{by_share[share]:.2f}' for share in shares)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def session_cost_section(file: Path = RESULTS / "session-cost-x2.json") -> str:
+    """Whole refits by two revisions, launched in turns on one machine: one column a launch."""
+    data = json.loads(file.read_text())
+    sessions = [row for row in data["rows"] if row["method"] == "session"]
+    what = {"none": "before, no checks", "off": "now, `source_checks='off'`", "sampled": "now, `sampled`"}
+    means = {kind: mean(row["ms"] for row in sessions if row["source_checks"] == kind) for kind in what}
+    lines = [
+        _wrapped(
+            f"Qwen3-30B-A3B, 61 GB in 12,627 tensors, one H200 to another. {data['hardware']}, driver {data['driver']},"
+            f" {_versions(data)}, {data['date']} ([data]({LINKS}/{file.name})). Medians of {data['repeats']} refits a launch."
+        ),
+        "",
+        "| revision | checks | launches | mean | against before |",
+        f"|{'---|' * 5}",
+    ]
+    for kind, title in what.items():
+        launches = [row for row in sessions if row["source_checks"] == kind]
+        when, _, checks = title.partition(", ")
+        times = ", ".join(f"{row['ms']:.1f}" for row in launches)
+        change = f"{means[kind] / means['none'] - 1:+.1%}" if kind != "none" else ""
+        lines.append(
+            f"| `{launches[0]['revision']}`, {when} | {checks} | {times} ms | {means[kind]:.1f} ms | {change} |"
+        )
+    return "\n".join(lines)
 
 
 def _versions(data: dict[str, Any]) -> str:
@@ -517,6 +544,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "links": links_section,
     "kernels": kernels_section,
     "source-checks": source_checks_section,
+    "session-cost": session_cost_section,
     "support": support_section,
     "json-keys": json_keys_section,
     "gpu-validation": gpu_validation_section,
