@@ -23,7 +23,12 @@ FIGURES = ROOT / "docs" / "figures"
 
 
 def pages() -> dict[Path, str]:
-    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    files = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
     return {file: file.read_text() for file in files}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from mcore_reshard.kernels.errors import SessionError
@@ -53,6 +53,12 @@ class Export:
             return cls(str(read["host"]), str(read["process"]), allocations, tensors)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise SessionError(f"not an export of GPU memory: {error!r:.200}") from error
+
+    def first_tensor(self) -> Export:
+        """One tensor of these and its allocation; nothing, if all tensors are empty."""
+        for name, (index, offset) in self.tensors.items():
+            return replace(self, allocations=(self.allocations[index],), tensors={name: (0, offset)})
+        return self
 
     def bytes_from(self, name: str) -> int:
         """The bytes from the beginning of a tensor to the end of its allocation. Raises `SessionError` if it is not exported."""

@@ -157,9 +157,7 @@ def _check_call(result: tuple[Any, ...], what: str) -> Any:
             driver.CUresult.CUDA_ERROR_INVALID_DEVICE,
             driver.CUresult.CUDA_ERROR_INVALID_CONTEXT,
         )
-        hint = (
-            " (the two GPUs must be able to access each other, and CUDA_VISIBLE_DEVICES must show both to the reader)"
-        )
+        hint = " (the two GPUs must be able to access each other; containers must share their IPC namespace)"
         raise TransportUnavailable(
             f"cannot {what}: {_text(name)}: {_text(reason)}{hint if error in unreachable else ''}"
         )

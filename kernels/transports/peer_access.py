@@ -1,11 +1,10 @@
 """Find out which pairs of ranks can share GPU memory. All ranks do it together: both ends of a pair must agree.
 
-A generation rank can read a training rank's memory under four conditions:
+A generation rank can read a training rank's memory under three conditions:
 
 - both run on one host;
-- the generation rank sees the other's GPU, which CUDA_VISIBLE_DEVICES may hide;
-- the two GPUs can access each other;
-- the training rank's memory can be exported.
+- the training rank's memory can be exported;
+- the generation rank can map it, which it tries. The other's GPU may be one that CUDA_VISIBLE_DEVICES hides.
 
 The generation rank's environment variable MCORE_RESHARD_UNREACHABLE excludes pairs whatever the hardware says, as in
 `train:0-gen:1,relay:1-gen:0`. Tests simulate several hosts on one with it. Its pairs need not exchange bytes.
@@ -55,6 +54,7 @@ class _Seat:
     unavailable_reason: str | None
     host: str
     gpu: str
+    export: str  # some of its GPU memory, as `Export.to_json`, for others to try; "" if nobody reads it
     malformed: tuple[str, ...]  # words of its MCORE_RESHARD_UNREACHABLE that are no pairs
 
 
@@ -83,7 +83,11 @@ def unavailable_reasons_by_pair(
         if pair.named(schedule) in _declared():
             reason: str | None = f"declared in {UNREACHABLE_VARIABLE}"
         else:
-            reason = source_seat.unavailable_reason or direct_unavailable_reason or _distance(source_seat, own_seat)
+            reason = (
+                source_seat.unavailable_reason
+                or direct_unavailable_reason
+                or _distance(source_seat, own_seat, bound.device)
+            )
         own_pairs.append((*astuple(pair), reason))
     return dict(reason for pairs in exchange.gather("reach", own_pairs, _parse_pairs) for reason in pairs)
 
@@ -101,21 +105,22 @@ def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
 
 
 def _own_seat(bound: BoundSchedule, direct_unavailable_reason: str | None) -> _Seat:
-    schedule, reason = bound.schedule, direct_unavailable_reason
+    schedule, reason, exported = bound.schedule, direct_unavailable_reason, ""
     if reason is None and gpu_of(bound.device) and (schedule.world == "train" or schedule.relayed):
         from mcore_reshard.kernels.cuda.ipc import export  # needs CUDA's Python packages
 
         try:
-            export(bound.by_name)
+            exported = export(bound.by_name).first_tensor().to_json()
         except TransportUnavailable as error:
             reason = str(error)
     malformed = tuple(word for word in _declared() if not _PAIR.fullmatch(word))
-    return _Seat(reason, host(), gpu_of(bound.device), malformed)
+    return _Seat(reason, host(), gpu_of(bound.device), exported, malformed)
 
 
 def _parse_seat(said: Any) -> _Seat:
-    reason, host_name, gpu, malformed = said
-    return _Seat(None if reason is None else str(reason), str(host_name), str(gpu), tuple(map(str, malformed)))
+    reason, host_name, gpu, exported, malformed = said
+    why = None if reason is None else str(reason)
+    return _Seat(why, str(host_name), str(gpu), str(exported), tuple(map(str, malformed)))
 
 
 def _parse_pairs(pairs: Any) -> list[tuple[RankPair, str | None]]:
@@ -125,17 +130,26 @@ def _parse_pairs(pairs: Any) -> list[tuple[RankPair, str | None]]:
     ]
 
 
-def _distance(source: _Seat, reader: _Seat) -> str | None:
-    """Why two GPUs that can both share memory cannot share it with each other."""
+def _distance(source: _Seat, reader: _Seat, device: torch.device | None) -> str | None:
+    """Why two ranks that can both share memory cannot share it with each other."""
     if source.host != reader.host:
         return "on different hosts"
-    if source.gpu == reader.gpu:
-        return None
-    gpus = [gpu_of(device) for device in range(torch.cuda.device_count())]
-    if source.gpu not in gpus:
-        return "the reader does not see the other's GPU (CUDA_VISIBLE_DEVICES)"
-    if not torch.cuda.can_device_access_peer(gpus.index(reader.gpu), gpus.index(source.gpu)):
+    gpus = [gpu_of(each) for each in range(torch.cuda.device_count())]
+    sees_it = source.gpu in gpus and source.gpu != reader.gpu  # else mapping its memory tells
+    if sees_it and not torch.cuda.can_device_access_peer(gpus.index(reader.gpu), gpus.index(source.gpu)):
         return "the two GPUs cannot access each other"
+    if not source.export or device is None:
+        return None
+    from mcore_reshard.kernels.cuda.exported import Export
+    from mcore_reshard.kernels.cuda.ipc import Mappings
+
+    exported, mappings = Export.from_json(source.export), Mappings(device)
+    try:
+        mappings.addresses(exported, exported.tensors, "it")
+    except TransportUnavailable as error:
+        return f"the reader cannot map its memory: {error}"
+    finally:
+        mappings.close()
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -156,3 +157,15 @@ def test_auto_on_two_gpus(case: Case, unreachable: str, way: str) -> None:
     found = values(run_ranks(3, on_two_gpus, case, unreachable, timeout_s=120.0, method="spawn"))
     assert all(ways == {way} for ways, _ in found)
     assert [wrong for _, wrong in found] == [{}] * 3
+
+
+def alone_on_a_gpu(number: int, address: str) -> Any:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(number)  # CUDA reads it when it is first used
+    return planned_refits.refit(number, address, Case("tiny-qwen3-moe", "tp=1", "tp=1"), "cuda:0", transport="auto")
+
+
+@pytest.mark.gpu
+@needs_gpus(2)
+def test_a_reader_maps_memory_of_a_gpu_that_it_does_not_see() -> None:
+    found = values(run_ranks(2, alone_on_a_gpu, timeout_s=120.0, method="spawn"))
+    assert found == [({"direct"}, {}), ({"direct"}, {})]
