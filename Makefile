@@ -22,7 +22,7 @@ FAST_HALF := copies transports proof attack
 NEWEST := $(addprefix tests/,$(addprefix validation/test_,adapters.py megatron_source.py te_standin.py trainer_trace.py validate.py \
 	zoo.py) $(addprefix engine/test_,newest_bridge.py tiny_models.py) session/test_lora.py)
 
-.PHONY: help setup demo test-fast test test-faults soak nightly test-vllm test-newest test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu clean
+.PHONY: help setup demo test-fast test test-faults soak nightly test-vllm test-newest test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu test-live clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -90,6 +90,9 @@ test-memcheck: ## the copy kernel under compute-sanitizer (cuda.bindings asks th
 
 validate-gpu: ## golden vs real on the GPUs, every family and mesh that fits; writes tools/results/validate-xN.json
 	PYTHONPATH=. $(PYTHON) tools/validate_gpus.py --out tools/results/validate-x$$($(PYTHON) -c 'import torch; print(torch.cuda.device_count())').json
+
+test-live: ## refits into vLLM engines that generate, on this machine's GPUs (needs vLLM there); writes tools/results/live-xN.json
+	$(PYTHON) tools/validate_live.py --out tools/results/live-x$$(nvidia-smi -L | wc -l).json
 
 validate-all: $(VENV)/.ready ## golden vs real over every family and mesh
 	$(BIN)/python -m pytest -m "slow or not slow" tests/validation/test_validate.py tests/validation/test_validate_fp8.py

@@ -1,0 +1,121 @@
+"""What is refitted live: models that vLLM's GPU kernels take, places for both sides, and how the engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
+from mcore_reshard.planner.model.configs import load_config
+
+VOCABULARY = 1024
+_SIZES = {
+    "vocab_size": VOCABULARY, "num_hidden_layers": 4, "max_position_embeddings": 2048, "hidden_size": 512,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 1024,
+}  # fmt: skip
+_MLA = {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": 256, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": _SIZES,
+    "qwen3-moe": {**_SIZES, "moe_intermediate_size": 256},
+    "deepseek-v3": {name: size for name, size in _SIZES.items() if name != "head_dim"}
+    | _MLA
+    | {"moe_intermediate_size": 256},
+    "gpt-oss": {**_SIZES, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 131072},
+}
+# vLLM's own choice for block FP8 is DeepGEMM, which keeps scales as no checkpoint does: refits refuse it by name.
+FP8_BACKENDS = {"linear_backend": "triton", "moe_backend": "triton"}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "graphs": {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which GPUs the processes see, in this order. Rank r of a side runs on the r-th that it sees."""
+
+    trainer_gpus: str
+    engine_gpus: str
+    ranks: int = 1  # of each side
+
+    @property
+    def gpus(self) -> int:
+        return len({*self.trainer_gpus.split(","), *self.engine_gpus.split(",")})
+
+
+PLACES = {
+    "one GPU": Place("0", "0"),
+    "two GPUs": Place("0,1", "1,0"),
+    "TP2 on both": Place("0,1", "0,1", 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One live session: three refits of checkpoints 1, 2 and 1."""
+
+    model: str
+    mode: str = "eager"
+    place: str = "one GPU"
+    transport: str = "direct"
+    gen_dtype: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        words = (self.model, self.gen_dtype, self.mode, self.place, self.transport)
+        return "-".join(words).replace(" ", "_")
+
+    @property
+    def engine_name(self) -> str:
+        """Cases of this name share the engines that load a checkpoint: these compute alike."""
+        return f"{self.checkpoint_name}-{self.mode}-tp{PLACES[self.place].ranks}"
+
+    @property
+    def checkpoint_name(self) -> str:
+        return f"{self.model}-{self.gen_dtype}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config.json, unquantized."""
+        return {**load_config(f"tiny-{self.model}"), **MODELS[self.model]}
+
+    @property
+    def train(self) -> TrainMesh:
+        """Two training ranks cut experts by EP and dense models by TP."""
+        if PLACES[self.place].ranks == 1:
+            return TrainMesh()
+        return TrainMesh(tp=2) if self.model == "qwen3" else TrainMesh(dp=2, ep=2)
+
+    @property
+    def gen(self) -> GenMesh:
+        return GenMesh(tp=PLACES[self.place].ranks)
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Of vLLM's LLM. Several engines share a GPU, so the size of the cache is fixed, not what is free."""
+        return {
+            "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8,
+            "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.05,
+            "enable_prefix_caching": False, "seed": 0, "disable_log_stats": True,
+            "tensor_parallel_size": PLACES[self.place].ranks, **MODES[self.mode],
+            **(FP8_BACKENDS if self.gen_dtype == "fp8" else {}),
+        }  # fmt: skip
+
+
+def cases_on(gpus: int) -> list[Case]:
+    """Every case that fits this many GPUs and needs all of them."""
+    one = [Case(model, mode) for mode in MODES for model in MODELS]
+    one += [
+        Case("qwen3-moe", gen_dtype="fp8"),
+        Case("deepseek-v3", gen_dtype="fp8"),
+        Case("qwen3-moe", "graphs", gen_dtype="fp8"),
+    ]
+    two = [
+        Case(model, mode, "two GPUs", transport)
+        for model, mode in (("qwen3", "eager"), ("qwen3-moe", "graphs"), ("deepseek-v3", "eager"), ("gpt-oss", "eager"))
+        for transport in ("direct", "nccl")
+    ]
+    two += [Case("qwen3-moe", "eager", "two GPUs", "direct", "fp8")]
+    two += [Case(model, mode, "TP2 on both") for model, mode in (("qwen3", "graphs"), ("qwen3-moe", "eager"))]
+    return [case for case in one + two if PLACES[case.place].gpus == gpus]

@@ -1,0 +1,63 @@
+"""A training rank of a case: a real Megatron-Core model that loads a checkpoint before each refit.
+
+Where the real Transformer Engine is not installed, its stand-in holds the model on the CPU, and copies of the tensors on
+the GPU are what engines read.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.planning import read_request
+from mcore_reshard.session.endpoints import TrainEndpoint
+from mcore_reshard.session.part import RankOfPlan
+from mcore_reshard.session.plan_exchange import publish_plan
+from mcore_reshard.trainers.megatron.plan_refit import plan_refit
+from mcore_reshard.trainers.quantized_export import pairs_by_name
+from mcore_reshard.validation.precision import side_precisions
+from mcore_reshard.validation.trainer.build import Trainer, build_trainer, prepare
+
+from .cases import Case
+from .checkpoints import VERSIONS, trainer_folder
+
+CONNECT_S, TIMEOUT_S = 300.0, 120.0
+
+
+def train(case: Case, rank: int, root: Path, store: str, device: torch.device) -> dict[str, Any]:
+    """Refit three times; what it moved and how long each refit took."""
+    os.environ["MEGATRON_CONFIG_LOCK_DIR"] = str(root / f"{case.name}-locks{rank}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world = dist.FileStore(str(root / f"{case.name}-world"), case.train.world)
+    dist.init_process_group("gloo", store=world, rank=rank, world_size=case.train.world)
+    prepare()
+    model = build_trainer(trainer_folder(root, case, 1), case.train)
+    request = read_request(case.config, case.train, case.gen, train_dtype="bf16", gen_dtype=case.gen_dtype)
+    config = side_precisions(request).engine_config
+    plan = plan_refit(config, model.model_chunks, case.gen, model=case.model, gen_dtype=case.gen_dtype)
+    model = Trainer(model.bridge, model.model_chunks, pairs_by_name(plan))
+    options = Options(transport=case.transport if device.type == "cuda" else "gloo", timeout_s=TIMEOUT_S)
+    if rank == 0:
+        publish_plan(plan, store, options)
+    endpoint = TrainEndpoint(
+        RankOfPlan(plan, "train", rank),
+        lambda: model.tensors_on(device),
+        store=store,
+        export=model.export,
+        options=options,
+    )
+    endpoint.prepare(timeout_s=CONNECT_S)
+    refits = []
+    for version, checkpoint in enumerate(VERSIONS, 1):
+        if version > 1:
+            model.load(trainer_folder(root, case, checkpoint))
+        report = endpoint.refit(version)
+        refits.append({"bytes": report.nbytes, "misc_bytes": report.misc_bytes, "transport": report.transport})
+    endpoint.close()
+    return {"digest": plan.digest, "refits": refits}
