@@ -2,6 +2,7 @@
 
 python tools/fault_matrix.py                                   every cell of gloo and golden (`make test-faults`)
 python tools/fault_matrix.py --transport direct --only kill     on this machine's GPUs; --only is a part of a cell's name
+python tools/fault_matrix.py --transport nccl --pair            on two GPUs
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def row(cell: Cell, verdict: Verdict, seconds: float) -> dict[str, Any]:
         "transport": cell.transport,
         "replica_ranks": cell.replica_ranks,
         **({"commit": "staged"} if cell.staged else {}),
+        **({"pair": True} if cell.pair else {}),
         "committed": verdict.committed,
         "known_s": verdict.known_s,
         "recovered_s": verdict.recovered_s,
@@ -79,8 +81,8 @@ def run_all(
     chosen: Sequence[Cell], jobs: int, save: Callable[[list[dict[str, Any]]], None] = lambda rows: None
 ) -> list[dict[str, Any]]:
     """Run all cells, `jobs` of them at a time; rows in the order of `chosen`. `save` gets those that there are already."""
-    for ranks in sorted({cell.replica_ranks for cell in chosen}):
-        plan_of(ranks)  # once, for all processes
+    for ranks, pair in sorted({(cell.replica_ranks, cell.pair) for cell in chosen}):
+        plan_of(ranks, pair)  # once, for all processes
     LOGS.mkdir(parents=True, exist_ok=True)
     order = [*enumerate(chosen)]
     random.Random(1).shuffle(order)  # long and short cells beside each other
@@ -136,13 +138,15 @@ def _work(asked: Any, answered: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", action="append", help="gloo and golden if not given; also direct, nccl")
+    parser.add_argument("--pair", action="store_true", help="one rank a side: for NCCL, which takes no GPU twice")
     parser.add_argument("--only", action="append", default=[], help="cells whose name contains all of these")
     parser.add_argument("--every", type=int, default=1, help="every so many of the cells")
     parser.add_argument("--jobs", type=int, default=4, help="cells at a time")
     parser.add_argument("--out", type=Path, help="where to write the results")
     arguments = parser.parse_args(argv)
     transports = arguments.transport or ["gloo", "golden"]
-    chosen = [cell for name in transports for cell in cells(name) if all(part in str(cell) for part in arguments.only)]
+    every = [cell for name in transports for cell in cells(name, arguments.pair)]
+    chosen = [cell for cell in every if all(part in str(cell) for part in arguments.only)]
     chosen = chosen[:: arguments.every]
     start = time.monotonic()
 

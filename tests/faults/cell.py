@@ -52,15 +52,11 @@ class _Process:
     ended: bool = False
 
 
-def seats_of(cell: Cell) -> list[str]:
-    return ["train:0", "train:1", *(f"gen:{rank}" for rank in range(2 * cell.replica_ranks))]
-
-
 def live_replicas(cell: Cell) -> tuple[int, ...]:
     """Those that a session must have in the end."""
     dies = (cell.fault == "kill" or cell.phase == "closing") and not cell.restarts
     lost = int(cell.victim.partition(":")[2]) // cell.replica_ranks if dies and cell.victim.startswith("gen:") else None
-    return tuple(replica for replica in (0, 1) if replica != lost)
+    return tuple(replica for replica in ((0,) if cell.pair else (0, 1)) if replica != lost)
 
 
 def takes_part(cell: Cell, seat: str) -> bool:
@@ -83,7 +79,7 @@ class Runner:
     def run(self) -> Observed:
         start = time.monotonic()
         try:
-            for seat in seats_of(self.cell):
+            for seat in self.cell.seats:
                 self._start(seat)
             self._listen(start + LIMIT_S)
         finally:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 TRAIN, GEN = ("train:0", "train:1"), ("gen:0", "gen:1")
+PAIR = ("train:0", "gen:0")
 STORE = "store"
 DEADLINE_S = 4.0
 PAUSES_S = {"freeze, short": 0.4 * DEADLINE_S, "freeze, long": DEADLINE_S + 2.5}
@@ -71,11 +72,17 @@ class Cell:
     replica_ranks: int = 1
     staged: bool = False
     seat: str = ""  # that is in the phase when the store breaks
+    pair: bool = False  # one training rank and one generation rank, instead of two and two
 
     @property
     def at(self) -> str:
         """The seat whose phase it is."""
         return self.seat or self.victim
+
+    @property
+    def seats(self) -> list[str]:
+        """All ranks of the session."""
+        return [*PAIR] if self.pair else [*TRAIN, *(f"gen:{rank}" for rank in range(2 * self.replica_ranks))]
 
     @property
     def preparing(self) -> bool:
@@ -90,24 +97,34 @@ class Cell:
     def restarts(self) -> bool:
         """Whether a new process takes the victim's seat."""
         dies = self.fault == "kill" or self.phase == "closing"
-        return dies and (self.victim.startswith("train:") or self.preparing)
+        return dies and (self.victim.startswith("train:") or self.preparing or self.pair)
 
     def __str__(self) -> str:
         ranks = f", replicas of {self.replica_ranks}" if self.replica_ranks > 1 else ", staged" if self.staged else ""
-        return f"{self.fault} of {self.victim}, {self.phase}{f' of {self.seat}' if self.seat else ''}, {self.transport}{ranks}"
+        moment = f"{self.phase}{f' of {self.seat}' if self.seat else ''}"
+        return f"{self.fault} of {self.victim}, {moment}, {self.transport}{ranks}{', two ranks' if self.pair else ''}"
 
 
-def cells(transport: str = "gloo") -> list[Cell]:
-    """All cells of a transport. Kills hit every kind of victim; other faults take victims in turn."""
-    found = list(_cells_of_replicas_of_one(transport))
+def cells(transport: str = "gloo", pair: bool = False) -> list[Cell]:
+    """All cells of a transport. Kills hit every kind of victim; other faults take victims in turn.
+
+    With `pair`, those of sessions with one rank a side: NCCL takes no GPU twice, and few machines have four.
+    """
+    found = list(_cells_of_replicas_of_one(transport, PAIR if pair else TRAIN + GEN))
     if transport == "golden":
-        return [cell for cell in found if cell.phase not in (*_BULK, "before reads", *PREPARING)]
-    return [*found, *_cells_of_larger_replicas(transport), *_staged_cells(transport)]
+        found = [cell for cell in found if cell.phase not in (*_BULK, "before reads", *PREPARING)]
+    elif pair:
+        found += [cell for cell in _staged_cells(transport) if {cell.at, cell.victim} <= {*PAIR, STORE}]
+    else:
+        found += [*_cells_of_larger_replicas(transport), *_staged_cells(transport)]
+    return [*dict.fromkeys(replace(cell, pair=pair) for cell in found)]
 
 
-def _cells_of_replicas_of_one(transport: str) -> Iterator[Cell]:
-    for number, (phase, victims) in enumerate(PHASES.items()):
-        turn = cycle(victims[number % len(victims) :] + victims[: number % len(victims)])
+def _cells_of_replicas_of_one(transport: str, seats: tuple[str, ...]) -> Iterator[Cell]:
+    for number, (phase, possible) in enumerate(PHASES.items()):
+        victims = [seat for seat in possible if seat in seats]
+        start = number % len(victims)
+        turn = cycle(victims[start:] + victims[:start])
         yield from (Cell(phase, "kill", victim, transport) for victim in victims)
         for fault in ("freeze, long", "interrupt"):
             yield from (Cell(phase, fault, next(turn), transport) for _ in range(2))
@@ -116,7 +133,7 @@ def _cells_of_replicas_of_one(transport: str) -> Iterator[Cell]:
         if phase in _WITH_PEERS:
             yield from (Cell(phase, fault, next(turn), transport) for fault in _PEER_SOCKETS)
         if phase in _CALLBACKS:
-            callers = TRAIN if phase == "before reads" else victims
+            callers = [seat for seat in victims if phase != "before reads" or seat in TRAIN]
             if not (transport == "golden" and phase == "waiting for the call"):  # it asks for no tensors
                 yield from (Cell(phase, "exception", victim, transport) for victim in callers[:2])
         if phase in (*_ON_THE_STORE, *(_BULK[:3] if transport == "gloo" else ())):
@@ -171,4 +188,5 @@ SMOKE = (
     Cell("before reads", "interrupt", "gen:1"),
     Cell("middle bucket", "kill", "gen:1", replica_ranks=2),
     Cell("in load_weights", "kill", "gen:1", staged=True),
+    Cell("middle bucket", "kill", "gen:0", pair=True),
 )

@@ -24,9 +24,10 @@ _SHAPE = (48, 64)
 
 
 @cache
-def plan_of(replica_ranks: int) -> Plan:
-    """Two training ranks, two replicas, a padded vocabulary; lm_head is on the misc route."""
-    case = Case("tiny-llama", "tp=2", f"tp={replica_ranks},dp=2", changes=(("vocab_size", 250),))
+def plan_of(replica_ranks: int, pair: bool = False) -> Plan:
+    """Two training ranks and two replicas, or one and one; a padded vocabulary; lm_head is on the misc route."""
+    train, gen = ("tp=1", "tp=1") if pair else ("tp=2", f"tp={replica_ranks},dp=2")
+    case = Case("tiny-llama", train, gen, changes=(("vocab_size", 250),))
     plan = case.plan()
     heads = transfer_groups_of(plan, Role.LM_HEAD)
     (group,) = {plan.transfer_groups[i].group for i in heads}
@@ -34,7 +35,7 @@ def plan_of(replica_ranks: int) -> Plan:
 
 
 def misc_names(plan: Plan) -> tuple[str, ...]:
-    return schedule_for(plan, "train", 0, (0, 1)).misc
+    return schedule_for(plan, "train", 0, range(plan.gen.dp)).misc
 
 
 def whole_tensors(names: Iterable[str], version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,7 +66,9 @@ class Weights:
     @property
     def schedule(self) -> Schedule:
         own = self.rank // (self.plan.gen.tp * self.plan.gen.pp)
-        return schedule_for(self.plan, self.world, self.rank, (0, 1) if self.world == "train" else (own,))
+        return schedule_for(
+            self.plan, self.world, self.rank, range(self.plan.gen.dp) if self.world == "train" else (own,)
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -63,11 +63,11 @@ class Member:
         world, _, rank = self.seat.partition(":")
         self.train = world == "train"
         self.weights = Weights(
-            plan_of(self.cell.replica_ranks),
+            plan_of(self.cell.replica_ranks, self.cell.pair),
             "train" if self.train else "gen",
             int(rank),
             golden=self.cell.transport == "golden",
-            device=_device(self.cell, int(rank), self.train),
+            device=_device(self.cell, self.seat),
         )
         self.injector = Injector(self.cell, self.seat, int(self.address.rpartition(":")[2]), self.tell)
         install(self.injector)
@@ -174,7 +174,7 @@ class Member:
         self._step("set up", lambda: self.refit(1))
         if self.cell.phase != "recovering":
             return 2
-        self.breaks_first = self.seat == ("gen:0" if self.cell.victim == "gen:1" else "gen:1")
+        self.breaks_first = self.seat == ("gen:0" if self.cell.pair or self.cell.victim == "gen:1" else "gen:1")
         self._step("failure", lambda: self.refit(2))
         return 3
 
@@ -246,11 +246,10 @@ class Member:
             raise error
 
 
-def _device(cell: Cell, rank: int, train: bool) -> torch.device:
+def _device(cell: Cell, seat: str) -> torch.device:
     if cell.transport in ("gloo", "golden"):
         return torch.device("cpu")
-    number = rank if train else rank + 2
-    device = torch.device("cuda", number % torch.cuda.device_count())
+    device = torch.device("cuda", cell.seats.index(seat) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 

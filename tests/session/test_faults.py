@@ -11,7 +11,7 @@ from typing import Any
 import fault_matrix
 import pytest
 from faults import cell as running
-from faults.cell import Observed, children, run_cell, seats_of
+from faults.cell import Observed, children, run_cell
 from faults.matrix import PHASES, RANK_FAULTS, SMOKE, STORE, STORE_FAULTS, Cell, cells
 from faults.model import Weights, plan_of, whole_tensors
 from faults.rank import Step
@@ -38,9 +38,18 @@ def test_the_matrix_has_every_phase_fault_and_victim() -> None:
     assert kills == {(phase, victim) for phase, victims in PHASES.items() for victim in victims}
 
 
-@pytest.mark.parametrize("replica_ranks", [1, 2])
-def test_bytes_tell_their_version(replica_ranks: int) -> None:
-    weights = Weights(plan_of(replica_ranks), "gen", 1)
+def test_sessions_of_two_ranks_have_every_phase_and_fault_too() -> None:
+    """NCCL takes no GPU twice: on two GPUs its sessions have two ranks."""
+    found = cells("gloo", pair=True)
+    assert {cell.phase for cell in found} == {*PHASES}
+    assert {cell.fault for cell in found} == {*RANK_FAULTS, *STORE_FAULTS}
+    assert {cell.victim for cell in found} == {"train:0", "gen:0", STORE}
+    assert all(cell.seats == ["train:0", "gen:0"] for cell in found) and len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(("replica_ranks", "pair"), [(1, False), (2, False), (1, True)])
+def test_bytes_tell_their_version(replica_ranks: int, pair: bool) -> None:
+    weights = Weights(plan_of(replica_ranks, pair), "gen", 0 if pair else 1)
     assert weights.schedule.padding and weights.names
     assert weights.held() == 0
     for version in (1, 2):
@@ -58,7 +67,7 @@ def test_bytes_tell_their_version(replica_ranks: int) -> None:
 def seen(**changes: Any) -> Observed:
     """A cell in which all went as it should, but for steps that `changes` replaces: "gen_0": {"fault": {...}}."""
     steps: dict[str, list[Step]] = {}
-    for seat in seats_of(CELL):
+    for seat in CELL.seats:
         gen = seat.startswith("gen:")
         steps[seat] = [
             Step("set up", 1.0, 1.2, None, None, 1, (0, 1), 1, ("complete", 1, None, 0.0) if gen else None, 1),
@@ -136,7 +145,7 @@ def test_ranks_that_hang_are_noted_and_ended(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(running, "main", _hangs)
     monkeypatch.setattr(running, "LIMIT_S", 0.5)
     observed = run_cell(CELL, tmp_path / "log")
-    assert sorted(observed.hung) == sorted(seats_of(CELL)) and not observed.left
+    assert sorted(observed.hung) == sorted(CELL.seats) and not observed.left
 
 
 def test_a_process_that_stays_is_seen() -> None:
