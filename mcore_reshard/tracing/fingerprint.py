@@ -2,8 +2,9 @@
 
 It covers every module's class, methods and attributes, every parameter's and buffer's class, shape, dtype, strides and
 attributes, and the values of integer buffers, in which loaders look experts up. Objects in attributes count with their own
-attributes, some levels deep; what lies deeper, and what only C++ sees, counts by its type. Functions count with their
-compiled code, because frameworks replace some of an engine's at run time.
+attributes, some levels deep; what lies deeper, and what only C++ sees, counts by its type. So do a compiler's objects, of
+which an engine with CUDA graphs is full: they compute what was loaded. Functions count with their compiled code, because
+frameworks replace some of an engine's at run time.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from types import FunctionType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 _LEVELS = 7  # a module's attributes, its quant_method, its attributes, its config, its attributes, lists in them
 _PRIVATE = ("_parameters", "_buffers", "_modules")
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "vllm.compilation")
 _TEXT = (torch.dtype, torch.device, torch.Size, enum.Enum)
 
 
@@ -65,7 +67,10 @@ def _state(value: Any, levels: int, opaque: tuple[type, ...]) -> Any:
         return str(value)
     if isinstance(value, FunctionType | type):
         return _name_of(value)
-    if not levels or isinstance(value, (float, torch.nn.Module, *opaque)):
+    if isinstance(value, ModuleType):  # torch.classes and torch.ops are some, and make up any attribute
+        return repr(type(value))
+    of_compiler = type(value).__module__.startswith(_COMPILERS)
+    if not levels or of_compiler or isinstance(value, (float, CodeType, torch.nn.Module, *opaque)):
         return _name_of(type(value))
     inner = levels - 1
     if isinstance(value, torch.Tensor):
@@ -78,8 +83,8 @@ def _state(value: Any, levels: int, opaque: tuple[type, ...]) -> Any:
         return sorted(json.dumps(_state(item, inner, opaque), sort_keys=True) for item in value)
     if isinstance(value, functools.partial):
         return [_state(part, inner, opaque) for part in (value.func, value.args, value.keywords)]
-    if (method := getattr(value, "__func__", None)) is not None:
-        return _name_of(method)
+    if isinstance(value, MethodType | classmethod | staticmethod):
+        return _name_of(value.__func__)
     return [_name_of(type(value)), _state(getattr(value, "__dict__", {}), inner, opaque)]
 
 
@@ -96,4 +101,6 @@ def _name_of(named: Any) -> str:
     """A class or a function by its name; a function also by what it was compiled to."""
     name = f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', type(named).__qualname__)}"
     code = getattr(named, "__code__", None)
-    return name if code is None else f"{name} {code.co_firstlineno} {hashlib.sha256(code.co_code).hexdigest()}"
+    if not isinstance(code, CodeType):  # a class of functions has a descriptor there
+        return name
+    return f"{name} {code.co_firstlineno} {hashlib.sha256(code.co_code).hexdigest()}"

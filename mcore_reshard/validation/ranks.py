@@ -132,9 +132,10 @@ def _train(rank: int, job: Job, store: str) -> Results:
             raise ValidationError(f"the live model gives plan {live.digest}, its config and mesh {job.plan.digest}")
     if rank == 0:
         publish_plan(job.plan, store, job.request.options)
+    tensors = model.tensors_on(device)
     endpoint = TrainEndpoint(
         RankOfPlan(job.plan, "train", rank),
-        lambda: model.tensors_on(device),
+        lambda: tensors,
         store=store,
         export=model.export,
         options=job.request.options,
@@ -146,6 +147,7 @@ def _train(rank: int, job: Job, store: str) -> Results:
             model.load(job.payload_folder(2))
         elif version > 2:
             model.step()
+        tensors = model.tensors_on(device)  # copied anew on a GPU: not while a refit reads them
         _write_golden(job, rank, model, version)
         reports.append(endpoint.refit(version))
     endpoint.close()

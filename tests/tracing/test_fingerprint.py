@@ -102,3 +102,18 @@ def test_other_processes_get_the_same() -> None:
 
 
 RUN: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+
+
+def test_what_torch_compile_leaves_in_a_model_does_not_stop_it() -> None:
+    """vLLM keeps compiled callables, and modules that make up any attribute, in models that it runs with CUDA graphs."""
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    model = Model()
+    compiled: Any = model.layers[0]
+    compiled.run = torch.compile(double, backend="eager")
+    compiled.run(torch.ones(2))
+    compiled.held = Config(classes=torch.classes, ops=torch.ops, kind=type(double), code=double.__code__)
+    assert fingerprint(model) == fingerprint(model)
+    assert fingerprint(model) != fingerprint(Model())

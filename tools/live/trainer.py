@@ -45,9 +45,10 @@ def train(case: Case, rank: int, root: Path, store: str, device: torch.device) -
     options = Options(transport=case.transport if device.type == "cuda" else "gloo", timeout_s=TIMEOUT_S)
     if rank == 0:
         publish_plan(plan, store, options)
+    tensors = model.tensors_on(device)
     endpoint = TrainEndpoint(
         RankOfPlan(plan, "train", rank),
-        lambda: model.tensors_on(device),
+        lambda: tensors,
         store=store,
         export=model.export,
         options=options,
@@ -57,6 +58,7 @@ def train(case: Case, rank: int, root: Path, store: str, device: torch.device) -
     for version, checkpoint in enumerate(VERSIONS, 1):
         if version > 1:
             model.load(trainer_folder(root, case, checkpoint))
+            tensors = model.tensors_on(device)  # copied anew: not while a refit reads them
         report = endpoint.refit(version)
         refits.append({"bytes": report.nbytes, "misc_bytes": report.misc_bytes, "transport": report.transport})
     endpoint.close()
