@@ -83,7 +83,7 @@ def worker_of(config: Any, model: torch.nn.Module, **runner: Any) -> Any:
     """vLLM's worker as `RefitWorker` sees it; `runner` are attributes of its model runner."""
     worker: Any = RefitWorker()
     worker.vllm_config, worker.get_model, worker.model_runner = config, lambda: model, SimpleNamespace(**runner)
-    worker._derive_tensors = lambda: None  # absorbed weights of attention take kernels
+    worker.refit_rank._derive_tensors = lambda: None  # absorbed weights of attention take kernels
     return worker
 
 

@@ -31,7 +31,7 @@ def generate(rank: int, sizes: GenSizes, folder: Path, address: str) -> tuple[in
 
     def load(golden: Tensors) -> Tensors:
         model.load_weights(iter(golden.items()))  # type: ignore[operator]
-        if worker._refit_draft is not None:
+        if worker.refit_rank._draft is not None:
             draft.load_weights(iter(golden.items()))
         return tensors()
 

@@ -121,7 +121,7 @@ def test_a_rearrangement_that_computes_is_refused_by_name(traced_worker: Any, mo
     with pytest.raises(
         RuntimeError, match=NAMED.replace("8", "4").format("FlashInfer CUTLASS", r"aten\.mul\.Tensor at ")
     ):
-        worker._condensed_trace(checkpoint)
+        worker.refit_rank._condensed_trace(checkpoint)
 
 
 def test_a_loader_that_cannot_be_traced_is_refused_beside_rearranged_experts(
@@ -132,7 +132,7 @@ def test_a_loader_that_cannot_be_traced_is_refused_beside_rearranged_experts(
     model = worker.get_model()
     monkeypatch.setattr(type(model), "load_weights", lambda self, weights: next(iter(weights))[1].item())
     with pytest.raises(RuntimeError, match=NAMED.format("FlashInfer CUTLASS", "vLLM's loader cannot be traced")):
-        worker._condensed_trace(checkpoint)
+        worker.refit_rank._condensed_trace(checkpoint)
 
 
 def test_backends_that_nobody_has_traced_are_refused_by_name(traced_worker: Any) -> None:
@@ -143,7 +143,7 @@ def test_backends_that_nobody_has_traced_are_refused_by_name(traced_worker: Any)
         if type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedFusedMoEMethod":
             layer.quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_TRTLLM
     with pytest.raises(RuntimeError, match="the FlashInfer TRTLLM backend rearranges experts after loading: "):
-        worker._condensed_trace(checkpoint)
+        worker.refit_rank._condensed_trace(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_nothing_is_loaded_into_rearranged_experts(
     traced_worker: Any, transport: str, misc: str, refused: bool
 ) -> None:
     worker, checkpoint = traced_worker
-    worker._condensed_trace(checkpoint)
+    worker.refit_rank._condensed_trace(checkpoint)
     plan = SimpleNamespace(misc_names=lambda: iter([misc]))
-    check = partial(worker._refuse_loading_of_rearranged, plan, 1, Options(transport=transport))
+    check = partial(worker.refit_rank._refuse_loading_of_rearranged, plan, 1, Options(transport=transport))
     with pytest.raises(LayoutError, match=r"gen:1: .* would go through vLLM's loader") if refused else nullcontext():
         check()

@@ -74,7 +74,7 @@ def serve(replica: int, plan: Plan, address: str, folder: Path) -> Any:
         if fails[0]:
             raise OSError("on fire")
 
-    worker._derive_tensors = derive
+    worker.refit_rank._derive_tensors = derive
     start = time.monotonic()
     name = worker.connect_refit(address, replica=replica, timeout_s=TIMEOUT_S, transport="gloo")
     assert time.monotonic() - start < TIMEOUT_S / 2
@@ -84,7 +84,7 @@ def serve(replica: int, plan: Plan, address: str, folder: Path) -> Any:
         (folder / "first").touch()
         fails[0] = True
     else:
-        said.append(str(worker._refit_endpoint.state))  # another replica has given it
+        said.append(str(worker.refit_rank.endpoint.state))  # another replica has given it
         (folder / "joined").touch()
     with pytest.raises(Exception, match="on fire") as caught:
         worker.refit(2)
@@ -127,12 +127,13 @@ def test_a_mixture_is_told_and_does_not_generate_and_a_replica_joins_through_the
 
 def guarded_worker(**attributes: Any) -> Any:
     worker: Any = RefitWorker()
-    worker.model_runner = SimpleNamespace(execute_model=lambda scheduled: "ran")
-    worker._refit_endpoint = SimpleNamespace(state=mixed(3, 4, 0.52), rank_name="gen:1", close=lambda: None)
+    worker.vllm_config, worker.model_runner = None, SimpleNamespace(execute_model=lambda scheduled: "ran")
+    rank = worker.refit_rank
+    rank.endpoint = SimpleNamespace(state=mixed(3, 4, 0.52), rank_name="gen:1", close=lambda: None)
     for name, value in attributes.items():
-        setattr(worker, name, value)
-    worker._guard_steps()
-    worker._guard_steps()
+        setattr(rank, name, value)
+    rank._guard_steps()
+    rank._guard_steps()
     return worker
 
 
@@ -142,9 +143,9 @@ def test_a_step_of_a_mixture_raises_its_state_unless_the_engine_may_generate() -
     told = r"gen:1: this engine holds a mixture of versions 3 and 4 \(52%\): refit again .* generate_while_mixed=True"
     with pytest.raises(MixedWeightsError, match=told):
         worker.model_runner.execute_model(step)
-    worker._refit_endpoint.state = complete(4)
+    worker.refit_rank.endpoint.state = complete(4)
     assert worker.model_runner.execute_model(step) == "ran"
-    assert guarded_worker(_refit_mixed_may_generate=True).model_runner.execute_model(step) == "ran"
+    assert guarded_worker(_mixed_may_generate=True).model_runner.execute_model(step) == "ran"
 
 
 # --- vLLM's calls and answers ------------------------------------------------------------------------------------

@@ -179,9 +179,9 @@ def test_no_name_is_one_of_vllms(module, name):
 def test_a_worker_of_other_engines_than_the_plan_is_for_is_refused(config_folder, monkeypatch):
     folder = config_folder(tiny("llama"))
     plan = SimpleNamespace(gen=parse_gen_mesh("tp=2,dp=2"))
-    monkeypatch.setattr("mcore_reshard.engines.vllm.worker.answer_request", lambda *_: None)
-    monkeypatch.setattr("mcore_reshard.engines.vllm.worker.fetch_plan", lambda *_, **__: plan)
-    monkeypatch.setattr("mcore_reshard.engines.vllm.worker.session_under_way", lambda _, options: options)
+    monkeypatch.setattr("mcore_reshard.engines.vllm.rank.answer_request", lambda *_: None)
+    monkeypatch.setattr("mcore_reshard.engines.vllm.rank.fetch_plan", lambda *_, **__: plan)
+    monkeypatch.setattr("mcore_reshard.engines.vllm.rank.session_under_way", lambda _, options: options)
     told = r"planned tp=2,.*this engine tp=4,.*, replica 0"
     with pytest.raises(MeshError, match=told):
         called(worker_of(folder, GenSizes(tp=4), 3), "connect_refit", store="127.0.0.1:1")
@@ -207,14 +207,14 @@ def test_what_a_loader_did_with_an_equal_model_is_not_traced_again(config_folder
         traced.append(model)
         return trace_loading(model, *args, **kwargs)
 
-    monkeypatch.setattr("mcore_reshard.engines.vllm.worker.trace_loading", count)
+    monkeypatch.setattr("mcore_reshard.engines.vllm.rank.trace_loading", count)
 
     def trace_of(rank: int, change: Callable[[Any], None] = lambda model: None, of: Any = checkpoint) -> CondensedTrace:
         engine = build_engine(folder, GenSizes(tp=2), rank)
         change(engine)
         worker = worker_of(folder, GenSizes(tp=2), rank)
         worker.worker.model_runner = SimpleNamespace(get_model=lambda: engine)
-        return worker.worker._condensed_trace(of)
+        return worker.worker.refit_rank._condensed_trace(of)
 
     first = trace_of(0)
     assert trace_of(0) == first and len(traced) == 1

@@ -12,50 +12,13 @@ engine that is asked meanwhile, and resume it once every answer of `refit` has c
 
 from __future__ import annotations
 
-import json
 import os
-import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
-from importlib.metadata import version
 from typing import Any
 
-import torch
-
-from mcore_reshard.kernels.errors import LayoutError, MixedWeightsError, RefitError, SessionError, TracesNeeded
-from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.transports.registry import resolve
-from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
-from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense, untraceable
-from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, format_mesh
-from mcore_reshard.planner.layout.trace_file import dump_checkpoint, dump_trace, parse_trace
-from mcore_reshard.planner.layout.traces import HfTensor, RankTrace
-from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.replicas import replica_ranks
-from mcore_reshard.planner.plan.trace_check import checkpoint_of
-from mcore_reshard.planner.proof.traced import is_traced
-from mcore_reshard.session.endpoints import GenerationEndpoint
-from mcore_reshard.session.part import RankOfPlan
-from mcore_reshard.session.plan_exchange import fetch_plan
-from mcore_reshard.session.trace_exchange import (
-    answer_request,
-    has_refitted,
-    needs_traces,
-    require_planned_layout,
-    session_under_way,
-    traced_session,
-)
-from mcore_reshard.session.whole_tensors import NamedTensors
-from mcore_reshard.tracing.fingerprint import fingerprint
-from mcore_reshard.tracing.kept import KeptFile
-from mcore_reshard.tracing.recorder import TraceError
-
-from . import model as engine
-from .draft import PREFIX, draft_of, load_both, own_tensors, trace_draft
-from .rearranged import rearranged_parameters
-from .trace import trace_loading
+from .rank import VllmRank
 
 
 def _answers(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,16 +45,15 @@ def _answers(call: Callable[..., Any]) -> Callable[..., Any]:
 class RefitWorker:
     """A generation rank's part: connect once, refit after each step, close."""
 
-    vllm_config: Any  # this, the next one and `get_model` belong to the worker
-    model_runner: Any
-    get_model: Callable[[], torch.nn.Module]
-    _refit_endpoint: GenerationEndpoint | None = None
-    _refit_mixed_may_generate: bool = False
-    _refit_plan: Plan
-    _refit_draft: torch.nn.Module | None = None  # the draft model, if the trainer sends its layers
-    _refit_names_of_draft: frozenset[str] | None = None  # the Hugging Face tensors that it is made of; None: unknown
-    _refit_is_traced: bool = False  # the plan was made of this worker's trace: tensors are written as kernels read them
-    _refit_rearranged: frozenset[str] = frozenset()  # the Hugging Face tensors of which rearranged parameters are made
+    vllm_config: Any  # of the worker
+    _refit_rank: VllmRank | None = None
+
+    @property
+    def refit_rank(self) -> VllmRank:
+        """What this worker does in refits."""
+        if self._refit_rank is None:
+            self._refit_rank = VllmRank(self)
+        return self._refit_rank
 
     @_answers
     def connect_refit(
@@ -103,214 +65,16 @@ class RefitWorker:
         generate_while_mixed: bool = False,
         **options: Any,
     ) -> str:
-        """Fetch the plan that the trainer publishes, bind this worker's parameters and meet all other ranks.
+        """Meet the trainer and all other ranks: arguments, result and errors are those of `VllmRank.connect`.
 
-        `replica` counts engines of the same mesh; one that the plan does not have joins a session under way, and takes part
-        from its next refit on. `connect_timeout_s` limits the wait for the plan, and again the wait for ranks that are still
-        starting. With `generate_while_mixed` the engine generates also from a mixture of two versions. `options` are the
-        fields of `Options`. Returns the rank's name, as in "gen:3". Warns of a draft model that refits leave as it is.
-        Raises MeshError if the plan is for other engines, ValueError for wrong options, else as `GenerationEndpoint.prepare`.
         Of an engine of several workers the last one raises; the others return {"error": ...}.
         """
-        self.close_refit()
-        self._refit_mixed_may_generate = generate_while_mixed
-        self._guard_steps()
-        asked = Options(**options)
-        session = session_under_way(store, asked)
-        try:
-            self._meet_trainer(store, replica, connect_timeout_s, session)
-        except RefitError as error:
-            if not needs_traces(error) or session != asked or has_refitted(store, asked):
-                raise
-            self.close_refit()
-            self._meet_trainer(store, replica, connect_timeout_s, traced_session(session))
-        assert self._refit_endpoint is not None
-        if self._refit_draft is None and (reason := self._why_draft_stays()):
-            warnings.warn(f"refits leave the draft model of this engine as it is: {reason}", stacklevel=2)
-        return self._refit_endpoint.rank_name
-
-    def _meet_trainer(self, store: str, replica: int, connect_timeout_s: float, session: Options) -> None:
-        self._refit_draft = self._refit_names_of_draft = None
-        self._refit_is_traced, self._refit_rearranged = False, frozenset()
-        config, mesh = self.vllm_config, engine.gen_mesh_of(self.vllm_config)
-        rank = engine.gen_rank_of(config) + replica * mesh.world
-        answer_request(rank, self._condensed_trace, store, session, connect_timeout_s)
-        plan = fetch_plan(store, session, timeout_s=connect_timeout_s)
-        self._require_own_mesh(plan, mesh, rank, replica)
-        if self._refit_endpoint is None and config.load_config.load_format == "dummy":
-            for model in (self.get_model(), draft_of(self.model_runner, config)[0]):
-                if model is not None:
-                    engine.set_default_kv_scales(model)  # once: refits may bring others
-        self._refit_plan = plan
-
-        def adopt(newer: Plan) -> RankOfPlan:
-            self._require_own_mesh(newer, mesh, rank, replica)
-            self._refit_plan = newer
-            return RankOfPlan(newer, "gen", rank)
-
-        endpoint = self._refit_endpoint = GenerationEndpoint(
-            RankOfPlan(plan, "gen", rank),
-            self._tensors_of_refit,
-            store=store,
-            load_weights=self._load_whole_tensors,
-            after_direct_writes=self._derive_tensors,
-            set_kv_scales=lambda scales: engine.set_kv_scales(self.get_model(), scales),
-            kv_scale_names=lambda: engine.kv_scale_names(self.get_model()),
-            check_layout=lambda: self._check_layout(self._refit_plan, rank, session),
-            adopt_plan=adopt,
-            state=None if self._refit_endpoint is None else self._refit_endpoint.state,
-            options=session,
-        )
-        endpoint.prepare(timeout_s=connect_timeout_s)
-
-    def _require_own_mesh(self, plan: Plan, mesh: GenMesh, rank: int, replica: int) -> None:
-        planned, actual = ((m.tp, m.pp, m.ep, m.layers) for m in (plan.gen, mesh))
-        if planned != actual:
-            raise MeshError(
-                f"the plan is for other engines than that of generation rank {rank}",
-                [
-                    f"planned {format_mesh(plan.gen)}",
-                    f"this engine {format_mesh(mesh)}, replica {replica}",
-                    "start the engine on the planned mesh, or give connect() of the trainer this one as gen=",
-                ],
-            )
-
-    def _tensors_of_refit(self) -> dict[str, torch.Tensor]:
-        model, draft = self.get_model(), self._refit_draft
-        tensors = engine.local_tensors(model, as_kernels_read=self._refit_is_traced)
-        return tensors | ({} if draft is None else own_tensors(draft, model))
-
-    def _load_whole_tensors(self, tensors: NamedTensors) -> None:
-        if self._refit_draft is None:
-            engine.load_weights(self.get_model(), tensors, as_kernels_read=self._refit_is_traced)
-        else:
-            load_both(self.get_model(), self._refit_draft, self._refit_names_of_draft, tensors)
-
-    def _derive_tensors(self) -> None:
-        for model in (self.get_model(), self._refit_draft):
-            if model is not None:
-                engine.after_direct_writes(model, self.vllm_config.model_config.dtype)
-
-    def _condensed_trace(self, checkpoint: Mapping[str, HfTensor]) -> CondensedTrace:
-        """What this rank's loaders do; what they did with an equal model and checkpoint before will do."""
-        names = ParameterNames(checkpoint)
-        draft = draft_of(self.model_runner, self.vllm_config)[0]
-        models = {"": self.get_model()} if draft is None else {"": self.get_model(), PREFIX: draft}
-        self._refit_is_traced = True
-        for model in models.values():
-            engine.refuse_unknown_layouts(model, as_kernels_read=True)
-        order = {prefix: sorted(rearranged_parameters(model)) for prefix, model in models.items()}
-        kept = self._kept(checkpoint=dump_checkpoint(checkpoint), rearranged=order)
-        if (lines := kept.read()) is None:
-            try:
-                trace, of_draft = self._trace(draft, checkpoint)
-            except TraceError as error:  # the loader itself still takes whole tensors: all of the model goes by misc
-                for model in models.values():
-                    engine.refuse_traced_layouts(model, dict.fromkeys(rearranged_parameters(model), str(error)))
-                self._refit_draft = draft
-                return untraceable(checkpoint, "load_weights", str(error))
-            rearranged = [name for prefix, model in models.items() for name in _rearranged_of(trace, prefix, model)]
-            lines = [dump_trace(condense(trace, names, is_trainer=False)), json.dumps([of_draft, rearranged])]
-            kept.write(lines)
-        of_draft, rearranged = parse_json(lines[1], "the file of a trace", max_bytes=MAX_PLAN_BYTES)
-        self._refit_rearranged = frozenset(rearranged)
-        if of_draft is not None:
-            self._refit_draft, self._refit_names_of_draft = draft, frozenset(of_draft)
-        return parse_trace(lines[0])
-
-    def _trace(
-        self, draft: torch.nn.Module | None, checkpoint: Mapping[str, HfTensor]
-    ) -> tuple[RankTrace, list[str] | None]:
-        """The trace of this rank's models, and the tensors that the draft model reads; None if it reads none of its own."""
-        model = self.get_model()
-        with self._as_vllm_configured():
-            trace = trace_loading(model, checkpoint, as_kernels_read=True)
-            of_draft = None if draft is None else trace_draft(draft, model, checkpoint)
-        if of_draft is None:
-            return trace, None
-        read = sorted({name for tensor in of_draft.tensors for name in tensor.names})
-        return RankTrace(trace.tensors + of_draft.tensors), read
-
-    def _kept(self, **parts: Any) -> KeptFile:
-        """What was seen of models like this rank's. vLLM counts and draws numbers in its configs, which say nothing of them."""
-        from vllm.config import CompilationConfig, VllmConfig
-
-        models = self.get_model(), draft_of(self.model_runner, self.vllm_config)[0]
-        digests = [fingerprint(model, (VllmConfig, CompilationConfig)) for model in models if model is not None]
-        place = engine.gen_rank_of(self.vllm_config), format_mesh(engine.gen_mesh_of(self.vllm_config))
-        return KeptFile.of("vllm", models=digests, place=place, **parts)
-
-    def _check_layout(self, plan: Plan, rank: int, options: Options) -> None:
-        if is_traced(plan):
-            self._refuse_loading_of_rearranged(plan, rank, options)
-            if not plan.pairs:  # the plan is what the loaders do; the places of scales are derived
-                return
-        kept = self._kept(agrees_with=plan.digest, rank=rank)
-        if kept.read() is None:
-            if is_traced(plan):
-                trace = self._trace(draft_of(self.model_runner, self.vllm_config)[0], checkpoint_of(plan))[0]
-            else:
-                with self._as_vllm_configured():
-                    trace = trace_loading(self.get_model(), checkpoint_of(plan))
-            planned = rank % replica_ranks(plan.gen)  # replicas are alike, also those that are not in the plan
-            require_planned_layout(plan, "gen", planned, trace, f"vLLM {version('vllm')}")
-            kept.write([])
-        if plan.pairs:  # made of traces already, or of a family with rules, whose quantized tensors no traces plan
-            return
-        if draft_of(self.model_runner, self.vllm_config)[0] is not None:
-            raise TracesNeeded("this engine has a draft model, which no layout rules know")
-        if rearranged_parameters(self.get_model()):
-            raise TracesNeeded("a backend of this engine has rearranged experts, as no layout rules know")
-
-    def _refuse_loading_of_rearranged(self, plan: Plan, rank: int, options: Options) -> None:
-        """Raise LayoutError where whole tensors would go through the loader into parameters that a backend has rearranged."""
-        if not self._refit_rearranged:
-            return
-        device = next(self.get_model().parameters()).device.type
-        golden = resolve(options.transport, device).connect is None
-        if loaded := self._refit_rearranged.intersection(self._refit_rearranged if golden else plan.misc_names()):
-            raise LayoutError(
-                f"gen:{rank}: {len(loaded)} tensors would go through vLLM's loader, which corrupts experts that a backend has"
-                f" rearranged, first {min(loaded)}: start vLLM with moe_backend='triton'"
-            )
-
-    def _why_draft_stays(self) -> str:
-        """Why refits do not write this rank's draft model; "" if it has none."""
-        draft, reason = draft_of(self.model_runner, self.vllm_config)
-        if draft is None:
-            return reason
-        return "the trainer sends none of its layers, or FP8, which is planned by rules; they know no draft models"
-
-    def _as_vllm_configured(self) -> AbstractContextManager[None]:
-        from vllm.config import set_current_vllm_config
-
-        return set_current_vllm_config(self.vllm_config)
-
-    def _guard_steps(self) -> None:
-        """Make every step of the engine raise while its weights are mixed.
-
-        An extension cannot override a method of vLLM's worker, so the model runner's gets an attribute before it.
-        """
-        step = getattr(self.model_runner, "execute_model", None)
-        if step is None or getattr(step, "refit_guards", False):
-            return
-
-        @wraps(step)
-        def guarded(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(scheduled, "total_num_scheduled_tokens", 1):  # steps without tokens are for vLLM's own accounts
-                self._refuse_mixture()
-            return step(scheduled, *args, **kwargs)
-
-        guarded.refit_guards = True  # type: ignore[attr-defined]
-        self.model_runner.execute_model = guarded
-
-    def _refuse_mixture(self) -> None:
-        endpoint = self._refit_endpoint
-        if endpoint is None or endpoint.state.may_generate or self._refit_mixed_may_generate:
-            return
-        raise MixedWeightsError(
-            f"{endpoint.rank_name}: this engine holds {endpoint.state.describe()}: refit again before it generates, or"
-            " connect with generate_while_mixed=True"
+        return self.refit_rank.connect(
+            store,
+            replica=replica,
+            connect_timeout_s=connect_timeout_s,
+            generate_while_mixed=generate_while_mixed,
+            **options,
         )
 
     @_answers
@@ -321,41 +85,24 @@ class RefitWorker:
         trainer left frozen: for an engine that has lost its weights. The report has the `state` of the weights, and an error
         ends with it. Of an engine of several workers the last one raises; the others return {"error": ...}.
         """
-        if self._refit_endpoint is None:
-            raise SessionError("this worker is in no session: call connect_refit() on all workers first")
-        with self._as_vllm_configured():
-            return asdict(self._refit_endpoint.refit(version, everything=everything))
+        return asdict(self.refit_rank.refit(version, everything=everything))
 
     @_answers
     def refit_state(self) -> dict[str, Any]:
         """What this worker's weights hold: {"state": "complete", "version": 3}, or "mixed" with "next" and "share"."""
-        if self._refit_endpoint is None:
-            raise SessionError("this worker is in no session: call connect_refit() on all workers first")
-        return self._refit_endpoint.state.to_json()
+        return self.refit_rank.connected.state.to_json()
 
     def refit_metrics(self) -> dict[str, Any]:
         """What this worker has done so far, as plain data: `GenerationEndpoint.metrics`."""
-        if self._refit_endpoint is None:
-            raise SessionError("this worker is in no session: call connect_refit() on all workers first")
-        return self._refit_endpoint.metrics()
+        return self.refit_rank.connected.metrics()
 
     def write_refit_trace(self, folder: str) -> str:
         """Write this worker's last refits as a chrome trace into a folder; returns the file, as in "gen-3.json"."""
-        if self._refit_endpoint is None:
-            raise SessionError("this worker is in no session: call connect_refit() on all workers first")
-        path = os.path.join(folder, f"{self._refit_endpoint.rank_name.replace(':', '-')}.json")
-        self._refit_endpoint.write_trace(path)
+        endpoint = self.refit_rank.connected
+        path = os.path.join(folder, f"{endpoint.rank_name.replace(':', '-')}.json")
+        endpoint.write_trace(path)
         return path
 
     def close_refit(self) -> None:
         """Leave the session and free what it holds. May be called twice."""
-        if self._refit_endpoint is not None:
-            self._refit_endpoint.close()
-
-
-def _rearranged_of(trace: RankTrace, prefix: str, model: torch.nn.Module) -> list[str]:
-    """The Hugging Face tensors that rearranged parameters are made of. Raises RuntimeError for those that are computed."""
-    own = {prefix + name: name for name in rearranged_parameters(model)}
-    traced = [tensor for tensor in trace.tensors if tensor.tensor.name in own]
-    engine.refuse_traced_layouts(model, {own[t.tensor.name]: t.computed for t in traced if t.computed})
-    return sorted({name for tensor in traced for name in tensor.names})
+        self.refit_rank.close()
