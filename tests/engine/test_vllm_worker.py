@@ -191,9 +191,9 @@ def test_a_worker_of_other_engines_than_the_plan_is_for_is_refused(config_folder
 
 
 def test_a_refit_needs_a_session(config_folder):
-    with pytest.raises(SessionError, match=r"call connect_refit\(\) on all workers first"):
+    with pytest.raises(SessionError, match="in no session: connect all workers first"):
         called(worker_of(config_folder(tiny("llama")), GenSizes(), 0), "refit", 1)
-    with pytest.raises(SessionError, match=r"call connect_refit\(\) on all workers first"):
+    with pytest.raises(SessionError, match="in no session: connect all workers first"):
         called(worker_of(config_folder(tiny("llama")), GenSizes(), 0), "refit_metrics")
 
 
