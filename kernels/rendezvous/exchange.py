@@ -22,7 +22,7 @@ from mcore_reshard.kernels.errors import DeadlineError, SessionError, TransferEr
 from mcore_reshard.planner.bounded_json import MAX_WORD_BYTES, parse_json
 
 from .polling import NOTICE_S
-from .store import StoreKeys
+from .store_keys import StoreKeys
 
 T = TypeVar("T")
 

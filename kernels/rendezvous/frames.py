@@ -78,3 +78,25 @@ def watch_host(connection: socket.socket, silence_s: float) -> None:
         if hasattr(socket, name):
             with suppress(OSError):  # a longer time than this kernel allows
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), min(limit, 32767_000))
+
+
+def receive(connection: socket.socket, limit: int) -> tuple[dict[str, Any], list[bytes]]:
+    """The next frame of a connection, of at most `limit` bytes. Raises OSError and FrameError."""
+    header_bytes, body = body_bytes(_read(connection, LENGTHS.size), limit)
+    return unpack(header_bytes, _read(connection, body))
+
+
+def _read(connection: socket.socket, count: int) -> bytes:
+    if count <= 1 << 16:
+        content = connection.recv(count)
+        if len(content) == count:
+            return content
+    else:
+        content = b""
+    buffer = bytearray(content)
+    while len(buffer) < count:
+        more = connection.recv(min(count - len(buffer), 1 << 20))
+        if not more:
+            raise ConnectionResetError("the store has closed the connection")
+        buffer += more
+    return bytes(buffer)

@@ -30,7 +30,7 @@ from mcore_reshard.kernels.errors import (
 
 from .exchange import StoreExchange, parse_stored, publish
 from .polling import LOOK_S, NOTICE_S, DeadlineThread
-from .store import FailFastStore, StoreKeys
+from .store_keys import FailFastStore, StoreKeys
 
 _TAG = 0  # one tag: gloo keeps messages of a pair and tag in order
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # torch reads it

@@ -22,7 +22,7 @@ from mcore_reshard.kernels.errors import ConnectError, DeadlineError, PeerLostEr
 
 from .exchange import Failure, StoreExchange, parse_stored, stored_text
 from .polling import CAUSE_S
-from .store import FailFastStore, StoreView
+from .store_keys import FailFastStore, StoreView
 
 _AGREED = stored_text({"agreed": True})
 _LAST = "commit"  # the last phase of an attempt

@@ -17,7 +17,7 @@ from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.host import is_importable
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.store import StoreKeys
+from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
 _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}

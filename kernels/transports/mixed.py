@@ -12,7 +12,7 @@ import torch
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import TransportUnavailable, first_of
-from mcore_reshard.kernels.rendezvous.store import FailFastStore
+from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 
 from .base import Executor, StageReport, Transport, TransportContext, close_all, connect_all, merge_reports
 from .peer_access import RankPair, unavailable_reasons_by_pair

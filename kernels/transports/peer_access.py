@@ -24,7 +24,7 @@ from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.host import host
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
-from mcore_reshard.kernels.rendezvous.store import FailFastStore
+from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .base import TransportContext, group_names, group_rank

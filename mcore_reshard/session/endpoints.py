@@ -34,10 +34,11 @@ from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import RefitError, SessionError
 from mcore_reshard.kernels.events import log_event
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.address import store_address
 from mcore_reshard.kernels.rendezvous.exchange import Failure
 from mcore_reshard.kernels.rendezvous.polling import HEAD_START_S, LOOK_S, NOTICE_S, DeadlineThread
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
-from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store, store_address
+from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 from mcore_reshard.kernels.transports.base import StageReport, Transport
 from mcore_reshard.kernels.transports.broadcast import broadcast, receive
 from mcore_reshard.planner.plan.plan import Plan

@@ -24,7 +24,8 @@ from mcore_reshard.kernels.errors import SessionClosed, SessionError, VersionErr
 from mcore_reshard.kernels.rendezvous.exchange import Failure, parse_stored, stored_text
 from mcore_reshard.kernels.rendezvous.polling import LOOK_S
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
-from mcore_reshard.kernels.rendezvous.store import Seat, SessionStore
+from mcore_reshard.kernels.rendezvous.store import SessionStore
+from mcore_reshard.kernels.rendezvous.store_connection import Seat
 
 from .agreement import parse_word
 

@@ -8,7 +8,8 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.store import connect_store, store_address
+from mcore_reshard.kernels.rendezvous.address import store_address
+from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import require_proof

@@ -39,7 +39,7 @@ from mcore_reshard.kernels.errors import (
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.exchange import parse_stored, publish
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.store import FailFastStore, StoreView
+from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore, StoreView
 from mcore_reshard.kernels.transports.base import Transport, TransportContext, connect_group, group_names
 from mcore_reshard.kernels.transports.broadcast import Tree, broadcast, receive
 from mcore_reshard.kernels.transports.registry import resolve

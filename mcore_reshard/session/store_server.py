@@ -15,8 +15,8 @@ from types import TracebackType
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous import server
+from mcore_reshard.kernels.rendezvous.address import split_address
 from mcore_reshard.kernels.rendezvous.frames import MAGIC, unpack
-from mcore_reshard.kernels.rendezvous.store import split_address
 
 LOOPBACK = "127.0.0.1"
 _PROBE_S = 2.0  # limit for a TCP connection to open; the session's own deadline limits calls to a store

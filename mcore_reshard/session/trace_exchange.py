@@ -20,7 +20,8 @@ from torch.distributed import DistNetworkError, DistStoreError
 from mcore_reshard.kernels.errors import LayoutError, RefitError, SessionError, TracesNeeded
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
-from mcore_reshard.kernels.rendezvous.store import StoreView, connect_store
+from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.kernels.rendezvous.store_keys import StoreView
 from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames
 from mcore_reshard.planner.layout.trace_file import (

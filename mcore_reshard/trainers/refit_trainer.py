@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_reshard.kernels.errors import RefitError, SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.store import split_address
+from mcore_reshard.kernels.rendezvous.address import split_address
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planning import InputError, RefitRequest
 from mcore_reshard.session.endpoints import RefitHandle, RefitReport, TrainEndpoint

@@ -18,7 +18,7 @@ from helpers.ranks import run_ranks, store_of, store_process, values
 
 from mcore_reshard.kernels.errors import RefitError, SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.store import StoreKeys
+from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
 

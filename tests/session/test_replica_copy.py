@@ -20,7 +20,8 @@ from helpers.ranks import run_ranks, values
 from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.store import StoreView, connect_store
+from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.kernels.rendezvous.store_keys import StoreView
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.session.replica_copy import CopyReport, list_tensors, offer, take

@@ -38,7 +38,7 @@ def host() -> Iterator[StoreProcess]:
 
 def unsealed(store: SessionStore) -> SessionStore:
     """An attacker's: it has a connection, and no key. So would be a store that its host has taken over."""
-    store._sealer = Sealer()
+    store.sealer = Sealer()
     return store
 
 
@@ -58,7 +58,7 @@ def test_a_session_begun_without_a_token_takes_none(host: StoreProcess) -> None:
 
 def test_a_signature_of_another_key_opens_nothing(host: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     with connect_store(host.address, OPTIONS) as store:
-        owner = store._sealer.proof("")["owner"]
+        owner = store.sealer.proof("")["owner"]
         liar = Sealer.of(find_token("another secret of tests"), "s")
         monkeypatch.setattr(liar, "proof", lambda nonce: {"owner": owner, "proof": "00" * 64})
         monkeypatch.setattr(store_module.Sealer, "of", staticmethod(lambda *_: liar))

@@ -34,7 +34,7 @@ from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.store import FailFastStore
+from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.planner.plan.schedule import Schedule, SourceView
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]

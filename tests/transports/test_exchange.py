@@ -14,7 +14,7 @@ from numpy.random import default_rng
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, parse_stored
-from mcore_reshard.kernels.rendezvous.store import StoreView
+from mcore_reshard.kernels.rendezvous.store_keys import StoreView
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor, _parse_unique_id
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 from mcore_reshard.session.store_server import serve_store

@@ -12,7 +12,8 @@ from helpers.ranks import store_of, store_process
 from torch.distributed import DistStoreError
 
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.kernels.rendezvous.store import FailFastStore, SessionStore
+from mcore_reshard.kernels.rendezvous.store import SessionStore
+from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 
 LONG = timedelta(seconds=20)
 

@@ -21,7 +21,7 @@ from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.errors import SessionError, Waiting
 from mcore_reshard.kernels.rendezvous import gloo_group
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.store import FailFastStore
+from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 
 BUCKET_BYTES = 128

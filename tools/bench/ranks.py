@@ -22,7 +22,8 @@ import torch
 from mcore_reshard.kernels.errors import Waiting
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.store import SessionStore, StoreKeys, connect_store
+from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
+from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World

@@ -39,7 +39,7 @@ from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
-from mcore_reshard.kernels.rendezvous.store import StoreKeys
+from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.base import StageReport
 
 from .peer_signals import PeerSignals, Signal

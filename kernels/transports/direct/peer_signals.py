@@ -14,7 +14,7 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import TransferError, Waiting
 from mcore_reshard.kernels.rendezvous.exchange import fetch, publish
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooMessage
-from mcore_reshard.kernels.rendezvous.store import FailFastStore, StoreKeys
+from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore, StoreKeys
 from mcore_reshard.kernels.transports.base import connect_group, group_names, peer_group_rank
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError, Waiting
 from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fetch, publish
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
-from mcore_reshard.kernels.rendezvous.store import StoreKeys
+from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.base import StageClock, StageReport, group_names, group_rank
 
 from .communicator import NcclCommunicator, NcclError, new_unique_id
