@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from live.cases import PLACES, cases_on
 from live.verdict import judge
+from live.whole_model import speeds
 
 
 def answers(first: int, logprob: float) -> list[dict[str, Any]]:
@@ -106,3 +107,19 @@ def test_every_case_has_a_name_of_its_own() -> None:
     cases = cases_on(1) + cases_on(2)
     assert len({case.name for case in cases}) == len(cases)
     assert {PLACES[case.place].gpus for case in cases} == {1, 2}
+
+
+def test_tokens_per_second_are_told_apart_by_what_overlaps_a_refit() -> None:
+    """Steps of 10 ms, and of 20 ms while a refit runs; the last step of another batch counts for nothing."""
+    starts = [0.00, 0.01, 0.02, 0.04, 0.06, 0.07]
+    steps = [*((start, 4) for start in starts), (0.08, 2), (0.5, 4)]
+    without, during = speeds(steps, [(0.02, 0.06)], batch=4)
+    assert without == pytest.approx(400)
+    assert during == pytest.approx(200)
+    _, half = speeds([(0.0, 4), (0.02, 4), (0.04, 1)], [(0.01, 0.02)], batch=4)
+    assert half == pytest.approx(200)
+
+
+def test_a_run_without_refits_gives_no_speeds() -> None:
+    with pytest.raises(ValueError, match="both beside refits and without"):
+        speeds([(0.0, 4), (0.01, 4)], [], batch=4)
