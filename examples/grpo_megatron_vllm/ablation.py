@@ -67,7 +67,9 @@ def problems(done: list[dict[str, Any]]) -> list[str]:
     apart = {(run["refits"], run["seed"]): run for run in done if run["place"] == APART and not run.get("restart_at")}
     found = []
     for run in done:
-        name = f"{run['place']}, refits {run['refits']}, seed {run['seed']}" + (", restarted" if run.get("restart_at") else "")
+        name = f"{run['place']}, refits {run['refits']}, seed {run['seed']}" + (
+            ", restarted" if run.get("restart_at") else ""
+        )
         if "error" in run:
             found.append(f"{name}: {run['error']}")
             continue

@@ -25,7 +25,16 @@ pytestmark = [
 
 def started(out: Path, *options: str) -> subprocess.Popen[bytes]:
     here = Path(__file__).parent
-    command = [sys.executable, str(here / "grpo_on_cpu.py"), "--device", "cpu", "--transport", "gloo", "--steps", str(STEPS)]
+    command = [
+        sys.executable,
+        str(here / "grpo_on_cpu.py"),
+        "--device",
+        "cpu",
+        "--transport",
+        "gloo",
+        "--steps",
+        str(STEPS),
+    ]
     command += ["--engine", str(here / "engine_on_cpu.py"), "--out", str(out), *options]
     path = os.pathsep.join([str(ROOT), str(EXAMPLE)])
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
