@@ -1,6 +1,6 @@
-"""The task: say some digits backwards. A prompt is five digits and "=", the answer the same digits from the last to the first.
+"""The task: say some digits backwards. A prompt is three digits and "=", the answer the same digits from last to first.
 
-    prompt [3, 1, 4, 1, 5, 10]    answer [5, 1, 4, 1, 3]
+    prompt [3, 1, 4, 10]    answer [4, 1, 3]
 
 A policy that knows nothing is right in one token of `VOCABULARY`. Nothing but attention to the right place helps.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-DIGITS, SYMBOLS, EQUALS = 5, 10, 10
+DIGITS, SYMBOLS, EQUALS = 3, 10, 10
 VOCABULARY = 64  # vLLM pads a vocabulary to a multiple of 64
 PROMPT_TOKENS, ANSWER_TOKENS = DIGITS + 1, DIGITS
 
