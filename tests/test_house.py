@@ -50,6 +50,17 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "mcore_reshard/tracing/",
     ),
     "mcore_reshard/engines": ("planner/", "kernels/", "mcore_reshard/session/", "mcore_reshard/tracing/"),
+    "mcore_reshard/integrations": (
+        "planner/",
+        "kernels/",
+        "mcore_reshard/planning",
+        "mcore_reshard/megatron",
+        "mcore_reshard/dtensor",
+        "mcore_reshard/vllm",
+        "mcore_reshard/session/",
+        "mcore_reshard/trainers/",
+        "mcore_reshard/engines/",
+    ),
     "mcore_reshard/validation": (
         "planner/",
         "kernels/",

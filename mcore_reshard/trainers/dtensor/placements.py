@@ -32,12 +32,11 @@ def copies_to_local(tensor: torch.Tensor) -> list[StridedCopy]:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return _copies(shape, [[(0, size)] for size in shape])
-    mesh, held = tensor.device_mesh, [[(0, size)] for size in shape]
+    mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
-    for placement, count, index in zip(tensor.placements, mesh.shape, coordinate, strict=True):
-        held = _place(held, placement, count, index)
+    held = ranges_held(shape, tensor.placements, mesh.shape, coordinate)
     with torch.no_grad():
         local = tuple(tensor.to_local().shape)
     expected = tuple(sum(stop - start for start, stop in ranges) for ranges in held)
@@ -45,6 +44,19 @@ def copies_to_local(tensor: torch.Tensor) -> list[StridedCopy]:
         placements = ", ".join(map(str, tensor.placements))
         raise ValueError(f"({placements}) of {list(shape)} give this rank {list(expected)}, it holds {list(local)}")
     return _copies(shape, held)
+
+
+def ranges_held(
+    shape: Sequence[int], placements: Sequence[Any], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """Half-open ranges along each dim of the whole tensor that the rank at `coordinate` has, in its own order.
+
+    Raises ValueError for a placement that leaves sums to be added up, or that is unknown.
+    """
+    held: list[_Ranges] = [[(0, size)] for size in shape]
+    for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
+        held = _place(held, placement, count, index)
+    return held
 
 
 def _place(held: list[_Ranges], placement: Any, count: int, index: int) -> list[_Ranges]:
