@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument(
         "--restart-at", type=int, metavar="STEP", help="kill the engine before this step, and start another"
     )
-    parser.add_argument("--device", default="cuda", help="of the trainer (default: cuda)")
+    parser.add_argument("--device", default="cuda:0", help="of the trainer (default: cuda:0)")
     parser.add_argument(
         "--engine-gpus", default="0", help="as in CUDA_VISIBLE_DEVICES; the engine takes the first (default: 0)"
     )
