@@ -45,12 +45,14 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
 from .agreement import agreed_kv_scales, check_alike, check_kv_names, kv_scales_word, parse_word
+from .attempts import CONNECT, PROTOCOL, REFIT, Call, Head, next_version
 from .connection import EVERYTHING as EVERYTHING
 from .connection import TRAINABLE as TRAINABLE
 from .connection import Connection, Program, bind_part, connect_members
 from .executed_check import agree_on_executed
+from .follower import Follower
 from .goodbye import say_goodbye_at_exit
-from .members import CONNECT, PROTOCOL, REFIT, Call, Follower, Head, Leader, next_version
+from .leader import Leader
 from .newcomers import Rank, catch_up, serve_newcomers
 from .part import Part, RankOfPlan, part_of
 from .plan_exchange import fetch_plan

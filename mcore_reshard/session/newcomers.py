@@ -27,7 +27,7 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.exchange import parse_stored
 from mcore_reshard.kernels.rendezvous.store import SessionStore
 
-from .members import World
+from .attempts import World
 from .replica_copy import offer, take
 from .state import WeightState
 

@@ -11,7 +11,7 @@ from mcore_reshard.planner.plan.replicas import replica_ranks, schedule_for
 from mcore_reshard.planner.plan.schedule import Schedule
 from mcore_reshard.planner.plan.schedule import World as WorldName
 
-from .members import World
+from .attempts import World
 
 
 class Part(Protocol):

@@ -24,7 +24,7 @@ from mcore_reshard.kernels.events import log_event
 from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.transports.base import StageReport
 
-from .members import World
+from .attempts import World
 from .state import WeightState, intact
 
 SEEN = "seen"  # the keys of ranks' news

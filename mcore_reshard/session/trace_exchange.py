@@ -36,7 +36,7 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import World
 from mcore_reshard.planner.plan.trace_check import trace_faults
 
-from .members import HEAD, REFIT
+from .attempts import HEAD, REFIT
 
 _TRACES = "traces"  # the part of the store with what is here
 _REQUEST = "request"  # what training rank 0 asks of engines: a checkpoint, or nothing

@@ -22,7 +22,7 @@ from mcore_reshard.kernels.rendezvous.exchange import parse_stored
 from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.rendezvous.store_connection import Seat
 
-from .members import HEAD, Call, Head, World
+from .attempts import HEAD, Call, Head, World
 from .record import SEEN
 from .staged import STAGED
 

@@ -27,7 +27,7 @@ from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 from mcore_reshard.kernels.rendezvous.store_connection import Seat
-from mcore_reshard.session.members import Head, World
+from mcore_reshard.session.attempts import Head, World
 from mcore_reshard.session.watch import _News, _Progress, describe, observe
 
 TOKEN = "a token of some length"

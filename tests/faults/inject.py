@@ -28,7 +28,7 @@ from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.base import Executor, StageReport, TransportContext
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.relay import connect_relayed
-from mcore_reshard.session import endpoints, members
+from mcore_reshard.session import attendance, endpoints
 
 from .matrix import PREPARING, STORE, Cell
 
@@ -103,7 +103,7 @@ class Injector:
 def install(injector: Injector) -> None:
     """Wrap what sessions of this process call."""
     at = injector.inside
-    _before(members.Attendance, "_say", lambda *_: None, after=lambda: at("waiting for the call"))
+    _before(attendance.Attendance, "_say", lambda *_: None, after=lambda: at("waiting for the call"))
     _before(endpoints._Endpoint, "_move_bulk", lambda *_: at("before reads"))
     _before(Rendezvous, "decide", lambda *_: at("before the vote"))
     _before(Rendezvous, "_await_outcome", lambda self, phase, *_: at("voted") if phase == "commit" else None)

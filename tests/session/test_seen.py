@@ -17,7 +17,7 @@ from helpers.ranks import run_ranks, values
 from session.test_refit_session import Trainer, seat
 
 from mcore_reshard.kernels.errors import RefitError
-from mcore_reshard.session.members import World
+from mcore_reshard.session.attempts import World
 from mcore_reshard.session.metrics import prometheus_text
 from mcore_reshard.session.record import TRACED_ATTEMPTS, Record
 from mcore_reshard.session.trace_events import write_trace

@@ -1,0 +1,112 @@
+"""One rank's part in the attempts of a session: its word, its farewell, and the loss of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any
+
+from torch.distributed import DistNetworkError
+
+from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.rendezvous.exchange import Failure, parse_stored, stored_text
+from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
+from mcore_reshard.kernels.rendezvous.store import SessionStore
+from mcore_reshard.kernels.rendezvous.store_connection import Seat
+
+from .attempts import HEAD, LEADER, Call, Head, World, parse_call
+
+MakeWord = Callable[[], dict[str, Any]]
+
+
+class Attendance:
+    """One rank's part in the calls of a session."""
+
+    def __init__(self, store: SessionStore, seat: str, world: World, process: str, timeout_s: float) -> None:
+        self.store = store
+        self.seat = seat
+        self.world = world
+        self.timeout_s = timeout_s
+        self._process = process
+        self._done: Head | None = None  # of the last attempt that this rank took part in, or was left out of
+
+    @property
+    def leads(self) -> bool:
+        return self.seat == LEADER
+
+    def lost(self, members: Sequence[str], processes: Mapping[str, Any] = MappingProxyType({})) -> Failure | None:
+        """The first of `members` that has exited or left, as every rank may tell it.
+
+        `processes`: who they were, by seat. A process that has taken the seat of another one tells that this one is gone.
+        """
+        seats = self.store.seats
+        for name in members:
+            if name == self.seat or (seat := seats.get(name)) is None:
+                continue
+            if seat.status == "here":
+                before = processes.get(name, process := seat.facts.get("process"))
+                if before != process and self.store.check([farewell := _farewell(name, before)]):
+                    return parse_stored(farewell, self.store.get(farewell), Failure.from_json, written_by=name)
+                if before != process:
+                    return Failure(
+                        self.seat, "PeerGone", f"{name} has exited; {_place(seat)} has taken its place", peer=name
+                    )
+            else:
+                if self.store.check([farewell := _farewell(name, seat.facts.get("process"))]):
+                    return parse_stored(farewell, self.store.get(farewell), Failure.from_json, written_by=name)
+                return Failure(self.seat, "PeerGone", f"{describe(seat)}", peer=name)
+        return None
+
+    def say_farewell(self, failure: Failure) -> None:
+        """Leave word why this rank goes: others that see its empty seat raise this."""
+        self.store.set(_farewell(self.seat, self._process), stored_text(asdict(failure)))
+
+    @contextmanager
+    def store_is_up(self) -> Iterator[None]:
+        try:
+            yield
+        except DistNetworkError as error:
+            raise SessionError(f"{self.seat} lost {error}") from error
+
+    def fail_call(self, attempt: str, failure: Failure) -> Failure | None:
+        """Tell all that an attempt has no members, unless they are called already: then None."""
+        key = f"a/{attempt}/call"
+        self.store.compare_set(key, "", stored_text({"failure": asdict(failure)}))
+        said = parse_stored(key, self.store.get(key), dict)
+        return Failure.from_json(said["failure"]) if "failure" in said else None
+
+    def _say(self, attempt: str, make_word: MakeWord) -> dict[str, Any]:
+        """Publish this rank's word; an error of `make_word` fails the attempt for all."""
+        try:
+            word = {**make_word(), "process": self._process}
+        except BaseException as error:
+            with self.store_is_up():
+                stands = self.fail_call(attempt, Failure.of(self.seat, error))
+            if stands is not None and stands.rank_name != self.seat and isinstance(error, SessionError):
+                raise SessionFailed(stands) from error
+            raise
+        self.store.set_soon({f"a/{attempt}/word/{self.seat}": stored_text(word)})
+        return word
+
+    def _read_call(self, attempt: str) -> Call:
+        key = f"a/{attempt}/call"
+        return parse_call(key, self.store.get(key))
+
+    def _read_head(self) -> Head | None:
+        head = self.store.peek(HEAD, writer=LEADER)
+        return None if head is None else parse_stored(HEAD, head, Head.from_json, written_by=LEADER)
+
+
+def _farewell(seat: str, process: Any) -> str:
+    return f"farewell/{seat}/{process}"
+
+
+def _place(seat: Seat) -> str:
+    return f"process {seat.facts.get('pid', '?')} on {seat.facts.get('host', '?')}"
+
+
+def describe(seat: Seat) -> str:
+    """What became of a rank: 'gen:3 (process 77 on node2) has exited'."""
+    return f"{seat.name} ({_place(seat)}) {'has left the session' if seat.status == 'left' else 'has exited or was killed'}"

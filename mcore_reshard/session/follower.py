@@ -1,0 +1,113 @@
+"""A rank that follows: it waits for an attempt, says its word, and reads the call. Every rank but training rank 0."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import asdict
+
+from mcore_reshard.kernels.errors import SessionClosed, SessionError
+from mcore_reshard.kernels.rendezvous.exchange import Failure, stored_text
+from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
+
+from .attempts import LEADER, Call, Head, require_protocol
+from .attendance import Attendance, MakeWord, describe
+
+
+class Follower(Attendance):
+    """Every rank but training rank 0."""
+
+    def await_head(self, timeout_s: float, occasion: str) -> Head:
+        """The next attempt that the leader begins. Raises where none begins in time, and once the leader is gone."""
+        start = time.monotonic()
+        deadline = start + timeout_s
+        was_gone = self._leader_is_gone()
+        with self.store_is_up():
+            while True:
+                head = self._read_head()
+                if head is not None and head != self._done:
+                    require_protocol(head.protocol, head.package, "trainer", "engine")
+                    return head
+                left_s = deadline - time.monotonic()
+                began = self._next_head_key(head)
+                came = self.store.wait_any(
+                    [began], max(0.0, left_s), look=lambda: self._raise_if_leader_leaves(was_gone)
+                )
+                if not came and left_s <= 0:
+                    failure = f"{LEADER} did not {occasion} within {timeout_s:g} s"
+                    leader = self.store.seats.get(LEADER)
+                    if leader is not None and leader.status == "left":
+                        raise SessionClosed(
+                            f"{LEADER} has left the session, and no trainer came within {timeout_s:g} s"
+                        )
+                    if leader is not None and leader.status != "here":
+                        failure += f": {describe(leader)}"
+                    failure += self.store.silence(start)
+                    raise SessionFailed(Failure(self.seat, "DeadlineError", failure, peer=LEADER))
+
+    def follow(self, head: Head, make_word: MakeWord) -> Call | None:
+        """Say this rank's word and return the call; None if this rank came too late for it.
+
+        Raises `SessionFailed`, and `SessionError` where this rank's replica cannot take part.
+        """
+        self._done = head
+        try:
+            return self._follow(head, make_word)
+        except SessionError:
+            raise
+        except BaseException as error:  # the others must not wait for this rank
+            with suppress(Exception):
+                self._abandon(head.attempt, Failure.of(self.seat, error))
+            raise
+
+    def _follow(self, head: Head, make_word: MakeWord) -> Call | None:
+        start = time.monotonic()
+        with self.store_is_up():
+            self._say(head.attempt, make_word)
+            call = f"a/{head.attempt}/call"
+            # The leader waits for its own deadline, then says why; it began a little earlier or later than this rank.
+            came = self.store.wait_any(
+                [call], 2 * self.timeout_s, look=lambda: self._raise_if_leader_leaves(False, head)
+            )
+            if not came:
+                message = f"{LEADER} called nobody within {2 * self.timeout_s:g} s" + self.store.silence(start)
+                raise SessionFailed(Failure(self.seat, "DeadlineError", message, peer=LEADER))
+            called = self._read_call(head.attempt)
+        if self.seat in called.members:
+            if called.words[self.seat].get("process") != self._process:
+                raise SessionError(f"the word of {self.seat} does not stand in the call as it was said")
+            return called
+        if reason := called.left_out.get(self.seat):
+            raise SessionError(f"{self.seat} is left out: {reason}")
+        return None
+
+    def _abandon(self, attempt: str, failure: Failure) -> None:
+        """Fail an attempt for all, whether its members are called already or not."""
+        if self.fail_call(attempt, failure) is not None:
+            return
+        call = self._read_call(attempt)
+        phases = [f"e/{call.epoch}/hello"] if call.epoch == attempt else []
+        for phase in (*phases, f"a/{attempt}/bulk", f"a/{attempt}/commit"):
+            self.store.compare_set(f"{phase}/outcome", "", stored_text(asdict(failure)))
+
+    def skip(self, head: Head) -> None:
+        """Take no part in an attempt that is under way: this rank has come later."""
+        self._done = head
+
+    def _next_head_key(self, head: Head | None) -> str:
+        return f"began/{0 if head is None else head.number}"
+
+    def _leader_is_gone(self) -> bool:
+        leader = self.store.seats.get(LEADER)
+        return leader is None or leader.status != "here"
+
+    def _raise_if_leader_leaves(self, was_gone: bool, head: Head | None = None) -> None:
+        """Raise once the leader goes. One that was gone before may come back: a trainer that restarts."""
+        leader = self.store.seats.get(LEADER)
+        if head is not None and (lost := self.lost([LEADER], {LEADER: head.leader})) and lost.message.endswith("place"):
+            raise SessionFailed(lost)
+        if leader is None or leader.status == "here" or was_gone:
+            return
+        if leader.status == "left":
+            raise SessionClosed(f"{LEADER} has left the session; engines keep their weights, and wait for a trainer")
+        raise SessionFailed(Failure(self.seat, "PeerGone", describe(leader), peer=LEADER))

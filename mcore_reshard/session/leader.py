@@ -1,0 +1,243 @@
+"""Training rank 0 leads: it begins attempts, waits for the ranks that must come, and calls the members.
+
+    leader     begins attempt 7          waits for all training ranks and replicas       calls: members, epoch, all words
+    follower   waits for an attempt      says its word                                   reads the call
+
+Replicas that miss a deadline, or cannot connect, are set aside until they come again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch.distributed import DistStoreError
+
+from mcore_reshard.kernels.rendezvous.exchange import Failure, parse_stored, stored_text
+from mcore_reshard.kernels.rendezvous.polling import LOOK_S
+from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
+from mcore_reshard.kernels.rendezvous.store import SessionStore
+
+from .agreement import parse_word
+from .attempts import CONNECT, HEAD, Call, Head, World, parse_call
+from .attendance import Attendance, MakeWord, describe
+
+_NEWCOMERS_S = 0.05  # how often a leader without any replica looks for one
+# Errors after which a replica may connect the next time; after others somebody must mend something first.
+_MAY_PASS = {
+    "KeyboardInterrupt",
+    "SessionError",
+    "ConnectError",
+    "SessionFailed",
+    "DeadlineError",
+    "PeerLostError",
+    "PeerGone",
+    "StoreRestarted",
+}
+_KEPT_ATTEMPTS = 4  # of which keys stay: a rank that wakes late reads there how its attempt ended
+
+
+class Leader(Attendance):
+    """Training rank 0."""
+
+    def __init__(
+        self, store: SessionStore, seat: str, world: World, process: str, timeout_s: float, *, plan: str, package: str
+    ) -> None:
+        super().__init__(store, seat, world, process, timeout_s)
+        self._plan, self._package = plan, package
+        self._late: dict[int, str] = {}  # replicas that missed a deadline, until they say a word; why
+        self._refused: dict[str, str] = {}  # seats by process that could not connect; why
+        self._lags: dict[int, int] = {}  # by replica: how many committed refits it has missed
+        self._began_with: dict[str, Any] = {}  # the processes, by seat, when the attempt under way began
+        self._uncalled: Failure | None = None  # why the last attempt was not called, where the store may not know it
+        self._epoch = 0  # the attempt in which those who are called now connected
+        self._old: list[int] = []  # attempts whose keys still stand
+        self._led_at = ""  # the store at which the last attempt began
+        self._said: dict[str, int] = {}  # by seat: the last attempt that it took part in
+        self.max_lag = 0
+
+    @property
+    def lags(self) -> dict[int, int]:
+        """How many committed refits each replica has missed."""
+        return dict(self._lags)
+
+    def begin(self, kind: str) -> Head:
+        """Announce an attempt."""
+        with self.store_is_up():
+            if self._done is not None and self._uncalled is not None:
+                self.fail_call(self._done.attempt, self._uncalled)
+            self._uncalled = None
+            # Nobody else leads while this process has the seat. A store that started anew is empty: what it has counts.
+            last = self._done if self._led_at == self.store.instance else self._read_head()
+            self._led_at = self.store.instance
+            number = 1 + max(0 if each is None else each.number for each in (last, self._done))
+            head = Head(self._process, number, kind, self._plan, package=self._package)
+            began = f"began/{0 if last is None else last.number}"
+            self.store.set_soon({HEAD: stored_text(asdict(head)), began: ""})
+            self._done = head
+            self._began_with = {name: seat.facts.get("process") for name, seat in self.store.seats.items()}
+            self._forget(number)
+        return head
+
+    def call(
+        self, head: Head, make_word: MakeWord, timeout_s: float, epoch: Callable[[tuple[int, ...]], str | None]
+    ) -> Call:
+        """Say this rank's word, wait for those that must come, and call the members.
+
+        `epoch(replicas)` is the epoch in which this rank is connected with them, None if it is in none. Raises
+        `SessionFailed` on all ranks if a training rank is gone, or a replica that must come is late.
+        """
+        try:
+            return self._call(head, make_word, timeout_s, epoch)
+        except BaseException as error:
+            self._uncalled = error.failure if isinstance(error, SessionFailed) else Failure.of(self.seat, error)
+            with suppress(Exception):
+                self.fail_call(head.attempt, self._uncalled)
+            raise
+
+    def _call(
+        self, head: Head, make_word: MakeWord, timeout_s: float, epoch: Callable[[tuple[int, ...]], str | None]
+    ) -> Call:
+        prefix = f"a/{head.attempt}/word/"
+        with self.store_is_up():
+            self._say(head.attempt, make_word)
+            replicas = self._await_words(head, prefix, timeout_s)
+            members = self.world.members(replicas)
+            said = self.store.multi_get([prefix + seat for seat in members], writers=members)
+            words = {
+                seat: parse_stored(prefix + seat, word, parse_word, written_by=seat)
+                for seat, word in zip(members, said, strict=True)
+            }
+            known = epoch(replicas)
+            same = known is not None and all(word.get("epoch") == known for word in words.values())
+            left_out = {
+                seat: reason for replica, reason in self._crippled().items() for seat in self.world.seats_of(replica)
+            }
+            call = Call(
+                head.attempt,
+                head.kind,
+                members,
+                replicas,
+                known if same and known else head.attempt,
+                words,
+                self._plan,
+                left_out,
+            )
+            self._epoch = int(call.epoch.partition("-")[0])
+            key = f"a/{head.attempt}/call"
+            return parse_call(key, self.store.compare_set(key, "", stored_text(asdict(call))))
+
+    def committed(self, replicas: Sequence[int]) -> None:
+        """Note which replicas have the newest version."""
+        lagging = {replica: lag + 1 for replica, lag in self._lags.items() if replica in self._present()}
+        self._lags = {**lagging, **dict.fromkeys(replicas, 0)}
+
+    def note_failure(self, failure: Failure, connecting: bool) -> None:
+        """Set aside a replica that kept the others waiting, or that cannot connect, so that the next attempt can do without."""
+        name = failure.peer if failure.error in ("DeadlineError", "PeerLostError", "PeerGone") else failure.rank_name
+        if not name or not name.startswith("gen:"):
+            return
+        if failure.error in ("DeadlineError", "PeerLostError"):
+            self._late[self.world.replica_of(name)] = f"{name} kept the others waiting"
+        elif connecting and failure.error not in _MAY_PASS and (seat := self.store.seats.get(name)) is not None:
+            self._refused[str(seat.facts.get("process"))] = f"{name} could not connect: {failure.message}"
+
+    def _await_words(self, head: Head, prefix: str, timeout_s: float) -> tuple[int, ...]:
+        """The replicas of an attempt, once all that must come have said a word."""
+        deadline, is_first = time.monotonic() + timeout_s, True
+        while True:
+            required = self._required(head)
+            keys = [prefix + seat for seat in self.world.members(required)]
+            if is_first and required and self.store.wait_all(keys, min(timeout_s, LOOK_S)):
+                missing: list[str] = []  # the usual case, in one question to the store
+            else:
+                self._raise_if_hopeless(head)
+                missing = self._without_word(keys)
+            is_first = False
+            optional = [] if missing else self._optional(prefix, required)
+            self._said |= dict.fromkeys(self.world.members([*required, *optional]), head.number) if not missing else {}
+            if not missing and (required or optional):
+                self._late = {replica: why for replica, why in self._late.items() if replica not in optional}
+                return tuple(sorted({*required, *optional}))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self._end_waiting(head, [key.removeprefix(prefix) for key in missing], timeout_s, deadline)
+            with suppress(DistStoreError):  # then look again who must come
+                wait_s = min(left_s, LOOK_S) if missing else min(left_s, _NEWCOMERS_S)
+                self.store.wait(missing or [f"{prefix}nobody"], timedelta(seconds=wait_s))
+
+    def _raise_if_hopeless(self, head: Head) -> None:
+        """Raise where a rank has failed instead of saying its word, or one that the attempt needs is gone."""
+        if self.store.check([f"a/{head.attempt}/call"]):
+            self._read_call(head.attempt)
+        needed = self.world.members(range(self.world.replicas)) if head.kind == CONNECT else self.world.train_seats()
+        if lost := self.lost(needed, self._began_with):
+            raise SessionFailed(self.fail_call(head.attempt, lost) or lost)
+
+    def _optional(self, prefix: str, required: Sequence[int]) -> list[int]:
+        """Replicas that need not come, and have."""
+        others = [replica for replica in self._present() if replica not in required]
+        return [
+            each for each in others if not self._without_word([prefix + name for name in self.world.seats_of(each)])
+        ]
+
+    def _required(self, head: Head) -> tuple[int, ...]:
+        """Replicas without whose word no call is made."""
+        if head.kind == CONNECT:
+            return tuple(range(self.world.replicas))
+        new = {
+            name for name, seat in self.store.seats.items() if seat.facts.get("process") != self._began_with.get(name)
+        }
+        changed = {
+            self.world.replica_of(name) for name in new if name.startswith("gen:")
+        }  # they wait for the next attempt
+        present = [replica for replica in self._present() if replica not in self._late and replica not in changed]
+        return tuple(replica for replica in present if self._lags.get(replica, -1) >= self.max_lag)
+
+    def _present(self) -> list[int]:
+        """Replicas all of whose seats are taken by live processes that can connect."""
+        crippled = self._crippled()
+        found = {self.world.replica_of(seat) for seat in self.store.seats if seat.startswith("gen:")}
+        return sorted(found - crippled.keys())
+
+    def _crippled(self) -> dict[int, str]:
+        """Replicas that lack a rank, or have one that cannot connect: why."""
+        seats, crippled = self.store.seats, dict[int, str]()
+        for replica in sorted({self.world.replica_of(seat) for seat in seats if seat.startswith("gen:")}):
+            for name in self.world.seats_of(replica):
+                seat = seats.get(name)
+                if seat is None or seat.status != "here":
+                    crippled[replica] = f"{name} has not come" if seat is None else describe(seat)
+                elif reason := self._refused.get(str(seat.facts.get("process"))):
+                    crippled[replica] = reason
+        return crippled
+
+    def _without_word(self, keys: Sequence[str]) -> list[str]:
+        if not keys or self.store.check([*keys]):
+            return []
+        return [key for key in keys if not self.store.check([key])]
+
+    def _end_waiting(self, head: Head, late: Sequence[str], timeout_s: float, deadline: float) -> NoReturn:
+        who = ", ".join(late) or "no replica of the engine"
+        did = "did not come" if late else "came"
+        message = f"{who} {did} to {head.kind} within {timeout_s:g} s" + self.store.silence(deadline - timeout_s)
+        failure = Failure(self.seat, "DeadlineError", message, peer=late[0] if late else None)
+        came = [seat for seat in self.store.seats if self.store.check([f"a/{head.attempt}/word/{seat}"])]
+        self._said |= dict.fromkeys(came, head.number)
+        for seat in late:
+            if seat.startswith("gen:"):
+                self._late[self.world.replica_of(seat)] = f"{seat} kept the others waiting"
+        raise SessionFailed(self.fail_call(head.attempt, failure) or failure)
+
+    def _forget(self, number: int) -> None:
+        """Delete the keys of attempts that nobody reads any more. A rank that was frozen reads how its last one ended."""
+        self._old = [*self._old, number] if self._old else [*range(max(1, number - 2 * _KEPT_ATTEMPTS), number + 1)]
+        needed = {self._said.get(name) for name, seat in self.store.seats.items() if seat.status == "here"}
+        needed.add(self._epoch)
+        for past in [each for each in self._old[:-_KEPT_ATTEMPTS] if each not in needed]:
+            self._old.remove(past)
+            self.store.delete_soon([f"a/{past}-", f"e/{past}-"], [f"began/{past}"])
