@@ -28,7 +28,8 @@ from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.base import Executor, StageReport, TransportContext
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.relay import connect_relayed
-from mcore_reshard.session import attendance, endpoints
+from mcore_reshard.session import attendance, member
+from mcore_reshard.session.refitter import Refitter
 
 from .matrix import PREPARING, STORE, Cell
 
@@ -104,7 +105,7 @@ def install(injector: Injector) -> None:
     """Wrap what sessions of this process call."""
     at = injector.inside
     _before(attendance.Attendance, "_say", lambda *_: None, after=lambda: at("waiting for the call"))
-    _before(endpoints._Endpoint, "_move_bulk", lambda *_: at("before reads"))
+    _before(Refitter, "_move_bulk", lambda *_: at("before reads"))
     _before(Rendezvous, "decide", lambda *_: at("before the vote"))
     _before(Rendezvous, "_await_outcome", lambda self, phase, *_: at("voted") if phase == "commit" else None)
     _before(Rendezvous, "_await_readers", lambda *_: at("outcome read"))
@@ -143,7 +144,7 @@ def _wrap_gather(injector: Injector) -> None:
 
 
 def _wrap_connect(injector: Injector) -> None:
-    connect = endpoints.connect_members
+    connect = member.connect_members
 
     def wrapped(*args: Any) -> Any:
         injector.at("connecting")
@@ -151,7 +152,7 @@ def _wrap_connect(injector: Injector) -> None:
         injector.at("recovering")
         return connection
 
-    endpoints.connect_members = wrapped
+    member.connect_members = wrapped
 
 
 def _damage_values(injector: Injector) -> None:

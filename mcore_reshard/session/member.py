@@ -1,0 +1,359 @@
+"""A rank among the members of a session: its seat, its bound tensors, and its connection with the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from abc import ABC
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from operator import is_not
+from threading import RLock
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts
+from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.events import log_event
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.address import store_address
+from mcore_reshard.kernels.rendezvous.exchange import Failure
+from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
+from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
+from mcore_reshard.kernels.transports.base import Transport
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.schedule import Schedule, World
+
+from .agreement import check_alike, parse_word
+from .attempts import CONNECT, PROTOCOL, REFIT, Call, Head
+from .connection import Connection, bind_part, connect_members
+from .executed_check import agree_on_executed
+from .follower import Follower
+from .goodbye import say_goodbye_at_exit
+from .leader import Leader
+from .newcomers import Rank, catch_up, serve_newcomers
+from .part import Part, RankOfPlan, part_of
+from .plan_exchange import fetch_plan
+from .published import Published
+from .record import Record
+from .report import RefitReport
+from .staged import STAGED, StagedTensors, require_memory
+from .state import WeightState, complete, intact, mixed
+
+CLOSED = "closed"
+try:
+    _PACKAGE = version_of("mcore-reshard")
+except PackageNotFoundError:  # a plain checkout
+    _PACKAGE = "unknown"
+
+_Binding = tuple[Schedule, Transport, BoundSchedule | None]
+LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
+
+
+class Member(ABC):
+    """One rank's place in a session: it takes its seat, binds its tensors, and connects with the members of an epoch."""
+
+    world: World
+    by_name: str  # the argument with the function that moves whole tensors by name
+    _moves_by_name: bool  # whether that function was given
+    _after_direct_writes: Callable[[], Any] | None = None  # on generation ranks
+
+    def __init__(
+        self,
+        schedule: Schedule | Part,
+        tensors: LiveTensors,
+        store: Any,
+        options: Options,
+        check_layout: Callable[[], None] | None,
+        on_state: Callable[[WeightState], Any] | None = None,
+        adopt_plan: Callable[[Plan], Part] | None = None,
+    ) -> None:
+        part = part_of(schedule)
+        if part.world != self.world:
+            raise ValueError(f"{type(self).__name__} needs the schedule of a {self.world} rank, not of {part.seat}")
+        self.rank_name = part.seat
+        self.committed_version: int | None = None
+        self._part = part
+        self._tensors = tensors
+        self._store_address = store_address(store)
+        self._options = options
+        self._check_layout = check_layout
+        self._on_state = on_state
+        self._adopt_plan = adopt_plan
+        self._record = Record(options.session, part.seat, part.seats)
+        self._state = intact(None)
+        # On generation ranks of a staged session: where bytes land before they are copied in.
+        self._staged = StagedTensors(part.seat) if self.world == "gen" and options.commit == STAGED else None
+        self._process = uuid4().hex
+        self._store: SessionStore | None = None
+        self._attendance: Leader | Follower | None = None
+        self._binding: tuple[tuple[int, ...], _Binding] | None = None  # and the replicas that it is for
+        self._connection: Connection | None = None
+        self._ended: str | None = None  # why no refit is possible any more
+        self._failure: str | None = None  # of the last attempt, if it failed
+        self._bulk_began = False  # of this attempt
+        self._writes = WriteCounts((), ())  # of the live tensors, before this attempt
+        self._turn = RLock()  # held while weights are read or written
+        self._retries = options.retries  # of the refit under way
+        self._pending: Future[RefitReport] | None = None  # a refit whose outcome is still to come
+
+    def await_outcome(self) -> None:
+        """Wait for a refit that `refit_async` began, if its outcome is still to come. Its error is its handle's."""
+        if self._pending is not None:
+            wait([self._pending])
+            self._pending = None
+
+    def close(self) -> None:
+        """Say goodbye, and free connections and scratch. Members that wait for this rank get an error. May be called twice.
+
+        After a failure it waits 1 s at most for the transport to end.
+        """
+        with suppress(Exception):
+            self.await_outcome()
+        self._ended = self._ended or CLOSED
+        self._record.leaves()
+        store, self._store, self._attendance = self._store, None, None
+        self._disconnect()
+        self._binding = None
+        if self._staged is not None:
+            self._staged.free()
+        if store is not None:
+            with suppress(Exception):
+                store.leave_seat()
+            store.close()
+
+    # --- meeting ------------------------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        """Open the session on its store, and take this rank's seat."""
+        options, seats = self._options, self._part.seats
+        store = self._store = connect_store(self._store_address, options)
+        facts = {
+            "process": self._process,
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "package": _PACKAGE,
+            "protocol": PROTOCOL,
+        }
+        store.take_seat(self.rank_name, facts)
+        say_goodbye_at_exit(store)
+        self._record.enters(store)
+        common = (store, self.rank_name, seats, self._process, options.timeout_s)
+        if self.rank_name == "train:0":
+            leader = Leader(*common, plan=self._part.plan_digest, package=_PACKAGE)
+            leader.max_lag = options.max_lag
+            self._attendance = leader
+        else:
+            self._attendance = Follower(*common)
+
+    def _word(self) -> dict[str, Any]:
+        """What every rank says in every attempt."""
+        connection = self._connection
+        return {"epoch": connection.epoch if connection else None, "committed": self.committed_version}
+
+    def _epoch(self, replicas: tuple[int, ...]) -> str | None:
+        connection = self._connection
+        return connection.epoch if connection is not None and connection.replicas == replicas else None
+
+    def _absent(self) -> list[str]:
+        """Planned ranks that have no seat, as the store last said. It asks nobody."""
+        seats = self._store.seats if self._store is not None else {}
+        here = {name for name, seat in seats.items() if seat.status == "here"}
+        planned = self._part.seats
+        return [seat for seat in planned.members(range(planned.replicas)) if seat not in here]
+
+    def _follow_connect(self, follower: Follower, head: Head) -> None:
+        """Take part in an attempt to connect. A replica that comes later only binds: the next refit connects it."""
+        self._adopt(head)
+        if head.kind != CONNECT:
+            follower.skip(head)
+        else:
+            with self._record.phase("meet"):
+                call = follower.follow(head, self._word)
+            if call is not None:
+                self._connect(call)
+
+    def _welcome_newcomers(self) -> None:
+        """Get the version that other replicas have, on a rank that came later; then offer it to those that come."""
+        store, seats = self._store, self._part.seats
+        if self.world != "gen" or store is None or not isinstance(self._part, RankOfPlan):
+            return
+        rank = Rank(store, self.rank_name, seats, self._live_tensors, self._options)
+        if self._connection is None:
+            try:
+                with self._turn, self._record.phase("catch_up"):
+                    version = catch_up(rank, self._after_direct_writes)
+            except SessionError as error:  # the next refit brings everything
+                self._set_state(mixed(None, None, 1.0))
+                said = {"rank": self.rank_name, "session": store.session, "cause": f"{error}"}
+                log_event("not_caught_up", logging.WARNING, **said)
+            else:
+                if version is not None:
+                    self.committed_version = version
+                    self._set_state(complete(version))
+        serve_newcomers(rank, self._turn, lambda: self._state)
+
+    def _adopt(self, head: Head) -> None:
+        """Take the plan of a trainer that has another one than this rank was given."""
+        if head.plan == self._part.plan_digest or self._adopt_plan is None:
+            return  # where plans differ still, "hello" says so on all ranks
+        plan = fetch_plan(self._store_address, self._options)
+        self._part, self._binding = self._adopt_plan(plan), None
+        assert self._attendance is not None
+        self._attendance.world = self._record.world = self._part.seats
+        self._bind_first()
+
+    def _called(self, word: dict[str, Any]) -> Call:
+        """The call of the next refit, connected with its members."""
+        attendance = self._attendance
+        assert attendance is not None
+
+        # A generation rank is written to, so nothing of it may be wrong: it looks before it waits for the trainer.
+        stale = self._stale_tensors() if self.world == "gen" else []
+
+        def make_word() -> dict[str, Any]:
+            if stale:
+                raise stale.pop()
+            if self.world == "train" and (bound := self._whole_bound()) is not None:
+                # The rest is checked while bytes move: walking a model of 12,627 tensors takes 50 ms.
+                self._writes = bound.check_in_place(self._writes)
+            wants_all = word["everything"] or self.committed_version is None
+            return {**self._word(), **word, "everything": wants_all}
+
+        if isinstance(attendance, Leader):
+            return attendance.call(attendance.begin(REFIT), make_word, self._options.timeout_s, self._epoch)
+        while True:
+            head = attendance.await_head(self._options.timeout_s, "begin a refit")
+            if head.kind == CONNECT:
+                self._follow_connect(attendance, head)
+            elif (call := attendance.follow(head, make_word)) is not None:
+                return call
+
+    def _connect(self, call: Call) -> Connection:
+        """The connection with the members of a call: the one that stands, or a new one."""
+        connection, attendance = self._connection, self._attendance
+        assert attendance is not None
+        if connection is not None and connection.epoch == call.epoch:
+            return connection
+        self._disconnect()
+        store, options = self._store, self._options
+        assert store is not None
+        rendezvous = Rendezvous(
+            store.under(f"e/{call.epoch}"),
+            self.rank_name,
+            call.members,
+            timeout_s=options.timeout_s,
+            lost=partial(attendance.lost, call.members, call.processes),
+        )
+        start = time.perf_counter()
+        with self._record.phase("connect"), Published(rendezvous, "hello", self._fail):
+            schedule, transport, bound = self._bound_for(call.replicas)
+            hello = {
+                "digest": schedule.digest,
+                "transport": transport.name,
+                "bucket_bytes": options.bucket_bytes,
+                "checksums": options.checksums,
+                "retries": options.retries,
+                "commit": options.commit,
+                "train_ranks": schedule.train_ranks,
+                "gen_ranks": schedule.gen_ranks,
+            }
+            words = rendezvous.gather("hello", hello, parse=parse_word)
+        check_alike(words)
+        with self._record.phase("connect"), Published(rendezvous, "connected", self._fail):
+            connection = connect_members(rendezvous, call.epoch, call.replicas, schedule, transport, bound, options)
+            try:
+                agree_on_executed(rendezvous, connection.programs)
+            except BaseException:
+                connection.close()
+                raise
+        self._connection = connection
+        self._record.connected(call.epoch, len(call.members), call.replicas, transport.name, start)
+        if bound is not None:
+            self._writes = bound.check_fresh(self._live_tensors())
+        return connection
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _bind_first(self) -> None:
+        """Check the layout, and bind for the replicas that are planned: an error here needs no meeting."""
+        seats = self._part.seats
+        planned = tuple(range(seats.replicas))
+        own = seats.replica_of(self.rank_name) if self.world == "gen" else 0
+        with self._record.phase("bind"):
+            if self._check_layout is not None:
+                self._check_layout()
+            self._bound_for(planned if own in planned else (own,))
+
+    def _bound_for(self, replicas: tuple[int, ...]) -> _Binding:
+        """This rank's schedule among these replicas, bound; the last one is kept."""
+        if self._binding is None or self._binding[0] != replicas:
+            schedule = self._part.schedule(replicas)
+            missing = None if self._moves_by_name else self.by_name
+            transport, bound = bind_part(schedule, self._live_tensors(), self._options, missing)
+            if self._staged is not None:
+                if bound is not None:
+                    bound = self._staged.take_place_of(bound)
+                by_name = self._part.bytes_by_name(everything=bound is None)
+                require_memory(self.rank_name, torch.device("cpu"), by_name, "tensors that move by name")
+            self._binding = replicas, (schedule, transport, bound)
+        return self._binding[1]
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    def _live_tensors(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors() if callable(self._tensors) else self._tensors
+
+    def _whole_bound(self) -> BoundSchedule | None:
+        """What a refit of everything moves to or from this rank; None without a connection, and under golden."""
+        return None if self._connection is None else self._connection.programs[0].bound
+
+    def _stale_tensors(self) -> list[Exception]:
+        """The error of a live model that has changed since it was bound, to be raised when all ranks can hear of it.
+
+        Notes tensors that are other objects by now.
+        """
+        if (bound := self._whole_bound()) is None:
+            return []
+        try:
+            live = bound.check_fresh(self._live_tensors())
+        except Exception as error:
+            return [error]
+        if any(map(is_not, live.tensors, self._writes.tensors)):
+            self._writes = live
+        return []
+
+    # --- failure ------------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = f"{error}"
+        self._record.failed(error)
+        if isinstance(self._attendance, Leader):
+            failure = error.failure if isinstance(error, SessionFailed) else Failure.of(self.rank_name, error)
+            self._attendance.note_failure(failure, connecting=self._connection is None)
+        self._disconnect()
+
+    def _end(self, error: BaseException) -> None:
+        """Leave a session that this rank could not join, and say why."""
+        self._ended = f"the session ended with: {error}"
+        if self._attendance is not None:
+            with suppress(Exception):
+                cause = error.failure if isinstance(error, SessionFailed) else Failure.of(self.rank_name, error)
+                self._attendance.say_farewell(cause)
+        self.close()
+
+    def _set_state(self, state: WeightState) -> None:
+        self._state = self._record.state = state
+        if self._on_state is not None:
+            self._on_state(state)
