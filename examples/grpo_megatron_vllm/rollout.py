@@ -23,6 +23,7 @@ MAX_ANSWERS = 512  # at a time
 class Worker(RefitWorker):
     """The package's worker extension. The ablation also puts one tensor back after each refit."""
 
+    get_model: Any  # of vLLM's worker
     _kept: torch.Tensor
 
     def keep_tensor(self, name: str) -> None:

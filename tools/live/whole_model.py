@@ -103,7 +103,7 @@ class WholeModelWorker(LiveWorker):
             return step(*arguments, **named)
 
         def refit_all() -> None:
-            torch.cuda.set_device(self.device)  # type: ignore[attr-defined]
+            torch.cuda.set_device(self.device)
             while sum(1 for _, tokens in list(steps) if tokens == SEQUENCES) < 40:
                 time.sleep(0.01)
             for _ in range(count):

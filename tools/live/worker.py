@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ _DERIVED = ("W_UV", "W_UK_T", "sinks")  # what attention derives from weights af
 
 class LiveWorker(RefitWorker):
     """`LLM(..., worker_extension_cls="live.worker.LiveWorker")`; vLLM calls the methods on every worker."""
+
+    model_runner: Any  # this and the others belong to the worker
+    device: torch.device
+    get_model: Callable[[], torch.nn.Module]
 
     def live_kernels(self) -> dict[str, int]:
         """How vLLM computes each kind of layer, and of how many layers: {"UnquantizedFusedMoEMethod/TRITON": 4}."""

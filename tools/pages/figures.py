@@ -17,6 +17,7 @@ from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.plan.make_plan import make_plan
 
+from .live import grpo_chart
 from .svg import Drawing
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -196,4 +197,5 @@ FIGURES: dict[str, Callable[[], str]] = {
     "qkv-replicated.svg": lambda: qkv_figure(8, 2),
     "refit.svg": refit_chart,
     "planning.svg": planning_chart,
+    "grpo.svg": grpo_chart,
 }

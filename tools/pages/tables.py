@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from . import reliability
+from . import live, reliability
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "results"
@@ -21,7 +21,7 @@ LINKS = "../tools/results"  # as pages in docs/ name the data files
 
 
 def numbers_section() -> str:
-    """Three figures for the README."""
+    """Four figures for the README."""
     refit = json.loads((RESULTS / "refit-x4.json").read_text())
     direct = next(row for row in refit["rows"] if (row["workload"], row["method"]) == ("moe-ep-tp", "direct"))
     session = next(
@@ -37,6 +37,7 @@ def numbers_section() -> str:
         [
             "| | |",
             "|---|---|",
+            live.whole_headline(),
             f"| **{direct['ms']:.0f} ms** | to move Qwen3-30B-A3B, {gigabytes:.0f} GB, from 2 H200s to 2 H200s by `direct`,"
             f" which reads GPU memory: {direct['share']:.0%} of the copy engines' rate. A whole `refit()` took"
             f" {session['ms']:.0f} ms ([data]({here}/refit-x4.json)) |",
@@ -552,4 +553,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "coverage": coverage_section,
     "faults": reliability.faults_section,
     "soak": reliability.soak_section,
+    "live": live.live_section,
+    "whole": live.whole_section,
+    "grpo": live.grpo_section,
 }
