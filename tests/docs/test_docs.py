@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_tables_figures_and_links_are_those_of_the_data(capsys: pytest.CaptureFixture[str]) -> None:
     code = docs.main(["--check", "--no-run"])
-    assert (capsys.readouterr().out, code) == (f"{len(docs.pages())} pages and 4 figures are as they should be\n", 0)
+    assert (capsys.readouterr().out, code) == (f"{len(docs.pages())} pages and 5 figures are as they should be\n", 0)
 
 
 def test_the_first_screen_of_the_readme() -> None:
