@@ -81,13 +81,6 @@ def strided_copies(
     return copies
 
 
-def contiguous_copy(nbytes: int) -> NDArray[np.void]:
-    """One copy (dtype COPY) of so many bytes, from the start of base 0 to the start of base 0."""
-    copies = np.zeros(1, COPY)
-    copies["extents"], copies["row_bytes"] = 1, nbytes
-    return copies
-
-
 def joined(tables: Sequence[NDArray[np.void]]) -> NDArray[np.void]:
     """One table of copies out of several, or of none."""
     return np.concatenate([np.empty(0, COPY), *tables])

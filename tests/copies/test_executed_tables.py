@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.box_sums import PRIME, Base, box_sum, mixed, sums_of, times
-from mcore_reshard.kernels.copies.buckets import Bucket
+from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.copies.executed import Executed, ExecutedTables
+from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
+from mcore_reshard.planner.model.configs import load_config
+from mcore_reshard.planner.model.families import parameters_from_config
+from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.schedule import Schedule
 
@@ -282,3 +286,23 @@ def test_a_bucket_is_what_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert tables[0].digests == tables[1].digests != tables[2].digests
     assert tables[1].problems == []
+
+
+def test_a_run_of_bytes_may_go_through_the_weights_of_several_experts() -> None:
+    """One engine rank has all experts of a layer in one tensor: nccl receives many of them in one message, without a copy."""
+    from mcore_reshard.kernels.transports.nccl.staging import PlacedMessage, place_in_tensor
+
+    plan = make_plan(parameters_from_config(load_config("tiny-qwen3-moe")), TrainMesh(), GenMesh())
+    schedule = schedule_of(plan, "gen", 0)
+    bound = bind(schedule, allocate(schedule))
+    buckets = cut_buckets(schedule, 16 << 10)
+    places = [place_in_tensor(bucket.copies, sends=False) for bucket in buckets]
+    runs = tuple(
+        bucket if place is None else PlacedMessage(bucket, 0, bucket.nbytes, *place).executed
+        for bucket, place in zip(buckets, places, strict=True)
+    )
+    through = [bucket for bucket, place in zip(buckets, places, strict=True) if place and len(bucket.copies) > 1]
+    assert len(through) > 1
+    staged, moved = (ExecutedTables([(bound, [Executed(bound, buckets=each)])]) for each in (buckets, runs))
+    assert moved.problems == []
+    assert moved.digests == staged.digests

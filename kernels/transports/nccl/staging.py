@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, aligned
-from mcore_reshard.kernels.copies.copy_table import SCRATCH, contiguous_copy, joined
+from mcore_reshard.kernels.copies.copy_table import COPY, SCRATCH, joined
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.transports.base import peer_group_rank
 from mcore_reshard.kernels.transports.rounds import bucket_bytes_within, stage_rounds
@@ -63,13 +63,19 @@ class PlacedMessage:
 
     @property
     def executed(self) -> Bucket:
-        """The bucket as it moves: without a copy it is one run of bytes of the tensor."""
+        """The bucket as it moves: without a copy it is one run of bytes of the tensor, told segment by segment.
+
+        A run may go through the weights of several experts, and a copy is of one parameter.
+        """
         if self.tensor is None:
             return self.bucket
-        bytes_moved = contiguous_copy(self.bucket.nbytes)
         local, scratch = ("src", "dst") if self.bucket.sends else ("dst", "src")
-        bytes_moved[local], bytes_moved[local + "_offset"], bytes_moved[scratch] = self.tensor, self.offset, SCRATCH
-        return replace(self.bucket, copies=bytes_moved)
+        starts = self.bucket.copies[scratch + "_offset"]
+        run = np.zeros(len(starts), COPY)
+        run["extents"], run["row_bytes"] = 1, np.diff(starts, append=self.bucket.nbytes)
+        run[local], run[local + "_offset"] = self.tensor, self.offset + starts
+        run[scratch], run[scratch + "_offset"] = SCRATCH, starts
+        return replace(self.bucket, copies=run)
 
 
 @dataclass(frozen=True, slots=True)
