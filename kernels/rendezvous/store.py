@@ -21,7 +21,7 @@ from .address import probe, split_address
 from .frames import MAX_FRAME_BYTES, FrameError, pack, receive
 from .seal import Sealer, find_token
 from .store_connection import StoreConnection
-from .store_keys import StoreKeys, as_bytes
+from .store_keys import StoreKeys
 
 
 def connect_store(
@@ -82,11 +82,6 @@ class SessionStore(StoreConnection, StoreKeys):
         """What the server holds: sessions, connections, keys, bytes; session_keys and session_bytes of this one."""
         value: dict[str, Any] = self.ask({"op": "stats"})[0]["value"]
         return value
-
-    def post(self, key: str, value: str | bytes) -> None:
-        """As `set`, without waiting for the answer: for news that may be lost with the connection."""
-        sealed = self.sealer.seal(key, self.sender, as_bytes(value))
-        self._requests.pop(self.send({"op": "set", "keys": [key]}, [sealed]), None)
 
     def __enter__(self) -> SessionStore:
         return self

@@ -40,7 +40,7 @@ class StoreKeys(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         root, key = self._root, self._prefix + key
-        root.ask({"op": "set", "keys": [key]}, [root.sealer.seal(key, root.sender, as_bytes(value))])
+        root.ask({"op": "set", "keys": [key]}, [root.sealer.seal(key, root.sender, _as_bytes(value))])
 
     def set_soon(self, values: Mapping[str, str]) -> None:
         """Set keys without waiting for the store: what this connection asks for later comes after it."""
@@ -98,9 +98,9 @@ class StoreKeys(Store):
         if expected_value:
             raise NotImplementedError("a key is set once, by whoever is first")
         root, key = self._root, self._prefix + key
-        sealed = root.sealer.seal(key, root.sender, as_bytes(desired_value))
+        sealed = root.sealer.seal(key, root.sender, _as_bytes(desired_value))
         header, others = root.ask({"op": "compare_set", "keys": [key]}, [sealed])
-        return as_bytes(desired_value) if header["stands"] else root.sealer.open(key, others[0], None)
+        return _as_bytes(desired_value) if header["stands"] else root.sealer.open(key, others[0], None)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         """Return once all keys exist; raises DistStoreError when the time is up."""
@@ -211,5 +211,5 @@ class FailFastStore(StoreView):
         return True
 
 
-def as_bytes(value: str | bytes) -> bytes:
+def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)

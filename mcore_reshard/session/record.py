@@ -215,7 +215,7 @@ class Record:
             "world": [self.world.train_ranks, self.world.replica_ranks, self.world.replicas],
         }
         with suppress(Exception):
-            self._store.post(f"{SEEN}/{self.rank_name}", json.dumps(news))
+            self._store.set_soon({f"{SEEN}/{self.rank_name}": json.dumps(news)})
 
     def _note_seats(self) -> None:
         """Log which seats have changed. Joins and farewells are the business of training rank 0: n ranks make n lines."""
