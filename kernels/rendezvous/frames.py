@@ -1,4 +1,4 @@
-"""Frames between a store and its clients: a JSON header, then blobs of bytes. Imports the standard library alone.
+"""Frames between a store and its clients: a JSON header, then blobs of bytes. The server imports it: no torch, no numpy.
 
 frame     length of the rest, u32 | length of the header, u32 | header | blobs
 header    {"id": 7, "op": "set", "keys": ["head"], "blobs": [12]}: the blobs' lengths are in it
@@ -12,6 +12,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+
+from mcore_reshard.planner.bounded_json import parse_json
 
 LENGTHS = struct.Struct(">II")
 MAX_FRAME_BYTES = 256 << 20  # a published plan of 2,048 ranks has tens of MB
@@ -53,7 +55,7 @@ def body_bytes(lengths: bytes, limit: int, header_limit: int = MAX_HEADER_BYTES)
 def unpack(header_bytes: int, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
     """The header and the blobs of a frame. Raises FrameError."""
     try:
-        header = json.loads(body[:header_bytes])
+        header = parse_json(body[:header_bytes], "its header", max_bytes=MAX_HEADER_BYTES)
         lengths, at, blobs = header.pop("blobs"), header_bytes, []
         if not all(isinstance(length, int) and length >= 0 for length in lengths):
             raise ValueError("a blob has no length")

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +15,7 @@ from helpers.ranks import StoreProcess, store_process
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.frames import LENGTHS
+from mcore_reshard.kernels.rendezvous.frames import LENGTHS, FrameError, unpack
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 
 OPTIONS = Options(session="s", timeout_s=10.0)
@@ -49,8 +50,29 @@ def test_idle_connections_delay_nobody(host: StoreProcess) -> None:
         each.close()
 
 
+def frame(header: bytes) -> bytes:
+    return LENGTHS.pack(4 + len(header), len(header)) + header
+
+
+def test_a_header_of_many_lists_is_refused_before_it_is_parsed() -> None:
+    header = b'{"op": "get", "keys": [' + b"[]," * 600_000 + b'[]], "blobs": []}'
+    tracemalloc.start()
+    with pytest.raises(FrameError, match="its header has 600,004 lists and objects, more than 524,288"):
+        unpack(len(header), header)
+    assert tracemalloc.get_traced_memory()[1] < 4 * len(header)
+    tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
-    "sent", [b"\xff" * 64, LENGTHS.pack(1 << 30, 10), LENGTHS.pack(6, 2) + b"[]", b"GET / HTTP/1.1\r\n\r\n"]
+    "sent",
+    [
+        b"\xff" * 64,
+        LENGTHS.pack(1 << 30, 10),
+        LENGTHS.pack(6, 2) + b"[]",
+        frame(b'{"op": "open", "seats": ' + b"[" * 40 + b"]" * 40 + b', "blobs": []}'),
+        frame(b'{"op": "open", "linger_s": ' + b"9" * 50 + b', "blobs": []}'),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
 )
 def test_a_bad_frame_ends_its_own_connection_alone(host: StoreProcess, sent: bytes) -> None:
     with connect_store(host.address, OPTIONS) as store:
