@@ -31,7 +31,8 @@ from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
-from mcore_reshard.kernels.rendezvous.store import SessionStore, StoreKeys, connect_store
+from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
+from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.base import group_names, group_rank
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
