@@ -18,7 +18,7 @@ import torch
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.transports.broadcast import broadcast, receive
+from mcore_reshard.kernels.transports.broadcast import MAX_TENSOR_BYTES, broadcast, receive
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
@@ -34,6 +34,7 @@ from .state import WeightState
 from .whole_tensors import NamedTensors, check_stream, exhaust
 
 Export = Callable[[Sequence[str] | None], NamedTensors]
+_WIDENED = 8  # an export may yield float64 where the plan counts FP8
 
 
 class TrainEndpoint(Endpoint):
@@ -157,7 +158,10 @@ class GenerationEndpoint(Endpoint):
     def _move_by_name(
         self, connection: Connection, names: Sequence[str] | None, attempt: Attempt, afterwards: ExitStack
     ) -> int:
-        arriving = check_stream(names, receive(connection.group, connection.tree()), self._pairs, "there arrived")
+        planned = self._part.bytes_by_name(everything=names is None)
+        max_bytes = min(MAX_TENSOR_BYTES, _WIDENED * planned) if planned else MAX_TENSOR_BYTES
+        received = receive(connection.group, connection.tree(), max_bytes=max_bytes)
+        arriving = check_stream(names, received, self._pairs, "there arrived")
         if self._staged is None:
             self._load(arriving, names, attempt)
             return attempt.written_by_name
