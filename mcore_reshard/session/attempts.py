@@ -40,9 +40,10 @@ class Head:
 
     @classmethod
     def from_json(cls, value: Any) -> Head:
+        if value["protocol"] != PROTOCOL:  # it may have other fields as well
+            leader, kind, package = (str(value.get(name, "")) for name in ("leader", "kind", "package"))
+            return cls(leader, int(value.get("number", 0)), kind, "", int(value["protocol"]), package)
         head = cls(**value)
-        if head.protocol != PROTOCOL:
-            return head
         if not all(isinstance(text, str) for text in (head.leader, head.kind, head.plan, head.package)):
             raise TypeError("a text is none")
         if not isinstance(head.number, int) or head.kind not in (CONNECT, REFIT):
@@ -132,7 +133,7 @@ def next_version(words: Mapping[str, Mapping[str, Any]], seat: str) -> int:
         raise VersionError(f"different versions are refitted at once: {listed}; pass one to all ranks")
     (version,) = given
     held = max((word["committed"] for word in words.values() if word.get("committed") is not None), default=-math.inf)
-    if version <= held and not any(word.get("rollback") for word in words.values()):
+    if version <= held and not any(word.get("rollback") for name, word in words.items() if name.startswith("train:")):
         raise VersionError(
             f"{seat}: version {version} does not follow {held}: pass a larger one, or rollback=True on the trainer"
         )

@@ -31,6 +31,7 @@ class Attendance:
         self.timeout_s = timeout_s
         self._process = process
         self._done: Head | None = None  # of the last attempt that this rank took part in, or was left out of
+        self._has_spoken = False  # in any attempt
 
     @property
     def leads(self) -> bool:
@@ -47,21 +48,21 @@ class Attendance:
                 continue
             if seat.status == "here":
                 before = processes.get(name, process := seat.facts.get("process"))
-                if before != process and self.store.check([farewell := _farewell(name, before)]):
+                if before != process and self.store.check([farewell := farewell_key(name, before)]):
                     return parse_stored(farewell, self.store.get(farewell), Failure.from_json, written_by=name)
                 if before != process:
                     return Failure(
                         self.seat, "PeerGone", f"{name} has exited; {_place(seat)} has taken its place", peer=name
                     )
             else:
-                if self.store.check([farewell := _farewell(name, seat.facts.get("process"))]):
+                if self.store.check([farewell := farewell_key(name, seat.facts.get("process"))]):
                     return parse_stored(farewell, self.store.get(farewell), Failure.from_json, written_by=name)
                 return Failure(self.seat, "PeerGone", f"{describe(seat)}", peer=name)
         return None
 
     def say_farewell(self, failure: Failure) -> None:
         """Leave word why this rank goes: others that see its empty seat raise this."""
-        self.store.set(_farewell(self.seat, self._process), stored_text(asdict(failure)))
+        self.store.set(farewell_key(self.seat, self._process), stored_text(asdict(failure)))
 
     @contextmanager
     def store_is_up(self) -> Iterator[None]:
@@ -88,6 +89,7 @@ class Attendance:
                 raise SessionFailed(stands) from error
             raise
         self.store.set_soon({f"a/{attempt}/word/{self.seat}": stored_text(word)})
+        self._has_spoken = True
         return word
 
     def _read_call(self, attempt: str) -> Call:
@@ -99,7 +101,8 @@ class Attendance:
         return None if head is None else parse_stored(HEAD, head, Head.from_json, written_by=LEADER)
 
 
-def _farewell(seat: str, process: Any) -> str:
+def farewell_key(seat: str, process: Any) -> str:
+    """Where a rank that could not join says why it goes."""
     return f"farewell/{seat}/{process}"
 
 

@@ -55,6 +55,9 @@ class Endpoint(Refitter):
                     assert attendance is not None
                     with self._record.phase("meet"):
                         head = attendance.await_head(timeout_s, "begin a session")
+                        while (self.world == "train" or head.kind == CONNECT) and attendance.is_stale(head):
+                            attendance.forget(head)
+                            head = attendance.await_head(timeout_s, "begin a session")
                     self._follow_connect(attendance, head)
                     self._welcome_newcomers()
         except BaseException as error:

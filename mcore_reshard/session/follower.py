@@ -9,13 +9,21 @@ from dataclasses import asdict
 from mcore_reshard.kernels.errors import SessionClosed, SessionError
 from mcore_reshard.kernels.rendezvous.exchange import Failure, stored_text
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
+from mcore_reshard.kernels.rendezvous.store import SessionStore
 
-from .attempts import LEADER, Call, Head, require_protocol
+from .attempts import CONNECT, LEADER, Call, Head, World, require_protocol
 from .attendance import Attendance, MakeWord, describe
+
+_GONE_S = 2.0  # until a process that has died is known to be gone, and a little longer
 
 
 class Follower(Attendance):
     """Every rank but training rank 0."""
+
+    def __init__(self, store: SessionStore, seat: str, world: World, process: str, timeout_s: float) -> None:
+        super().__init__(store, seat, world, process, timeout_s)
+        leader = store.seats.get(LEADER)
+        self._gone_leader = None if leader is None or leader.status == "here" else leader.facts.get("process")
 
     def await_head(self, timeout_s: float, occasion: str) -> Head:
         """The next attempt that the leader begins. Raises where none begins in time, and once the leader is gone."""
@@ -26,7 +34,6 @@ class Follower(Attendance):
             while True:
                 head = self._read_head()
                 if head is not None and head != self._done:
-                    require_protocol(head.protocol, head.package, "trainer", "engine")
                     return head
                 left_s = deadline - time.monotonic()
                 began = self._next_head_key(head)
@@ -48,8 +55,9 @@ class Follower(Attendance):
     def follow(self, head: Head, make_word: MakeWord) -> Call | None:
         """Say this rank's word and return the call; None if this rank came too late for it.
 
-        Raises `SessionFailed`, and `SessionError` where this rank's replica cannot take part.
+        Raises `SessionFailed`, and `SessionError` where this rank's replica cannot take part, or speaks another protocol.
         """
+        require_protocol(head.protocol, head.package, "trainer", "engine")
         self._done = head
         try:
             return self._follow(head, make_word)
@@ -63,6 +71,8 @@ class Follower(Attendance):
     def _follow(self, head: Head, make_word: MakeWord) -> Call | None:
         start = time.monotonic()
         with self.store_is_up():
+            if not self._has_spoken and self._was_called_before(head.attempt):
+                return None
             self._say(head.attempt, make_word)
             call = f"a/{head.attempt}/call"
             # The leader waits for its own deadline, then says why; it began a little earlier or later than this rank.
@@ -81,6 +91,13 @@ class Follower(Attendance):
             raise SessionError(f"{self.seat} is left out: {reason}")
         return None
 
+    def _was_called_before(self, attempt: str) -> bool:
+        """Whether an earlier process of this seat is a member of an attempt."""
+        if not self.store.check([f"a/{attempt}/call"]):
+            return False
+        called = self._read_call(attempt)
+        return self.seat in called.members and called.words[self.seat].get("process") != self._process
+
     def _abandon(self, attempt: str, failure: Failure) -> None:
         """Fail an attempt for all, whether its members are called already or not."""
         if self.fail_call(attempt, failure) is not None:
@@ -92,7 +109,29 @@ class Follower(Attendance):
 
     def skip(self, head: Head) -> None:
         """Take no part in an attempt that is under way: this rank has come later."""
+        require_protocol(head.protocol, head.package, "trainer", "engine")
         self._done = head
+
+    def forget(self, head: Head) -> None:
+        """Take no part in an attempt of a trainer that is here no more."""
+        self._done = head
+
+    def is_stale(self, head: Head) -> bool:
+        """Whether the leader that began an attempt is here no more: since before this rank came, or within _GONE_S."""
+        if head.leader == self._gone_leader:
+            return True
+        require_protocol(head.protocol, head.package, "trainer", "engine")
+        with self.store_is_up():
+            if head.kind == CONNECT and not self._was_called_before(head.attempt):
+                return False
+            deadline = time.monotonic() + _GONE_S
+            while (leader := self.store.seats.get(LEADER)) and leader.facts.get("process") == head.leader:
+                left_s = deadline - time.monotonic()
+                if leader.status != "here" or (left_s > 0 and self.store.wait_any([self._next_head_key(head)], left_s)):
+                    return True  # gone, or on to another attempt
+                if left_s <= 0:
+                    return False
+        return True
 
     def _next_head_key(self, head: Head | None) -> str:
         return f"began/{0 if head is None else head.number}"

@@ -17,14 +17,16 @@ from typing import Any, NoReturn
 
 from torch.distributed import DistStoreError
 
+from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous.exchange import Failure, parse_stored, stored_text
 from mcore_reshard.kernels.rendezvous.polling import LOOK_S
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 from mcore_reshard.kernels.rendezvous.store import SessionStore
+from mcore_reshard.kernels.rendezvous.store_connection import Seat
 
 from .agreement import parse_word
-from .attempts import CONNECT, HEAD, Call, Head, World, parse_call
-from .attendance import Attendance, MakeWord, describe
+from .attempts import CONNECT, HEAD, PROTOCOL, Call, Head, World, parse_call, require_protocol
+from .attendance import Attendance, MakeWord, describe, farewell_key
 
 _NEWCOMERS_S = 0.05  # how often a leader without any replica looks for one
 # Errors after which a replica may connect the next time; after others somebody must mend something first.
@@ -53,6 +55,7 @@ class Leader(Attendance):
         self._refused: dict[str, str] = {}  # seats by process that could not connect; why
         self._lags: dict[int, int] = {}  # by replica: how many committed refits it has missed
         self._began_with: dict[str, Any] = {}  # the processes, by seat, when the attempt under way began
+        self._gone_before: dict[str, Any] = {}  # those of them that were gone by then
         self._uncalled: Failure | None = None  # why the last attempt was not called, where the store may not know it
         self._epoch = 0  # the attempt in which those who are called now connected
         self._old: list[int] = []  # attempts whose keys still stand
@@ -75,11 +78,15 @@ class Leader(Attendance):
             last = self._done if self._led_at == self.store.instance else self._read_head()
             self._led_at = self.store.instance
             number = 1 + max(0 if each is None else each.number for each in (last, self._done))
-            head = Head(self._process, number, kind, self._plan, package=self._package)
+            head = Head(self._process, number, kind, self._plan, PROTOCOL, self._package)
             began = f"began/{0 if last is None else last.number}"
             self.store.set_soon({HEAD: stored_text(asdict(head)), began: ""})
             self._done = head
-            self._began_with = {name: seat.facts.get("process") for name, seat in self.store.seats.items()}
+            seats = self.store.seats
+            self._began_with = {name: seat.facts.get("process") for name, seat in seats.items()}
+            self._gone_before = {
+                name: process for name, process in self._began_with.items() if seats[name].status != "here"
+            }
             self._forget(number)
         return head
 
@@ -174,9 +181,26 @@ class Leader(Attendance):
         """Raise where a rank has failed instead of saying its word, or one that the attempt needs is gone."""
         if self.store.check([f"a/{head.attempt}/call"]):
             self._read_call(head.attempt)
-        needed = self.world.members(range(self.world.replicas)) if head.kind == CONNECT else self.world.train_seats()
-        if lost := self.lost(needed, self._began_with):
+        needed, began_with = self.world.train_seats(), self._began_with
+        if head.kind == CONNECT:
+            needed = [seat for seat in self.world.members(range(self.world.replicas)) if not self._may_come_back(seat)]
+            began_with = {name: process for name, process in began_with.items() if name not in self._gone_before}
+        if lost := self.lost(needed, began_with):
             raise SessionFailed(self.fail_call(head.attempt, lost) or lost)
+        for name in needed:
+            if (seat := self.store.seats.get(name)) is not None and (reason := _speaks_otherwise(seat)):
+                raise SessionError(reason)
+
+    def _may_come_back(self, name: str) -> bool:
+        """Whether a seat has been empty since before the attempt: its rank may be starting again, as this one has.
+
+        A rank of the engine that said why it went does not.
+        """
+        seat = self.store.seats.get(name)
+        process = None if seat is None else seat.facts.get("process")
+        if seat is None or seat.status == "here" or self._gone_before.get(name) != process:
+            return False
+        return name.startswith("train:") or not self.store.check([farewell_key(name, process)])
 
     def _optional(self, prefix: str, required: Sequence[int]) -> list[int]:
         """Replicas that need not come, and have."""
@@ -212,7 +236,7 @@ class Leader(Attendance):
                 seat = seats.get(name)
                 if seat is None or seat.status != "here":
                     crippled[replica] = f"{name} has not come" if seat is None else describe(seat)
-                elif reason := self._refused.get(str(seat.facts.get("process"))):
+                elif reason := self._refused.get(str(seat.facts.get("process"))) or _speaks_otherwise(seat):
                     crippled[replica] = reason
         return crippled
 
@@ -241,3 +265,13 @@ class Leader(Attendance):
         for past in [each for each in self._old[:-_KEPT_ATTEMPTS] if each not in needed]:
             self._old.remove(past)
             self.store.delete_soon([f"a/{past}-", f"e/{past}-"], [f"began/{past}"])
+
+
+def _speaks_otherwise(seat: Seat) -> str:
+    """What is wrong with the protocol of a rank's package; "" if it is the trainer's."""
+    side = "engine" if seat.name.startswith("gen:") else "rank"
+    try:
+        require_protocol(int(seat.facts.get("protocol", PROTOCOL)), str(seat.facts.get("package")), side, "trainer")
+    except SessionError as error:
+        return f"{seat.name}: {error}"
+    return ""

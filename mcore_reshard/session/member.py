@@ -172,14 +172,19 @@ class Member(ABC):
 
     def _follow_connect(self, follower: Follower, head: Head) -> None:
         """Take part in an attempt to connect. A replica that comes later only binds: the next refit connects it."""
-        self._adopt(head)
         if head.kind != CONNECT:
             follower.skip(head)
-        else:
-            with self._record.phase("meet"):
-                call = follower.follow(head, self._word)
-            if call is not None:
-                self._connect(call)
+            self._adopt(head)
+            return
+
+        def make_word() -> dict[str, Any]:
+            self._adopt(head)  # a plan that does not fit fails the attempt for all
+            return self._word()
+
+        with self._record.phase("meet"):
+            call = follower.follow(head, make_word)
+        if call is not None:
+            self._connect(call)
 
     def _welcome_newcomers(self) -> None:
         """Get the version that other replicas have, on a rank that came later; then offer it to those that come."""
@@ -203,8 +208,15 @@ class Member(ABC):
 
     def _adopt(self, head: Head) -> None:
         """Take the plan of a trainer that has another one than this rank was given."""
-        if head.plan == self._part.plan_digest or self._adopt_plan is None:
-            return  # where plans differ still, "hello" says so on all ranks
+        if head.plan == self._part.plan_digest:
+            return
+        if self._adopt_plan is None:
+            if self._ended is None:
+                raise SessionError(
+                    f"{self.rank_name}: a trainer with another plan has taken over, and this engine takes no plan but its"
+                    " own: give GenerationEndpoint adopt_plan=, or make a new endpoint with the plan that fetch_plan() returns"
+                )
+            return  # "hello" says on all ranks which plan each of them has
         plan = fetch_plan(self._store_address, self._options)
         self._part, self._binding = self._adopt_plan(plan), None
         assert self._attendance is not None
