@@ -22,7 +22,7 @@ class Options:
     """
 
     transport: str = "auto"  # one of TRANSPORTS; MCORE_RESHARD_TRANSPORT in the environment overrides it
-    session: str = "refit"  # the session's name on the store; each name serves once
+    session: str = "refit"  # its name on the store: sessions that share a store need different ones
     timeout_s: float = 60.0  # the deadline of every wait
     bucket_bytes: int = DEFAULT_BUCKET_BYTES  # the largest message of gloo; nccl derives its own from scratch_bytes
     scratch_bytes: int = DEFAULT_SCRATCH_BYTES  # the most for staging on a GPU: nccl, and direct where it casts
