@@ -95,12 +95,20 @@ def mixed(*columns: NDArray[np.integer]) -> Weights:
     return state % _PRIME
 
 
-def sums_of(owner: Ints, weights: Weights, count: int) -> list[int]:
+def totals(owner: Ints, weights: Weights, count: int) -> Weights:
     """The sum of the weights of each of `count` owners, modulo PRIME; `owner` [weights]."""
     halves = np.zeros((2, count), np.uint64)
     np.add.at(halves[0], owner, weights & np.uint64(0xFFFFFFFF))
     np.add.at(halves[1], owner, weights >> np.uint64(32))
-    return [((high << 32) + low) % PRIME for low, high in zip(*halves.tolist(), strict=True)]
+    low, high = halves % _PRIME
+    total: Weights = (times(high, np.full(count, 1 << 32, np.uint64)) + low) % _PRIME
+    return total
+
+
+def sums_of(owner: Ints, weights: Weights, count: int) -> list[int]:
+    """As `totals`, in numbers of Python."""
+    sums: list[int] = totals(owner, weights, count).tolist()
+    return sums
 
 
 @cache

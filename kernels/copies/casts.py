@@ -121,6 +121,30 @@ def band_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: t
     return copies
 
 
+def copies_across_bands(copies: NDArray[np.void], casts: Casts) -> NDArray[np.bool_]:
+    """Which copies (dtype COPY) need scales of more than one row of blocks. An executor would take those of the first."""
+    across = np.zeros(len(copies), bool)
+    forms: dict[CastForm, list[int]] = {}
+    for index, cast in casts.items():
+        if cast.scales is not None:
+            forms.setdefault(cast.form, []).append(index)
+    for form, tensors in forms.items():
+        chosen = np.flatnonzero(np.isin(copies["src"], tensors))
+        of_form, (height, width) = copies[chosen], form.matrix
+        element, between = np.divmod(of_form["src_offset"], form.src_bytes)
+        rows, step = of_form["extents"][:, -1], np.where(of_form["extents"] > 1, of_form["src_strides"], 0)[:, -1]
+        first, last = element // width, (element + (rows - 1) * (step // form.src_bytes)) // width
+        bands = [row // height * form.blocks[0] + row % height // form.block[0] for row in (first, last)]
+        across[chosen] = (
+            (between != 0)
+            | (step % (width * form.src_bytes) != 0)
+            | (bands[0] != bands[1])
+            | (of_form["extents"][:, :-1] != 1).any(axis=1)
+            | (element % width + of_form["row_bytes"] // form.to_bytes > width)
+        )
+    return across
+
+
 def _rows_of(extents: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[tuple[int, int]], int]:
     """((extent, stride) of the dims outside of a box's rows, elements of a row)."""
     dims = [dim for dim in zip(extents, strides, strict=True) if dim[0] > 1]

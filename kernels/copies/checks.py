@@ -82,6 +82,13 @@ def first_parameters(schedule: Schedule) -> dict[int, str]:
     return first
 
 
+def described_tensor(schedule: Schedule, number: int, parameters: dict[int, str] | None = None) -> str:
+    """A tensor and a parameter of its; `parameters` are those of `first_parameters`, where the caller has them."""
+    parameters = first_parameters(schedule) if parameters is None else parameters
+    name = schedule.tensors[number].name
+    return f"{name} (holds {parameters[number]})" if number in parameters else name
+
+
 def transfer_problems(schedule: Schedule) -> list[str]:
     """Signs of a damaged or foreign schedule: impossible strided boxes, transfers that leave their tensor or the mesh."""
     strided_boxes = (*schedule.strided_boxes, *(strided_box for *_, strided_box in schedule.padding))

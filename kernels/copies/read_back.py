@@ -20,7 +20,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 from .bind import BoundSchedule
 from .box_sums import IN_MESSAGE, IN_PARAMETER, Base, Weights, box_sum, mixed, number_of, times
 from .buckets import Bucket
-from .casts import bound_casts
+from .casts import bound_casts, copies_across_bands
 from .copy_table import SCRATCH, Ints, joined
 from .places import Boxes, Dim, Places, boxes_of_copies, boxes_of_rows, find_places, region_dims
 from .pull_table import PullTable, numbers_by_peer
@@ -40,6 +40,7 @@ class Executed:
     pulls: PullTable | None = None  # of a reader
     pulled: Schedule | None = None  # of a source: the part that readers read where it lies
     wave: int = 0  # of a relay
+    device_problems: tuple[str, ...] = ()  # of the tables on a device, when they were read back from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class TableReader:
     def _read(self) -> Coverage:
         executed, schedule = self._executed, self._schedule
         self.problems += [*_misplaced(executed.bound), *_foreign_casts(executed.bound, self._held)]
+        self.problems += executed.device_problems
         written: list[Boxes | None] = []
         if executed.buckets:
             written.append(self._read_buckets(executed.buckets))
@@ -90,14 +92,16 @@ class TableReader:
         copies = joined([bucket.copies for bucket in buckets])
         bucket = np.repeat(np.arange(len(buckets)), [len(each.copies) for each in buckets])
         here: End = "src" if buckets[0].sends else "dst"
+
+        def name_of(row: int) -> str:
+            return buckets[int(bucket[row])].waiting.parameter
+
+        is_across = copies_across_bands(copies, self._executed.bound.casts if here == "src" else {})
+        if is_across.any():
+            self._report(is_across, "copies take scales of other blocks", name_of)
         facts = np.array([(each.peer, each.stage, each.number) for each in buckets], np.int64)[bucket]
         peer, stage, number = facts.T
-        boxes = self._boxes(
-            copies,
-            here,
-            copies["dst" if here == "src" else "src"] != SCRATCH,
-            lambda row: buckets[int(bucket[row])].waiting.parameter,
-        )
+        boxes = self._boxes(copies, here, copies["dst" if here == "src" else "src"] != SCRATCH, name_of)
         if boxes is not None:
             nothing = np.zeros((len(peer), 2), np.int64)
             self._enter(boxes, peer, stage, mixed(stage, number, *self._full_place(len(peer))), nothing)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .box_sums import IN_TENSOR, PRIME, Weights, box_sum, sums_of, times
-from .checks import first_parameters
+from .checks import described_tensor, first_parameters
 from .places import Boxes, boxes_of_rows
 
 Coverage = NDArray[np.object_]  # by tensor: the sum of the elements touched, a Python int below PRIME
@@ -61,6 +61,6 @@ def untiled(schedule: Schedule, covered: Mapping[str, int]) -> list[str]:
     for number, local in enumerate(schedule.tensors):
         whole = box_sum([(prod(local.shape), [(IN_TENSOR, 1)])])
         if (covered.get(local.name, 0) + padded[number] - whole) % PRIME:
-            wrong.append(f"{local.name} (holds {parameters[number]})" if number in parameters else local.name)
+            wrong.append(described_tensor(schedule, number, parameters))
     more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     return [f"not every element is filled exactly once: {', '.join(wrong[:_SHOWN])}{more}"] if wrong else []

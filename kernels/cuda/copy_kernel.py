@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.casts import Casts
 
-from .cast_tiles import cut_cast_tiles, scale_blocks, split_casts
+from .cast_tiles import CAST_TILE, cut_cast_tiles, scale_blocks, split_casts
+from .executed_tiles import NameOf, PlacedCopies, cast_tile_problems, tile_problems
 from .tiles import TILE, cut_tiles
 
 _SOURCES = {  # of each kernel, compiled as one text
@@ -62,7 +63,7 @@ class DeviceTable:
         arguments: tuple[Any, ...] = (),
     ) -> None:
         self._config = LaunchConfig(grid=shape.ctas, block=shape.threads)
-        self._count = len(table)
+        self._count, self._dtype = len(table), table.dtype
         self._table = torch.from_numpy(table.view(np.uint8).copy()).to(device)
         self._arguments = arguments  # of the kernel, behind the table and its length
         macros = (("THREADS", shape.threads), ("BATCH", shape.batch), *macros)
@@ -74,6 +75,10 @@ class DeviceTable:
     def nbytes(self) -> int:
         """Device memory that it takes."""
         return self._table.nbytes
+
+    def read_back(self) -> NDArray[np.void]:
+        """The table as it lies on the device now."""
+        return self._table.cpu().numpy().view(self._dtype)
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Queue the work on `stream`. Does not wait."""
@@ -146,17 +151,28 @@ class DeviceGather:
         tile_bytes: int,
     ) -> None:
         plain, cast = split_casts(copies, casts)
-        self._parts: list[DeviceTable] = []
+        self._copies = self._casts = None
         if len(plain):
-            self._parts.append(DeviceCopies(cut_tiles(plain, addresses, tile_bytes), device, shape))
+            self._copies = DeviceCopies(cut_tiles(plain, addresses, tile_bytes), device, shape)
         if len(cast):
-            tiles = cut_cast_tiles(cast, addresses, casts, tile_bytes)
-            self._parts.append(DeviceTable(tiles, device, shape, "cast_tiles"))
+            self._casts = DeviceTable(cut_cast_tiles(cast, addresses, casts, tile_bytes), device, shape, "cast_tiles")
+        self._parts: list[DeviceTable] = [part for part in (self._copies, self._casts) if part is not None]
 
     @property
     def nbytes(self) -> int:
         """Device memory of the tables."""
         return sum(part.nbytes for part in self._parts)
+
+    def problems(self, placed: PlacedCopies, casts: Casts, addresses: Sequence[int], name_of: NameOf) -> list[str]:
+        """How the tables on the device differ from `placed`; `addresses` [tensors] says where scales lie."""
+        is_cast = np.isin(placed.copies["src"], [*casts])
+        plain, cast = np.flatnonzero(~is_cast), np.flatnonzero(is_cast)
+        tiles = np.empty(0, TILE) if self._copies is None else self._copies.read_back()
+        cast_tiles = np.empty(0, CAST_TILE) if self._casts is None else self._casts.read_back()
+        return [
+            *tile_problems(tiles, placed.only(plain), lambda row: name_of(int(plain[row]))),
+            *cast_tile_problems(cast_tiles, placed.only(cast), casts, addresses, lambda row: name_of(int(cast[row]))),
+        ]
 
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Queue the copies on `stream`. Does not wait."""

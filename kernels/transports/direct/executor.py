@@ -34,6 +34,7 @@ from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies
+from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError
@@ -129,7 +130,9 @@ class _Source:
         self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
         plain, cast = parted(bound.schedule)
         self._slots = SlotSource(bound, cast, signals, scratch_bytes)
-        self.executed = Executed(bound, buckets=self._slots.buckets, pulled=plain)
+        self.executed = Executed(
+            bound, buckets=self._slots.buckets, pulled=plain, device_problems=tuple(self._slots.problems)
+        )
         self.scratch_bytes, self.table_bytes = self._slots.scratch_bytes, self._slots.table_bytes
 
     def run(self, run: int) -> None:
@@ -191,7 +194,15 @@ class _Reader:
             self._mappings.close()
             raise
         self.table_bytes = self._copies.nbytes + self._slots.table_bytes
-        self.executed = Executed(bound, buckets=self._slots.buckets, pulls=self._table)
+        problems = tile_problems(
+            self._copies.read_back(), PlacedCopies.of(self._table.copies, addresses), self._parameter_of
+        )
+        self.executed = Executed(
+            bound,
+            buckets=self._slots.buckets,
+            pulls=self._table,
+            device_problems=(*problems, *self._slots.problems),
+        )
 
     def run(self, run: int) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -238,9 +249,13 @@ class _Reader:
         table = self._table
         for copy in self._copies.damaged().tolist():
             stage = self._bound.stages[int(table.stage[copy])].pp_stage
-            name = self._bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
-            waiting = replace(self._signals.peers[int(table.peer[copy])], stage=stage, parameter=name)
+            peer = self._signals.peers[int(table.peer[copy])]
+            waiting = replace(peer, stage=stage, parameter=self._parameter_of(copy))
             raise ChecksumError(waiting, "other bytes were written than were read")
+
+    def _parameter_of(self, copy: int) -> str:
+        table = self._table
+        return self._bound.schedule.parameter_name(int(table.transfer_group[copy]), int(table.member[copy]))
 
 
 class _EventWait:

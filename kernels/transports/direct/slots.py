@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
+from mcore_reshard.kernels.copies.checks import described_tensor
 from mcore_reshard.kernels.copies.copy_table import joined
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, DeviceGather, DeviceTable, KernelShape, device_scales
+from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of, scale_problems, tile_problems
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
@@ -70,6 +72,7 @@ class SlotSource:
     def __init__(self, bound: BoundSchedule, schedule: Schedule, signals: PeerSignals, scratch_bytes: int) -> None:
         self._signals = signals
         self._rounds: list[_Casting] = []
+        self.problems: list[str] = []  # of the tables, as they were read back from the device
         self.buckets: tuple[Bucket, ...] = ()  # all that it casts
         self._cast: list[torch.cuda.Event] = []  # by slot: has happened when the last cast into it is done
         self._taken: dict[int, list[torch.cuda.Event]] = {}  # by reader and slot: when the reader has last read it
@@ -138,8 +141,16 @@ class SlotSource:
             table = joined([bucket.copies_at(base, plan.places[bucket.peer]) for bucket in together])
             new = {*np.unique(table["src"]).tolist()} - computed
             computed |= new
-            scales = device_scales({index: bound.casts[index] for index in sorted(new)}, bound.tensors, device)
+            casts = {index: bound.casts[index] for index in sorted(new)}
+            scales = device_scales(casts, bound.tensors, device)
             gather = DeviceGather(table, addresses, bound.casts, device, _CASTING_SHAPE, DEFAULT_TILE_BYTES)
+            slot = self._slots[number % SLOTS].data_ptr()
+            placed = PlacedCopies.of_buckets(together, own, [slot + plan.places[each.peer] for each in together])
+            name_of = names_of(bound.schedule, placed.copies["src"])
+            self.problems += gather.problems(placed, bound.casts, own, name_of)
+            if scales is not None:
+                weight_of = partial(described_tensor, bound.schedule)
+                self.problems += scale_problems(scales.read_back(), casts, bound.tensors, weight_of)
             rounds.append(_Casting(tuple(bucket.peer for bucket in together), scales, gather))
         return rounds
 
@@ -158,6 +169,7 @@ class SlotReader:
     ) -> None:
         self._signals = signals
         self._stream = stream
+        self.problems: list[str] = []  # of the tables, as they were read back from the device
         self._rounds: list[_Pulling] = []
         self._taken: list[torch.cuda.Event] = []
         self._cast: dict[int, list[torch.cuda.Event]] = {}
@@ -172,6 +184,7 @@ class SlotReader:
         own = len(addresses)
         buckets: dict[int, tuple[Bucket, ...]] = {}
         places: dict[int, int] = {}
+        slots: dict[int, list[int]] = {}
         for peer in sources:
             parse = partial(_parse_slots, device, schedule.rank)
             bucket_bytes, places[peer], exported, self._cast[peer] = signals.fetch(peer, parse, prefix=_PREFIX)
@@ -182,7 +195,8 @@ class SlotReader:
                 room := min(exported.bytes_from(str(slot)) for slot in range(SLOTS))
             ):  # the GPU would read beyond
                 raise SessionError(f"{owner} exports slots of {room} bytes, {end} are read")
-            addresses += mappings.addresses(exported, map(str, range(SLOTS)), owner)
+            slots[peer] = mappings.addresses(exported, map(str, range(SLOTS)), owner)
+            addresses += slots[peer]
         bases = np.array(addresses, np.uint64)
         for number, together in enumerate(in_rounds(buckets)):
             source = np.repeat([bucket.peer for bucket in together], [len(bucket.copies) for bucket in together])
@@ -196,6 +210,10 @@ class SlotReader:
             order = interleaved(source[tiles["copy"]], schedule.rank, together=1)
             copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
             self._rounds.append(_Pulling(together, source, copies))
+            begins = [slots[bucket.peer][number % SLOTS] + places[bucket.peer] for bucket in together]
+            placed = PlacedCopies.of_buckets(together, addresses[:own], begins)
+            name_of = names_of(bound.schedule, placed.copies["dst"])
+            self.problems += tile_problems(copies.read_back(), placed, name_of)
             self.table_bytes += copies.nbytes
 
     @property

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
+from mcore_reshard.kernels.copies.checks import described_tensor
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
@@ -80,6 +82,7 @@ class NcclExecutor:
         self._rounds: tuple[_DeviceRound, ...] = ()
         self._slots: dict[tuple[int, int], PlainBuffer] = {}
         self._scales: DeviceTable | None = None
+        self._problems: list[str] = []  # of the tables, as they were read back from the device
         self._graph: torch.cuda.CUDAGraph | None = None
         with self._give_up_on_error():
             self._division = self._agree_on_division(budget)
@@ -97,7 +100,8 @@ class NcclExecutor:
     @property
     def executed(self) -> tuple[Executed, ...]:
         messages = (placed for each in self._rounds for placed in each.round.placed_messages)
-        return (Executed(self._bound, buckets=tuple(placed.executed for placed in messages)),)
+        buckets = tuple(placed.executed for placed in messages)
+        return (Executed(self._bound, buckets=buckets, device_problems=tuple(self._problems)),)
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. After `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError` it is closed."""
@@ -136,6 +140,7 @@ class NcclExecutor:
     def _prepare(self, buckets: Sequence[Bucket], copy_ctas: int) -> None:
         from mcore_reshard.kernels.cuda.copy_kernel import device_scales
         from mcore_reshard.kernels.cuda.device_memory import PlainBuffer, is_plain
+        from mcore_reshard.kernels.cuda.executed_tiles import scale_problems
 
         in_place = [is_plain(tensor) for tensor in self._bound.tensors]
         planned = divided_rounds(self._bound, buckets, self._division, in_place=in_place)
@@ -148,6 +153,10 @@ class NcclExecutor:
         self._rounds = self._bind_rounds(planned, copy_ctas)
         self.table_bytes = sum(each.copies.nbytes for each in self._rounds)
         self._scales = device_scales(self._bound.casts, self._bound.tensors, self._device)
+        if self._scales is not None:
+            weight_of = partial(described_tensor, self._bound.schedule)
+            table = self._scales.read_back()
+            self._problems += scale_problems(table, self._bound.casts, self._bound.tensors, weight_of)
         torch.cuda.synchronize(self._device)
         self._graph = self._capture_graph()
 
@@ -323,6 +332,7 @@ class NcclExecutor:
 
     def _bind_rounds(self, planned: Sequence[Round], copy_ctas: int) -> tuple[_DeviceRound, ...]:
         from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
+        from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of
 
         addresses = [tensor.data_ptr() for tensor in self._bound.tensors]
         shape = KernelShape(ctas=copy_ctas)
@@ -332,6 +342,11 @@ class NcclExecutor:
             slot = self._slots[each.stream, each.slot].tensor
             bases = np.array([*addresses, slot.data_ptr()], np.uint64)
             copies = DeviceGather(each.copies, bases, self._bound.casts, self._device, shape, _TILE_BYTES)
+            staged = [placed.bucket for placed in each.staged]
+            begins = [slot.data_ptr() + placed.offset for placed in each.staged]
+            reference = PlacedCopies.of_buckets(staged, addresses, begins)
+            name_of = names_of(self._bound.schedule, reference.copies["src" if self._sends else "dst"])
+            self._problems += copies.problems(reference, self._bound.casts, addresses, name_of)
             payloads: dict[int, torch.Tensor] = {}
             for placed in each.placed_messages:
                 memory = slot if placed.tensor is None else byte_view(self._bound.tensors[placed.tensor])
