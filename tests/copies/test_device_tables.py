@@ -1,0 +1,110 @@
+"""Tables on a GPU are read back as they lie there: damage is named, and a session refuses it before a byte moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from copies.test_device_casts import CUDA, bound_of
+from helpers.gpu import needs_gpus
+from helpers.handmade import allocate, raw_bytes
+from helpers.plans import Case
+from helpers.ranks import run_ranks, values
+from numpy.typing import NDArray
+
+from mcore_reshard.kernels.copies.buckets import cut_buckets
+from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of, scale_problems
+from mcore_reshard.kernels.errors import RefitError
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
+
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
+device_copies = pytest.importorskip(
+    "mcore_reshard.kernels.cuda.copy_kernel", reason="needs cuda-core", exc_type=ImportError
+)
+CASES = {
+    "plain": Case("tiny-qwen3", "tp=2", "tp=2"),
+    "cast": Case("tiny-llama", "tp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 8)),
+}
+
+
+def changed(table: Any, first: int) -> None:
+    """A stray write into a table on the device: the lowest bit of one byte."""
+    table._table[first] ^= 1
+
+
+def test_what_a_gather_with_casts_does_is_read_back_from_the_device() -> None:
+    bound = bound_of(0)
+    own = [tensor.data_ptr() for tensor in bound.tensors]
+    buckets = [each for each in cut_buckets(bound.schedule, 1 << 20) if each.peer == 0]
+    bucket = next(each for each in buckets if np.isin(each.copies["src"], [*bound.casts]).any())
+    scratch = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=CUDA)
+    addresses = [*own, scratch.data_ptr()]
+    gather = device_copies.DeviceGather(
+        bucket.copies, np.array(addresses, np.uint64), bound.casts, CUDA, device_copies.KernelShape(), 1 << 14
+    )
+    placed = PlacedCopies.of(bucket.copies, addresses)
+    name_of = names_of(bound.schedule, placed.copies["src"])
+    assert gather.problems(placed, bound.casts, own, name_of) == []
+    for part in gather._parts:
+        changed(part, 0)  # of the address of the first tile's source
+        assert len(gather.problems(placed, bound.casts, own, name_of)) == 1
+        changed(part, 0)
+    assert gather.problems(placed, bound.casts, own, name_of) == []
+
+
+def test_what_computes_scales_is_read_back_from_the_device() -> None:
+    bound = bound_of(0)
+    scales = device_copies.device_scales(bound.casts, bound.tensors, CUDA)
+    assert scale_problems(scales.read_back(), bound.casts, bound.tensors, str) == []
+    changed(scales, 8)
+    assert len(scale_problems(scales.read_back(), bound.casts, bound.tensors, str)) == 1
+
+
+def connect(number: int, address: str, case: str, damaged: int) -> tuple[str, bool]:
+    """(why prepare raised, whether this rank's tensors are as they were). The damaged rank's tiles read 2 bytes later."""
+    from mcore_reshard.kernels.cuda import copy_kernel
+    from mcore_reshard.kernels.transports.direct import executor, slots
+
+    world, rank = ("train", number) if number < 2 else ("gen", number - 2)
+    schedule = schedule_of(CASES[case].plan(), world, rank)  # type: ignore[arg-type]
+    tensors = {name: tensor.cuda() for name, tensor in allocate(schedule, seed=number).items()}
+    before = {name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()}
+    if number == damaged:
+
+        def later(cut: Any) -> Any:
+            def wrapped(*args: Any) -> NDArray[np.void]:
+                tiles = cut(*args)
+                (tiles["box"] if "box" in (tiles.dtype.names or ()) else tiles)["src"][-1:] += np.uint64(2)
+                return tiles
+
+            return wrapped
+
+        for module in (copy_kernel, executor, slots):
+            for name in ("cut_tiles", "cut_cast_tiles"):
+                if hasattr(module, name):
+                    setattr(module, name, later(getattr(module, name)))
+    kind: Any = TrainEndpoint if world == "train" else GenerationEndpoint
+    endpoint = kind(schedule, tensors, store=address, options=Options(transport="direct", timeout_s=60.0))
+    try:
+        endpoint.prepare()
+        endpoint.refit(1)
+    except RefitError as error:
+        return str(error), {name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()} == before
+    finally:
+        endpoint.close()
+    return "", True
+
+
+@pytest.mark.parametrize(("case", "damaged"), [("plain", -1), ("plain", 2), ("cast", -1), ("cast", 1), ("cast", 2)])
+def test_a_session_refuses_a_damaged_table_before_a_byte_moves(case: str, damaged: int) -> None:
+    outcomes = values(run_ranks(4, connect, case, damaged, timeout_s=120.0, method="spawn"))
+    if damaged < 0:
+        assert outcomes == [("", True)] * 4
+        return
+    name = ["train:0", "train:1", "gen:0", "gen:1"][damaged]
+    assert all(name in reason and "the device's table is damaged" in reason for reason, _ in outcomes), outcomes
+    assert all("weight" in reason and same for reason, same in outcomes), outcomes
