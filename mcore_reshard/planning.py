@@ -79,7 +79,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class RefitRequest:
-    """A model, and the mesh of its engine. `has_rules`: the planner has layout rules for the model's family."""
+    """A model, and the mesh of its engine. `has_rules`: the planner has layout rules for the model's family and the engine."""
 
     model: str
     config: dict[str, Any]
@@ -164,14 +164,17 @@ def read_request(
 def read_refit_request(config: ConfigSource, gen: str | GenMesh, policy: str, engine: str) -> RefitRequest:
     """Read what a live trainer is asked for: its own mesh is read off the model. Raises InputError as `plan` does.
 
-    A model of a family without layout rules passes here: it is planned from traces.
+    A model of a family without layout rules passes here, and every model for an engine without: traces plan these.
     """
     config = config.to_dict() if hasattr(config, "to_dict") else config
     fields: dict[str, Any] = {}
     with suppress(ConfigError, TypeError, ValueError):
         fields = dict(config) if isinstance(config, Mapping) else load_config(fspath(config))
     family = fields.get("model_type")
-    if not isinstance(family, str) or family in FAMILIES:
+    has_rules = True
+    with suppress(UnknownEngineError, TypeError, AttributeError):  # wrong names are refused below
+        has_rules = engine_named(engine).has_rules
+    if not isinstance(family, str) or (family in FAMILIES and has_rules):
         request = read_request(config, TrainMesh(), gen, policy, engine=engine)  # type: ignore[arg-type]
         return RefitRequest(request.model, request.config, request.gen, True)
     if problems := _wrong_types(config, TrainMesh(), gen, engine=engine):

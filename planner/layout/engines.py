@@ -39,6 +39,7 @@ class Engine:
     scales: Callable[[ParameterGroup, Partition, Format], Partition | Misc]  # as in Layout
     transposed: Transposed  # kept in another order of dims than Hugging Face; the proof compares it with the layout
     notes: Callable[[Sequence[tuple[str, str]]], list[str]]  # on a plan, given (name, reason) of all misc groups
+    has_rules: bool = True  # False: `layout` places nothing, and every plan is read off the engine's own loader
     repeated_suffix: str = ""  # tensor x + this stands for the engine's x, which its adapter repeats from it
 
     def quantized(self, model: ModelParameters, form: Format) -> ModelParameters:

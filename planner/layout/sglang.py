@@ -58,4 +58,5 @@ ENGINE = Engine(
     scales=_scales,
     notes=_notes,
     transposed={},
+    has_rules=False,
 )

@@ -1,0 +1,39 @@
+"""What several adapters share: both sides of a session must be under way at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+def run_beside(others: Sequence[Callable[[], Any]], own: Callable[[], Result]) -> Result:
+    """Call `own` here while each of `others` runs on a thread; return what it returns, once all have ended.
+
+    For a rank that takes part itself and tells engines to: `connect` and `refit` end on both sides together. The error of
+    `own` is raised first, else that of the first of `others`. Errors of `others` are logged as they come.
+    """
+    errors: list[Exception] = []
+
+    def run(call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:
+            _log.error("an engine failed: %s: %s", type(error).__name__, error)
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in others]
+    for thread in threads:
+        thread.start()
+    try:
+        result = own()
+    finally:
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return result
