@@ -25,7 +25,6 @@ import torch
 
 from mcore_reshard.engines.sglang.rank import SglangRank
 from mcore_reshard.kernels.errors import RefitError
-from mcore_reshard.kernels.options import Options
 
 LOADER = "mcore_reshard.integrations.sglang.load"
 COMMANDS = ("connect", "refit", "close")
@@ -44,7 +43,7 @@ _last_call = ""  # the number of the last command
 def command_tensors(command: str, **arguments: Any) -> list[tuple[str, torch.Tensor]]:
     """A command for `Engine.update_weights_from_tensor(named_tensors, load_format=LOADER)`: one tensor of JSON, uint8.
 
-    - `connect`: arguments of `SglangRank.connect`; `options` is a dict with fields of `Options`.
+    - `connect`: those of `SglangRank.connect`, so `store`, `replica`, and fields of `Options`.
     - `refit`: `version`, and `everything`.
     - `close`: none.
 
@@ -113,8 +112,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         close()
         _rank = SglangRank(model)
     if command == "connect":
-        options = Options(**arguments.pop("options", {}))
-        _rank.connect(arguments.pop("store"), options=options, **arguments)
+        _rank.connect(**arguments)
     elif command == "refit":
         _rank.refit(arguments.get("version"), everything=bool(arguments.get("everything", False)))
     else:

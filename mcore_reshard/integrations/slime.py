@@ -59,7 +59,7 @@ class RefitUpdater(UpdateWeightFromDistributed):
         self._sessions += 1
         session = f"slime/{self._sessions}"
         store = _agreed_store()
-        tell = self._tell("connect", store=store, connect_timeout_s=_CONNECT_S, options={"session": session})
+        tell = self._tell("connect", store=store, connect_timeout_s=_CONNECT_S, session=session)
         self._trainer = run_beside(
             [partial(call, replica=replica) for replica, call in enumerate(tell)],
             lambda: megatron.connect(

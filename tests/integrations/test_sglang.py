@@ -54,7 +54,7 @@ def train(rank: int, folder: Path, mesh: TrainMesh, sizes: GenSizes, store: str,
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store")), rank=rank, world_size=mesh.world)
     model = build_trainer(folder / "1", mesh)
     tell = partial(in_background_send, folder, sizes.tp) if rank == 0 else lambda *_, **__: lambda: None
-    told = tell("connect", store=store, options=SENT)
+    told = tell("connect", store=store, **SENT)
     trainer = mr.megatron.connect(
         model.model_chunks, model.bridge, folder / "1", gen=f"tp={sizes.tp},ep={sizes.ep}", store=store,
         engine="sglang", options=OPTIONS,

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
-from mcore_reshard.engines.rank_checks import refuse_mixture, require_own_mesh
-from mcore_reshard.kernels.errors import LayoutError, SessionError
+from mcore_reshard.engines.rank import EngineRank, require_own_mesh
+from mcore_reshard.kernels.errors import LayoutError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense, untraceable
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError
@@ -24,7 +25,7 @@ from mcore_reshard.planner.layout.traces import HfTensor
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.replicas import replica_ranks
 from mcore_reshard.planner.plan.trace_check import checkpoint_of
-from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport
+from mcore_reshard.session.endpoints import GenerationEndpoint
 from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.plan_exchange import fetch_plan
 from mcore_reshard.session.trace_exchange import answer_request, require_planned_layout
@@ -34,13 +35,13 @@ from .model import after_direct_writes, load_weights, local_tensors
 from .trace import trace_loading
 
 
-class SglangRank:
+class SglangRank(EngineRank):
     """The part of the process that holds `model`, which SGLang has loaded. Its parallel state is read from SGLang."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
         self.model = model
-        self.endpoint: GenerationEndpoint | None = None
-        self._mixed_may_generate = False
+        self._plan: Plan
 
     def connect(
         self,
@@ -49,19 +50,20 @@ class SglangRank:
         replica: int = 0,
         connect_timeout_s: float = 600.0,
         generate_while_mixed: bool = False,
-        options: Options = Options(),  # noqa: B008
+        **options: Any,
     ) -> None:
         """Say what the loader does, fetch the plan that the trainer makes of it, bind, and meet all other ranks.
 
-        Arguments are those of vLLM's `RefitWorker.connect_refit`. May be called again, for another session.
+        Arguments are those of `VllmRank.connect`. May be called again, for another session.
         Raises MeshError, LayoutError, RuntimeError for parameters that no refit can write, else as `prepare`.
         """
         self.close()
         self._mixed_may_generate = generate_while_mixed
         local_tensors(self.model)  # refuses what cannot be written, before the trainer waits for this rank
         mesh, own_rank = sglang_place()
+        session = Options(**options)
         rank = own_rank + replica * mesh.world
-        answer_request(rank, self._condensed_trace, store, options, connect_timeout_s)
+        answer_request(rank, self._condensed_trace, store, session, connect_timeout_s)
 
         def part_in(plan: Plan) -> RankOfPlan:
             if plan.engine != "sglang":
@@ -71,7 +73,7 @@ class SglangRank:
             return RankOfPlan(plan, "gen", rank)
 
         self.endpoint = GenerationEndpoint(
-            part_in(fetch_plan(store, options, timeout_s=connect_timeout_s)),
+            part_in(fetch_plan(store, session, timeout_s=connect_timeout_s)),
             partial(local_tensors, self.model),
             store=store,
             load_weights=partial(load_weights, self.model),
@@ -79,25 +81,9 @@ class SglangRank:
             check_layout=lambda: self._check_layout(rank),
             adopt_plan=part_in,
             state=None if self.endpoint is None else self.endpoint.state,
-            options=options,
+            options=session,
         )
         self.endpoint.prepare(timeout_s=connect_timeout_s)
-
-    def refit(self, version: int | None = None, *, everything: bool = False) -> RefitReport:
-        """Take part in the trainer's next refit, as `GenerationEndpoint.refit`."""
-        if self.endpoint is None:
-            raise SessionError("this engine is in no session: send it the command `connect` first")
-        return self.endpoint.refit(version, everything=everything)
-
-    def refuse_mixture(self) -> None:
-        """Raise MixedWeightsError while the weights are of two versions, unless `connect` allowed to generate."""
-        if not self._mixed_may_generate:
-            refuse_mixture(self.endpoint)
-
-    def close(self) -> None:
-        """Leave the session and free what it holds. May be called twice."""
-        if self.endpoint is not None:
-            self.endpoint.close()
 
     def _condensed_trace(self, checkpoint: Mapping[str, HfTensor]) -> CondensedTrace:
         try:

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.errors import LayoutError, MixedWeightsError, RefitError, SessionError, TracesNeeded
+from mcore_reshard.engines.rank import EngineRank, require_own_mesh
+from mcore_reshard.kernels.errors import LayoutError, RefitError, TracesNeeded
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense, untraceable
-from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, format_mesh
+from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.layout.trace_file import dump_checkpoint, dump_trace, parse_trace
 from mcore_reshard.planner.layout.traces import HfTensor, RankTrace
 from mcore_reshard.planner.plan.plan import Plan
@@ -54,14 +55,13 @@ from .rearranged import rearranged_parameters
 from .trace import trace_loading
 
 
-class VllmRank:
+class VllmRank(EngineRank):
     """The refits of one vLLM worker. `worker` has a `vllm_config`, a `model_runner` and `get_model()`."""
 
     def __init__(self, worker: Any) -> None:
+        super().__init__()
         self._worker = worker
         self._config = worker.vllm_config
-        self.endpoint: GenerationEndpoint | None = None
-        self._mixed_may_generate = False
         self._plan: Plan
         self._draft: torch.nn.Module | None = None  # the draft model, if the trainer sends its layers
         self._names_of_draft: frozenset[str] | None = None  # the HF tensors that it is made of; None: unknown
@@ -106,23 +106,10 @@ class VllmRank:
             warnings.warn(f"refits leave the draft model of this engine as it is: {reason}", stacklevel=2)
         return self.connected.rank_name
 
-    @property
-    def connected(self) -> GenerationEndpoint:
-        """This rank's end of the session. Raises SessionError where there is none."""
-        if self.endpoint is None:
-            raise SessionError("this worker is in no session: connect all workers first")
-        return self.endpoint
-
     def refit(self, version: int | None = None, *, everything: bool = False) -> RefitReport:
         """Take part in the trainer's next refit, as `GenerationEndpoint.refit`."""
-        endpoint = self.connected
         with self._as_vllm_configured():
-            return endpoint.refit(version, everything=everything)
-
-    def close(self) -> None:
-        """Leave the session and free what it holds. May be called twice."""
-        if self.endpoint is not None:
-            self.endpoint.close()
+            return super().refit(version, everything=everything)
 
     def _meet_trainer(self, store: str, replica: int, connect_timeout_s: float, session: Options) -> None:
         self._draft = self._names_of_draft = None
@@ -131,7 +118,7 @@ class VllmRank:
         rank = engine.gen_rank_of(config) + replica * mesh.world
         answer_request(rank, self._condensed_trace, store, session, connect_timeout_s)
         plan = fetch_plan(store, session, timeout_s=connect_timeout_s)
-        self._require_own_mesh(plan, mesh, rank, replica)
+        require_own_mesh(plan, mesh, rank, replica)
         if self.endpoint is None and config.load_config.load_format == "dummy":
             for model in (self._model, draft_of(self._worker.model_runner, config)[0]):
                 if model is not None:
@@ -139,7 +126,7 @@ class VllmRank:
         self._plan = plan
 
         def adopt(newer: Plan) -> RankOfPlan:
-            self._require_own_mesh(newer, mesh, rank, replica)
+            require_own_mesh(newer, mesh, rank, replica)
             self._plan = newer
             return RankOfPlan(newer, "gen", rank)
 
@@ -157,18 +144,6 @@ class VllmRank:
             options=session,
         )
         endpoint.prepare(timeout_s=connect_timeout_s)
-
-    def _require_own_mesh(self, plan: Plan, mesh: GenMesh, rank: int, replica: int) -> None:
-        planned, actual = ((m.tp, m.pp, m.ep, m.layers) for m in (plan.gen, mesh))
-        if planned != actual:
-            raise MeshError(
-                f"the plan is for other engines than that of generation rank {rank}",
-                [
-                    f"planned {format_mesh(plan.gen)}",
-                    f"this engine {format_mesh(mesh)}, replica {replica}",
-                    "start the engine on the planned mesh, or give connect() of the trainer this one as gen=",
-                ],
-            )
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         model, draft = self._model, self._draft
@@ -293,20 +268,11 @@ class VllmRank:
         @wraps(step)
         def guarded(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(scheduled, "total_num_scheduled_tokens", 1):  # steps without tokens are for vLLM's own accounts
-                self._refuse_mixture()
+                self.refuse_mixture()
             return step(scheduled, *args, **kwargs)
 
         guarded.refit_guards = True  # type: ignore[attr-defined]
         self._worker.model_runner.execute_model = guarded
-
-    def _refuse_mixture(self) -> None:
-        endpoint = self.endpoint
-        if endpoint is None or endpoint.state.may_generate or self._mixed_may_generate:
-            return
-        raise MixedWeightsError(
-            f"{endpoint.rank_name}: this engine holds {endpoint.state.describe()}: refit again before it generates, or"
-            " connect with generate_while_mixed=True"
-        )
 
 
 def _rearranged_of(trace: RankTrace, prefix: str, model: torch.nn.Module) -> list[str]:
