@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class RefitError(RuntimeError):
-    """The base of all errors that a refit raises."""
+    """The base of all errors that a refit raises. They pickle with their fields, as Ray and process pools need."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, vars(self))
+
+
+def _restored(kind: type[RefitError], args: tuple[Any, ...], fields: dict[str, Any]) -> RefitError:
+    """An error as it was: constructors take other arguments than the message that `args` holds."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
 
 
 class BindError(RefitError):

@@ -91,13 +91,14 @@ def train(rank: int, folder: Path) -> tuple[Any, Any]:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store")), rank=rank, world_size=TRAIN.world)
     trainer = build_trainer(folder / "1", TRAIN)
     import ray
+    import slime.backends.megatron_utils as package
     from slime.utils.distributed_utils import init_gloo_group
     from slime.utils.misc import load_function
 
     ray.init(address=await_file(folder / "ray"), namespace="slime", log_to_driver=False)
     init_gloo_group()
     actor = ModuleType("slime.backends.megatron_utils.actor")  # the real one needs megatron.training and CUDA
-    sys.modules[actor.__name__] = sys.modules["slime.backends.megatron_utils"].actor = actor
+    sys.modules[actor.__name__] = package.actor = actor
     args = arguments(folder)
     load_function(args.custom_megatron_init_path)(args)  # as initialize.py does
     updater = actor.UpdateWeightFromDistributed(
