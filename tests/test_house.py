@@ -74,6 +74,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "planner/",
         "kernels/",
         "mcore_reshard",
+        "mcore_reshard/megatron",
         "mcore_reshard/session/",
         "mcore_reshard/trainers/",
         "mcore_reshard/engines/",

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import mcore_reshard as mr
 from mcore_reshard.engines.sglang.model import load_weights, local_tensors
-from mcore_reshard.integrations.sglang import send
+from mcore_reshard.integrations.sglang import LOADER, command_request, command_tensors, send
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import TrainMesh
 from mcore_reshard.validation.engine.slices import GenSizes, poison
@@ -137,3 +137,137 @@ def test_updates_of_sglang_bring_every_byte_that_its_loader_would_load(
         assert routes == [*SESSION, *SESSION, "flush_cache", *SESSION, "flush_cache", *SESSION]
         assert versions == [None, "1", "2", None]
         assert flushed == 2
+
+
+def in_one_process(check: Any, *args: Any) -> Any:
+    """What `check(*args)` returns in a process of its own: SGLang's groups and this adapter's state are a process's."""
+    return run_processes(1, lambda _: check(*args), timeout_s=200)[0]
+
+
+def one_rank(folder: Path, family: str) -> Rank:
+    checkpoint = folder / "checkpoint"
+    write_checkpoint(tiny_config(family), checkpoint, 1)
+    return Rank(checkpoint, GenSizes(), 0, folder / "groups")
+
+
+def refusal(engine: Rank, command: str, **arguments: Any) -> str:
+    """The message of a command that SGLang answers with a failure. The engine's session must be closed again."""
+    engine.routes.clear()
+    with pytest.raises(mr.RefitError) as caught:
+        send(engine.handle, command, tp=1, **arguments)
+    assert engine.routes == SESSION
+    return str(caught.value)
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    engine = one_rank(folder, "qwen3_moe")
+    found = {"no session": refusal(engine, "refit", version=1)}
+    found["no store"] = refusal(engine, "connect", store=free_address(), connect_timeout_s=0.5, timeout_s=0.5)
+    found["wrong option"] = refusal(engine, "connect", store=free_address(), bucket_bytes=3)
+    engine.model.model.layers[1].mlp.experts.quant_method.use_flashinfer_trtllm_moe = True
+    found["layout"] = refusal(engine, "connect", store=free_address())
+    engine.model.model.layers[1].mlp.experts.quant_method.use_flashinfer_trtllm_moe = False
+    weights = [("lm_head.weight", torch.zeros(2)), ("model.norm.weight", torch.zeros(2))]
+    engine.handle("begin_weight_update", {})
+    found["weights"] = str(engine.manager.tp_worker.model_runner.weight_updater.update_weights_from_tensor(
+        named_tensors=weights, load_format=LOADER
+    ))  # fmt: skip
+    engine.handle("end_weight_update", {})
+    send(engine.handle, "close", tp=1)  # the engine still answers
+    return found
+
+
+def test_errors_of_commands_are_answers_and_end_the_update(tmp_path: Path) -> None:
+    found = in_one_process(refusals, tmp_path)
+    for case, words in {
+        "no session": "SGLang refused refit: SessionError: this worker is in no session",
+        "no store": "SGLang refused connect: SessionError: ",
+        "wrong option": "ValueError: these options are wrong:\n  bucket_bytes must be",
+        "layout": "the flashinfer_trtllm backend permutes experts after loading: model.layers.1.mlp.experts.w13_weight",
+        "weights": "takes one tensor, mcore_reshard.command, with a command, not 2 tensors (first lm_head.weight)",
+    }.items():
+        assert words in found[case], found[case]
+
+
+def places(folder: Path) -> list[str]:
+    from mcore_reshard.engines.sglang.rank import sglang_place
+
+    one_rank(folder, "qwen3")
+    from sglang.srt import runtime_context
+
+    parallel, found = runtime_context.get_parallel(), []
+    for sizes in ({"pp_size": 2}, {"dp_size": 2}, {"ep_size": 2, "tp_size": 4}):
+        given = type(
+            "Parallel", (), {"__getattr__": lambda self, name, sizes=sizes: sizes.get(name, getattr(parallel, name))}
+        )
+        runtime_context.get_parallel = lambda given=given: given()
+        with pytest.raises(ValueError, match="no refit reaches this SGLang engine") as caught:
+            sglang_place()
+        found.append(str(caught.value))
+    return found
+
+
+def test_meshes_whose_ranks_sglang_does_not_tell_together_are_refused(tmp_path: Path) -> None:
+    stages, replicas, experts = in_one_process(places, tmp_path)
+    assert "pp_size = 2: SGLang's stages take a command one after the other" in stages
+    assert "dp_size = 2: SGLang refuses updates from tensors" in replicas
+    assert "ep_size = 2: experts must be cut by tp_size alone, or ep_size be tp_size = 4" in experts
+
+
+def begun_and_ended(folder: Path, family: str) -> tuple[list[str], list[str]]:
+    """What differs after an update in which nothing was written, where a load ran and where none did."""
+    engine = one_rank(folder, family)
+    before = held(engine.model)
+    send(engine.handle, "close", tp=1)
+    after_loads = differences(held(engine.model), before)
+    engine.handle("begin_weight_update", {})
+    engine.handle("end_weight_update", {})
+    return after_loads, differences(held(engine.model), before)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama_tied", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_begin_and_end_of_an_update_leave_every_byte_of_unquantized_models(tmp_path: Path, family: str) -> None:
+    assert in_one_process(begun_and_ended, tmp_path, family) == ([], [])
+
+
+def mixed_and_drafted(folder: Path) -> tuple[str, str, list[str]]:
+    from types import SimpleNamespace
+
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from mcore_reshard.engines.sglang.rank import SglangRank
+    from mcore_reshard.integrations import sglang as adapter
+    from mcore_reshard.kernels.errors import MixedWeightsError
+    from mcore_reshard.session.state import intact, mixed
+
+    engine, calls = one_rank(folder, "qwen3"), []
+    rank = adapter._rank = SglangRank(engine.model)
+    rank.endpoint = SimpleNamespace(state=mixed(3, 4, 0.5), rank_name="gen:0", close=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(MixedWeightsError) as caught:
+        ModelRunner.forward(SimpleNamespace(), None)
+    rank.endpoint.state = intact(3)  # type: ignore[misc]
+    with pytest.raises(AttributeError) as ran:  # forward itself
+        ModelRunner.forward(SimpleNamespace(), None)
+    rank.refit = lambda version, everything: calls.append(str(version))  # type: ignore[method-assign, assignment]
+    refit = command_tensors("refit", version=7)
+    adapter.load(engine.model, refit)
+    adapter.load(torch.nn.Linear(2, 2), refit)  # SGLang gives the draft model the same tensors
+    return str(caught.value), str(ran.value), calls
+
+
+def test_a_mixture_does_not_generate_and_a_draft_model_is_left_alone(tmp_path: Path) -> None:
+    mixture, ran, calls = in_one_process(mixed_and_drafted, tmp_path)
+    assert "gen:0: this engine holds a mixture of versions 3 and 4 (50%)" in mixture
+    assert "SimpleNamespace" in ran
+    assert calls == ["7"]
+
+
+def test_a_request_is_json_that_needs_no_client_of_sglang() -> None:
+    import json
+
+    body = json.loads(json.dumps(command_request("refit", 2, version=7)))
+    assert body["load_format"] == LOADER and body["weight_version"] == "7" and body["flush_cache"] is True
+    assert len(body["serialized_named_tensors"]) == 2 and body["selector"] == "target"
+    assert command_request("connect", 1, store="a:1")["flush_cache"] is False
+    with pytest.raises(ValueError, match="unknown command 'load', known: connect, refit, close"):
+        command_request("load", 1)
