@@ -80,7 +80,7 @@ test-newest: ## the newest Megatron-Core and Megatron-Bridge, beside vLLM (Pytho
 test-sglang: ## the tests against real SGLang on CPU (installs it on first use, about 3 minutes)
 	PYTHON=$(PYTHON) bash tools/make_sglang_cpu.sh $(VENV_SGLANG)
 	PYTHONWARNINGS=ignore $(VENV_SGLANG)/bin/python -m pip install -q --no-deps -e .
-	$(VENV_SGLANG)/bin/python -m pytest tests/engine_sglang
+	$(VENV_SGLANG)/bin/python -m pytest tests/engine_sglang tests/integrations/test_sglang.py tests/integrations/test_slime.py
 
 test-gpu: ## the tests that need CUDA devices, with the torch that is on the machine
 	$(PYTHON) -m pytest -m gpu -rs

@@ -47,6 +47,9 @@ class InputError(ValueError):
             lines = [f"{len(problems)} problems", *(f"  - {problem}" for problem in problems)]
         super().__init__("\n".join([*lines, remedy] if remedy else lines))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InputError, (self.problems, self.remedy), vars(self)
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:

@@ -70,15 +70,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "mcore_reshard/engines/",
         "mcore_reshard/tracing/",
     ),
-    "mcore_reshard/integrations": (
-        "planner/",
-        "kernels/",
-        "mcore_reshard",
-        "mcore_reshard/megatron",
-        "mcore_reshard/session/",
-        "mcore_reshard/trainers/",
-        "mcore_reshard/engines/",
-    ),
     "mcore_reshard/cli": (
         "planner/",
         "kernels/",

@@ -25,7 +25,7 @@ if begins_anew; then
         aiohttp anthropic cloudpickle datasets decorator distro easydict einops "fastapi>=0.133,<0.137" gguf \
         interegular ipython "llguidance>=1.7,<1.8" loguru msgspec omegaconf openai==2.8.0 orjson partial-json-parser \
         pillow prometheus_client psutil pybase64 pydantic python-multipart pyzmq regex requests rich scipy cryptography \
-        sentencepiece setproctitle soundfile uvicorn uvloop hypothesis pytest
+        sentencepiece setproctitle soundfile uvicorn uvloop hypothesis pytest ray==2.60.0 httpx tqdm
     imports_together sglang_engine
 fi
 say "ready: $python"

@@ -10,6 +10,7 @@ expert parallelism spans dp x tp (vllm/distributed/parallel_state.py).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any, TypeVar
@@ -25,9 +26,12 @@ _MAX_DIGITS = 20
 class MeshError(ValueError):
     """A mesh that cannot exist, or that a model does not fit; `violations` lists every reason."""
 
-    def __init__(self, subject: str, violations: list[str]) -> None:
+    def __init__(self, subject: str, violations: Sequence[str]) -> None:
         super().__init__(f"{subject}: " + "; ".join(violations))
-        self.violations = tuple(violations)
+        self.subject, self.violations = subject, tuple(violations)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MeshError, (self.subject, self.violations), vars(self)
 
 
 @dataclass(frozen=True, slots=True)

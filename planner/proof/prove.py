@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.plan import Plan
@@ -74,6 +75,9 @@ class ProofError(ValueError):
         shown = "\n  ".join(f"{violation!s:.1000}" for violation in proof.violations[:10])
         super().__init__(f"the plan is not sound, {len(proof.violations)} violations:\n  {shown}")
         self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProofError, (self.proof,), vars(self)
 
 
 def prove(plan: Plan) -> Proof:

@@ -18,6 +18,9 @@ from mcore_reshard.kernels.errors import (
 )
 from mcore_reshard.kernels.rendezvous.exchange import Failure
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
+from mcore_reshard.planner.layout.mesh import MeshError
+from mcore_reshard.planner.proof.prove import Proof, ProofError
+from mcore_reshard.planning import InputError
 from mcore_reshard.session.state import mixed, name_state
 
 WAITING = Waiting("gen:1", "train:0", 2, "lm_head.weight", False)
@@ -35,6 +38,9 @@ ERRORS = [
     NOTED,
     MIXED,
     SessionFailed(Failure.of("train:0", LATE)),
+    MeshError("impossible training mesh", ["tp = 0", "pp = 0"]),
+    InputError(["no such model", "no such mesh"], "give another"),
+    ProofError(Proof((), 1, 0)),
 ]
 
 
@@ -44,7 +50,7 @@ def described(error: BaseException) -> tuple[type, str, dict[str, object]]:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_is_pickled_with_its_fields(error: RefitError) -> None:
+def test_an_error_is_pickled_with_its_fields(error: BaseException) -> None:
     restored = pickle.loads(pickle.dumps(error))
     assert described(restored) == described(error)
     assert described(pickle.loads(pickle.dumps(restored))) == described(error)
