@@ -24,7 +24,7 @@ OPTIONS = {"transport": "gloo", "timeout_s": 120}
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # read when Ray is imported; for busy machines
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "200000")  # for busy machines
     import ray
     from helpers.ray_parts import ENVIRONMENT
 

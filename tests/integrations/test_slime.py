@@ -63,7 +63,7 @@ def write_whole(file: Path, text: str) -> None:
 
 def drive(folder: Path) -> None:
     """The Ray cluster, and the engine actors in it."""
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # read when Ray is imported; for busy machines
+    os.environ.setdefault("RAY_agent_register_timeout_ms", "200000")  # for busy machines
     import ray
     from helpers.slime_engine import ServedEngine
 
