@@ -19,9 +19,10 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from torch.distributed import DistError
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, WriteCounts
-from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.errors import SessionError, StoreRestarted
 from mcore_reshard.kernels.events import log_event
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.address import store_address
@@ -47,6 +48,7 @@ from .record import Record
 from .report import RefitReport
 from .staged import STAGED, StagedTensors, require_memory
 from .state import WeightState, complete, intact, mixed
+from .trace_exchange import CONNECT_AGAIN, awaits_trace
 
 CLOSED = "closed"
 try:
@@ -243,11 +245,25 @@ class Member(ABC):
         if isinstance(attendance, Leader):
             return attendance.call(attendance.begin(REFIT), make_word, self._options.timeout_s, self._epoch)
         while True:
-            head = attendance.await_head(self._options.timeout_s, "begin a refit")
+            try:
+                head = attendance.await_head(self._options.timeout_s, "begin a refit")
+            except SessionError as error:
+                self._raise_if_asked_for_traces(error)
+                raise
             if head.kind == CONNECT:
                 self._follow_connect(attendance, head)
             elif (call := attendance.follow(head, make_word)) is not None:
                 return call
+
+    def _raise_if_asked_for_traces(self, error: SessionError) -> None:
+        """Say so where no refit has begun because a trainer that started again waits for this rank's trace."""
+        store = self._store
+        with suppress(DistError, StoreRestarted, ValueError):
+            if store is not None and self.world == "gen" and awaits_trace(store, self.rank_name):
+                raise SessionError(
+                    f"{self.rank_name}: a trainer has started again, of a model without layout rules, and asks how its"
+                    f" engines load it: {CONNECT_AGAIN}; before that: {error}"
+                ) from error
 
     def _connect(self, call: Call) -> Connection:
         """The connection with the members of a call: the one that stands, or a new one."""

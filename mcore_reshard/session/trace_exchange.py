@@ -9,7 +9,7 @@ and each rank holds its own trace against the plan. An engine that holds more th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +21,7 @@ from mcore_reshard.kernels.errors import LayoutError, RefitError, SessionError, 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 from mcore_reshard.kernels.rendezvous.store import connect_store
-from mcore_reshard.kernels.rendezvous.store_keys import StoreView
+from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys, StoreView
 from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames
 from mcore_reshard.planner.layout.trace_file import (
@@ -38,6 +38,7 @@ from mcore_reshard.planner.plan.trace_check import trace_faults
 
 from .attempts import HEAD, REFIT
 
+CONNECT_AGAIN = "connect them again, in vLLM by connect_refit() on all workers"
 _TRACES = "traces"  # the part of the store with what is here
 _REQUEST = "request"  # what training rank 0 asks of engines: a checkpoint, or nothing
 _SHOWN = 5
@@ -79,9 +80,11 @@ def _collect(
         raise SessionError(f"no traces of the engine were read, lost {error}; {_ANEW}") from error
     except DistStoreError as error:
         silent = [f"gen:{rank}" for rank, key in enumerate(keys) if not store.check([key])]
+        here = [name for name in silent if (seat := store.seats.get(name)) is not None and seat.status == "here"]
+        remedy = f"start the engine and connect its ranks{_still_here(here)}"
         raise SessionError(
             f"{', '.join(silent)} did not say within {connect_timeout_s:g} s how they load this model, which has no layout"
-            " rules: start the engine and connect its ranks"
+            f" rules: {remedy}"
         ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise SessionError(f"a generation rank's answer on the store is malformed: {error}") from error
@@ -94,6 +97,22 @@ def _collect(
         return traces
     except (KeyError, TypeError, ValueError) as error:
         raise SessionError(f"a generation rank's trace on the store is malformed: {error}") from error
+
+
+def _still_here(engines: Sequence[str]) -> str:
+    """What to do about engines that were connected with an earlier trainer, and answer no request by themselves."""
+    if not engines:
+        return ""
+    return f"; {', '.join(engines)} are connected since an earlier trainer: {CONNECT_AGAIN}"
+
+
+def awaits_trace(store: StoreKeys, rank_name: str) -> bool:
+    """Whether a trainer waits for a trace of this generation rank: one that started again, of a model without rules."""
+    traces = store.under(_TRACES)
+    if (content := traces.peek(_REQUEST)) is None:
+        return False
+    number = parse_json(content, "the request", max_bytes=_MAX_ANSWER_BYTES).get("number")
+    return number is not None and not traces.check([f"{number}/{rank_name.partition(':')[2]}"])
 
 
 def ask_no_traces(address: str, options: Options) -> None:

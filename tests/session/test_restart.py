@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from helpers.plans import Case
 from helpers.ranks import store_process
 from helpers.remote import Answer, Ranks, Remote, tell
+from helpers.traces import CHECKPOINT
 
+from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.session import attempts, leader, member
+from mcore_reshard.session.trace_exchange import collect_traces
 
 GEN = "tp=1,dp=2"
 TP2 = Case("tiny-llama", "tp=2", GEN)
@@ -168,6 +172,20 @@ def test_an_engine_that_restarts_before_the_first_refit_takes_part_in_it(ranks: 
     engines[1] = ranks.gen(TP2, 1)
     fine(tell(engines[1:], "prepare"))
     refit(trainer, engines, 1)
+
+
+def test_a_restart_that_is_planned_from_traces_says_on_both_sides_to_connect_engines_again(lagging: Ranks) -> None:
+    trainer, engines = start(lagging)
+    for rank in trainer:
+        rank.kill()
+    time.sleep(2.0)  # until all know
+    for engine in engines:
+        engine.tell("refit")
+    with pytest.raises(SessionError, match=r"gen:0, gen:1 are connected since an earlier trainer: connect them again"):
+        collect_traces(CHECKPOINT, 2, lagging.address, lagging.options, 3.0)
+    answers = [engine.answer() for engine in engines]
+    assert_told(answers, "asks how its engines load it: connect them again, in vLLM by connect_refit() on all workers")
+    assert [(answer.held, answer.state) for answer in answers] == [(5, "complete(5)")] * 2
 
 
 # --- releases ----------------------------------------------------------------------------------------------------
