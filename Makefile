@@ -4,6 +4,7 @@ VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 VENV_SGLANG ?= .venv-sglang
 VENV_NEWEST ?= .venv-newest
+VENV_FRAMEWORKS ?= .venv-frameworks
 BIN := $(VENV)/bin
 # Only used where the machine has no torch: a GPU machine keeps the build it has. Without a GPU the CPU build is taken
 # from PyTorch's own index where that can be reached (PyPI's build for Linux brings CUDA).
@@ -22,7 +23,7 @@ FAST_HALF := copies transports proof attack
 NEWEST := $(addprefix tests/,$(addprefix validation/test_,adapters.py megatron_source.py te_standin.py trainer_trace.py validate.py \
 	zoo.py) $(addprefix engine/test_,newest_bridge.py tiny_models.py) session/test_lora.py)
 
-.PHONY: help setup demo test-fast test test-faults soak nightly test-vllm test-newest test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu test-live clean
+.PHONY: help setup demo test-fast test test-faults soak nightly test-vllm test-newest test-frameworks test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu test-live clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -64,6 +65,7 @@ nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow,
 	$(BIN)/python tools/soak.py --out build/soak.json
 	$(MAKE) test-newest
 	$(VENV_NEWEST)/bin/python -m pytest -m slow tests/engine/test_newest_bridge.py
+	$(MAKE) test-frameworks
 	$(MAKE) test-vllm
 	$(VENV_VLLM)/bin/python -m pytest -m slow tests/engine
 	$(MAKE) test-sglang
@@ -76,6 +78,10 @@ test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 
 test-newest: ## the newest Megatron-Core and Megatron-Bridge, beside vLLM (Python 3.12; builds it on first use, 4 minutes)
 	PYTHON=$(PYTHON) bash tools/make_newest_bridge.sh $(VENV_NEWEST)
 	$(VENV_NEWEST)/bin/python -m pytest $(NEWEST)
+
+test-frameworks: ## the adapters of verl and SkyRL through the frameworks' own classes on a CPU (Python 3.12; builds them on first use)
+	PYTHON=$(PYTHON) bash tools/make_frameworks_cpu.sh $(VENV_FRAMEWORKS)
+	$(VENV_FRAMEWORKS)/bin/python -m pytest tests/integrations/test_verl.py tests/integrations/test_skyrl.py
 
 test-sglang: ## the tests against real SGLang on CPU (installs it on first use, about 3 minutes)
 	PYTHON=$(PYTHON) bash tools/make_sglang_cpu.sh $(VENV_SGLANG)
@@ -119,4 +125,4 @@ bench-gpu: ## refits side by side on this machine's GPUs, with its torch; writes
 	PYTHONPATH=. $(PYTHON) tools/bench_refit.py $(BENCH)
 
 clean: ## remove what the targets made
-	rm -rf build dist $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(VENV_NEWEST) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist $(VENV) $(VENV_VLLM) $(VENV_SGLANG) $(VENV_NEWEST) $(VENV_FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache
