@@ -8,12 +8,17 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mcore_reshard.validation.engine import vllm_engine
+
+if find_spec("verl") is not None:
+    vllm_engine.prepare()  # before verl imports vLLM, which looks at its surroundings once
 pytest.importorskip("verl", reason="needs verl: make test-frameworks")
 
 import torch.distributed as dist
@@ -27,7 +32,6 @@ from mcore_reshard.integrations import verl
 from mcore_reshard.planner.layout.mesh import TrainMesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.validation import tiny
-from mcore_reshard.validation.engine import vllm_engine
 from mcore_reshard.validation.engine.slices import GenSizes, poison
 from mcore_reshard.validation.processes import run_processes
 
@@ -121,7 +125,6 @@ def test_two_replicas_are_refitted_and_connect_anew_after_an_error(tmp_path: Pat
 
     tiny.write_checkpoint(load_config("tiny-llama"), tmp_path / "1", 1)
     prepare()
-    vllm_engine.prepare()
     assert verl.BACKEND in CheckpointEngineRegistry._registry and "vllm" in sys.modules
     found = run_processes(MESH.world + REPLICAS, run, (tmp_path,), timeout_s=LIMIT_S)
     assert all(moved > 0 for of_rank in found[: MESH.world] for moved in of_rank)
