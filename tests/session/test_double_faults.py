@@ -1,0 +1,122 @@
+"""Two things break at once: nothing hangs, no engine holds a mixture that it does not report, and the others go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from helpers.plans import Case
+from helpers.ranks import StoreProcess, store_process
+from helpers.remote import Answer, Ranks, Remote, tell
+
+from mcore_reshard.kernels.options import Options
+
+FOUR = Case("tiny-llama", "tp=2", "tp=1,dp=4")
+OPTIONS = Options(timeout_s=4.0)
+RECOVERY_S = 30.0
+
+
+@pytest.fixture
+def store() -> Iterator[StoreProcess]:
+    with store_process() as store:
+        yield store
+
+
+@pytest.fixture
+def ranks(store: StoreProcess) -> Iterator[Ranks]:
+    with Ranks(store.address, OPTIONS) as ranks:
+        yield ranks
+
+
+def start(ranks: Ranks) -> tuple[list[Remote], list[Remote]]:
+    trainer = ranks.train(FOUR)
+    engines = [ranks.gen(FOUR, rank) for rank in range(4)]
+    assert [answer.error for answer in tell(trainer + engines, "prepare")] == [None] * 6
+    assert [answer.error for answer in refit(trainer, engines, 1)] == [None] * 6
+    return trainer, engines
+
+
+def refit(trainer: list[Remote], engines: list[Remote], version: int) -> list[Answer]:
+    for engine in engines:
+        engine.tell("refit")
+    return tell(trainer, "refit", version=version) + [engine.answer() for engine in engines]
+
+
+def recover(trainer: list[Remote], engines: list[Remote], version: int, replicas: set[int]) -> None:
+    """Refit until these replicas have all taken part; every byte of them is checked."""
+    deadline = time.monotonic() + RECOVERY_S
+    while True:
+        answers = refit(trainer, engines, version)
+        assert_states_are_true(answers[len(trainer) :])
+        if all(answer.error is None and {*answer.replicas} == replicas for answer in answers):
+            assert {answer.held for answer in answers[len(trainer) :]} == {version}
+            return
+        assert time.monotonic() < deadline, answers
+        version += 1
+
+
+def assert_states_are_true(answers: list[Answer]) -> None:
+    """What engines say that they hold is what they hold, byte for byte, or a mixture."""
+    for answer in answers:
+        assert answer.state.startswith("mixed") or answer.state.endswith(f"({answer.held})"), answer
+
+
+def kill_in_refit(trainer: list[Remote], engines: list[Remote], victims: list[Remote], version: int) -> list[Answer]:
+    """A refit that begins, and in which these die. The answers of the others."""
+    for rank in [*trainer, *engines]:
+        if rank is not victims[0]:  # all wait for its call
+            rank.tell("refit", **({"version": version} if rank in trainer else {}))
+    time.sleep(0.5)
+    for victim in victims:
+        victim.kill()
+    return [rank.answer() for rank in trainer + engines if rank not in victims]
+
+
+def test_two_replicas_are_killed_at_once(ranks: Ranks) -> None:
+    trainer, engines = start(ranks)
+    told = kill_in_refit(trainer, engines, engines[2:], 2)
+    for answer in told:  # the others went on without them, or were told of one of them
+        assert answer.error is None or "gen:2" in answer.error or "gen:3" in answer.error, answer
+    assert max(answer.seconds for answer in told) < 2 * OPTIONS.timeout_s
+    assert_states_are_true(told[2:])
+    recover(trainer, engines[:2], 3, {0, 1})
+
+
+def test_a_replica_is_killed_while_the_store_is_frozen(ranks: Ranks, store: StoreProcess) -> None:
+    trainer, engines = start(ranks)
+    store.freeze()
+    engines[3].kill()
+    time.sleep(1.0)
+    store.thaw()
+    told = refit(trainer, engines[:3], 2)
+    assert all(answer.error is None or "gen:3" in answer.error for answer in told), told
+    recover(trainer, engines[:3], 3, {0, 1, 2})
+
+
+@pytest.mark.slow
+def test_a_replica_is_killed_while_the_store_starts_anew(ranks: Ranks, store: StoreProcess) -> None:
+    trainer, engines = start(ranks)
+    engines[3].kill()
+    store.restart()
+    assert_states_are_true(refit(trainer, engines[:3], 2)[2:])
+    recover(trainer, engines[:3], 3, {0, 1, 2})
+
+
+def test_the_trainer_is_killed_while_a_replica_comes(ranks: Ranks) -> None:
+    """The new one gets the version of the others, and the next trainer finds them all."""
+    trainer, engines = start(ranks)
+    newcomer = ranks.gen(FOUR, 4).tell("prepare")
+    for rank in trainer:
+        rank.kill()
+    joined = newcomer.answer()
+    assert joined.error is None and (joined.held, joined.state) == (1, "complete(1)"), joined
+    newer = ranks.train(FOUR)
+    for rank in newer:
+        rank.tell("prepare")
+    for engine in [*engines, newcomer]:
+        engine.tell("refit_on")
+    assert [rank.answer().error for rank in newer] == [None, None]
+    answers = tell(newer, "refit", version=2) + [engine.answer() for engine in [*engines, newcomer]]
+    assert [answer.error for answer in answers] == [None] * 7
+    recover(newer, [*engines, newcomer], 3, {0, 1, 2, 3, 4})
