@@ -81,7 +81,7 @@ test-newest: ## the newest Megatron-Core and Megatron-Bridge, beside vLLM (Pytho
 
 test-frameworks: ## the adapters of verl and SkyRL through the frameworks' own classes on a CPU (Python 3.12; builds them on first use)
 	PYTHON=$(PYTHON) bash tools/make_frameworks_cpu.sh $(VENV_FRAMEWORKS)
-	$(VENV_FRAMEWORKS)/bin/python -m pytest tests/integrations/test_verl.py tests/integrations/test_skyrl.py
+	$(VENV_FRAMEWORKS)/bin/python -m pytest tests/integrations/test_verl_engine.py tests/integrations/test_verl.py tests/integrations/test_skyrl.py
 
 test-sglang: ## the tests against real SGLang on CPU (installs it on first use, about 3 minutes)
 	PYTHON=$(PYTHON) bash tools/make_sglang_cpu.sh $(VENV_SGLANG)
