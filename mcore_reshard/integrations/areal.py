@@ -62,8 +62,7 @@ class _Refitting:
             connect_timeout_s=CONNECT_TIMEOUT_S,
             options=self.options,
         )
-        if answer is not None:
-            answer.result()
+        run_on_all_ranks(lambda: answer and answer.result())
 
     def _update_weights_from_distributed(self: Any, meta: Any) -> None:
         """Refit, while generation is paused; `update_weights` calls it. After an error generation stays paused."""
@@ -74,8 +73,8 @@ class _Refitting:
         meta = self._refit_meta(meta)
         answer = self._tell_servers(lambda: self.rollout_engine.update_weights_from_distributed(meta, []))
         self._refit_trainer.refit(self._refits)
+        run_on_all_ranks(lambda: answer and answer.result())
         if answer is not None:
-            answer.result()
             self.rollout_engine.continue_generation()
         dist.barrier(group=self.cpu_group)
 

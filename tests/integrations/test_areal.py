@@ -169,7 +169,7 @@ def test_an_xccl_update_of_areal_brings_goldens_bytes(tmp_path: Path) -> None:
     tiny.write_checkpoint(load_config("tiny-qwen3"), tmp_path / "checkpoint", 1)
     told = run_processes(TRAIN + SERVERS, partial(run, folder=tmp_path), timeout_s=LIMIT_S)
     assert told[TRAIN:] == [[]] * SERVERS
-    assert ["gen:1" in "".join(errors) for errors in told[:TRAIN]] == [True] * TRAIN, told[:TRAIN]
+    assert ["/areal_update_weights_xccl" in "".join(errors) for errors in told[:TRAIN]] == [True] * TRAIN, told[:TRAIN]
 
 
 def test_what_areal_does_otherwise_is_refused_in_one_error() -> None:
