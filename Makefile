@@ -67,7 +67,7 @@ nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow,
 	$(VENV_NEWEST)/bin/python -m pytest -m slow tests/engine/test_newest_bridge.py
 	$(MAKE) test-frameworks
 	$(MAKE) test-vllm
-	$(VENV_VLLM)/bin/python -m pytest -m slow tests/engine
+	$(VENV_VLLM)/bin/python -m pytest -m slow tests/engine tests/integrations/test_vllm.py
 	$(MAKE) test-sglang
 
 test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 8 minutes)

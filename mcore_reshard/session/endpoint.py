@@ -58,7 +58,7 @@ class Endpoint(Refitter):
                         while (self.world == "train" or head.kind == CONNECT) and attendance.is_stale(head):
                             attendance.forget(head)
                             head = attendance.await_head(timeout_s, "begin a session")
-                    self._follow_connect(attendance, head)
+                    self._follow_connect(attendance, head, timeout_s)
                     self._welcome_newcomers()
         except BaseException as error:
             self._end(error)

@@ -52,15 +52,16 @@ class Follower(Attendance):
                     failure += self.store.silence(start)
                     raise SessionFailed(Failure(self.seat, "DeadlineError", failure, peer=LEADER))
 
-    def follow(self, head: Head, make_word: MakeWord) -> Call | None:
+    def follow(self, head: Head, make_word: MakeWord, timeout_s: float | None = None) -> Call | None:
         """Say this rank's word and return the call; None if this rank came too late for it.
 
+        `timeout_s` is the leader's own deadline, if it is another than the session's: engines may still be starting.
         Raises `SessionFailed`, and `SessionError` where this rank's replica cannot take part, or speaks another protocol.
         """
         require_protocol(head.protocol, head.package, "trainer", "engine")
         self._done = head
         try:
-            return self._follow(head, make_word)
+            return self._follow(head, make_word, timeout_s or self.timeout_s)
         except SessionError:
             raise
         except BaseException as error:  # the others must not wait for this rank
@@ -68,7 +69,7 @@ class Follower(Attendance):
                 self._abandon(head.attempt, Failure.of(self.seat, error))
             raise
 
-    def _follow(self, head: Head, make_word: MakeWord) -> Call | None:
+    def _follow(self, head: Head, make_word: MakeWord, timeout_s: float) -> Call | None:
         start = time.monotonic()
         with self.store_is_up():
             if not self._has_spoken and self._was_called_before(head.attempt):
@@ -76,11 +77,9 @@ class Follower(Attendance):
             self._say(head.attempt, make_word)
             call = f"a/{head.attempt}/call"
             # The leader waits for its own deadline, then says why; it began a little earlier or later than this rank.
-            came = self.store.wait_any(
-                [call], 2 * self.timeout_s, look=lambda: self._raise_if_leader_leaves(False, head)
-            )
+            came = self.store.wait_any([call], 2 * timeout_s, look=lambda: self._raise_if_leader_leaves(False, head))
             if not came:
-                message = f"{LEADER} called nobody within {2 * self.timeout_s:g} s" + self.store.silence(start)
+                message = f"{LEADER} called nobody within {2 * timeout_s:g} s" + self.store.silence(start)
                 raise SessionFailed(Failure(self.seat, "DeadlineError", message, peer=LEADER))
             called = self._read_call(head.attempt)
         if self.seat in called.members:

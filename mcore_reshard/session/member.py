@@ -172,7 +172,7 @@ class Member(ABC):
         planned = self._part.seats
         return [seat for seat in planned.members(range(planned.replicas)) if seat not in here]
 
-    def _follow_connect(self, follower: Follower, head: Head) -> None:
+    def _follow_connect(self, follower: Follower, head: Head, timeout_s: float | None = None) -> None:
         """Take part in an attempt to connect. A replica that comes later only binds: the next refit connects it."""
         if head.kind != CONNECT:
             follower.skip(head)
@@ -184,7 +184,7 @@ class Member(ABC):
             return self._word()
 
         with self._record.phase("meet"):
-            call = follower.follow(head, make_word)
+            call = follower.follow(head, make_word, timeout_s)
         if call is not None:
             self._connect(call)
 

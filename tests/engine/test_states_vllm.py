@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +147,35 @@ def test_a_step_of_a_mixture_raises_its_state_unless_the_engine_may_generate() -
     worker.refit_rank.endpoint.state = complete(4)
     assert worker.model_runner.execute_model(step) == "ran"
     assert guarded_worker(_mixed_may_generate=True).model_runner.execute_model(step) == "ran"
+
+
+def test_a_sleeping_engine_is_not_refitted_and_one_that_lost_its_weights_takes_all_before_it_generates() -> None:
+    asked: list[bool] = []
+    worker: Any = RefitWorker()
+    worker.vllm_config, worker.model_runner = None, SimpleNamespace()
+    worker.sleep, worker.wake_up = lambda level: level, lambda tags: tags
+    rank = worker.refit_rank
+    rank._as_vllm_configured = nullcontext
+    rank.endpoint = SimpleNamespace(
+        state=complete(3), rank_name="gen:1", refit=lambda version, everything: asked.append(everything)
+    )
+    for _ in range(2):
+        rank._sleep.watch(worker)
+    for level, everything in ((1, False), (2, True), (1, False), (0, False)):
+        assert worker.sleep(level=level) == level
+        if level:
+            with pytest.raises(SessionError, match=r"gen:1: this engine sleeps.*call wake_up first"):
+                rank.refit(4)
+            assert worker.wake_up(tags=["kv_cache"]) == ["kv_cache"] and rank._sleep.asleep
+        worker.wake_up()
+        if everything:
+            with pytest.raises(MixedWeightsError, match="lost its weights in a sleep of level 2"):
+                rank.refuse_mixture()
+        else:
+            rank.refuse_mixture()
+        rank.refit(4)
+        rank.refuse_mixture()
+    assert asked == [False, True, False, False]
 
 
 # --- vLLM's calls and answers ------------------------------------------------------------------------------------

@@ -171,6 +171,21 @@ def test_every_refit_delivers_its_own_version(worlds: tuple[int, int]) -> None:
         assert all(sum(stage.nbytes for stage in report.stages) == report.nbytes for report in reports)
 
 
+def meets_a_slow_engine(rank: int, address: str, worlds: tuple[int, int]) -> int:
+    me = seat(rank, address, worlds, timeout_s=SHORT_S)
+    if isinstance(me, Engine):
+        time.sleep(2.5 * SHORT_S)
+    me.endpoint.prepare(timeout_s=10 * SHORT_S)
+    version = 1
+    if isinstance(me, Trainer):
+        me.step(version)
+    return me.endpoint.refit(version).version
+
+
+def test_no_training_rank_gives_an_engine_up_before_the_time_to_connect_is_over() -> None:
+    assert values(run_ranks(3, meets_a_slow_engine, (2, 1))) == [1, 1, 1]
+
+
 def under_golden(rank: int, address: str, worlds: tuple[int, int]) -> Any:
     os.environ[TRANSPORT_VARIABLE] = "golden"
     me = seat(rank, address, worlds, tensors={})

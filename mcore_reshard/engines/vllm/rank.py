@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from mcore_reshard.engines.rank import EngineRank, require_own_mesh
-from mcore_reshard.kernels.errors import LayoutError, RefitError, TracesNeeded
+from mcore_reshard.kernels.errors import LayoutError, MixedWeightsError, RefitError, SessionError, TracesNeeded
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
@@ -52,6 +52,7 @@ from mcore_reshard.tracing.recorder import TraceError
 from . import model as engine
 from .draft import PREFIX, draft_of, load_both, own_tensors, trace_draft
 from .rearranged import rearranged_parameters
+from .sleep import SleepWatch
 from .trace import trace_loading
 
 
@@ -62,6 +63,7 @@ class VllmRank(EngineRank):
         super().__init__()
         self._worker = worker
         self._config = worker.vllm_config
+        self._sleep = SleepWatch()
         self._plan: Plan
         self._draft: torch.nn.Module | None = None  # the draft model, if the trainer sends its layers
         self._names_of_draft: frozenset[str] | None = None  # the HF tensors that it is made of; None: unknown
@@ -93,6 +95,7 @@ class VllmRank(EngineRank):
         self.close()
         self._mixed_may_generate = generate_while_mixed
         self._guard_steps()
+        self._sleep.watch(self._worker)
         asked = Options(**options)
         session = session_under_way(store, asked)
         try:
@@ -107,9 +110,24 @@ class VllmRank(EngineRank):
         return self.connected.rank_name
 
     def refit(self, version: int | None = None, *, everything: bool = False) -> RefitReport:
-        """Take part in the trainer's next refit, as `GenerationEndpoint.refit`."""
+        """Take part in the trainer's next refit, as `GenerationEndpoint.refit`.
+
+        After a sleep of level 2 it asks for everything, once. Raises SessionError before `connect`, and while vLLM sleeps.
+        """
+        if self._sleep.asleep:
+            raise SessionError(
+                f"{self.connected.rank_name}: this engine sleeps, and has no memory for weights: call wake_up first, with"
+                " tags=['weights'] at least"
+            )
         with self._as_vllm_configured():
-            return super().refit(version, everything=everything)
+            report = super().refit(version, everything=everything or self._sleep.lost)
+        self._sleep.lost = False
+        return report
+
+    def refuse_mixture(self) -> None:
+        if self._sleep.lost:
+            raise MixedWeightsError("this engine lost its weights in a sleep of level 2: refit before it generates")
+        super().refuse_mixture()
 
     def _meet_trainer(self, store: str, replica: int, connect_timeout_s: float, session: Options) -> None:
         self._draft = self._names_of_draft = None

@@ -21,21 +21,26 @@ from typing import Any
 from .rank import VllmRank
 
 
-def _answers(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that vLLM calls on all workers, whose error keeps vLLM's calls and answers in step.
+def is_last(vllm_config: Any) -> bool:
+    """Whether this is its engine's last worker, which alone raises errors: so vLLM's calls and answers stay in step.
 
     vLLM reads the answers of workers in order and stops at the first error (`collective_rpc` in
-    v1/executor/multiproc_executor.py). It would take the answers after it for those of its next call. So an engine's last
-    worker raises, and the others return {"error": ...}. The errors of a session are those of all its ranks.
+    v1/executor/multiproc_executor.py). It would take the answers after it for those of its next call. The errors of a
+    session are those of all its ranks.
     """
+    parallel = vllm_config.parallel_config
+    return bool(parallel.rank >= parallel.world_size - 1)
+
+
+def _answers(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that vLLM calls on all workers: the last one raises an error, the others return {"error": ...}."""
 
     @wraps(call)
     def answer(self: RefitWorker, *args: Any, **kwargs: Any) -> Any:
         try:
             return call(self, *args, **kwargs)
         except Exception as error:
-            parallel = self.vllm_config.parallel_config
-            if parallel.rank >= parallel.world_size - 1:
+            if is_last(self.vllm_config):
                 raise
             return {"error": f"{type(error).__name__}: {error}"}
 
