@@ -150,7 +150,8 @@ class StoreExchange:
                 continue
             followed.add(failure.peer)
             with suppress(SessionError):  # a malformed chain ends here; this rank's own error matters more
-                chain = parse_stored(stuck, self.store.get(stuck), lambda value: [*map(Failure.from_json, value)])
+                said = self.store.get(stuck, writer=seat_of(failure.peer))
+                chain = parse_stored(stuck, said, lambda value: [*map(Failure.from_json, value)])
                 left += chain[::-1]
         return waits[0]  # all wait for each other
 

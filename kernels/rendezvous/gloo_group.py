@@ -28,7 +28,7 @@ from mcore_reshard.kernels.errors import (
     Waiting,
 )
 
-from .exchange import StoreExchange, parse_stored, publish
+from .exchange import StoreExchange, parse_stored, publish, seat_of
 from .polling import LOOK_S, NOTICE_S, DeadlineThread
 from .store_keys import FailFastStore, StoreKeys
 
@@ -181,7 +181,8 @@ class _GlooStore(Store):
         publish(self._store, key, [value.hex(), zlib.crc32(value)])
 
     def get(self, key: str) -> bytes:
-        return parse_stored(key, self._store.get(key), _parse_address, written_by=self._writer(key))
+        name = self._writer(key)
+        return parse_stored(key, self._store.get(key, writer=seat_of(name)), _parse_address, written_by=name)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
         try:

@@ -2,8 +2,13 @@
 
     token + session  --HKDF-->  a key that seals values, and a key pair that opens the session on its store
 
-Every value is encrypted and authenticated (ChaCha20-Poly1305) together with its key, its sender and a counter, so that
-neither the network nor the store can read, forge, or move it to another key. The store knows a public key alone.
+Every value is encrypted and authenticated (ChaCha20-Poly1305) together with its key, its sender, its writer and a counter,
+so that neither the network nor the store can read, forge, or move it to another key. The store knows a public key alone.
+
+A writer is one client; a process that takes a seat again is another one. Each reader remembers the counters that it has
+seen of a key. It refuses a value that an older counter, or one that another writer has replaced, shows to be a replay:
+
+    key "head"   train:0 wrote 5, then 8        read 8, then 5: refused
 """
 
 from __future__ import annotations
@@ -11,8 +16,11 @@ from __future__ import annotations
 import os
 import struct
 import warnings
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from mcore_reshard.kernels.errors import SessionError
@@ -21,8 +29,17 @@ TOKEN_VARIABLE = "MCORE_RESHARD_TOKEN"
 TOKEN_FILE_VARIABLE = "MCORE_RESHARD_TOKEN_FILE"
 MIN_TOKEN = 16  # characters
 _NONCE_BYTES = 12
-_SENDER = struct.Struct(">HQ")  # bytes of the sender's name, its counter
+_SENDER = struct.Struct(">HQQ")  # bytes of the sender's name, its writer, the writer's counter
+_REMEMBERED = 1 << 14  # keys whose counters a reader remembers; the keys that it read longest ago are forgotten first
 _warned = False
+
+
+class WrongWriterError(SessionError):
+    """A holder of the token wrote the value, but not the one that had to."""
+
+
+class ReplayError(SessionError):
+    """The value is older than one that this process has read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +92,11 @@ class Sealer:
         return value
 
     def open(self, key: str, value: bytes, sender: str | None) -> bytes:
-        """The value, and proof that `sender` (None: any holder of the token) wrote it there. Raises SessionError."""
+        """The value, and proof that `sender` (None: any holder of the token) wrote it there. Raises SessionError.
+
+        Raises ReplayError for an older value than the newest that was opened. Where several threads read a key, that may
+        be because this one asked first: ask again.
+        """
         return value
 
     def proof(self, nonce: str) -> dict[str, str]:
@@ -93,12 +114,13 @@ class _TokenSealer(Sealer):
         self._owner: str = (
             self._private.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw).hex()
         )
-        self._count = 0
+        self._writer = int.from_bytes(os.urandom(8), "big")
+        self._counter = count(1)
+        self._seen = _Seen()
 
     def seal(self, key: str, sender: str, value: bytes) -> bytes:
-        self._count += 1
         name = sender.encode()
-        head = _SENDER.pack(len(name), self._count) + name
+        head = _SENDER.pack(len(name), self._writer, next(self._counter)) + name
         nonce = os.urandom(_NONCE_BYTES)
         sealed: bytes = self._aead.encrypt(nonce, value, self._bound_to(key, head))
         return head + nonce + sealed
@@ -107,7 +129,7 @@ class _TokenSealer(Sealer):
         from cryptography.exceptions import InvalidTag
 
         try:
-            length, _ = _SENDER.unpack_from(value)
+            length, writer, number = _SENDER.unpack_from(value)
             end = _SENDER.size + length
             head, nonce, sealed = value[:end], value[end : end + _NONCE_BYTES], value[end + _NONCE_BYTES :]
             claimed = head[_SENDER.size :].decode()
@@ -118,8 +140,13 @@ class _TokenSealer(Sealer):
                 " there from another key: somebody else writes to this store, or a rank has another token"
             ) from error
         if sender is not None and claimed != sender:
-            raise SessionError(
+            raise WrongWriterError(
                 f"the value of {key!r} on the store was written by {claimed or 'no rank'}, not by {sender}"
+            )
+        if not self._seen.is_news(key, writer, number):
+            raise ReplayError(
+                f"the value of {key!r} on the store is an older one of {claimed or 'no rank'}: somebody else writes to"
+                " this store, and shows again what was said before"
             )
         return opened
 
@@ -130,6 +157,27 @@ class _TokenSealer(Sealer):
     def _bound_to(self, key: str, head: bytes) -> bytes:
         session, name = self._session.encode(), key.encode()
         return struct.pack(">II", len(session), len(name)) + session + name + head
+
+
+class _Seen:
+    """Of each key the counters that were read. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._of_key: OrderedDict[str, tuple[int, dict[int, int]]] = OrderedDict()  # last writer, counters by writer
+        self._lock = Lock()
+
+    def is_news(self, key: str, writer: int, number: int) -> bool:
+        """Whether value `number` of a writer may stand at a key now; it is noted. The newest value stays news."""
+        with self._lock:
+            last, counters = self._of_key.pop(key, (writer, {}))
+            newest = counters.get(writer, 0)
+            is_news = number > newest or (number == newest and last == writer)
+            if is_news:
+                last, counters[writer] = writer, number
+            self._of_key[key] = last, counters
+            if len(self._of_key) > _REMEMBERED:
+                self._of_key.popitem(last=False)
+            return is_news
 
 
 def signature_holds(owner: str, proof: str, nonce: str, session: str) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed import DistStoreError, Store
 
 from mcore_reshard.kernels.errors import SessionError
 
+from .seal import ReplayError
 from .store_connection import Seat, StoreConnection
 
 
@@ -61,7 +62,7 @@ class StoreKeys(Store):
         """The value of a key; None if it does not exist."""
         root, full = self._root, self._prefix + key
         _, blobs = root.ask({"op": "get", "keys": [full]})
-        return root.sealer.open(full, blobs[0], writer) if blobs else None
+        return self._opened(full, blobs[0], writer) if blobs else None
 
     def get(self, key: str, *, writer: str | None = None) -> bytes:
         """The value of a key, once it exists. `writer`: the seat that must have written it. Raises DistStoreError."""
@@ -78,7 +79,17 @@ class StoreKeys(Store):
         if header["missing"]:
             raise DistStoreError(f"{header['missing'][0]} was deleted")
         expected = [*writers, *[None] * (len(full) - len(writers))]
-        return [root.sealer.open(*each) for each in zip(full, blobs, expected, strict=True)]
+        return [self._opened(*each) for each in zip(full, blobs, expected, strict=True)]
+
+    def _opened(self, full_key: str, sealed: bytes, writer: str | None) -> bytes:
+        root = self._root
+        try:
+            return root.sealer.open(full_key, sealed, writer)
+        except ReplayError:  # or another thread has asked later, and opened first
+            _, blobs = root.ask({"op": "get", "keys": [full_key]})
+            if not blobs:
+                raise
+            return root.sealer.open(full_key, blobs[0], writer)
 
     def add(self, key: str, value: int) -> int:
         header, _ = self._root.ask({"op": "add", "keys": [self._prefix + key], "amount": value})
@@ -100,7 +111,7 @@ class StoreKeys(Store):
         root, key = self._root, self._prefix + key
         sealed = root.sealer.seal(key, root.sender, _as_bytes(desired_value))
         header, others = root.ask({"op": "compare_set", "keys": [key]}, [sealed])
-        return _as_bytes(desired_value) if header["stands"] else root.sealer.open(key, others[0], None)
+        return _as_bytes(desired_value) if header["stands"] else self._opened(key, others[0], None)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         """Return once all keys exist; raises DistStoreError when the time is up."""

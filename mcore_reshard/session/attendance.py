@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed import DistNetworkError
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous.exchange import Failure, parse_stored, stored_text
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
+from mcore_reshard.kernels.rendezvous.seal import WrongWriterError
 from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.rendezvous.store_connection import Seat
 
@@ -49,14 +51,14 @@ class Attendance:
             if seat.status == "here":
                 before = processes.get(name, process := seat.facts.get("process"))
                 if before != process and self.store.check([farewell := farewell_key(name, before)]):
-                    return parse_stored(farewell, self.store.get(farewell), Failure.from_json, written_by=name)
+                    return _read_farewell(self.store, farewell, name)
                 if before != process:
                     return Failure(
                         self.seat, "PeerGone", f"{name} has exited; {_place(seat)} has taken its place", peer=name
                     )
             else:
                 if self.store.check([farewell := farewell_key(name, seat.facts.get("process"))]):
-                    return parse_stored(farewell, self.store.get(farewell), Failure.from_json, written_by=name)
+                    return _read_farewell(self.store, farewell, name)
                 return Failure(self.seat, "PeerGone", f"{describe(seat)}", peer=name)
         return None
 
@@ -79,7 +81,7 @@ class Attendance:
         return Failure.from_json(said["failure"]) if "failure" in said else None
 
     def _say(self, attempt: str, make_word: MakeWord) -> dict[str, Any]:
-        """Publish this rank's word; an error of `make_word` fails the attempt for all."""
+        """Publish this rank's word and return it as others read it; an error of `make_word` fails the attempt for all."""
         try:
             word = {**make_word(), "process": self._process}
         except BaseException as error:
@@ -88,17 +90,33 @@ class Attendance:
             if stands is not None and stands.rank_name != self.seat and isinstance(error, SessionError):
                 raise SessionFailed(stands) from error
             raise
-        self.store.set_soon({f"a/{attempt}/word/{self.seat}": stored_text(word)})
+        said = stored_text(word)
+        self.store.set_soon({f"a/{attempt}/word/{self.seat}": said})
         self._has_spoken = True
-        return word
+        return cast(dict[str, Any], json.loads(said))
+
+    def _require_own_word(self, call: Call, said: Mapping[str, Any]) -> Call:
+        """Raise SessionError unless the call has this rank's word as it was said."""
+        if call.words[self.seat] != said:
+            raise SessionError(f"the word of {self.seat} does not stand in the call as it was said")
+        return call
 
     def _read_call(self, attempt: str) -> Call:
+        """The leader's call. Others may only write that there is none."""
         key = f"a/{attempt}/call"
-        return parse_call(key, self.store.get(key))
+        try:
+            return parse_call(key, self.store.get(key, writer=LEADER))
+        except WrongWriterError:
+            parse_call(key, self.store.get(key))
+            raise
 
     def _read_head(self) -> Head | None:
         head = self.store.peek(HEAD, writer=LEADER)
         return None if head is None else parse_stored(HEAD, head, Head.from_json, written_by=LEADER)
+
+
+def _read_farewell(store: SessionStore, key: str, name: str) -> Failure:
+    return parse_stored(key, store.get(key, writer=name), Failure.from_json, written_by=name)
 
 
 def farewell_key(seat: str, process: Any) -> str:

@@ -74,7 +74,7 @@ class Follower(Attendance):
         with self.store_is_up():
             if not self._has_spoken and self._was_called_before(head.attempt):
                 return None
-            self._say(head.attempt, make_word)
+            said = self._say(head.attempt, make_word)
             call = f"a/{head.attempt}/call"
             # The leader waits for its own deadline, then says why; it began a little earlier or later than this rank.
             came = self.store.wait_any([call], 2 * timeout_s, look=lambda: self._raise_if_leader_leaves(False, head))
@@ -83,9 +83,7 @@ class Follower(Attendance):
                 raise SessionFailed(Failure(self.seat, "DeadlineError", message, peer=LEADER))
             called = self._read_call(head.attempt)
         if self.seat in called.members:
-            if called.words[self.seat].get("process") != self._process:
-                raise SessionError(f"the word of {self.seat} does not stand in the call as it was said")
-            return called
+            return self._require_own_word(called, said)
         if reason := called.left_out.get(self.seat):
             raise SessionError(f"{self.seat} is left out: {reason}")
         return None

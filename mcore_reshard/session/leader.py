@@ -111,7 +111,7 @@ class Leader(Attendance):
     ) -> Call:
         prefix = f"a/{head.attempt}/word/"
         with self.store_is_up():
-            self._say(head.attempt, make_word)
+            own = self._say(head.attempt, make_word)
             replicas = self._await_words(head, prefix, timeout_s)
             members = self.world.members(replicas)
             said = self.store.multi_get([prefix + seat for seat in members], writers=members)
@@ -136,7 +136,8 @@ class Leader(Attendance):
             )
             self._epoch = int(call.epoch.partition("-")[0])
             key = f"a/{head.attempt}/call"
-            return parse_call(key, self.store.compare_set(key, "", stored_text(asdict(call))))
+            stands = parse_call(key, self.store.compare_set(key, "", stored_text(asdict(call))))
+            return self._require_own_word(stands, own)
 
     def committed(self, replicas: Sequence[int]) -> None:
         """Note which replicas have the newest version."""

@@ -119,12 +119,13 @@ def catch_up(rank: Rank, derive: Callable[[], Any] | None) -> int | None:
         if version is not None and derive is not None:
             derive()
         rank.store.set(f"{key}/{rank.seat}", json.dumps(version))
-        ends = [f"{key}/{seat}" for seat in rank.world.seats_of(rank.replica)]
+        seats_of_replica = rank.world.seats_of(rank.replica)
+        ends = [f"{key}/{seat}" for seat in seats_of_replica]
         if not rank.store.wait_all(ends, 2 * rank.options.timeout_s):
             raise SessionError(f"{rank.seat}: another rank of its replica did not end its copy")
         versions = {
             parse_stored(end, value, _parse_version)
-            for end, value in zip(ends, rank.store.multi_get(ends), strict=True)
+            for end, value in zip(ends, rank.store.multi_get(ends, writers=seats_of_replica), strict=True)
         }
         if versions == {version} and version is not None:
             return version

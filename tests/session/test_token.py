@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from helpers.ranks import StoreProcess, run_ranks, store_process, values
 
 from mcore_reshard.kernels.errors import SessionClosed, SessionError
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous import seal
 from mcore_reshard.kernels.rendezvous import store as store_module
 from mcore_reshard.kernels.rendezvous.seal import Sealer, find_token
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
@@ -100,6 +102,55 @@ def test_a_word_in_anothers_name_is_refused(host: StoreProcess) -> None:
             store.get("a/1/commit/gen:0", writer="gen:0")
 
 
+def replay(address: str, key: str, sealed: bytes) -> None:
+    with connect_store(address, OPTIONS) as attacker:
+        unsealed(attacker).set(key, sealed)
+
+
+def sealed_value(address: str, key: str) -> bytes:
+    with connect_store(address, OPTIONS) as attacker:
+        return unsealed(attacker).get(key)
+
+
+def test_an_older_value_of_a_key_is_refused_by_who_has_read_a_newer_one(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as reader, connect_store(host.address, OPTIONS) as leader:
+        leader.take_seat("train:0", {})
+        leader.set("head", "5")
+        older = sealed_value(host.address, "head")
+        leader.set("head", "8")
+        assert reader.get("head", writer="train:0") == reader.get("head") == b"8"
+        replay(host.address, "head", older)
+        for read in (reader.get, reader.peek, lambda key: reader.compare_set(key, "", "9")):
+            with pytest.raises(SessionError, match="the value of 'head' on the store is an older one of train:0"):
+                read("head")
+        leader.set("head", "9")
+        assert reader.get("head") == b"9"
+
+
+def test_a_value_that_another_writer_has_replaced_is_refused(host: StoreProcess) -> None:
+    with connect_store(host.address, OPTIONS) as reader:
+        with connect_store(host.address, OPTIONS) as trainer:
+            trainer.take_seat("train:0", {})
+            trainer.set("other", "")
+            trainer.set("head", "5")
+            assert reader.get("head") == b"5"
+            older = sealed_value(host.address, "head")
+        with connect_store(host.address, OPTIONS) as restarted:  # its counter begins anew
+            restarted.set("head", "6")
+            assert reader.get("head") == b"6"
+        replay(host.address, "head", older)
+        with pytest.raises(SessionError, match="is an older one of train:0"):
+            reader.get("head")
+
+
+def test_a_reader_forgets_keys_that_it_read_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seal, "_REMEMBERED", 3)
+    seen = seal._Seen()
+    assert all(seen.is_news(f"key {number}", 1, number + 1) for number in range(5))
+    assert [*seen._of_key] == ["key 2", "key 3", "key 4"]
+    assert not seen.is_news("key 4", 1, 4)
+
+
 def test_a_seat_that_is_taken_is_refused_with_its_holder(host: StoreProcess) -> None:
     with connect_store(host.address, OPTIONS) as store, connect_store(host.address, OPTIONS) as other:
         store.take_seat("gen:0", {"pid": 77, "host": "node3"})
@@ -152,6 +203,48 @@ def test_a_session_with_a_token_refits() -> None:
 def test_a_forged_call_moves_no_weight() -> None:
     told = values(run_ranks(2, refit_with_token, "call"))
     assert all("does not come from a holder of this session's token" in each for each in told), told
+
+
+def refit_with_a_changed_word(rank: int, address: str, victim: int) -> Any:
+    """One rank's word is another one in the call than it said."""
+    from mcore_reshard.session.leader import Leader
+
+    whose = ("train:0", "gen:0")[victim]
+    if rank == 0:
+        read = Leader._call
+
+        def call(self: Leader, *args: Any) -> Any:
+            publish = self.store.compare_set
+
+            def changed(key: str, expected: str, desired: str | bytes) -> bytes:
+                said = json.loads(desired)
+                said["words"][whose]["everything"] = not said["words"][whose].get("everything", False)
+                return publish(key, expected, json.dumps(said))
+
+            self.store.compare_set = changed  # type: ignore[method-assign]
+            try:
+                return read(self, *args)
+            finally:
+                self.store.compare_set = publish  # type: ignore[method-assign]
+
+        Leader._call = call  # type: ignore[method-assign]
+    transfers = random_transfers(np.random.default_rng(7), (1, 1), parameters=3, stages=1)
+    schedule = schedule_of(transfers, ("train", "gen")[rank], 0, (1, 1))  # type: ignore[arg-type]
+    tensors = allocate(schedule, seed=1 if rank == 0 else None)
+    before = {name: raw_bytes(tensor) for name, tensor in tensors.items()}
+    endpoint: Any = (TrainEndpoint, GenerationEndpoint)[rank](schedule, tensors, store=address, options=OPTIONS)
+    with pytest.raises(SessionError) as refused:
+        endpoint.prepare()
+        endpoint.refit(1)
+    assert {name: raw_bytes(tensor) for name, tensor in tensors.items()} == before, "weights have moved"
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["train:0", "gen:0"])
+def test_a_rank_checks_that_its_own_word_stands_as_it_said_it(victim: int) -> None:
+    told = values(run_ranks(2, refit_with_a_changed_word, victim))
+    whose = ("train:0", "gen:0")[victim]
+    assert f"the word of {whose} does not stand in the call as it was said" in told[victim], told
 
 
 def test_a_token_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
