@@ -128,9 +128,7 @@ class GlooGroup:
             with suppress(RuntimeError):
                 work = group.recv([answer], peer, _SETTLE_TAG)  # type: ignore[attr-defined]
                 sent = group.send([own], peer, _SETTLE_TAG)  # type: ignore[attr-defined]
-                answers.append(
-                    (answer, work, sent)
-                )  # gloo sends once the other end receives, if this is kept until then
+                answers.append((answer, work, sent))  # gloo drops what it has not sent once the handle is gone
                 continue
             silent = True
         for answer, work, sent in answers:

@@ -14,18 +14,13 @@ from weakref import finalize, ref
 T = TypeVar("T")
 
 FINE_SHARE = 0.001  # a nap's share of the wait for a GPU so far: naps delay a refit by half a thousandth
-COARSE_SHARE = (
-    0.05  # a nap's share of the wait for keys so far: every look of every rank is a message to the store's server
-)
+COARSE_SHARE = 0.05  # a nap's share of the wait for keys so far: every look is a message to the store's server
 DUE_SHARE = 0.99  # no look before this share of the fastest refit's time: few refits are more than 1% faster
 LOOK_S = 0.25  # how often a rank that waits looks whether another rank has failed
 HEAD_START_S = 0.005  # for a transport to begin, before this rank's own checks take the interpreter's lock
 NOTICE_S = 1.0  # for other ranks to report that their time is up too, and for this rank's transport to notice a failure
 CAUSE_S = 3.0  # for the rank that knows the cause of a failure to tell it; that rank may wait NOTICE_S first
-CLOSE_S = 5.0  # for all ranks to read the last outcome before the store may go; for a GPU to end what was queued
-# Connection attempts to the store within a timeout; torch may take twice as long for each. Both ends ask the DNS for the
-# other's name. A lost answer blocks an attempt, or the whole store, for the resolver's 5 s.
-ATTEMPTS = 6
+CLOSE_S = 5.0  # for a GPU to end what was queued
 
 
 @dataclass

@@ -37,6 +37,11 @@ class SessionFailed(SessionError):
         super().__init__(str(failure))
 
 
+def cause_of(rank_name: str, error: BaseException) -> Failure:
+    """Why a rank failed: the cause that it was told, or its own error."""
+    return error.failure if isinstance(error, SessionFailed) else Failure.of(rank_name, error)
+
+
 class Rendezvous:
     """One rank's place among `members`, under keys of their own in `store`.
 
@@ -147,11 +152,6 @@ class Rendezvous:
             lost = self._lost()
             return None if lost is None else self.declare(phase, lost)
 
-    def outcome_is_success(self, phase: str) -> bool:
-        """Whether all members agreed at `phase`. It asks the store, and raises `SessionError` where that is lost."""
-        with self._store_is_up():
-            return self.store.check([f"{phase}/outcome"]) and self._outcome(phase) is None
-
     def declare(self, phase: str, failure: Failure) -> Failure:
         """Write `failure` as the outcome, unless there is one; returns the failure that stands."""
         self.store.compare_set(f"{phase}/outcome", "", stored_text(asdict(failure)))
@@ -182,9 +182,8 @@ class Rendezvous:
                 raise SessionFailed(failure) from None
             return
         if not came:
-            if (
-                len(self._exchange.missing(phase)) > 1
-            ):  # others may wait for one of these, and are about to say for which
+            # Where several are missing, others may wait for one of these, and are about to say for which.
+            if len(self._exchange.missing(phase)) > 1:
                 self._await_cause(phase)
             if missing := self._exchange.missing(phase):
                 message = f"{', '.join(missing)} did not arrive at {phase!r} within {timeout_s:g} s"

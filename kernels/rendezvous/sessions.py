@@ -1,4 +1,4 @@
-"""What a store knows of its sessions, and what each request does to them. Imports the standard library alone.
+"""What a store knows of its sessions, and what each request does to them. No torch, no numpy.
 
     keys     "head" -> bytes                 waits    requests that are answered once their keys exist
     seats    "gen:3" -> here, gone, left     clients  processes, over all their connections

@@ -74,9 +74,8 @@ class StoreConnection:
         self._connection: socket.socket | None = None
         self._listener: Thread | None = None
         self._instance = ""  # of the server
-        self._heard = self._pinged = (
-            0.0  # time.monotonic() of the server's last word, and of the last time it was asked for one
-        )
+        self._heard = 0.0  # time.monotonic() of the server's last word
+        self._pinged = 0.0  # and of the last time that it was asked for one
         self._lost = ""  # why no call can succeed any more
         self._restarted = False
         self._closed = False

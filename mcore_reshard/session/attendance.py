@@ -35,10 +35,6 @@ class Attendance:
         self._done: Head | None = None  # of the last attempt that this rank took part in, or was left out of
         self._has_spoken = False  # in any attempt
 
-    @property
-    def leads(self) -> bool:
-        return self.seat == LEADER
-
     def lost(self, members: Sequence[str], processes: Mapping[str, Any] = MappingProxyType({})) -> Failure | None:
         """The first of `members` that has exited or left, as every rank may tell it.
 

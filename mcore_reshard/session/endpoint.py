@@ -113,10 +113,8 @@ class Endpoint(Refitter):
             self._retries = self._options.retries
             try:
                 with self._record.attempt("refit", attempts):
-                    with self._record.phase("meet"):
-                        call = self._called(
-                            word
-                        )  # not in turn: a rank that waits for the trainer may offer its weights
+                    with self._record.phase("meet"):  # not in turn: it may offer its weights while it waits
+                        call = self._called(word)
                     with self._turn:
                         return self._attempt(call, start, attempts, in_background)
             except Exception as error:

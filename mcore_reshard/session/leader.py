@@ -20,7 +20,7 @@ from torch.distributed import DistStoreError
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous.exchange import Failure, parse_stored, stored_text
 from mcore_reshard.kernels.rendezvous.polling import LOOK_S
-from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
+from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed, cause_of
 from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.rendezvous.store_connection import Seat
 
@@ -101,7 +101,7 @@ class Leader(Attendance):
         try:
             return self._call(head, make_word, timeout_s, epoch)
         except BaseException as error:
-            self._uncalled = error.failure if isinstance(error, SessionFailed) else Failure.of(self.seat, error)
+            self._uncalled = cause_of(self.seat, error)
             with suppress(Exception):
                 self.fail_call(head.attempt, self._uncalled)
             raise
@@ -164,7 +164,7 @@ class Leader(Attendance):
                 missing: list[str] = []  # the usual case, in one question to the store
             else:
                 self._raise_if_hopeless(head)
-                missing = self._without_word(keys)
+                missing = self.store.missing(keys)
             is_first = False
             optional = [] if missing else self._optional(prefix, required)
             self._said |= dict.fromkeys(self.world.members([*required, *optional]), head.number) if not missing else {}
@@ -207,7 +207,7 @@ class Leader(Attendance):
         """Replicas that need not come, and have."""
         others = [replica for replica in self._present() if replica not in required]
         return [
-            each for each in others if not self._without_word([prefix + name for name in self.world.seats_of(each)])
+            each for each in others if not self.store.missing([prefix + name for name in self.world.seats_of(each)])
         ]
 
     def _required(self, head: Head) -> tuple[int, ...]:
@@ -240,11 +240,6 @@ class Leader(Attendance):
                 elif reason := self._refused.get(str(seat.facts.get("process"))) or _speaks_otherwise(seat):
                     crippled[replica] = reason
         return crippled
-
-    def _without_word(self, keys: Sequence[str]) -> list[str]:
-        if not keys or self.store.check([*keys]):
-            return []
-        return [key for key in keys if not self.store.check([key])]
 
     def _end_waiting(self, head: Head, late: Sequence[str], timeout_s: float, deadline: float) -> NoReturn:
         who = ", ".join(late) or "no replica of the engine"

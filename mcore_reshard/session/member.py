@@ -26,8 +26,7 @@ from mcore_reshard.kernels.errors import SessionError, StoreRestarted
 from mcore_reshard.kernels.events import log_event
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.address import store_address
-from mcore_reshard.kernels.rendezvous.exchange import Failure
-from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
+from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, cause_of
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 from mcore_reshard.kernels.transports.base import Transport
 from mcore_reshard.planner.plan.plan import Plan
@@ -272,15 +271,7 @@ class Member(ABC):
         if connection is not None and connection.epoch == call.epoch:
             return connection
         self._disconnect()
-        store, options = self._store, self._options
-        assert store is not None
-        rendezvous = Rendezvous(
-            store.under(f"e/{call.epoch}"),
-            self.rank_name,
-            call.members,
-            timeout_s=options.timeout_s,
-            lost=partial(attendance.lost, call.members, call.processes),
-        )
+        options, rendezvous = self._options, self._rendezvous(f"e/{call.epoch}", call)
         start = time.perf_counter()
         with self._record.phase("connect"), Published(rendezvous, "hello", self._fail):
             schedule, transport, bound = self._bound_for(call.replicas)
@@ -308,6 +299,15 @@ class Member(ABC):
         if bound is not None:
             self._writes = bound.check_fresh(self._live_tensors())
         return connection
+
+    def _rendezvous(self, prefix: str, call: Call) -> Rendezvous:
+        """This rank's place among the members of a call, under keys that begin with `prefix`."""
+        store, attendance = self._store, self._attendance
+        assert store is not None and attendance is not None
+        lost = partial(attendance.lost, call.members, call.processes)
+        return Rendezvous(
+            store.under(prefix), self.rank_name, call.members, timeout_s=self._options.timeout_s, lost=lost
+        )
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -368,8 +368,7 @@ class Member(ABC):
         self._failure = f"{error}"
         self._record.failed(error)
         if isinstance(self._attendance, Leader):
-            failure = error.failure if isinstance(error, SessionFailed) else Failure.of(self.rank_name, error)
-            self._attendance.note_failure(failure, connecting=self._connection is None)
+            self._attendance.note_failure(cause_of(self.rank_name, error), connecting=self._connection is None)
         self._disconnect()
 
     def _end(self, error: BaseException) -> None:
@@ -377,8 +376,7 @@ class Member(ABC):
         self._ended = f"the session ended with: {error}"
         if self._attendance is not None:
             with suppress(Exception):
-                cause = error.failure if isinstance(error, SessionFailed) else Failure.of(self.rank_name, error)
-                self._attendance.say_farewell(cause)
+                self._attendance.say_farewell(cause_of(self.rank_name, error))
         self.close()
 
     def _set_state(self, state: WeightState) -> None:

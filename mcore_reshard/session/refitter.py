@@ -74,15 +74,7 @@ class Refitter(Member):
         connection = self._connect(call)
         attempt = Attempt(call, version, start)
         self._bulk_began = False
-        attendance, store = self._attendance, self._store
-        assert attendance is not None and store is not None
-        rendezvous = Rendezvous(
-            store.under(f"a/{call.attempt}"),
-            self.rank_name,
-            call.members,
-            timeout_s=self._options.timeout_s,
-            lost=partial(attendance.lost, call.members, call.processes),
-        )
+        rendezvous = self._rendezvous(f"a/{call.attempt}", call)
         wants_all = any(said.get("everything", True) for said in call.words.values())
         program = connection.programs[0 if wants_all else -1]
         all_scales = agreed_kv_scales(call.words, "train:0")

@@ -33,9 +33,7 @@ class StagedTensors:
         self._buffers: dict[str, torch.Tensor] = {}
         self._live: dict[str, torch.Tensor] = {}
         self._fills: list[tuple[Schedule, dict[str, tuple[int, int]]]] = []  # by program; refits ask each time
-        self.copied_bytes = (
-            0  # of live tensors, that the last `copy_in` may have written; 0 before it wrote the first one
-        )
+        self.copied_bytes = 0  # of live tensors, that the last `copy_in` may have written
 
     @property
     def nbytes(self) -> int:
