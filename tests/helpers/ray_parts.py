@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mcore_reshard.kernels.errors import DeadlineError, Waiting
+
 LLM = {
     "worker_cls": "kernel_free_worker.CPUWorker", "load_format": "dummy", "enforce_eager": True,
     "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 32, "kv_cache_memory_bytes": 64 << 20,
@@ -54,3 +56,9 @@ def _differing(worker: Any, checkpoint: str) -> tuple[list[str], int]:
     for name, tensor in loaded.items():
         tensor.copy_(found[name])
     return wrong, len(loaded)
+
+
+def fail() -> None:
+    error = DeadlineError(Waiting("gen:1", "train:0", 2, "lm_head.weight", False), "silent for 3 s")
+    error.others = (DeadlineError(Waiting("gen:1", "train:1", 2, "norm", False), "silent"),)
+    raise error

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mcore_reshard as mr
-from mcore_reshard.kernels.errors import DeadlineError, SessionError, VersionError, Waiting
+from mcore_reshard.kernels.errors import DeadlineError, SessionError, VersionError
 from mcore_reshard.validation.tiny import tiny_config, write_checkpoint
 
 MISSING = [name for name in ("ray", "vllm", "megatron") if importlib.util.find_spec(name) is None]
@@ -78,14 +78,9 @@ def test_the_examples_groups_refit_and_the_store_outlives_the_engine(tmp_path: P
     ray.get([rank.close.remote() for rank in groups.train])
 
 
-def fail() -> None:
-    error = DeadlineError(Waiting("gen:1", "train:0", 2, "lm_head.weight", False), "silent for 3 s")
-    error.others = (DeadlineError(Waiting("gen:1", "train:1", 2, "norm", False), "silent"),)
-    raise error
-
-
 def test_an_error_of_an_actor_is_ours_with_its_fields() -> None:
     import ray
+    from helpers.ray_parts import fail
 
     with pytest.raises(mr.RefitError) as caught:
         ray.get(ray.remote(fail).remote())
