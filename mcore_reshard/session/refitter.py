@@ -204,8 +204,10 @@ class Refitter(Member):
                 wait([run], HEAD_START_S)
                 stale = self._stale_tensors()
             while not wait([run], LOOK_S).done:
-                failure = rendezvous.failure(phase)
-                if failure and not wait([run], NOTICE_S).done:
+                if (failure := rendezvous.failure(phase)) is None:
+                    continue
+                # A process that is gone has been so for longer than a transport takes to notice.
+                if not wait([run], 0 if failure.error == "PeerGone" else NOTICE_S).done:
                     raise SessionFailed(failure)
             stages = run.result()
         finally:
