@@ -55,7 +55,9 @@ class Endpoint(Refitter):
                     assert attendance is not None
                     with self._record.phase("meet"):
                         head = attendance.await_head(timeout_s, "begin a session")
-                        while (self.world == "train" or head.kind == CONNECT) and attendance.is_stale(head):
+                        while (self.world == "train" or head.kind == CONNECT) and attendance.is_stale(
+                            head, self._part.plan_digest
+                        ):
                             attendance.forget(head)
                             head = attendance.await_head(timeout_s, "begin a session")
                     self._follow_connect(attendance, head, timeout_s)

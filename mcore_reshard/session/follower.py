@@ -113,13 +113,16 @@ class Follower(Attendance):
         """Take no part in an attempt of a trainer that is here no more."""
         self._done = head
 
-    def is_stale(self, head: Head) -> bool:
-        """Whether the leader that began an attempt is here no more: since before this rank came, or within _GONE_S."""
+    def is_stale(self, head: Head, plan: str) -> bool:
+        """Whether the leader that began an attempt is here no more: since before this rank came, or within _GONE_S.
+
+        `plan` is the digest of this rank's plan: all training ranks of one trainer have the same.
+        """
         if head.leader == self._gone_leader:
             return True
         require_protocol(head.protocol, head.package, "trainer", "engine")
         with self.store_is_up():
-            if head.kind == CONNECT and not self._was_called_before(head.attempt):
+            if head.kind == CONNECT and not self._is_over(head, plan):
                 return False
             deadline = time.monotonic() + _GONE_S
             while (leader := self.store.seats.get(LEADER)) and leader.facts.get("process") == head.leader:
@@ -129,6 +132,15 @@ class Follower(Attendance):
                 if left_s <= 0:
                     return False
         return True
+
+    def _is_over(self, head: Head, plan: str) -> bool:
+        """Whether an attempt to connect has called an earlier process of this seat, or is another trainer's and has failed."""
+        try:
+            return self._was_called_before(head.attempt)
+        except SessionFailed:
+            if head.plan == plan or not self.seat.startswith("train:"):
+                raise
+            return True
 
     def _next_head_key(self, head: Head | None) -> str:
         return f"began/{0 if head is None else head.number}"

@@ -61,6 +61,7 @@ class Leader(Attendance):
         self._old: list[int] = []  # attempts whose keys still stand
         self._led_at = ""  # the store at which the last attempt began
         self._said: dict[str, int] = {}  # by seat: the last attempt that it took part in
+        self._called: tuple[str, ...] = ()  # members of the last attempt, if it went well
         self.max_lag = 0
 
     @property
@@ -134,7 +135,7 @@ class Leader(Attendance):
                 self._plan,
                 left_out,
             )
-            self._epoch = int(call.epoch.partition("-")[0])
+            self._epoch, self._called = int(call.epoch.partition("-")[0]), members
             key = f"a/{head.attempt}/call"
             stands = parse_call(key, self.store.compare_set(key, "", stored_text(asdict(call))))
             return self._require_own_word(stands, own)
@@ -146,6 +147,7 @@ class Leader(Attendance):
 
     def note_failure(self, failure: Failure, connecting: bool) -> None:
         """Set aside a replica that kept the others waiting, or that cannot connect, so that the next attempt can do without."""
+        self._called = ()
         name = failure.peer if failure.error in ("DeadlineError", "PeerLostError", "PeerGone") else failure.rank_name
         if not name or not name.startswith("gen:"):
             return
@@ -186,11 +188,17 @@ class Leader(Attendance):
         if head.kind == CONNECT:
             needed = [seat for seat in self.world.members(range(self.world.replicas)) if not self._may_come_back(seat)]
             began_with = {name: process for name, process in began_with.items() if name not in self._gone_before}
-        if lost := self.lost(needed, began_with):
+        if lost := self.lost(needed, began_with) or self._last_one_gone():
             raise SessionFailed(self.fail_call(head.attempt, lost) or lost)
         for name in needed:
             if (seat := self.store.seats.get(name)) is not None and (reason := _speaks_otherwise(seat)):
                 raise SessionError(reason)
+
+    def _last_one_gone(self) -> Failure | None:
+        """Why no replica of the last refit can come any more. Told once: the next attempt waits for others."""
+        if set(self._present()) - self._changed():
+            return None
+        return self.lost([name for name in self._called if name.startswith("gen:")], self._began_with)
 
     def _may_come_back(self, name: str) -> bool:
         """Whether a seat has been empty since before the attempt: its rank may be starting again, as this one has.
@@ -214,14 +222,15 @@ class Leader(Attendance):
         """Replicas without whose word no call is made."""
         if head.kind == CONNECT:
             return tuple(range(self.world.replicas))
-        new = {
-            name for name, seat in self.store.seats.items() if seat.facts.get("process") != self._began_with.get(name)
-        }
-        changed = {
-            self.world.replica_of(name) for name in new if name.startswith("gen:")
-        }  # they wait for the next attempt
+        changed = self._changed()
         present = [replica for replica in self._present() if replica not in self._late and replica not in changed]
         return tuple(replica for replica in present if self._lags.get(replica, -1) >= self.max_lag)
+
+    def _changed(self) -> set[int]:
+        """Replicas with a rank whose process is not that of the attempt's beginning: they wait for the next attempt."""
+        seats = self.store.seats.items()
+        new = {name for name, seat in seats if seat.facts.get("process") != self._began_with.get(name)}
+        return {self.world.replica_of(name) for name in new if name.startswith("gen:")}
 
     def _present(self) -> list[int]:
         """Replicas all of whose seats are taken by live processes that can connect."""
@@ -245,6 +254,8 @@ class Leader(Attendance):
         who = ", ".join(late) or "no replica of the engine"
         did = "did not come" if late else "came"
         message = f"{who} {did} to {head.kind} within {timeout_s:g} s" + self.store.silence(deadline - timeout_s)
+        if not late and (crippled := self._crippled()):
+            message += f"; {', '.join(crippled.values())}"
         failure = Failure(self.seat, "DeadlineError", message, peer=late[0] if late else None)
         came = [seat for seat in self.store.seats if self.store.check([f"a/{head.attempt}/word/{seat}"])]
         self._said |= dict.fromkeys(came, head.number)
