@@ -1,0 +1,213 @@
+"""The machine under a refit: which rank lives on which GPU, and how fast the links between GPUs are.
+
+    h200-8          hosts of 8 GPUs; trainer and engine on hosts of their own
+    h200-8,shared   engine rank r on the GPU of training rank r
+    h200-8,nic=25   another bandwidth of a GPU's NIC, in GB/s (1e9 bytes)
+
+Three kinds of links carry a byte: the GPU's own memory, NVLink within a domain, and NICs between domains. A domain is
+one host, or a rack of hosts whose GPUs NVLink connects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+World = Literal["train", "gen"]
+
+GB = 1e9
+_HOSTS_TERM = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)\*([0-9]{1,6})(?:@([0-9]{1,4}))?")
+_MAX_TEXT = 1 << 16
+
+
+class TopologyError(ValueError):
+    """A topology that cannot be; `violations` lists every reason."""
+
+    def __init__(self, violations: Sequence[str]) -> None:
+        super().__init__("the topology cannot be: " + "; ".join(violations))
+        self.violations = tuple(violations)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TopologyError, (self.violations,), vars(self)
+
+
+class Place(NamedTuple):
+    """The GPU of a rank."""
+
+    host: int  # index into Topology.hosts
+    gpu: int  # of this host
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Hosts of one kind. Bandwidths are bytes per second and GPU, in each direction."""
+
+    name: str
+    gpus: int  # of a host
+    nvlink: float  # into or out of one GPU
+    nic: float  # of the NIC of one GPU
+    memory: float  # a copy within one GPU: payload, which is read and written
+    hosts_per_domain: int = 1  # that NVLink connects
+
+
+# NVLink and NICs: NVIDIA's data sheets (450 and 900 GB/s each way; 400 Gb/s), less what copies reach (docs/performance.md:
+# 0.9 of NVLink). A copy within an H200 was measured at 2.1 TB/s; the others are scaled by their memory's bandwidth.
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine("h100-8", 8, 400 * GB, 50 * GB, 1400 * GB),
+        Machine("h200-8", 8, 400 * GB, 50 * GB, 2100 * GB),
+        Machine("gb200-nvl72", 4, 800 * GB, 50 * GB, 3400 * GB, hosts_per_domain=18),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where every rank lives. Plain values, equal on all ranks of a session."""
+
+    machine: Machine
+    hosts: tuple[str, ...]  # names
+    train: tuple[Place, ...]  # of training rank r
+    gen: tuple[Place, ...]  # of generation rank r
+
+    def __post_init__(self) -> None:
+        violations = [
+            f"{world}:{rank} is on host {place.host}, GPU {place.gpu}: there are {len(self.hosts)} hosts of"
+            f" {self.machine.gpus} GPUs"
+            for world in ("train", "gen")
+            for rank, place in enumerate(getattr(self, world))
+            if not (0 <= place.host < len(self.hosts) and 0 <= place.gpu < self.machine.gpus)
+        ]
+        if violations:
+            raise TopologyError(violations[:5])
+
+    def places(self, world: World) -> tuple[Place, ...]:
+        return self.train if world == "train" else self.gen
+
+    def gpus(self, world: World) -> NDArray[np.int64]:
+        """The GPU of each rank, numbered over all hosts: host * GPUs of a host + GPU."""
+        places = np.array(self.places(world), np.int64).reshape(-1, 2)
+        return np.asarray(places[:, 0] * self.machine.gpus + places[:, 1], np.int64)
+
+    def host_of(self, world: World) -> NDArray[np.int64]:
+        """The host of each rank."""
+        return np.array([place.host for place in self.places(world)], np.int64)
+
+    def domains(self, world: World) -> NDArray[np.int64]:
+        """The NVLink domain of each rank."""
+        return self.host_of(world) // self.machine.hosts_per_domain
+
+    def with_gen(self, seats: Sequence[int]) -> Topology:
+        """The topology of only these generation ranks, in this order."""
+        return replace(self, gen=tuple(self.gen[seat] for seat in seats))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, for a plan file."""
+        return {
+            "machine": asdict(self.machine),
+            "hosts": list(self.hosts),
+            "train": [list(place) for place in self.train],
+            "gen": [list(place) for place in self.gen],
+        }
+
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> Topology:
+        """The inverse of `as_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        known = {field.name for field in fields(Machine)}
+        if set(data) != {"machine", "hosts", "train", "gen"} or set(data["machine"]) != known:
+            raise ValueError("a topology has a machine, hosts, train and gen")
+        raw = data["machine"]
+        speeds = {name: float(raw[name]) for name in ("nvlink", "nic", "memory")}
+        counts = {name: int(raw[name]) for name in ("gpus", "hosts_per_domain")}
+        if problems := _machine_problems({**speeds, **counts}):
+            raise TopologyError(problems)
+        places = {
+            world: tuple(Place(*(int(number) for number in place)) for place in data[world])
+            for world in ("train", "gen")
+        }
+        return cls(Machine(str(raw["name"]), **counts, **speeds), tuple(str(host) for host in data["hosts"]), **places)
+
+
+def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "") -> Topology:
+    """A topology as the command line gives it.
+
+    `text` is a machine, maybe "shared", and maybe other numbers for it: "h200-8,nic=25,gpus=4". `hosts` says where ranks
+    live, in their order: "train=a*8+b*8,gen=b*4@4" puts training ranks 0 to 7 on host a, 8 to 15 on b, and the engine's
+    four ranks on b from GPU 4 on. Without it, ranks fill hosts in order. Raises TopologyError, listing all that is wrong.
+    """
+    violations: list[str] = []
+    name, *settings = text[:_MAX_TEXT].split(",")
+    machine = MACHINES.get(name)
+    if machine is None:
+        violations.append(f"there is no machine {name!r}; known are {', '.join(MACHINES)}")
+    shared = "shared" in settings
+    changed: dict[str, float] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if key == "gpus" and re.fullmatch(r"[0-9]{1,4}", value):
+            changed[key] = int(value)
+        elif key in ("nic", "nvlink", "memory") and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", value):
+            changed[key] = float(value) * GB
+        elif setting != "shared":
+            violations.append(f"{setting!r} is none of shared, nic=GB/S, nvlink=GB/S, memory=GB/S, gpus=COUNT")
+    violations += _machine_problems(changed)
+    if shared and hosts:
+        violations.append("hosts are given: they say who shares, 'shared' does not")
+    if shared and gen_ranks > train_ranks:
+        violations.append(f"{gen_ranks} generation ranks cannot share the GPUs of {train_ranks} training ranks")
+    if violations or machine is None:
+        raise TopologyError(violations)
+    machine = replace(machine, **changed)  # type: ignore[arg-type]
+    if hosts:
+        return _on_hosts(machine, hosts[:_MAX_TEXT], {"train": train_ranks, "gen": gen_ranks})
+    train = [Place(*divmod(rank, machine.gpus)) for rank in range(train_ranks)]
+    used = -(-train_ranks // machine.gpus)
+    if not shared:  # a domain of their own
+        used = -(-used // machine.hosts_per_domain) * machine.hosts_per_domain
+    gen = train[:gen_ranks] if shared else [Place(used + r // machine.gpus, r % machine.gpus) for r in range(gen_ranks)]
+    count = 1 + max(place.host for place in (*train, *gen))
+    return Topology(machine, tuple(f"host{number}" for number in range(count)), tuple(train), tuple(gen))
+
+
+def _on_hosts(machine: Machine, text: str, ranks: Mapping[str, int]) -> Topology:
+    violations: list[str] = []
+    names: dict[str, int] = {}
+    places: dict[str, list[Place]] = {"train": [], "gen": []}
+    for part in text.split(","):
+        world, _, listed = part.partition("=")
+        if world not in places or places[world]:
+            violations.append(f"{part!r}: hosts are given once as train=HOST*RANKS+..., once as gen=HOST*RANKS+...")
+            continue
+        used: dict[str, int] = {}
+        for term in listed.split("+"):
+            found = _HOSTS_TERM.fullmatch(term)
+            if found is None:
+                violations.append(f"{term!r} is not HOST*RANKS or HOST*RANKS@FIRST_GPU")
+                continue
+            host, count = found[1], int(found[2])
+            first = int(found[3]) if found[3] else used.get(host, 0)
+            used[host] = first + count
+            if first + count > machine.gpus:
+                violations.append(f"{term!r}: a host of {machine.name} has {machine.gpus} GPUs")
+                continue
+            number = names.setdefault(host, len(names))
+            places[world] += [Place(number, gpu) for gpu in range(first, first + count)]
+    if not violations:
+        violations = [
+            f"hosts have {len(placed)} {world} ranks, the mesh has {ranks[world]}"
+            for world, placed in places.items()
+            if len(placed) != ranks[world]
+        ]
+    if violations:
+        raise TopologyError(violations)
+    return Topology(machine, tuple(names), tuple(places["train"]), tuple(places["gen"]))
+
+
+def _machine_problems(numbers: Mapping[str, float]) -> list[str]:
+    return [f"{name} must be positive, not {value:g}" for name, value in numbers.items() if not 0 < value < 1e18]
