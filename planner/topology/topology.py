@@ -123,15 +123,19 @@ class Topology:
         if set(data) != {"machine", "hosts", "train", "gen"} or set(data["machine"]) != known:
             raise ValueError("a topology has a machine, hosts, train and gen")
         raw = data["machine"]
-        speeds = {name: float(raw[name]) for name in ("nvlink", "nic", "memory")}
-        counts = {name: int(raw[name]) for name in ("gpus", "hosts_per_domain")}
-        if problems := _machine_problems({**speeds, **counts}):
+        machine = Machine(
+            str(raw["name"]),
+            int(raw["gpus"]),
+            *(float(raw[name]) for name in ("nvlink", "nic", "memory")),
+            int(raw["hosts_per_domain"]),
+        )
+        if problems := _machine_problems({name: value for name, value in asdict(machine).items() if name != "name"}):
             raise TopologyError(problems)
         places = {
             world: tuple(Place(*(int(number) for number in place)) for place in data[world])
             for world in ("train", "gen")
         }
-        return cls(Machine(str(raw["name"]), **counts, **speeds), tuple(str(host) for host in data["hosts"]), **places)
+        return cls(machine, tuple(str(host) for host in data["hosts"]), **places)
 
 
 def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "") -> Topology:
@@ -149,7 +153,7 @@ def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "")
     shared = "shared" in settings
     changed: dict[str, float] = {}
     for setting in settings:
-        key, equals, value = setting.partition("=")
+        key, _, value = setting.partition("=")
         if key == "gpus" and re.fullmatch(r"[0-9]{1,4}", value):
             changed[key] = int(value)
         elif key in ("nic", "nvlink", "memory") and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", value):
