@@ -126,7 +126,9 @@ class Topology:
         machine = Machine(
             str(raw["name"]),
             int(raw["gpus"]),
-            *(float(raw[name]) for name in ("nvlink", "nic", "memory")),
+            float(raw["nvlink"]),
+            float(raw["nic"]),
+            float(raw["memory"]),
             int(raw["hosts_per_domain"]),
         )
         if problems := _machine_problems({name: value for name, value in asdict(machine).items() if name != "name"}):
