@@ -241,7 +241,7 @@ def bulk(memory: Memory, case: Case, config: Config) -> Copies:
 
 
 def _tile_bytes() -> int:
-    from mcore_reshard.kernels.transports.direct.slots import DEFAULT_TILE_BYTES  # imports cuda.core
+    from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES
 
     return DEFAULT_TILE_BYTES
 

@@ -24,8 +24,7 @@ import torch
 
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
-from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
-from mcore_reshard.kernels.transports.direct.slots import DEFAULT_TILE_BYTES
+from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, interleaved
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench import machine

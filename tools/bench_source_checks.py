@@ -55,8 +55,7 @@ def tensors_of(case: Case, device: torch.device, world: Any) -> BoundSchedule:
 def puller(train: BoundSchedule, gen: BoundSchedule) -> Callable[[], None]:
     """All transfers between the two by one launch of the copy kernel, from the call to its end."""
     from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies
-    from mcore_reshard.kernels.cuda.tiles import cut_tiles
-    from mcore_reshard.kernels.transports.direct.slots import DEFAULT_TILE_BYTES
+    from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles
 
     assert gen.schedule.view is not None and gen.device is not None
     table = pull_table(gen.schedule, gen.schedule.view.source_table())

@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .casts import Casts
+
 AMAX_FLOOR = 1e-4
 E4M3_LARGEST = 448.0
 
@@ -35,6 +37,13 @@ def block_scales(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     padded = torch.nn.functional.pad(weight, (0, across * block[1] - columns, 0, down * block[0] - rows))
     blocks = padded.reshape(*stacked, down, block[0], across, block[1])
     return blocks.abs().amax((-3, -1)).float().clamp(AMAX_FLOOR) / E4M3_LARGEST
+
+
+def compute_scales(casts: Casts, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Compute the scales of all casts from the weights as they are now."""
+    for index, cast in casts.items():
+        if cast.scales is not None:
+            tensors[cast.scales].copy_(block_scales(tensors[index].detach(), cast.form.block))
 
 
 def scaled_to_e4m3(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

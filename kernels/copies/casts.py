@@ -18,14 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.model.precision import CASTS, FP8, grid_of
 from mcore_reshard.planner.plan.schedule import Cast, Schedule, StridedBox
 
-from .cast_arithmetic import block_scales
 from .copy_table import COPY, Ints, distinct
 
 
@@ -86,13 +84,6 @@ def wire_itemsizes(schedule: Schedule) -> Ints:
     for cast in schedule.casts:
         sizes[cast.tensor] = ITEMSIZE[cast.to]
     return sizes
-
-
-def compute_scales(casts: Casts, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Compute the scales of all casts from the weights as they are now, in torch."""
-    for index, cast in casts.items():
-        if cast.scales is not None:
-            tensors[cast.scales].copy_(block_scales(tensors[index].detach(), cast.form.block))
 
 
 def band_copies(form: CastForm, place: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> NDArray[np.void]:

@@ -1,4 +1,4 @@
-"""Which tiles of tensors a refit samples for checksums, and these checksums on the CPU.
+"""Which tiles of tensors a refit samples for checksums.
 
 A tensor is cut into tiles. Every refit checks some of them, chosen anew at random: one in each of several equal parts of
 a tensor, its strata.
@@ -12,19 +12,21 @@ every tile changes, nothing is missed: every tensor has a sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from .bind import BoundSchedule
+from mcore_reshard.planner.plan.schedule import Schedule
+
+from .casts import itemsizes
 from .copy_table import Ints, repeat
-from .tensors import byte_array
 
 SAMPLED_SHARE = 0.01  # of the bytes that a refit sends
 SAMPLED_TILE_BYTES = 4 << 10
 FULL_TILE_BYTES = 128 << 10
+CHECKSUM_BYTES = 8
 _FRACTION_BITS = 32  # tiles are counted in fixed point, so that all parts of a tensor are equal
 _ODD = 0x9E3779B97F4A7C15
 
@@ -44,6 +46,11 @@ class Strata(NamedTuple):
     table: NDArray[np.void]  # dtype STRATUM
     tensor: Ints  # [strata] index of the tensor
     tile_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table and of a refit's checksums, two for each stratum."""
+        return self.table.nbytes + 2 * CHECKSUM_BYTES * len(self.table)
 
     @classmethod
     def of(cls, addresses: Ints, nbytes: Ints, samples: Ints, tile_bytes: int) -> Strata:
@@ -92,53 +99,25 @@ class TileSums(Protocol):
         """The strata in which the two differ, ascending. Call it when they are there."""
 
 
-class CpuTileSums:
-    """Checksums of tensors in host memory, `tensors` by the indices of the strata."""
+def strata_of(schedule: Schedule, addresses: Sequence[int], checks: str) -> Strata:
+    """The strata of all tensors that the rank sends from. `checks` is as in `Options.source_checks`.
 
-    def __init__(self, strata: Strata, tensors: Sequence[torch.Tensor]) -> None:
-        self._strata = strata
-        self._bytes = [byte_array(tensor) for tensor in tensors]
-        self._seed = 0
-        self._sums: list[list[int]] = []
-
-    def take(self, seed: int) -> None:
-        self._seed = seed
-        self._sums = [self._take()]
-
-    def take_again(self) -> None:
-        self._sums.append(self._take())
-
-    def is_done(self) -> bool:
-        return True
-
-    def changed(self) -> Ints:
-        return np.flatnonzero([first != second for first, second in zip(*self._sums, strict=True)])
-
-    def _take(self) -> list[int]:
-        """Python's own hash of bytes: SipHash, of 64 bits. It keeps the GIL, which a busy trainer would not give back."""
-        columns = (self._strata.tensor, *self._strata.chosen(self._seed))
-        tiles = zip(*(column.tolist() for column in columns), strict=True)
-        return [hash(self._bytes[tensor][start:end].tobytes()) for tensor, start, end in tiles]
-
-
-def strata_of(bound: BoundSchedule, checks: str) -> Strata:
-    """The strata of all tensors that the rank sends from. `checks` is as in `Options.source_checks`."""
-    schedule = bound.schedule
-    nbytes = np.array([tensor.nbytes for tensor in bound.tensors], np.int64)
-    addresses = np.array([tensor.data_ptr() for tensor in bound.tensors], np.int64)
+    `addresses` [tensors] is where each of the schedule's tensors lies.
+    """
+    nbytes = np.array([prod(local.shape) for local in schedule.tensors], np.int64) * itemsizes(schedule)
     checked = np.zeros(len(nbytes), bool)
     sent = 0
     if checks != "off":
         for stage in schedule.stages:
             checked[stage.sends.tensor] = True
             sent += int(stage.sends.nbytes.sum())
-    checked[[index for index, local in enumerate(schedule.tensors) if local.name not in bound.fingerprints]] = False
+    checked[[cast.scales for cast in schedule.casts if cast.scales is not None]] = False  # each refit computes them
     tile_bytes = FULL_TILE_BYTES if checks == "full" else SAMPLED_TILE_BYTES
     tiles = np.where(checked, -(-nbytes // tile_bytes), 0)
-    if checks == "full":
-        return Strata.of(addresses, nbytes, tiles, tile_bytes)
-    share = min(1.0, SAMPLED_SHARE * sent / max(1, int(nbytes[checked].sum())))
-    return Strata.of(addresses, nbytes, np.ceil(tiles * share).astype(np.int64), tile_bytes)
+    share = 1.0
+    if checks != "full":
+        share = min(1.0, SAMPLED_SHARE * sent / max(1, int(nbytes[checked].sum())))
+    return Strata.of(np.array(addresses, np.int64), nbytes, np.ceil(tiles * share).astype(np.int64), tile_bytes)
 
 
 def _mix(number: NDArray[np.uint64]) -> NDArray[np.uint64]:

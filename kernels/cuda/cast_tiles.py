@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.casts import CastForm, Casts
 from mcore_reshard.kernels.copies.copy_table import COPY, Ints
 from mcore_reshard.planner.model.precision import FP8
 
-from .tiles import INNER_LOOP, ROW, TILE, WIDEST_WORD, Boxes, check_tile_bytes
+from .tiles import INNER_LOOP, ROW, TILE, WIDEST_WORD, Boxes, check_tile_bytes, cut_tiles
 
 CAST_KINDS = {("bfloat16", FP8): 0, ("float32", "bfloat16"): 1, ("bfloat16", "float32"): 2}
 
@@ -41,6 +40,14 @@ def split_casts(copies: NDArray[np.void], casts: Casts) -> tuple[NDArray[np.void
     """(plain copies, copies that cast)."""
     cast = np.isin(copies["src"], [*casts])
     return copies[~cast], copies[cast]
+
+
+def cut_gather(
+    copies: NDArray[np.void], addresses: NDArray[np.uint64], casts: Casts, tile_bytes: int
+) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """The tiles (dtype TILE) of the copies (dtype COPY) that do not cast, and those (dtype CAST_TILE) of the others."""
+    plain, cast = split_casts(copies, casts)
+    return cut_tiles(plain, addresses, tile_bytes), cut_cast_tiles(cast, addresses, casts, tile_bytes)
 
 
 def cut_cast_tiles(
@@ -90,23 +97,25 @@ def _word_elements(form: CastForm, boxes: Boxes, first_column: Ints) -> Ints:
     return np.where(unaligned == 0, wide, 1)
 
 
-def scale_blocks(casts: Casts, tensors: Sequence[torch.Tensor]) -> NDArray[np.void]:
-    """The blocks (dtype BLOCK) of all weights whose casts have scales, form by form and tensor by tensor."""
+def scale_blocks(casts: Casts, addresses: Sequence[int], elements: Sequence[int]) -> NDArray[np.void]:
+    """The blocks (dtype BLOCK) of all weights whose casts have scales, form by form and tensor by tensor.
+
+    `addresses` and `elements` have an entry for each tensor of the rank.
+    """
     alike: dict[tuple[CastForm, int], list[tuple[int, int]]] = {}  # addresses of weights and scales, by form and count
     for index, cast in casts.items():
         if cast.scales is not None:
-            weight, scales = tensors[index], tensors[cast.scales]
-            alike.setdefault((cast.form, scales.numel()), []).append((weight.data_ptr(), scales.data_ptr()))
+            alike.setdefault((cast.form, elements[cast.scales]), []).append((addresses[index], addresses[cast.scales]))
     tables = [np.empty(0, BLOCK)]
     for (form, count), pairs in alike.items():
-        addresses = np.array(pairs, np.uint64)
+        begins = np.array(pairs, np.uint64)
         (rows, columns), (block_rows, block_columns) = form.matrix, form.block
         down, across = form.blocks
         stacked, band, block = np.indices((count // (down * across), down, across)).reshape(3, -1)  # block: in its band
         first = (stacked * rows + band * block_rows) * columns + block * block_columns
         table = np.zeros((len(pairs), count), BLOCK)
-        table["src"] = addresses[:, :1] + (first * form.src_bytes).astype(np.uint64)
-        table["scale"] = addresses[:, 1:] + 4 * np.arange(count, dtype=np.uint64)
+        table["src"] = begins[:, :1] + (first * form.src_bytes).astype(np.uint64)
+        table["scale"] = begins[:, 1:] + 4 * np.arange(count, dtype=np.uint64)
         table["stride"] = columns * form.src_bytes
         table["rows"] = np.minimum(block_rows, rows - band * block_rows)
         table["columns"] = np.minimum(block_columns, columns - block * block_columns)

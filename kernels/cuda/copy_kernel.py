@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.casts import Casts
 
-from .cast_tiles import CAST_TILE, cut_cast_tiles, scale_blocks, split_casts
+from .cast_tiles import CAST_TILE, cut_gather, scale_blocks
 from .executed_tiles import NameOf, PlacedCopies, cast_tile_problems, tile_problems
-from .tiles import TILE, cut_tiles
+from .tiles import CHECKSUMS, DEFAULT_TILE_BYTES, TILE
 
 _SOURCES = {  # of each kernel, compiled as one text
     "copy_tiles": ("copy_kernel.cu",),
@@ -106,7 +106,7 @@ class DeviceCopies(DeviceTable):
     ) -> None:
         assert tiles.dtype == TILE
         self._copy_of = tiles["copy"]
-        self._sums = torch.zeros(len(tiles) if checksums else 0, 2, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(len(tiles) if checksums else 0, CHECKSUMS, dtype=torch.int64, device=device)
         macros = (("CHECKSUMS", int(checksums)), *defines)
         super().__init__(tiles, device, shape, "copy_tiles", macros=macros, arguments=(self._sums.data_ptr(),))
         with torch.cuda.device(device):
@@ -134,7 +134,8 @@ class DeviceCopies(DeviceTable):
 
 def device_scales(casts: Casts, tensors: Sequence[torch.Tensor], device: torch.device) -> DeviceTable | None:
     """A launcher that computes the scales of `casts`; None if none of them has scales."""
-    blocks = scale_blocks(casts, tensors)
+    addresses, elements = [tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors]
+    blocks = scale_blocks(casts, addresses, elements)
     return DeviceTable(blocks, device, _SCALE_SHAPE, "block_scales") if len(blocks) else None
 
 
@@ -148,14 +149,11 @@ class DeviceGather:
         casts: Casts,
         device: torch.device,
         shape: KernelShape,
-        tile_bytes: int,
+        tile_bytes: int = DEFAULT_TILE_BYTES,
     ) -> None:
-        plain, cast = split_casts(copies, casts)
-        self._copies = self._casts = None
-        if len(plain):
-            self._copies = DeviceCopies(cut_tiles(plain, addresses, tile_bytes), device, shape)
-        if len(cast):
-            self._casts = DeviceTable(cut_cast_tiles(cast, addresses, casts, tile_bytes), device, shape, "cast_tiles")
+        plain, cast = cut_gather(copies, addresses, casts, tile_bytes)
+        self._copies = DeviceCopies(plain, device, shape) if len(plain) else None
+        self._casts = DeviceTable(cast, device, shape, "cast_tiles") if len(cast) else None
         self._parts: list[DeviceTable] = [part for part in (self._copies, self._casts) if part is not None]
 
     @property

@@ -34,7 +34,7 @@ class DeviceTileSums(DeviceTable):
     @property
     def nbytes(self) -> int:
         """Device memory of the table and the checksums."""
-        return super().nbytes + self._sums.nbytes + self._changed.nbytes
+        return super().nbytes + self._sums.nbytes
 
     def take(self, seed: int) -> None:
         self._seed = seed

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.copy_table import COPY, OUTER_DIMS, Ints, repeat
 
+DEFAULT_TILE_BYTES = 128 << 10
 WIDEST_WORD = 16  # bytes; the widest load and store of a GPU thread
 _EVEN = 1.05  # sources are of about equal size if the largest has at most this many times the tiles of the smallest
 ROW, INNER_LOOP = OUTER_DIMS, OUTER_DIMS - 1  # dims of a box of bytes
@@ -30,6 +31,14 @@ TILE = np.dtype(  # the struct Tile of copy_kernel.cu, 48 bytes
         ("copy", np.uint32),  # the copy it was cut from
     ]
 )
+
+
+CHECKSUMS = 2  # of a tile that is checked: as it is read, and at its destination; 8 bytes each
+
+
+def table_bytes(tiles: NDArray[np.void], *, checksums: bool = False) -> int:
+    """Memory of tiles on a device, and of their checksums where they have them."""
+    return tiles.nbytes + 8 * CHECKSUMS * len(tiles) * checksums
 
 
 def check_tile_bytes(tile_bytes: int) -> None:

@@ -18,7 +18,9 @@ from mcore_reshard.kernels.host import is_importable
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
-from mcore_reshard.planner.plan.schedule import Schedule, World
+from mcore_reshard.planner.plan.schedule import Schedule
+
+from .group_ranks import group_names, group_rank
 
 _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}
 
@@ -141,22 +143,6 @@ def close_all(parts: Sequence[Any]) -> None:
     with ExitStack() as closing:
         for part in parts:
             closing.callback(part.close)
-
-
-def group_rank(schedule: Schedule, world: World, rank: int) -> int:
-    """Where a rank of a world stands in the session's group: training ranks come first."""
-    return rank if world == "train" else schedule.train_ranks + rank
-
-
-def peer_group_rank(schedule: Schedule, peer: int) -> int:
-    """Where a rank of the other world stands in the session's group."""
-    return group_rank(schedule, "gen" if schedule.world == "train" else "train", peer)
-
-
-def group_names(schedule: Schedule) -> list[str]:
-    """How messages call the ranks of the session's group, in order."""
-    train = [schedule.name_of("train", rank) for rank in range(schedule.train_ranks)]
-    return [*train, *(schedule.name_of("gen", rank) for rank in range(schedule.gen_ranks))]
 
 
 def connect_group(store: StoreKeys, schedule: Schedule, timeout_s: float) -> GlooGroup:

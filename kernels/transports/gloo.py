@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
-from mcore_reshard.kernels.copies.casts import compute_scales
+from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import byte_array
@@ -20,7 +20,8 @@ from mcore_reshard.kernels.errors import ChecksumError
 from mcore_reshard.kernels.options import DEFAULT_BUCKET_BYTES
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup, GlooMessage
 
-from .base import StageClock, StageReport, peer_group_rank
+from .base import StageClock, StageReport
+from .group_ranks import peer_group_rank
 from .rounds import stage_rounds
 
 DEFAULT_SLOTS = 4

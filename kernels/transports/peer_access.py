@@ -27,7 +27,8 @@ from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.planner.plan.schedule import Schedule
 
-from .base import TransportContext, group_names, group_rank
+from .base import TransportContext
+from .group_ranks import group_names, group_rank
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
 _PAIR = re.compile("(train|relay):(0|[1-9][0-9]*)-gen:(0|[1-9][0-9]*)")

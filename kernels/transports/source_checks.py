@@ -16,7 +16,8 @@ import numpy as np
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.copy_table import Ints
-from mcore_reshard.kernels.copies.strata import CpuTileSums, TileSums, strata_of
+from mcore_reshard.kernels.copies.cpu_tile_sums import CpuTileSums
+from mcore_reshard.kernels.copies.strata import TileSums, strata_of
 from mcore_reshard.kernels.errors import SessionError, TornWeightsError, TransportUnavailable
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.polling import EventPoller
@@ -31,7 +32,7 @@ class SourceChecks:
     def __init__(self, bound: BoundSchedule, options: Options) -> None:
         self._bound = bound
         self._poller = EventPoller(options.timeout_s)
-        self._strata = strata_of(bound, options.source_checks)
+        self._strata = strata_of(bound.schedule, [tensor.data_ptr() for tensor in bound.tensors], options.source_checks)
         self._sums: TileSums | None = self._bind_sums() if len(self._strata.table) else None
 
     def around(self, run: Callable[[], T]) -> Callable[[], T]:

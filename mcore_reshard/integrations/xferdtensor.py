@@ -33,8 +33,8 @@ from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
-from mcore_reshard.kernels.transports.base import group_names, group_rank
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
+from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region
 from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, TrainMesh
 from mcore_reshard.planner.layout.partitions import Misc, Partition, PartitionOwners

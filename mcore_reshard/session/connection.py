@@ -22,9 +22,9 @@ from mcore_reshard.kernels.transports.base import (
     close_all,
     connect_all,
     connect_group,
-    group_names,
 )
 from mcore_reshard.kernels.transports.broadcast import Tree
+from mcore_reshard.kernels.transports.group_ranks import group_names
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.kernels.transports.source_checks import SourceChecks
 from mcore_reshard.planner.plan.schedule import Schedule

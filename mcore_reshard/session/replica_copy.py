@@ -40,8 +40,9 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.exchange import parse_stored, publish
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore, StoreView
-from mcore_reshard.kernels.transports.base import Transport, TransportContext, connect_group, group_names
+from mcore_reshard.kernels.transports.base import Transport, TransportContext, connect_group
 from mcore_reshard.kernels.transports.broadcast import Tree, broadcast, receive
+from mcore_reshard.kernels.transports.group_ranks import group_names
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.planner.plan.schedule import (
     LocalTensor,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.casting import WEIGHTS, train_schedule, trainer_tensors, transfers_with_casts
+from helpers.casting import WEIGHTS, scale_blocks_of, train_schedule, trainer_tensors, transfers_with_casts
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
-from mcore_reshard.kernels.copies.cast_arithmetic import narrowed, scaled_to_e4m3, widened
-from mcore_reshard.kernels.copies.casts import compute_scales
+from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales, narrowed, scaled_to_e4m3, widened
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.cuda.cast_tiles import (
@@ -19,7 +18,6 @@ from mcore_reshard.kernels.cuda.cast_tiles import (
     CAST_KINDS,
     CAST_TILE,
     cut_cast_tiles,
-    scale_blocks,
     split_casts,
 )
 
@@ -113,7 +111,7 @@ def test_no_casts_no_tiles() -> None:
 
 def test_blocks_cover_every_weight_once() -> None:
     bound, _ = bound_of(1)
-    blocks = scale_blocks(bound.casts, bound.tensors)
+    blocks = scale_blocks_of(bound)
     assert blocks.dtype == BLOCK and BLOCK.itemsize == 32
     for index, cast in bound.casts.items():
         weight = bound.tensors[index]

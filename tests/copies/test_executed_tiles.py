@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from copies.test_executed import CAST, LLAMA, MOE, refusal
 from copies.test_tiles import random_copies
-from helpers.casting import train_schedule, trainer_tensors, transfers_with_casts
+from helpers.casting import scale_blocks_of, train_schedule, trainer_tensors, transfers_with_casts
 from helpers.handmade import allocate
 from helpers.plans import Case
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from mcore_reshard.kernels.copies.buckets import cut_buckets
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.copies.executed import Executed
 from mcore_reshard.kernels.copies.pull_table import PullTable, pull_table
-from mcore_reshard.kernels.cuda.cast_tiles import cut_cast_tiles, scale_blocks
+from mcore_reshard.kernels.cuda.cast_tiles import cut_cast_tiles
 from mcore_reshard.kernels.cuda.executed_tiles import (
     PlacedCopies,
     cast_tile_problems,
@@ -235,7 +235,7 @@ BLOCKS: dict[str, Damage] = {
 def test_each_damage_to_the_blocks_of_scales_is_named(damage: str) -> None:
     schedule = train_schedule(transfers_with_casts(np.random.default_rng(1), (1, 2)), 0, (1, 2))
     bound = bind(schedule, trainer_tensors(schedule, 1))
-    blocks = scale_blocks(bound.casts, bound.tensors)
+    blocks = scale_blocks_of(bound)
     if damage:
         blocks = BLOCKS[damage](blocks)
     problems = scale_problems(blocks, bound.casts, bound.tensors, lambda index: schedule.tensors[index].name)

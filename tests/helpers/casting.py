@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from helpers.handmade import End, HandTransfer, allocate, random_transfers, raw_bytes, schedule_of
+from numpy.typing import NDArray
 
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.cast_arithmetic import block_scales
+from mcore_reshard.kernels.cuda.cast_tiles import scale_blocks
 from mcore_reshard.planner.plan.schedule import Cast, LocalTensor, Schedule, SourceTable
 
 E4M3 = "float8_e4m3fn"
@@ -54,6 +57,12 @@ def transfers_with_casts(rng: np.random.Generator, worlds: tuple[int, int]) -> l
         for dst_rank in rng.permutation(worlds[1])[: int(rng.integers(1, worlds[1] + 1))].tolist():
             transfers += _parts(rng, weight, worlds, dst_rank)
     return transfers
+
+
+def scale_blocks_of(bound: BoundSchedule) -> NDArray[np.void]:
+    """The blocks (dtype BLOCK) whose scales a refit computes."""
+    places = [(tensor.data_ptr(), tensor.numel()) for tensor in bound.tensors]
+    return scale_blocks(bound.casts, *zip(*places, strict=True))
 
 
 def _parts(rng: np.random.Generator, weight: Weight, worlds: tuple[int, int], dst_rank: int) -> list[HandTransfer]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import cut_buckets
-from mcore_reshard.kernels.copies.casts import compute_scales
+from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 

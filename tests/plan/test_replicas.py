@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers.plans import QUANTIZED, TINY, Case
 
-from mcore_reshard.kernels.transports.base import group_names
+from mcore_reshard.kernels.transports.group_ranks import group_names
 from mcore_reshard.kernels.transports.peer_access import RankPair
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames, condense
 from mcore_reshard.planner.layout.geometry import LocalTensor

@@ -28,9 +28,10 @@ from mcore_reshard.kernels.rendezvous.exchange import StoreExchange, fetch
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.kernels.transports import registry
-from mcore_reshard.kernels.transports.base import StageReport, TransportContext, group_names, group_rank
+from mcore_reshard.kernels.transports.base import StageReport, TransportContext
 from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
+from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
 from mcore_reshard.kernels.transports.registry import TRANSPORT_VARIABLE
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.plan.schedule import LocalTensor, Schedule, StridedBox

@@ -16,8 +16,9 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports import registry
-from mcore_reshard.kernels.transports.base import Executor, Transport, TransportContext, group_names, group_rank
+from mcore_reshard.kernels.transports.base import Executor, Transport, TransportContext
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
+from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
 from mcore_reshard.kernels.transports.mixed import connect_by_pair
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
 from mcore_reshard.kernels.transports.relay import Connect, connect_relayed, connect_unrelayed

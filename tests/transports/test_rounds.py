@@ -60,7 +60,7 @@ def session(
 
 def rounds(bound: BoundSchedule, division: Division, *, in_place: list[bool] | None = None) -> tuple[Round, ...]:
     buckets = cut_buckets(bound.schedule, division.bucket_bytes)
-    return divided_rounds(bound, buckets, division, in_place=in_place or [True] * len(bound.tensors))
+    return divided_rounds(bound.schedule, buckets, division, in_place=in_place or [True] * len(bound.tensors))
 
 
 def transfers_of(seed: int, worlds: Worlds) -> list[Any]:

@@ -11,7 +11,8 @@ from helpers.handmade import End, HandTransfer, schedule_of
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
-from mcore_reshard.kernels.copies.strata import FULL_TILE_BYTES, SAMPLED_TILE_BYTES, CpuTileSums, Strata, strata_of
+from mcore_reshard.kernels.copies.cpu_tile_sums import CpuTileSums
+from mcore_reshard.kernels.copies.strata import FULL_TILE_BYTES, SAMPLED_TILE_BYTES, Strata, strata_of
 from mcore_reshard.kernels.errors import TornWeightsError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.source_checks import SourceChecks
@@ -78,11 +79,11 @@ def test_every_tile_is_chosen_equally_often() -> None:
 
 def test_one_percent_of_what_is_sent_is_checked_and_a_tile_of_each_tensor() -> None:
     tensors = {f"t{n}": torch.zeros(elements) for n, elements in enumerate([1 << 20, 3 << 20, 10, 0])}
-    cut = strata_of(bound_to(tensors), "sampled")
+    cut = strata_of(bound_to(tensors).schedule, [64] * 4, "sampled")
     assert np.bincount(cut.tensor, minlength=4).tolist() == [11, 31, 1, 0]  # of 1,024, 3,072, 1 and 0 tiles
-    whole = strata_of(bound_to(tensors), "full")
+    whole = strata_of(bound_to(tensors).schedule, [64] * 4, "full")
     assert np.bincount(whole.tensor, minlength=4).tolist() == [32, 96, 1, 0] and whole.tile_bytes == FULL_TILE_BYTES
-    assert not len(strata_of(bound_to(tensors), "off").table)
+    assert not len(strata_of(bound_to(tensors).schedule, [64] * 4, "off").table)
 
 
 def test_tensors_that_are_not_sent_are_not_checked() -> None:

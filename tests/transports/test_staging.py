@@ -11,7 +11,7 @@ from helpers.handmade import HandTransfer, allocate, raw_bytes, schedule_of, sou
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.buckets import cut_buckets
-from mcore_reshard.kernels.copies.casts import compute_scales
+from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
 from mcore_reshard.kernels.copies.copy_table import joined
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.pull_table import pull_table

@@ -15,7 +15,8 @@ from mcore_reshard.kernels.errors import TransferError, Waiting
 from mcore_reshard.kernels.rendezvous.exchange import fetch, publish
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooMessage
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore, StoreKeys
-from mcore_reshard.kernels.transports.base import connect_group, group_names, peer_group_rank
+from mcore_reshard.kernels.transports.base import connect_group
+from mcore_reshard.kernels.transports.group_ranks import group_names, peer_group_rank
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from mcore_reshard.kernels.copies.copy_table import joined
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, DeviceGather, DeviceTable, KernelShape, device_scales
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of, scale_problems, tile_problems
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
-from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
+from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
 from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.kernels.transports.rounds import in_rounds
@@ -32,7 +32,6 @@ from mcore_reshard.planner.plan.schedule import Schedule
 from .peer_signals import PeerSignals
 from .staging import SLOTS, SlotPlan, divide_slots
 
-DEFAULT_TILE_BYTES = 128 << 10
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
 
 # All of an H200: a trainer that refits does nothing else, and readers wait for it.
@@ -143,7 +142,7 @@ class SlotSource:
             computed |= new
             casts = {index: bound.casts[index] for index in sorted(new)}
             scales = device_scales(casts, bound.tensors, device)
-            gather = DeviceGather(table, addresses, bound.casts, device, _CASTING_SHAPE, DEFAULT_TILE_BYTES)
+            gather = DeviceGather(table, addresses, bound.casts, device, _CASTING_SHAPE)
             slot = self._slots[number % SLOTS].data_ptr()
             placed = PlacedCopies.of_buckets(together, own, [slot + plan.places[each.peer] for each in together])
             name_of = names_of(bound.schedule, placed.copies["src"])

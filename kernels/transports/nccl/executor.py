@@ -35,7 +35,8 @@ from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostE
 from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fetch, publish
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
-from mcore_reshard.kernels.transports.base import StageClock, StageReport, group_names, group_rank
+from mcore_reshard.kernels.transports.base import StageClock, StageReport
+from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
 
 from .communicator import NcclCommunicator, NcclError, new_unique_id
 from .staging import DIGEST_BYTES, Division, Round, ScratchBudget, divide, divided_rounds, peers_by_stage, slot_bytes
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from mcore_reshard.kernels.cuda.device_memory import PlainBuffer
 
 DEFAULT_COPY_CTAS = 32  # of 132: packing must outpace the wire, and NCCL's own kernels need room beside it
-_TILE_BYTES = 128 << 10
 _WARM_BYTES = 16
 _UNIQUE_ID_BYTES = 128
 
@@ -143,7 +143,7 @@ class NcclExecutor:
         from mcore_reshard.kernels.cuda.executed_tiles import scale_problems
 
         in_place = [is_plain(tensor) for tensor in self._bound.tensors]
-        planned = divided_rounds(self._bound, buckets, self._division, in_place=in_place)
+        planned = divided_rounds(self._bound.schedule, buckets, self._division, in_place=in_place)
         for place, nbytes in slot_bytes(planned).items():
             self._slots[place] = PlainBuffer(nbytes)
         self._damaged = torch.zeros(len(buckets), dtype=torch.bool, device=self._device)
@@ -154,6 +154,7 @@ class NcclExecutor:
         self.table_bytes = sum(each.copies.nbytes for each in self._rounds)
         self._scales = device_scales(self._bound.casts, self._bound.tensors, self._device)
         if self._scales is not None:
+            self.table_bytes += self._scales.nbytes
             weight_of = partial(described_tensor, self._bound.schedule)
             table = self._scales.read_back()
             self._problems += scale_problems(table, self._bound.casts, self._bound.tensors, weight_of)
@@ -341,7 +342,7 @@ class NcclExecutor:
         for each in planned:
             slot = self._slots[each.stream, each.slot].tensor
             bases = np.array([*addresses, slot.data_ptr()], np.uint64)
-            copies = DeviceGather(each.copies, bases, self._bound.casts, self._device, shape, _TILE_BYTES)
+            copies = DeviceGather(each.copies, bases, self._bound.casts, self._device, shape)
             staged = [placed.bucket for placed in each.staged]
             begins = [slot.data_ptr() + placed.offset for placed in each.staged]
             reference = PlacedCopies.of_buckets(staged, addresses, begins)

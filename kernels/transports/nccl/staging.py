@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, aligned
+from mcore_reshard.kernels.copies.casts import Casts, bound_casts
 from mcore_reshard.kernels.copies.copy_table import COPY, SCRATCH, joined
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
-from mcore_reshard.kernels.transports.base import peer_group_rank
+from mcore_reshard.kernels.transports.group_ranks import peer_group_rank
 from mcore_reshard.kernels.transports.rounds import bucket_bytes_within, stage_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
 
@@ -58,7 +58,7 @@ class PlacedMessage:
     bucket: Bucket
     member: int  # the peer's rank in the stage's communicators
     message_bytes: int
-    tensor: int | None  # index into BoundSchedule.tensors; None: it lies in the slot
+    tensor: int | None  # index into Schedule.tensors; None: it lies in the slot
     offset: int  # where it begins there
 
     @property
@@ -82,7 +82,7 @@ class PlacedMessage:
 class Round:
     """The messages that a rank sends and receives in one NCCL group."""
 
-    stage: int  # index into BoundSchedule.stages
+    stage: int  # index into Schedule.stages
     number: int
     stream: int
     slot: int  # of the stream
@@ -130,34 +130,35 @@ def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Divisio
 
 
 def divided_rounds(
-    bound: BoundSchedule, buckets: Sequence[Bucket], division: Division, *, in_place: Sequence[bool]
+    schedule: Schedule, buckets: Sequence[Bucket], division: Division, *, in_place: Sequence[bool]
 ) -> tuple[Round, ...]:
     """The rank's rounds in order. `in_place` [tensors] says which tensors messages may leave or enter without a copy."""
+    casts = bound_casts(schedule)
     rounds: list[Round] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
     slots = division.budget.slots
-    for each in sorted(stage_rounds(bound.schedule, buckets), key=lambda each: (each.number, each.stage)):
+    for each in sorted(stage_rounds(schedule, buckets), key=lambda each: (each.number, each.stage)):
         streams = division.streams[each.stage]
         stream = streams[each.number % len(streams)]
         earlier = on_stream.setdefault(stream, [])
         after = earlier[-slots] if len(earlier) >= slots else None
-        messages = _placed_messages(bound, division, each.buckets, in_place)
+        messages = _placed_messages(schedule, casts, division, each.buckets, in_place)
         earlier.append(len(rounds))
         rounds.append(Round(each.stage, each.number, stream, (len(earlier) - 1) % slots, after, messages))
     return tuple(rounds)
 
 
 def _placed_messages(
-    bound: BoundSchedule, division: Division, buckets: Sequence[Bucket], in_place: Sequence[bool]
+    schedule: Schedule, casts: Casts, division: Division, buckets: Sequence[Bucket], in_place: Sequence[bool]
 ) -> tuple[PlacedMessage, ...]:
     members, checksums = division.members[buckets[0].stage], division.budget.checksums
     messages: list[PlacedMessage] = []
     slot_end = 0
     for bucket in buckets:
-        casts = bucket.sends and bool(bound.casts) and bool(np.isin(bucket.copies["src"], [*bound.casts]).any())
+        is_cast = bucket.sends and bool(casts) and bool(np.isin(bucket.copies["src"], [*casts]).any())
         message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if checksums else bucket.nbytes
-        member = members.index(peer_group_rank(bound.schedule, bucket.peer))
-        place = None if checksums or casts else place_in_tensor(bucket.copies, sends=bucket.sends)
+        member = members.index(peer_group_rank(schedule, bucket.peer))
+        place = None if checksums or is_cast else place_in_tensor(bucket.copies, sends=bucket.sends)
         tensor, offset = place if place is not None and in_place[place[0]] else (None, slot_end)
         messages.append(PlacedMessage(bucket, member, message_bytes, tensor, offset))
         if tensor is None:
