@@ -146,7 +146,8 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
             "detail": why_no_traces or "runs the loaders that are here",
         },
         {"command": "validate", "ok": not why_not, "detail": why_not or f"{destination}; source with {trainer}"},
-        {"command": "store, watch", "ok": torch, "detail": "need torch only" if torch else "torch is not installed"},
+        {"command": "store", "ok": True, "detail": "needs Python only"},
+        {"command": "watch", "ok": torch, "detail": "needs torch only" if torch else "torch is not installed"},
     ]
 
 

@@ -38,6 +38,11 @@ class Head:
     def attempt(self) -> str:
         return f"{self.number}-{self.leader[:8]}"
 
+    @property
+    def speaks_otherwise(self) -> bool:
+        """Whether the leader speaks another version of the protocol."""
+        return self.protocol != PROTOCOL
+
     @classmethod
     def from_json(cls, value: Any) -> Head:
         if value["protocol"] != PROTOCOL:  # it may have other fields as well
