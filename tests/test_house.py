@@ -71,12 +71,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "mcore_reshard/engines/",
         "mcore_reshard/tracing/",
     ),
+    "mcore_reshard/simulate": ("planner/", "kernels/"),
     "mcore_reshard/cli": (
         "planner/",
         "kernels/",
         "mcore_reshard",
         "mcore_reshard/planning",
         "mcore_reshard/session/",
+        "mcore_reshard/simulate/",
         "mcore_reshard/validation/",
     ),
 }
