@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections import deque
 
@@ -22,10 +21,7 @@ from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup, GlooMessage
 
 from .base import StageClock, StageReport
 from .group_ranks import peer_group_rank
-from .rounds import stage_rounds
-
-DEFAULT_SLOTS = 4
-_HEADER = struct.Struct("<IIII")  # CRC-32 of the rest, run, stage index, bucket number; 16 bytes keep parts aligned
+from .rounds import DEFAULT_SLOTS, HEADER, gloo_window, stage_rounds
 
 
 class GlooExecutor:
@@ -49,8 +45,7 @@ class GlooExecutor:
         self._buckets = tuple(bucket for each in rounds for bucket in each.buckets)
         self._clock = StageClock(bound, self._buckets)
         self._tensors = [byte_array(tensor) for tensor in bound.tensors]
-        self._slot_bytes = _HEADER.size + max((bucket.nbytes for bucket in self._buckets), default=0)
-        self._slots = min(slots, len(self._buckets))
+        self._slots, self._slot_bytes = gloo_window(self._buckets, slots)
         self.scratch_bytes = self._slots * self._slot_bytes  # all executors of one group share them
         group.slots(self._slots, self._slot_bytes)  # reserved: a run allocates nothing
         self._runs = 0
@@ -83,7 +78,7 @@ class GlooExecutor:
 
     def _start(self, bucket: Bucket, slot: torch.Tensor) -> GlooMessage:
         peer = peer_group_rank(self._bound.schedule, bucket.peer)
-        message = slot[: _HEADER.size + bucket.nbytes]
+        message = slot[: HEADER.size + bucket.nbytes]
         if not bucket.sends:
             return self._group.recv(message, peer, bucket.waiting)
         self._pack(bucket, message.numpy())
@@ -92,17 +87,17 @@ class GlooExecutor:
     def _finish(self, bucket: Bucket, slot: torch.Tensor, message: GlooMessage) -> None:
         message.wait()
         if not bucket.sends:
-            self._unpack(bucket, slot[: _HEADER.size + bucket.nbytes].numpy())
+            self._unpack(bucket, slot[: HEADER.size + bucket.nbytes].numpy())
         self._clock.finished(bucket.stage)
 
     def _pack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
-        body = message[_HEADER.size :]
+        body = message[HEADER.size :]
         run_copies(bucket.copies, [*self._tensors, body], self._bound.casts)
-        _HEADER.pack_into(message.data, 0, zlib.crc32(body.data), self._runs, bucket.stage, bucket.number)
+        HEADER.pack_into(message.data, 0, zlib.crc32(body.data), self._runs, bucket.stage, bucket.number)
 
     def _unpack(self, bucket: Bucket, message: NDArray[np.uint8]) -> None:
-        body = message[_HEADER.size :]
-        crc, *place = _HEADER.unpack_from(message.data)
+        body = message[HEADER.size :]
+        crc, *place = HEADER.unpack_from(message.data)
         if (expected := [self._runs, bucket.stage, bucket.number]) != place:
             raise ChecksumError(bucket.waiting, f"(run, stage, bucket) {place} arrived in place of {expected}")
         if (computed := zlib.crc32(body.data)) != crc:

@@ -17,6 +17,7 @@ something can always move: no pattern of pairs deadlocks.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,6 +26,11 @@ from operator import attrgetter
 from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.options import ALIGNMENT, MAX_BUCKET_BYTES
 from mcore_reshard.planner.plan.schedule import Schedule
+
+DEFAULT_SLOTS = 4  # of gloo
+HEADER = struct.Struct(
+    "<IIII"
+)  # of gloo: CRC-32 of the rest, run, stage index, bucket number; 16 bytes keep parts aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +81,8 @@ def bucket_bytes_within(scratch_bytes: int, peers: int, slots: int, digest_bytes
             f"give at least {places * (ALIGNMENT + digest_bytes)}"
         )
     return bucket_bytes
+
+
+def gloo_window(buckets: Sequence[Bucket], slots: int = DEFAULT_SLOTS) -> tuple[int, int]:
+    """(slots, bytes of each) through which a rank's buckets go over gloo, each behind its header."""
+    return min(slots, len(buckets)), HEADER.size + max((bucket.nbytes for bucket in buckets), default=0)

@@ -8,10 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+from rich.console import RenderableType
+
+from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan
 from mcore_reshard.planning import InputError, TracedRequest, read_request, read_traced_request
 
 from .inputs import plan_from_traces
+from .memory import as_json, memory_parts
 from .render import progress
 from .summary import print_plan, summarize
 
@@ -35,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             plan, notes = request.plan(), request.notes
             proof = plan.prove()
     seconds = time.perf_counter() - started
-    more = []
+    more: list[RenderableType] = []
     if args.out is not None and proof.ok:
         try:
             if os.path.exists(args.out) and os.path.samestat(os.stat(args.out), os.fstat(1)):
@@ -46,7 +50,14 @@ def run(args: argparse.Namespace) -> int:
             failure = error.__cause__ or error  # a PlanFileError's is an OSError
             raise InputError([_cannot_write(args.out, getattr(failure, "strerror", None) or str(failure))]) from error
         more = [f"plan written to {Path(args.out)}"]
-    print_plan(plan, proof, summarize(plan, proof, seconds, notes), args.json, more)
+    summary = summarize(plan, proof, seconds, notes)
+    summary["memory"] = None
+    if proof.ok:
+        with progress("counting its memory"):
+            memory = session_memory(plan)
+        summary["memory"] = as_json(memory)
+        more = [*memory_parts(memory), *more]
+    print_plan(plan, proof, summary, args.json, more)
     return 0
 
 

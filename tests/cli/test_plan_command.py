@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.cli import FP8, HYBRID, MOE, Run
 
+from mcore_reshard.cli.render import size
 from mcore_reshard.engines.sglang.model import require_sglang
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.plan.plan_file import dump_plan, load_plan
@@ -51,6 +52,24 @@ def test_misc_and_excluded_parameters_are_listed_one_by_one(run: Run, tmp_path: 
     report = run("plan", config, "--train", "ep=2,dp=2", "--gen", "tp=2", "--json").json
     assert all("multi-token-prediction" in entry["reason"] for entry in report["excluded"])
     assert sum(entry["bytes"] for entry in report["excluded"]) == report["bytes"]["excluded"] > 0
+
+
+def test_the_memory_of_every_rank_is_in_the_json_and_the_largest_in_the_text(run: Run) -> None:
+    memory = run("plan", *MOE, "--json").json["memory"]
+    assert set(memory) == {"direct", "nccl", "gloo", "staged"}
+    for transport in ("direct", "nccl", "gloo"):
+        for world, ranks in (("train", 8), ("gen", 4)):
+            rows = memory[transport][world]
+            assert [row["rank"] for row in rows] == list(range(ranks))
+            assert all(row["total"] == sum(row.values()) - row["rank"] - row["total"] > 0 for row in rows)
+    text = run("plan", *MOE).out
+    table = text[text.index("Extra memory of a rank, at most") :]
+    largest = max(memory["nccl"]["gen"], key=lambda row: row["total"])
+    shown = re.search(r"^nccl +gen .* (\S+ \S+)   gen:(\d+)", table, re.MULTILINE)
+    assert shown and shown[1] == size(largest["total"]) and int(shown[2]) == largest["rank"]
+    staged = max(row["bytes"] for row in memory["staged"])
+    assert re.search(rf"^staged +gen +{size(staged)} ", table, re.MULTILINE)
+    assert "NCCL's own buffers are as measured" in table
 
 
 def test_the_conservative_policy_sends_narrow_attention_to_misc(run: Run) -> None:
@@ -189,7 +208,7 @@ def test_another_methods_list_of_modules_is_not_for_the_engine(
     assert layers == (4 if note else 3)
 
 
-def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_and_300_mb() -> None:
+def test_deepseek_v3_is_planned_proven_and_its_memory_counted_in_ten_seconds_and_600_mb() -> None:
     script = (
         "import sys; from pathlib import Path; from mcore_reshard.cli.main import main; code = main(); "
         "print(Path('/proc/self/status').read_text(), file=sys.stderr); sys.exit(code)"
@@ -206,8 +225,8 @@ def test_deepseek_v3_is_planned_and_proven_by_the_console_script_in_two_seconds_
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0 and report["proof"]["ok"]
-    assert usage.ru_utime + usage.ru_stime < 2.0  # processor time: the machine may be busy with other things
-    assert peak_kb < 300 * 1024
+    assert usage.ru_utime + usage.ru_stime < 10.0  # processor time: the machine may be busy with other things
+    assert peak_kb < 600 * 1024
     assert len(report["ranks"]["train"]) == 256 and len(report["ranks"]["gen"]) == 128
     assert any("quantized (fp8)" in note for note in report["notes"])
 

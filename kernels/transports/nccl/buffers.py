@@ -1,0 +1,47 @@
+"""What NCCL takes for itself, as measured: nothing but NCCL can count it.
+
+A communicator takes memory of its own, and then for each channel to each peer: much at a receiver, little at a sender. All
+figures are of H200s on one host with NCCL 2.28.9, two communicators a rank (tools/results/refit-x2.json, refit-x4.json):
+
+    ranks     measured at    NCCL's own    counted
+    1 -> 1    the receiver   1,144 MB      2 * (252 + 32 channels * 1 sender * 10) MB
+    2 -> 2    a receiver     1,785 MB      2 * (252 + 32 channels * 2 senders * 10) MB
+    1 -> 3    the sender     1,103 MB      2 * (252 + 32 channels * 3 receivers * 3.1) MB
+
+Fewer channels across hosts are NCCL's rule (graph/paths.cc), not measured. A process that has not used NCCL before takes
+some 260 MB more for its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .staging import Division
+
+COMMUNICATOR_BYTES = 252_000_000
+RECEIVING_BYTES = 10_000_000  # of one channel from one sender
+SENDING_BYTES = 3_100_000  # of one channel to one receiver
+CHANNELS = 32  # of a communicator; within a host, all of them between two ranks
+HOST_GPUS = 8  # a communicator of more ranks spans hosts
+_NET_CHANNELS = 4  # between ranks of two hosts: 50 GB/s of NIC, at 14 GB/s for each
+_PEERS_IN_A_ROUND = 8
+
+
+def buffer_bytes(peers: Mapping[int, int], division: Division, *, receives: bool) -> int:
+    """NCCL's own memory on a rank that has `peers` (by stage) in the communicators of a division."""
+    of_channel = RECEIVING_BYTES if receives else SENDING_BYTES
+    return sum(
+        len(division.streams[stage])
+        * (COMMUNICATOR_BYTES + count * _channels(len(division.members[stage])) * of_channel)
+        for stage, count in peers.items()
+    )
+
+
+def _channels(ranks: int) -> int:
+    """Channels between two ranks of a communicator."""
+    if ranks <= HOST_GPUS:
+        return CHANNELS
+    channels = _NET_CHANNELS
+    while channels > 1 and channels * -(-ranks // _PEERS_IN_A_ROUND) > CHANNELS:
+        channels //= 2
+    return channels

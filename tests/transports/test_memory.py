@@ -1,0 +1,199 @@
+"""What a session will hold, counted from its plan alone, is what executors hold: here over gloo, and as GPUs recorded it."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import synthetic
+import torch
+from bench.workloads import WORKLOADS, Case, case_of
+from helpers.gloo import connect
+from helpers.plans import Case as PlanCase
+from helpers.ranks import run_ranks, values
+
+from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.kernels.transports import memory
+from mcore_reshard.kernels.transports.base import TransportContext
+from mcore_reshard.kernels.transports.memory import RankMemory, session_memory
+from mcore_reshard.kernels.transports.nccl.buffers import buffer_bytes
+from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide
+from mcore_reshard.kernels.transports.registry import resolve
+from mcore_reshard.kernels.transports.source_checks import SourceChecks
+from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.session.staged import StagedTensors
+
+RESULTS = Path(__file__).parents[2] / "tools" / "results"
+CUDA_MB = 75  # that CUDA takes for the first method of a process, as docs/performance.md says
+NCCL_KERNELS_MB = 260  # that NCCL takes where a process has not used it before
+
+DENSE = PlanCase("tiny-llama", "tp=2,pp=2,dp=2", "tp=4")
+RELAYED = PlanCase("tiny-qwen3-moe", "ep=2,dp=2", "tp=1,dp=4")
+CAST = PlanCase("tiny-qwen3-moe-fp8", "tp=2,ep=2,dp=2", "tp=2", dtypes=("bf16", "fp8"), block=(32, 32))
+
+
+# --- executors on the CPU ------------------------------------------------------------------------------------------
+
+
+def held_over_gloo(number: int, address: str, case: PlanCase, bucket_bytes: int) -> tuple[int, int, int]:
+    """A rank's scratch over gloo, what its checks take, and what staging takes."""
+    plan = case.plan()
+    train = number < plan.train.world
+    rank = number if train else number - plan.train.world
+    schedule = schedule_of(plan, "train" if train else "gen", rank)
+    options = Options(transport="gloo", bucket_bytes=bucket_bytes)
+    bound = bind(schedule, synthetic.allocate(schedule, torch.device("cpu")))
+    group = connect(address, number, plan.train.world + plan.gen.world)
+    connect_executor = resolve("gloo", "cpu").connect
+    assert connect_executor is not None
+    executor = connect_executor(TransportContext(connect_store(address, options).under("gloo"), group, bound, options))
+    strata = SourceChecks(bound, options)._strata
+    staged = StagedTensors(schedule.name)
+    staged.take_place_of(bound)
+    held = executor.scratch_bytes, strata.nbytes, staged.nbytes
+    executor.close()
+    group.close()
+    return held
+
+
+@pytest.mark.parametrize("case", [DENSE, RELAYED, CAST], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [4096, 32 << 20])
+def test_ranks_over_gloo_hold_what_was_counted(case: PlanCase, bucket_bytes: int) -> None:
+    plan = case.plan()
+    assert plan.relay == (case is RELAYED)
+    counted = session_memory(plan, Options(bucket_bytes=bucket_bytes))
+    held = values(run_ranks(plan.train.world + plan.gen.world, held_over_gloo, case, bucket_bytes))
+    scratch = [rank.scratch for rank in chain.from_iterable(counted.transports["gloo"].values())]
+    assert [row[0] for row in held] == pytest.approx(scratch, rel=0.1)
+    checks = [rank.checks for rank in chain.from_iterable(counted.transports["direct"].values())]
+    assert [row[1] for row in held] == pytest.approx(checks, rel=0.1)
+    assert [row[2] for row in held[plan.train.world :]] == list(counted.staging)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PlanCase("qwen3-4b", "tp=4,pp=2,dp=2,layers=17+19", "tp=4,pp=2"),
+        pytest.param(PlanCase("qwen3-30b-a3b", "tp=2,pp=2,ep=4,dp=2", "tp=4"), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_ranks_that_are_counted_as_one_hold_nearly_the_same(case: PlanCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_FEW_TRANSFERS", 0)
+    plan, counted = case.plan(), session_memory(case.plan())
+    distinct = [np.unique(memory._alike(plan, world)) for world in ("train", "gen")]
+    assert sum(map(len, distinct)) < plan.train.world + plan.gen.world
+    monkeypatch.setattr(memory, "_FEW_TRANSFERS", 1 << 30)
+    each = session_memory(plan)
+    for transport, worlds in each.transports.items():
+        for world, ranks in worlds.items():
+            totals = [rank.total for rank in ranks]
+            assert [rank.total for rank in counted.transports[transport][world]] == pytest.approx(totals, rel=0.1)
+            assert min(totals) > 0
+    assert counted.staging == each.staging
+
+
+# --- what GPUs recorded --------------------------------------------------------------------------------------------
+
+
+def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
+    """(file, workload on its ranks, method, row) of every recorded row that says what our executors held."""
+    found = []
+    for name, ranks in (("refit-x2", 2), ("refit-x4", 4)):
+        for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
+            method = row["method"].partition(":")[0]
+            if method in ("direct", "nccl"):
+                workload = next(each for each in WORKLOADS if each.name == row["workload"])
+                found.append((name, case_of(workload, ranks), method, row))
+    return found
+
+
+RECORDED = recorded()
+COUNTED: dict[tuple[str, str, bool], dict[str, list[RankMemory]]] = {}
+
+
+def counted_for(file: str, case: Case, *, checksums: bool) -> dict[str, list[RankMemory]]:
+    """By transport, both worlds together; each workload is counted once."""
+    key = file, case.name, checksums
+    if key not in COUNTED:
+        transports = session_memory(case.plan(), Options(checksums=checksums)).transports
+        COUNTED[key] = {name: [*chain.from_iterable(worlds.values())] for name, worlds in transports.items()}
+    return COUNTED[key]
+
+
+def scale_tables(case: Case, ranks: list[RankMemory]) -> float:
+    """MB of the blocks whose scales are computed, 32 bytes for each scale of 4: the recorded figures of nccl lack them."""
+    return max(rank.scales for rank in ranks) / 4 * 32 / 1e6
+
+
+@pytest.mark.parametrize(
+    ("file", "case", "method", "row"),
+    [
+        pytest.param(*each, id=f"{each[0]} {each[3]['workload']} {each[3]['method']}", marks=marks)
+        for each in RECORDED
+        for marks in [[] if each[3]["workload"].startswith("dense") else [pytest.mark.long]]
+    ],
+)
+def test_gpus_held_what_is_counted(file: str, case: Case, method: str, row: dict[str, Any]) -> None:
+    ranks = counted_for(file, case, checksums="checksums" in row["method"])[method]
+    tables = max(rank.tables for rank in ranks) / 1e6
+    scratch = max(rank.scratch for rank in ranks) / 1e6
+    assert row["scratch_mb"] == pytest.approx(scratch, rel=0.01)
+    if "table_mb" in row:
+        assert row["table_mb"] == pytest.approx(
+            tables - scale_tables(case, ranks) * (method == "nccl"), rel=0.01, abs=0.051
+        )
+    if method == "nccl":
+        largest = max(rank.total - rank.checks for rank in ranks) / 1e6
+        first_of_its_process = row["workload"] != "moe-ep-tp"  # where others have run before, in the recorded order
+        largest += (CUDA_MB + NCCL_KERNELS_MB) * first_of_its_process
+        assert row["extra_memory_mb"] == pytest.approx(largest, rel=0.1)
+
+
+def test_enough_rows_are_recorded() -> None:
+    assert len(RECORDED) > 20 and {each[2] for each in RECORDED} == {"direct", "nccl"}
+
+
+# --- by hand -------------------------------------------------------------------------------------------------------
+
+
+def test_nccl_takes_for_communicators_and_for_each_sender() -> None:
+    one_host = divide(ScratchBudget(), [{0: 1}, {0: 1}])  # one stage, so both streams have a communicator
+    assert buffer_bytes({0: 1}, one_host, receives=True) == 2 * (252 + 320) * 10**6
+    assert buffer_bytes({0: 1}, one_host, receives=False) == 2 * (252 * 10**6 + 32 * 3_100_000)
+    stages = divide(ScratchBudget(), [{0: 2}, {1: 2}, {0: 1, 1: 1}, {0: 1, 1: 1}])  # a communicator for each stage
+    assert buffer_bytes({0: 1, 1: 1}, stages, receives=True) == 2 * (252 + 320) * 10**6
+    assert buffer_bytes({}, stages, receives=True) == 0
+    across = divide(ScratchBudget(), [*[{0: 16}] * 16, *[{0: 16}] * 16])  # 32 ranks: 4 channels between two of them
+    assert buffer_bytes({0: 16}, across, receives=True) == 2 * (252 + 16 * 40) * 10**6
+    many = divide(ScratchBudget(), [*[{0: 128}] * 32, *[{0: 32}] * 128])
+    assert buffer_bytes({0: 32}, many, receives=True) == 2 * (252 + 32 * 10) * 10**6
+
+
+def test_a_rank_of_one_tensor_holds_what_is_counted_by_hand() -> None:
+    plan = PlanCase("tiny-llama", "tp=1", "tp=1").plan()
+    counted = session_memory(plan)
+    assert counted.staging == (int(plan.recv_bytes[0]),)  # nothing is padded
+    (engine,) = counted.transports["direct"]["gen"]
+    transfers = sum(len(table) for table in schedule_of(plan, "gen", 0).tables)
+    assert engine == RankMemory(tables=48 * transfers)  # of 48 bytes; each fits one tile and is in one piece
+    (sender,) = counted.transports["direct"]["train"]
+    assert (sender.tables, sender.scratch, sender.nccl, sender.scales) == (0, 0, 0, 0)
+
+
+def test_checksums_take_sixteen_bytes_for_each_tile() -> None:
+    plan: Plan = DENSE.plan()
+    plain, summed = (session_memory(plan, Options(checksums=on)).transports["direct"]["gen"] for on in (False, True))
+    assert [rank.tables for rank in summed] == [rank.tables // 48 * 64 for rank in plain]
+
+
+def test_too_little_scratch_is_refused() -> None:
+    with pytest.raises(ValueError, match="bytes of scratch are too few"):
+        session_memory(DENSE.plan(), Options(scratch_bytes=15))
