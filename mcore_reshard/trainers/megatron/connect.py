@@ -55,6 +55,7 @@ from .plan_refit import plan_refit
 from .plan_traced_refit import plan_traced_refit
 from .quantized_pairs import export_with_pairs
 from .trace import kept_of_trainer, trace_live
+from .whole_weights import unreadable_weights
 
 
 def connect(
@@ -83,8 +84,9 @@ def connect(
     - `trainable_only`: after the first refit of a session, move only parameters with `requires_grad`, and buffers.
     - `connect_timeout_s`: how long to wait for engines that are still starting.
 
-    Raises RefitError, listing everything wrong with the arguments; then as `plan_refit` and `TrainEndpoint.prepare`, and
-    ValueError where a bridge is needed. If one rank raises, all ranks do, and no store stays behind.
+    Raises RefitError, listing everything wrong with the arguments: also weights that FSDP shards, and offloaded ones. Then as
+    `plan_refit` and `TrainEndpoint.prepare`, and ValueError where a bridge is needed. If one rank raises, all ranks do, and
+    no store stays behind.
     """
     chunks, request = run_on_all_ranks(
         lambda: _read_arguments(
@@ -196,6 +198,7 @@ def _read_arguments(
     problems: list[str] = []
     with collect_problems(problems):
         chunks = _chunks_of(model_chunks)
+        problems += unreadable_weights(chunks)
     with collect_problems(problems):
         request = read_refit_request(hf_config, gen, policy, engine)
         if not request.has_rules and bridge is None:
