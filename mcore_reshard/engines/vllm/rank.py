@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib.metadata import version
 from typing import Any
@@ -50,6 +50,7 @@ from mcore_reshard.tracing.kept import KeptFile
 from mcore_reshard.tracing.recorder import TraceError
 
 from . import model as engine
+from .adapters import without_adapters
 from .draft import PREFIX, draft_of, load_both, own_tensors, trace_draft
 from .rearranged import rearranged_parameters
 from .sleep import SleepWatch
@@ -98,13 +99,14 @@ class VllmRank(EngineRank):
         self._sleep.watch(self._worker)
         asked = Options(**options)
         session = session_under_way(store, asked)
-        try:
-            self._meet_trainer(store, replica, connect_timeout_s, session)
-        except RefitError as error:
-            if not needs_traces(error) or session != asked or has_refitted(store, asked):
-                raise
-            self.close()
-            self._meet_trainer(store, replica, connect_timeout_s, traced_session(session))
+        with self._base_layers():
+            try:
+                self._meet_trainer(store, replica, connect_timeout_s, session)
+            except RefitError as error:
+                if not needs_traces(error) or session != asked or has_refitted(store, asked):
+                    raise
+                self.close()
+                self._meet_trainer(store, replica, connect_timeout_s, traced_session(session))
         if self._draft is None and (reason := self._why_draft_stays()):
             warnings.warn(f"refits leave the draft model of this engine as it is: {reason}", stacklevel=2)
         return self.connected.rank_name
@@ -119,7 +121,7 @@ class VllmRank(EngineRank):
                 f"{self.connected.rank_name}: this engine sleeps, and has no memory for weights: call wake_up first, with"
                 " tags=['weights'] at least"
             )
-        with self._as_vllm_configured():
+        with self._as_vllm_configured(), self._base_layers():
             report = super().refit(version, everything=everything or self._sleep.lost)
         self._sleep.lost = False
         return report
@@ -268,6 +270,9 @@ class VllmRank(EngineRank):
         if draft is None:
             return reason
         return "the trainer sends none of its layers, or FP8, which is planned by rules; they know no draft models"
+
+    def _base_layers(self) -> AbstractContextManager[None]:
+        return without_adapters(self._model) if getattr(self._config, "lora_config", None) else nullcontext()
 
     def _as_vllm_configured(self) -> AbstractContextManager[None]:
         from vllm.config import set_current_vllm_config
