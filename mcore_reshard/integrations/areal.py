@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from mcore_reshard.kernels.rendezvous.store import split_address
 from mcore_reshard.session.store_server import ServedStore, serve_store
 from mcore_reshard.trainers.refit_trainer import RefitTrainer
 from mcore_reshard.trainers.world import gather_from_all, run_on_all_ranks
+
+from .common import options_for_engine
 
 CONNECT_TIMEOUT_S = 600.0
 
@@ -48,9 +50,7 @@ class _Refitting:
         store = gather_from_all(self._refit_store.address if self._refit_store else "")[0]
         host, port = split_address(store)
         self.weight_update_master_addr, self.weight_update_master_port = host, port
-        self.weight_update_group_name = json.dumps(
-            asdict(self.options)
-        )  # a text that AReaL hands to the workers unread
+        self.weight_update_group_name = json.dumps(options_for_engine(self.options))  # AReaL hands it to workers unread
         mesh = meta.gen_allocation.parallel
         answer = self._tell_servers(lambda: self.rollout_engine.init_weights_update_group(self._refit_meta(meta)))
         self._refit_trainer = connect(

@@ -1,14 +1,24 @@
-"""What several adapters share: both sides of a session must be under way at once."""
+"""What several adapters share: both sides of a session must be under way at once, and have the same options."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
+from mcore_reshard.kernels.options import Options
+
 _log = logging.getLogger(__name__)
+_SECRETS = ("token", "token_file")  # of Options; they stay on the machine
 Result = TypeVar("Result")
+
+
+def options_for_engine(options: Options) -> dict[str, Any]:
+    """The fields that differ from the defaults, as plain data that may travel: the engine has the token from its environment."""
+    default = asdict(Options())
+    return {name: value for name, value in asdict(options).items() if value != default[name] and name not in _SECRETS}
 
 
 def run_beside(others: Sequence[Callable[[], Any]], own: Callable[[], Result]) -> Result:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
@@ -33,10 +33,13 @@ from mcore_reshard.session.store_server import serve_store
 from mcore_reshard.trainers.refit_trainer import RefitTrainer
 from mcore_reshard.trainers.world import gather_from_all
 
+from .common import options_for_engine
+
 if TYPE_CHECKING:
     RefitPolicyWorker: type
 
 _OWN_ERROR_S = 5.0  # how long an error of vLLM's waits for the trainer's own, which says more
+_CLOSED_S = 0.05  # for this loop to see connections that a server closed while a training step kept it from looking
 Result = TypeVar("Result")
 
 
@@ -78,8 +81,8 @@ class RefitsWeights:
         own = serve_store(0, ray.util.get_node_ip_address()) if torch.distributed.get_rank() == 0 else None
         self._refit_store = own  # it ends with this worker
         store = gather_from_all(own.address if own else "")[0]
-        options = {name: value for name, value in asdict(self.refit_options).items() if value is not None}
-        told = {"store": store, "connect_timeout_s": self.connect_timeout_s, "options": options}
+        told = {"store": store, "connect_timeout_s": self.connect_timeout_s}
+        told["options"] = options_for_engine(self.refit_options)
         self._refit_trainer = await _beside(
             lambda: megatron.connect(
                 self.actor_module,
@@ -167,6 +170,7 @@ async def _beside(own: Callable[[], Result], ask: Callable[[], Awaitable[Any]]) 
     task = asyncio.ensure_future(asyncio.to_thread(on_thread))
     if torch.distributed.get_rank() != 0:
         return await task
+    await asyncio.sleep(_CLOSED_S)
     asked = asyncio.ensure_future(ask())
     await asyncio.wait({task, asked}, return_when=asyncio.FIRST_EXCEPTION)
     await asyncio.wait({task, asked}, timeout=_OWN_ERROR_S)

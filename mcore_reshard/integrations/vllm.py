@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -36,9 +36,9 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.session.endpoints import RefitReport
 from mcore_reshard.trainers.refit_trainer import RefitTrainer
 
+from .common import options_for_engine
 from .vllm_plugin import BACKEND, register
 
-_SECRETS = ("token", "token_file")  # of Options; they stay on the machine
 _CLIENT_S = 5.0  # how long an error of the trainer's waits for the engine's own, to be told together
 Result = TypeVar("Result")
 
@@ -206,10 +206,8 @@ class ReshardTrainerInit:
 
     def for_engine(self) -> dict[str, Any]:
         """The `InitInfo` of the engine's workers, as plain data."""
-        options, default = asdict(self.options), asdict(Options())
-        told = {name: value for name, value in options.items() if value != default[name] and name not in _SECRETS}
         names = ("store", "replica", "connect_timeout_s", "generate_while_mixed")
-        return {name: getattr(self, name) for name in names} | {"options": told}
+        return {name: getattr(self, name) for name in names} | {"options": options_for_engine(self.options)}
 
 
 class ReshardTrainer(TrainerWeightTransferEngine):

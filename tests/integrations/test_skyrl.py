@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ ENGINES = SimpleNamespace(
     expert_parallel_size=1, num_engines=1, enable_prefix_caching=True,
 )  # fmt: skip
 MESH = TrainMesh(tp=2)
+KEEPS_S = 5.0  # how long uvicorn keeps a connection that nobody uses
 
 
 def policy_worker(trainer: Trainer) -> Any:
@@ -71,9 +73,11 @@ async def _train(rank: int, folder: Path, url: str) -> list[str]:
     await worker.init_weight_sync_state(client, ENGINES)
 
     async def sync(step: int) -> None:  # as WorkerDispatch.save_weights_for_sampler
-        trainer.step(step)
+        await asyncio.to_thread(trainer.step, step)  # here the driver's client is the worker's, so its loop goes on
         if rank == 0:
             await client.pause_generation()
+        if step == 2:
+            time.sleep(KEEPS_S + 1.0)  # as a training step keeps the loop of a worker
         await worker.broadcast_to_inference_engines(client, ENGINES)
         if rank == 0:
             await client.resume_generation()
