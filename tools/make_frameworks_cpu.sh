@@ -25,7 +25,9 @@ install --no-deps "tensordict>=0.8,<=0.10,!=0.9.0" orjson pyvers importlib_metad
     pylatexenc tensorboard wandb cloudpathlib jaxtyping wadler-lindig httpx httpcore
 # `vllm serve`
 install --no-deps uvicorn python-multipart prometheus-fastapi-instrumentator setproctitle watchfiles jsonschema mistral_common \
-    blake3 tiktoken ijson
+    blake3 tiktoken ijson model-hosting-container-standards jmespath supervisor
+# NeMo-RL's own modules, from a checkout
+install --no-deps nvidia-ml-py colorlog
 "$python" -c 'import sysconfig, pathlib; site = pathlib.Path(sysconfig.get_path("purelib")); (site / "skyrl_gym.pth").write_text(f"{site}/skyrl-gym\n")'
 echo "$recipe" > "$stamp"
 echo "[make_frameworks_cpu] ready: $python" >&2

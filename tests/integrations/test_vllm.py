@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -56,6 +57,7 @@ _SERVER_MODULES = (
     "setproctitle",
     "mistral_common",
     "ijson",
+    "model_hosting_container_standards",
 )
 
 
@@ -164,17 +166,22 @@ def train_two_sessions(rank: int, mesh: TrainMesh, folder: Path, address: str, g
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "tp"),
-    [("tiny-llama", TrainMesh(tp=2), 1), ("tiny-qwen3-moe", TrainMesh(ep=2, dp=2), 2)],
+    ("name", "mesh", "tp", "lora"),
+    [
+        ("tiny-llama", TrainMesh(tp=2), 1, []),
+        ("tiny-qwen3", TrainMesh(pp=2), 2, ["lora"]),
+    ],  # CPU kernels rearrange experts
 )
-def test_a_whole_llm_is_refitted_by_vllms_own_calls(name: str, mesh: TrainMesh, tp: int, tmp_path: Path) -> None:
+def test_a_whole_llm_is_refitted_by_vllms_own_calls(
+    name: str, mesh: TrainMesh, tp: int, lora: list[str], tmp_path: Path
+) -> None:
     from mcore_reshard.validation.trainer.build import prepare
 
     tiny.write_checkpoint(load_config(name), tmp_path / "checkpoint", 1)
     command = [sys.executable, str(HERE / "engine_process.py"), str(tmp_path)]
     with (
         serve_store() as store,
-        running([*command, store.address, str(tp), str(STEPS)], tmp_path) as engine,
+        running([*command, store.address, str(tp), str(STEPS), *lora], tmp_path) as engine,
     ):
         prepare()
         while not (tmp_path / "started").exists():
@@ -187,9 +194,12 @@ def test_a_whole_llm_is_refitted_by_vllms_own_calls(name: str, mesh: TrainMesh, 
     for wrong in ("store must be", "no 'stor'", "replica must be", "transport must be one of", "no field 'bucket'"):
         assert wrong in told["wrong"]
     assert "in no session: call init_weight_transfer_engine first" in told["early"]
-    assert "this engine sleeps, and has no memory for weights: call wake_up first" in told["asleep"]
-    assert told["lost"].startswith("MixedWeightsError: this engine lost its weights in a sleep of level 2")
-    assert told["awake"] and "MixedWeightsError" not in told["awake"]
+    for level in (1, 2):
+        assert "this engine sleeps, and has no memory for weights: call wake_up first" in told[f"asleep_{level}"]
+    assert told["woken_2"].startswith("MixedWeightsError: this engine lost its weights in a sleep of level 2")
+    for step in (told["woken_1"], told["awake"]):
+        assert step and "MixedWeightsError" not in step
+    assert bool(told["layers_with_lora"]) == bool(lora)
 
 
 # --- a whole server ----------------------------------------------------------------------------------------------
@@ -199,6 +209,22 @@ def post(url: str, **body: Any) -> Any:
     import requests
 
     return requests.post(url, json=body or None, timeout=LIMIT_S)
+
+
+class Frozen:
+    """A request to a paused server, which is not answered before it is aborted: without kernels it could not run."""
+
+    def __init__(self, url: str) -> None:
+        body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
+        self.url, self.pool = url, ThreadPoolExecutor(1)
+        self.answer = self.pool.submit(post, f"{url}/inference/v1/generate", **body)
+        time.sleep(3.0)  # until the scheduler has it
+
+    def end(self) -> None:
+        assert not self.answer.done(), self.answer.result().text
+        assert post(f"{self.url}/abort_requests", request_ids=[]).json()["aborted"] == 1
+        assert self.answer.result(60).json()["choices"][0]["finish_reason"] == "abort"
+        self.pool.shutdown()
 
 
 def train_over_http(rank: int, mesh: TrainMesh, folder: Path, address: str, url: str) -> list[str]:
@@ -219,8 +245,11 @@ def train_over_http(rank: int, mesh: TrainMesh, folder: Path, address: str, url:
         if rank == 0:
             post(f"{url}/pause?mode=keep")
             told.append(str(requests.get(f"{url}/is_paused", timeout=60).json()["is_paused"]))
+            frozen = Frozen(url)
         engine.send_weights(step)
         if rank == 0:
+            frozen.end()
+            assert post(f"{url}/reset_prefix_cache").ok
             post(f"{url}/resume")
             told.append(requests.get(f"{url}/weight_info", timeout=60).json()["weight_version"])
             post(f"{url}/collective_rpc", method="save_parameters", kwargs={"folder": str(folder), "step": step})

@@ -1,7 +1,8 @@
 """The processes of test_verl.py: verl's classes over a tiny Megatron-Core or FSDP2 model, and over a whole vLLM.
 
-Stand-ins: the constructors of verl's model engines, which want CUDA, and its HTTP server, of which a Ray actor has the
-methods that verl's replica and adapter call. A module of its own: Ray cannot pickle what verl decorates from a test module.
+Stand-ins: the constructors of verl's model engines and what its FSDP engine asks of CUDA, and its HTTP server, of which a Ray
+actor has the methods that verl's replica and adapter call. A module of its own: Ray cannot pickle what verl decorates from a
+test module.
 """
 
 from __future__ import annotations
@@ -85,9 +86,12 @@ class Trainer(Worker):
             engine = MegatronEngineWithLMHead
         else:
             from helpers.dtensor_trainer import load, shard
+            from verl.workers.engine.fsdp import transformer_impl
 
             from mcore_reshard.integrations.verl_engines import RefitFSDPEngine
 
+            transformer_impl.get_device_id = lambda: "cpu"  # this and the next know CUDA alone
+            transformer_impl.log_gpu_memory_usage = lambda *_, **__: None
             of |= {"module": shard(load(self.folder / "1"), "fsdp")}
             engine = RefitFSDPEngine
         made = object.__new__(engine)
