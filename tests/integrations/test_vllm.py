@@ -275,7 +275,7 @@ def test_a_server_with_data_parallel_replicas_is_refitted_over_http(tmp_path: Pa
     url = f"http://{free_address()}"
     command = [
         sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path / "checkpoint"),
-        "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--data-parallel-size", "2",
+        "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--data-parallel-size", "2", "--enable-scale-out",
         "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "32", "--skip-tokenizer-init", "--enforce-eager",
         "--kv-cache-memory-bytes", str(64 << 20), "--gpu-memory-utilization", "0.1",
         "--weight-transfer-config", '{"backend": "mcore_reshard"}', "--worker-cls", "kernel_free_worker.CPUWorker",
