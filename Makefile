@@ -66,8 +66,9 @@ nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow,
 	$(MAKE) test-newest
 	$(VENV_NEWEST)/bin/python -m pytest -m slow tests/engine/test_newest_bridge.py
 	$(MAKE) test-frameworks
+	$(VENV_FRAMEWORKS)/bin/python -m pytest -m slow tests/integrations/test_vllm.py tests/integrations/test_nemo_rl.py
 	$(MAKE) test-vllm
-	$(VENV_VLLM)/bin/python -m pytest -m slow tests/engine tests/integrations/test_vllm.py
+	$(VENV_VLLM)/bin/python -m pytest -m slow tests/engine
 	$(MAKE) test-sglang
 
 test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 8 minutes)
@@ -79,9 +80,9 @@ test-newest: ## the newest Megatron-Core and Megatron-Bridge, beside vLLM (Pytho
 	PYTHON=$(PYTHON) bash tools/make_newest_bridge.sh $(VENV_NEWEST)
 	$(VENV_NEWEST)/bin/python -m pytest $(NEWEST)
 
-test-frameworks: ## the adapters of verl and SkyRL through the frameworks' own classes on a CPU (Python 3.12; builds them on first use)
+test-frameworks: ## the adapters through the frameworks' own classes on a CPU (Python 3.12; builds them on first use; NeMo-RL and AReaL want paths)
 	PYTHON=$(PYTHON) bash tools/make_frameworks_cpu.sh $(VENV_FRAMEWORKS)
-	$(VENV_FRAMEWORKS)/bin/python -m pytest tests/integrations/test_verl_engine.py tests/integrations/test_verl.py tests/integrations/test_skyrl.py
+	$(VENV_FRAMEWORKS)/bin/python -m pytest -rs $(addprefix tests/integrations/test_,verl_engine.py verl.py skyrl.py ray.py nemo_rl.py xferdtensor.py areal.py)
 
 test-sglang: ## the tests against real SGLang on CPU (installs it on first use, about 3 minutes)
 	PYTHON=$(PYTHON) bash tools/make_sglang_cpu.sh $(VENV_SGLANG)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mcore_reshard.validation.engine import vllm_engine
+
+if find_spec("skyrl") is not None:
+    vllm_engine.prepare()  # before SkyRL imports vLLM, which looks at its surroundings once
 pytest.importorskip("skyrl", reason="needs SkyRL: make test-frameworks")
-pytest.importorskip("mcore_reshard.integrations.vllm", reason="needs the backend of vLLM's weight transfer")
 
 from helpers.front_door import free_address
 from test_vllm import LIMIT_S, Trainer, assert_engines_hold_golden, post, running, wait_until_healthy
