@@ -188,14 +188,14 @@ def pack(peers: NDArray[np.integer], nbytes: Ints, bucket_bytes: int) -> tuple[I
     padded = aligned(nbytes)
     ends = np.cumsum(padded)
     starts = ends - padded
-    peer_stops = np.searchsorted(peers, peers, side="right")
-    firsts: list[int] = []
-    offsets = np.empty(len(nbytes), np.int64)
-    first = 0
-    while first < len(nbytes):
-        full = np.searchsorted(ends, starts[first] + bucket_bytes, side="right")
-        stop = min(int(full), int(peer_stops[first]))
+    first = np.flatnonzero(np.diff(peers, prepend=peers[:1] - 1))  # of each peer's next bucket; all peers at once
+    peer_stop = np.append(first[1:], len(peers))
+    firsts = [first]
+    while len(first):
+        stop = np.minimum(np.searchsorted(ends, starts[first] + bucket_bytes, side="right"), peer_stop)
+        goes_on = stop < peer_stop
+        first, peer_stop = stop[goes_on], peer_stop[goes_on]
         firsts.append(first)
-        offsets[first:stop] = starts[first:stop] - starts[first]
-        first = stop
-    return np.array(firsts, np.int64), offsets
+    bucket_starts = np.sort(np.concatenate(firsts)).astype(np.int64)
+    offsets = starts - np.repeat(starts[bucket_starts], np.diff(bucket_starts, append=len(nbytes)))
+    return bucket_starts, offsets

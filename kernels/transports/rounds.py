@@ -22,6 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.options import ALIGNMENT, MAX_BUCKET_BYTES
@@ -31,6 +35,8 @@ DEFAULT_SLOTS = 4  # of gloo
 HEADER = struct.Struct(
     "<IIII"
 )  # of gloo: CRC-32 of the rest, run, stage index, bucket number; 16 bytes keep parts aligned
+
+Rank = TypeVar("Rank", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +58,11 @@ def in_rounds(buckets_of_peer: Mapping[int, Sequence[Bucket]]) -> list[tuple[Buc
 
 
 def stage_rounds(schedule: Schedule, buckets: Sequence[Bucket]) -> list[StageRound]:
-    """The rank's rounds, stage by stage, in a stage by number. Peers come in rotation: gen:1 begins with train:1."""
+    """The rank's rounds, stage by stage, in a stage by number. Peers come in rotation, see `turn_of`."""
     ranks = max(schedule.train_ranks, schedule.gen_ranks)
-    direction = 1 if schedule.world == "train" else -1
 
     def turn(peer: int) -> int:
-        return direction * (peer - schedule.rank) % ranks  # (destination - source) modulo ranks
+        return turn_of(schedule.rank, peer, ranks) if schedule.world == "train" else turn_of(peer, schedule.rank, ranks)
 
     rounds: list[StageRound] = []
     for stage, of_stage in groupby(buckets, attrgetter("stage")):
@@ -65,6 +70,11 @@ def stage_rounds(schedule: Schedule, buckets: Sequence[Bucket]) -> list[StageRou
         together = in_rounds({peer: of_peer[peer] for peer in sorted(of_peer, key=turn)})
         rounds += [StageRound(stage, number, round_buckets) for number, round_buckets in enumerate(together)]
     return rounds
+
+
+def turn_of(src: Rank, dst: Rank, ranks: int) -> Rank:
+    """Where a pair comes in its round: gen:1 begins with train:1. `ranks` is the number of ranks of the larger world."""
+    return (dst - src) % ranks
 
 
 def bucket_bytes_within(scratch_bytes: int, peers: int, slots: int, digest_bytes: int = 0) -> int:

@@ -73,3 +73,17 @@ def test_small_parts_share_a_bucket() -> None:
 def test_peers_never_share_a_bucket() -> None:
     firsts, offsets = pack(np.array([1, 1, 3, 3, 3]), np.array([4, 16, 20, 40, 8]), 64)
     assert (firsts.tolist(), offsets.tolist()) == ([0, 2, 3], [0, 16, 0, 0, 48])
+
+
+def test_peers_are_packed_each_by_itself() -> None:
+    rng = np.random.default_rng(5)
+    peers = np.sort(rng.integers(0, 9, 400))
+    nbytes = rng.integers(1, 129, 400)
+    expected_firsts, expected_offsets = [], []
+    for peer in np.unique(peers):
+        firsts, offsets = pack(np.zeros((peers == peer).sum(), np.int64), nbytes[peers == peer], 128)
+        expected_firsts += [*(firsts + np.searchsorted(peers, peer))]
+        expected_offsets += [*offsets]
+    firsts, offsets = pack(peers, nbytes, 128)
+    assert (firsts.tolist(), offsets.tolist()) == (expected_firsts, expected_offsets)
+    assert pack(peers[:0], nbytes[:0], 128)[0].tolist() == []

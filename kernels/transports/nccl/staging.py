@@ -10,8 +10,9 @@ stream, 321 with two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,16 @@ class PlacedMessage:
         return replace(self.bucket, copies=run)
 
 
+class RoundPlace(NamedTuple):
+    """Where a round is carried out; of a round's messages it depends on nothing but their stage and number."""
+
+    stage: int  # index into Schedule.stages
+    number: int
+    stream: int
+    slot: int  # of the stream
+    after: int | None  # index of the round that leaves the slot to this one
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
     """The messages that a rank sends and receives in one NCCL group."""
@@ -134,18 +145,26 @@ def divided_rounds(
 ) -> tuple[Round, ...]:
     """The rank's rounds in order. `in_place` [tensors] says which tensors messages may leave or enter without a copy."""
     casts = bound_casts(schedule)
-    rounds: list[Round] = []
+    rounds = {(each.stage, each.number): each.buckets for each in stage_rounds(schedule, buckets)}
+    return tuple(
+        Round(*place, _placed_messages(schedule, casts, division, rounds[place.stage, place.number], in_place))
+        for place in round_places(division, rounds)
+    )
+
+
+def round_places(division: Division, rounds: Iterable[tuple[int, int]]) -> list[RoundPlace]:
+    """The places of a rank's rounds, in the order in which it starts them; `rounds` are (stage, number), in any order."""
+    places: list[RoundPlace] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
     slots = division.budget.slots
-    for each in sorted(stage_rounds(schedule, buckets), key=lambda each: (each.number, each.stage)):
-        streams = division.streams[each.stage]
-        stream = streams[each.number % len(streams)]
+    for number, stage in sorted((number, stage) for stage, number in rounds):
+        streams = division.streams[stage]
+        stream = streams[number % len(streams)]
         earlier = on_stream.setdefault(stream, [])
         after = earlier[-slots] if len(earlier) >= slots else None
-        messages = _placed_messages(schedule, casts, division, each.buckets, in_place)
-        earlier.append(len(rounds))
-        rounds.append(Round(each.stage, each.number, stream, (len(earlier) - 1) % slots, after, messages))
-    return tuple(rounds)
+        earlier.append(len(places))
+        places.append(RoundPlace(stage, number, stream, (len(earlier) - 1) % slots, after))
+    return places
 
 
 def _placed_messages(
