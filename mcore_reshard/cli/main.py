@@ -31,6 +31,13 @@ meshes:
            layers are the decoder layers per stage, as vLLM's variable VLLM_PP_LAYER_PARTITION gives them
 """
 
+_MACHINES = """\
+machines:
+  --topology  h100-8, h200-8 or gb200-nvl72; then ",shared": generation rank r on the GPU of training rank r;
+              then other numbers: nic=50, nvlink=400, memory=2100 in GB/s for each GPU and direction, gpus=8 a host
+  --hosts     train=a*8+b*8,gen=c*4+b*4@4   ranks in order: 8 on host a, 8 on b; 4 on c, 4 on b from its GPU 4 on
+"""
+
 _ELEMENTS = """\
 elements:
   PARAM[i,j]         an HF parameter, in the coordinates of the whole parameter
@@ -199,6 +206,31 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     add("--refits", type=int, default=3, metavar="N", help="each with new weights (default: 3)")
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="deadline of every wait (default: 60)")
+
+    add = command(
+        "simulate",
+        "Predict how long a refit takes on a machine, and what it waits for, without a GPU.",
+        "mcore-reshard simulate plan.json --topology h200-8",
+        "mcore-reshard simulate qwen3-235b-a22b --train tp=2,pp=8,ep=8,dp=4,layers=12+12+12+12+12+12+11+11 \\\n"
+        "      --gen tp=8,dp=4 --gen tp=4,dp=8 --topology h200-8,nic=50",
+        more=f"{_MESHES}\n{_MACHINES}\n",
+    )
+    add("source", metavar="PLAN|CONFIG", help="a file written by `plan --out`; or a config as for `plan`, with meshes")
+    add("--topology", metavar="MACHINE", required=True, help="the hosts, e.g. h200-8 or h200-8,shared,nic=25")
+    add(
+        "--hosts",
+        metavar="PLACES",
+        help="which ranks live on which host, e.g. train=a*8+b*8,gen=b*8 (default: in order)",
+    )
+    add("--train", metavar="MESH", help="with a CONFIG: the training mesh")
+    add("--gen", metavar="MESH", action="append", help="with a CONFIG: the generation mesh; several are compared")
+    add("--engine", default="vllm", metavar="NAME", help="with a CONFIG: vllm or sglang (default: vllm)")
+    add(
+        "--transport",
+        choices=("auto", "direct", "nccl", "gloo"),
+        default="auto",
+        help="auto (default): direct within an NVLink domain, nccl elsewhere",
+    )
 
     add = command(
         "store",

@@ -20,7 +20,7 @@ FROZEN = Path(__file__).with_name("frozen.json")
 MOE = ["tiny-qwen3-moe", "--train", "tp=2,pp=2,ep=2,dp=2", "--gen", "tp=2,dp=2"]
 HYBRID = ["tiny-nemotron-h", "--train", "tp=2,pp=2,ep=2", "--gen", "tp=2"]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-HELP = ([], ["plan"], ["show"], ["explain"], ["validate"], ["store"], ["watch"], ["doctor"])
+HELP = ([], ["plan"], ["show"], ["explain"], ["validate"], ["simulate"], ["store"], ["watch"], ["doctor"])
 JSON: dict[str, list[str]] = {
     "plan": ["plan", *MOE],
     "plan fp8": ["plan", "tiny-qwen3-moe-fp8", *MOE[1:], "--train-dtype", "bf16", "--gen-dtype", "fp8"],
@@ -30,6 +30,8 @@ JSON: dict[str, list[str]] = {
     "show parameter": ["show", "PLAN", "--parameter", "model.layers.0.*"],
     "explain": ["explain", "PLAN", f"{Q_PROJ}[0,0]"],
     "doctor": ["doctor"],
+    "simulate": ["simulate", "PLAN", "--topology", "h200-8,gpus=4"],
+    "simulate what-if": ["simulate", *MOE, "--gen", "tp=4", "--topology", "h200-8"],
 }
 VALIDATE = ["validate", "tiny-llama", "--train", "tp=2", "--gen", "tp=1", "--refits", "1"]
 

@@ -1,0 +1,197 @@
+"""`mcore-reshard simulate`: how long a refit takes on a machine, and what it waits for."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import RenderableType
+
+from mcore_reshard.planner.layout.mesh import format_mesh
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology
+from mcore_reshard.planning import InputError, read_request
+from mcore_reshard.simulate.simulate import simulate
+from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
+
+from .inputs import is_plan_file, read_plan
+from .render import and_more, count, facts, noted, print_report, progress, size, table
+
+_LINKS_SHOWN = 5
+_STEPS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Simulated:
+    gen: str  # the generation mesh
+    plan: Plan
+    simulation: Simulation
+    seconds: float  # that it took to plan and to simulate
+
+
+def run(args: argparse.Namespace) -> int:
+    plans = _plans(args)
+    problems: list[str] = []
+    topologies: list[Topology] = []
+    for plan, _ in plans:
+        try:
+            topologies.append(parse_topology(args.topology, plan.train.world, plan.gen.world, args.hosts or ""))
+        except TopologyError as error:
+            problems += error.violations
+    if problems:
+        raise InputError([*dict.fromkeys(problems)])
+    simulated: list[_Simulated] = []
+    for (plan, seconds), topology in zip(plans, topologies, strict=True):
+        started = time.perf_counter() - seconds
+        with progress(f"simulating {plan.model}, engine {format_mesh(plan.gen)}"):
+            try:
+                outcome = simulate(plan, topology, args.transport)
+            except ValueError as error:
+                raise InputError([str(error)]) from error
+        simulated.append(_Simulated(format_mesh(plan.gen), plan, outcome, time.perf_counter() - started))
+    report = _as_json(simulated[0]) if len(simulated) == 1 else {"simulations": [*map(_as_json, simulated)]}
+    print_report(args.json, report, _parts(simulated[0]) if len(simulated) == 1 else _what_if(simulated))
+    return 0
+
+
+def _plans(args: argparse.Namespace) -> list[tuple[Plan, float]]:
+    """The plans to simulate, and the seconds that each took to make."""
+    if is_plan_file(args.source):
+        if args.train or args.gen:
+            raise InputError([f"{args.source} is a plan, which has its meshes: --train and --gen go with a config"])
+        return [(read_plan(args.source), 0.0)]
+    if not args.train or not args.gen:
+        raise InputError([f"{args.source} is no plan: a config needs --train and at least one --gen"])
+    plans: list[tuple[Plan, float]] = []
+    for gen in args.gen:
+        started = time.perf_counter()
+        request = read_request(args.source, args.train, gen, "exact", None, None, args.engine)
+        with progress(f"planning {request.model}, engine {gen}"):
+            plans.append((request.plan(), time.perf_counter() - started))
+    return plans
+
+
+def _as_json(each: _Simulated) -> dict[str, Any]:
+    outcome = each.simulation
+    return {
+        "model": each.plan.model,
+        "digest": each.plan.digest,
+        "train": format_mesh(each.plan.train),
+        "gen": each.gen,
+        "transport": outcome.transport,
+        "topology": outcome.topology.as_json(),
+        "seconds": outcome.seconds,
+        "bound_seconds": outcome.bound_s,
+        "messages": len(outcome.messages),
+        "merged": outcome.merged,
+        "routes": [{"route": route, "bytes": nbytes} for route, nbytes in outcome.route_bytes.items()],
+        "links": [asdict(link) for link in outcome.links],
+        "domains": [{"domain": name, "seconds": seconds} for name, seconds in outcome.domains.items()],
+        "critical_path": [asdict(step) for step in outcome.critical_path],
+        "misc_bytes": each.plan.misc_bytes,
+        "simulation_seconds": each.seconds,
+    }
+
+
+def _parts(each: _Simulated) -> Iterator[RenderableType]:
+    outcome = each.simulation
+    machine, moved = outcome.topology.machine, max(1, sum(outcome.route_bytes.values()))
+    yield facts(
+        [
+            ("model", f"{each.plan.model}: train {format_mesh(each.plan.train)}, gen {each.gen}"),
+            ("machine", f"{count(len(outcome.topology.hosts), 'host')} of {machine.gpus} GPUs, {_bandwidths(outcome)}"),
+            ("transport", outcome.transport),
+            ("predicted", f"{_seconds(outcome.seconds)}, {_ratio(outcome)} the bound"),
+            ("bound", f"{_seconds(outcome.bound_s)}: {_bound(outcome)}"),
+        ]
+    )
+    routes = [(route, size(nbytes), f"{nbytes / moved:.1%}") for route, nbytes in outcome.route_bytes.items()]
+    yield table("Bytes", "over, >bytes, >share", routes)
+    rows = (
+        (link.kind, f"{link.host}, GPU {link.gpu % machine.gpus}", " ".join(link.ranks), size(link.nbytes),
+         f"{link.seconds / max(outcome.seconds, 1e-12):.0%}")
+        for link in outcome.links[:_LINKS_SHOWN]
+    )  # fmt: skip
+    yield table("Busiest links", "link, of, ranks, >bytes, >busy", rows)
+    yield from _path(outcome)
+    yield from noted(_notes(each))
+
+
+def _path(outcome: Simulation) -> Iterator[RenderableType]:
+    """The longest steps of the critical path, in order of time, and which ranks it is made of."""
+    path = outcome.critical_path
+    longest = sorted(sorted(path, key=lambda step: step.start_s - step.end_s)[:_STEPS_SHOWN], key=lambda s: s.start_s)
+    rows = (
+        (_span(step), step.src, step.dst, f"{step.stage}", step.route, size(step.nbytes), step.why) for step in longest
+    )
+    shown = table("Critical path", ">seconds, from, to, >stage, over, >bytes, it could begin when", rows)
+    if len(path) > len(longest):
+        shown.caption = and_more(len(path) - len(longest), "shorter step")
+    yield shown
+    if path:
+        sender, sending = _most([(step.src, step) for step in path])
+        reader, receiving = _most([(step.dst, step) for step in path])
+        total = max(outcome.seconds, 1e-12)
+        yield f"{sender} sends {sending / total:.0%} of this time, {reader} receives {receiving / total:.0%} of it"
+
+
+def _most(steps: Sequence[tuple[str, Step]]) -> tuple[str, float]:
+    seconds: dict[str, float] = {}
+    for rank, step in steps:
+        seconds[rank] = seconds.get(rank, 0.0) + step.end_s - step.start_s
+    return max(seconds.items(), key=lambda item: item[1])
+
+
+def _what_if(simulated: Sequence[_Simulated]) -> Iterator[RenderableType]:
+    """One line for each engine, the fastest first."""
+    rows = []
+    for each in sorted(simulated, key=lambda each: each.simulation.seconds):
+        outcome = each.simulation
+        moved = max(1, sum(outcome.route_bytes.values()))
+        shares = [f"{outcome.route_bytes[route] / moved:.0%}" for route in ROUTES]
+        rows.append(
+            (each.gen, _seconds(outcome.seconds), _seconds(outcome.bound_s), _ratio(outcome), size(moved), *shares)
+        )
+    columns = "engine, >predicted, >bound, >ratio, >bytes, " + ", ".join(f">{route}" for route in ROUTES)
+    yield table(
+        f"{simulated[0].plan.model}, train {format_mesh(simulated[0].plan.train)}, {simulated[0].simulation.transport}",
+        columns,
+        rows,
+    )
+    yield from noted(dict.fromkeys(note for each in simulated for note in _notes(each)))
+
+
+def _bandwidths(outcome: Simulation) -> str:
+    machine = outcome.topology.machine
+    return f"each NIC {size(machine.nic)}/s, NVLink {size(machine.nvlink)}/s, memory {size(machine.memory)}/s"
+
+
+def _bound(outcome: Simulation) -> str:
+    """What the bound is made of."""
+    link = outcome.links[0] if outcome.links else None
+    if link is not None and link.seconds >= outcome.bound_s:
+        return f"{link.kind} of {link.host}, GPU {link.gpu % outcome.topology.machine.gpus} ({' '.join(link.ranks)})"
+    domain = max(outcome.domains, key=lambda name: outcome.domains[name], default="")
+    return f"the NICs of {domain}" if domain else "nothing moves"
+
+
+def _ratio(outcome: Simulation) -> str:
+    return f"{outcome.seconds / outcome.bound_s:.2f} times" if outcome.bound_s else "1.00 times"
+
+
+def _notes(each: _Simulated) -> Iterator[str]:
+    if each.plan.misc:
+        yield f"{size(each.plan.misc_bytes)} of misc tensors travel whole, by the golden path: not simulated"
+    if each.simulation.merged > 1:
+        yield f"every {each.simulation.merged} messages between two ranks were simulated as one"
+
+
+def _span(step: Step) -> str:
+    return f"{step.start_s:.3f} to {step.end_s:.3f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"

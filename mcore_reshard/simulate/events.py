@@ -1,0 +1,182 @@
+"""Run a script on links: when every message begins and ends, and what it waited for.
+
+In exact mode each step goes to the next end of a message. Large refits take steps of at least `step_s`: what ends within a
+step ends at its own time, and what begins then gets its share from then on, at the rates of the step after.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from .flows import Floats, Ints, fair_rates
+from .script import Script
+
+_TOLERANCE = 1e-3  # of rates, in steps that are not exact
+NOTHING = -1
+
+
+class DeadlockError(RuntimeError):
+    """Rounds wait for each other, and none can go on: a script that no executor's rounds should give."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """Seconds from the beginning of the refit, and causes."""
+
+    start_s: Floats  # [messages]
+    end_s: Floats
+    round_start_s: Floats  # [rounds]: when the rank reached it
+    cause: Ints  # [rounds]: the message whose end the rank waited for; NOTHING at the beginning
+
+
+def run_script(
+    script: Script, first: Ints, second: Ints, bandwidth: Floats, *, step_s: float = 0.0, round_s: float = 0.0
+) -> Outcome:
+    """Run a script; message m goes through links `first[m]` and `second[m]`. Every round takes `round_s` before it begins.
+
+    Raises DeadlockError, naming the first rounds that wait.
+    """
+    return _Run(script, first, second, bandwidth, step_s, round_s).outcome()
+
+
+class _Run:
+    def __init__(
+        self, script: Script, first: Ints, second: Ints, bandwidth: Floats, step_s: float, round_s: float
+    ) -> None:
+        self._script, self._first, self._second, self._bandwidth = script, first, second, bandwidth
+        self._step_s, self._round_s = step_s, round_s
+        messages, rounds, runs = len(script.buckets), len(script.round_rank), len(script.window)
+        self._remaining = script.buckets.nbytes.astype(np.float64)
+        self._start, self._end = np.zeros(messages), np.zeros(messages)
+        self._ready = np.zeros(messages, np.int8)  # ends that have reached it
+        both = np.concatenate([script.src_round, script.dst_round])
+        by_round = np.argsort(both, kind="stable")
+        self._messages_of = by_round % max(1, messages)
+        self._left = np.bincount(both, minlength=rounds)  # messages of each round that have not ended
+        self._first_message = np.concatenate([[0], np.cumsum(self._left)])
+        # A round waits for the one before it in its run to begin, and for the one `window` places before it to end.
+        sizes = np.diff(script.first_round)
+        self._run_of = np.repeat(np.arange(runs), sizes)
+        place = np.arange(rounds) - script.first_round[self._run_of]
+        window = script.window[self._run_of]
+        self._waits = 1 + (place >= window)  # for the round before it, or for the beginning of the run
+        left_in_run = sizes[self._run_of] - place - 1
+        self._next = np.where(left_in_run >= 1, np.arange(rounds) + 1, NOTHING)
+        self._behind = np.where(left_in_run >= window, np.arange(rounds) + window, NOTHING)
+        self._round_start = np.zeros(rounds)
+        self._round_end = np.zeros(rounds)
+        self._last = np.full(rounds, NOTHING)  # the message of a round that ended last
+        self._cause = np.full(rounds, NOTHING)
+        self._rounds_left = sizes.copy()
+        self._runs_left = np.array([len(after) for after in script.after], np.int64)
+        self._followers: dict[int, list[int]] = {}
+        for run, after in enumerate(script.after):
+            for before in after:
+                self._followers.setdefault(before, []).append(run)
+        self._run_end = np.zeros(runs)  # so far: of the runs that it waits for, then its own
+        self._run_cause = np.full(runs, NOTHING)
+
+    def outcome(self) -> Outcome:
+        script = self._script
+        at_once = np.flatnonzero(self._runs_left == 0)
+        self._begin(script.first_round[at_once], np.zeros(len(at_once)), np.full(len(at_once), NOTHING))
+        active = self._beginning
+        since = self._start[active]
+        now = 0.0
+        tolerance = _TOLERANCE if self._step_s else 1e-9
+        ended_messages = 0
+        while len(active):
+            rates = fair_rates(self._first[active], self._second[active], self._bandwidth, tolerance)
+            ends = since + self._remaining[active] / rates
+            soonest = float(ends.min())
+            now = now if soonest < now else soonest + self._step_s  # what began within the last step may end in it
+            is_over = ends <= now * (1 + 1e-12)
+            over, going = active[is_over], ~is_over
+            ended_messages += len(over)
+            self._end[over] = ends[is_over]
+            kept = active[going]
+            self._remaining[kept] -= rates[going] * np.maximum(now - since[going], 0.0)
+            since = np.maximum(since[going], now)
+            self._finish(over)
+            active = np.concatenate([kept, self._beginning])
+            since = np.concatenate([since, self._start[self._beginning]])
+        if ended_messages < len(script.buckets):
+            raise DeadlockError(self._stuck())
+        return Outcome(self._start, self._end, self._round_start, self._cause)
+
+    def _begin(self, rounds: Ints, seconds: Floats, causes: Ints) -> None:
+        """Count one thing less that these rounds wait for, which happened then; those that wait for nothing begin."""
+        beginning: list[Ints] = []
+        while len(rounds):
+            later = seconds >= self._round_start[rounds]
+            self._round_start[rounds[later]] = seconds[later]
+            self._cause[rounds[later]] = causes[later]
+            self._waits[rounds] -= 1
+            begun = rounds[self._waits[rounds] == 0]
+            self._round_start[begun] += self._round_s
+            beginning.append(self._reach(begun))
+            follow = self._next[begun]
+            known = follow != NOTHING
+            rounds = follow[known]
+            seconds, causes = self._round_start[begun][known], self._cause[begun][known]
+        self._beginning = np.concatenate([np.zeros(0, np.int64), *beginning])
+
+    def _reach(self, rounds: Ints) -> Ints:
+        """One end has reached the messages of these rounds; returns those that both have reached."""
+        counts = self._first_message[rounds + 1] - self._first_message[rounds]
+        steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        messages = self._messages_of[np.repeat(self._first_message[rounds], counts) + steps]
+        seconds = np.repeat(self._round_start[rounds], counts)
+        np.maximum.at(self._start, messages, seconds)
+        np.add.at(self._ready, messages, 1)
+        return np.unique(messages[self._ready[messages] == 2])
+
+    def _finish(self, messages: Ints) -> None:
+        """These messages have ended: so may their rounds, and the runs of these."""
+        script = self._script
+        twice = np.tile(messages[np.argsort(self._end[messages], kind="stable")], (2, 1)).T.reshape(-1)  # by time
+        touched = np.stack([script.src_round[twice[::2]], script.dst_round[twice[::2]]], axis=1).reshape(-1)
+        latest = self._end[twice] >= self._round_end[touched]
+        self._last[touched[latest]] = twice[latest]  # of several of a round the last one stays
+        np.maximum.at(self._round_end, touched, self._end[twice])
+        np.subtract.at(self._left, touched, 1)
+        touched = np.unique(touched)
+        over = touched[self._left[touched] == 0]
+        behind = self._behind[over]
+        known = behind != NOTHING
+        released = [behind[known]], [self._round_end[over][known]], [self._last[over][known]]
+        for column, values in zip(released, self._finish_runs(over), strict=True):
+            column.append(values)
+        self._begin(*(np.concatenate(column) for column in released))
+
+    def _finish_runs(self, over: Ints) -> tuple[Ints, Floats, Ints]:
+        """The first rounds of runs that may begin now, since when, and why."""
+        runs, counts = np.unique(self._run_of[over], return_counts=True)
+        self._rounds_left[runs] -= counts
+        rounds: list[int] = []
+        for round_ in over[np.argsort(self._round_end[over], kind="stable")].tolist():
+            run = int(self._run_of[round_])
+            self._note(run, float(self._round_end[round_]), int(self._last[round_]))
+        ended = deque(runs[self._rounds_left[runs] == 0].tolist())
+        while ended:
+            run = ended.popleft()
+            for follower in self._followers.get(run, ()):
+                self._note(follower, float(self._run_end[run]), int(self._run_cause[run]))
+                self._runs_left[follower] -= 1
+                if not self._runs_left[follower]:
+                    rounds.append(int(self._script.first_round[follower]))
+        begun = np.array(rounds, np.int64)
+        of = self._run_of[begun]
+        return begun, self._run_end[of].copy(), self._run_cause[of].copy()
+
+    def _note(self, run: int, seconds: float, cause: int) -> None:
+        if seconds >= self._run_end[run]:
+            self._run_end[run], self._run_cause[run] = seconds, cause
+
+    def _stuck(self) -> str:
+        waiting = np.flatnonzero(self._left)
+        ranks = [f"rank {self._script.round_rank[each]}, round {each}" for each in waiting[:4].tolist()]
+        return f"{len(waiting)} rounds wait for each other: {'; '.join(ranks)}"

@@ -1,0 +1,304 @@
+"""What every rank does in a refit, in order: the executors' own buckets and rounds, for all ranks at once.
+
+    run      what one rank does on one stream, or in one window of messages: rounds in order
+    round    messages that begin together
+    message  one bucket, in one round of its sender and one round of its receiver
+
+A rank reaches a round when the round `window` places before it is over, and when it has reached the one before it. A
+message begins when both its ranks have reached it.
+
+    nccl     a run for each stream, rounds as in nccl/staging.py, window 1: the next round waits for the wire
+    gloo     one run of single messages, in a window of slots
+    direct   a reader pulls from source after source, or from all at once; a source waits until all have read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_reshard.kernels.copies.buckets import cut, pack
+from mcore_reshard.kernels.copies.copy_table import expand, repeat
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.nccl.staging import Division, ScratchBudget, divide, round_places
+from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, turn_of
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.topology.topology import Topology
+
+from .traffic import Ints, Traffic, traffic_of
+
+Kind = Literal["nccl", "gloo", "direct"]
+
+_EVEN = 1.05  # as in cuda/tiles.py
+_MOST_MESSAGES = 800_000  # more are merged
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buckets:
+    """Messages, by stage, source, destination and number; every column has one entry a message."""
+
+    src: Ints  # index of a rank: training ranks, then generation ranks
+    dst: Ints
+    stage: Ints
+    number: Ints  # among those of the stage and the two ranks
+    nbytes: Ints
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def rows(self, chosen: Ints) -> Buckets:
+        return Buckets(*(column[chosen] for column in (self.src, self.dst, self.stage, self.number, self.nbytes)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairBuckets:
+    """The messages of pairs of ranks; pairs with the same transfers share them."""
+
+    src: Ints  # [pairs]
+    dst: Ints
+    stage: Ints
+    sort: Ints  # [pairs]: whose messages are the pair's
+    first: Ints  # [sorts + 1]: where the messages of each sort begin
+    nbytes: Ints  # of the messages of all sorts
+
+    @property
+    def messages(self) -> int:
+        return int(np.diff(self.first)[self.sort].sum())
+
+    def expanded(self, times: int) -> Buckets:
+        """All messages; so many consecutive ones of a pair are merged to one."""
+        counts = -(-np.diff(self.first) // times)
+        _, number = repeat(counts)
+        starts = np.repeat(self.first[:-1], counts) + number * times
+        nbytes = np.add.reduceat(self.nbytes, starts)
+        pair, message = expand(self.sort, counts)
+        return Buckets(self.src[pair], self.dst[pair], self.stage[pair], number[message], nbytes[message])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Script:
+    """The runs, rounds and messages of all ranks. Rounds of a run are numbered in order, without gaps."""
+
+    buckets: Buckets
+    hop: Ints  # [messages]
+    src_round: Ints  # [messages]
+    dst_round: Ints
+    round_rank: Ints  # [rounds]
+    first_round: Ints  # [runs + 1]
+    window: Ints  # [runs]
+    after: tuple[tuple[int, ...], ...]  # runs that must be over before a run begins
+    merged: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """One end of some messages: of each, its rank, the stream, and the place of its round there."""
+
+    rank: Ints
+    stream: Ints
+    place: Ints
+    window: int
+
+
+def script_of(plan: Plan, topology: Topology, transport: str, options: Options, most: int = _MOST_MESSAGES) -> Script:
+    """The script of a plan. `transport` is nccl, gloo, direct, or auto: direct within a domain, nccl elsewhere.
+
+    Where there are more than `most` messages, consecutive ones of a pair are merged: `Script.merged` says how many.
+    """
+    ranks = len(topology.train) + len(topology.gen)
+    domains = np.concatenate([topology.domains("train"), topology.domains("gen")])
+    relays = transport in ("gloo", "direct") or (transport == "auto" and bool((domains == domains[0]).all()))
+    hops = traffic_of(plan, relayed=relays)
+    parts: list[tuple[int, int, Kind, PairBuckets, Division | None]] = []
+    for hop, traffic in enumerate(hops):
+        near = domains[traffic.src] == domains[traffic.dst]
+        for wave in np.unique(traffic.wave).tolist():
+            for kind, chosen in _split(transport, traffic.wave == wave, near):
+                if chosen.any():
+                    buckets = _buckets(traffic.of_pairs(np.flatnonzero(chosen)), kind, options, ranks)
+                    parts.append((hop, wave, kind, *buckets))
+    merged = max(1, -(-sum(part[3].messages for part in parts) // most))
+    writer = _Writer(topology, merged, relayed=len(hops) > 1)
+    for hop, wave, kind, each, division in sorted(parts, key=lambda part: (part[1], part[0])):
+        writer.add(hop, wave, kind, each.expanded(merged), division)
+    return writer.script()
+
+
+def _split(
+    transport: str, pairs: NDArray[np.bool_], near: NDArray[np.bool_]
+) -> Iterator[tuple[Kind, NDArray[np.bool_]]]:
+    if transport == "auto":
+        yield "direct", pairs & near
+        yield "nccl", pairs & ~near
+    else:
+        yield transport, pairs  # type: ignore[misc]
+
+
+def _buckets(traffic: Traffic, kind: Kind, options: Options, ranks: int) -> tuple[PairBuckets, Division | None]:
+    """The buckets that `cut_buckets` makes of the same transfers; direct has one for each pair of ranks in a stage."""
+    if kind == "direct":
+        nbytes = np.add.reduceat(traffic.shape_bytes[traffic.shape], traffic.first[:-1])
+        own = np.arange(len(nbytes) + 1)
+        return PairBuckets(traffic.src, traffic.dst, traffic.stage, own[:-1], own, nbytes), None
+    division, bucket_bytes = None, options.bucket_bytes
+    if kind == "nccl":
+        budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
+        division = divide(budget, _peers(traffic.stage, traffic.src, traffic.dst, ranks))
+        bucket_bytes = division.bucket_bytes
+    alike, of_pair = _alike(traffic)
+    models = traffic.of_pairs(alike)
+    pieces = [
+        np.array([prod(piece.extents) * shape.itemsize for piece in cut(shape.extents, shape.itemsize, bucket_bytes)])
+        for shape in traffic.shapes
+    ]
+    transfer, piece = expand(models.shape.astype(np.int64), np.array([*map(len, pieces)], np.int64))
+    pair = np.repeat(np.arange(len(alike)), np.diff(models.first))[transfer]
+    nbytes = np.concatenate(pieces).astype(np.int64)[piece]
+    starts, offsets = pack(pair, nbytes, bucket_bytes)
+    last = np.append(starts[1:], len(nbytes)) - 1
+    first = np.searchsorted(pair[starts], np.arange(len(alike) + 1))
+    return PairBuckets(traffic.src, traffic.dst, traffic.stage, of_pair, first, offsets[last] + nbytes[last]), division
+
+
+def _alike(traffic: Traffic) -> tuple[Ints, Ints]:
+    """(a pair of each sort, the sort of every pair): pairs of one sort have transfers of equal shapes in equal order."""
+    counts = np.diff(traffic.first)
+    place = np.arange(len(traffic.shape)) - np.repeat(traffic.first[:-1], counts)
+    random = np.random.default_rng(0)
+    of_shape, of_place = (
+        random.integers(0, 1 << 64, size, np.uint64) for size in (len(traffic.shapes), int(counts.max()))
+    )
+    sums = np.add.reduceat(of_shape[traffic.shape] * of_place[place], traffic.first[:-1])
+    _, alike, of_pair = np.unique(sums, return_index=True, return_inverse=True)
+    model = np.repeat(traffic.first[alike[of_pair]], counts) + place
+    is_like = counts == counts[alike[of_pair]]
+    if not is_like.all() or not np.array_equal(traffic.shape[model], traffic.shape):  # two sorts with one sum
+        return np.arange(len(counts)), np.arange(len(counts))
+    return alike, of_pair.reshape(-1)
+
+
+def _peers(stage: Ints, src: Ints, dst: Ints, total: int) -> list[dict[int, int]]:
+    """The `peers_by_stage` of every rank, from the pairs of ranks in each stage."""
+    peers: list[dict[int, int]] = [{} for _ in range(total)]
+    for rank in (src, dst):
+        places, counts = np.unique(stage * total + rank, return_counts=True)
+        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
+            of_stage = peers[place % total]
+            of_stage[place // total] = of_stage.get(place // total, 0) + count
+    return peers
+
+
+class _Writer:
+    """Puts the runs of all hops and waves together, each after those that it waits for."""
+
+    def __init__(self, topology: Topology, merged: int, relayed: bool) -> None:
+        self._topology, self._merged, self._relayed = topology, merged, relayed
+        self._train = len(topology.train)
+        self._gpus = np.concatenate([topology.gpus("train"), topology.gpus("gen")])
+        self._parts: list[tuple[int, Buckets, Ints, Ints]] = []  # hop, messages, rounds of both ends
+        self._round_rank: list[Ints] = []
+        self._sizes: list[int] = []  # rounds of each run
+        self._window: list[int] = []
+        self._after: list[tuple[int, ...]] = []
+        self._rounds = 0
+        self._runs: dict[tuple[int, int, bool], dict[int, list[int]]] = {}  # by rank, hop, end; by wave
+
+    def add(self, hop: int, wave: int, kind: Kind, buckets: Buckets, division: Division | None) -> None:
+        sends, receives = self._sides(hop, kind, buckets, division)
+        sending = self._add_side(hop, wave, sends, sends=True)
+        receiving = self._add_side(hop, wave, receives, sends=False)
+        self._parts.append((hop, buckets, sending, receiving))
+
+    def script(self) -> Script:
+        none = np.zeros(0, np.int64)
+        columns = [
+            np.concatenate([none, *(getattr(buckets, name) for _, buckets, *_ in self._parts)])
+            for name in Buckets.__slots__
+        ]
+        hops = [np.full(len(buckets), hop) for hop, buckets, *_ in self._parts]
+        return Script(
+            Buckets(*columns),
+            np.concatenate([none, *hops]),
+            np.concatenate([none, *(part[2] for part in self._parts)]),
+            np.concatenate([none, *(part[3] for part in self._parts)]),
+            np.concatenate([none, *self._round_rank]),
+            np.concatenate([[0], np.cumsum(np.array(self._sizes, np.int64))]),
+            np.array(self._window, np.int64),
+            tuple(self._after),
+            self._merged,
+        )
+
+    def _add_side(self, hop: int, wave: int, side: _Side, *, sends: bool) -> Ints:
+        """Add the runs of one end; returns the round of each message."""
+        streams = int(side.stream.max(initial=0)) + 1
+        places = int(side.place.max(initial=0)) + 1
+        lane = side.rank * streams + side.stream
+        rounds, round_of = np.unique(lane * places + side.place, return_inverse=True)
+        lanes, sizes = np.unique(rounds // places, return_counts=True)
+        for rank in (lanes // streams).tolist():
+            before = self._before(rank, hop, wave, sends)
+            self._runs.setdefault((rank, hop, sends), {}).setdefault(wave, []).append(len(self._after))
+            self._after.append(before)
+        self._sizes += sizes.tolist()
+        self._window += [side.window] * len(sizes)
+        self._round_rank.append(rounds // places // streams)
+        self._rounds, first = self._rounds + len(rounds), self._rounds
+        return round_of.reshape(-1) + first
+
+    def _before(self, rank: int, hop: int, wave: int, sends: bool) -> tuple[int, ...]:
+        """The runs that one of a wave waits for: the wave before it, and what must have landed on the rank."""
+        awaited = [(waves, wave - 1) for waves in [self._runs.get((rank, hop, sends), {})]]
+        awaited += [(self._runs.get((rank, earlier, False), {}), wave) for earlier in range(hop)]
+        before: list[int] = []
+        for waves, last in awaited:  # a rank may have nothing to do in some waves
+            before += waves.get(max((each for each in waves if each <= last), default=-1), [])
+        return tuple(before)
+
+    def _sides(self, hop: int, kind: Kind, buckets: Buckets, division: Division | None) -> tuple[_Side, _Side]:
+        if kind == "nccl":
+            assert division is not None
+            return self._nccl_side(buckets, buckets.src, division), self._nccl_side(buckets, buckets.dst, division)
+        if kind == "gloo":
+            return self._gloo_side(buckets, buckets.src, hop), self._gloo_side(buckets, buckets.dst, hop)
+        none = np.zeros(len(buckets), np.int64)
+        return _Side(buckets.src, none, none, 1), _Side(buckets.dst, none, self._pull_places(buckets), 1)
+
+    def _nccl_side(self, buckets: Buckets, rank: Ints, division: Division) -> _Side:
+        most = int(buckets.number.max(initial=0)) + 1
+        stages = int(buckets.stage.max(initial=0)) + 1
+        key = (rank * stages + buckets.stage) * most + buckets.number
+        rounds, round_of = np.unique(key, return_inverse=True)
+        of_stage, number = np.divmod(rounds, most)
+        first = np.flatnonzero(np.diff(of_stage // stages, prepend=-1))
+        stream, place = np.zeros((2, len(rounds)), np.int64)
+        for start, stop in zip(first.tolist(), [*first[1:].tolist(), len(rounds)], strict=True):
+            keys = zip((of_stage[start:stop] % stages).tolist(), number[start:stop].tolist(), strict=True)
+            at = {key: start + index for index, key in enumerate(keys)}
+            for order, each in enumerate(round_places(division, at)):
+                stream[at[each.stage, each.number]], place[at[each.stage, each.number]] = each.stream, order
+        return _Side(rank, stream[round_of.reshape(-1)], place[round_of.reshape(-1)], 1)
+
+    def _gloo_side(self, buckets: Buckets, rank: Ints, hop: int) -> _Side:
+        gen_ranks = len(self._topology.gen)
+        src, dst = buckets.src - (self._train if hop else 0), buckets.dst - self._train
+        turn = turn_of(src, dst, gen_ranks if hop else max(self._train, gen_ranks))
+        place = np.empty(len(rank), np.int64)
+        place[np.lexsort((turn, buckets.number, buckets.stage))] = np.arange(len(rank))
+        return _Side(rank, np.zeros_like(rank), place, DEFAULT_SLOTS)
+
+    def _pull_places(self, buckets: Buckets) -> Ints:
+        """The turn in which a reader pulls from each source: one after the other if they have about equally much."""
+        place = np.zeros(len(buckets), np.int64)
+        for reader in np.unique(buckets.dst).tolist():
+            rows = np.flatnonzero(buckets.dst == reader)
+            sources, source = np.unique(buckets.src[rows], return_inverse=True)
+            nbytes = np.bincount(source.reshape(-1), weights=buckets.nbytes[rows])
+            own_gpu = bool((self._gpus[sources] == self._gpus[reader]).any())
+            if not self._relayed and not own_gpu and nbytes.max() <= _EVEN * nbytes.min():
+                place[rows] = (source.reshape(-1) - (reader - self._train)) % len(sources)
+        return place

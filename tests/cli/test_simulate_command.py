@@ -1,0 +1,63 @@
+"""`simulate` predicts a refit, compares engines, and says what is wrong with its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.cli import HYBRID, MOE, Run
+
+
+def routes(report: Any) -> dict[str, int]:
+    return {entry["route"]: entry["bytes"] for entry in report["routes"]}
+
+
+def test_simulate_says_the_time_the_bound_and_where_every_byte_goes(run: Run, plan_of: Any) -> None:
+    path = plan_of(MOE)
+    report = run("simulate", path, "--topology", "h200-8", "--transport", "nccl", "--json").json
+    moved = sum(run("show", path, "--json").json["ranks"]["gen"][rank]["recv_bytes"] for rank in range(4))
+    assert routes(report) == {"own GPU": 0, "NVLink": 0, "NIC": moved}
+    assert report["seconds"] >= report["bound_seconds"] == max(link["seconds"] for link in report["links"]) > 0
+    assert report["critical_path"][-1]["end_s"] == report["seconds"]
+    text = run("simulate", path, "--topology", "h200-8").out
+    assert "Critical path" in text and "NIC in" in text and "from the beginning" in text
+
+
+def test_shared_hosts_move_less_over_nics(run: Run, plan_of: Any) -> None:
+    path = plan_of(MOE)
+    report = run("simulate", path, "--topology", "h200-8,shared", "--json").json
+    assert routes(report)["NIC"] == 0 < routes(report)["own GPU"]
+    halves = run("simulate", path, "--topology", "h200-8", "--hosts", "train=a*8,gen=a*2+b*2", "--json").json
+    assert 0 < routes(halves)["NIC"] < sum(routes(halves).values())
+
+
+def test_engines_are_compared_the_fastest_first(run: Run) -> None:
+    arguments = [*MOE[:3], "--gen", "tp=1", "--gen", "tp=4", "--topology", "h200-8"]
+    one, four = run("simulate", *arguments, "--json").json["simulations"]
+    assert (one["gen"], four["gen"]) == ("tp=1,pp=1,dp=1,ep=1", "tp=4,pp=1,dp=1,ep=1")
+    assert one["seconds"] > four["seconds"]
+    lines = run("simulate", *arguments).out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("tp=")] == [four["gen"], one["gen"]]
+
+
+def test_misc_tensors_are_named_as_not_simulated(run: Run, plan_of: Any) -> None:
+    assert "misc tensors travel whole" in run("simulate", plan_of(HYBRID), "--topology", "h200-8").out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--topology", "dgx,nic=0"], "there is no machine 'dgx'"),
+        (["--topology", "h200-8", "--hosts", "train=a*8,gen=a*2"], "hosts have 2 gen ranks, the mesh has 4"),
+        (["--topology", "h200-8", "--transport", "direct"], "direct reaches GPUs of one NVLink domain"),
+        (["--topology", "h200-8", "--gen", "tp=2"], "is a plan, which has its meshes"),
+    ],
+)
+def test_wrong_input_is_named(run: Run, plan_of: Any, options: list[str], expected: str) -> None:
+    outcome = run("simulate", plan_of(MOE), *options)
+    assert outcome.code == 2
+    assert expected in outcome.err
+
+
+def test_a_config_needs_meshes(run: Run) -> None:
+    assert "needs --train and at least one --gen" in run("simulate", "tiny-llama", "--topology", "h200-8").err

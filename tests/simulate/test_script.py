@@ -1,0 +1,174 @@
+"""The script of a refit is what the executors do: their own buckets and rounds, rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.plans import QUANTIZED, TINY, Case
+
+from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, divided_rounds, peers_by_stage
+from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, stage_rounds
+from mcore_reshard.planner.plan.make_schedule import RankView, schedule_of
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.schedule import Schedule, World
+from mcore_reshard.planner.topology.topology import parse_topology
+from mcore_reshard.simulate.events import DeadlockError, run_script
+from mcore_reshard.simulate.script import Script, script_of
+
+OPTIONS = Options(scratch_bytes=16 << 10, bucket_bytes=1 << 10)  # so small that tiny models have many rounds
+CASES = [*TINY[:4], *TINY[7:13], *TINY[16:19], TINY[24], TINY[25], *QUANTIZED[:2], QUANTIZED[7]]
+
+Message = tuple[int, str, str, int]  # stage, sender, receiver, bytes
+Runs = dict[str, list[list[list[Message]]]]  # of each rank and end, the runs that are not empty: rounds of messages
+
+
+def script(plan: Plan, transport: str, **kinds: int) -> Script:
+    return script_of(plan, parse_topology("h200-8", plan.train.world, plan.gen.world), transport, OPTIONS, **kinds)
+
+
+def runs_of_script(plan: Plan, found: Script) -> Runs:
+    """What a script says that every rank does, in order of its runs; rounds of a run in order."""
+    names = [f"train:{rank}" for rank in range(plan.train.world)] + [f"gen:{rank}" for rank in range(plan.gen.world)]
+    messages: dict[tuple[int, bool], list[Message]] = {}
+    buckets = found.buckets
+    for number in range(len(buckets)):
+        src, dst = names[buckets.src[number]], names[buckets.dst[number]]
+        message = int(buckets.stage[number]), src, dst, int(buckets.nbytes[number])
+        for sends, of_round in ((True, found.src_round[number]), (False, found.dst_round[number])):
+            messages.setdefault((int(of_round), sends), []).append(message)
+    runs: Runs = {}
+    for first, stop in zip(found.first_round[:-1].tolist(), found.first_round[1:].tolist(), strict=True):
+        sends = (first, True) in messages
+        rank = names[found.round_rank[first]]
+        hop = "" if sends == rank.startswith("train") else "sends " if sends else ""
+        run = [sorted(messages[number, sends]) for number in range(first, stop)]
+        runs.setdefault(hop + rank, []).append(run)
+    return runs
+
+
+def message_of(schedule: Schedule, bucket: Bucket) -> Message:
+    own, peer = schedule.name, schedule.name_of("gen" if schedule.world == "train" else "train", bucket.peer)
+    ends = (own, peer) if bucket.sends else (peer, own)
+    return bucket.stage, *(end.replace("relay", "gen") for end in ends), bucket.nbytes  # type: ignore[return-value]
+
+
+def schedules_of(plan: Plan) -> Iterator[Schedule]:
+    worlds: tuple[tuple[World, int], ...] = (("train", plan.train.world), ("gen", plan.gen.world))
+    for world, ranks in worlds:
+        yield from (schedule_of(plan, world, rank) for rank in range(ranks))
+
+
+def nccl_runs(plan: Plan) -> Runs:
+    """What the nccl executor does: a run for each stream."""
+    plan = replace(plan, relay=False)
+    schedules = [*schedules_of(plan)]
+    division = divide(ScratchBudget(OPTIONS.scratch_bytes), [peers_by_stage(each) for each in schedules])
+    runs: Runs = {}
+    for schedule in schedules:
+        buckets = cut_buckets(schedule, division.bucket_bytes)
+        streams: dict[int, list[list[Message]]] = {}
+        for each in divided_rounds(schedule, buckets, division, in_place=[False] * len(schedule.tensors)):
+            messages = sorted(message_of(schedule, placed.bucket) for placed in each.placed_messages)
+            streams.setdefault(each.stream, []).append(messages)
+        if streams:
+            runs[schedule.name] = [streams[stream] for stream in sorted(streams)]
+    return runs
+
+
+def gloo_messages(schedule: Schedule) -> list[list[Message]]:
+    rounds = stage_rounds(schedule, cut_buckets(schedule, OPTIONS.bucket_bytes))
+    return [[message_of(schedule, bucket)] for each in rounds for bucket in each.buckets]
+
+
+def gloo_runs(plan: Plan) -> Runs:
+    """What the gloo executor does: message after message, wave after wave where the plan relays."""
+    runs: Runs = {}
+    for whole in schedules_of(plan):
+        view = whole.view
+        assert isinstance(view, RankView)
+        for wave in view.waves() or (whole,):
+            if messages := gloo_messages(wave):
+                runs.setdefault(whole.name, []).append(messages)
+            if plan.relay and whole.world == "gen":
+                assert wave.view is not None
+                relay = wave.view.relay()
+                for name, schedule in (("sends " + whole.name, relay.sends), (whole.name, relay.receives)):
+                    if messages := gloo_messages(schedule):
+                        runs.setdefault(name, []).append(messages)
+    return runs
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_script_of_nccl_is_the_rounds_of_its_executor(case: Case) -> None:
+    plan = case.plan()
+    expected = nccl_runs(plan)
+    assert runs_of_script(plan, script(plan, "nccl")) == expected
+    assert max(len(run) for runs in expected.values() for run in runs) > 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_script_of_gloo_is_the_messages_of_its_executor(case: Case) -> None:
+    plan = case.plan()
+    expected, found = gloo_runs(plan), script(plan, "gloo")
+    assert runs_of_script(plan, found) == expected
+    assert set(found.window.tolist()) == {DEFAULT_SLOTS}
+    assert len(found.buckets) > 20
+
+
+def test_some_of_these_plans_relay_and_some_have_stages() -> None:
+    plans = [case.plan() for case in CASES]
+    assert any(plan.relay for plan in plans)
+    assert any(plan.train.pp > 1 for plan in plans)
+    assert any(plan.casts for plan in plans)
+
+
+def test_the_script_of_direct_has_all_bytes_of_each_pair_at_once() -> None:
+    plan = replace(TINY[0].plan(), relay=False)
+    found = script(plan, "direct")
+    expected = {
+        (int(peer), schedule.rank): int(table.nbytes[table.peer == peer].sum())
+        for schedule in schedules_of(plan) if schedule.world == "gen"
+        for table in schedule.tables for peer in np.unique(table.peer)
+    }  # fmt: skip
+    buckets = found.buckets
+    ends = zip(buckets.src.tolist(), (buckets.dst - plan.train.world).tolist(), strict=True)
+    assert dict(zip(ends, buckets.nbytes.tolist(), strict=True)) == expected
+
+
+def test_merged_messages_carry_the_same_bytes_in_the_same_order() -> None:
+    plan = TINY[0].plan()
+    single, merged = script(plan, "gloo"), script(plan, "gloo", most=50)
+    assert merged.merged > 1
+    assert len(merged.buckets) <= 0.7 * len(single.buckets)
+    for of in ("src", "dst", "stage"):
+        totals = [np.bincount(getattr(each.buckets, of), each.buckets.nbytes) for each in (single, merged)]
+        np.testing.assert_array_equal(*totals)
+    run(merged)
+
+
+def run(found: Script) -> None:
+    links = 1 + int(max(found.buckets.src.max(), found.buckets.dst.max()))
+    run_script(found, found.buckets.src, links + found.buckets.dst, np.ones(2 * links))
+
+
+@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+def test_a_rank_that_takes_its_rounds_in_another_order_is_seen(transport: str) -> None:
+    """The comparison above fails for a script in which one rank exchanges two rounds; and ranks that differ deadlock."""
+    plan = TINY[0].plan()
+    found = script(plan, transport)
+    rank = int(found.round_rank[-1])
+    own = np.flatnonzero(found.round_rank == rank)
+    first, last = int(own[0]), int(found.first_round[np.searchsorted(found.first_round, own[0], side="right")]) - 1
+    assert last > first
+    exchanged = {first: last, last: first}
+    dst_round = np.array([exchanged.get(each, each) for each in found.dst_round.tolist()])
+    permuted = replace(found, dst_round=dst_round)
+    assert runs_of_script(plan, permuted) != (nccl_runs(plan) if transport == "nccl" else gloo_runs(plan))
+    run(found)
+    with pytest.raises(DeadlockError):
+        run(permuted)
