@@ -65,11 +65,17 @@ def train_as_skyrl(rank: int, folder: Path, url: str) -> list[str]:
 async def _train(rank: int, folder: Path, url: str) -> list[str]:
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 
+    def new_client() -> Any:
+        return RemoteInferenceClient(proxy_url=url, server_urls=[url], data_parallel_size=1)
+
+    async def as_driver(call: str) -> None:
+        if rank == 0:
+            client = new_client()  # the driver has one of its own
+            await getattr(client, call)()
+            await client.aclose()
+
     trainer = Trainer(rank, MESH, folder)
-    worker, client = (
-        policy_worker(trainer),
-        RemoteInferenceClient(proxy_url=url, server_urls=[url], data_parallel_size=1),
-    )
+    worker, client = policy_worker(trainer), new_client()
     worker.cfg.placement.colocate_all = True
     with pytest.raises(mr.RefitError, match="colocate_all"):
         await worker.init_weight_sync_state(client, ENGINES)
@@ -77,14 +83,13 @@ async def _train(rank: int, folder: Path, url: str) -> list[str]:
     await worker.init_weight_sync_state(client, ENGINES)
 
     async def sync(step: int) -> None:  # as WorkerDispatch.save_weights_for_sampler
-        await asyncio.to_thread(trainer.step, step)  # here the driver's client is the worker's, so its loop goes on
-        if rank == 0:
-            await client.pause_generation()
+        trainer.step(step)
+        await as_driver("pause_generation")
         if step == 2:
             time.sleep(KEEPS_S + 1.0)  # as a training step keeps the loop of a worker
         await worker.broadcast_to_inference_engines(client, ENGINES)
+        await as_driver("resume_generation")
         if rank == 0:
-            await client.resume_generation()
             post(f"{url}/collective_rpc", method="save_parameters", kwargs={"folder": str(folder), "step": step})
 
     for step in (1, 2):
