@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     RefitPolicyWorker: type
 
 _OWN_ERROR_S = 5.0  # how long an error of vLLM's waits for the trainer's own, which says more
-_CLOSED_S = 0.05  # for this loop to see connections that a server closed while a training step kept it from looking
 Result = TypeVar("Result")
 
 
@@ -170,8 +169,9 @@ async def _beside(own: Callable[[], Result], ask: Callable[[], Awaitable[Any]]) 
     task = asyncio.ensure_future(asyncio.to_thread(on_thread))
     if torch.distributed.get_rank() != 0:
         return await task
-    await asyncio.sleep(_CLOSED_S)
-    asked = asyncio.ensure_future(ask())
+    asked = asyncio.ensure_future(
+        ask()
+    )  # a task: before it runs, the loop sees which connections the server has closed
     await asyncio.wait({task, asked}, return_when=asyncio.FIRST_EXCEPTION)
     await asyncio.wait({task, asked}, timeout=_OWN_ERROR_S)
     answer = asked.exception() if asked.done() else None
