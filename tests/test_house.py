@@ -51,6 +51,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "mcore_reshard/tracing/",
     ),
     "mcore_reshard/engines": ("planner/", "kernels/", "mcore_reshard/session/", "mcore_reshard/tracing/"),
+    "mcore_reshard/advise": ("planner/", "mcore_reshard/planning", "mcore_reshard/simulate/"),
     "mcore_reshard/integrations": (
         "planner/",
         "kernels/",
@@ -77,6 +78,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "kernels/",
         "mcore_reshard",
         "mcore_reshard/planning",
+        "mcore_reshard/advise/",
         "mcore_reshard/session/",
         "mcore_reshard/simulate/",
         "mcore_reshard/validation/",

@@ -233,6 +233,19 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
 
     add = command(
+        "advise",
+        "Find the meshes with the fastest refits among those that fit in memory, and say why.",
+        "mcore-reshard advise qwen3-30b-a3b --gpus-train 16 --gpus-gen 8",
+        "mcore-reshard advise llama-3.1-8b --gpus-train 8 --gpus-gen 8 --topology h200-8,shared --json",
+        more=f"{_MACHINES}\n",
+    )
+    add("config", metavar="CONFIG", help="a Hugging Face config.json, a folder with one, or a built-in name")
+    add("--gpus-train", metavar="N", type=int, required=True, help="GPUs of the trainer")
+    add("--gpus-gen", metavar="N", type=int, required=True, help="GPUs of the engine")
+    add("--topology", metavar="MACHINE", default="h200-8", help="the machine, as for `plan` (default: h200-8)")
+    _dtype_arguments(add)
+
+    add = command(
         "store",
         "Serve the store at which a refit's ranks meet, in a process that outlives them, until it is interrupted.",
         "mcore-reshard store --host 10.0.0.1 --port 29600",
@@ -258,12 +271,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _mesh_arguments(add: Callable[..., argparse.Action], required: bool) -> None:
     add("--train", metavar="MESH", required=required, help="training mesh, e.g. tp=2,pp=2,ep=4,dp=2")
     add("--gen", metavar="MESH", required=required, help="generation mesh, e.g. tp=4,dp=2")
-    for side, what in (("train", "the trainer"), ("gen", "the engine")):
-        add(
-            f"--{side}-dtype",
-            metavar="bf16|fp32|fp8|mxfp8",
-            help=f"what {what} holds: fp8 in the blocks of the config's quantization_config (default: the config's dtype)",
-        )
+    _dtype_arguments(add)
     add(
         "--policy",
         choices=("exact", "conservative"),
@@ -271,6 +279,15 @@ def _mesh_arguments(add: Callable[..., argparse.Action], required: bool) -> None
         help="exact: cut or replicate KV heads wherever both ends allow it; conservative: with fewer KV heads than"
         " either tp, attention inputs take the misc route (default: exact)",
     )
+
+
+def _dtype_arguments(add: Callable[..., argparse.Action]) -> None:
+    for side, what in (("train", "the trainer"), ("gen", "the engine")):
+        add(
+            f"--{side}-dtype",
+            metavar="bf16|fp32|fp8|mxfp8",
+            help=f"what {what} holds: fp8 in the blocks of the config's quantization_config (default: the config's dtype)",
+        )
 
 
 def _traced_argument(add: Callable[..., argparse.Action]) -> None:

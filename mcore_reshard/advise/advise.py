@@ -1,0 +1,199 @@
+"""The meshes with the fastest refits among those that fit in memory.
+
+1. every mesh that the model allows on these GPUs, whose memory is counted from its layout
+2. a short list: engine meshes by the bytes into a host, training meshes by how evenly their ranks can send
+3. a plan for each pair of the short list: how long its busiest link is busy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log
+from typing import Any
+
+import numpy as np
+
+from mcore_reshard.planner.layout.engines import Engine, engine_named
+from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
+from mcore_reshard.planner.model.parameters import ModelParameters
+from mcore_reshard.planner.model.precision import FP8, QUANTIZED, Precision, precision_of
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.topology.topology import Topology
+from mcore_reshard.planning import InputError, PlanRequest
+from mcore_reshard.simulate.simulate import simulate
+
+from .candidates import gen_candidates, train_candidates
+from .footprint import STATE_BYTES, engine_bytes, placed, send_shares, trainer_bytes
+
+# Bytes of a GPU's memory. Source: NVIDIA's data sheets.
+GPU_BYTES = {"h100-8": 80_000_000_000, "h200-8": 141_000_000_000, "gb200-nvl72": 186_000_000_000}
+ACTIVATIONS = 0.3  # of a trainer's GPU, kept for activations, buffers and a refit's scratch
+KV_CACHE = 0.3  # of an engine's GPU, kept for the KV cache, activations and a refit's tables
+MOST_GPUS = 4096  # of a side
+_GEN_MESHES, _TRAIN_MESHES = 6, 2  # of the short list
+_SIMULATED = 3  # pairs
+_NEAR = 1.1  # costs that differ by less count as equal: other things decide
+_NOTEWORTHY_MISC = 0.01  # share of the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A pair of meshes that fits in memory, and its refit."""
+
+    train: TrainMesh
+    gen: GenMesh
+    bound_seconds: float  # for which the busiest link is busy
+    simulated_seconds: float | None  # None: of the first few alone
+    train_bytes: int  # on the fullest training GPU: weights, gradients, optimizer states
+    gen_bytes: int  # on the fullest generation GPU: weights
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advised:
+    """The answer: pairs of meshes, one for each mesh of the engine. Those that were simulated come first, the fastest ahead."""
+
+    model: str
+    gpu_bytes: int
+    pairs: tuple[Advice, ...]
+    fitting: tuple[int, int]  # training and generation meshes that fit in memory
+    allowed: tuple[int, int]  # that the model allows
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A mesh that fits in memory."""
+
+    mesh: Any
+    nbytes: int
+    cost: float  # what the short list is chosen by: bytes into or out of the busiest GPU
+
+
+def advise(request: PlanRequest, topology: Topology) -> Advised:
+    """Advise on the meshes of a model for the ranks of a topology. The meshes of `request` are not looked at.
+
+    Raises InputError where no mesh is possible or none fits in memory, with the reasons.
+    """
+    model, engine = request.model_parameters, engine_named(request.engine)
+    train_model = precision_of(request.train_dtype, model).main(model)
+    engine_model = _held_by(engine, model, precision_of(request.gen_dtype, model))
+    machine, gpu_bytes = topology.machine, GPU_BYTES[topology.machine.name]
+    trains, no_train = train_candidates(train_model, len(topology.train), machine.gpus * machine.hosts_per_domain)
+    gens, no_gen = gen_candidates(engine_model, engine, len(topology.gen))
+    if problems := [
+        *(f"training on {len(topology.train)} GPUs: {reason}" for reason in no_train if not trains),
+        *(f"generation on {len(topology.gen)} GPUs: {reason}" for reason in no_gen if not gens),
+    ]:
+        raise InputError(problems)
+    shared = bool({*topology.train} & {*topology.gen})
+    gen_sides, train_sides = [], []
+    for gen_mesh, layout in gens:
+        parts = placed(layout, engine_model, gen_mesh.world)
+        held = int(engine_bytes(parts, gen_mesh.world).max())
+        gen_sides.append(_Side(gen_mesh, held, held))
+    for train_mesh, layout in trains:
+        parts = placed(layout, train_model, train_mesh.world)
+        leaving = float(send_shares(parts, train_mesh.world).max())
+        train_sides.append(_Side(train_mesh, int(trainer_bytes(parts, train_model.dtype, train_mesh).max()), leaving))
+    least_engine = min(side.nbytes for side in gen_sides) if shared else 0
+    train_room = gpu_bytes * (1 - ACTIVATIONS) - least_engine
+    fitting_trains = _fitting(train_sides, train_room, "training", gpu_bytes)
+    least_trainer = min(side.nbytes for side in fitting_trains) if shared else 0
+    fitting_gens = _fitting(gen_sides, gpu_bytes * (1 - KV_CACHE) - least_trainer, "generation", gpu_bytes)
+    pairs: list[tuple[Advice, Plan]] = []
+    for gen in _short_list(fitting_gens, _GEN_MESHES):
+        room = gpu_bytes * (1 - KV_CACHE) - gen.nbytes if shared else train_room
+        beside = [side for side in fitting_trains if side.nbytes <= room]
+        tried = [_advice(request, topology, train, gen) for train in _short_list(beside, _TRAIN_MESHES)]
+        pairs += sorted(tried, key=lambda pair: pair[0].bound_seconds)[:1]
+    pairs.sort(key=lambda pair: pair[0].bound_seconds)
+    simulated = [
+        replace(advice, simulated_seconds=simulate(plan, topology).seconds) for advice, plan in pairs[:_SIMULATED]
+    ]
+    simulated.sort(key=lambda advice: advice.simulated_seconds or 0.0)
+    return Advised(
+        request.model,
+        gpu_bytes,
+        (*simulated, *(advice for advice, _ in pairs[_SIMULATED:])),
+        (len(fitting_trains), len(fitting_gens)),
+        (len(trains), len(gens)),
+        _assumptions(train_model, topology, shared),
+    )
+
+
+def _held_by(engine: Engine, model: ModelParameters, precision: Precision) -> ModelParameters:
+    """The model in the dtypes that an engine holds. Scales of blocks, 0.02% of the bytes, are left out."""
+    model = precision.main(model)
+    if precision.format is None:
+        return model
+    model = engine.quantized(model, precision.format)
+    groups = (
+        replace(group, dtype=FP8)
+        if group.role in QUANTIZED and engine.quantizes(group, group.layers[0] if group.layers else None, model)
+        else group
+        for group in model.groups
+    )
+    return replace(model, groups=tuple(groups))
+
+
+def _fitting(sides: Sequence[_Side], room: float, side: str, gpu_bytes: int) -> list[_Side]:
+    """The meshes that fit. Raises InputError that says what the smallest one takes where none does."""
+    fitting = [each for each in sides if each.nbytes <= room]
+    if not fitting and sides:
+        least = min(sides, key=lambda each: each.nbytes)
+        raise InputError([
+            f"no {side} mesh fits: the smallest takes {least.nbytes / 1e9:.1f} GB of each GPU, and {room / 1e9:.1f} of"
+            f" {gpu_bytes / 1e9:.0f} GB are for it: give more GPUs"
+        ])  # fmt: skip
+    return fitting
+
+
+def _short_list(sides: Sequence[_Side], most: int) -> list[_Side]:
+    """The cheapest; of nearly equal ones those that cut layers and pipelines least, which train and generate fastest."""
+    least = min(side.cost for side in sides)
+
+    def order(side: _Side) -> tuple[int, int, int]:
+        return int(log(side.cost / least, _NEAR)), side.mesh.tp * side.mesh.pp, side.nbytes
+
+    return sorted(sides, key=order)[:most]
+
+
+def _advice(request: PlanRequest, topology: Topology, train: _Side, gen: _Side) -> tuple[Advice, Plan]:
+    plan = replace(request, train=train.mesh, gen=gen.mesh).plan()
+    seconds, reason = _busiest(plan, topology)
+    return Advice(train.mesh, gen.mesh, seconds, None, train.nbytes, gen.nbytes, reason), plan
+
+
+def _busiest(plan: Plan, topology: Topology) -> tuple[float, str]:
+    """(for how long the busiest link is busy, which one that is and why)."""
+    one_domain = np.unique(np.concatenate([topology.domains("train"), topology.domains("gen")])).size == 1
+    name, speed = ("NVLink", topology.machine.nvlink) if one_domain else ("NIC", topology.machine.nic)
+    sent, received = plan.send_bytes, plan.recv_bytes + plan.relay_bytes
+    if sent.max() > received.max():
+        words = [f"{sent.max() / 1e9:.1f} GB leave a trainer by {name}"]
+        if sent.max() > 1.1 * sent.mean():
+            words.append(f"{sent.max() / sent.mean():.1f} times the mean")
+    else:
+        words = [f"{received.max() / 1e9:.1f} GB enter by {name}"]
+    copies = plan.recv_bytes.sum() / max(1, plan.bulk_bytes)
+    words.append(f"{copies:.1f} copies in all" if copies >= 1.05 else "each byte once")
+    if plan.misc_bytes > _NOTEWORTHY_MISC * (plan.bulk_bytes + plan.misc_bytes):
+        words.append(f"{plan.misc_bytes / 1e9:.1f} GB go by misc, slowly")
+    return float(max(sent.max(), received.max()) / speed), "; ".join(words)
+
+
+def _assumptions(model: ModelParameters, topology: Topology, shared: bool) -> tuple[str, ...]:
+    state = STATE_BYTES.get(model.dtype, STATE_BYTES["bfloat16"])
+    machine = topology.machine
+    return (
+        f"a trainer keeps {state.replicated} + {state.divided}/d bytes for each parameter, d its replicas: Megatron's"
+        f" distributed optimizer with Adam; {ACTIVATIONS:.0%} of the GPU is kept for activations",
+        f"an engine keeps its weights; {KV_CACHE:.0%} of the GPU is kept for the KV cache",
+        *(["trainer and engine share GPUs, and both are in memory at once"] if shared else []),
+        f"{machine.name}: {GPU_BYTES[machine.name] / 1e9:.0f} GB a GPU, NVLink {machine.nvlink / 1e9:.0f} and NIC"
+        f" {machine.nic / 1e9:.0f} GB/s each way; the bound is its busiest link, and the first few are simulated",
+        "etp, cp and vpp are 1, tp is within an NVLink domain of the trainer; how fast training and generation run is not"
+        " looked at",
+    )
