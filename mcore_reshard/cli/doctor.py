@@ -139,7 +139,7 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
         trainer += "; direct, nccl, auto: the same, copied to the GPUs (transformer-engine is not installed)"
     torch = "torch" in has
     return [
-        {"command": "plan, show, explain", "ok": True, "detail": "need numpy only"},
+        {"command": "plan, show, explain, simulate, advise", "ok": True, "detail": "need numpy only"},
         {
             "command": "plan --traced",
             "ok": not why_no_traces,

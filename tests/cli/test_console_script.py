@@ -55,7 +55,7 @@ def test_doctor_runs_in_a_checkout_that_is_not_installed(run: Run, monkeypatch: 
     report = run("doctor", "--json").json
     assert {package["wanted"] for package in report["packages"]} == {None}
     assert [row["command"] for row in report["commands"]] == [
-        "plan, show, explain",
+        "plan, show, explain, simulate, advise",
         "plan --traced",
         "validate",
         "store",
@@ -69,6 +69,8 @@ def test_doctor_runs_in_a_checkout_that_is_not_installed(run: Run, monkeypatch: 
         (["--version"], {"torch", "numpy", "rich", "megatron"}),
         (["plan", "--help"], {"torch", "numpy", "rich", "megatron"}),
         (["plan", *MOE], {"torch", "megatron", "transformers", "vllm"}),
+        (["simulate", *MOE, "--topology", "h200-8"], {"torch", "megatron", "transformers", "vllm"}),
+        (["advise", MOE[0], "--gpus-train", "2", "--gpus-gen", "2"], {"torch", "megatron", "transformers", "vllm"}),
         (["doctor"], {"megatron.core", "megatron.bridge", "transformers", "vllm", "transformer_engine"}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
