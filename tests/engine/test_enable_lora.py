@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import tiny
 from live_refits import Tensors, refit, refits, worker_of
 
 from mcore_reshard.engines.vllm.adapters import without_adapters
@@ -59,10 +61,6 @@ def test_base_weights_of_an_engine_with_lora_are_refitted(
 
 
 def test_base_layers_are_there_within_alone(tmp_path: Path) -> None:
-    import json
-
-    from checkpoints import tiny
-
     (tmp_path / "config.json").write_text(json.dumps(tiny("qwen3")))
     model, config = build_engine(tmp_path, GenSizes(), 0), engine_config(tmp_path, GenSizes(), 0)
     plain = dict(model.named_parameters())
