@@ -100,7 +100,7 @@ def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
     sources, relays = schedule.peers, frozenset[int]()
     if schedule.relayed and schedule.view is not None:
         sources |= schedule.view.unrelayed().peers
-        relays = schedule.view.relay().receives.peers
+        relays = frozenset[int]().union(*(relay.receives.peers for relay in schedule.view.relays()))
     by_trainer = [RankPair(src, schedule.rank, False) for src in sorted(sources)]
     return by_trainer + [RankPair(src, schedule.rank, True) for src in sorted(relays)]
 

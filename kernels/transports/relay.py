@@ -1,7 +1,8 @@
-"""Two hops: from the trainer to one replica of each part of the weights, and from there to the other replicas.
+"""Several hops: from the trainer to one replica of each part of the weights, and from there to the other replicas.
 
-In the second hop each generation rank sends what landed on it from the trainer, and receives what landed on other
-replicas. Where the schedule has waves, one is passed on while the next one lands:
+In a later hop each generation rank sends what has landed on it before, and receives what landed on other replicas. There
+may be one hop between NVLink domains and one within them (see planner/plan/paths.py). Where the schedule has waves, one is
+passed on while the next one lands:
 
     from the trainer       wave 0   wave 1   wave 2
     among replicas                  wave 0   wave 1   wave 2
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Semaphore
+from threading import Condition
 
 import torch
 
@@ -24,6 +25,7 @@ from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import first_of
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
+from mcore_reshard.planner.plan.make_schedule import WAVES
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .base import Executor, StageReport, TransportContext, close_all, connect_all, connect_group, merge_reports
@@ -32,7 +34,7 @@ Connect = Callable[[TransportContext], Executor]
 
 
 def connect_relayed(connect: Connect, context: TransportContext) -> Executor:
-    """Connect the executor of a plan, with two hops where the plan relays.
+    """Connect the executor of a plan, with several hops where replicas pass on.
 
     Every wave and hop may use all of a rank's scratch. Only casts take any, and all casts are in one wave of the first hop.
     """
@@ -42,13 +44,17 @@ def connect_relayed(connect: Connect, context: TransportContext) -> Executor:
     assert schedule.view is not None
     waves = [context.bound.part(wave) for wave in schedule.view.waves()] or [context.bound]
     views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
-    relays = [view.relay() for view in views if view is not None]
+    relays = zip(*(view.relays() for view in views if view is not None), strict=True)  # of each hop, the waves
     first = _connect_waves(connect, replace(context, store=FailFastStore("first", context.store)), waves)
+    roles: list[Role] = []
     try:
-        ends = ([relay.sends for relay in relays], [relay.receives for relay in relays])
-        return RelayedExecutor(first, _connect_roles(connect, context, ends) if relays else [], context.bound.device)
+        for hop, of_hop in enumerate(relays, 1):
+            ends = [relay.sends for relay in of_hop], [relay.receives for relay in of_hop]
+            store = FailFastStore(f"hop/{hop}", context.store)
+            roles += _connect_roles(connect, replace(context, store=store), hop, ends)
+        return RelayedExecutor(first, roles, context.bound.device)
     except BaseException:
-        close_all(first)
+        close_all([*first, *roles])
         raise
 
 
@@ -61,25 +67,55 @@ def connect_unrelayed(connect: Connect, context: TransportContext) -> Executor:
     return connect(replace(context, bound=context.bound.part(schedule.view.unrelayed())))
 
 
+class Progress:
+    """How many waves have landed on this rank by each hop, and what has failed."""
+
+    def __init__(self, hops: int) -> None:
+        self.failures: list[BaseException] = []
+        self._waves = [0] * hops
+        self._changed = Condition()
+
+    def landed(self, hop: int) -> None:
+        """Say that one more wave of a hop has landed."""
+        with self._changed:
+            self._waves[hop] += 1
+            self._changed.notify_all()
+
+    def failed(self, error: BaseException) -> None:
+        """Say that a hop has failed: nobody waits for anything any more."""
+        with self._changed:
+            self.failures.append(error)
+            self._changed.notify_all()
+
+    def wait(self, hop: int, wave: int) -> bool:
+        """Wait until a wave has landed by all hops before this one. False: something has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failures or min(self._waves[:hop]) > wave)
+            return not self.failures
+
+
 @dataclass(frozen=True)
 class Role:
-    """One end of the second hop: its executor in every wave, and the group of its own."""
+    """One end of a later hop: its executor in every wave, and the group of its own."""
 
+    hop: int
+    sends: bool
     waves: Sequence[Executor]
     group: GlooGroup
 
-    def run(self, landed: Semaphore, failures: list[BaseException]) -> list[tuple[StageReport, ...]]:
-        """Run wave after wave, each once it has `landed`. Stop if the rank has `failures`; append an own failure to them."""
+    def run(self, progress: Progress) -> list[tuple[StageReport, ...]]:
+        """Run wave after wave, each once it has landed. Stop if the rank has failed, and say so if it fails here."""
         reports: list[tuple[StageReport, ...]] = []
         try:
-            for executor in self.waves:
-                landed.acquire()
-                if failures:
+            for wave, executor in enumerate(self.waves):
+                if not progress.wait(self.hop, wave):
                     break
                 reports.append(executor.run())
+                if not self.sends:
+                    progress.landed(self.hop)
         except BaseException as error:
-            failures.append(error)
-        if failures:
+            progress.failed(error)
+        if progress.failures:
             self.group.close()  # so that peers end too, and the peers of these
         return reports
 
@@ -88,54 +124,51 @@ class Role:
 
 
 class RelayedExecutor:
-    """The waves of the first hop and, behind them, those of the second. A training rank has no `roles` in the second."""
+    """The waves of the first hop and, behind them, those of the later hops. A training rank has no `roles` in these."""
 
     def __init__(self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None) -> None:
         self._first, self._roles, self._device = first, roles, device
         self._threads = ThreadPoolExecutor(max(1, len(roles)), thread_name_prefix="relay")
         self.name = first[0].name
         # The largest wave of each hop: gloo's waves share their slots, and all casts are in one wave.
-        hops = (first, *(role.waves for role in roles))
-        self.scratch_bytes = sum(max(executor.scratch_bytes for executor in waves) for waves in hops)
+        self.scratch_bytes = sum(max(executor.scratch_bytes for executor in waves) for _, waves in self._hops)
+
+    @property
+    def _hops(self) -> list[tuple[int, Sequence[Executor]]]:
+        """(hop, waves), once for the trainer's and for each role."""
+        return [(0, self._first), *((role.hop, role.waves) for role in self._roles)]
 
     @property
     def written_bytes(self) -> int:
-        hops = (self._first, *(role.waves for role in self._roles))
-        return sum(executor.written_bytes for waves in hops for executor in waves)
+        return sum(executor.written_bytes for _, waves in self._hops for executor in waves)
 
     @property
     def executed(self) -> tuple[Executed, ...]:
-        hops = (self._first, *(role.waves for role in self._roles))
         return tuple(
-            replace(table, wave=wave)
-            for waves in hops
+            replace(table, wave=max(0, hop - 1) * WAVES + wave)
+            for hop, waves in self._hops
             for wave, executor in enumerate(waves)
             for table in executor.executed
         )
 
     def run(self) -> tuple[StageReport, ...]:
-        """Run both hops to their end. Raises the rank's first failure: later ones may be its consequences."""
+        """Run all hops to their end. Raises the rank's first failure: later ones may be its consequences."""
         start = time.perf_counter()
         reports: list[tuple[StageReport, ...]] = []
-        failures: list[BaseException] = []
-        landed = [Semaphore(0) for _ in self._roles]
-        second_hop = [
-            self._threads.submit(in_callers_context(partial(role.run, landed_waves, failures), self._device))
-            for role, landed_waves in zip(self._roles, landed, strict=True)
+        progress = Progress(1 + max((role.hop for role in self._roles), default=0))
+        later = [
+            self._threads.submit(in_callers_context(partial(role.run, progress), self._device)) for role in self._roles
         ]
         try:
-            for executor in self._first:  # to the end, even if the second hop fails: the trainer may wait for this rank
+            for executor in self._first:  # to the end, even if a later hop fails: the trainer may wait for this rank
                 reports.append(executor.run())
-                for landed_waves in landed:
-                    landed_waves.release()
+                progress.landed(0)
         except BaseException as error:
-            failures.append(error)
-        for landed_waves in landed:
-            landed_waves.release()  # after a failure: for a wave that never lands
-        for role_reports in second_hop:
+            progress.failed(error)
+        for role_reports in later:
             reports += role_reports.result()
-        if failures:
-            raise first_of(failures)
+        if progress.failures:
+            raise first_of(progress.failures)
         seconds = time.perf_counter() - start
         return tuple(
             replace(total, seconds=seconds if total.transfers else 0.0, start=start) for total in merge_reports(reports)
@@ -153,11 +186,13 @@ def _connect_waves(connect: Connect, context: TransportContext, waves: Sequence[
     )
 
 
-def _connect_roles(connect: Connect, context: TransportContext, ends: Sequence[Sequence[Schedule]]) -> list[Role]:
-    """Connect both roles at the same time: each waits for the opposite roles of other ranks."""
+def _connect_roles(
+    connect: Connect, context: TransportContext, hop: int, ends: Sequence[Sequence[Schedule]]
+) -> list[Role]:
+    """Connect both roles of a hop at the same time: each waits for the opposite roles of other ranks."""
     threads = ThreadPoolExecutor(len(ends), thread_name_prefix="relay")
     roles = [
-        threads.submit(in_callers_context(partial(_connect_role, connect, context, waves), context.bound.device))
+        threads.submit(in_callers_context(partial(_connect_role, connect, context, hop, waves), context.bound.device))
         for waves in ends
     ]
     threads.shutdown(wait=False)
@@ -175,13 +210,13 @@ def _close(role: Future[Role]) -> None:
         role.result().close()
 
 
-def _connect_role(connect: Connect, context: TransportContext, waves: Sequence[Schedule]) -> Role:
+def _connect_role(connect: Connect, context: TransportContext, hop: int, waves: Sequence[Schedule]) -> Role:
     """Connect one role of this rank in every wave; all waves have the same ranks."""
-    store = FailFastStore("second", context.store)
-    group = connect_group(FailFastStore("group", store), waves[0], context.options.timeout_s)
+    group = connect_group(FailFastStore("group", context.store), waves[0], context.options.timeout_s)
     try:
         bound = [context.bound.part(wave) for wave in waves]
-        return Role(_connect_waves(connect, replace(context, group=group, store=store), bound), group)
+        executors = _connect_waves(connect, replace(context, group=group), bound)
+        return Role(hop, waves[0].world == "train", executors, group)
     except BaseException:
         group.close()
         raise

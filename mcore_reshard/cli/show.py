@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import RenderableType
 from rich.table import Table
 
-from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
+from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, TransferTable, World
 from mcore_reshard.planner.plan.transfers import Place, Transfer, parse_rank
@@ -59,7 +59,7 @@ def _rank_report(plan: Plan, world: World, rank: int) -> dict[str, Any]:
     """
     schedule = schedule_of(plan, world, rank)
     stages = _stages(schedule)
-    relay = relay_of(plan, rank) if plan.relay and world == "gen" else None
+    relays = relays_of(plan, rank) if world == "gen" else ()
     return {
         "rank": f"{world}:{rank}",
         "digest": plan.digest,
@@ -69,7 +69,12 @@ def _rank_report(plan: Plan, world: World, rank: int) -> dict[str, Any]:
         "bytes": sum(stage["bytes"] for stage in stages),
         "stages": stages,
         "tensors": _tensors(schedule),
-        "relay": relay and {"sends": _stages(relay.sends), "receives": _stages(relay.receives)},
+        "relay": {
+            "sends": [stage for relay in relays for stage in _stages(relay.sends)],
+            "receives": [stage for relay in relays for stage in _stages(relay.receives)],
+        }
+        if relays
+        else None,
     }
 
 

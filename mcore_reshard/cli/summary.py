@@ -75,6 +75,7 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
             ],
         },
         "relay": plan.relay,
+        "share": plan.share,
         "plan_seconds": plan_seconds,
         "notes": [*notes, *_notes(plan, nbytes)],
     }
@@ -207,7 +208,7 @@ def _loads(plan: Plan) -> Table:
     """Least, mean and most bytes over the ranks of each world, and which rank is the busiest."""
     rows = []
     loads = [("train", "send", plan.send_bytes), ("gen", "receive", plan.recv_bytes)]
-    for world, verb, load in [*loads, ("gen", "pass on", plan.relay_bytes)] if plan.relay else loads:
+    for world, verb, load in [*loads, ("gen", "pass on", plan.relay_bytes)] if plan.later_hops else loads:
         mean, most = float(load.mean()), int(load.max())
         as_busy = int(np.count_nonzero(load == most)) - 1
         busiest = f"{world}:{int(load.argmax())}" + (f" and {as_busy} more" if as_busy else "")

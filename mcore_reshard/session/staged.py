@@ -126,7 +126,7 @@ def _bytes_by_tensor(schedule: Schedule) -> dict[str, tuple[int, int]]:
     filled = {local.name: 0 for local in schedule.tensors}
     hops = [schedule]
     if schedule.relayed and schedule.view is not None:
-        hops.append(schedule.view.relay().receives)
+        hops += [relay.receives for relay in schedule.view.relays()]
     for hop in hops:
         received = np.zeros(len(hop.tensors), np.int64)
         for stage in hop.stages:

@@ -19,83 +19,106 @@ plan that relays, the same round robin over destination replicas says where each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from .plan import TransferGroup, TransferPattern
-    from .schedule import World
 
 Ints = NDArray[np.int64]
 Numbers = Ints | int
 _FIRSTS_TRIED = 64  # evenly spaced; with more replicas, neighboring ones hardly differ
 
 
-def stride_of(pulls: Ints, replicas: int) -> Ints:
-    """The first numbers, from each number of pulls on, that share no factor with `replicas`: [2, 3], 4 -> [3, 3]."""
-    strides = pulls.copy()
+def stride_of(turns: Ints, replicas: Numbers) -> Ints:
+    """The first numbers, from each number of turns on, that share no factor with `replicas`: [2, 3], 4 -> [3, 3]."""
+    strides = turns.copy()
     while (shared := np.gcd(strides, replicas) > 1).any():
         strides[shared] += 1
     return strides
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRobin:
-    """The turns that the replicas of every part take; each array has one entry an overlap."""
+class Row:
+    """Replicas of one part that take turns, over one kind of link."""
 
-    replicas: int
-    pulls: int  # of each overlap by each member
-    parts: Ints
-    first_pull: Ints  # pulls of the same part by earlier overlaps
-    strides: Ints
+    part: int
+    replicas: tuple[int, ...]
+    link: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns that every member takes, each in a row of replicas."""
+
+    rows: tuple[Row, ...]
+    parts: Ints  # [rows]
+    links: Ints  # [rows]
+    row: Ints  # [turns]
+    number: Ints  # [turns]: turns of the same row before it
+    strides: Ints  # [turns]
+    replicas: Ints  # [rows, widest]; a shorter row repeats its first
+    sizes: Ints  # [rows]
 
     @classmethod
-    def of(cls, parts: Ints, replicas: int, pulls: int) -> RoundRobin:
-        """`parts` is the part of each overlap that takes turns, `pulls` how often a member pulls each overlap."""
-        counts = np.bincount(parts)
-        return cls(replicas, pulls, parts, _order_within(parts) * pulls, stride_of(counts * pulls, replicas)[parts])
+    def of(cls, rows: Sequence[Row], row: Ints) -> Turns:
+        """`row` [turns] is the row of each turn of a member, in order."""
+        sizes = np.array([len(each.replicas) for each in rows], np.int64)
+        widest = int(sizes.max(initial=1))
+        replicas = [each.replicas + each.replicas[:1] * (widest - len(each.replicas)) for each in rows]
+        strides = stride_of(np.maximum(np.bincount(row, minlength=len(rows)), 1), sizes)
+        table = np.array(replicas, np.int64).reshape(-1, widest)
+        parts, links = np.array([(each.part, each.link) for each in rows], np.int64).reshape(-1, 2).T.copy()
+        return cls(tuple(rows), parts, links, row, _order_within(row), strides[row], table, sizes)
 
-    def replica(self, first: int, member: Numbers, overlap: Numbers, pull: Numbers = 0) -> Ints:
-        """Which replica serves a pull of an overlap by a member; arguments broadcast against each other."""
-        number = self.first_pull[overlap] + pull
-        replica: Ints = (first + member * self.strides[overlap] + number) % self.replicas
-        return replica
+    def replica(self, first: int, member: Numbers, turn: Numbers | slice = slice(None)) -> Ints:
+        """Which replica takes a turn of a member; arguments broadcast against each other."""
+        row = self.row[turn]
+        place = (first + member * self.strides[turn] + self.number[turn]) % self.sizes[row]
+        taken: Ints = self.replicas[row, place]
+        return taken
 
-    def nbytes(self, members: int, overlap_bytes: Ints, parts: int) -> Ints:
-        """Bytes that each replica serves to `members` members if `first` is 0, as [parts, replicas]."""
-        served = np.zeros((parts, self.replicas), dtype=np.int64)
-        member = np.arange(min(self.replicas, members))  # later members repeat these
+    def nbytes(self, members: int, turn_bytes: Ints) -> Ints:
+        """Bytes that each replica of a row moves for `members` members if `first` is 0, as [rows, widest]."""
+        moved = np.zeros(self.replicas.shape, np.int64)
+        member = np.arange(min(lcm(*self.sizes.tolist()), members))  # later members repeat these
         repeats = members // len(member) + (member < members % len(member))
-        overlap, pull = np.arange(len(self.parts)), np.arange(self.pulls)
-        replica = self.replica(0, member[:, None, None], overlap[None, :, None], pull[None, None, :])
-        nbytes = np.broadcast_to(repeats[:, None, None] * overlap_bytes[None, :, None], replica.shape)
-        np.add.at(served, (np.broadcast_to(self.parts[None, :, None], replica.shape), replica), nbytes)
-        return served
+        place = (member[:, None] * self.strides + self.number) % self.sizes[self.row]
+        nbytes = repeats[:, None] * turn_bytes
+        np.add.at(moved, (np.broadcast_to(self.row, place.shape), place), nbytes)
+        return moved
+
+    def ranks(self, grid: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The ranks of the rows [rows, widest]; `grid` [parts, replicas] has those of the parts."""
+        return grid[self.parts[:, None], self.replicas]
 
 
-def balance(
-    transfer_groups: Sequence[TransferGroup], patterns: Sequence[TransferPattern],
-    rank_grids: Sequence[NDArray[np.int32]], world: World, ranks: int, *, relay: bool,
-) -> list[TransferGroup]:  # fmt: skip
-    """The transfer groups, each with the first replica that evens out what the `ranks` ranks of a world send or relay."""
-    shares = []
-    for transfers in transfer_groups:
-        grid = rank_grids[transfers.src if world == "train" else transfers.dst]
-        pulls = 1 if relay else rank_grids[transfers.dst].shape[1]
-        nbytes = patterns[transfers.pattern].replica_bytes(world, transfers.members, grid.shape[1], pulls)
-        shares.append((grid, nbytes, transfers.members))
-    firsts = zip(transfer_groups, first_replicas(shares, ranks), strict=True)
-    if world == "train":
-        return [replace(transfers, first_src_replica=first) for transfers, first in firsts]
-    return [replace(transfers, first_dst_replica=first) for transfers, first in firsts]
+def rolled(nbytes: Ints, sizes: Ints, first: int) -> Ints:
+    """`nbytes` [rows, widest], which are those for 0, if `first` of each row's replicas begins."""
+    width = nbytes.shape[1]
+    if first == 0 or width == 1:
+        return nbytes
+    place = np.arange(width)
+    if (sizes == width).all():
+        return nbytes[:, (place - first) % width]
+    turned: Ints = np.take_along_axis(nbytes, (place - first) % sizes[:, None], axis=1)
+    return np.where(place < sizes[:, None], turned, 0)
 
 
-def first_replicas(shares: Sequence[tuple[NDArray[np.int32], Ints, int]], world: int) -> list[int]:
-    """`first` of each round robin, given as (ranks, bytes if first is 0, members), both arrays [parts, replicas].
+class Share(NamedTuple):
+    """What one transfer group has to distribute."""
+
+    ranks: NDArray[np.int32]  # [rows, widest]
+    sizes: Ints  # [rows]
+    cost: Ints  # [rows, widest], if `first` is 0
+    members: int
+    alike: Hashable  # shares with equal ones have the same rows of ranks
+
+
+def first_replicas(shares: Sequence[Share], world: int) -> list[int]:
+    """`first` of each share, so that the `world` ranks bear equally much.
 
     The largest choose first: each puts its uneven remainder on the least loaded ranks. If all replicas serve equally
     much, a round robin goes on where the one before it stopped, so that pairs of ranks exchange equally much. Two
@@ -103,32 +126,35 @@ def first_replicas(shares: Sequence[tuple[NDArray[np.int32], Ints, int]], world:
     """
     load = np.zeros(world, dtype=np.int64)
     firsts = [0] * len(shares)
-    members_before: dict[int, int] = {}  # by id of the array of ranks, which transfer groups share
-    for index in sorted(range(len(shares)), key=lambda i: (-int(shares[i][1].sum()), i)):
-        ranks, nbytes, members = shares[index]
-        if (nbytes != nbytes[:, :1]).any():
-            firsts[index] = _least_busy_first(load[ranks], nbytes)
+    members_before: dict[Hashable, int] = {}
+    for index in sorted(range(len(shares)), key=lambda i: (-int(shares[i].cost.sum()), i)):
+        ranks, sizes, cost, members, alike = shares[index]
+        is_used = np.arange(cost.shape[1]) < sizes[:, None]
+        if ((cost != cost[:, :1]) & is_used).any():
+            firsts[index] = _least_busy_first(np.where(is_used, load[ranks], 0), sizes, cost)
         else:
-            firsts[index] = members_before.get(id(ranks), 0) % ranks.shape[1]
-            members_before[id(ranks)] = firsts[index] + members
-        np.add.at(load, ranks, np.roll(nbytes, firsts[index], axis=1))
+            firsts[index] = members_before.get(alike, 0) % cost.shape[1]
+            members_before[alike] = firsts[index] + members
+        np.add.at(load, ranks, rolled(cost, sizes, firsts[index]))
     return firsts
 
 
-def _least_busy_first(load: Ints, nbytes: Ints) -> int:
-    """The `first` that leaves the lowest peak on `load` [parts, replicas]; the lowest one of equals."""
-    replicas = nbytes.shape[1]
-    firsts = np.arange(0, replicas, max(1, replicas // _FIRSTS_TRIED))
-    turned = nbytes[:, (np.arange(replicas)[None, :] - firsts[:, None]) % replicas]  # [parts, firsts, replicas]
+def _least_busy_first(load: Ints, sizes: Ints, cost: Ints) -> int:
+    """The `first` that leaves the lowest peak on `load` [rows, widest]; the lowest one of equals."""
+    width = cost.shape[1]
+    firsts = np.arange(0, width, max(1, width // _FIRSTS_TRIED))
+    if (sizes == width).all():
+        turned = cost[:, (np.arange(width)[None, :] - firsts[:, None]) % width]  # [rows, firsts, widest]
+    else:
+        turned = np.stack([rolled(cost, sizes, first) for first in firsts.tolist()], axis=1)
     peaks = (load[:, None, :] + turned).max(axis=(0, 2))
     return int(firsts[peaks.argmin()])
 
 
 def _order_within(values: Ints) -> Ints:
     """For each value, how many equal ones come before it: [3, 7, 3] -> [0, 0, 1]."""
-    seen: dict[int, int] = {}
-    order = []
-    for value in values.tolist():
-        order.append(seen.get(value, 0))
-        seen[value] = order[-1] + 1
-    return np.array(order, dtype=np.int64)
+    by_value = np.argsort(values, kind="stable")
+    starts = np.searchsorted(values[by_value], values[by_value], side="left")
+    order = np.empty(len(values), np.int64)
+    order[by_value] = np.arange(len(values)) - starts
+    return order

@@ -32,6 +32,13 @@ def require_bounded(plan: Plan) -> None:
     ranks = max(plan.train.world, plan.gen.world)
     if any(grid.size > ranks for grid in plan.rank_grids):
         raise ValueError(f"a rank grid has more entries than the {ranks} ranks of the larger mesh")
+    if plan.topology is not None:
+        placed = len(plan.topology.train), len(plan.topology.gen)
+        if placed != (plan.train.world, plan.gen.world):
+            raise ValueError(
+                f"its topology has {placed[0]} training and {placed[1]} generation ranks, its meshes {plan.train.world}"
+                f" and {plan.gen.world}"
+            )
     overlaps = [len(pattern.overlaps) for pattern in plan.patterns]
     for each in plan.transfer_groups:
         first, stop = each.experts

@@ -29,7 +29,9 @@ from mcore_reshard.planner.model.precision import (
     with_unquantized_layers,
 )
 
-from .balance import balance
+from .balance import Share, first_replicas
+from .loads import busiest_link
+from .paths import LINKS, NIC, OWN_GPU
 from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
 from .plan_file import digest_of
 from .routing import BulkRoute, RoutedGroup, Router, Side
@@ -216,22 +218,47 @@ class _Planner:
 
 
 def balance_plan(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[tuple[int, int], int]) -> Plan:
-    """The plan with these transfer groups, sources balanced, and its digest. It relays where that pays.
+    """The plan with these transfer groups, sources balanced, and its digest. Replicas pass on where that pays.
 
     `transfer_groups` are in the plan's order, without the scales of pairs, and nothing in them is balanced yet. `scales`
     has the pattern of a pair's scales by (group, pattern) of its weight.
     """
-    shared = plan.patterns, plan.rank_grids
-    direct = balance(transfer_groups, *shared, "train", plan.train.world, relay=False)
-    plan = replace(plan, transfer_groups=_with_scales(direct, scales), relay=False)
+    plan = replace(plan, relay=False, share=plan.topology is not None)
+    if plan.share and not any(plan.paths(transfers).passes_on for transfers in transfer_groups):
+        plan = replace(plan, share=False)
+    plan = _balanced(plan, transfer_groups, scales)
     # Relaying leaves what ranks receive as it is, so only the busiest sender can gain.
     if plan.recv_bytes.max(initial=0) < _DISTINCTLY * plan.send_bytes.max(initial=0):
-        relaying = balance(transfer_groups, *shared, "train", plan.train.world, relay=True)
-        relaying = balance(relaying, *shared, "gen", plan.gen.world, relay=True)
-        relayed = replace(plan, transfer_groups=_with_scales(relaying, scales), relay=True)
-        plan = relayed if relayed.busiest_link < _DISTINCTLY * plan.busiest_link else plan
+        relayed = _balanced(replace(plan, relay=True), transfer_groups, scales)
+        plan = relayed if busiest_link(relayed) < _DISTINCTLY * busiest_link(plan) else plan
     object.__setattr__(plan, "digest", digest_of(plan))
     return plan
+
+
+def _balanced(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[tuple[int, int], int]) -> Plan:
+    """The plan with these transfer groups. Their turns even out what ranks send, and what enters by which NIC."""
+    machine = None if plan.topology is None else plan.topology.machine
+    nic_cost = 1 if machine is None else max(1, round(machine.nvlink / machine.nic))
+    cost_of_link = np.array([0 if link == OWN_GPU else nic_cost if link == NIC else 1 for link in LINKS], np.int64)
+    sending: list[Share] = []
+    landing: list[Share] = []
+    for transfers in transfer_groups:
+        paths, nbytes = plan.paths(transfers), plan.patterns[transfers.pattern].overlap_bytes
+        ends = [(sending, paths.pulls, transfers.src, paths.pulled_bytes)]
+        if plan.later_hops:
+            ends.append((landing, paths.landings, transfers.dst, paths.landed_bytes))
+        for shares, turns, grid, count in ends:
+            cost = count(transfers.members, nbytes) * cost_of_link[turns.links][:, None]
+            ranks = turns.ranks(plan.rank_grids[grid])
+            shares.append(Share(ranks, turns.sizes, cost, transfers.members, grid))
+    firsts = zip(
+        transfer_groups,
+        first_replicas(sending, plan.train.world),
+        first_replicas(landing, plan.gen.world) if plan.later_hops else [0] * len(transfer_groups),
+        strict=True,
+    )
+    turned = [replace(each, first_src_replica=src, first_dst_replica=dst) for each, src, dst in firsts]
+    return replace(plan, transfer_groups=_with_scales(turned, scales))
 
 
 def _with_scales(

@@ -18,6 +18,7 @@ from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ra
 
 from .frozen import without_frozen
 from .held import Held, NamedCast, held_pieces
+from .paths import Hop, HopKind
 from .plan import Plan, RankInGroup, TransferGroup
 from .schedule import (
     Cast,
@@ -36,6 +37,7 @@ WAVES = 8  # of a relay; more overlap better, and every wave takes some words be
 _WIDE = {"offset", "nbytes"}
 _Columns = dict[str, NDArray[np.int64]]
 _End = Literal["src", "dst"]
+_NO_LEGS = np.zeros(0, np.int64), np.zeros((0, 0), np.bool_), np.zeros((0, 0), np.int32)  # overlap, chosen, peers
 
 
 def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
@@ -43,9 +45,9 @@ def schedule_of(plan: Plan, world: World, rank: int) -> Schedule:
     return RankView(plan, world, rank).schedule()
 
 
-def relay_of(plan: Plan, gen_rank: int) -> Relay:
-    """The second hop of a generation rank, in a plan that relays. Raises IndexError as `schedule_of`."""
-    return RankView(plan, "gen", gen_rank).relay()
+def relays_of(plan: Plan, gen_rank: int) -> tuple[Relay, ...]:
+    """The later hops of a generation rank, in order; () where nothing is passed on. Raises IndexError as `schedule_of`."""
+    return RankView(plan, "gen", gen_rank).relays()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ class RankView(View):
         later = None
         if self.plan.frozen and self.wave is None:
             later = replace(self, plan=without_frozen(self.plan)).schedule()
-        return replace(schedule, casts=casts, computed=computed, relayed=self.plan.relay, view=self, later=later)
+        return replace(
+            schedule, casts=casts, computed=computed, relayed=bool(self.plan.later_hops), view=self, later=later
+        )
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> RankView:
         before = [np.arange(len(mask)) for mask in masks] if self.rows is None else self.rows
@@ -89,10 +93,14 @@ class RankView(View):
             tables = tuple(table.rows(rows) for table, rows in zip(tables, self.rows, strict=True))
         return SourceTable(self.rank, self.plan.digest, tuple(view.tensors), tuple(view.strided_boxes), tables)
 
-    def relay(self) -> Relay:
+    def relays(self) -> tuple[Relay, ...]:
+        return tuple(self._relay(kind) for kind in self.plan.later_hops)
+
+    def _relay(self, kind: HopKind) -> Relay:
         sending, receiving = replace(self), replace(self)
-        sends = replace(sending._schedule(sending._relay_sends, is_sender=True), world="train")
-        receives = receiving._schedule(receiving._relay_receives, is_sender=False)
+        send_rows = partial(sending._passes_on, kind=kind, sends=True)
+        sends = replace(sending._schedule(send_rows, is_sender=True), world="train")
+        receives = receiving._schedule(partial(receiving._passes_on, kind=kind, sends=False), is_sender=False)
         recvs = tuple(stage.recvs for stage in receives.stages)  # replicas keep the same tensors: this is both ends
         table = SourceTable(self.rank, self.plan.digest, receives.tensors, receives.strided_boxes, recvs)
         view = SourceView(table, of_rank=self)
@@ -115,11 +123,13 @@ class RankView(View):
         return Held(tuple(held_pieces(self.plan, self.world, self.rank)), names, named)
 
     def unrelayed(self) -> Schedule:
-        plan = replace(self.plan, relay=False, digest=self.plan.digest)
+        plan = replace(self.plan, relay=False, share=False, digest=self.plan.digest)
         return RankView(plan, self.world, self.rank, gen_seats=self.gen_seats).schedule()
 
     def waves(self) -> tuple[Schedule, ...]:
-        if self.plan.casts or not self.plan.relay:  # scales are computed, and slots divided, for all that a rank sends
+        if (
+            self.plan.casts or not self.plan.later_hops
+        ):  # scales are computed, and slots divided, for all that a rank sends
             return ()
         return tuple(replace(self, wave=wave).schedule() for wave in range(WAVES))
 
@@ -163,64 +173,71 @@ class RankView(View):
         return {stage: _table(parts) for stage, parts in rows.items()}
 
     def _sends(self, place: RankInGroup) -> _Columns:
-        plan, transfers, overlaps = self.plan, place.transfers, place.overlaps
-        member, overlap = np.arange(transfers.members)[:, None, None], overlaps[:, None]
-        dst = np.arange(plan.dst_replicas(transfers))
-        sent = plan.served_by(transfers, member, overlap, dst) == place.replica
-        if plan.relay:
-            sent = sent & (plan.lands_on(transfers, member, overlap) == dst)
-        peers = plan.rank_grids[transfers.dst][place.pattern.parts["gen"][overlaps]]
-        return self._columns(place, sent, peers, piece="src", order="src")
+        plan, transfers = self.plan, place.transfers
+        hop = self._first_hop(place)
+        peers = plan.rank_grids[transfers.dst][place.pattern.parts["gen"][hop.overlap], hop.dst]
+        return self._columns(place, hop.overlap, hop.src == place.replica, peers, piece="src", order="src")
 
     def _receives(self, place: RankInGroup, piece: _End = "dst") -> _Columns:
         """Receives of a generation rank from training ranks, as they lie here or ("src") in their tensors."""
-        plan, transfers, overlaps = self.plan, place.transfers, place.overlaps
-        member = np.arange(transfers.members)[:, None]
-        served = plan.served_by(transfers, member, overlaps, place.replica)
-        lands = np.ones_like(served, bool)
-        if plan.relay:
-            lands = plan.lands_on(transfers, member, overlaps) == place.replica
-        peers = plan.rank_grids[transfers.src][place.pattern.parts["train"][overlaps], served]
-        return self._columns(place, lands, peers, piece, order="src")
+        hop = self._first_hop(place, to=place.replica)
+        peers = self.plan.rank_grids[place.transfers.src][place.pattern.parts["train"][hop.overlap], hop.src]
+        return self._columns(place, hop.overlap, hop.dst == place.replica, peers, piece, order="src")
 
-    def _relay_sends(self, place: RankInGroup) -> _Columns:
-        """Sends of the second hop: everything that landed on this generation rank, to each of the other replicas."""
-        member = np.arange(place.transfers.members)[:, None]
-        landed = self.plan.lands_on(place.transfers, member, place.overlaps) == place.replica
-        replicas = self.plan.rank_grids[place.transfers.dst][place.part]
-        others = np.arange(len(replicas)) != place.replica
-        return self._columns(place, landed[:, :, None] & others, replicas, piece="dst", order="dst")
+    def _passes_on(self, place: RankInGroup, kind: HopKind, sends: bool) -> _Columns:
+        """What this generation rank sends to, or receives from, other replicas of its part in a later hop."""
+        transfers, replicas = place.transfers, self.plan.rank_grids[place.transfers.dst][place.part]
+        hops = self.plan.paths(transfers).later_hops(
+            transfers.first_dst_replica, np.arange(transfers.members), self._only(place)
+        )
+        for hop in hops:
+            if hop.kind == kind:
+                own, other = (hop.src, hop.dst) if sends else (hop.dst, hop.src)
+                chosen = hop.runs & (own == place.replica)
+                return self._columns(place, hop.overlap, chosen, replicas[other], piece="dst", order="dst")
+        return self._columns(place, *_NO_LEGS, piece="dst", order="dst")
 
-    def _relay_receives(self, place: RankInGroup) -> _Columns:
-        """Receives of the second hop: everything that landed on other replicas of this generation rank's part."""
-        landed = self.plan.lands_on(place.transfers, np.arange(place.transfers.members)[:, None], place.overlaps)
-        peers = self.plan.rank_grids[place.transfers.dst][place.part][landed]
-        return self._columns(place, landed != place.replica, peers, piece="dst", order="dst")
+    def _first_hop(self, place: RankInGroup, to: int | None = None) -> Hop:
+        transfers = place.transfers
+        firsts = transfers.first_src_replica, transfers.first_dst_replica
+        paths = self.plan.paths(transfers)
+        return paths.first_hop(*firsts, np.arange(transfers.members), self._only(place), to)
+
+    def _only(self, place: RankInGroup) -> NDArray[np.bool_]:
+        return place.pattern.parts[self.world] == place.part
 
     def _columns(
-        self, place: RankInGroup, chosen: NDArray[np.bool_], peers: NDArray[np.int32], piece: _End, order: _End
+        self,
+        place: RankInGroup,
+        overlap: NDArray[np.int64],
+        chosen: NDArray[np.bool_],
+        peers: NDArray[np.int32],
+        piece: _End,
+        order: _End,
     ) -> _Columns:
-        """One row for each `chosen` [members, overlaps, ...] of the rank's part: the peer, and where it lies on one end.
+        """One row for each `chosen` [members, legs] of the rank's part: the peer, and where it lies on one end.
 
-        `peers` broadcasts to `chosen`; `order` says whose memory order the extents have.
+        `overlap` [legs] is that of each leg, `peers` [members, legs]; `order` says whose memory order the extents have.
         """
-        transfers, pattern, overlaps, source = place.transfers, place.pattern, place.overlaps, piece == "src"
+        transfers, pattern, source = place.transfers, place.pattern, piece == "src"
+        overlaps, column_of = np.unique(overlap, return_inverse=True)
         slot0 = transfers.src_slot if source else transfers.dst_slot
         slots = slot0 + np.arange(transfers.members) % transfers.expert_count
         tensor, offset = np.zeros((2, transfers.members, len(overlaps)), dtype=np.int64)
         strided_box = np.zeros(len(overlaps), dtype=np.int64)
         for column, index in enumerate(overlaps):
-            overlap = pattern.overlaps[index]
-            src, dst = pattern.ends(overlap)
+            overlap_here = pattern.overlaps[index]
+            src, dst = pattern.ends(overlap_here)
             local = src if source else dst
             tensor[:, column] = self._tensor_ids(transfers, local.tensor, source)
             slot_stride = row_major_strides(local.view)[local.slot_dim] if local.slot_dim >= 0 else 0
-            offset[:, column] = local.offset(overlap.region.start) + slots * slot_stride
-            box = _wire_box(overlap.region, src if order == "src" else dst, local)
+            offset[:, column] = local.offset(overlap_here.region.start) + slots * slot_stride
+            box = _wire_box(overlap_here.region, src if order == "src" else dst, local)
             strided_box[column] = self.strided_boxes.setdefault(box, len(self.strided_boxes))
-        member_of, overlap_of, *_ = np.nonzero(chosen)
+        member_of, leg_of = np.nonzero(chosen)
+        overlap_of = column_of[leg_of]
         return {
-            "peer": np.broadcast_to(peers, chosen.shape)[chosen].astype(np.int64),
+            "peer": peers[chosen].astype(np.int64),
             "tensor": tensor[member_of, overlap_of],
             "strided_box": strided_box[overlap_of],
             "offset": offset[member_of, overlap_of],

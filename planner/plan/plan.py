@@ -26,8 +26,10 @@ from mcore_reshard.planner.layout.mesh import GenMesh, LayerPlace, TrainMesh
 from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
+from mcore_reshard.planner.topology.topology import Topology
 
-from .balance import Numbers, RoundRobin
+from .loads import Loads, loads_of
+from .paths import HopKind, Paths, Sites
 from .schedule import MemberNames, World
 
 if TYPE_CHECKING:
@@ -56,12 +58,7 @@ class TransferPattern:
     src: Partition
     dst: Partition
     overlaps: tuple[Overlap, ...]
-    _round_robins: dict[tuple[World, int, int], RoundRobin] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _replica_bytes: dict[tuple[World, int, int, int], NDArray[np.int64]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _paths: dict[tuple[object, ...], Paths] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def ends(self, overlap: Overlap) -> tuple[Piece, Piece]:
         return self.src.pieces[overlap.src][overlap.src_piece], self.dst.pieces[overlap.dst][overlap.dst_piece]
@@ -78,22 +75,12 @@ class TransferPattern:
         nbytes = [overlap.region.elements * ITEMSIZE[self.ends(overlap)[1].tensor.dtype] for overlap in self.overlaps]
         return np.array(nbytes, dtype=np.int64)
 
-    def round_robin(self, world: World, replicas: int, pulls: int = 1) -> RoundRobin:
-        """The turns of each part's replicas: as senders ("train"), or as receivers of what the plan relays ("gen")."""
-        key = (world, replicas, pulls)
-        if key not in self._round_robins:
-            self._round_robins[key] = RoundRobin.of(self.parts[world], replicas, pulls)
-        return self._round_robins[key]
-
-    def replica_bytes(self, world: World, members: int, replicas: int, pulls: int = 1) -> NDArray[np.int64]:
-        """Bytes that each replica of one end sends or receives if replica 0 begins, as [parts, replicas]; read only."""
-        key = (world, members, replicas, pulls)
-        if key not in self._replica_bytes:  # many transfer groups share it, and so do plans for more or fewer replicas
-            parts = len((self.src if world == "train" else self.dst).pieces)
-            nbytes = self.round_robin(world, replicas, pulls).nbytes(members, self.overlap_bytes, parts)
-            nbytes.flags.writeable = False
-            self._replica_bytes[key] = nbytes
-        return self._replica_bytes[key]
+    def paths(self, sites: Sites, key: bytes, relay: bool, share: bool) -> Paths:
+        """The paths of the overlaps if replicas are at `sites`; sites with one `key` are alike."""
+        full_key = sites.src_gpus.shape, sites.dst_gpus.shape, key, relay, share
+        if full_key not in self._paths:  # many transfer groups share it, and so do plans for more or fewer replicas
+            self._paths[full_key] = Paths(self.parts["train"], self.parts["gen"], sites, relay, share)
+        return self._paths[full_key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +88,7 @@ class TransferGroup:
     """Parameters (layers x experts of one group) that share pattern, stage, source and destination ranks.
 
     Member `k` is layer `k // experts`, expert `k % experts`. `balance` says how replicas take turns from
-    `first_src_replica` on and, where the plan relays, from `first_dst_replica` on.
+    `first_src_replica` on and, where replicas pass on, from `first_dst_replica` on.
     """
 
     group: int
@@ -226,6 +213,8 @@ class Plan:
     misc: tuple[UnplannedGroup, ...] = ()
     excluded: tuple[UnplannedGroup, ...] = ()
     relay: bool = False  # each overlap leaves the trainer once; the replica it lands on passes it on
+    share: bool = False  # each overlap enters an NVLink domain once; the replica it lands on passes it on there
+    topology: Topology | None = None  # where ranks live; None: nobody knows, each may be on a host of its own
     pairs: tuple[QuantizedPair, ...] = ()
     casts: tuple[GroupCast, ...] = ()
     frozen: tuple[FrozenLayers, ...] = ()  # of frozen.py
@@ -283,23 +272,35 @@ class Plan:
     def dst_replicas(self, transfers: TransferGroup) -> int:
         return self.rank_grids[transfers.dst].shape[1]
 
-    def train_pulls(self, transfers: TransferGroup) -> int:
-        """How often each overlap leaves the trainer."""
-        return 1 if self.relay else self.dst_replicas(transfers)
+    @property
+    def later_hops(self) -> tuple[HopKind, ...]:
+        """The hops among generation ranks, in order."""
+        return (*(("relay",) if self.relay else ()), *(("share",) if self.share else ()))
 
-    def served_by(
-        self, transfers: TransferGroup, member: Numbers, overlap: Numbers, dst_replica: Numbers
-    ) -> NDArray[np.int64]:
-        """The source replica that an overlap comes from, for one destination replica; arguments broadcast."""
-        pull = 0 * np.asarray(dst_replica) if self.relay else dst_replica
-        replicas = self.rank_grids[transfers.src].shape[1]
-        turns = self.patterns[transfers.pattern].round_robin("train", replicas, self.train_pulls(transfers))
-        return turns.replica(transfers.first_src_replica, member, overlap, pull)
+    @cached_property
+    def _sites(self) -> dict[tuple[int, int], tuple[Sites, bytes]]:
+        return {}
 
-    def lands_on(self, transfers: TransferGroup, member: Numbers, overlap: Numbers) -> NDArray[np.int64]:
-        """Where the plan relays: the replica that gets an overlap from the trainer; arguments broadcast."""
-        turns = self.patterns[transfers.pattern].round_robin("gen", self.dst_replicas(transfers))
-        return turns.replica(transfers.first_dst_replica, member, overlap)
+    def paths(self, transfers: TransferGroup) -> Paths:
+        """How the overlaps of a transfer group reach every replica."""
+        ends = transfers.src, transfers.dst
+        if ends not in self._sites:
+            src, dst = self.rank_grids[transfers.src], self.rank_grids[transfers.dst]
+            if self.topology is None:
+                self._sites[ends] = Sites.apart(src.shape, dst.shape), b""
+            else:
+                (src_gpus, dst_gpus), (src_domains, dst_domains) = self._gpus_and_domains
+                sites = Sites(src_gpus[src], src_domains[src], dst_gpus[dst], dst_domains[dst])
+                self._sites[ends] = sites, sites.key
+        return self.patterns[transfers.pattern].paths(*self._sites[ends], self.relay, self.share)
+
+    @cached_property
+    def _gpus_and_domains(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        assert self.topology is not None
+        return [
+            (self.topology.gpus("train"), self.topology.gpus("gen")),
+            (self.topology.domains("train"), self.topology.domains("gen")),
+        ]
 
     def misc_names(self) -> Iterator[str]:
         for unplanned in self.misc:
@@ -337,37 +338,24 @@ class Plan:
         return dict(carried.most_common())
 
     @cached_property
-    def send_bytes(self) -> NDArray[np.int64]:
-        """Bytes that each training rank sends in one refit."""
-        load = np.zeros(self.train.world, dtype=np.int64)
-        for transfers in self.transfer_groups:
-            ranks, pattern = self.rank_grids[transfers.src], self.patterns[transfers.pattern]
-            sent = pattern.replica_bytes("train", transfers.members, ranks.shape[1], self.train_pulls(transfers))
-            np.add.at(load, ranks, np.roll(sent, transfers.first_src_replica, axis=1))
-        return load
-
-    @cached_property
-    def recv_bytes(self) -> NDArray[np.int64]:
-        """Bytes that each generation rank receives in one refit."""
-        load = np.zeros(self.gen.world, dtype=np.int64)
-        for transfers in self.transfer_groups:
-            received = self.patterns[transfers.pattern].replica_bytes("gen", transfers.members, 1)
-            np.add.at(load, self.rank_grids[transfers.dst], received)
-        return load
-
-    @cached_property
-    def relay_bytes(self) -> NDArray[np.int64]:
-        """Bytes that each generation rank passes on to other replicas in one refit."""
-        load = np.zeros(self.gen.world, dtype=np.int64)
-        for transfers in self.transfer_groups if self.relay else ():
-            ranks, pattern = self.rank_grids[transfers.dst], self.patterns[transfers.pattern]
-            landed = pattern.replica_bytes("gen", transfers.members, ranks.shape[1])
-            np.add.at(load, ranks, np.roll(landed, transfers.first_dst_replica, axis=1) * (ranks.shape[1] - 1))
-        return load
+    def loads(self) -> Loads:
+        """Bytes that every rank sends and receives in one refit, by link."""
+        return loads_of(self)
 
     @property
-    def busiest_link(self) -> int:
-        return int(max(load.max(initial=0) for load in (self.send_bytes, self.recv_bytes, self.relay_bytes)))
+    def send_bytes(self) -> NDArray[np.int64]:
+        """Bytes that each training rank sends in one refit."""
+        return np.asarray(self.loads.sent.sum(axis=0), np.int64)
+
+    @property
+    def recv_bytes(self) -> NDArray[np.int64]:
+        """Bytes that each generation rank receives in one refit."""
+        return np.asarray(self.loads.received.sum(axis=0), np.int64)
+
+    @property
+    def relay_bytes(self) -> NDArray[np.int64]:
+        """Bytes that each generation rank passes on to other replicas in one refit."""
+        return np.asarray(self.loads.passed_on.sum(axis=0), np.int64)
 
     @cached_property
     def stage_totals(self) -> tuple[tuple[int, int, int], ...]:

@@ -19,6 +19,7 @@ from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Padding, Partition
 from mcore_reshard.planner.layout.record_forms import LAYER_PLACE, SIZES, TENSORS, RecordForm, canonical, decode, encode
 from mcore_reshard.planner.model.parameters import ParameterGroup, Role
+from mcore_reshard.planner.topology.topology import Machine, Place, Topology
 
 from .bounds import require_bounded
 from .plan import (
@@ -34,7 +35,7 @@ from .plan import (
 )
 
 FORMAT = "mcore-reshard plan"
-VERSION = 4
+VERSION = 5
 
 
 class PlanFileError(ValueError):
@@ -107,7 +108,8 @@ def parse_plan(text: str, source: str = "plan") -> Plan:
 
 def _body_of(plan: Plan) -> dict[str, Any]:
     numbers: dict[LocalTensor, int] = {}
-    body: dict[str, Any] = {name: encode(getattr(plan, name), form, numbers) for name, form in _PLAN.items()}
+    values = {**vars(plan), "topology": () if plan.topology is None else (plan.topology,)}
+    body: dict[str, Any] = {name: encode(values[name], form, numbers) for name, form in _PLAN.items()}
     return {**body, "tensors": encode([*numbers], TENSORS, numbers)}
 
 
@@ -118,7 +120,7 @@ def _plan_of(body: Any) -> Plan:
     fields = {name: decode(body[name], form, name, tensors) for name, form in _PLAN.items()}
     if fields["policy"] not in get_args(Policy):
         raise ValueError(f"unknown policy {shown(fields['policy'])}")
-    plan = Plan(**fields)
+    plan = Plan(**{**fields, "topology": next(iter(fields["topology"]), None)})
     require_bounded(plan)
     return plan
 
@@ -161,6 +163,13 @@ _TRANSFER_GROUP = RecordForm(TransferGroup, {
     **dict.fromkeys(("src_slot", "dst_slot", "first_src_replica", "first_dst_replica"), int),
 })  # fmt: skip
 _UNPLANNED = RecordForm(UnplannedGroup, {"group": int, "reason": str})
+_MACHINE = RecordForm(
+    Machine, {"name": str, **dict.fromkeys(("gpus", "nvlink", "nic", "memory", "hosts_per_domain"), int)}, is_row=False
+)
+_PLACE = RecordForm(Place, {"host": int, "gpu": int})
+_TOPOLOGY = RecordForm(
+    Topology, {"machine": _MACHINE, "hosts": [str], "train": [_PLACE], "gen": [_PLACE]}, is_row=False
+)
 _PLAN = {
     "model": str,
     "train": _mesh_form(TrainMesh),
@@ -174,6 +183,8 @@ _PLAN = {
     "misc": [_UNPLANNED],
     "excluded": [_UNPLANNED],
     "relay": bool,
+    "share": bool,
+    "topology": [_TOPOLOGY],  # one or none
     "pairs": [RecordForm(QuantizedPair, {"weight": int, "scales": int, "block": (int, int), "touched": bool})],
     "casts": [RecordForm(GroupCast, {"group": int, "src": str, "dst": str})],
     "frozen": [RecordForm(FrozenLayers, {"group": int, "layers": SIZES})],

@@ -141,6 +141,7 @@ class _Replicas:
             patterns=tuple(self._patterns),
             rank_grids=tuple(self._rank_grids),
             transfer_groups=(),
+            topology=None,
         )
         return balance_plan(blank, unbalanced, scale_patterns)
 

@@ -97,7 +97,7 @@ class Schedule:
     casts: tuple[Cast, ...] = ()  # training ranks: tensors that are sent in another dtype
     computed: tuple[int, ...] = ()  # training ranks: tensors that the trainer does not have, the scales of casts
     relayed: bool = False  # generation ranks pass on what they receive
-    between_replicas: bool = False  # the second hop of a relay: its 'train' ranks are the generation ranks that pass on
+    between_replicas: bool = False  # a later hop of a relay: its 'train' ranks are the generation ranks that pass on
     view: View | None = None
     later: Schedule | None = None  # of refits after an engine's first, if the trainer leaves parameters frozen
     gen_seats: tuple[int, ...] = ()  # the number by which messages name each generation rank; (): its own
@@ -201,9 +201,9 @@ class View:
         """Where the rank's own tensors hold which part of which parameter; None if no plan says so."""
         return None
 
-    def relay(self) -> Relay:
-        """The second hop, for generation ranks of a plan that relays."""
-        raise NotImplementedError("nothing is passed on here")
+    def relays(self) -> tuple[Relay, ...]:
+        """The later hops of a generation rank, in order; () where nothing is passed on."""
+        return ()
 
     def unrelayed(self) -> Schedule:
         """The schedule if all bytes came from the trainer."""

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ravel, unravel
@@ -79,7 +80,9 @@ class Transfer:
     pp_stage: int | None = None  # of the trainer
     src: Place | None = None
     dst: Place | None = None
-    relayed_by: int | None = None  # the generation rank that passes it on; None where it comes straight from `src`
+    relayed_by: int | None = (
+        None  # the generation rank that `dst` gets it from; None where it comes straight from `src`
+    )
     element: tuple[int, ...] | None = None  # the element asked for, in the HF parameter's shape
 
 
@@ -222,13 +225,11 @@ def _of_overlaps(
     if not overlaps:
         return
     src_ranks, dst_ranks = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
-    member, overlap = np.array(members)[:, None, None], np.array(overlaps)[:, None]
-    replica = np.arange(dst_ranks.shape[1])
-    served_by = plan.served_by(transfers, member, overlap, replica)
-    src = src_ranks[pattern.parts["train"][overlap], served_by]  # [members, overlaps, replicas]
-    dst = np.broadcast_to(dst_ranks[pattern.parts["gen"][overlap], replica], src.shape)
-    lands_on = plan.lands_on(transfers, member, overlap) if plan.relay else replica
-    landing = np.broadcast_to(dst_ranks[pattern.parts["gen"][overlap], lands_on], src.shape)
+    served_by, passed_on_by = _sources_of(plan, transfers, np.array(members), overlaps)  # [members, overlaps, replicas]
+    src_part, dst_part = (pattern.parts[world][overlaps][:, None] for world in ("train", "gen"))  # type: ignore[index]
+    src = src_ranks[src_part, served_by]
+    dst = np.broadcast_to(dst_ranks[dst_part, np.arange(dst_ranks.shape[1])], src.shape)
+    landing = np.where(passed_on_by < 0, -1, dst_ranks[dst_part, passed_on_by])
     chosen = np.ones(src.shape, bool) if seat is None else (src if seat[0] == "train" else dst) == seat[1]
     element, names = None if point is None else _element(group, point), plan.names_of(transfers)
     for i, j, r in np.argwhere(chosen).tolist():
@@ -244,9 +245,30 @@ def _of_overlaps(
             pp_stage=transfers.pp_stage,
             src=_place("train", int(src[i, j, r]), src_piece, transfers, members[i], first),
             dst=_place("gen", int(dst[i, j, r]), dst_piece, transfers, members[i], first),
-            relayed_by=None if landing[i, j, r] == dst[i, j, r] else int(landing[i, j, r]),
+            relayed_by=None if landing[i, j, r] < 0 else int(landing[i, j, r]),
             element=element,
         )
+
+
+def _sources_of(
+    plan: Plan, transfers: TransferGroup, member: NDArray[np.int64], overlaps: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each member, overlap and destination replica: the source replica, and the replica that passes it on, or -1."""
+    paths, pattern = plan.paths(transfers), plan.patterns[transfers.pattern]
+    firsts = transfers.first_src_replica, transfers.first_dst_replica
+    only = np.isin(np.arange(len(pattern.overlaps)), overlaps)
+    served_by = np.zeros((len(member), len(overlaps), plan.dst_replicas(transfers)), np.int64)
+    passed_on_by = np.full_like(served_by, -1)
+    column = np.zeros(len(pattern.overlaps), np.int64)
+    column[overlaps] = np.arange(len(overlaps))
+    first = paths.first_hop(*firsts, member, only)
+    served_by[np.arange(len(member))[:, None], column[first.overlap], first.dst] = first.src
+    for hop in paths.later_hops(firsts[1], member, only):
+        row, leg = np.nonzero(hop.runs)
+        src, dst, at = hop.src[row, leg], hop.dst[row, leg], column[hop.overlap[leg]]
+        served_by[row, at, dst] = served_by[row, at, src]
+        passed_on_by[row, at, dst] = src
+    return served_by, passed_on_by
 
 
 def _place(world: World, rank: int, piece: Piece, transfers: TransferGroup, member: int, point: Index) -> Place:

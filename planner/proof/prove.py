@@ -19,6 +19,7 @@ A plan is sound when
   holders     the ranks named are those that hold the part on the mesh;
   places      layers are read and written where both pipelines keep them;
   arrivals    every bulk parameter arrives once on each stage of the engine that holds it;
+  paths       each replica gets each overlap once, from the trainer or from a replica that has it by then;
   pairs       quantized weights and their scales have one route, the same ranks and replica order, and agree block by block;
   casts       dtypes change only in declared, known ways, and all of a tensor is sent in one dtype;
   stages      transfer groups leave in stage order, towards generation ranks only (so no cycle).
@@ -40,6 +41,7 @@ from typing import Any
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.plan import Plan
 
+from .paths import check_paths
 from .patterns import check_groups, check_patterns, check_pieces, check_references
 from .quantized import check_casts, check_pairs
 from .ranks import check_ranks
@@ -85,7 +87,7 @@ def prove(plan: Plan) -> Proof:
     for check in (check_references, check_pieces):
         if violations := tuple(_few_per_rule(check(plan))):
             return Proof(violations, 0, 0)  # nothing else can be evaluated
-    checks = (check_groups, check_patterns, check_ranks, check_tensors, check_pairs, check_casts)
+    checks = (check_groups, check_patterns, check_ranks, check_paths, check_tensors, check_pairs, check_casts)
     return Proof(tuple(v for check in checks for v in _few_per_rule(check(plan))), *_bytes(plan))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 World = Literal["train", "gen"]
 
-GB = 1e9
+GB = 10**9
 _HOSTS_TERM = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)\*([0-9]{1,6})(?:@([0-9]{1,4}))?")
 _MAX_TEXT = 1 << 16
 
@@ -49,10 +49,15 @@ class Machine:
 
     name: str
     gpus: int  # of a host
-    nvlink: float  # into or out of one GPU
-    nic: float  # of the NIC of one GPU
-    memory: float  # a copy within one GPU: payload, which is read and written
+    nvlink: int  # into or out of one GPU
+    nic: int  # of the NIC of one GPU
+    memory: int  # a copy within one GPU: payload, which is read and written
     hosts_per_domain: int = 1  # that NVLink connects
+
+    def __post_init__(self) -> None:
+        numbers = {name: value for name, value in asdict(self).items() if name != "name"}
+        if wrong := [f"{name} must be positive, not {value}" for name, value in numbers.items() if not value > 0]:
+            raise TopologyError(wrong)
 
 
 # NVLink and NICs: NVIDIA's data sheets (450 and 900 GB/s each way; 400 Gb/s), less what copies reach (docs/performance.md:
@@ -107,38 +112,6 @@ class Topology:
         """The topology of only these generation ranks, in this order."""
         return replace(self, gen=tuple(self.gen[seat] for seat in seats))
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain data, for a plan file."""
-        return {
-            "machine": asdict(self.machine),
-            "hosts": list(self.hosts),
-            "train": [list(place) for place in self.train],
-            "gen": [list(place) for place in self.gen],
-        }
-
-    @classmethod
-    def of_json(cls, data: Mapping[str, Any]) -> Topology:
-        """The inverse of `as_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        known = {field.name for field in fields(Machine)}
-        if set(data) != {"machine", "hosts", "train", "gen"} or set(data["machine"]) != known:
-            raise ValueError("a topology has a machine, hosts, train and gen")
-        raw = data["machine"]
-        machine = Machine(
-            str(raw["name"]),
-            int(raw["gpus"]),
-            float(raw["nvlink"]),
-            float(raw["nic"]),
-            float(raw["memory"]),
-            int(raw["hosts_per_domain"]),
-        )
-        if problems := _machine_problems({name: value for name, value in asdict(machine).items() if name != "name"}):
-            raise TopologyError(problems)
-        places = {
-            world: tuple(Place(*(int(number) for number in place)) for place in data[world])
-            for world in ("train", "gen")
-        }
-        return cls(machine, tuple(str(host) for host in data["hosts"]), **places)
-
 
 def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "") -> Topology:
     """A topology as the command line gives it.
@@ -153,16 +126,17 @@ def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "")
     if machine is None:
         violations.append(f"there is no machine {name!r}; known are {', '.join(MACHINES)}")
     shared = "shared" in settings
-    changed: dict[str, float] = {}
+    changed: dict[str, int] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
         if key == "gpus" and re.fullmatch(r"[0-9]{1,4}", value):
             changed[key] = int(value)
         elif key in ("nic", "nvlink", "memory") and re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", value):
-            changed[key] = float(value) * GB
+            changed[key] = round(float(value) * GB)
         elif setting != "shared":
             violations.append(f"{setting!r} is none of shared, nic=GB/S, nvlink=GB/S, memory=GB/S, gpus=COUNT")
-    violations += _machine_problems(changed)
+    if zeros := [key for key, value in changed.items() if not value]:
+        violations.append(f"{', '.join(zeros)} must be positive, not 0")
     if shared and hosts:
         violations.append("hosts are given: they say who shares, 'shared' does not")
     if shared and gen_ranks > train_ranks:
@@ -213,7 +187,3 @@ def _on_hosts(machine: Machine, text: str, ranks: Mapping[str, int]) -> Topology
     if violations:
         raise TopologyError(violations)
     return Topology(machine, tuple(names), tuple(places["train"]), tuple(places["gen"]))
-
-
-def _machine_problems(numbers: Mapping[str, float]) -> list[str]:
-    return [f"{name} must be positive, not {value:g}" for name, value in numbers.items() if not 0 < value < 1e18]

@@ -28,7 +28,7 @@ from mcore_reshard.kernels.copies.tiling import tiling_problems
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.kernels.transports.direct.staging import parted
 from mcore_reshard.planner.layout.geometry import row_major_strides
-from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
+from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, StridedBox, TransferTable, World
 
@@ -53,7 +53,7 @@ def gloo_tables(bound: BoundSchedule, plan: Plan) -> list[Executed]:
     """What gloo and nccl execute, also the second hop of a relay."""
     schedules = [bound.schedule]
     if plan.relay and bound.schedule.world == "gen":
-        relay = relay_of(plan, bound.schedule.rank)
+        relay = relays_of(plan, bound.schedule.rank)[0]
         schedules += [relay.sends, relay.receives]
     parts = [bound, *(bound.part(schedule) for schedule in schedules[1:])]
     return [Executed(part, buckets=cut_buckets(part.schedule, BUCKET_BYTES)) for part in parts]

@@ -15,7 +15,7 @@ from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.errors import BindError
-from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
+from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, SourceView, TransferTable
 
@@ -51,7 +51,7 @@ def test_every_element_is_pulled_to_its_place(case: Case) -> None:
     for schedule in schedules:
         pull(schedule, own[schedule.rank], train)
     for rank in range(plan.gen.world if plan.relay else 0):
-        pull(relay_of(plan, rank).receives, own[rank], own)
+        pull(relays_of(plan, rank)[0].receives, own[rank], own)
     for held_here, want in zip(own, wants, strict=True):
         assert {n: raw_bytes(t) for n, t in held_here.items()} == {n: raw_bytes(t) for n, t in want.items()}
 

@@ -12,8 +12,10 @@ from mcore_reshard.planner.layout.megatron import MegatronBuild
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import parameters_from_config
+from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.make_plan import make_plan
 from mcore_reshard.planner.plan.plan import Plan, Policy
+from mcore_reshard.planner.topology.topology import parse_topology
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Case:
     block: tuple[int, ...] = ()  # weight_block_size of an FP8 checkpoint; () where dtypes say FP8: one scale a tensor
     kept: tuple[str, ...] = ()  # modules_to_not_convert
     unquantized: tuple[int, ...] = ()  # layers that an FP8 trainer keeps in its main dtype
+    machine: str = ""  # --topology; "": nobody knows where ranks are
+    hosts: str = ""  # --hosts
 
     def __str__(self) -> str:
         extra = [self.build.experts] if self.build.experts != "grouped" else []
@@ -40,11 +44,15 @@ class Case:
         extra += ["x".join(map(str, self.block))] if self.block else []
         extra += [f"but {', '.join(self.kept)}"] if self.kept else []
         extra += [f"but layers {self.unquantized} of the trainer"] if self.unquantized else []
+        extra += [f"on {each}" for each in (self.machine, self.hosts) if each]
         return " ".join([self.config, self.train, "->", self.gen, *extra])
 
     @cache  # noqa: B019  cases are few and live as long as the tests
     def plan(self) -> Plan:
-        return self.new_plan()
+        plan = self.new_plan()
+        if not self.machine:
+            return plan
+        return located(plan, parse_topology(self.machine, plan.train.world, plan.gen.world, self.hosts))
 
     @property
     def hf_config(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Every element of every parameter gets a number of its own. The pieces of a *good* plan give the numbers in the source
 tensors, and the expected ones in the destination tensors. In between, the schedules of all ranks of the plan are run.
-This file uses only `schedule_of` and `relay_of` of the planner, and reads pieces with plain numpy slices.
+This file uses only `schedule_of` and `relays_of` of the planner, and reads pieces with plain numpy slices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece
 from mcore_reshard.planner.layout.mesh import LayerPlace
 from mcore_reshard.planner.model.parameters import ITEMSIZE
-from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
+from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 from mcore_reshard.planner.plan.schedule import Schedule, StridedBox, TransferTable, World
 
@@ -105,9 +105,9 @@ def execute(plan: Plan, sources: Tensors, wanted: Tensors) -> tuple[Tensors, lis
     gen = [schedule_of(plan, "gen", rank) for rank in range(plan.gen.world)]
     arrived = {key: np.full(tensor.size, UNTOUCHED) for key, tensor in wanted.items()}
     faults = list(_exchange(train, gen, sources, arrived))
-    if plan.relay:  # only now: a relay passes on what has arrived
-        relays = [relay_of(plan, rank) for rank in range(plan.gen.world)]
-        faults += _exchange([r.sends for r in relays], [r.receives for r in relays], arrived, arrived)
+    relays = [relays_of(plan, rank) for rank in range(plan.gen.world)]
+    for hop in zip(*relays, strict=True):  # only now: a replica passes on what has arrived
+        faults += _exchange([r.sends for r in hop], [r.receives for r in hop], arrived, arrived)
     return {key: flat.reshape(wanted[key].shape) for key, flat in arrived.items()}, faults
 
 

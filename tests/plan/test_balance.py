@@ -7,47 +7,57 @@ from math import gcd
 import numpy as np
 import pytest
 
-from mcore_reshard.planner.plan.balance import RoundRobin, first_replicas, stride_of
+from mcore_reshard.planner.plan.balance import Row, Share, Turns, first_replicas, rolled, stride_of
 
 MEMBERS = np.arange(4)
-PARTS = np.zeros(1, np.int64)  # one overlap, of part 0
+
+
+def turns_of(parts: list[int], replicas: int, pulls: int) -> Turns:
+    """The turns of overlaps of these source parts, each pulled so often; turn `o * pulls + p` is pull p of overlap o."""
+    distinct = list(dict.fromkeys(parts))
+    rows = [Row(part, tuple(range(replicas))) for part in distinct]
+    return Turns.of(rows, np.repeat([distinct.index(part) for part in parts], pulls))
 
 
 def test_the_worked_example() -> None:
-    turns = RoundRobin.of(PARTS, replicas=4, pulls=2)
-    assert turns.strides.tolist() == [3]
-    assert turns.replica(0, MEMBERS, 0, 0).tolist() == [0, 3, 2, 1]
-    assert turns.replica(0, MEMBERS, 0, 1).tolist() == [1, 0, 3, 2]
+    turns = turns_of([0], replicas=4, pulls=2)
+    assert set(turns.strides.tolist()) == {3}
+    assert turns.replica(0, MEMBERS, 0).tolist() == [0, 3, 2, 1]
+    assert turns.replica(0, MEMBERS, 1).tolist() == [1, 0, 3, 2]
     assert ((MEMBERS * 2) % 4).tolist() == [0, 2, 0, 2]  # with a stride of 2
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 6, 8, 12])
 @pytest.mark.parametrize("pulls", [1, 2, 3, 4, 5, 8])
 def test_every_pull_visits_every_replica_and_no_replica_serves_two_more_than_another(replicas: int, pulls: int) -> None:
-    turns = RoundRobin.of(PARTS, replicas, pulls)
+    turns = turns_of([0], replicas, pulls)
     assert gcd(int(turns.strides[0]), replicas) == 1
     for pull in range(pulls):
-        assert sorted(turns.replica(0, np.arange(replicas), 0, pull).tolist()) == list(range(replicas))
-    served = turns.replica(0, 0, 0, np.arange(pulls))
+        assert sorted(turns.replica(0, np.arange(replicas), pull).tolist()) == list(range(replicas))
+    served = turns.replica(0, 0, np.arange(pulls))
     assert np.ptp(np.bincount(served, minlength=replicas)) <= 1
 
 
 def test_overlaps_of_one_part_follow_each_other_and_parts_do_not_mix() -> None:
-    turns = RoundRobin.of(np.array([3, 7, 3]), replicas=8, pulls=2)
-    assert turns.first_pull.tolist() == [0, 0, 2]
-    assert turns.strides.tolist() == [5, 3, 5]
+    turns = turns_of([3, 7, 3], replicas=8, pulls=2)
+    assert turns.number[::2].tolist() == [0, 0, 2]
+    assert turns.strides[::2].tolist() == [5, 3, 5]
 
 
 @pytest.mark.parametrize("members", [1, 3, 4, 9])
 def test_bytes_are_those_of_every_single_pull(members: int) -> None:
-    parts, nbytes = np.array([0, 0, 1]), np.array([10, 20, 40])
-    turns = RoundRobin.of(parts, replicas=4, pulls=3)
-    expected = np.zeros((2, 4), np.int64)
-    for member in range(members):
-        for overlap in range(3):
-            for pull in range(3):
-                expected[parts[overlap], turns.replica(0, member, overlap, pull)] += nbytes[overlap]
-    assert turns.nbytes(members, nbytes, 2).tolist() == expected.tolist()
+    rows = [Row(0, (0, 1, 2, 3)), Row(1, (1, 3))]  # the second part has fewer replicas to take turns
+    row, nbytes = np.array([0, 0, 1, 1, 1]), np.array([10, 20, 40, 80, 160])
+    turns = Turns.of(rows, row)
+    for first in (0, 3):
+        expected = np.zeros((2, 4), np.int64)
+        for member in range(members):
+            for turn in range(len(row)):
+                expected[row[turn], turns.replica(first, member, turn)] += nbytes[turn]
+        moved = rolled(turns.nbytes(members, nbytes), turns.sizes, first)
+        found = np.zeros((2, 4), np.int64)
+        np.add.at(found, (np.arange(2)[:, None], turns.replicas), moved)
+        assert found.tolist() == expected.tolist()
 
 
 def test_strides_share_no_factor_with_the_replicas() -> None:
@@ -57,11 +67,17 @@ def test_strides_share_no_factor_with_the_replicas() -> None:
 
 def test_a_remainder_goes_to_the_least_loaded_replica() -> None:
     ranks = np.array([[0, 1, 2]], np.int32)
-    uneven = np.array([[5, 0, 0]])
-    assert sorted(first_replicas([(ranks, uneven, 1)] * 3, 3)) == [0, 1, 2]
+    uneven = Share(ranks, np.array([3]), np.array([[5, 0, 0]]), 1, 0)
+    assert sorted(first_replicas([uneven] * 3, 3)) == [0, 1, 2]
 
 
 def test_even_loads_go_on_where_the_one_before_stopped() -> None:
     ranks = np.array([[0, 1], [2, 3]], np.int32)
-    even = np.array([[8, 8], [8, 8]])
-    assert first_replicas([(ranks, even, 1), (ranks, even, 1)], 4) == [0, 1]
+    even = Share(ranks, np.array([2, 2]), np.array([[8, 8], [8, 8]]), 1, 0)
+    assert first_replicas([even, even], 4) == [0, 1]
+
+
+def test_a_row_of_fewer_replicas_takes_turns_among_its_own() -> None:
+    cost, sizes = np.array([[5, 0, 0], [7, 0, 0]]), np.array([3, 2])
+    assert rolled(cost, sizes, 2).tolist() == [[0, 0, 5], [7, 0, 0]]
+    assert rolled(cost, sizes, 1).tolist() == [[0, 5, 0], [0, 7, 0]]

@@ -171,7 +171,7 @@ def resealed(change):
         ("", "it is not JSON"),
         ("[1, 2]", 'no "format"'),
         ('{"model_type": "llama"}', 'no "format"'),
-        (corrupted(lambda d: d.update(version=99)), "version 99, this release reads version 4"),
+        (corrupted(lambda d: d.update(version=99)), "version 99, this release reads version 5"),
         (corrupted(lambda d: d["plan"]["transfer_groups"][0].__setitem__(3, 1)), "is damaged: its content has digest"),
         (corrupted(lambda d: d.update(digest="0" * 64)), "it claims 000"),
         (

@@ -15,7 +15,7 @@ import pytest
 from helpers import plans
 
 from mcore_reshard.planner.layout.geometry import Region
-from mcore_reshard.planner.plan.make_schedule import relay_of, schedule_of
+from mcore_reshard.planner.plan.make_schedule import relays_of, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, StridedBox, World
 from mcore_reshard.planner.plan.transfers import (
@@ -69,7 +69,7 @@ def moves_of(case: plans.Case) -> Moves:
             found.append((name, train, src, held, a, gen, dst, wanted, b))
     landed = {(gen, name, dst, b): row for row in found for name, *_, gen, dst, _, b in [row]}
     for gen in range(plan.gen.world if plan.relay else 0):  # replicas keep a parameter in the same place
-        schedule = relay_of(plan, gen).receives
+        schedule = relays_of(plan, gen)[0].receives
         for _, peer, name, tensor, _, offset in _rows(schedule):
             name, train, src, held, a, _, dst, wanted, b = landed[peer, name, tensor, offset]
             found.append((name, train, src, held, a, gen, dst, wanted, b))

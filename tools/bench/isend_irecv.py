@@ -30,7 +30,7 @@ class _Message:
 
 
 def per_tensor(rank: Rank, options: Options) -> Prepared:
-    if rank.plan.relay:
+    if rank.plan.later_hops:
         raise Unavailable("the plan has replicas relay, which this method does not do")
     join_world(rank)
     messages = _messages(rank, int(options.get("layers", _LAYERS)))

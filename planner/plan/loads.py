@@ -1,0 +1,61 @@
+"""Bytes on every link of every rank: its own GPU's memory, NVLink, and its NIC (see `paths`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .balance import Ints, rolled
+from .paths import LINKS
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Bytes of one refit, by link in the order of `LINKS`; without a topology all are the NIC's."""
+
+    sent: Ints  # [links, training ranks]
+    received: Ints  # [links, generation ranks]: from the trainer and from other replicas
+    passed_on: Ints  # [links, generation ranks]
+
+
+def loads_of(plan: Plan) -> Loads:
+    """The loads of a plan, from its turns alone."""
+    sent = np.zeros((len(LINKS), plan.train.world), np.int64)
+    received, passed_on = np.zeros((2, len(LINKS), plan.gen.world), np.int64)
+    for transfers in plan.transfer_groups:
+        paths, nbytes = plan.paths(transfers), plan.patterns[transfers.pattern].overlap_bytes
+        src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
+        for load, turns, grid, count, first in (
+            (sent, paths.pulls, src, paths.pulled_bytes, transfers.first_src_replica),
+            (received, paths.landings, dst, paths.landed_bytes, transfers.first_dst_replica),
+        ):
+            moved = rolled(count(transfers.members, nbytes), turns.sizes, first)
+            np.add.at(load, (turns.links[:, None], turns.ranks(grid)), moved)
+        if paths.passes_on:
+            passed = paths.passed_bytes(transfers.members, transfers.first_dst_replica, nbytes)
+            for link in LINKS:
+                np.add.at(passed_on[link], dst, passed[0, link])
+                np.add.at(received[link], dst, passed[1, link])
+    return Loads(sent, received, passed_on)
+
+
+def busiest_link(plan: Plan) -> float:
+    """Seconds for which the busiest link is busy; without a topology its bytes."""
+    loads = plan.loads
+    if plan.topology is None:
+        return float(max(load.sum(axis=0).max(initial=0) for load in (loads.sent, loads.received, loads.passed_on)))
+    topology, machine = plan.topology, plan.topology.machine
+    gpus = len(topology.hosts) * machine.gpus
+    train, gen = topology.gpus("train"), topology.gpus("gen")
+    leaving, entering = np.zeros((2, len(LINKS), gpus), np.int64)
+    for link in LINKS:
+        np.add.at(leaving[link], train, loads.sent[link])
+        np.add.at(leaving[link], gen, loads.passed_on[link])
+        np.add.at(entering[link], gen, loads.received[link])
+    speeds = np.array([machine.memory, machine.nvlink, machine.nic])
+    return float((np.maximum(leaving, entering) / speeds[:, None]).max(initial=0.0))

@@ -1,0 +1,253 @@
+"""How every overlap reaches every replica of its destination: straight from a training rank, or passed on by replicas.
+
+A transfer group's parts have replicas on both ends. `Sites` says which of them share a GPU or an NVLink domain. Without
+sites every rank is far from every other. One overlap, which four replicas of the engine need, on two hosts:
+
+    straight     train -> 0, train -> 1, train -> 2, train -> 3        each replica gets it from the trainer
+    share        train -> 0, train -> 3;    0 -> 1, 3 -> 2             it enters a host once, and NVLink does the rest
+    relay        train -> 0;    0 -> 3;     0 -> 1, 3 -> 2             it leaves the trainer once as well
+
+Where a training rank is on the replica's own GPU or host, the replica gets it from there, and nothing is passed on. Which
+one of several ranks sends or receives is a matter of turns, see `balance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import lcm
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .balance import Ints, Row, Turns
+
+OWN_GPU, NVLINK, NIC = LINKS = 0, 1, 2  # the nearest first
+HopKind = Literal["train", "relay", "share"]  # from the trainer; between domains; within a domain
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Where the replicas of both ends are: equal numbers are one GPU, or one NVLink domain."""
+
+    src_gpus: Ints  # [source parts, replicas]
+    src_domains: Ints
+    dst_gpus: Ints  # [destination parts, replicas]
+    dst_domains: Ints
+
+    @property
+    def key(self) -> bytes:
+        """Equal for sites that differ in nothing but numbers: the same ranks are near each other, in the same order."""
+        numbers, domains = np.unique(self.dst_domains, return_inverse=True)
+        near = _index_of(numbers, self.src_domains)
+        if (near < 0).all():  # nor does anybody share a GPU
+            return domains.tobytes()
+        gpus, own = np.unique(self.dst_gpus, return_inverse=True)
+        return b"".join(each.tobytes() for each in (domains, near, own, _index_of(gpus, self.src_gpus)))
+
+    @classmethod
+    def apart(cls, src_shape: tuple[int, ...], dst_shape: tuple[int, ...]) -> Sites:
+        """Sites that are all far from each other."""
+        src = np.arange(src_shape[0] * src_shape[1], dtype=np.int64).reshape(src_shape)
+        dst = src.size + np.arange(dst_shape[0] * dst_shape[1], dtype=np.int64).reshape(dst_shape)
+        return cls(src, src, dst, dst)
+
+
+def _index_of(known: Ints, numbers: Ints) -> Ints:
+    """Where each number is in `known`, which ascends; -1 where it is not."""
+    index = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
+    return np.where(known[index] == numbers, index, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Legs of the paths of some members: each takes one overlap from one replica to another."""
+
+    kind: HopKind
+    overlap: Ints  # [legs]
+    src: Ints  # [members, legs]: replica of the source part, or after the first hop of the destination part
+    dst: Ints  # [members, legs]: replica of the destination part
+    runs: NDArray[np.bool_]  # [members, legs]: whether the member takes that leg
+    link: Ints  # [legs]
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The paths of the overlaps of a transfer group; they depend on its cuts, and on where replicas are."""
+
+    src_parts: Ints  # [overlaps]
+    dst_parts: Ints
+    sites: Sites
+    relay: bool  # each overlap leaves the trainer once
+    share: bool  # each overlap enters an NVLink domain once
+    _kept: dict[tuple[int, ...], Ints] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def pulls(self) -> Turns:
+        """The turns of training ranks, one for each leg of the first hop."""
+        return self._first_hop[1]
+
+    @property
+    def landings(self) -> Turns:
+        """The turns of the generation ranks that these legs lead to."""
+        return self._first_hop[2]
+
+    @property
+    def pulled(self) -> Ints:
+        """[legs of the first hop]: the overlap of each."""
+        return self._first_hop[0]
+
+    @cached_property
+    def passes_on(self) -> bool:
+        """Whether replicas pass anything on."""
+        return bool((self.landings.sizes > 1).any())
+
+    @cached_property
+    def period(self) -> int:
+        """After so many members, the turns of generation ranks repeat."""
+        return lcm(*self.landings.sizes.tolist(), *(self._cells[1].sizes.tolist() if self.relay else ()))
+
+    @cached_property
+    def _first_hop(self) -> tuple[Ints, Turns, Turns]:
+        rows: tuple[dict[Row, int], dict[Row, int]] = ({}, {})
+        of_parts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # the rows of both ends, of each leg
+        overlap: list[int] = []
+        legs: list[tuple[int, int]] = []
+        for number, parts in enumerate(zip(self.src_parts.tolist(), self.dst_parts.tolist(), strict=True)):
+            if parts not in of_parts:
+                of_parts[parts] = [
+                    (rows[0].setdefault(src, len(rows[0])), rows[1].setdefault(dst, len(rows[1])))
+                    for src, dst in self._legs_between(*parts)
+                ]
+            overlap += [number] * len(of_parts[parts])
+            legs += of_parts[parts]
+        src, dst = np.array(legs, np.int64).reshape(-1, 2).T.copy()
+        return np.array(overlap, np.int64), Turns.of([*rows[0]], src), Turns.of([*rows[1]], dst)
+
+    def _legs_between(self, src_part: int, dst_part: int) -> list[tuple[Row, Row]]:
+        """Who sends and who receives, of each leg from the trainer of an overlap of these parts."""
+        sites = self.sites
+        legs: list[tuple[Row, Row]] = []
+        far: dict[int, list[int]] = {}  # by domain
+        places = zip(sites.dst_gpus[dst_part].tolist(), sites.dst_domains[dst_part].tolist(), strict=True)
+        for replica, (gpu, domain) in enumerate(places):
+            near = np.flatnonzero(sites.src_gpus[src_part] == gpu).tolist()
+            link = OWN_GPU if near else NVLINK
+            near = near or np.flatnonzero(sites.src_domains[src_part] == domain).tolist()
+            if near:
+                legs.append((Row(src_part, tuple(near), link), Row(dst_part, (replica,), link)))
+            else:
+                far.setdefault(domain if self.share else ~replica, []).append(replica)
+        cells = [[replica for cell in far.values() for replica in cell]] if self.relay and far else [*far.values()]
+        everyone = Row(src_part, tuple(range(sites.src_gpus.shape[1])), NIC)
+        return legs + [(everyone, Row(dst_part, tuple(cell), NIC)) for cell in cells]
+
+    @cached_property
+    def _cells(self) -> tuple[Ints, Turns]:
+        """Where the first hop leads to one replica of all: (leg of the first hop, turn) of each domain that needs the overlap."""
+        rows: dict[Row, int] = {}
+        legs: list[int] = []
+        cells: list[int] = []
+        for leg in np.flatnonzero(self.landings.sizes[self.landings.row] > 1).tolist() if self.relay else ():
+            landing = self.landings.rows[self.landings.row[leg]]
+            members: dict[int, list[int]] = {}
+            for replica in landing.replicas:
+                members.setdefault(int(self._cell_of(landing.part, replica)), []).append(replica)
+            cells += [rows.setdefault(Row(landing.part, tuple(cell), NIC), len(rows)) for cell in members.values()]
+            legs += [leg] * len(members)
+        return np.array(legs, np.int64), Turns.of([*rows], np.array(cells, np.int64))
+
+    @cached_property
+    def _mates(self) -> tuple[Ints, Ints]:
+        """(cell, or leg of the first hop where those are none; replica) of each leg within a domain."""
+        turns = self._cells[1] if self.relay else self.landings
+        shared = np.flatnonzero(turns.sizes[turns.row] > 1).tolist() if self.share else ()
+        legs = [(turn, replica) for turn in shared for replica in turns.rows[turns.row[turn]].replicas]
+        turn, replica = np.array(legs, np.int64).reshape(-1, 2).T.copy()
+        return turn, replica
+
+    def _cell_of(self, part: Ints | int, replica: Ints | int) -> Ints:
+        """A number that the replicas share that one of them passes on to: that of the domain, if it does."""
+        cell = self.sites.dst_domains[part, replica] if self.share else replica
+        return np.asarray(cell, np.int64)
+
+    def first_hop(
+        self,
+        first_src: int,
+        first_dst: int,
+        member: Ints,
+        only: NDArray[np.bool_] | None = None,
+        to: int | None = None,
+    ) -> Hop:
+        """What leaves the trainer for these members; `only` [overlaps] says of which overlaps.
+
+        With `to`, legs that cannot lead to this replica are left out.
+        """
+        overlap, pulls, landings = self._first_hop
+        chosen = np.ones(len(overlap), bool) if only is None else only[overlap]
+        if to is not None:
+            chosen &= (landings.replicas == to).any(axis=1)[landings.row]
+        legs, every = np.flatnonzero(chosen), member[:, None]
+        src, dst = pulls.replica(first_src, every, legs), landings.replica(first_dst, every, legs)
+        return Hop("train", overlap[legs], src, dst, np.ones(src.shape, bool), pulls.links[pulls.row[legs]])
+
+    def later_hops(self, first_dst: int, member: Ints, only: NDArray[np.bool_] | None = None) -> list[Hop]:
+        """What replicas pass on to each other for these members: between domains, then within them."""
+        hops: list[Hop] = []
+        if not self.passes_on:
+            return hops
+        landings, every = self.landings, member[:, None]
+        if self.relay:
+            leg, cells = self._cells
+            overlap = self.pulled[leg]
+            turns = np.arange(len(leg)) if only is None else np.flatnonzero(only[overlap])
+            part = self.dst_parts[overlap[turns]]
+            root, lander = landings.replica(first_dst, every, leg[turns]), cells.replica(first_dst, every, turns)
+            is_own = self._cell_of(part, root) == self._cell_of(part, lander)
+            lander = np.where(is_own, root, lander)
+            hops.append(Hop("relay", overlap[turns], root, lander, ~is_own, np.full(len(turns), NIC)))
+        else:
+            overlap = self.pulled
+            turns = np.arange(len(overlap)) if only is None else np.flatnonzero(only[overlap])
+            lander = landings.replica(first_dst, every, turns)
+        if self.share:
+            turn, mate = self._mates
+            if only is not None:
+                chosen = only[overlap[turn]]
+                turn, mate = turn[chosen], mate[chosen]
+            src = lander[:, np.searchsorted(turns, turn)]
+            mates = np.broadcast_to(mate, src.shape)
+            hops.append(Hop("share", overlap[turn], src, mates, src != mates, np.full(len(turn), NVLINK)))
+        return hops
+
+    def pulled_bytes(self, members: int, overlap_bytes: Ints) -> Ints:
+        """Bytes that each replica of a row of `pulls` sends if the first one begins, as [rows, widest]."""
+        return self._keep((0, members), lambda: self.pulls.nbytes(members, overlap_bytes[self.pulled]))
+
+    def landed_bytes(self, members: int, overlap_bytes: Ints) -> Ints:
+        """Bytes that each replica of a row of `landings` gets from the trainer if the first one begins."""
+        return self._keep((1, members), lambda: self.landings.nbytes(members, overlap_bytes[self.pulled]))
+
+    def passed_bytes(self, members: int, first_dst: int, overlap_bytes: Ints) -> Ints:
+        """Bytes that replicas pass on, as [2, links, parts, replicas]: what each sends, and what it gets from others."""
+        period = self.period
+
+        def count() -> Ints:
+            passed = np.zeros((2, len(LINKS), *self.sites.dst_gpus.shape), np.int64)
+            member = np.arange(min(period, members))
+            repeats = members // len(member) + (member < members % len(member))
+            for hop in self.later_hops(first_dst, member):
+                nbytes = np.where(hop.runs, repeats[:, None] * overlap_bytes[hop.overlap], 0)
+                for end, replica in enumerate((hop.src, hop.dst)):
+                    np.add.at(passed[end], (hop.link, self.dst_parts[hop.overlap], replica), nbytes)
+            return passed
+
+        return self._keep((2, members, first_dst % period), count)
+
+    def _keep(self, key: tuple[int, ...], count: Callable[[], Ints]) -> Ints:
+        if key not in self._kept:  # many transfer groups share it, and so do plans for more or fewer replicas
+            self._kept[key] = count()
+            self._kept[key].flags.writeable = False
+        return self._kept[key]
