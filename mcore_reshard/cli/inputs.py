@@ -10,10 +10,12 @@ from typing import Any
 
 from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import ConfigError
+from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import FORMAT, PlanFileError, load_plan
 from mcore_reshard.planner.plan.transfers import UnknownElementError
 from mcore_reshard.planner.proof.prove import require_proof
+from mcore_reshard.planner.topology.topology import parse_topology
 from mcore_reshard.planning import InputError, TracedRequest
 
 from .printable import printable
@@ -48,6 +50,15 @@ def read_plan(source: str, *, proven: bool = True) -> Plan:
     if proven:
         require_proof(plan)
     return plan
+
+
+def with_topology(plan: Plan, topology: str | None, hosts: str) -> Plan:
+    """The plan for ranks that live where --topology and --hosts say. Raises TopologyError, or InputError for --hosts alone."""
+    if topology is None:
+        if hosts:
+            raise InputError(["--hosts says which ranks are on which host, and needs --topology for the machine"])
+        return plan
+    return located(plan, parse_topology(topology, plan.train.world, plan.gen.world, hosts))
 
 
 def plan_from_traces(request: TracedRequest) -> tuple[Plan, tuple[str, ...]]:

@@ -95,6 +95,7 @@ def _code_of(error: Exception) -> int | None:
     from mcore_reshard.planner.plan.plan_file import PlanFileError
     from mcore_reshard.planner.plan.transfers import UnknownElementError
     from mcore_reshard.planner.proof.prove import ProofError
+    from mcore_reshard.planner.topology.topology import TopologyError
     from mcore_reshard.planning import InputError
     from mcore_reshard.validation.errors import BuildError, ProcessError, ValidationError
 
@@ -102,7 +103,16 @@ def _code_of(error: Exception) -> int | None:
         return EXIT_UNSOUND
     if isinstance(
         error,
-        (InputError, ConfigError, MeshError, PlanFileError, PrecisionError, UnknownElementError, TransportUnavailable),
+        (
+            InputError,
+            ConfigError,
+            MeshError,
+            PlanFileError,
+            PrecisionError,
+            TopologyError,
+            TransportUnavailable,
+            UnknownElementError,
+        ),
     ):
         return EXIT_INPUT
     if isinstance(error, (ValidationError, BuildError, TracedLayoutError)):
@@ -148,13 +158,15 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "Plan a refit and prove the plan, without a GPU and without a checkpoint.",
         "mcore-reshard plan tiny-qwen3-moe --train tp=2,pp=2,ep=2 --gen tp=2 --out plan.json",
         "mcore-reshard plan deepseek-v3 --train tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7 --gen tp=32,dp=4 --json",
+        "mcore-reshard plan llama-3.1-8b --train tp=2,dp=8 --gen tp=1,dp=16 --topology h200-8",
         "mcore-reshard plan tiny-olmoe --train tp=2,ep=2 --gen tp=2 --traced",
-        more=f"{_MESHES}\n",
+        more=f"{_MESHES}\n{_MACHINES}\n",
     )
     add("config", metavar="CONFIG", help="a Hugging Face config.json, a folder with one, or a built-in name")
     _mesh_arguments(add, required=True)
     _traced_argument(add)
     add("--engine", default="vllm", metavar="NAME", help="the generation engine: vllm or sglang (default: vllm)")
+    _topology_arguments(add)
     add("--out", metavar="FILE", help="write the plan here, if its proof holds")
 
     add = command(
@@ -288,6 +300,11 @@ def _dtype_arguments(add: Callable[..., argparse.Action]) -> None:
             metavar="bf16|fp32|fp8|mxfp8",
             help=f"what {what} holds: fp8 in the blocks of the config's quantization_config (default: the config's dtype)",
         )
+
+
+def _topology_arguments(add: Callable[..., argparse.Action]) -> None:
+    add("--topology", metavar="MACHINE", help="the machine, so that what is near comes from there: h200-8")
+    add("--hosts", metavar="HOSTS", default="", help="with --topology: which ranks are on which host")
 
 
 def _traced_argument(add: Callable[..., argparse.Action]) -> None:

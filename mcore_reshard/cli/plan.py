@@ -14,7 +14,7 @@ from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan
 from mcore_reshard.planning import InputError, TracedRequest, read_request, read_traced_request
 
-from .inputs import plan_from_traces
+from .inputs import plan_from_traces, with_topology
 from .memory import as_json, memory_parts
 from .render import progress
 from .summary import print_plan, summarize
@@ -33,10 +33,11 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     if isinstance(request, TracedRequest):
         plan, notes = plan_from_traces(request)
+        plan = with_topology(plan, args.topology, args.hosts)
         proof = plan.prove()
     else:
         with progress(f"planning {request.model}"):
-            plan, notes = request.plan(), request.notes
+            plan, notes = with_topology(request.plan(), args.topology, args.hosts), request.notes
             proof = plan.prove()
     seconds = time.perf_counter() - started
     more: list[RenderableType] = []

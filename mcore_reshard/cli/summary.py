@@ -17,6 +17,8 @@ from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
 from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE
+from mcore_reshard.planner.plan.loads import busy_seconds
+from mcore_reshard.planner.plan.paths import LINK_NAMES
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof, ProofError
 
@@ -76,6 +78,7 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
         },
         "relay": plan.relay,
         "share": plan.share,
+        "topology": _topology(plan),
         "plan_seconds": plan_seconds,
         "notes": [*notes, *_notes(plan, nbytes)],
     }
@@ -142,7 +145,28 @@ def _notes(plan: Plan, nbytes: dict[str, int]) -> list[str]:
     return notes + engine_named(plan.engine).notes(reasons)
 
 
+def _topology(plan: Plan) -> dict[str, Any] | None:
+    """The machine, the bytes that each link brings to generation ranks, and how long the busiest GPU's link is busy."""
+    if plan.topology is None:
+        return None
+    return {
+        "machine": asdict(plan.topology.machine),
+        "hosts": len(plan.topology.hosts),
+        "links": [
+            {"link": name, "bytes": int(plan.loads.received[link].sum()), "busiest_s": busy_s}
+            for (link, name), busy_s in zip(LINK_NAMES.items(), busy_seconds(plan), strict=True)
+        ],
+    }
+
+
 # --- text
+
+_HOPS: dict[tuple[str, ...], str] = {
+    (): "the trainer serves every rank",
+    ("share",): "each byte enters an NVLink domain once, and is passed on there",
+    ("relay",): "each byte leaves the trainer once, and is passed on",
+    ("relay", "share"): "each byte leaves the trainer once, enters an NVLink domain once, and is passed on there",
+}
 
 
 def _report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> Iterator[RenderableType]:
@@ -157,6 +181,14 @@ def _report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> Iterator[Rende
     stages = ((stage, number, size(sent), f"{sent / total:.1%}") for stage, number, sent in plan.stage_totals)
     yield table("Stages", ">stage, >transfers, >bytes, >share", stages, most=_STAGES_SHOWN, noun="stage")
     yield _loads(plan)
+    if summary["topology"] is not None:
+        links = summary["topology"]["links"]
+        moved = _sum(links, "bytes") or 1
+        rows = (
+            (link["link"], size(link["bytes"]), f"{link['bytes'] / moved:.1%}", f"{link['busiest_s'] * 1e3:.1f} ms")
+            for link in links
+        )
+        yield table("Links", "link, >bytes, >share, >at least", rows)
     for title, entries in (("Misc route", plan.misc), ("Excluded", plan.excluded)):
         if entries:
             yield table(title, "parameter, layers, >count, >bytes, reason", _unplanned_rows(plan, entries))
@@ -169,6 +201,9 @@ def _head(plan: Plan, summary: dict[str, Any]) -> Iterator[tuple[str, Cell]]:
     yield "training", f"Megatron-Core  {_axes(plan.train)}"
     yield "generation", f"{plan.engine}  {_axes(plan.gen)}"
     yield "policy", plan.policy
+    if plan.topology is not None:
+        machine, hosts = plan.topology.machine, count(len(plan.topology.hosts), "host")
+        yield "topology", f"{machine.name}  {hosts}; {_HOPS[plan.later_hops]}"
     if len(wire_bytes) > 1:
         yield "dtypes", "bytes moved: " + ", ".join(f"{dtype} {size(moved)}" for dtype, moved in wire_bytes.items())
     else:

@@ -44,18 +44,23 @@ def loads_of(plan: Plan) -> Loads:
     return Loads(sent, received, passed_on)
 
 
-def busiest_link(plan: Plan) -> float:
-    """Seconds for which the busiest link is busy; without a topology its bytes."""
-    loads = plan.loads
-    if plan.topology is None:
-        return float(max(load.sum(axis=0).max(initial=0) for load in (loads.sent, loads.received, loads.passed_on)))
-    topology, machine = plan.topology, plan.topology.machine
-    gpus = len(topology.hosts) * machine.gpus
+def busy_seconds(plan: Plan) -> list[float]:
+    """For how long the busiest GPU of each link is busy, in the order of `LINKS`. The plan must have a topology."""
+    assert plan.topology is not None
+    loads, topology, machine = plan.loads, plan.topology, plan.topology.machine
     train, gen = topology.gpus("train"), topology.gpus("gen")
-    leaving, entering = np.zeros((2, len(LINKS), gpus), np.int64)
+    leaving, entering = np.zeros((2, len(LINKS), len(topology.hosts) * machine.gpus), np.int64)
     for link in LINKS:
         np.add.at(leaving[link], train, loads.sent[link])
         np.add.at(leaving[link], gen, loads.passed_on[link])
         np.add.at(entering[link], gen, loads.received[link])
-    speeds = np.array([machine.memory, machine.nvlink, machine.nic])
-    return float((np.maximum(leaving, entering) / speeds[:, None]).max(initial=0.0))
+    busiest = np.maximum(leaving, entering).max(axis=1, initial=0)
+    return [float(nbytes / speed) for nbytes, speed in zip(busiest, machine.speeds, strict=True)]
+
+
+def busiest_link(plan: Plan) -> float:
+    """Seconds for which the busiest link is busy; without a topology its bytes."""
+    if plan.topology is not None:
+        return max(busy_seconds(plan))
+    loads = plan.loads
+    return float(max(load.sum(axis=0).max(initial=0) for load in (loads.sent, loads.received, loads.passed_on)))

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from .balance import Ints, Row, Turns
 
 OWN_GPU, NVLINK, NIC = LINKS = 0, 1, 2  # the nearest first
+LINK_NAMES = {OWN_GPU: "own GPU", NVLINK: "NVLink", NIC: "NIC"}
 HopKind = Literal["train", "relay", "share"]  # from the trainer; between domains; within a domain
 
 

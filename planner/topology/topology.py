@@ -54,6 +54,11 @@ class Machine:
     memory: int  # a copy within one GPU: payload, which is read and written
     hosts_per_domain: int = 1  # that NVLink connects
 
+    @property
+    def speeds(self) -> tuple[int, int, int]:
+        """Bytes per second within a GPU, by NVLink, by NIC."""
+        return self.memory, self.nvlink, self.nic
+
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in asdict(self).items() if name != "name"}
         if wrong := [f"{name} must be positive, not {value}" for name, value in numbers.items() if not value > 0]:
