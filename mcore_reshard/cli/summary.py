@@ -77,7 +77,7 @@ def summarize(plan: Plan, proof: Proof, plan_seconds: float | None = None, notes
             ],
         },
         "relay": plan.relay,
-        "share": plan.share,
+        "hops": ["train", *plan.later_hops],
         "topology": _topology(plan),
         "plan_seconds": plan_seconds,
         "notes": [*notes, *_notes(plan, nbytes)],

@@ -8,17 +8,19 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.block_scales import blocks_touched
 from mcore_reshard.planner.layout.engines import DEFAULT_ENGINE, engine_named
+from mcore_reshard.planner.layout.geometry import Region
 from mcore_reshard.planner.layout.megatron import DEFAULT_BUILD, MegatronBuild, MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, MeshError, TrainMesh
 from mcore_reshard.planner.layout.partitions import Excluded, Misc, Partition, PartitionOwners
 from mcore_reshard.planner.layout.traced import TracedLayouts
-from mcore_reshard.planner.model.parameters import ModelParameters, ParameterGroup
+from mcore_reshard.planner.model.parameters import ITEMSIZE, ModelParameters, ParameterGroup
 from mcore_reshard.planner.model.precision import (
     FP8,
     Format,
@@ -36,6 +38,7 @@ from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup
 from .plan_file import digest_of
 from .routing import BulkRoute, RoutedGroup, Router, Side
 
+_LARGEST_OVERLAP = 64 << 20  # bytes; replicas share the work of a tensor that many times as large
 _DISTINCTLY = 0.95  # relaying adds a hop, so it must take the busiest link below this share of its bytes
 
 
@@ -194,7 +197,7 @@ class _Planner:
     def _new_pattern(self, src: Partition, dst: Partition, overlaps: tuple[Overlap, ...] | None) -> int:
         index = self._patterns.setdefault((src, dst), len(self._patterns))
         if index == len(self._overlaps):
-            self._overlaps.append(_intersect(src, dst) if overlaps is None else overlaps)
+            self._overlaps.append(_divided(_intersect(src, dst), dst) if overlaps is None else overlaps)
         return index
 
     def _scale_patterns(
@@ -223,10 +226,7 @@ def balance_plan(plan: Plan, transfer_groups: list[TransferGroup], scales: Mappi
     `transfer_groups` are in the plan's order, without the scales of pairs, and nothing in them is balanced yet. `scales`
     has the pattern of a pair's scales by (group, pattern) of its weight.
     """
-    plan = replace(plan, relay=False, share=plan.topology is not None)
-    if plan.share and not any(plan.paths(transfers).passes_on for transfers in transfer_groups):
-        plan = replace(plan, share=False)
-    plan = _balanced(plan, transfer_groups, scales)
+    plan = _balanced(replace(plan, relay=False), transfer_groups, scales)
     # Relaying leaves what ranks receive as it is, so only the busiest sender can gain.
     if plan.recv_bytes.max(initial=0) < _DISTINCTLY * plan.send_bytes.max(initial=0):
         relayed = _balanced(replace(plan, relay=True), transfer_groups, scales)
@@ -242,19 +242,20 @@ def _balanced(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[
     cost_of_link = np.array([0 if link == OWN_GPU else nic_cost if link == NIC else 1 for link in LINKS], np.int64)
     sending: list[Share] = []
     landing: list[Share] = []
+    passes_on = any(plan.paths(transfers).passes_on for transfers in transfer_groups)
     for transfers in transfer_groups:
         paths, nbytes = plan.paths(transfers), plan.patterns[transfers.pattern].overlap_bytes
         ends = [(sending, paths.pulls, transfers.src, paths.pulled_bytes)]
-        if plan.later_hops:
+        if passes_on:
             ends.append((landing, paths.landings, transfers.dst, paths.landed_bytes))
-        for shares, turns, grid, count in ends:
+        for costs, turns, grid, count in ends:
             cost = count(transfers.members, nbytes) * cost_of_link[turns.links][:, None]
             ranks = turns.ranks(plan.rank_grids[grid])
-            shares.append(Share(ranks, turns.sizes, cost, transfers.members, grid))
+            costs.append(Share(ranks, turns.sizes, cost, transfers.members, grid))
     firsts = zip(
         transfer_groups,
         first_replicas(sending, plan.train.world),
-        first_replicas(landing, plan.gen.world) if plan.later_hops else [0] * len(transfer_groups),
+        first_replicas(landing, plan.gen.world) if passes_on else [0] * len(transfer_groups),
         strict=True,
     )
     turned = [replace(each, first_src_replica=src, first_dst_replica=dst) for each, src, dst in firsts]
@@ -275,6 +276,21 @@ def _with_scales(
 
 def _order(transfers: TransferGroup) -> tuple[object, ...]:
     return transfers.pp_stage, transfers.group, transfers.layers[0].layer, transfers.experts
+
+
+def _divided(overlaps: Iterable[Overlap], dst: Partition) -> tuple[Overlap, ...]:
+    """The overlaps, large ones in bands of rows. Those of weights with scales stay: bands might end within a block."""
+    divided: list[Overlap] = []
+    for overlap in overlaps:
+        region, dtype = overlap.region, dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype
+        rows = region.extents[0] if region.extents else 1
+        bands = 1 if dtype == FP8 else min(rows, -(-region.elements * ITEMSIZE[dtype] // _LARGEST_OVERLAP))
+        edges = [region.start[0] + rows * band // bands for band in range(bands + 1)] if bands > 1 else []
+        for first, stop in pairwise(edges):
+            band_region = Region((first, *region.start[1:]), (stop, *region.stop[1:]))
+            divided.append(replace(overlap, region=band_region))
+        divided += [overlap] * (bands <= 1)
+    return tuple(divided)
 
 
 def _intersect(src: Partition, dst: Partition) -> tuple[Overlap, ...]:

@@ -123,7 +123,7 @@ class RankView(View):
         return Held(tuple(held_pieces(self.plan, self.world, self.rank)), names, named)
 
     def unrelayed(self) -> Schedule:
-        plan = replace(self.plan, relay=False, share=False, digest=self.plan.digest)
+        plan = replace(self.plan, straight=True, digest=self.plan.digest)
         return RankView(plan, self.world, self.rank, gen_seats=self.gen_seats).schedule()
 
     def waves(self) -> tuple[Schedule, ...]:

@@ -7,8 +7,9 @@ sites every rank is far from every other. One overlap, which four replicas of th
     share        train -> 0, train -> 3;    0 -> 1, 3 -> 2             it enters a host once, and NVLink does the rest
     relay        train -> 0;    0 -> 3;     0 -> 1, 3 -> 2             it leaves the trainer once as well
 
-Where a training rank is on the replica's own GPU or host, the replica gets it from there, and nothing is passed on. Which
-one of several ranks sends or receives is a matter of turns, see `balance`.
+Where a training rank is on the replica's own GPU, the replica gets it from there. Where one is on its host, too; to relay,
+one replica of that host gets it and passes it on. Which one of several ranks sends or receives is a matter of turns, see
+`balance`.
 """
 
 from __future__ import annotations
@@ -105,6 +106,16 @@ class Paths:
         """Whether replicas pass anything on."""
         return bool((self.landings.sizes > 1).any())
 
+    @property
+    def relays(self) -> bool:
+        """Whether they pass anything on to other domains."""
+        return len(self._cells[0]) > 0
+
+    @property
+    def shares(self) -> bool:
+        """Whether they pass anything on within domains."""
+        return len(self._mates[0]) > 0
+
     @cached_property
     def period(self) -> int:
         """After so many members, the turns of generation ranks repeat."""
@@ -131,27 +142,31 @@ class Paths:
         """Who sends and who receives, of each leg from the trainer of an overlap of these parts."""
         sites = self.sites
         legs: list[tuple[Row, Row]] = []
-        far: dict[int, list[int]] = {}  # by domain
+        far: dict[int, list[int]] = {}  # replicas that one leg leads to, by domain
+        beside: dict[int, tuple[list[int], list[int]]] = {}  # training replicas, and replicas of their domain
         places = zip(sites.dst_gpus[dst_part].tolist(), sites.dst_domains[dst_part].tolist(), strict=True)
         for replica, (gpu, domain) in enumerate(places):
-            near = np.flatnonzero(sites.src_gpus[src_part] == gpu).tolist()
-            link = OWN_GPU if near else NVLINK
-            near = near or np.flatnonzero(sites.src_domains[src_part] == domain).tolist()
-            if near:
-                legs.append((Row(src_part, tuple(near), link), Row(dst_part, (replica,), link)))
+            cell = domain if self.share else ~replica
+            if own := np.flatnonzero(sites.src_gpus[src_part] == gpu).tolist():
+                legs.append((Row(src_part, tuple(own), OWN_GPU), Row(dst_part, (replica,), OWN_GPU)))
+            elif near := np.flatnonzero(sites.src_domains[src_part] == domain).tolist():
+                beside.setdefault(cell if self.relay else ~replica, (near, []))[1].append(replica)
             else:
-                far.setdefault(domain if self.share else ~replica, []).append(replica)
+                far.setdefault(cell, []).append(replica)
+        for near, mates in beside.values():
+            legs.append((Row(src_part, tuple(near), NVLINK), Row(dst_part, tuple(mates), NVLINK)))
         cells = [[replica for cell in far.values() for replica in cell]] if self.relay and far else [*far.values()]
         everyone = Row(src_part, tuple(range(sites.src_gpus.shape[1])), NIC)
         return legs + [(everyone, Row(dst_part, tuple(cell), NIC)) for cell in cells]
 
     @cached_property
     def _cells(self) -> tuple[Ints, Turns]:
-        """Where the first hop leads to one replica of all: (leg of the first hop, turn) of each domain that needs the overlap."""
+        """Where one leg leads to several domains: (that leg, turn) of each of them."""
         rows: dict[Row, int] = {}
         legs: list[int] = []
         cells: list[int] = []
-        for leg in np.flatnonzero(self.landings.sizes[self.landings.row] > 1).tolist() if self.relay else ():
+        wide = (self.landings.sizes > 1) & (self.landings.links == NIC)
+        for leg in np.flatnonzero(wide[self.landings.row]).tolist() if self.relay else ():
             landing = self.landings.rows[self.landings.row[leg]]
             members: dict[int, list[int]] = {}
             for replica in landing.replicas:
@@ -161,13 +176,19 @@ class Paths:
         return np.array(legs, np.int64), Turns.of([*rows], np.array(cells, np.int64))
 
     @cached_property
-    def _mates(self) -> tuple[Ints, Ints]:
-        """(cell, or leg of the first hop where those are none; replica) of each leg within a domain."""
-        turns = self._cells[1] if self.relay else self.landings
-        shared = np.flatnonzero(turns.sizes[turns.row] > 1).tolist() if self.share else ()
-        legs = [(turn, replica) for turn in shared for replica in turns.rows[turns.row[turn]].replicas]
-        turn, replica = np.array(legs, np.int64).reshape(-1, 2).T.copy()
-        return turn, replica
+    def _mates(self) -> tuple[Ints, Ints, Ints]:
+        """What is passed on within domains, as (leg of the first hop, cell or -1, replica that it is passed on to)."""
+        legs: list[tuple[int, int, int]] = []
+        leg_of, cells = self._cells
+        for number, leg_to_all in enumerate(leg_of.tolist()):
+            replicas = cells.rows[cells.row[number]].replicas
+            legs += [(leg_to_all, number, replica) for replica in replicas if len(replicas) > 1]
+        for leg in np.flatnonzero(self.landings.sizes[self.landings.row] > 1).tolist():
+            row = self.landings.rows[self.landings.row[leg]]
+            if not (self.relay and row.link == NIC):
+                legs += [(leg, -1, replica) for replica in row.replicas]
+        columns = np.array(legs if self.share else [], np.int64).reshape(-1, 3).T.copy()
+        return columns[0], columns[1], columns[2]
 
     def _cell_of(self, part: Ints | int, replica: Ints | int) -> Ints:
         """A number that the replicas share that one of them passes on to: that of the domain, if it does."""
@@ -199,29 +220,33 @@ class Paths:
         hops: list[Hop] = []
         if not self.passes_on:
             return hops
-        landings, every = self.landings, member[:, None]
+        every = member[:, None]
         if self.relay:
-            leg, cells = self._cells
-            overlap = self.pulled[leg]
-            turns = np.arange(len(leg)) if only is None else np.flatnonzero(only[overlap])
-            part = self.dst_parts[overlap[turns]]
-            root, lander = landings.replica(first_dst, every, leg[turns]), cells.replica(first_dst, every, turns)
-            is_own = self._cell_of(part, root) == self._cell_of(part, lander)
-            lander = np.where(is_own, root, lander)
-            hops.append(Hop("relay", overlap[turns], root, lander, ~is_own, np.full(len(turns), NIC)))
-        else:
-            overlap = self.pulled
-            turns = np.arange(len(overlap)) if only is None else np.flatnonzero(only[overlap])
-            lander = landings.replica(first_dst, every, turns)
+            leg_of = self._cells[0]
+            turns = np.arange(len(leg_of)) if only is None else np.flatnonzero(only[self.pulled[leg_of]])
+            overlap = self.pulled[leg_of[turns]]
+            root, lander = self.landings.replica(first_dst, every, leg_of[turns]), self._lander(first_dst, every, turns)
+            is_on_way = root != lander
+            hops.append(Hop("relay", overlap, root, lander, is_on_way, np.full(len(turns), NIC)))
         if self.share:
-            turn, mate = self._mates
+            leg, cell, mate = self._mates
             if only is not None:
-                chosen = only[overlap[turn]]
-                turn, mate = turn[chosen], mate[chosen]
-            src = lander[:, np.searchsorted(turns, turn)]
+                chosen = only[self.pulled[leg]]
+                leg, cell, mate = leg[chosen], cell[chosen], mate[chosen]
+            landed = self.landings.replica(first_dst, every, leg)
+            src = np.where(cell < 0, landed, self._lander(first_dst, every, cell)) if self.relay else landed
             mates = np.broadcast_to(mate, src.shape)
-            hops.append(Hop("share", overlap[turn], src, mates, src != mates, np.full(len(turn), NVLINK)))
+            hops.append(Hop("share", self.pulled[leg], src, mates, src != mates, np.full(len(leg), NVLINK)))
         return hops
+
+    def _lander(self, first_dst: int, member: Ints, cell: Ints) -> Ints:
+        """Which replica of a cell gets what one leg brings for several: in the cell where that leg ends, its end."""
+        leg_of, cells = self._cells
+        if not len(leg_of):
+            return np.zeros(np.broadcast_shapes(member.shape, cell.shape), np.int64)
+        part = self.dst_parts[self.pulled[leg_of[cell]]]
+        root, lander = self.landings.replica(first_dst, member, leg_of[cell]), cells.replica(first_dst, member, cell)
+        return np.where(self._cell_of(part, root) == self._cell_of(part, lander), root, lander)
 
     def pulled_bytes(self, members: int, overlap_bytes: Ints) -> Ints:
         """Bytes that each replica of a row of `pulls` sends if the first one begins, as [rows, widest]."""

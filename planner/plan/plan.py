@@ -213,8 +213,9 @@ class Plan:
     misc: tuple[UnplannedGroup, ...] = ()
     excluded: tuple[UnplannedGroup, ...] = ()
     relay: bool = False  # each overlap leaves the trainer once; the replica it lands on passes it on
-    share: bool = False  # each overlap enters an NVLink domain once; the replica it lands on passes it on there
-    topology: Topology | None = None  # where ranks live; None: nobody knows, each may be on a host of its own
+    # Where ranks live; then each overlap enters an NVLink domain once. None: each may be on a host of its own.
+    topology: Topology | None = None
+    straight: bool = field(default=False, compare=False)  # nothing is passed on, whatever else the plan says
     pairs: tuple[QuantizedPair, ...] = ()
     casts: tuple[GroupCast, ...] = ()
     frozen: tuple[FrozenLayers, ...] = ()  # of frozen.py
@@ -272,10 +273,13 @@ class Plan:
     def dst_replicas(self, transfers: TransferGroup) -> int:
         return self.rank_grids[transfers.dst].shape[1]
 
-    @property
+    @cached_property
     def later_hops(self) -> tuple[HopKind, ...]:
         """The hops among generation ranks, in order."""
-        return (*(("relay",) if self.relay else ()), *(("share",) if self.share else ()))
+        all_paths = {id(paths): paths for paths in map(self.paths, self.transfer_groups)}.values()
+        relays = any(paths.relays for paths in all_paths)
+        shares = any(paths.shares for paths in all_paths)
+        return (*(("relay",) if relays else ()), *(("share",) if shares else ()))
 
     @cached_property
     def _sites(self) -> dict[tuple[int, int], tuple[Sites, bytes]]:
@@ -292,7 +296,8 @@ class Plan:
                 (src_gpus, dst_gpus), (src_domains, dst_domains) = self._gpus_and_domains
                 sites = Sites(src_gpus[src], src_domains[src], dst_gpus[dst], dst_domains[dst])
                 self._sites[ends] = sites, sites.key
-        return self.patterns[transfers.pattern].paths(*self._sites[ends], self.relay, self.share)
+        passes_on = (False, False) if self.straight else (self.relay, self.topology is not None)
+        return self.patterns[transfers.pattern].paths(*self._sites[ends], *passes_on)
 
     @cached_property
     def _gpus_and_domains(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:

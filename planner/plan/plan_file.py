@@ -183,7 +183,6 @@ _PLAN = {
     "misc": [_UNPLANNED],
     "excluded": [_UNPLANNED],
     "relay": bool,
-    "share": bool,
     "topology": [_TOPOLOGY],  # one or none
     "pairs": [RecordForm(QuantizedPair, {"weight": int, "scales": int, "block": (int, int), "touched": bool})],
     "casts": [RecordForm(GroupCast, {"group": int, "src": str, "dst": str})],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +32,10 @@ EXPERTS = Case("tiny-deepseek-v3", "tp=2,pp=2,ep=2,dp=2", "tp=2,dp=2,ep=4", mach
 FP8 = Case(
     "tiny-qwen3-moe", "tp=1,ep=2,dp=2", "tp=1,dp=4", dtypes=("bf16", "fp8"), block=(8, 8), machine="h200-8,gpus=2"
 )
-CASES = [APART, ONE_HOST_TO_THREE, SHARED, HALF_SHARED, UNEVEN, EXPERTS, FP8]
+BESIDE = Case(  # the trainer serves a host of its own and one that it shares with two of the engine's ranks
+    "tiny-qwen3", "tp=1", "tp=1,dp=4", machine="h200-8", hosts="train=a*1,gen=a*2@1+b*2"
+)
+CASES = [APART, BESIDE, ONE_HOST_TO_THREE, SHARED, HALF_SHARED, UNEVEN, EXPERTS, FP8]
 
 
 def unique_bytes_into(plan: Plan, domain: int) -> int:
@@ -118,6 +123,23 @@ def test_where_the_trainer_is_the_bottleneck_bytes_leave_it_once_and_enter_each_
     assert plan.loads.received[NVLINK].sum() == 3 * model  # each host has two replicas
 
 
+def test_on_one_host_replicas_pass_on_as_they_do_where_nobody_knows_the_hosts() -> None:
+    unknown = Case("tiny-qwen3", "tp=1", "tp=1,dp=3")
+    known = replace(unknown, machine="h200-8", hosts="train=a*1,gen=a*3@1")
+    assert (unknown.plan().later_hops, known.plan().later_hops) == (("relay",), ("share",))
+    for rank in range(3):
+        for told in zip(*(list(all_rows(case.plan(), rank)) for case in (unknown, known)), strict=True):
+            assert told[0] == told[1]
+
+
+def all_rows(plan: Plan, rank: int) -> Iterator[list[list[int]]]:
+    """What a generation rank gets from the trainer, gets from replicas, and passes on."""
+    (relay,) = relays_of(plan, rank)
+    for schedule in (schedule_of(plan, "gen", rank), relay.receives, relay.sends):
+        for table in schedule.tables:
+            yield [column.tolist() for column in (table.peer, table.tensor, table.offset, table.nbytes)]
+
+
 def test_one_hop_more_is_not_taken_where_it_does_not_pay() -> None:
     assert APART.plan().later_hops == ("share",)
 
@@ -175,12 +197,12 @@ def test_a_broken_path_is_found(damage: str, monkeypatch: pytest.MonkeyPatch) ->
     transfers = plan.transfer_groups[0]
     paths = plan.paths(transfers)
     assert path_fault(paths, transfers.members, 0) == ""
-    turn, mate = paths._mates
+    mates = paths._mates
     if damage == "a mate is left out":
-        vars(paths)["_mates"] = turn[2:], mate[2:]  # of one host: nobody gets it there
+        vars(paths)["_mates"] = tuple(column[2:] for column in mates)  # of one host: nobody gets it there
         expected = "0 times, not once"
     elif damage == "a mate is told twice":
-        vars(paths)["_mates"] = np.append(turn, turn[-2:]), np.append(mate, mate[-2:])
+        vars(paths)["_mates"] = tuple(np.append(column, column[-2:]) for column in mates)
         expected = "2 times, not once"
     else:
         later_hops = Paths.later_hops
