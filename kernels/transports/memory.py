@@ -151,8 +151,11 @@ def _hops(schedule: Schedule) -> list[list[Schedule]]:
     if not schedule.relayed or schedule.view is None:
         return [[schedule]]
     waves = list(schedule.view.waves() or (schedule,))
-    relays = [wave.view.relay() for wave in waves if wave.view is not None and schedule.world == "gen"]
-    return [waves, [relay.sends for relay in relays], [relay.receives for relay in relays]]
+    relays = (wave.view.relays() for wave in waves if wave.view is not None and schedule.world == "gen")
+    hops = [waves]
+    for of_hop in zip(*relays, strict=True):
+        hops += [[relay.sends for relay in of_hop], [relay.receives for relay in of_hop]]
+    return hops
 
 
 def _pull_bytes(schedule: Schedule, bucket_bytes: Mapping[int, int], options: Options) -> int:

@@ -243,3 +243,24 @@ def test_an_engine_without_rules_or_of_an_unknown_name_is_refused(run: Run) -> N
 def test_without_sglang_its_adapter_says_what_to_install() -> None:
     with pytest.raises(ImportError, match=r"SGLang is not installed; .* pip install '\.\[sglang\]'"):
         require_sglang()
+
+
+def test_a_plan_for_known_hosts_says_what_each_link_carries(run: Run) -> None:
+    meshes = ["llama-3.1-8b", "--train", "tp=2,dp=8", "--gen", "tp=1,dp=16"]
+    report = run("plan", *meshes, "--topology", "h200-8,nic=25", "--json").json
+    links = {link["link"]: link for link in report["topology"]["links"]}
+    model, received = report["bytes"]["total"], sum(link["bytes"] for link in links.values())
+    assert (report["topology"]["hosts"], report["hops"]) == (4, ["train", "share"])
+    assert links["NIC"]["bytes"] == 2 * model, "once into each of two hosts"
+    assert received == 16 * model
+    assert model / 8 / 25e9 <= links["NIC"]["busiest_s"] < 1.02 * model / 8 / 25e9
+    shared = run("plan", "llama-3.1-8b", "--train", "tp=2,dp=16", "--gen", "tp=2,dp=16", "--topology", "h200-8,shared")
+    assert re.search(r"^own GPU +257 GB +100.0%", shared.out, re.MULTILINE)
+
+
+def test_hosts_of_other_ranks_and_unknown_machines_are_bad_input(run: Run) -> None:
+    meshes = ["tiny-qwen3", "--train", "tp=2", "--gen", "tp=2"]
+    wrong = run("plan", *meshes, "--topology", "h200-8", "--hosts", "train=a*3,gen=b*2")
+    assert "hosts have 3 train ranks, the mesh has 2" in wrong.err
+    assert "no machine 'abacus'" in run("plan", *meshes, "--topology", "abacus").err
+    assert "needs --topology" in run("plan", *meshes, "--hosts", "train=a*2,gen=a*2").err
