@@ -82,7 +82,7 @@ def _as_json(each: _Simulated) -> dict[str, Any]:
         "train": format_mesh(each.plan.train),
         "gen": each.gen,
         "transport": outcome.transport,
-        "topology": outcome.topology.as_json(),
+        "topology": asdict(outcome.topology),
         "seconds": outcome.seconds,
         "bound_seconds": outcome.bound_s,
         "messages": len(outcome.messages),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.make_schedule import WAVES, _wave_of, _wire_box
+from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
 Ints = NDArray[np.int64]
@@ -70,16 +71,14 @@ class _Legs:
 
 def traffic_of(plan: Plan, *, relayed: bool) -> tuple[Traffic, ...]:
     """The traffic of each hop. With `relayed` False, every byte comes from the trainer, whatever the plan says."""
-    if not relayed and plan.relay:
-        plan = replace(plan, relay=False)
-    waves = WAVES if plan.relay and not plan.casts else 1
-    hops: list[list[tuple[TransferGroup, _Legs]]] = []
+    if not relayed:
+        plan = replace(plan, straight=True)
+    waves = WAVES if plan.later_hops and not plan.casts else 1
+    hops: dict[HopKind, list[tuple[TransferGroup, _Legs]]] = {kind: [] for kind in ("train", *plan.later_hops)}
     for transfers in plan.transfer_groups:
-        for hop, legs in enumerate(_hops(plan, transfers)):
-            if hop == len(hops):
-                hops.append([])
-            hops[hop].append((transfers, legs))
-    return tuple(_traffic(plan, legs, hop, waves) for hop, legs in enumerate(hops))
+        for kind, legs in _hops(plan, transfers):
+            hops[kind].append((transfers, legs))
+    return tuple(_traffic(plan, legs, hop, waves) for hop, legs in enumerate(hops.values()))
 
 
 def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int, waves: int) -> Traffic:
@@ -128,19 +127,13 @@ def _shapes(plan: Plan, pattern: int, hop: int) -> Iterator[Shape]:
         yield Shape(extents, ITEMSIZE[dst.tensor.dtype], is_cast)
 
 
-def _hops(plan: Plan, transfers: TransferGroup) -> Iterator[_Legs]:
+def _hops(plan: Plan, transfers: TransferGroup) -> Iterator[tuple[HopKind, _Legs]]:
     """The legs of each hop of a transfer group."""
-    pattern = plan.patterns[transfers.pattern]
+    parts, paths = plan.patterns[transfers.pattern].parts, plan.paths(transfers)
     src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
-    parts, replicas = pattern.parts, dst.shape[1]
-    overlap = np.repeat(np.arange(len(pattern.overlaps)), replicas)
-    to = np.tile(np.arange(replicas), len(pattern.overlaps))
-    member = np.arange(transfers.members)[:, None]
-    first, second = parts["train"][overlap], parts["gen"][overlap]
-    served = plan.served_by(transfers, member, overlap, to)
-    if not plan.relay:
-        yield _Legs(overlap, src[first, served], np.broadcast_to(dst[second, to], served.shape))
-        return
-    lands = plan.lands_on(transfers, member, overlap)
-    yield _Legs(overlap, src[first, served], np.broadcast_to(dst[second, to], served.shape), lands == to)
-    yield _Legs(overlap, dst[second, lands], np.broadcast_to(dst[second, to], served.shape), lands != to)
+    member, first_dst = np.arange(transfers.members), transfers.first_dst_replica
+    first = paths.first_hop(transfers.first_src_replica, first_dst, member)
+    for hop in (first, *paths.later_hops(first_dst, member)):
+        second = parts["gen"][hop.overlap]
+        sender = src[parts["train"][hop.overlap], hop.src] if hop.kind == "train" else dst[second, hop.src]
+        yield hop.kind, _Legs(hop.overlap, sender, dst[second, hop.dst], None if hop.kind == "train" else hop.runs)

@@ -94,9 +94,8 @@ def gloo_runs(plan: Plan) -> Runs:
         for wave in view.waves() or (whole,):
             if messages := gloo_messages(wave):
                 runs.setdefault(whole.name, []).append(messages)
-            if plan.relay and whole.world == "gen":
-                assert wave.view is not None
-                relay = wave.view.relay()
+            assert wave.view is not None
+            for relay in wave.view.relays() if whole.world == "gen" else ():
                 for name, schedule in (("sends " + whole.name, relay.sends), (whole.name, relay.receives)):
                     if messages := gloo_messages(schedule):
                         runs.setdefault(name, []).append(messages)
