@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from mcore_reshard.planner.layout.mesh import format_mesh
+from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology
 from mcore_reshard.planning import InputError, read_request
@@ -48,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
         started = time.perf_counter() - seconds
         with progress(f"simulating {plan.model}, engine {format_mesh(plan.gen)}"):
             try:
+                if not is_plan_file(args.source):  # a file is simulated as it is
+                    plan = located(plan, topology)
                 outcome = simulate(plan, topology, args.transport)
             except ValueError as error:
                 raise InputError([str(error)]) from error
