@@ -1,8 +1,9 @@
 """The meshes with the fastest refits among those that fit in memory.
 
 1. every mesh that the model allows on these GPUs, whose memory is counted from its layout
-2. a short list: engine meshes by the bytes into a host, training meshes by how evenly their ranks can send
-3. a plan for each pair of the short list: how long its busiest link is busy
+2. a short list: engine meshes by the bytes of a GPU, training meshes by how evenly their ranks can send
+3. a plan for each pair of the short list, on these hosts: how long its busiest link is busy
+4. a simulation of the first few
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import Any
 
-import numpy as np
-
 from mcore_reshard.planner.layout.engines import Engine, engine_named
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.parameters import ModelParameters
 from mcore_reshard.planner.model.precision import FP8, QUANTIZED, Precision, precision_of
+from mcore_reshard.planner.plan.loads import busy_seconds
+from mcore_reshard.planner.plan.locate import located
+from mcore_reshard.planner.plan.paths import LINK_NAMES, LINKS, NVLINK
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.planning import InputError, PlanRequest
@@ -161,16 +163,15 @@ def _short_list(sides: Sequence[_Side], most: int) -> list[_Side]:
 
 
 def _advice(request: PlanRequest, topology: Topology, train: _Side, gen: _Side) -> tuple[Advice, Plan]:
-    plan = replace(request, train=train.mesh, gen=gen.mesh).plan()
-    seconds, reason = _busiest(plan, topology)
-    return Advice(train.mesh, gen.mesh, seconds, None, train.nbytes, gen.nbytes, reason), plan
+    plan = located(replace(request, train=train.mesh, gen=gen.mesh).plan(), topology)
+    seconds = busy_seconds(plan)
+    link = max(LINKS, key=seconds.__getitem__)
+    return Advice(train.mesh, gen.mesh, seconds[link], None, train.nbytes, gen.nbytes, _reason(plan, link)), plan
 
 
-def _busiest(plan: Plan, topology: Topology) -> tuple[float, str]:
-    """(for how long the busiest link is busy, which one that is and why)."""
-    one_domain = np.unique(np.concatenate([topology.domains("train"), topology.domains("gen")])).size == 1
-    name, speed = ("NVLink", topology.machine.nvlink) if one_domain else ("NIC", topology.machine.nic)
-    sent, received = plan.send_bytes, plan.recv_bytes + plan.relay_bytes
+def _reason(plan: Plan, link: int) -> str:
+    """What keeps the busiest link busy, in words."""
+    name, sent, received = LINK_NAMES[link], plan.loads.sent[link], plan.loads.received[link]
     if sent.max() > received.max():
         words = [f"{sent.max() / 1e9:.1f} GB leave a trainer by {name}"]
         if sent.max() > 1.1 * sent.mean():
@@ -179,9 +180,11 @@ def _busiest(plan: Plan, topology: Topology) -> tuple[float, str]:
         words = [f"{received.max() / 1e9:.1f} GB enter by {name}"]
     copies = plan.recv_bytes.sum() / max(1, plan.bulk_bytes)
     words.append(f"{copies:.1f} copies in all" if copies >= 1.05 else "each byte once")
+    if near := plan.loads.received[: NVLINK + 1].sum() / max(1, plan.loads.received.sum()):
+        words.append(f"{near:.0%} from the own host")
     if plan.misc_bytes > _NOTEWORTHY_MISC * (plan.bulk_bytes + plan.misc_bytes):
         words.append(f"{plan.misc_bytes / 1e9:.1f} GB go by misc, slowly")
-    return float(max(sent.max(), received.max()) / speed), "; ".join(words)
+    return "; ".join(words)
 
 
 def _assumptions(model: ModelParameters, topology: Topology, shared: bool) -> tuple[str, ...]:

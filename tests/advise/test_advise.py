@@ -16,6 +16,7 @@ from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.megatron import MegatronLayout
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.parameters import ModelParameters
+from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.topology.topology import parse_topology
 from mcore_reshard.planning import InputError, PlanRequest, read_request
 from mcore_reshard.simulate.simulate import simulate
@@ -146,7 +147,7 @@ def test_no_other_pair_of_meshes_refits_distinctly_faster(config: str, train: in
     trains = [mesh for mesh, _ in train_candidates(request.model_parameters, train, places.machine.gpus)[0]]
     gens = [mesh for mesh, _ in gen_candidates(request.model_parameters, VLLM, gen)[0]]
     seconds = {
-        (src, dst): simulate(replace(request, train=src, gen=dst).plan(), places).seconds
+        (src, dst): simulate(located(replace(request, train=src, gen=dst).plan(), places), places).seconds
         for src, dst in product(trains, gens)
     }
     pairs = advise(request, places).pairs
@@ -194,8 +195,8 @@ def test_the_reason_says_what_is_busy_and_how_many_copies_there_are() -> None:
     assert pair.simulated_seconds == pytest.approx(pair.bound_seconds, rel=0.1)
     copies = {pair.gen.dp: pair.reason for pair in advised_on("qwen3-4b", 8, 4).pairs}
     assert "4.0 copies in all" in copies[4]
-    nvlink = advised_on("llama-3.1-8b", 8, 8, "h200-8,shared").pairs[0]
-    assert nvlink.reason.startswith("2.0 GB enter by NVLink")
+    shared = advised_on("llama-3.1-8b", 8, 8, "h200-8,shared").pairs[0]
+    assert shared.reason == "2.0 GB enter by own GPU; each byte once; 100% from the own host"
 
 
 @pytest.mark.parametrize(
