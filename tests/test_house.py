@@ -73,6 +73,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "mcore_reshard/tracing/",
     ),
     "mcore_reshard/simulate": ("planner/", "kernels/"),
+    "mcore_reshard/report": ("planner/", "mcore_reshard/simulate/"),
     "mcore_reshard/cli": (
         "planner/",
         "kernels/",
@@ -81,6 +82,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "mcore_reshard/advise/",
         "mcore_reshard/session/",
         "mcore_reshard/simulate/",
+        "mcore_reshard/report/",
         "mcore_reshard/validation/",
     ),
 }

@@ -258,6 +258,25 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     _dtype_arguments(add)
 
     add = command(
+        "report",
+        "Draw a plan as one HTML page that needs no network: who sends what to whom, when, and over which links.",
+        "mcore-reshard report plan.json -o report.html",
+        "mcore-reshard report plan.json -o report.html --topology h200-8",
+        "mcore-reshard report plan.json -o report.html --topology h200-8 --measured traces/*.json",
+        more=f"{_MACHINES}\n",
+    )
+    add("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
+    add("-o", "--out", metavar="FILE", required=True, help="write the page here")
+    add("--topology", metavar="MACHINE", help="the hosts, e.g. h200-8: adds times and the bytes of every link")
+    add("--hosts", metavar="PLACES", help="with --topology: which ranks live on which host (default: in order)")
+    add(
+        "--measured",
+        metavar="TRACE",
+        nargs="+",
+        help="traces of a live run's ranks, as `write_trace` writes them: adds measured beside predicted",
+    )
+
+    add = command(
         "store",
         "Serve the store at which a refit's ranks meet, in a process that outlives them, until it is interrupted.",
         "mcore-reshard store --host 10.0.0.1 --port 29600",

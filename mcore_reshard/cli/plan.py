@@ -21,15 +21,15 @@ from .summary import print_plan, summarize
 
 
 def run(args: argparse.Namespace) -> int:
-    unwritable = [] if args.out is None else _unwritable(args.out)
+    problems = [] if args.out is None else unwritable(args.out)
     read = read_traced_request if args.traced else read_request
     try:
         dtypes = args.train_dtype, args.gen_dtype
         request = read(args.config, args.train, args.gen, args.policy, *dtypes, args.engine)
     except InputError as error:
-        raise InputError([*error.problems, *unwritable], error.remedy) from None
-    if unwritable:
-        raise InputError(unwritable)
+        raise InputError([*error.problems, *problems], error.remedy) from None
+    if problems:
+        raise InputError(problems)
     started = time.perf_counter()
     if isinstance(request, TracedRequest):
         plan, notes = plan_from_traces(request)
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
                 plan.save(args.out)
         except (OSError, PlanFileError) as error:
             failure = error.__cause__ or error  # a PlanFileError's is an OSError
-            raise InputError([_cannot_write(args.out, getattr(failure, "strerror", None) or str(failure))]) from error
+            raise InputError([cannot_write(args.out, getattr(failure, "strerror", None) or str(failure))]) from error
         more = [f"plan written to {Path(args.out)}"]
     summary = summarize(plan, proof, seconds, notes)
     summary["memory"] = None
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _unwritable(path: str) -> list[str]:
+def unwritable(path: str) -> list[str]:
     """One reason why a plan cannot be written there, or none. It does not try to write."""
     target = Path(path)
     reasons = {
@@ -71,8 +71,8 @@ def _unwritable(path: str) -> list[str]:
         f"{target.parent} is no directory": not target.parent.is_dir(),
         "permission denied": not os.access(target if target.exists() else target.parent, os.W_OK),
     }
-    return [_cannot_write(path, reason) for reason, holds in reasons.items() if holds][:1]
+    return [cannot_write(path, reason) for reason, holds in reasons.items() if holds][:1]
 
 
-def _cannot_write(path: str, reason: str) -> str:
+def cannot_write(path: str, reason: str) -> str:
     return f"cannot write {path or repr(path)}: {reason}; give --out a file in a folder that exists and is yours"

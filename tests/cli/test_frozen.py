@@ -20,7 +20,10 @@ FROZEN = Path(__file__).with_name("frozen.json")
 MOE = ["tiny-qwen3-moe", "--train", "tp=2,pp=2,ep=2,dp=2", "--gen", "tp=2,dp=2"]
 HYBRID = ["tiny-nemotron-h", "--train", "tp=2,pp=2,ep=2", "--gen", "tp=2"]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-HELP = ([], ["plan"], ["show"], ["explain"], ["validate"], ["simulate"], ["advise"], ["store"], ["watch"], ["doctor"])
+HELP = (
+    [],
+    *([name] for name in "plan show explain validate simulate advise report store watch doctor".split()),
+)
 JSON: dict[str, list[str]] = {
     "plan": ["plan", *MOE],
     "plan fp8": ["plan", "tiny-qwen3-moe-fp8", *MOE[1:], "--train-dtype", "bf16", "--gen-dtype", "fp8"],
@@ -31,6 +34,7 @@ JSON: dict[str, list[str]] = {
     "explain": ["explain", "PLAN", f"{Q_PROJ}[0,0]"],
     "advise": ["advise", MOE[0], "--gpus-train", "4", "--gpus-gen", "2"],
     "doctor": ["doctor"],
+    "report": ["report", "PLAN", "-o", os.devnull],
     "simulate": ["simulate", "PLAN", "--topology", "h200-8,gpus=4"],
     "simulate what-if": ["simulate", *MOE, "--gen", "tp=4", "--topology", "h200-8"],
 }

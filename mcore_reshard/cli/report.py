@@ -1,0 +1,90 @@
+"""`mcore-reshard report`: a plan as one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import RenderableType
+
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.proof.prove import Proof, ProofError
+from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology
+from mcore_reshard.planning import InputError
+from mcore_reshard.report.measured import Measured, MeasuredError, read_measured
+from mcore_reshard.report.page import report_page
+from mcore_reshard.simulate.simulate import simulate
+
+from .inputs import read_plan
+from .plan import cannot_write, unwritable
+from .render import facts, print_report, progress, size, verdict
+from .summary import summarize
+
+
+def run(args: argparse.Namespace) -> int:
+    problems = unwritable(args.out)
+    plan = read_plan(args.plan, proven=False)
+    topology, measured = _topology(args, plan, problems), _measured(args, plan, problems)
+    if problems:
+        raise InputError(problems)
+    started = time.perf_counter()
+    with progress(f"drawing {plan.model}"):
+        proof = plan.prove()
+        simulation = None
+        if topology is not None and proof.ok:
+            simulation = simulate(plan, topology)
+        page = report_page(plan, proof, summarize(plan, proof), topology, simulation, measured)
+    content = page.encode("utf-8", "replace")
+    try:
+        Path(args.out).write_bytes(content)
+    except OSError as error:
+        raise InputError([cannot_write(args.out, error.strerror or str(error))]) from error
+    seconds = time.perf_counter() - started
+    predicted = simulation.seconds if simulation is not None else None
+    report = {
+        "out": args.out,
+        "digest": plan.digest,
+        "proof_ok": proof.ok,
+        "page_bytes": len(content),
+        "predicted_seconds": predicted,
+        "measured_seconds": measured.moving_s if measured is not None else None,
+        "report_seconds": seconds,
+    }
+    print_report(args.json, report, _parts(args.out, proof, len(content), seconds))
+    if not proof.ok:
+        raise ProofError(proof)
+    return 0
+
+
+def _topology(args: argparse.Namespace, plan: Plan, problems: list[str]) -> Topology | None:
+    """The machine that --topology names."""
+    if args.topology is None:
+        if args.hosts:
+            problems.append("--hosts says where ranks live, --topology on which machine: give both")
+        return None
+    try:
+        return parse_topology(args.topology, plan.train.world, plan.gen.world, args.hosts or "")
+    except TopologyError as error:
+        problems += error.violations
+        return None
+
+
+def _measured(args: argparse.Namespace, plan: Plan, problems: list[str]) -> Measured | None:
+    if not args.measured:
+        return None
+    try:
+        return read_measured(args.measured, plan.train.world, plan.gen.world, plan.train.pp)
+    except MeasuredError as error:
+        problems.append(str(error))
+        return None
+
+
+def _parts(out: str, proof: Proof, nbytes: int, seconds: float) -> Iterator[RenderableType]:
+    yield facts(
+        [
+            ("proof", verdict(proof.ok, f"{proof.covered_bytes:,} of {proof.destination_bytes:,} bytes covered")),
+            ("page", f"{out}, {size(nbytes)}, in {seconds:.1f} s; open it in a browser, no network is needed"),
+        ]
+    )

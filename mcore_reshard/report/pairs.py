@@ -1,0 +1,56 @@
+"""Who sends how much to whom: bytes of every pair of ranks, and of blocks of ranks where there are many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.simulate.simulation import Simulation
+from mcore_reshard.simulate.traffic import traffic_of
+
+Ints = NDArray[np.int64]
+
+CELLS = 128  # most rows and most columns of a heat map
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairBytes:
+    """Bytes of one refit by sender and receiver."""
+
+    from_trainer: Ints  # [training ranks, generation ranks]
+    passed_on: Ints | None  # [generation ranks, generation ranks]; None: nobody passes anything on
+
+
+def pair_bytes(plan: Plan, simulation: Simulation | None = None) -> PairBytes:
+    """The bytes of every pair: as the plan says, or of a simulated refit, whose transport may relay or not."""
+    train, gen = plan.train.world, plan.gen.world
+    first, later = np.zeros((train, gen), np.int64), np.zeros((gen, gen), np.int64)
+    if simulation is not None:
+        messages = simulation.messages
+        passed = messages.hop > 0
+        np.add.at(first, (messages.src[~passed], messages.dst[~passed] - train), messages.nbytes[~passed])
+        np.add.at(later, (messages.src[passed] - train, messages.dst[passed] - train), messages.nbytes[passed])
+    else:
+        for hop, traffic in enumerate(traffic_of(plan, relayed=True)):
+            if len(traffic.src):
+                nbytes = np.add.reduceat(traffic.shape_bytes[traffic.shape], traffic.first[:-1])
+                matrix, src = (later, traffic.src - train) if hop else (first, traffic.src)
+                np.add.at(matrix, (src, traffic.dst - train), nbytes)
+    return PairBytes(first, later if later.any() else None)
+
+
+def block_size(ranks: int, host: int) -> int:
+    """Ranks in a row of a heat map: 1 while they all fit, then a host's, then two hosts', four, ..."""
+    size = 1 if ranks <= CELLS else host
+    while -(-ranks // size) > CELLS:
+        size *= 2
+    return size
+
+
+def in_blocks(matrix: Ints, rows: int, columns: int) -> Ints:
+    """Sums over blocks of `rows` x `columns` ranks; the last block of each side may be smaller."""
+    summed = np.add.reduceat(matrix, np.arange(0, matrix.shape[0], rows), axis=0)
+    return np.asarray(np.add.reduceat(summed, np.arange(0, matrix.shape[1], columns), axis=1), np.int64)

@@ -1,0 +1,306 @@
+"""The page of `report`: one file that loads nothing, with the plan's numbers, drawn with charts that plotly accepts."""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import gzip
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli.conftest import plan_of as plan_of
+from cli.conftest import run as run
+from cli.test_bad_input import _broken
+from helpers.cli import HYBRID, MOE, Run
+from helpers.ranks import run_ranks, values
+from session.test_seen import refit_in_background
+
+from mcore_reshard.cli.summary import summarize
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.plan_file import load_plan
+from mcore_reshard.planner.topology.topology import parse_topology
+from mcore_reshard.report.measured import MeasuredError, read_measured
+from mcore_reshard.report.page import _library, report_page
+from mcore_reshard.report.pairs import block_size, in_blocks, pair_bytes
+from mcore_reshard.report.timeline import STEPS, rates
+from mcore_reshard.report.units import seconds_unit, size
+from mcore_reshard.simulate.simulate import simulate
+
+plotly = pytest.importorskip("plotly", reason="the extra 'report' is not installed")
+
+
+class Page(HTMLParser):
+    """A page taken apart: attributes that load or lead somewhere, scripts by id, and the text that a reader sees."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.scripts: dict[str, str] = {}
+        self.styles = self.text = ""
+        self._inside: str | None = None
+        self._id = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = {"src", "href", "srcset", "data", "action", "poster", "background", "xlink:href", "formaction"}
+        self.loads += [f"{tag} {name}={value}" for name, value in attrs if name in names or name.startswith("on")]
+        if tag in ("link", "iframe", "object", "embed", "base", "img"):
+            self.loads.append(tag)
+        if tag in ("script", "style"):
+            self._inside, self._id = tag, dict(attrs).get("id") or ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = None
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[self._id] = self.scripts.get(self._id, "") + data
+        elif self._inside == "style":
+            self.styles += data
+        else:
+            self.text += data
+
+    def problems(self) -> list[str]:
+        """Everything by which the page would need a network."""
+        found = [*self.loads, *re.findall(r"@import|url\(", self.styles)]
+        shown = [self.styles, self.text, *(text for name, text in self.scripts.items() if name != "library")]
+        return [
+            *found,
+            *(match for text in shown for match in re.findall(r"https?:[^\s\"']*|\bimport\(|fetch\(", text)),
+        ]
+
+    @property
+    def charts(self) -> list[dict[str, Any]]:
+        return list(json.loads(self.scripts["charts"]).values())
+
+
+def page_of(plan: Plan, topology: str | None = None, hosts: str = "") -> Page:
+    proof = plan.prove()
+    where = None if topology is None else parse_topology(topology, plan.train.world, plan.gen.world, hosts)
+    simulation = None if where is None else simulate(plan, where)
+    return Page(report_page(plan, proof, summarize(plan, proof), where, simulation))
+
+
+def by_transfers(plan: Plan) -> np.ndarray:
+    matrix = np.zeros((plan.train.world, plan.gen.world), np.int64)
+    for transfer in plan.transfers():
+        if transfer.src and transfer.dst and transfer.relayed_by is None:
+            matrix[transfer.src.rank, transfer.dst.rank] += transfer.nbytes
+    return matrix
+
+
+def test_the_page_is_one_file_that_loads_nothing(
+    run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "report.html"
+    report = run("report", plan_of(HYBRID), "-o", out, "--topology", "h200-8", "--json").json
+    text = out.read_text()
+    page = Page(text)
+    assert page.problems() == []
+    assert "default-src 'none'" in text and report["page_bytes"] == out.stat().st_size < 3e6
+    library = gzip.decompress(base64.b64decode(page.scripts["library"])).decode()
+    assert "plotly.js v" in library[:200]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        '<script src="https://example.org/a.js"></script>',
+        '<link rel="stylesheet" href="x.css">',
+        "<style>@import 'x'</style>",
+        '<script>fetch("https://example.org")</script>',
+        '<p onclick="x()">',
+    ],
+)
+def test_a_page_that_loads_something_is_found(part: str) -> None:
+    assert Page(f"<html>{part}</html>").problems() != []
+
+
+def test_numbers_are_those_of_the_plan(plan_of: Callable[[list[str]], Path]) -> None:
+    plan = load_plan(plan_of(HYBRID))
+    page = page_of(plan, "h200-8")
+    pairs = page.charts[0]["traces"][0]
+    assert pairs["text"] == [[size(nbytes) for nbytes in row] for row in by_transfers(plan).tolist()]
+    assert size(int(plan.recv_bytes.sum())) in page.text and plan.digest in page.text
+    assert f"{plan.prove().covered_bytes:,} of {plan.prove().destination_bytes:,}" in page.text
+    for entry in summarize(plan, plan.prove())["misc"]:
+        assert entry["parameter"] in page.text and entry["reason"] in page.text
+    bars = [trace for chart in page.charts for trace in chart["traces"] if trace["type"] == "bar"]
+    assert [size(nbytes) for nbytes in plan.send_bytes.tolist()] in [bar["text"] for bar in bars]
+    assert [size(nbytes) for nbytes in plan.recv_bytes.tolist()] in [bar["text"] for bar in bars]
+
+
+@pytest.mark.parametrize("topology", [None, "h200-8", "h200-8,shared"])
+def test_pairs_add_up_to_what_ranks_send_and_receive(
+    plan_of: Callable[[list[str]], Path], topology: str | None
+) -> None:
+    plan = load_plan(plan_of(MOE))
+    where = None if topology is None else parse_topology(topology, 8, 4)
+    pairs = pair_bytes(plan, None if where is None else simulate(plan, where))
+    assert pairs.passed_on is None
+    assert (pairs.from_trainer == by_transfers(plan)).all()
+    assert (pairs.from_trainer.sum(1) == plan.send_bytes).all() and (pairs.from_trainer.sum(0) == plan.recv_bytes).all()
+
+
+def test_pairs_of_a_plan_that_relays_show_what_is_passed_on(plan_of: Callable[[list[str]], Path]) -> None:
+    plan = load_plan(plan_of(["tiny-qwen3-moe", "--train", "tp=2", "--gen", "tp=1,dp=16"]))
+    pairs = pair_bytes(plan)
+    assert plan.relay and pairs.passed_on is not None
+    assert (pairs.from_trainer == by_transfers(plan)).all()
+    assert (pairs.passed_on.sum(1) == plan.relay_bytes).all() and plan.relay_bytes.any()
+    assert ((pairs.from_trainer.sum(0) + pairs.passed_on.sum(0)) == plan.recv_bytes).all()
+    assert "Passed on between generation ranks" in page_of(plan, "h200-8,gpus=18", "train=a*2,gen=a*16").text
+    over_nics = page_of(plan, "h200-8").text  # auto takes nccl there, which does not relay
+    assert "Passed on between" not in over_nics and "trainer serves every replica itself" in over_nics
+
+
+def test_many_ranks_are_shown_in_blocks_and_no_byte_is_lost() -> None:
+    assert [block_size(ranks, 8) for ranks in (8, 128, 129, 1024, 1025, 2048)] == [1, 1, 8, 8, 16, 16]
+    matrix = np.arange(1030 * 10).reshape(1030, 10)
+    blocks = in_blocks(matrix, 16, 4)
+    assert blocks.shape == (65, 3) and blocks.sum() == matrix.sum()
+    assert blocks[64, 2] == matrix[1024:, 8:].sum()
+
+
+def test_rates_over_time_keep_every_byte_and_are_zero_where_nothing_moves(plan_of: Callable[[list[str]], Path]) -> None:
+    simulation = simulate(load_plan(plan_of(MOE)), parse_topology("h200-8", 8, 4))
+    messages = simulation.messages
+    shown = rates(messages, messages.stage, 2, simulation.seconds)
+    moved = [int(messages.nbytes[messages.stage == stage].sum()) for stage in (0, 1)]
+    assert shown.sum(1) * simulation.seconds / STEPS == pytest.approx(moved, rel=1e-6)
+    late = replace(messages, start_s=messages.start_s + simulation.seconds, end_s=messages.end_s + simulation.seconds)
+    shown = rates(late, messages.stage, 2, 2 * simulation.seconds)
+    assert not shown[:, : STEPS // 2].any() and shown[:, STEPS // 2 :].any()
+
+
+def test_axes_name_the_unit_of_their_numbers() -> None:
+    assert [seconds_unit(most) for most in (12.0, 0.1, 0.05, 1e-5)] == [(1, "s"), (1, "s"), (1e-3, "ms"), (1e-6, "us")]
+    assert 1.23 / seconds_unit(1.23)[0] == 1.23
+
+
+def test_plotly_accepts_every_chart(plan_of: Callable[[list[str]], Path]) -> None:
+    from plotly.graph_objects import Figure
+
+    for topology in (None, "h200-8"):
+        charts = page_of(load_plan(plan_of(HYBRID)), topology).charts
+        assert len(charts) >= 4
+        for chart in charts:
+            traces = [{k: v for k, v in trace.items() if k not in ("color", "colorscale")} for trace in chart["traces"]]
+            Figure({"data": traces, "layout": chart["layout"]})
+            with pytest.raises(ValueError):
+                Figure({"data": chart["traces"], "layout": {**chart["layout"], "no_such_key": 1}})
+
+
+def test_a_name_cannot_break_out_of_the_page(plan_of: Callable[[list[str]], Path]) -> None:
+    hostile = '</script><script src="https://example.org/x.js"></script><img onerror="x()" src=x>'
+    plan = load_plan(plan_of(HYBRID))
+    groups = tuple(replace(group, name_pattern=hostile + group.name_pattern) for group in plan.groups)
+    misc = tuple(replace(entry, reason=hostile) for entry in plan.misc)
+    page = page_of(replace(plan, model=hostile, groups=groups, misc=misc), "h200-8")
+    assert page.problems() == [match for match in page.problems() if match.startswith("https://example.org")]
+    assert page.loads == [] and set(page.scripts) == {"charts", "library", ""}
+    assert page.text.count(hostile) > 2 * len(plan.misc)
+
+
+def test_an_unsound_plan_is_drawn_with_its_violations_and_exits_with_3(
+    run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "report.html"
+    outcome = run("report", _broken(plan_of(MOE)), "-o", out, "--topology", "h200-8")
+    assert outcome.code == 3 and "the plan is not sound" in outcome.err
+    assert "FAILED" in Page(out.read_text()).text and "model.embed_tokens.weight" in Page(out.read_text()).text
+
+
+def test_a_live_refit_stands_beside_what_was_predicted(
+    run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path
+) -> None:
+    said = values(run_ranks(2, refit_in_background, str(tmp_path), method="spawn"))
+    traces = [str(tmp_path / f"{rank}.json") for rank in (0, 1)]
+    measured = read_measured(traces, 1, 1, 8)
+    assert measured.name == "refit 1" and measured.ranks == ("train:0", "gen:0")
+    assert sum(stage.sent for stage in measured.stages) == said[0]["nbytes"]
+    assert sum(stage.received for stage in measured.stages) == said[1]["nbytes"] > 0
+    assert 0 < measured.moving_s < measured.seconds < 60 and {"bulk", "decide"} <= set(measured.phases)
+    joined = tmp_path / "all.json"
+    events = [event for trace in traces for event in json.loads(Path(trace).read_text())["traceEvents"]]
+    joined.write_text(json.dumps({"traceEvents": events}))
+    assert read_measured([str(joined)], 1, 1, 8) == measured
+    stages = max(stage.pp_stage for stage in measured.stages) + 1
+    plan = plan_of(["tiny-qwen3-moe", "--train", f"pp={stages}", "--gen", "tp=1"])
+    out = tmp_path / "report.html"
+    report = run("report", plan, "-o", out, "--topology", "h200-8", "--measured", *traces, "--json").json
+    assert report["measured_seconds"] == measured.moving_s and report["predicted_seconds"] > 0
+    page = Page(out.read_text())
+    assert [trace["name"] for trace in page.charts[-1]["traces"]] == ["predicted", "measured"]
+    assert all(size(stage.received) in page.text for stage in measured.stages)
+
+
+SPAN = {"name": "refit 1", "ph": "X", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0, "args": {"outcome": "committed"}}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("not json", "no JSON, or damaged"),
+        ("[1]", "no trace"),
+        (json.dumps({"traceEvents": [1]}), "no trace"),
+        (json.dumps({"traceEvents": []}), "no committed refit"),
+        (json.dumps({"traceEvents": [{**SPAN, "ts": "now"}]}), "a span is damaged"),
+        (json.dumps({"traceEvents": [{**SPAN, "dur": float("nan")}]}), "a span is damaged"),
+        (json.dumps({"traceEvents": [{**SPAN, "pid": 8}]}), "train:8 is no rank of the plan"),
+        (json.dumps({"traceEvents": [{**SPAN, "pid": 1_000_004}]}), "gen:4 is no rank of the plan"),
+        (json.dumps({"traceEvents": [{**SPAN, "tid": 3}]}), "stage 2 is none of the plan's 2"),
+        (json.dumps({"traceEvents": [{**SPAN, "args": {"outcome": "RefitError: no"}}]}), "no committed refit"),
+    ],
+)
+def test_a_damaged_trace_is_one_clear_error(
+    run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path, content: str, expected: str
+) -> None:
+    trace, out = tmp_path / "trace.json", tmp_path / "report.html"
+    trace.write_text(content)
+    outcome = run("report", plan_of(MOE), "-o", out, "--measured", trace)
+    assert outcome.code == 2 and expected in outcome.err and str(trace) in outcome.err
+    assert not out.exists() and "Traceback" not in outcome.err
+
+
+def test_an_undamaged_trace_is_read(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": [SPAN]}))
+    assert read_measured([str(trace)], 1, 1, 1).seconds == 2e-6
+    with pytest.raises(MeasuredError, match="cannot be read"):
+        read_measured([str(tmp_path / "none.json")], 1, 1, 1)
+
+
+def test_wrong_input_is_named_all_at_once(run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path) -> None:
+    outcome = run("report", plan_of(MOE), "-o", tmp_path / "none" / "r.html", "--topology", "dgx", "--measured", "none")
+    assert outcome.code == 2
+    assert (
+        "is no directory" in outcome.err and "no machine 'dgx'" in outcome.err and "none: cannot be read" in outcome.err
+    )
+    outcome = run("report", plan_of(MOE), "-o", tmp_path / "r.html", "--hosts", "train=a*8,gen=a*4")
+    assert outcome.code == 2 and "give both" in outcome.err
+
+
+def test_a_missing_extra_says_how_to_install_it(
+    run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = plan_of(MOE), builtins.__import__
+
+    def without_plotly(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("plotly"):
+            raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without_plotly)
+    _library.cache_clear()
+    outcome = run("report", path, "-o", tmp_path / "report.html")
+    assert outcome.code == 1 and "pip install 'mcore-reshard[report]'" in outcome.err
+    assert "Traceback" not in outcome.err and not (tmp_path / "report.html").exists()
