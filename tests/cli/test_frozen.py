@@ -20,10 +20,8 @@ FROZEN = Path(__file__).with_name("frozen.json")
 MOE = ["tiny-qwen3-moe", "--train", "tp=2,pp=2,ep=2,dp=2", "--gen", "tp=2,dp=2"]
 HYBRID = ["tiny-nemotron-h", "--train", "tp=2,pp=2,ep=2", "--gen", "tp=2"]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-HELP = (
-    [],
-    *([name] for name in "plan show explain validate simulate advise report store watch doctor".split()),
-)
+COMMANDS = ("plan", "show", "explain", "validate", "simulate", "advise", "report", "store", "watch", "doctor")
+HELP = ([], *([name] for name in COMMANDS))
 JSON: dict[str, list[str]] = {
     "plan": ["plan", *MOE],
     "plan fp8": ["plan", "tiny-qwen3-moe-fp8", *MOE[1:], "--train-dtype", "bf16", "--gen-dtype", "fp8"],
