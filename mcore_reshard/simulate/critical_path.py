@@ -23,7 +23,9 @@ def critical_path(script: Script, outcome: Outcome, route: Ints, names: tuple[st
         late = max(ends, key=lambda end: float(outcome.round_start_s[end]))
         path.append(message)
         waited.append(int(script.round_rank[late]))
-        message = int(outcome.cause[late])
+        before = int(script.behind[message])
+        is_behind = before != NOTHING and outcome.end_s[before] > outcome.round_start_s[late]
+        message = before if is_behind else int(outcome.cause[late])
     path.reverse()
     waited.reverse()
     steps: list[Step] = []

@@ -51,7 +51,11 @@ class _Run:
         messages, rounds, runs = len(script.buckets), len(script.round_rank), len(script.window)
         self._remaining = script.buckets.nbytes.astype(np.float64)
         self._start, self._end = np.zeros(messages), np.zeros(messages)
-        self._ready = np.zeros(messages, np.int8)  # ends that have reached it
+        self._ready = np.zeros(messages, np.int8)  # ends that have reached it, and the message before it
+        is_behind = script.behind != NOTHING
+        self._needed = 2 + is_behind
+        self._follower = np.full(messages, NOTHING)
+        self._follower[script.behind[is_behind]] = np.flatnonzero(is_behind)
         both = np.concatenate([script.src_round, script.dst_round])
         by_round = np.argsort(both, kind="stable")
         self._messages_of = by_round % max(1, messages)
@@ -125,14 +129,14 @@ class _Run:
         self._beginning = np.concatenate([np.zeros(0, np.int64), *beginning])
 
     def _reach(self, rounds: Ints) -> Ints:
-        """One end has reached the messages of these rounds; returns those that both have reached."""
+        """One end has reached the messages of these rounds; returns those that wait for nothing more."""
         counts = self._first_message[rounds + 1] - self._first_message[rounds]
         steps = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         messages = self._messages_of[np.repeat(self._first_message[rounds], counts) + steps]
         seconds = np.repeat(self._round_start[rounds], counts)
         np.maximum.at(self._start, messages, seconds)
         np.add.at(self._ready, messages, 1)
-        return np.unique(messages[self._ready[messages] == 2])
+        return np.unique(messages[self._ready[messages] == self._needed[messages]])
 
     def _finish(self, messages: Ints) -> None:
         """These messages have ended: so may their rounds, and the runs of these."""
@@ -150,7 +154,14 @@ class _Run:
         released = [behind[known]], [self._round_end[over][known]], [self._last[over][known]]
         for column, values in zip(released, self._finish_runs(over), strict=True):
             column.append(values)
+        followers = self._follower[messages]
+        is_one = followers != NOTHING
+        followers = followers[is_one]
+        np.maximum.at(self._start, followers, self._end[messages[is_one]])
+        self._ready[followers] += 1
+        freed = followers[self._ready[followers] == self._needed[followers]]
         self._begin(*(np.concatenate(column) for column in released))
+        self._beginning = np.concatenate([self._beginning, freed])
 
     def _finish_runs(self, over: Ints) -> tuple[Ints, Floats, Ints]:
         """The first rounds of runs that may begin now, since when, and why."""

@@ -8,7 +8,7 @@ A rank reaches a round when the round `window` places before it is over, and whe
 message begins when both its ranks have reached it.
 
     nccl     a run for each stream, rounds as in nccl/staging.py, window 1: the next round waits for the wire
-    gloo     one run of single messages, in a window of slots
+    gloo     one run of single messages, in a window of slots; those of two ranks pass one after another
     direct   a reader pulls from source after source, or from all at once; a source waits until all have read
 """
 
@@ -92,6 +92,7 @@ class Script:
     first_round: Ints  # [runs + 1]
     window: Ints  # [runs]
     after: tuple[tuple[int, ...], ...]  # runs that must be over before a run begins
+    behind: Ints  # [messages]: the message that is before it on one connection; -1: none
     merged: int
 
 
@@ -205,7 +206,8 @@ class _Writer:
         self._sizes: list[int] = []  # rounds of each run
         self._window: list[int] = []
         self._after: list[tuple[int, ...]] = []
-        self._rounds = 0
+        self._behind: list[Ints] = []
+        self._messages = self._rounds = 0
         self._runs: dict[tuple[int, int, bool], dict[int, list[int]]] = {}  # by rank, hop, end; by wave
 
     def add(self, hop: int, wave: int, kind: Kind, buckets: Buckets, division: Division | None) -> None:
@@ -213,6 +215,14 @@ class _Writer:
         sending = self._add_side(hop, wave, sends, sends=True)
         receiving = self._add_side(hop, wave, receives, sends=False)
         self._parts.append((hop, buckets, sending, receiving))
+        behind = np.full(len(buckets), -1)
+        if kind == "gloo":  # one connection for each pair of ranks, in the order of both
+            order = np.lexsort((sending, buckets.dst, buckets.src))
+            ends = np.stack([buckets.src[order], buckets.dst[order]])
+            is_next = (ends[:, 1:] == ends[:, :-1]).all(axis=0)
+            behind[order[1:][is_next]] = order[:-1][is_next] + self._messages
+        self._behind.append(behind)
+        self._messages += len(buckets)
 
     def script(self) -> Script:
         none = np.zeros(0, np.int64)
@@ -230,6 +240,7 @@ class _Writer:
             np.concatenate([[0], np.cumsum(np.array(self._sizes, np.int64))]),
             np.array(self._window, np.int64),
             tuple(self._after),
+            np.concatenate([none, *self._behind]),
             self._merged,
         )
 

@@ -23,8 +23,11 @@ class Message:
 
 
 def run(messages: list[Message], windows: dict[int, int] | None = None, after: dict[int, tuple[int, ...]] | None = None,
-        step_s: float = 0.0) -> Outcome:  # fmt: skip
-    """Each rank has one run; rounds are numbered from 0 in it. `after`: the ranks that must be through before one begins."""
+        step_s: float = 0.0, behind: dict[int, int] | None = None) -> Outcome:  # fmt: skip
+    """Each rank has one run; its rounds are numbered from 0. `after`: the ranks that must be through before one begins.
+
+    `behind`: the message that is before one on its connection.
+    """
     ranks = sorted({rank for each in messages for rank in (each.src, each.dst)})
     of_rank = {
         rank: 1
@@ -43,6 +46,7 @@ def run(messages: list[Message], windows: dict[int, int] | None = None, after: d
         np.array([*first.values(), sum(of_rank.values())]),
         np.array([(windows or {}).get(rank, 1) for rank in ranks]),
         tuple(tuple(ranks.index(other) for other in (after or {}).get(rank, ())) for rank in ranks),
+        np.array([(behind or {}).get(number, NOTHING) for number in range(len(messages))]),
         1,
     )
     return run_script(script, column["src"], 10 + column["dst"], np.ones(20), step_s=step_s)
@@ -55,6 +59,12 @@ def times(outcome: Outcome) -> list[tuple[float, float]]:
 
 def test_one_message_takes_its_bytes_by_the_bandwidth() -> None:
     assert times(run([Message(0, 0, 1, 0, 6)])) == [(0, 6)]
+
+
+def test_messages_of_one_connection_pass_one_after_another() -> None:
+    messages = [Message(0, 0, 1, 0, 4), Message(0, 1, 1, 1, 4), Message(0, 2, 2, 0, 4)]
+    assert times(run(messages, {0: 3, 1: 3})) == [(0, 12), (0, 12), (0, 12)]
+    assert times(run(messages, {0: 3, 1: 3}, behind={1: 0})) == [(0, 8), (8, 12), (0, 8)]
 
 
 def test_two_messages_of_a_round_share_the_link_of_their_sender() -> None:

@@ -17,7 +17,7 @@ from mcore_reshard.planner.plan.make_schedule import RankView, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World
 from mcore_reshard.planner.topology.topology import parse_topology
-from mcore_reshard.simulate.events import DeadlockError, run_script
+from mcore_reshard.simulate.events import NOTHING, DeadlockError, run_script
 from mcore_reshard.simulate.script import Script, script_of
 
 OPTIONS = Options(scratch_bytes=16 << 10, bucket_bytes=1 << 10)  # so small that tiny models have many rounds
@@ -28,7 +28,13 @@ Runs = dict[str, list[list[list[Message]]]]  # of each rank and end, the runs th
 
 
 def script(plan: Plan, transport: str, **kinds: int) -> Script:
-    return script_of(plan, parse_topology("h200-8", plan.train.world, plan.gen.world), transport, OPTIONS, **kinds)
+    topology = plan.topology or parse_topology("h200-8", plan.train.world, plan.gen.world)
+    return script_of(plan, topology, transport, OPTIONS, **kinds)
+
+
+def on_hosts(case: Case, gpus: int) -> Plan:
+    """The plan for hosts of so few GPUs that its ranks are on several, and pass on."""
+    return replace(case, machine=f"h200-8,gpus={gpus}").plan()
 
 
 def runs_of_script(plan: Plan, found: Script) -> Runs:
@@ -65,7 +71,7 @@ def schedules_of(plan: Plan) -> Iterator[Schedule]:
 
 def nccl_runs(plan: Plan) -> Runs:
     """What the nccl executor does: a run for each stream."""
-    plan = replace(plan, relay=False)
+    plan = replace(plan, straight=True)
     schedules = [*schedules_of(plan)]
     division = divide(ScratchBudget(OPTIONS.scratch_bytes), [peers_by_stage(each) for each in schedules])
     runs: Runs = {}
@@ -117,6 +123,30 @@ def test_the_script_of_gloo_is_the_messages_of_its_executor(case: Case) -> None:
     assert runs_of_script(plan, found) == expected
     assert set(found.window.tolist()) == {DEFAULT_SLOTS}
     assert len(found.buckets) > 20
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_the_scripts_of_a_plan_that_knows_its_hosts_are_those_of_the_executors(case: Case, gpus: int) -> None:
+    plan = on_hosts(case, gpus)
+    assert runs_of_script(plan, script(plan, "nccl")) == nccl_runs(plan)
+    assert runs_of_script(plan, script(plan, "gloo")) == gloo_runs(plan)
+
+
+def test_some_of_these_pass_on() -> None:
+    assert {on_hosts(case, gpus).later_hops for case in CASES[::3] for gpus in (2, 4)} >= {(), ("share",)}
+
+
+def test_messages_of_two_ranks_over_gloo_are_behind_each_other_in_the_order_of_both() -> None:
+    found = script(TINY[0].plan(), "gloo")
+    assert (script(TINY[0].plan(), "nccl").behind == NOTHING).all()
+    pairs: dict[tuple[int, int], int] = {}
+    for number in np.argsort(found.src_round).tolist():
+        pair = int(found.buckets.src[number]), int(found.buckets.dst[number])
+        assert found.behind[number] == pairs.get(pair, NOTHING)
+        pairs[pair] = number
+    later = np.flatnonzero(found.behind != NOTHING)
+    assert (found.dst_round[later] > found.dst_round[found.behind[later]]).all()
 
 
 def test_some_of_these_plans_relay_and_some_have_stages() -> None:
