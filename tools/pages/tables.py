@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from . import live, reliability
+from . import live, reliability, simulated
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "results"
@@ -556,4 +556,5 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "live": live.live_section,
     "whole": live.whole_section,
     "grpo": live.grpo_section,
+    "shaped": simulated.shaped_section,
 }

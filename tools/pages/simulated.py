@@ -1,0 +1,48 @@
+"""What simulations are worth: refits between shaped hosts, predicted and measured; simulated time against the bound."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from statistics import median
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+LINKS = "../tools/results"
+
+
+def shaped_section() -> str:
+    """A row for each refit between network namespaces: measured beside predicted."""
+    data = json.loads((RESULTS / "shaped-hosts.json").read_text())
+    rate = data["nic_bytes_per_s"] / 1e6
+    excess = max(
+        counted / planned - 1
+        for row in data["rows"] for link in row["links"]
+        for planned, counted in zip(link["planned"], link["counted"], strict=True)
+        if planned > 1e6
+    )  # fmt: skip
+    refits = len(data["rows"][0]["seconds"])
+    busy = max(row["others"] for row in data["rows"])
+    lines = [
+        _wrapped(
+            f"{data['cpu']}, Linux {data['kernel']}, Python {data['python']}, torch {data['torch']}, {data['date']};"
+            f" NICs of {rate:.0f} MB/s, medians of {refits} refits (`python tools/shaped_hosts.py`,"
+            f" [data]({LINKS}/shaped-hosts.json)). Other processes took up to {busy:.0%} of the cores. Every link"
+            f" carried what the plan says, and up to {excess:.1%} more for headers:"
+        ),
+        "",
+        "| refit | trainer -> engine | hosts | hops | measured | predicted | off |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        measured = median(row["seconds"])
+        off = "calibrates" if row["calibrates"] else f"{row['predicted'] / measured - 1:+.0%}"
+        lines.append(
+            f"| {row['case']} | `{row['train']}` -> `{row['gen']}` | {row['hosts']} | {', '.join(row['hops'])} |"
+            f" {measured:.2f} s | {row['predicted']:.2f} s | {off} |"
+        )
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
