@@ -19,7 +19,7 @@ from mcore_reshard.simulate.simulation import LINKS, ROUTES, Simulation
 from .measured import Measured
 from .pairs import PairBytes, block_size, in_blocks
 from .timeline import STEPS, rates
-from .units import bytes_unit, count, seconds_text, seconds_unit, size
+from .text import bytes_unit, count, seconds_text, seconds_unit, size
 
 _GAPS = 64  # rows or columns up to which cells of a heat map stand apart
 _BARS = 128  # ranks up to which each has a bar; more are a stepped line

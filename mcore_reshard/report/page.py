@@ -26,7 +26,7 @@ from . import charts
 from .charts import Chart
 from .measured import Measured
 from .pairs import PairBytes, pair_bytes
-from .units import count, seconds_text, size
+from .text import count, seconds_text, size
 
 _HERE = Path(__file__).parent
 _ROWS = 200  # most rows of a table

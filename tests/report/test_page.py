@@ -30,7 +30,7 @@ from mcore_reshard.report.measured import MeasuredError, read_measured
 from mcore_reshard.report.page import _library, report_page
 from mcore_reshard.report.pairs import block_size, in_blocks, pair_bytes
 from mcore_reshard.report.timeline import STEPS, rates
-from mcore_reshard.report.units import seconds_unit, size
+from mcore_reshard.report.text import seconds_unit, size
 from mcore_reshard.simulate.simulate import simulate
 
 plotly = pytest.importorskip("plotly", reason="the extra 'report' is not installed")
