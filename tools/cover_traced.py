@@ -26,11 +26,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from mcore_reshard.cli.summary import starred
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.traced import TracedLayoutError
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.proof.prove import require_proof
+from mcore_reshard.report.text import starred
 from mcore_reshard.validation.engine import vllm_engine
 from mcore_reshard.validation.errors import BuildError, ValidationError
 from mcore_reshard.validation.offline_plan import plan_offline

@@ -34,6 +34,7 @@ _PACKAGES = {
     "nccl4py": ("nccl", "the nccl transport", "gpu"),
     "cuda-core": ("cuda.core", "copy kernels of the direct and nccl transports", "gpu"),
     "cuda-bindings": ("cuda.bindings", "GPU memory of the direct and nccl transports", "gpu"),
+    "plotly": ("plotly", "charts of a report", "report"),
 }
 
 
@@ -137,9 +138,11 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
         trainer += "; direct, nccl, auto: one on the GPUs, with the real Transformer Engine, into plain slices"
     elif cuda:
         trainer += "; direct, nccl, auto: the same, copied to the GPUs (transformer-engine is not installed)"
-    torch = "torch" in has
+    torch, charts = "torch" in has, "plotly" in has
+    no_charts = "plotly is not installed; from a clone: pip install '.[report]'"
     return [
         {"command": "plan, show, explain, simulate, advise", "ok": True, "detail": "need numpy only"},
+        {"command": "report", "ok": charts, "detail": "needs numpy and plotly only" if charts else no_charts},
         {
             "command": "plan --traced",
             "ok": not why_no_traces,

@@ -267,7 +267,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     add("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
     add("-o", "--out", metavar="FILE", required=True, help="write the page here")
-    add("--topology", metavar="MACHINE", help="the hosts, e.g. h200-8: adds times and the bytes of every link")
+    add("--topology", metavar="MACHINE", help="the hosts, e.g. h200-8: adds times and links (default: the plan's)")
     add("--hosts", metavar="PLACES", help="with --topology: which ranks live on which host (default: in order)")
     add(
         "--measured",

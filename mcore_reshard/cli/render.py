@@ -18,6 +18,10 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from mcore_reshard.report.text import count as count
+from mcore_reshard.report.text import ranges as ranges
+from mcore_reshard.report.text import size as size
+
 from .printable import printable
 
 _PIPED_WIDTH = 250  # columns where no terminal says otherwise; names of tensors are long
@@ -113,27 +117,3 @@ def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, lis
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
-
-
-def size(nbytes: float) -> str:
-    """Bytes in decimal units, as links are rated: 1_234_567 -> `1.23 MB`."""
-    value, unit, larger = float(nbytes), "B", ["kB", "MB", "GB", "TB"]
-    while value >= 1000 and larger:
-        value, unit = value / 1000, larger.pop(0)
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:#.3g} {unit}"
-
-
-def count(number: int, noun: str, nouns: str = "") -> str:
-    """`1 rank`, `1,234 ranks`."""
-    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> `0-2, 5`."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -14,7 +14,7 @@ from mcore_reshard.planner.proof.prove import Proof, ProofError
 from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology
 from mcore_reshard.planning import InputError
 from mcore_reshard.report.measured import Measured, MeasuredError, read_measured
-from mcore_reshard.report.page import report_page
+from mcore_reshard.report.page import chart_library, report_page
 from mcore_reshard.simulate.simulate import simulate
 
 from .inputs import read_plan
@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
     topology, measured = _topology(args, plan, problems), _measured(args, plan, problems)
     if problems:
         raise InputError(problems)
+    chart_library()  # before the work: it may be missing
     started = time.perf_counter()
     with progress(f"drawing {plan.model}"):
         proof = plan.prove()
@@ -59,11 +60,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _topology(args: argparse.Namespace, plan: Plan, problems: list[str]) -> Topology | None:
-    """The machine that --topology names."""
+    """The machine that --topology names; else the one that the plan was made for."""
     if args.topology is None:
         if args.hosts:
             problems.append("--hosts says where ranks live, --topology on which machine: give both")
-        return None
+        return plan.topology
     try:
         return parse_topology(args.topology, plan.train.world, plan.gen.world, args.hosts or "")
     except TopologyError as error:

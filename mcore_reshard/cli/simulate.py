@@ -15,6 +15,7 @@ from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology
 from mcore_reshard.planning import InputError, read_request
+from mcore_reshard.report.text import seconds_text
 from mcore_reshard.simulate.simulate import simulate
 from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 
@@ -107,8 +108,8 @@ def _parts(each: _Simulated) -> Iterator[RenderableType]:
             ("model", f"{each.plan.model}: train {format_mesh(each.plan.train)}, gen {each.gen}"),
             ("machine", f"{count(len(outcome.topology.hosts), 'host')} of {machine.gpus} GPUs, {_bandwidths(outcome)}"),
             ("transport", outcome.transport),
-            ("predicted", f"{_seconds(outcome.seconds)}, {_ratio(outcome)} the bound"),
-            ("bound", f"{_seconds(outcome.bound_s)}: {_bound(outcome)}"),
+            ("predicted", f"{seconds_text(outcome.seconds)}, {_ratio(outcome)} the bound"),
+            ("bound", f"{seconds_text(outcome.bound_s)}: {_bound(outcome)}"),
         ]
     )
     routes = [(route, size(nbytes), f"{nbytes / moved:.1%}") for route, nbytes in outcome.route_bytes.items()]
@@ -125,27 +126,16 @@ def _parts(each: _Simulated) -> Iterator[RenderableType]:
 
 def _path(outcome: Simulation) -> Iterator[RenderableType]:
     """The longest steps of the critical path, in order of time, and which ranks it is made of."""
-    path = outcome.critical_path
-    longest = sorted(sorted(path, key=lambda step: step.start_s - step.end_s)[:_STEPS_SHOWN], key=lambda s: s.start_s)
+    path, longest = outcome.critical_path, outcome.longest_steps(_STEPS_SHOWN)
     rows = (
         (_span(step), step.src, step.dst, f"{step.stage}", step.route, size(step.nbytes), step.why) for step in longest
     )
-    shown = table("Critical path", ">seconds, from, to, >stage, over, >bytes, it could begin when", rows)
+    shown = table("Critical path", ">time, from, to, >stage, over, >bytes, it could begin when", rows)
     if len(path) > len(longest):
         shown.caption = and_more(len(path) - len(longest), "shorter step")
     yield shown
     if path:
-        sender, sending = _most([(step.src, step) for step in path])
-        reader, receiving = _most([(step.dst, step) for step in path])
-        total = max(outcome.seconds, 1e-12)
-        yield f"{sender} sends {sending / total:.0%} of this time, {reader} receives {receiving / total:.0%} of it"
-
-
-def _most(steps: Sequence[tuple[str, Step]]) -> tuple[str, float]:
-    seconds: dict[str, float] = {}
-    for rank, step in steps:
-        seconds[rank] = seconds.get(rank, 0.0) + step.end_s - step.start_s
-    return max(seconds.items(), key=lambda item: item[1])
+        yield outcome.busiest_on_path
 
 
 def _what_if(simulated: Sequence[_Simulated]) -> Iterator[RenderableType]:
@@ -156,7 +146,14 @@ def _what_if(simulated: Sequence[_Simulated]) -> Iterator[RenderableType]:
         moved = max(1, sum(outcome.route_bytes.values()))
         shares = [f"{outcome.route_bytes[route] / moved:.0%}" for route in ROUTES]
         rows.append(
-            (each.gen, _seconds(outcome.seconds), _seconds(outcome.bound_s), _ratio(outcome), size(moved), *shares)
+            (
+                each.gen,
+                seconds_text(outcome.seconds),
+                seconds_text(outcome.bound_s),
+                _ratio(outcome),
+                size(moved),
+                *shares,
+            )
         )
     columns = "engine, >predicted, >bound, >ratio, >bytes, " + ", ".join(f">{route}" for route in ROUTES)
     yield table(
@@ -193,8 +190,4 @@ def _notes(each: _Simulated) -> Iterator[str]:
 
 
 def _span(step: Step) -> str:
-    return f"{step.start_s:.3f} to {step.end_s:.3f}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+    return f"{seconds_text(step.start_s)} to {seconds_text(step.end_s)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
@@ -21,6 +20,7 @@ from mcore_reshard.planner.plan.loads import busy_seconds
 from mcore_reshard.planner.plan.paths import LINK_NAMES
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof, ProofError
+from mcore_reshard.report.text import seconds_text, starred
 
 from .render import Cell, count, facts, grouped, noted, print_report, ranges, size, styled, table, verdict
 
@@ -89,11 +89,6 @@ def routes_of(plan: Plan) -> list[tuple[str, str]]:
     lists = (("misc", plan.misc), ("excluded", plan.excluded))
     unplanned = {entry.group: (route, entry.reason) for route, entries in lists for entry in entries}
     return [unplanned.get(number, ("bulk", "")) for number in range(len(plan.groups))]
-
-
-def starred(pattern: str) -> str:
-    """A pattern of names with stars for what varies: `layers.{layer}.mlp` -> `layers.*.mlp`."""
-    return re.sub(r"\{\w+\}", "*", pattern)
 
 
 def _pairs(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -185,7 +180,7 @@ def _report(plan: Plan, proof: Proof, summary: dict[str, Any]) -> Iterator[Rende
         links = summary["topology"]["links"]
         moved = _sum(links, "bytes") or 1
         rows = (
-            (link["link"], size(link["bytes"]), f"{link['bytes'] / moved:.1%}", f"{link['busiest_s'] * 1e3:.1f} ms")
+            (link["link"], size(link["bytes"]), f"{link['bytes'] / moved:.1%}", seconds_text(link["busiest_s"]))
             for link in links
         )
         yield table("Links", "link, >bytes, >share, >at least", rows)

@@ -12,18 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.simulate.simulation import LINKS, ROUTES, Simulation
 
 from .measured import Measured
 from .pairs import PairBytes, block_size, in_blocks
-from .timeline import STEPS, rates
 from .text import bytes_unit, count, seconds_text, seconds_unit, size
+from .timeline import STEPS, rates
 
 _GAPS = 64  # rows or columns up to which cells of a heat map stand apart
 _BARS = 128  # ranks up to which each has a bar; more are a stepped line
 _USUAL_HOST = 8  # GPUs, where no topology says otherwise
+_HOPS: dict[HopKind, str] = {"relay": "passed on", "share": "passed on within a domain"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,8 @@ def stage_chart(plan: Plan, simulation: Simulation) -> Chart:
     row = messages.hop.astype(np.int64) * stages + messages.stage
     used = np.unique(row).tolist()
     speeds = rates(messages, np.searchsorted(used, row), len(used), simulation.seconds)
-    names = [f"stage {number % stages}" + (", passed on" if number >= stages else "") for number in used]
+    hops = ["", *(f", {_HOPS[hop]}" for hop in plan.later_hops)]
+    names = [f"stage {number % stages}{hops[number // stages]}" for number in used]
     text = "Each row is a pipeline stage of the trainer. Color says how many bytes a second are under way."
     if simulation.merged > 1:
         text += f" Every {simulation.merged} messages between two ranks were simulated as one."

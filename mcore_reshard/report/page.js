@@ -2,7 +2,7 @@
 // Draws the charts of the page. The library is in the page too, compressed; nothing is loaded from anywhere.
 const HEAT = {
   light: [[0, "#e9f0f9"], [0.25, "#b5d0ee"], [0.5, "#649fd8"], [0.75, "#2a67ad"], [1, "#0b2c5c"]],
-  dark: [[0, "#1d2c40"], [0.25, "#20497c"], [0.5, "#2e78bd"], [0.75, "#6cb8ea"], [1, "#e2f4ff"]],
+  dark: [[0, "#1d2c40"], [0.25, "#20497c"], [0.5, "#2e78bd"], [0.75, "#5aa6dd"], [1, "#b4e0fb"]],
 };
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 const charts = JSON.parse(document.getElementById("charts").textContent);
@@ -34,8 +34,10 @@ function themed(trace) {
   return shown;
 }
 
-function draw() {
+// One chart at a time, so that the page can be read and scrolled meanwhile.
+async function draw() {
   for (const [id, chart] of Object.entries(charts)) {
+    await new Promise((next) => setTimeout(next));
     const axis = (given) => ({
       gridcolor: color("line"), zerolinecolor: color("line"), linecolor: color("line"), automargin: true, ...given,
     });
@@ -52,10 +54,9 @@ function draw() {
   }
 }
 
-library().then(() => {
-  draw();
+library().then(draw).then(() => {
   darkness.addEventListener("change", draw);
-  document.documentElement.dataset.drawn = "yes";
+  document.documentElement.dataset.drawnMs = Math.round(performance.now());
 }).catch((error) => {
   for (const id of Object.keys(charts)) document.getElementById(id).textContent = "This chart cannot be drawn: " + error;
 });

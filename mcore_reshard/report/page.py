@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_reshard.planner.layout.mesh import format_mesh
-from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof
 from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.simulate.simulation import Simulation
@@ -26,7 +26,7 @@ from . import charts
 from .charts import Chart
 from .measured import Measured
 from .pairs import PairBytes, pair_bytes
-from .text import count, seconds_text, size
+from .text import count, ranges, seconds_text, size, starred
 
 _HERE = Path(__file__).parent
 _ROWS = 200  # most rows of a table
@@ -47,33 +47,45 @@ def report_page(
 
     Raises ImportError, which says how to install it, where plotly is missing.
     """
-    library = _library()
+    library = chart_library()
     page = _Page()
     page.head(plan, proof, summary, simulation, measured)
     page.proof(proof)
     pairs = pair_bytes(plan, simulation)
     page.section("Who sends what to whom", charts.pair_charts(pairs, topology))
-    if simulation is not None and plan.relay_bytes.any() and pairs.passed_on is None:
-        page.text("The plan lets replicas pass bytes on. Over these hosts the trainer serves every replica itself.")
+    for sentence in _caveats(plan, pairs, simulation):
+        page.text(sentence)
     page.stages(plan, simulation)
     page.bytes_moved(summary, pairs, simulation)
     page.section("Balance of ranks, as planned", charts.balance_charts(plan))
     page.balance(plan)
     if measured is not None:
         page.measured(plan, measured, simulation)
-    page.unplanned("Misc: whole tensors, and why", summary["misc"])
-    page.unplanned("Excluded: not moved, and why", summary["excluded"])
+    page.unplanned("Misc: whole tensors, and why", plan, plan.misc)
+    page.unplanned("Excluded: not moved, and why", plan, plan.excluded)
     return page.html(f"{plan.model or 'plan'}: refit", library)
 
 
+def _caveats(plan: Plan, pairs: PairBytes, simulation: Simulation | None) -> Iterator[str]:
+    """How far the simulated refit is from the planned one."""
+    if simulation is None:
+        return
+    if plan.topology is None:
+        yield "The plan does not know where ranks live: mcore-reshard plan --topology makes one that does."
+    elif plan.topology != simulation.topology:
+        yield "The plan was made for another machine than the one that is shown here."
+    if plan.relay_bytes.any() and pairs.passed_on is None:
+        yield "The plan lets replicas pass bytes on. In this simulation the trainer serves every replica itself."
+
+
 @cache
-def _library() -> str:
-    """plotly.min.js, compressed, in base64."""
+def chart_library() -> str:
+    """plotly.min.js, compressed, in base64. Raises ImportError, which says how to install plotly where it is missing."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ImportError(
-            "the charts of a report need plotly, which is not installed: pip install 'mcore-reshard[report]'"
+            "plotly is not installed, which draws the charts; from a clone of mcore-reshard: pip install '.[report]'"
         ) from error
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
@@ -136,11 +148,17 @@ class _Page:
             self._chart(chart)
 
     def stages(self, plan: Plan, simulation: Simulation | None) -> None:
+        total = max(1, sum(nbytes for _, _, nbytes in plan.stage_totals))
+        totals = [
+            (stage, f"{transfers:,}", size(nbytes), f"{nbytes / total:.1%}")
+            for stage, transfers, nbytes in plan.stage_totals
+        ]
         if simulation is None:
             self.section("Stages", [charts.stage_bytes_chart(plan)])
         else:
             self.section("Stages", [charts.stage_chart(plan, simulation), charts.throughput_chart(simulation)])
-            path = sorted(simulation.critical_path, key=lambda step: step.start_s - step.end_s)[:_STEPS]
+        self._table("Stages, as planned", ">stage, >transfers, >bytes, >share", totals)
+        if simulation is not None:
             rows = [
                 (
                     f"{seconds_text(s.start_s)} to {seconds_text(s.end_s)}",
@@ -151,10 +169,12 @@ class _Page:
                     size(s.nbytes),
                     s.why,
                 )
-                for s in sorted(path, key=lambda step: step.start_s)
+                for s in simulation.longest_steps(_STEPS)
             ]
             title = "Critical path: the longest steps that all else waited for"
             self._table(title, "time, from, to, >stage, over, >bytes, it could begin when", rows)
+            if rows:
+                self.text(f"Of the whole critical path: {simulation.busiest_on_path}.")
 
     def text(self, sentence: str) -> None:
         self._card(f"<p>{escape(sentence)}</p>")
@@ -166,15 +186,23 @@ class _Page:
         rows: list[tuple[Any, ...]] = [
             ("bulk", size(received), "received point to point, over all generation ranks"),
             ("misc", size(summary["bytes"]["misc"]), "whole tensors, each counted once"),
-            ("relay", size(passed_on), "of bulk: received from another generation rank"),
+            ("passed on", size(passed_on), "of bulk: received from another generation rank"),
         ]
         self._table("Routes", "route, >bytes, what is counted", rows)
+        if summary["topology"] is not None:
+            links = summary["topology"]["links"]
+            total = max(1, sum(link["bytes"] for link in links))
+            rows = [
+                (link["link"], size(link["bytes"]), f"{link['bytes'] / total:.1%}", seconds_text(link["busiest_s"]))
+                for link in links
+            ]
+            self._table("What the bytes of bulk cross, as planned", "over, >bytes, >share, >at least", rows)
         if simulation is None:
-            self._card("<p>Links and their bytes need --topology.</p>")
+            self._card("<p>Links of each GPU, and their bytes, need --topology.</p>")
             return
         moved = max(1, sum(simulation.route_bytes.values()))
         rows = [(route, size(nbytes), f"{nbytes / moved:.1%}") for route, nbytes in simulation.route_bytes.items()]
-        self._table("What the bytes of bulk cross", "over, >bytes, >share", rows)
+        self._table("What the bytes of bulk cross, as simulated", "over, >bytes, >share", rows)
         self._chart(charts.link_chart(simulation))
         gpus = simulation.topology.machine.gpus
         busy = max(simulation.seconds, 1e-12)
@@ -228,12 +256,22 @@ class _Page:
         phases = [(name, seconds_text(mid), seconds_text(most)) for name, (mid, most) in measured.phases.items()]
         self._table("Phases, over the ranks; a phase may lie in another", "phase, >median, >most", phases)
 
-    def unplanned(self, title: str, entries: Sequence[Mapping[str, Any]]) -> None:
+    def unplanned(self, title: str, plan: Plan, entries: Sequence[UnplannedGroup]) -> None:
         if not entries:
             return
         self._add(f"<h2>{escape(title)}</h2>")
-        rows = [(entry["parameter"], size(entry["bytes"]), entry["reason"]) for entry in entries]
-        self._table("", "parameter, >bytes, reason", rows)
+        groups = [(plan.groups[entry.group], entry.reason) for entry in entries]
+        rows = [
+            (
+                starred(group.name_pattern),
+                ranges(group.layers) or "-",
+                group.count,
+                size(group.nbytes * group.count),
+                why,
+            )
+            for group, why in groups
+        ]
+        self._table("", "parameter, layers, >count, >bytes, reason", rows)
 
     def html(self, title: str, library: str) -> str:
         css, script = (_HERE / "page.css").read_text(), (_HERE / "page.js").read_text()

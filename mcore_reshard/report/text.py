@@ -1,6 +1,9 @@
-"""Numbers as people read them."""
+"""Numbers and names as people read them, on a page and on a terminal."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
 
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SECONDS = ((0.1, 1.0, "s"), (1e-4, 1e-3, "ms"))  # from here on, the unit, its name
@@ -14,9 +17,25 @@ def size(nbytes: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:#.3g} {unit}"
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, nouns: str = "") -> str:
     """`1 rank`, `1,234 ranks`."""
-    return f"{number:,} {noun if number == 1 else noun + 's'}"
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> `0-2, 5`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def starred(pattern: str) -> str:
+    """A pattern of names with stars for what varies: `layers.{layer}.mlp` -> `layers.*.mlp`."""
+    return re.sub(r"\{\w+\}", "*", pattern)
 
 
 def seconds_text(seconds: float) -> str:

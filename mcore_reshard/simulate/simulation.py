@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,3 +93,26 @@ class Simulation:
         """Bytes by route, in the order of ROUTES."""
         counts = [int(self.messages.nbytes[self.messages.route == route].sum()) for route in range(len(ROUTES))]
         return dict(zip(ROUTES, counts, strict=True))
+
+    def longest_steps(self, most: int) -> list[Step]:
+        """The longest steps of the critical path, in order of time."""
+        longest = sorted(self.critical_path, key=lambda step: step.start_s - step.end_s)[:most]
+        return sorted(longest, key=lambda step: step.start_s)
+
+    @property
+    def busiest_on_path(self) -> str:
+        """Which ranks the critical path is made of, in words; empty where nothing moves."""
+        if not self.critical_path:
+            return ""
+        total = max(self.seconds, 1e-12)
+        sender, sending = _most([(step.src, step) for step in self.critical_path])
+        reader, receiving = _most([(step.dst, step) for step in self.critical_path])
+        return f"{sender} sends {sending / total:.0%} of this time, {reader} receives {receiving / total:.0%} of it"
+
+
+def _most(steps: Sequence[tuple[str, Step]]) -> tuple[str, float]:
+    """The rank with the most time, and how much."""
+    seconds: dict[str, float] = {}
+    for rank, step in steps:
+        seconds[rank] = seconds.get(rank, 0.0) + step.end_s - step.start_s
+    return max(seconds.items(), key=lambda item: item[1])

@@ -56,6 +56,7 @@ def test_doctor_runs_in_a_checkout_that_is_not_installed(run: Run, monkeypatch: 
     assert {package["wanted"] for package in report["packages"]} == {None}
     assert [row["command"] for row in report["commands"]] == [
         "plan, show, explain, simulate, advise",
+        "report",
         "plan --traced",
         "validate",
         "store",
@@ -68,10 +69,10 @@ def test_doctor_runs_in_a_checkout_that_is_not_installed(run: Run, monkeypatch: 
     [
         (["--version"], {"torch", "numpy", "rich", "megatron"}),
         (["plan", "--help"], {"torch", "numpy", "rich", "megatron"}),
-        (["plan", *MOE], {"torch", "megatron", "transformers", "vllm"}),
-        (["simulate", *MOE, "--topology", "h200-8"], {"torch", "megatron", "transformers", "vllm"}),
-        (["advise", MOE[0], "--gpus-train", "2", "--gpus-gen", "2"], {"torch", "megatron", "transformers", "vllm"}),
-        (["doctor"], {"megatron.core", "megatron.bridge", "transformers", "vllm", "transformer_engine"}),
+        (["plan", *MOE], {"torch", "megatron", "transformers", "vllm", "plotly"}),
+        (["simulate", *MOE, "--topology", "h200-8"], {"torch", "megatron", "transformers", "vllm", "plotly"}),
+        (["advise", MOE[0], "--gpus-train", "2", "--gpus-gen", "2"], {"torch", "megatron", "vllm", "plotly"}),
+        (["doctor"], {"plotly", "megatron.core", "megatron.bridge", "transformers", "vllm", "transformer_engine"}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -106,6 +107,17 @@ def test_doctor_reports_that_torch_is_missing() -> None:
     assert done.returncode == 0, done.stderr
     assert "torch is not installed" in done.stdout
     assert re.search(r"^watch +no  torch is not installed$", done.stdout, re.MULTILINE)
+
+
+def test_only_report_needs_plotly(tmp_path: Path) -> None:
+    plan, page = str(tmp_path / "plan.json"), str(tmp_path / "report.html")
+    argvs = ["plan", *MOE, "--out", plan], ["show", plan], ["simulate", plan, "--topology", "h200-8"], ["doctor"]
+    done = [without("plotly", *argv) for argv in argvs]
+    assert [each.returncode for each in done] == [0] * len(argvs), done
+    assert re.search(r"^report +no +plotly is not installed", done[-1].stdout, re.MULTILINE)
+    lacking = without("plotly", "report", plan, "-o", page)
+    assert (lacking.returncode, lacking.stdout) == (1, "") and not Path(page).exists()
+    assert re.fullmatch(r"mcore-reshard: plotly is not installed.*pip install '\.\[report\]'\n", lacking.stderr)
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,12 @@ from mcore_reshard.cli.summary import summarize
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import load_plan
 from mcore_reshard.planner.topology.topology import parse_topology
+from mcore_reshard.report.charts import stage_chart
 from mcore_reshard.report.measured import MeasuredError, read_measured
-from mcore_reshard.report.page import _library, report_page
+from mcore_reshard.report.page import chart_library, report_page
 from mcore_reshard.report.pairs import block_size, in_blocks, pair_bytes
+from mcore_reshard.report.text import seconds_unit, size, starred
 from mcore_reshard.report.timeline import STEPS, rates
-from mcore_reshard.report.text import seconds_unit, size
 from mcore_reshard.simulate.simulate import simulate
 
 plotly = pytest.importorskip("plotly", reason="the extra 'report' is not installed")
@@ -59,6 +60,7 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         self._inside = None
+        self.text += "\n"
 
     def handle_data(self, data: str) -> None:
         if self._inside == "script":
@@ -131,8 +133,8 @@ def test_numbers_are_those_of_the_plan(plan_of: Callable[[list[str]], Path]) -> 
     assert pairs["text"] == [[size(nbytes) for nbytes in row] for row in by_transfers(plan).tolist()]
     assert size(int(plan.recv_bytes.sum())) in page.text and plan.digest in page.text
     assert f"{plan.prove().covered_bytes:,} of {plan.prove().destination_bytes:,}" in page.text
-    for entry in summarize(plan, plan.prove())["misc"]:
-        assert entry["parameter"] in page.text and entry["reason"] in page.text
+    for entry in plan.misc:
+        assert starred(plan.groups[entry.group].name_pattern) in page.text and entry.reason in page.text
     bars = [trace for chart in page.charts for trace in chart["traces"] if trace["type"] == "bar"]
     assert [size(nbytes) for nbytes in plan.send_bytes.tolist()] in [bar["text"] for bar in bars]
     assert [size(nbytes) for nbytes in plan.recv_bytes.tolist()] in [bar["text"] for bar in bars]
@@ -160,6 +162,54 @@ def test_pairs_of_a_plan_that_relays_show_what_is_passed_on(plan_of: Callable[[l
     assert "Passed on between generation ranks" in page_of(plan, "h200-8,gpus=18", "train=a*2,gen=a*16").text
     over_nics = page_of(plan, "h200-8").text  # auto takes nccl there, which does not relay
     assert "Passed on between" not in over_nics and "trainer serves every replica itself" in over_nics
+
+
+FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)? ?(?:[kMGT]?B|s|ms|us|%|times)(?!\w)")
+
+
+def figures(text: str) -> set[str]:
+    """Numbers with their units."""
+    return {" ".join(found.split()) for found in FIGURE.findall(text)}
+
+
+def all_text(page: Page) -> str:
+    """What a reader sees, and what the charts say of their points."""
+    return "\n".join([page.text, json.dumps(page.charts)])
+
+
+LOCATED = ["--train", "tp=2", "--gen", "tp=1,dp=16", "--topology", "h200-8"]
+
+
+@pytest.mark.parametrize("argv", [[*MOE, "--topology", "h200-8,gpus=4"], ["tiny-qwen3-moe", *LOCATED]], ids=" ".join)
+def test_every_number_that_plan_and_simulate_print_is_on_the_page(run: Run, tmp_path: Path, argv: list[str]) -> None:
+    path, out, machine = tmp_path / "plan.json", tmp_path / "report.html", argv[argv.index("--topology") + 1]
+    planned = run("plan", *argv, "--out", path).out.partition("Extra memory")[0]
+    said = planned.replace(planned[planned.index("planned in") :].splitlines()[0], "")
+    said += run("simulate", path, "--topology", machine).out.partition("machine ")[2].partition("transport")[2]
+    run("report", path, "-o", out)  # on the machine that the plan was made for
+    page = Page(out.read_text())
+    shown = figures(all_text(page))
+    assert len(figures(said)) > 20 and figures(said) - shown == set()
+    assert figures("it takes 0.123 s") - shown == {"0.123 s"}
+    plain = run("simulate", path, "--topology", machine, "--json").json
+    for step in plain["critical_path"][:8]:
+        assert step["why"] in page.text
+    assert f"{plain['seconds'] / plain['bound_seconds']:.2f} times the bound" in page.text
+    again = run("report", path, "-o", tmp_path / "again.html", "--topology", machine, "--json").json
+    assert (tmp_path / "again.html").read_text() == out.read_text()
+    assert again["predicted_seconds"] == plain["seconds"] and again["digest"] == plain["digest"]
+
+
+def test_each_way_of_passing_on_is_a_row_of_its_own(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    run("plan", "tiny-qwen3-moe", *LOCATED[:-1], "h200-8", "--out", path)
+    plan = load_plan(path)
+    assert plan.topology is not None and plan.later_hops
+    simulation = simulate(plan, plan.topology, "gloo")  # it passes on between hosts and within them
+    rows = stage_chart(plan, simulation).traces[0]["y"]
+    assert len(rows) == len(set(rows)) == len(np.unique(simulation.messages.hop))
+    wanted = {"relay": "passed on", "share": "passed on within a domain"}
+    assert rows[1:] == [f"stage 0, {wanted[hop]}" for hop in plan.later_hops]
 
 
 def test_many_ranks_are_shown_in_blocks_and_no_byte_is_lost() -> None:
@@ -300,7 +350,7 @@ def test_a_missing_extra_says_how_to_install_it(
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without_plotly)
-    _library.cache_clear()
+    chart_library.cache_clear()
     outcome = run("report", path, "-o", tmp_path / "report.html")
-    assert outcome.code == 1 and "pip install 'mcore-reshard[report]'" in outcome.err
+    assert outcome.code == 1 and "pip install '.[report]'" in outcome.err
     assert "Traceback" not in outcome.err and not (tmp_path / "report.html").exists()
