@@ -16,6 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof
@@ -56,7 +58,7 @@ def report_page(
     for sentence in _caveats(plan, pairs, simulation):
         page.text(sentence)
     page.stages(plan, simulation)
-    page.bytes_moved(summary, pairs, simulation)
+    page.bytes_moved(summary, simulation)
     page.section("Balance of ranks, as planned", charts.balance_charts(plan))
     page.balance(plan)
     if measured is not None:
@@ -179,16 +181,17 @@ class _Page:
     def text(self, sentence: str) -> None:
         self._card(f"<p>{escape(sentence)}</p>")
 
-    def bytes_moved(self, summary: Mapping[str, Any], pairs: PairBytes, simulation: Simulation | None) -> None:
+    def bytes_moved(self, summary: Mapping[str, Any], simulation: Simulation | None) -> None:
         self._add("<h2>Bytes by route and link</h2>")
-        passed_on = 0 if pairs.passed_on is None else int(pairs.passed_on.sum())
-        received = sum(rank["recv_bytes"] for rank in summary["ranks"]["gen"])
+        received, passed_on = (
+            sum(rank[key] for rank in summary["ranks"]["gen"]) for key in ("recv_bytes", "relay_bytes")
+        )
         rows: list[tuple[Any, ...]] = [
             ("bulk", size(received), "received point to point, over all generation ranks"),
             ("misc", size(summary["bytes"]["misc"]), "whole tensors, each counted once"),
             ("passed on", size(passed_on), "of bulk: received from another generation rank"),
         ]
-        self._table("Routes", "route, >bytes, what is counted", rows)
+        self._table("Routes, as planned", "route, >bytes, what is counted", rows)
         if summary["topology"] is not None:
             links = summary["topology"]["links"]
             total = max(1, sum(link["bytes"] for link in links))
@@ -223,7 +226,8 @@ class _Page:
         for name, load in loads:
             if load.any():
                 mean, most = float(load.mean()), int(load.max())
-                busiest = f"{name.partition(',')[0]}:{int(load.argmax())}"
+                as_busy = int(np.count_nonzero(load == most)) - 1
+                busiest = f"{name.partition(',')[0]}:{int(load.argmax())}" + (f" and {as_busy} more" if as_busy else "")
                 sizes = (size(int(load.min())), size(mean), size(most), f"{most / mean:.2f}")
                 rows.append((name, len(load), *sizes, busiest))
         self._table("Load per rank", "world, >ranks, >least, >mean, >most, >most / mean, busiest", rows)

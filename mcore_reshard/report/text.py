@@ -40,7 +40,9 @@ def starred(pattern: str) -> str:
 
 def seconds_text(seconds: float) -> str:
     """0.0123 -> `12.3 ms`, 3.14159 -> `3.142 s`."""
-    if seconds >= 0.1 or not seconds:
+    if not seconds:
+        return "0 s"
+    if seconds >= 0.1:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} us"
 
