@@ -44,5 +44,24 @@ def shaped_section() -> str:
     return "\n".join(lines)
 
 
+def host_bounds_section() -> str:
+    """A row for each refit between hosts: the plan's links and the simulated rounds, in units of the bound."""
+    data = json.loads((RESULTS / "host-bounds.json").read_text())
+    lines = [
+        _wrapped(
+            f"Hosts of `{data['machine']}`, {data['date']} (`python tools/host_bounds.py`,"
+            f" [data]({LINKS}/host-bounds.json)):"
+        ),
+        "",
+        "| refit | bound | plan's busiest link | rounds of `auto` | rounds of `gloo` |",
+        "|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        bound = max(row["bound_seconds"].values())
+        ratios = " | ".join(f"{ratio:.2f}" for ratio in (row["links"], row["auto"]["ratio"], row["gloo"]["ratio"]))
+        lines.append(f"| {row['name']} | {bound * 1e3:.0f} ms | {ratios} |")
+    return "\n".join(lines)
+
+
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)

@@ -557,4 +557,5 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "whole": live.whole_section,
     "grpo": live.grpo_section,
     "shaped": simulated.shaped_section,
+    "host-bounds": simulated.host_bounds_section,
 }

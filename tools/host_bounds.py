@@ -1,0 +1,145 @@
+"""Refits between hosts of 8 GPUs beside the least time that any plan could take: by the plan's links, and simulated.
+
+python tools/host_bounds.py --out tools/results/host-bounds.json     nine minutes, of which six are 1,024 to 512
+
+    links      the plan's busiest link at full bandwidth: what the plan itself costs
+    gloo, auto the simulated rounds of these transports: what their order costs on top. `auto` takes nccl between
+               hosts, where replicas pass nothing on
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import mcore_reshard as mr  # noqa: E402
+from mcore_reshard.planner.plan.least_time import LeastTime, least_time  # noqa: E402
+from mcore_reshard.planner.plan.loads import busiest_link  # noqa: E402
+from mcore_reshard.planner.plan.locate import located  # noqa: E402
+from mcore_reshard.planner.plan.plan import Plan  # noqa: E402
+from mcore_reshard.planner.topology.topology import parse_topology  # noqa: E402
+from mcore_reshard.simulate.simulate import simulate  # noqa: E402
+from mcore_reshard.simulate.simulation import Simulation  # noqa: E402
+
+CASES = ROOT / "tests" / "simulate" / "hosts.json"
+TRANSPORTS = ("gloo", "auto")
+MACHINE = "h200-8"  # 50 GB/s each way for the NIC of a GPU, 400 GB/s for its NVLink
+
+
+@dataclass(frozen=True)
+class HostsCase:
+    """A refit on hosts of 8 GPUs; `shared`: generation rank r is on the GPU of training rank r."""
+
+    name: str
+    config: str
+    train: str
+    gen: str
+    shared: bool = False
+
+    @cache  # noqa: B019  cases are few
+    def plan(self) -> Plan:
+        plan = mr.plan(self.config, train=self.train, gen=self.gen)
+        machine = f"{MACHINE},shared" if self.shared else MACHINE
+        return located(plan, parse_topology(machine, plan.train.world, plan.gen.world))
+
+    @cache  # noqa: B019
+    def least(self) -> LeastTime:
+        return least_time(self.plan())
+
+    def link_ratio(self) -> float:
+        return busiest_link(self.plan()) / self.least().seconds
+
+    def simulation(self, transport: str) -> Simulation:
+        plan = self.plan()
+        assert plan.topology is not None
+        return simulate(plan, plan.topology, transport)
+
+
+def all_cases() -> dict[str, HostsCase]:
+    return {entry["name"]: HostsCase(**entry) for entry in json.loads(CASES.read_text())}
+
+
+def busy_shares(outcome: Simulation) -> dict[str, float]:
+    """Of the simulated time, how much the trainer's and the engine's GPUs have a message under way over a NIC: the mean."""
+    messages = outcome.messages
+    over_nic = messages.route == 2
+    shares: dict[str, float] = {}
+    for name, gpu in (("sending", messages.src_gpu), ("receiving", messages.dst_gpu)):
+        seconds = []
+        for each in np.unique(gpu[over_nic]).tolist():
+            rows = over_nic & (gpu == each)
+            start, end = messages.start_s[rows], np.maximum.accumulate(messages.end_s[rows])
+            before = np.concatenate([[0.0], end[:-1]])
+            seconds.append(float(np.maximum(end - np.maximum(start, before), 0.0).sum()))
+        shares[name] = round(float(np.mean(seconds)) / outcome.seconds, 3) if seconds else 0.0
+    return shares
+
+
+def row_of(case: HostsCase) -> dict[str, Any]:
+    plan, least = case.plan(), case.least()
+    loads = plan.loads
+    moved = int(loads.received.sum())
+    row: dict[str, Any] = {
+        "name": case.name,
+        "train_ranks": plan.train.world,
+        "gen_ranks": plan.gen.world,
+        "hops": ["train", *plan.later_hops],
+        "nic_share": round(float(loads.received[2].sum()) / moved, 4),
+        "bound_seconds": {"nic_in": least.nic_in, "nic_out": least.nic_out, "gpu": least.gpu},
+        "links": round(case.link_ratio(), 4),
+    }
+    for transport in TRANSPORTS:
+        started = time.perf_counter()
+        outcome = case.simulation(transport)
+        row[transport] = {
+            "ratio": round(outcome.seconds / least.seconds, 4),
+            "seconds": outcome.seconds,
+            "messages": len(outcome.messages),
+            "merged": outcome.merged,
+            "busy": busy_shares(outcome),
+            "simulation_seconds": round(time.perf_counter() - started, 1),
+        }
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="a pattern of case names")
+    args = parser.parse_args(argv)
+    rows = []
+    for case in all_cases().values():
+        if re.search(args.only, case.name):
+            rows.append(row_of(case))
+            ratios = ", ".join(f"{transport} {rows[-1][transport]['ratio']:.2f}" for transport in TRANSPORTS)
+            print(f"{case.name}: links {rows[-1]['links']:.3f}, {ratios}", flush=True)
+    result = {
+        "what": "times of refits, divided by the least time that any plan could take; none was run",
+        "machine": MACHINE,
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "rows": rows,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
