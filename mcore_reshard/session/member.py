@@ -212,13 +212,13 @@ class Member(ABC):
         if head.plan == self._part.plan_digest:
             return
         if self._adopt_plan is None:
-            if self._ended is None:
+            if self._ended is None or head.kind != CONNECT:
                 raise SessionError(
                     f"{self.rank_name}: a trainer with another plan has taken over, and this engine takes no plan but its"
                     " own: give GenerationEndpoint adopt_plan=, or make a new endpoint with the plan that fetch_plan() returns"
                 )
             return  # "hello" says on all ranks which plan each of them has
-        plan = fetch_plan(self._store_address, self._options)
+        plan = fetch_plan(self._store_address, self._options, digest=head.plan or None)
         self._part, self._binding = self._adopt_plan(plan), None
         assert self._attendance is not None
         self._attendance.world = self._record.world = self._part.seats

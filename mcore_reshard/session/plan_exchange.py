@@ -15,6 +15,7 @@ from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import require_proof
 from mcore_reshard.planner.proof.traced import is_traced
 
+from .one_trainer import require_no_other_trainer
 from .trace_exchange import ask_no_traces
 
 _NEWEST = "plan/newest"  # the digest of the plan that was published last
@@ -24,13 +25,16 @@ _ANEW = "start it anew, and connect all ranks again"
 def publish_plan(plan: Plan, store: Any, options: Options = Options()) -> None:  # noqa: B008
     """Put the plan on the session's store, as JSON, for `fetch_plan`. Training rank 0 does this, before it prepares.
 
-    A plan that lies there already under this digest stays. Raises `SessionError`.
+    A plan that lies there already under this digest stays. Raises `SessionError`, also where a live trainer has published
+    another one.
     """
     address = store_address(store)
-    if not is_traced(plan):  # else their traces have made it
-        ask_no_traces(address, options)
     with connect_store(address, options) as held:
         try:
+            if (newest := held.peek(_NEWEST)) is not None and newest != plan.digest.encode():
+                require_no_other_trainer(held)
+            if not is_traced(plan):  # else their traces have made it
+                ask_no_traces(address, options)
             text = dump_plan(plan)
             if held.compare_set(_key(plan.digest), "", text) != text.encode():
                 _parse(held.get(_key(plan.digest)), plan.digest, options.session)
@@ -39,8 +43,14 @@ def publish_plan(plan: Plan, store: Any, options: Options = Options()) -> None: 
             raise SessionError(f"the plan was not published, lost {error}; {_ANEW}") from error
 
 
-def fetch_plan(store: Any, options: Options = Options(), *, timeout_s: float | None = None) -> Plan:  # noqa: B008
-    """The plan that a training rank published last, checked against its digest and proven again.
+def fetch_plan(
+    store: Any,
+    options: Options = Options(),  # noqa: B008
+    *,
+    timeout_s: float | None = None,
+    digest: str | None = None,
+) -> Plan:
+    """The plan that a training rank published last, or that of `digest`, checked against its digest and proven again.
 
     Raises `SessionError` when none appears within `timeout_s` (by default that of the options) or a malformed one is there,
     and `ProofError`.
@@ -52,7 +62,7 @@ def fetch_plan(store: Any, options: Options = Options(), *, timeout_s: float | N
                 raise SessionError(
                     f"no training rank published a plan for session {session!r} within {timeout_s:g} s: connect the trainer"
                 )
-            digest = held.get(_NEWEST).decode(errors="replace")
+            digest = held.get(_NEWEST).decode(errors="replace") if digest is None else digest
             content = held.get(_key(digest))
         except DistNetworkError as error:
             raise SessionError(f"no plan was read, lost {error}; {_ANEW}") from error

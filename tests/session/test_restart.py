@@ -13,7 +13,10 @@ from helpers.traces import CHECKPOINT
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.planner.plan.plan_file import dump_plan
 from mcore_reshard.session import attempts, leader, member
+from mcore_reshard.session.plan_exchange import publish_plan
 from mcore_reshard.session.trace_exchange import collect_traces
 
 GEN = "tp=1,dp=2"
@@ -149,6 +152,28 @@ def test_a_trainer_for_other_engines_is_refused_on_both_sides(ranks: Ranks) -> N
         rank.kill()
     again = restarted(ranks, [], engines, TP2)
     fine(tell(again, "refit", version=6) + [engine.answer() for engine in engines])
+
+
+def test_another_job_of_the_same_name_cannot_publish_its_plan(ranks: Ranks) -> None:
+    trainer, engines = start(ranks)
+    with pytest.raises(SessionError, match=r"has a trainer: train:0 is process \d+ on .*; give every job a session name"):
+        publish_plan(Case("tiny-llama", "tp=1", "tp=2").plan(), ranks.address, OPTIONS)
+    newcomer = ranks.gen(TP2, 2)
+    assert newcomer.tell("prepare").answer().state == "complete(5)"
+    refit(trainer, [*engines, newcomer], 6)
+
+
+def test_a_newcomer_that_read_another_plan_takes_the_trainers_or_is_refused_alone(ranks: Ranks) -> None:
+    """Somebody has written another plan to the store, past what `publish_plan` refuses."""
+    trainer, engines = start(ranks)
+    other = Case("tiny-llama", "tp=1", GEN).plan()
+    with connect_store(ranks.address, OPTIONS) as store:
+        store.set(f"plan/{other.digest}", dump_plan(other))
+        store.set("plan/newest", other.digest)
+    adopts, refuses = ranks.gen(TP2, 2), ranks.gen(TP2, 3, adopts=False)
+    assert "give GenerationEndpoint adopt_plan=" in str(refuses.tell("prepare").answer().error)
+    assert adopts.tell("prepare").answer().state == "complete(5)"
+    refit(trainer, [*engines, adopts], 6)
 
 
 def test_engines_that_take_no_other_plan_say_so_on_both_sides(ranks: Ranks) -> None:
