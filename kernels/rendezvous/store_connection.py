@@ -49,7 +49,7 @@ class Seat:
 class _Request:
     """What was asked, and not answered yet."""
 
-    frame: bytes
+    frame: bytes  # b"": it was for a store that has been replaced, and is not sent again
     is_awaited: bool = True
     answer: tuple[dict[str, Any], list[bytes]] | None = None
 
@@ -109,6 +109,10 @@ class StoreConnection:
     def needs_reopening(self) -> bool:
         """Whether no call can succeed before `reopen`."""
         return bool(self._lost or self._restarted) and not self._closed
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def silence(self, since: float) -> str:
         """What an error says of a server that was slow to answer since then (time.monotonic()); "" if it was not."""
@@ -218,11 +222,19 @@ class StoreConnection:
                 self._connection = connection
                 if restarted:
                     self._seats = {}
-                again = [] if restarted else [each.frame for each in self._requests.values() if each.answer is None]
+                    self._forget_requests()
+                again = [each.frame for each in self._requests.values() if each.answer is None and each.frame]
                 self._changed.notify_all()
             for frame in again:
                 connection.sendall(frame)
         self._note_seats(opened["seats"])
+
+    def _forget_requests(self) -> None:
+        """What was asked of a store that has been replaced must not reach the new one, now or later."""
+        for number, request in [*self._requests.items()]:
+            request.frame = b""
+            if not request.is_awaited:
+                self._requests.pop(number, None)
 
     def _note_seats(self, said: Mapping[str, Mapping[str, Any]]) -> None:
         with self._changed:

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -148,6 +149,32 @@ def test_a_store_that_starts_anew_says_so_once(host: StoreProcess) -> None:
             store.check(["k"])
     store.reopen()
     assert not store.check(["k"]) and store.seats["gen:0"].status == "here"
+
+
+def test_what_was_said_to_a_store_that_is_gone_never_reaches_the_next_one(host: StoreProcess) -> None:
+    store = connect_store(host.address, Options(session="s", timeout_s=10.0))
+    host.kill()
+    store.set_soon({"head": "3"})
+
+    def count() -> None:
+        with suppress(StoreRestarted):
+            store.add("count", 1)
+
+    waiting = threading.Thread(target=count)
+    waiting.start()
+    host.served = serve_store(host.served.port)
+    with pytest.raises(StoreRestarted):
+        while True:
+            store.check(["head"])
+    store.reopen()
+    for _ in range(2):  # a connection that is made again repeats what was not answered
+        before = store.reconnects
+        while store.reconnects == before:
+            with suppress(OSError, AttributeError):
+                store._connection.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+            time.sleep(0.01)
+        assert store.missing(["head", "count"]) == ["head", "count"]
+    waiting.join()
 
 
 def test_a_store_that_ends_is_lost_at_the_deadline(host: StoreProcess) -> None:
