@@ -62,6 +62,10 @@ class Attendance:
         """Leave word why this rank goes: others that see its empty seat raise this."""
         self.store.set(farewell_key(self.seat, self._process), stored_text(asdict(failure)))
 
+    def say_ready(self) -> None:
+        """Say that this rank has ended `prepare`."""
+        self.store.set_soon({ready_key(self.seat): self._process})
+
     @contextmanager
     def store_is_up(self) -> Iterator[None]:
         try:
@@ -118,6 +122,11 @@ def _read_farewell(store: SessionStore, key: str, name: str) -> Failure:
 def farewell_key(seat: str, process: Any) -> str:
     """Where a rank that could not join says why it goes."""
     return f"farewell/{seat}/{process}"
+
+
+def ready_key(seat: str) -> str:
+    """Where a rank of the engine says which process has ended `prepare`."""
+    return f"ready/{seat}"
 
 
 def _place(seat: Seat) -> str:

@@ -62,6 +62,7 @@ class Endpoint(Refitter):
                             head = attendance.await_head(timeout_s, "begin a session")
                     self._follow_connect(attendance, head, timeout_s)
                     self._welcome_newcomers()
+                    attendance.say_ready()
         except BaseException as error:
             self._end(error)
             raise

@@ -26,7 +26,7 @@ from mcore_reshard.kernels.rendezvous.store_connection import Seat
 
 from .agreement import parse_word
 from .attempts import CONNECT, HEAD, PROTOCOL, Call, Head, World, parse_call, require_protocol
-from .attendance import Attendance, MakeWord, describe, farewell_key
+from .attendance import Attendance, MakeWord, describe, farewell_key, ready_key
 
 _NEWCOMERS_S = 0.05  # how often a leader without any replica looks for one
 # Errors after which a replica may connect the next time; after others somebody must mend something first.
@@ -54,6 +54,7 @@ class Leader(Attendance):
         self._late: dict[int, str] = {}  # replicas that missed a deadline, until they say a word; why
         self._refused: dict[str, str] = {}  # seats by process that could not connect; why
         self._lags: dict[int, int] = {}  # by replica: how many committed refits it has missed
+        self._ready: set[Any] = set()  # processes of the engine that have ended `prepare`
         self._began_with: dict[str, Any] = {}  # the processes, by seat, when the attempt under way began
         self._gone_before: dict[str, Any] = {}  # those of them that were gone by then
         self._uncalled: Failure | None = None  # why the last attempt was not called, where the store may not know it
@@ -135,6 +136,7 @@ class Leader(Attendance):
                 self._plan,
                 left_out,
             )
+            self._ready |= set(call.processes.values())
             self._epoch, self._called = int(call.epoch.partition("-")[0]), members
             key = f"a/{head.attempt}/call"
             stands = parse_call(key, self.store.compare_set(key, "", stored_text(asdict(call))))
@@ -224,7 +226,24 @@ class Leader(Attendance):
             return tuple(range(self.world.replicas))
         changed = self._changed()
         present = [replica for replica in self._present() if replica not in self._late and replica not in changed]
-        return tuple(replica for replica in present if self._lags.get(replica, -1) >= self.max_lag)
+        due = [replica for replica in present if self._lags.get(replica, -1) >= self.max_lag]
+        return tuple(replica for replica in due if self._is_ready(replica))
+
+    def _is_ready(self, replica: int) -> bool:
+        """Whether all ranks of a replica have ended `prepare`: new processes of its seats may still be catching up."""
+        names = self.world.seats_of(replica)
+        new = {name: process for name in names if (process := self._process_of(name)) not in self._ready}
+        if not new:
+            return True
+        if self.store.missing(keys := [ready_key(name) for name in new]):
+            return False
+        said = self.store.multi_get(keys, writers=[*new])
+        self._ready |= {process for process, value in zip(new.values(), said, strict=True) if value.decode() == process}
+        return self._ready.issuperset(new.values())
+
+    def _process_of(self, name: str) -> Any:
+        seat = self.store.seats.get(name)
+        return None if seat is None else seat.facts.get("process")
 
     def _changed(self) -> set[int]:
         """Replicas with a rank whose process is not that of the attempt's beginning: they wait for the next attempt."""

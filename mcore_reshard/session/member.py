@@ -41,7 +41,7 @@ from .goodbye import say_goodbye_at_exit
 from .leader import Leader
 from .newcomers import Rank, catch_up, serve_newcomers
 from .part import Part, RankOfPlan, part_of
-from .plan_exchange import fetch_plan
+from .plan_exchange import fetch_plan, publish_again
 from .published import Published
 from .record import Record
 from .report import RefitReport
@@ -95,6 +95,7 @@ class Member(ABC):
         self._staged = StagedTensors(part.seat) if self.world == "gen" and options.commit == STAGED else None
         self._process = uuid4().hex
         self._store: SessionStore | None = None
+        self._published_at = ""  # the store that has the plan, on training rank 0
         self._attendance: Leader | Follower | None = None
         self._binding: tuple[tuple[int, ...], _Binding] | None = None  # and the replicas that it is for
         self._connection: Connection | None = None
@@ -145,6 +146,7 @@ class Member(ABC):
             "protocol": PROTOCOL,
         }
         store.take_seat(self.rank_name, facts)
+        self._published_at = store.instance
         say_goodbye_at_exit(store)
         self._record.enters(store)
         common = (store, self.rank_name, seats, self._process, options.timeout_s)
@@ -196,9 +198,8 @@ class Member(ABC):
         if self._connection is None:
             try:
                 with self._turn, self._record.phase("catch_up"):
-                    version = catch_up(rank, self._after_direct_writes)
+                    version = catch_up(rank, self._after_direct_writes, self._note_arriving)
             except SessionError as error:  # the next refit brings everything
-                self._set_state(mixed(None, None, 1.0))
                 said = {"rank": self.rank_name, "session": store.session, "cause": f"{error}"}
                 log_event("not_caught_up", logging.WARNING, **said)
             else:
@@ -206,6 +207,10 @@ class Member(ABC):
                     self.committed_version = version
                     self._set_state(complete(version))
         serve_newcomers(rank, self._turn, lambda: self._state)
+
+    def _note_arriving(self, version: int) -> None:
+        """Before a copy of another replica's weights writes its first byte."""
+        self._set_state(mixed(self.committed_version, version, 1.0))
 
     def _adopt(self, head: Head) -> None:
         """Take the plan of a trainer that has another one than this rank was given."""
@@ -242,6 +247,7 @@ class Member(ABC):
             return {**self._word(), **word, "everything": wants_all}
 
         if isinstance(attendance, Leader):
+            self._keep_plan_published()
             return attendance.call(attendance.begin(REFIT), make_word, self._options.timeout_s, self._epoch)
         while True:
             try:
@@ -253,6 +259,15 @@ class Member(ABC):
                 self._follow_connect(attendance, head)
             elif (call := attendance.follow(head, make_word)) is not None:
                 return call
+
+    def _keep_plan_published(self) -> None:
+        """Publish the plan again where the store has started anew; the refit itself finds out what else is wrong there."""
+        store = self._store
+        if store is None or store.instance == self._published_at or not isinstance(self._part, RankOfPlan):
+            return
+        with suppress(DistError, StoreRestarted, SessionError):
+            publish_again(self._part.plan, store)
+            self._published_at = store.instance
 
     def _raise_if_asked_for_traces(self, error: SessionError) -> None:
         """Say so where no refit has begun because a trainer that started again waits for this rank's trace."""

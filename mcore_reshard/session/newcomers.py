@@ -12,7 +12,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from threading import RLock, Thread
 from typing import Any
@@ -32,6 +31,7 @@ from .replica_copy import offer, take
 from .state import WeightState
 
 _AGAIN_S = 0.1
+_STORE_AGAIN_S = 0.5
 _ASLEEP_S = 3600.0
 _TRIES = 2  # donors may begin a refit between the copies of two of their ranks
 
@@ -57,6 +57,11 @@ class Rank:
         """Within its replica."""
         return self.world.seats_of(self.replica).index(self.seat)
 
+    @property
+    def company(self) -> str:
+        """The process in the first seat of its replica, by whose name its ranks meet."""
+        return str(self.store.seats[self.world.seats_of(self.replica)[0]].facts.get("process"))
+
     def is_whole(self, replica: int) -> bool:
         """Whether all ranks of a replica are here."""
         seats = self.store.seats
@@ -66,16 +71,26 @@ class Rank:
 def serve_newcomers(rank: Rank, turn: RLock, state: Callable[[], WeightState]) -> None:
     """Offer this rank's weights to those that ask, on a thread, until the store is closed. `turn` guards the weights."""
     device = next((tensor.device for tensor in rank.tensors().values()), None)
+    wanted = f"want/{rank.seat}"
 
     def serve() -> None:
-        with suppress(DistError, StoreRestarted):
-            while True:
-                if rank.store.wait_any([wanted := f"want/{rank.seat}"], _ASLEEP_S):
-                    asked = parse_stored(wanted, rank.store.get(wanted), _parse_wish)
-                    rank.store.delete_key(wanted)
-                    _offer(rank, asked, turn, state)
+        while not rank.store.is_closed:
+            try:
+                if rank.store.wait_any([wanted], _ASLEEP_S):
+                    _offer(rank, _next_wish(rank.store, wanted), turn, state)
+            except SessionError as error:  # what somebody else wrote there
+                log_event("offer_failed", logging.WARNING, rank=rank.seat, session=rank.store.session, cause=f"{error}")
+            except (DistError, StoreRestarted):
+                time.sleep(_STORE_AGAIN_S)  # the next refit opens the store again
 
     Thread(target=in_callers_context(serve, device), name="newcomers", daemon=True).start()
+
+
+def _next_wish(store: SessionStore, wanted: str) -> tuple[str, str]:
+    try:
+        return parse_stored(wanted, store.get(wanted), _parse_wish)
+    finally:
+        store.delete_key(wanted)
 
 
 def _offer(rank: Rank, wish: tuple[str, str], turn: RLock, state: Callable[[], WeightState]) -> None:
@@ -94,19 +109,37 @@ def _offer(rank: Rank, wish: tuple[str, str], turn: RLock, state: Callable[[], W
             log_event("offer_failed", logging.WARNING, **said, cause=f"{error}")
 
 
-def catch_up(rank: Rank, derive: Callable[[], Any] | None) -> int | None:
+class _CompanyChanged(Exception):
+    """The first rank of the replica is another process than this rank had seen."""
+
+
+def catch_up(rank: Rank, derive: Callable[[], Any] | None, before_writes: Callable[[int], Any]) -> int | None:
     """Fill this rank's weights from another replica; the version. None where no other replica has one.
 
-    All ranks of the replica call it. Raises SessionError where their copies failed, or are of different versions: the
-    weights may then be of any.
+    All ranks of the replica call it. `before_writes(version)` is called before a first byte is written. Raises SessionError
+    where their copies failed, or are of different versions: once it was called, the weights may then be of any.
     """
     deadline = time.monotonic() + rank.options.timeout_s
     while not rank.is_whole(rank.replica):
         if time.monotonic() > deadline:
             raise SessionError(f"{rank.seat}: not all ranks of its replica came within {rank.options.timeout_s:g} s")
         time.sleep(_AGAIN_S)
-    seats = rank.store.seats
-    company = str(seats[rank.world.seats_of(rank.replica)[0]].facts.get("process"))
+    while True:
+        try:
+            return _catch_up(rank, rank.company, derive, before_writes)
+        except _CompanyChanged:  # a seat says "here" for a moment after its process has died
+            continue
+
+
+def _catch_up(
+    rank: Rank, company: str, derive: Callable[[], Any] | None, before_writes: Callable[[int], Any]
+) -> int | None:
+    """As `catch_up`, together with the ranks that see the same process in the first seat of the replica."""
+
+    def require_company() -> None:
+        if rank.company != company:
+            raise _CompanyChanged
+
     failures: list[str] = []
     for number in range(_TRIES):
         key = f"join/{company}/{number}"
@@ -115,13 +148,13 @@ def catch_up(rank: Rank, derive: Callable[[], Any] | None) -> int | None:
         if not donors:
             return None
         donor = donors[(rank.replica + number) % len(donors)]
-        version = _take(rank, donor, f"{company}/{number}/{rank.place}", failures)
+        version = _take(rank, donor, f"{company}/{number}/{rank.place}", failures, before_writes)
         if version is not None and derive is not None:
             derive()
         rank.store.set(f"{key}/{rank.seat}", json.dumps(version))
         seats_of_replica = rank.world.seats_of(rank.replica)
         ends = [f"{key}/{seat}" for seat in seats_of_replica]
-        if not rank.store.wait_all(ends, 2 * rank.options.timeout_s):
+        if not rank.store.wait_all(ends, 2 * rank.options.timeout_s, require_company):
             raise SessionError(f"{rank.seat}: another rank of its replica did not end its copy")
         versions = {
             parse_stored(end, value, _parse_version)
@@ -139,7 +172,7 @@ def _donors(rank: Rank) -> list[int]:
     return sorted(replica for replica in taken - {rank.replica} if rank.is_whole(replica))
 
 
-def _take(rank: Rank, donor: int, number: str, failures: list[str]) -> int | None:
+def _take(rank: Rank, donor: int, number: str, failures: list[str], before_writes: Callable[[int], Any]) -> int | None:
     """The version that a donor's rank gave; None where it could not."""
     peer = rank.world.seats_of(donor)[rank.place]
     wish = json.dumps({"peer": rank.seat, "copy": number})
@@ -150,7 +183,8 @@ def _take(rank: Rank, donor: int, number: str, failures: list[str]) -> int | Non
             return None
         time.sleep(_AGAIN_S)
     try:
-        report = take(rank.store.under(f"copy/{number}"), rank.seat, peer, rank.tensors(), rank.options)
+        keys = rank.store.under(f"copy/{number}")
+        report = take(keys, rank.seat, peer, rank.tensors(), rank.options, before_writes)
     except (SessionError, DeadlineError, RefitError) as error:
         failures.append(f"{error}")
         return None

@@ -9,7 +9,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.address import store_address
-from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import dump_plan, parse_plan
 from mcore_reshard.planner.proof.prove import require_proof
@@ -35,12 +35,15 @@ def publish_plan(plan: Plan, store: Any, options: Options = Options()) -> None: 
                 require_no_other_trainer(held)
             if not is_traced(plan):  # else their traces have made it
                 ask_no_traces(address, options)
-            text = dump_plan(plan)
-            if held.compare_set(_key(plan.digest), "", text) != text.encode():
-                _parse(held.get(_key(plan.digest)), plan.digest, options.session)
-            held.set(_NEWEST, plan.digest)
+            _put(held, plan)
         except DistNetworkError as error:
             raise SessionError(f"the plan was not published, lost {error}; {_ANEW}") from error
+
+
+def publish_again(plan: Plan, held: SessionStore) -> None:
+    """Put the plan on a store that started anew, so that replicas can still join."""
+    if not held.check([_key(plan.digest)]):
+        _put(held, plan)
 
 
 def fetch_plan(
@@ -62,15 +65,22 @@ def fetch_plan(
                 raise SessionError(
                     f"no training rank published a plan for session {session!r} within {timeout_s:g} s: connect the trainer"
                 )
-            digest = held.get(_NEWEST).decode(errors="replace") if digest is None else digest
-            content = held.get(_key(digest))
+            asked = held.get(_NEWEST).decode(errors="replace") if digest is None else digest
+            content = held.get(_key(asked))
         except DistNetworkError as error:
             raise SessionError(f"no plan was read, lost {error}; {_ANEW}") from error
         except DistStoreError as error:
-            raise SessionError(f"the store has no plan {digest[:40]!r}, which it calls the newest; {_ANEW}") from error
-    plan = _parse(content, digest, session)
+            raise SessionError(f"the store has no plan {asked[:40]!r}, which is the newest; {_ANEW}") from error
+    plan = _parse(content, asked, session)
     require_proof(plan)
     return plan
+
+
+def _put(held: SessionStore, plan: Plan) -> None:
+    text = dump_plan(plan)
+    if held.compare_set(_key(plan.digest), "", text) != text.encode():
+        _parse(held.get(_key(plan.digest)), plan.digest, held.session)
+    held.set(_NEWEST, plan.digest)
 
 
 def _key(digest: str) -> str:

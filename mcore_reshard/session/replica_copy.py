@@ -105,14 +105,19 @@ def offer(
 
 
 def take(
-    store: StoreView, own_name: str, peer_name: str, tensors: Mapping[str, torch.Tensor], options: Options
+    store: StoreView,
+    own_name: str,
+    peer_name: str,
+    tensors: Mapping[str, torch.Tensor],
+    options: Options,
+    before_writes: Callable[[int], Any] = lambda version: None,
 ) -> CopyReport:
     """Fill all `tensors` of this rank from `peer_name`, which must call `offer` at this time. The report has the version.
 
-    After an error the tensors may hold anything. The caller derives what follows from the weights. The rest is as for
-    `offer`.
+    `before_writes(version)` is called before the first byte is written. After an error that follows it the tensors may hold
+    anything. The caller derives what follows from the weights. The rest is as for `offer`.
     """
-    return _Copy(store, own_name, peer_name, tensors, options, None).run()
+    return _Copy(store, own_name, peer_name, tensors, options, None, before_writes).run()
 
 
 class _Copy:
@@ -126,12 +131,13 @@ class _Copy:
         tensors: Mapping[str, torch.Tensor],
         options: Options,
         version: int | None,  # None: this is the joiner
+        before_writes: Callable[[int], Any] = lambda version: None,
     ) -> None:
         ends = (own_name, peer_name) if version is not None else (peer_name, own_name)
         if own_name == peer_name or not all(map(_SEAT.fullmatch, ends)):
             raise ValueError(f"a copy is between two ranks of the engine, such as gen:1 and gen:5, not {ends}")
         self._own, self._peer, self._version = own_name, peer_name, version
-        self._store, self._tensors = store, tensors
+        self._store, self._tensors, self._before_writes = store, tensors, before_writes
         self._keys = FailFastStore("copy", store, _FAILED)
         self._options = replace(options, checksums=True)
         self._seats = tuple(int(name.partition(":")[2]) for name in ends)
@@ -159,6 +165,7 @@ class _Copy:
         group = connect_group(FailFastStore("group", self._keys), schedule, self._options.timeout_s)
         closing.callback(group.close)
         if transport.connect is None:
+            self._before_writes(version)
             self._move_by_name(group, schedule, views)
             moved_by = transport.name
         else:
@@ -170,6 +177,7 @@ class _Copy:
             with on_device:
                 executor = transport.connect(context)
                 closing.callback(executor.close)
+                self._before_writes(version)
                 executor.run()
                 moved_by = executor.name
         self._conclude(writes)

@@ -156,7 +156,9 @@ def test_a_trainer_for_other_engines_is_refused_on_both_sides(ranks: Ranks) -> N
 
 def test_another_job_of_the_same_name_cannot_publish_its_plan(ranks: Ranks) -> None:
     trainer, engines = start(ranks)
-    with pytest.raises(SessionError, match=r"has a trainer: train:0 is process \d+ on .*; give every job a session name"):
+    with pytest.raises(
+        SessionError, match=r"has a trainer: train:0 is process \d+ on .*; give every job a session name"
+    ):
         publish_plan(Case("tiny-llama", "tp=1", "tp=2").plan(), ranks.address, OPTIONS)
     newcomer = ranks.gen(TP2, 2)
     assert newcomer.tell("prepare").answer().state == "complete(5)"

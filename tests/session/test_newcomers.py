@@ -1,0 +1,131 @@
+"""Replicas that come to a session under way: whole ones at once, and a state that says what they hold where it fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from helpers.plans import Case
+from helpers.ranks import StoreProcess, store_process
+from helpers.remote import Answer, Ranks, Remote, tell
+
+from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.session import member, newcomers, replica_copy
+from mcore_reshard.session.follower import Follower
+
+PAIRS = Case("tiny-llama", "tp=1", "tp=2,dp=2")
+OPTIONS = Options(timeout_s=12.0)
+
+
+@pytest.fixture
+def store() -> Iterator[StoreProcess]:
+    with store_process() as store:
+        yield store
+
+
+@pytest.fixture
+def ranks(store: StoreProcess) -> Iterator[Ranks]:
+    with Ranks(store.address, OPTIONS) as ranks:
+        yield ranks
+
+
+def start(ranks: Ranks, patch: Callable[[], None] | None = None) -> tuple[list[Remote], list[Remote]]:
+    """A trainer and two replicas of two ranks, which hold version 5."""
+    trainer = ranks.train(PAIRS)
+    engines = [ranks.gen(PAIRS, rank, patch=patch if rank < 2 else None) for rank in range(4)]
+    assert [answer.error for answer in tell(trainer + engines, "prepare")] == [None] * 5
+    assert [answer.error for answer in refit(trainer, engines, 5)] == [None] * 5
+    return trainer, engines
+
+
+def refit(trainer: list[Remote], engines: list[Remote], version: int) -> list[Answer]:
+    for engine in engines:
+        engine.tell("refit")
+    return tell(trainer, "refit", version=version) + [engine.answer() for engine in engines]
+
+
+def at_once() -> None:
+    """A trainer that refits all the time: nobody waits to see whether it is still there."""
+    Follower.is_stale = lambda *_: False  # type: ignore[method-assign, assignment]
+
+
+def test_a_replica_that_starts_again_at_once_catches_up_though_its_seats_still_say_here(ranks: Ranks) -> None:
+    _, engines = start(ranks)
+    for engine in engines[2:]:
+        engine.kill()
+    newer = [
+        ranks.gen(PAIRS, rank, patch=at_once).tell("prepare") for rank in (3, 2)
+    ]  # the first one of the replica comes last
+    answers = [rank.answer() for rank in newer]
+    assert [(answer.error, answer.state, answer.held) for answer in answers] == [(None, "complete(5)", 5)] * 2
+    assert max(answer.seconds for answer in answers) < OPTIONS.timeout_s, "it waited for a process that has died"
+
+
+def refuse() -> None:
+    def offer(keys: object, own_name: str, *_: object, **__: object) -> None:
+        keys.set("failed", f"{own_name} offers nothing")  # type: ignore[attr-defined]
+        raise SessionError("nothing")
+
+    newcomers.offer = offer  # type: ignore[assignment]
+
+
+def break_after_writes() -> None:
+    def fail(*_: object) -> None:
+        raise SessionError("this donor breaks")
+
+    replica_copy._Copy._conclude = fail  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("harm", "state"), [(refuse, "intact(None)"), (break_after_writes, "mixed(None, 5, 1.00)")], ids=["before", "after"]
+)
+def test_a_copy_that_fails_leaves_a_mixture_only_where_it_wrote(
+    ranks: Ranks, harm: Callable[[], None], state: str
+) -> None:
+    trainer, engines = start(ranks, patch=harm)
+    for engine in engines[2:]:
+        engine.kill()
+    newer = [ranks.gen(PAIRS, rank).tell("prepare") for rank in (2, 3)]
+    assert [(answer.error, answer.state) for answer in [rank.answer() for rank in newer]] == [(None, state)] * 2
+    answers = refit(trainer, [*engines[:2], *newer], 6)
+    assert [(answer.error, answer.version) for answer in answers] == [(None, 6)] * 5
+    assert {answer.held for answer in answers[1:]} == {6}
+
+
+def slow_copy() -> None:
+    def late(*args: object) -> object:
+        time.sleep(6.0)
+        return catch_up(*args)  # type: ignore[arg-type]
+
+    catch_up, member.catch_up = newcomers.catch_up, late  # type: ignore[attr-defined, assignment]
+
+
+def test_nobody_waits_for_a_replica_that_starts_again_and_is_still_catching_up(ranks: Ranks) -> None:
+    trainer, engines = start(ranks)
+    for engine in engines[2:]:
+        engine.kill()
+    newer = [ranks.gen(PAIRS, rank, patch=slow_copy).tell("prepare") for rank in (2, 3)]
+    time.sleep(4.0)  # they have taken their seats; nobody has refitted since their predecessors died
+    answers = refit(trainer, engines[:2], 6)
+    assert [(answer.error, answer.replicas) for answer in answers] == [(None, (0,))] * 3
+    assert max(answer.seconds for answer in answers) < 3.0
+    assert [(answer.error, answer.held) for answer in [rank.answer() for rank in newer]] == [(None, 6)] * 2
+    answers = refit(trainer, [*engines[:2], *newer], 7)
+    assert [(answer.error, answer.replicas) for answer in answers] == [(None, (0, 1))] * 5
+
+
+def test_replicas_give_their_weights_also_after_the_store_started_anew_and_was_written_to_by_others(
+    ranks: Ranks, store: StoreProcess
+) -> None:
+    trainer, engines = start(ranks)
+    store.restart()
+    refit(trainer, engines, 6)
+    assert [answer.error for answer in refit(trainer, engines, 7)] == [None] * 5
+    with connect_store(store.address, OPTIONS) as outsider:
+        outsider.set("want/gen:0", "no wish")
+    newcomers = [ranks.gen(PAIRS, rank).tell("prepare") for rank in (4, 5)]
+    answers = [rank.answer() for rank in newcomers]
+    assert [(answer.error, answer.state, answer.held) for answer in answers] == [(None, "complete(7)", 7)] * 2
