@@ -21,6 +21,7 @@ from mcore_reshard.kernels.rendezvous.store_connection import Seat
 from .attempts import HEAD, LEADER, Call, Head, World, parse_call
 
 MakeWord = Callable[[], dict[str, Any]]
+PREPARED, WAITS = "has prepared", "waits"  # how far a new rank of the engine is
 
 
 class Attendance:
@@ -62,9 +63,11 @@ class Attendance:
         """Leave word why this rank goes: others that see its empty seat raise this."""
         self.store.set(farewell_key(self.seat, self._process), stored_text(asdict(failure)))
 
-    def say_ready(self) -> None:
-        """Say that this rank has ended `prepare`."""
-        self.store.set_soon({ready_key(self.seat): self._process})
+    def say_ready(self, how: str) -> None:
+        """Say that this rank, which took part in no attempt yet, has PREPARED, or that it WAITS for one."""
+        if not self._has_spoken:
+            with self.store_is_up():
+                self.store.set_soon({ready_key(self.seat): f"{self._process} {how}"})
 
     @contextmanager
     def store_is_up(self) -> Iterator[None]:
@@ -125,7 +128,7 @@ def farewell_key(seat: str, process: Any) -> str:
 
 
 def ready_key(seat: str) -> str:
-    """Where a rank of the engine says which process has ended `prepare`."""
+    """Where a new rank of the engine says which process it is, and how far."""
     return f"ready/{seat}"
 
 

@@ -13,6 +13,7 @@ from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 
 from .agreement import kv_scales_word
 from .attempts import CONNECT
+from .attendance import PREPARED
 from .leader import Leader
 from .member import CLOSED
 from .refitter import Refitter
@@ -62,7 +63,7 @@ class Endpoint(Refitter):
                             head = attendance.await_head(timeout_s, "begin a session")
                     self._follow_connect(attendance, head, timeout_s)
                     self._welcome_newcomers()
-                    attendance.say_ready()
+                    attendance.say_ready(PREPARED)
         except BaseException as error:
             self._end(error)
             raise

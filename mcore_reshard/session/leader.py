@@ -26,7 +26,7 @@ from mcore_reshard.kernels.rendezvous.store_connection import Seat
 
 from .agreement import parse_word
 from .attempts import CONNECT, HEAD, PROTOCOL, Call, Head, World, parse_call, require_protocol
-from .attendance import Attendance, MakeWord, describe, farewell_key, ready_key
+from .attendance import PREPARED, WAITS, Attendance, MakeWord, describe, farewell_key, ready_key
 
 _NEWCOMERS_S = 0.05  # how often a leader without any replica looks for one
 # Errors after which a replica may connect the next time; after others somebody must mend something first.
@@ -54,7 +54,7 @@ class Leader(Attendance):
         self._late: dict[int, str] = {}  # replicas that missed a deadline, until they say a word; why
         self._refused: dict[str, str] = {}  # seats by process that could not connect; why
         self._lags: dict[int, int] = {}  # by replica: how many committed refits it has missed
-        self._ready: set[Any] = set()  # processes of the engine that have ended `prepare`
+        self._known: set[Any] = set()  # processes that took part in an attempt
         self._began_with: dict[str, Any] = {}  # the processes, by seat, when the attempt under way began
         self._gone_before: dict[str, Any] = {}  # those of them that were gone by then
         self._uncalled: Failure | None = None  # why the last attempt was not called, where the store may not know it
@@ -136,7 +136,7 @@ class Leader(Attendance):
                 self._plan,
                 left_out,
             )
-            self._ready |= set(call.processes.values())
+            self._known |= set(call.processes.values())
             self._epoch, self._called = int(call.epoch.partition("-")[0]), members
             key = f"a/{head.attempt}/call"
             stands = parse_call(key, self.store.compare_set(key, "", stored_text(asdict(call))))
@@ -226,20 +226,24 @@ class Leader(Attendance):
             return tuple(range(self.world.replicas))
         changed = self._changed()
         present = [replica for replica in self._present() if replica not in self._late and replica not in changed]
-        due = [replica for replica in present if self._lags.get(replica, -1) >= self.max_lag]
-        return tuple(replica for replica in due if self._is_ready(replica))
+        return tuple(replica for replica in present if self._is_due(replica))
 
-    def _is_ready(self, replica: int) -> bool:
-        """Whether all ranks of a replica have ended `prepare`: new processes of its seats may still be catching up."""
-        names = self.world.seats_of(replica)
-        new = {name: process for name in names if (process := self._process_of(name)) not in self._ready}
+    def _is_due(self, replica: int) -> bool:
+        """Whether an attempt needs a replica. One whose processes are new may still be catching up.
+
+        It is waited for once it has called `refit`; in the place of one that took part, once it has ended `prepare`.
+        """
+        names, lag = self.world.seats_of(replica), self._lags.get(replica)
+        new = {name: process for name in names if (process := self._process_of(name)) not in self._known}
         if not new:
-            return True
+            return lag is not None and lag >= self.max_lag
         if self.store.missing(keys := [ready_key(name) for name in new]):
             return False
-        said = self.store.multi_get(keys, writers=[*new])
-        self._ready |= {process for process, value in zip(new.values(), said, strict=True) if value.decode() == process}
-        return self._ready.issuperset(new.values())
+        said = [value.decode(errors="replace") for value in self.store.multi_get(keys, writers=[*new])]
+        return all(
+            value == f"{process} {WAITS}" or (lag is not None and value == f"{process} {PREPARED}")
+            for process, value in zip(new.values(), said, strict=True)
+        )
 
     def _process_of(self, name: str) -> Any:
         seat = self.store.seats.get(name)

@@ -34,6 +34,7 @@ from mcore_reshard.planner.plan.schedule import Schedule, World
 
 from .agreement import check_alike, parse_word
 from .attempts import CONNECT, PROTOCOL, REFIT, Call, Head
+from .attendance import WAITS
 from .connection import Connection, bind_part, connect_members
 from .executed_check import agree_on_executed
 from .follower import Follower
@@ -249,6 +250,7 @@ class Member(ABC):
         if isinstance(attendance, Leader):
             self._keep_plan_published()
             return attendance.call(attendance.begin(REFIT), make_word, self._options.timeout_s, self._epoch)
+        attendance.say_ready(WAITS)
         while True:
             try:
                 head = attendance.await_head(self._options.timeout_s, "begin a refit")

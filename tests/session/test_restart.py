@@ -59,6 +59,17 @@ def refit(trainer: list[Remote], engines: list[Remote], version: int, **argument
     assert [(answer.held, answer.state) for answer in of_engines] == [(version, f"complete({version})")] * len(engines)
 
 
+def refit_with(newcomer: Remote, trainer: list[Remote], engines: list[Remote], version: int) -> None:
+    """A refit in which a new replica takes part: nobody waits for one that has not, so it calls first."""
+    newcomer.tell("refit")
+    assert not newcomer.has_answered(within_s=1.0)
+    for engine in engines:
+        engine.tell("refit")
+    answers = tell(trainer, "refit", version=version) + [engine.answer() for engine in [*engines, newcomer]]
+    fine(answers)
+    assert {answer.held for answer in answers[len(trainer) :]} == {version}
+
+
 def restart(
     ranks: Ranks, trainer: list[Remote], case: Case, *, killed: bool = True, patch: Callable[[], None] | None = None
 ) -> list[Remote]:
@@ -162,7 +173,7 @@ def test_another_job_of_the_same_name_cannot_publish_its_plan(ranks: Ranks) -> N
         publish_plan(Case("tiny-llama", "tp=1", "tp=2").plan(), ranks.address, OPTIONS)
     newcomer = ranks.gen(TP2, 2)
     assert newcomer.tell("prepare").answer().state == "complete(5)"
-    refit(trainer, [*engines, newcomer], 6)
+    refit_with(newcomer, trainer, engines, 6)
 
 
 def test_a_newcomer_that_read_another_plan_takes_the_trainers_or_is_refused_alone(ranks: Ranks) -> None:
@@ -175,7 +186,7 @@ def test_a_newcomer_that_read_another_plan_takes_the_trainers_or_is_refused_alon
     adopts, refuses = ranks.gen(TP2, 2), ranks.gen(TP2, 3, adopts=False)
     assert "give GenerationEndpoint adopt_plan=" in str(refuses.tell("prepare").answer().error)
     assert adopts.tell("prepare").answer().state == "complete(5)"
-    refit(trainer, [*engines, adopts], 6)
+    refit_with(adopts, trainer, engines, 6)
 
 
 def test_engines_that_take_no_other_plan_say_so_on_both_sides(ranks: Ranks) -> None:
