@@ -241,6 +241,12 @@ class _Page:
             + (f"; {missing} wrote no trace of it, so sums are too low" if missing else "")
             + f". The slowest took {seconds_text(measured.seconds)}, all phases. Times are those of the hosts' clocks.</p>"
         )
+        received = sum(stage.received for stage in measured.stages)
+        if not missing and received != int(plan.recv_bytes.sum()):
+            self.text(
+                f"They received {size(received)}, the plan says {size(int(plan.recv_bytes.sum()))}: is it the plan of"
+                " that session?"
+            )
         known = {stage.pp_stage: stage for stage in measured.stages}
         spans = charts.stage_spans(simulation) if simulation is not None else {}
         rows = []

@@ -15,14 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import synthetic
+import torch
 from cli.conftest import plan_of as plan_of
 from cli.conftest import run as run
 from cli.test_bad_input import _broken
 from helpers.cli import HYBRID, MOE, Run
 from helpers.ranks import run_ranks, values
-from session.test_seen import refit_in_background
 
 from mcore_reshard.cli.summary import summarize
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import load_plan
 from mcore_reshard.planner.topology.topology import parse_topology
@@ -32,6 +35,7 @@ from mcore_reshard.report.page import chart_library, report_page
 from mcore_reshard.report.pairs import block_size, in_blocks, pair_bytes
 from mcore_reshard.report.text import seconds_unit, size, starred
 from mcore_reshard.report.timeline import STEPS, rates
+from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.simulate.simulate import simulate
 
 plotly = pytest.importorskip("plotly", reason="the extra 'report' is not installed")
@@ -269,28 +273,49 @@ def test_an_unsound_plan_is_drawn_with_its_violations_and_exits_with_3(
     assert "FAILED" in Page(out.read_text()).text and "model.embed_tokens.weight" in Page(out.read_text()).text
 
 
+def traced_refits(number: int, address: str, plan_file: str, folder: str) -> int:
+    """Rank `number` of a plan, training ranks first, refits twice and writes its trace; the bytes of the last refit."""
+    plan = load_plan(plan_file)
+    train = number < plan.train.world
+    world, rank = ("train", number) if train else ("gen", number - plan.train.world)
+    schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
+    endpoint = (TrainEndpoint if train else GenerationEndpoint)(
+        schedule, synthetic.allocate(schedule, torch.device("cpu")), store=address, options=Options(timeout_s=30)
+    )
+    endpoint.prepare()
+    reports = [endpoint.refit(version) for version in (1, 2)]
+    endpoint.write_trace(f"{folder}/{world}-{rank}.json")
+    endpoint.close()
+    return int(reports[-1].nbytes)
+
+
 def test_a_live_refit_stands_beside_what_was_predicted(
     run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path
 ) -> None:
-    said = values(run_ranks(2, refit_in_background, str(tmp_path), method="spawn"))
-    traces = [str(tmp_path / f"{rank}.json") for rank in (0, 1)]
-    measured = read_measured(traces, 1, 1, 8)
-    assert measured.name == "refit 1" and measured.ranks == ("train:0", "gen:0")
-    assert sum(stage.sent for stage in measured.stages) == said[0]["nbytes"]
-    assert sum(stage.received for stage in measured.stages) == said[1]["nbytes"] > 0
+    path, out = plan_of(["tiny-qwen3-moe", "--train", "pp=2", "--gen", "tp=1,dp=2"]), tmp_path / "report.html"
+    plan = load_plan(path)
+    said = values(run_ranks(4, traced_refits, str(path), str(tmp_path), method="spawn", timeout_s=60.0))
+    traces = [str(tmp_path / f"{world}-{rank}.json") for world in ("train", "gen") for rank in (0, 1)]
+    measured = read_measured(traces, 2, 2, 2)
+    assert measured.name == "refit 2" and measured.ranks == ("train:0", "train:1", "gen:0", "gen:1")
+    assert [stage.received for stage in measured.stages] == [nbytes for _, _, nbytes in plan.stage_totals]
+    assert sum(stage.sent for stage in measured.stages) == sum(said[:2]) == plan.send_bytes.sum()
     assert 0 < measured.moving_s < measured.seconds < 60 and {"bulk", "decide"} <= set(measured.phases)
     joined = tmp_path / "all.json"
     events = [event for trace in traces for event in json.loads(Path(trace).read_text())["traceEvents"]]
     joined.write_text(json.dumps({"traceEvents": events}))
-    assert read_measured([str(joined)], 1, 1, 8) == measured
-    stages = max(stage.pp_stage for stage in measured.stages) + 1
-    plan = plan_of(["tiny-qwen3-moe", "--train", f"pp={stages}", "--gen", "tp=1"])
-    out = tmp_path / "report.html"
-    report = run("report", plan, "-o", out, "--topology", "h200-8", "--measured", *traces, "--json").json
+    assert read_measured([str(joined)], 2, 2, 2) == measured
+    report = run("report", path, "-o", out, "--topology", "h200-8", "--measured", *traces, "--json").json
     assert report["measured_seconds"] == measured.moving_s and report["predicted_seconds"] > 0
     page = Page(out.read_text())
     assert [trace["name"] for trace in page.charts[-1]["traces"]] == ["predicted", "measured"]
     assert all(size(stage.received) in page.text for stage in measured.stages)
+    assert f"as {len(traces)} ranks saw it." in page.text and "is it the plan of that session" not in page.text
+    other = plan_of(["tiny-qwen3-moe", "--train", "pp=2", "--gen", "tp=2"])  # the same ranks, another plan
+    run("report", other, "-o", out, "--measured", *traces)
+    assert "is it the plan of that session" in Page(out.read_text()).text
+    run("report", path, "-o", out, "--measured", *traces[:3])
+    assert "1 wrote no trace of it" in Page(out.read_text()).text
 
 
 SPAN = {"name": "refit 1", "ph": "X", "pid": 0, "tid": 0, "ts": 1.0, "dur": 2.0, "args": {"outcome": "committed"}}
