@@ -163,18 +163,20 @@ def measured_chart(measured: Measured, simulation: Simulation | None) -> Chart:
     if simulation is not None:
         spans.insert(0, ("predicted", "c0", stage_spans(simulation)))
     stages = sorted({stage for _, _, known in spans for stage in known})
-    traces = [
-        {
-            "type": "bar", "orientation": "h", "name": name, "color": color,
-            "y": [f"stage {stage}" for stage in stages if stage in known],
-            "base": _rounded(np.array([known[stage][0] for stage in stages if stage in known])),
-            "x": _rounded(np.array([known[stage][1] - known[stage][0] for stage in stages if stage in known])),
-            "hovertemplate": "%{y}: from %{base:.4g} s on, %{x:.4g} s",
-        }
-        for name, color, known in spans
-    ]  # fmt: skip
+    scale, unit = seconds_unit(max((end for _, _, known in spans for _, end in known.values()), default=0.0))
+    traces = []
+    for name, color, known in spans:
+        shown = np.array([known[stage] for stage in stages if stage in known]).reshape(-1, 2) / scale
+        traces.append(
+            {
+                "type": "bar", "orientation": "h", "name": name, "color": color,
+                "y": [f"stage {stage}" for stage in stages if stage in known],
+                "base": _rounded(shown[:, 0]), "x": _rounded(shown[:, 1] - shown[:, 0]),
+                "hovertemplate": f"%{{y}}: from %{{base:.4g}} {unit} on, %{{x:.4g}} {unit}",
+            }
+        )  # fmt: skip
     layout = {
-        "xaxis": {"title": {"text": "seconds from the first byte"}},
+        "xaxis": {"title": {"text": f"{unit} from the first byte"}},
         "yaxis": {"autorange": "reversed", "type": "category"},
         "barmode": "group",
         "showlegend": True,

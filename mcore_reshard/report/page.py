@@ -116,15 +116,19 @@ class _Page:
                 f"<p>{escape(side)}: {escape(format_mesh(mesh).replace(',', ' '))} ({escape(count(ranks, 'rank'))})</p>"
             )
         nbytes, parameters = summary["bytes"], summary["parameters"]
+        covered = f"{size(proof.covered_bytes)} of {size(proof.destination_bytes)} covered"
         tiles = [
             ("moved in one refit", size(int(plan.recv_bytes.sum())), "point to point, over all generation ranks", ""),
-            ("proof", "ok" if proof.ok else "FAILED", _covered(proof), "good" if proof.ok else "bad"),
+            ("proof", "ok" if proof.ok else "FAILED", covered, "good" if proof.ok else "bad"),
         ]
         if simulation is not None:
             bound = f"{simulation.seconds / simulation.bound_s:.2f} times the bound" if simulation.bound_s else ""
             tiles.append(("predicted", seconds_text(simulation.seconds), bound, ""))
         if measured is not None:
-            tiles.append(("measured", seconds_text(measured.moving_s), f"{measured.name}: first to last byte", ""))
+            more = f"{measured.name}: first to last byte"
+            if simulation is not None and simulation.seconds:
+                more += f", {measured.moving_s / simulation.seconds:.2f} times the predicted"
+            tiles.append(("measured", seconds_text(measured.moving_s), more, ""))
         tiles += [
             ("bulk", size(nbytes["bulk"]), f"{count(parameters['bulk'], 'parameter')}, each once", ""),
             ("misc", size(nbytes["misc"]), f"{count(parameters['misc'], 'parameter')}, whole tensors", ""),

@@ -310,6 +310,13 @@ def test_a_live_refit_stands_beside_what_was_predicted(
     page = Page(out.read_text())
     assert [trace["name"] for trace in page.charts[-1]["traces"]] == ["predicted", "measured"]
     assert all(size(stage.received) in page.text for stage in measured.stages)
+    ratio = f"{report['measured_seconds'] / report['predicted_seconds']:.2f} times the predicted"
+    assert f"first to last byte, {ratio}" in page.text
+    bars = page.charts[-1]["traces"][1]
+    unit = seconds_unit(measured.moving_s)[0]
+    assert [base + width for base, width in zip(bars["base"], bars["x"], strict=True)] == pytest.approx(
+        [stage.end_s / unit for stage in measured.stages], rel=1e-4
+    )
     assert f"as {len(traces)} ranks saw it." in page.text and "is it the plan of that session" not in page.text
     other = plan_of(["tiny-qwen3-moe", "--train", "pp=2", "--gen", "tp=2"])  # the same ranks, another plan
     run("report", other, "-o", out, "--measured", *traces)
