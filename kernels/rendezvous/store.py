@@ -4,7 +4,7 @@
     store.take_seat("gen:3", {"pid": 77})
     store.wait_any(["a/7/outcome"], 60.0)      # ends natively, without polling
 
-`store_keys` has the keys, `store_connection` the requests.
+`store_keys` has the keys, `store_connection` the requests, `store_opening` what is said first.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,24 +24,14 @@ from mcore_reshard.kernels.errors import SessionError, StoreRestarted
 from mcore_reshard.kernels.events import log_event
 
 from .address import probe, split_address
-from .frames import MAGIC, MAX_FRAME_BYTES, MAX_REQUEST_BYTES, FrameError, pack, receive, watch_host
+from .frames import MAX_FRAME_BYTES, MAX_REQUEST_BYTES, FrameError, pack, receive
 from .polling import LOOK_S, NOTICE_S
 from .seal import Sealer
+from .store_opening import Opening, Seat, open_session
 
 _LOG = logging.getLogger("mcore_reshard")
 AGAIN_S = 0.2  # between attempts to connect
-_LINGER_S = 30.0  # a session without connections is kept for at least so long, or twice the deadline
 _open_connections: WeakSet[StoreConnection] = WeakSet()
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """A rank's place in a session."""
-
-    name: str  # as in "gen:3"
-    status: str  # here, gone (its process has ended, or its host is unreachable) or left (it said goodbye)
-    facts: Mapping[str, Any]  # what the rank said of itself: pid, host, ...
-    since: float  # time.time() of the last change
 
 
 @dataclass
@@ -187,32 +176,8 @@ class StoreConnection:
 
     def _connect(self, deadline: float) -> None:
         """Open the session on a new connection. Raises OSError and FrameError; SessionError where the server refuses."""
-        host, port = split_address(self.address)
-        connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
-        try:
-            limit_us = int(1e6 * self.timeout_s)  # of one send: a frozen server reads nothing
-            limit = struct.pack("@ll", limit_us // 1_000_000, limit_us % 1_000_000)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            greeting, _ = receive(connection, 1 << 14)
-            if greeting.get("magic") != MAGIC:
-                raise FrameError("what listens there does not talk as a store of mcore-reshard")
-            linger_s = max(_LINGER_S, 2 * self.timeout_s)
-            opening = {
-                "session": self.session,
-                "client": self._client,
-                "linger_s": linger_s,
-                "silence_s": self.timeout_s,
-                "watches": self._watches,
-            }
-            connection.sendall(pack({"op": "open", **opening, **self.sealer.proof(str(greeting["nonce"]))}))
-            opened, _ = receive(connection, MAX_FRAME_BYTES)
-            if "error" in opened:
-                raise SessionError(str(opened["error"]))
-            connection.settimeout(None)
-            watch_host(connection, self.timeout_s)
-        except BaseException:
-            connection.close()
-            raise
+        opening = Opening(self.session, self._client, self.timeout_s, self._watches)
+        connection, opened = open_session(self.address, opening, self.sealer, deadline)
         with self._sending:
             with self._changed:
                 restarted = bool(self._instance) and self._instance != opened["opened"]
@@ -238,11 +203,7 @@ class StoreConnection:
 
     def _note_seats(self, said: Mapping[str, Mapping[str, Any]]) -> None:
         with self._changed:
-            seats = {
-                name: Seat(name, str(seat["status"]), dict(seat["facts"]), float(seat["since"]))
-                for name, seat in said.items()
-            }
-            self._seats = {**self._seats, **seats}
+            self._seats = {**self._seats, **{name: Seat.from_json(name, seat) for name, seat in said.items()}}
             self._changes += 1
             self._changed.notify_all()
         for listener in self._listeners:

@@ -18,7 +18,8 @@ from torch.distributed import DistStoreError, Store
 from mcore_reshard.kernels.errors import SessionError
 
 from .seal import ReplayError
-from .store_connection import Seat, StoreConnection
+from .store_connection import StoreConnection
+from .store_opening import Seat
 
 
 class StoreKeys(Store):

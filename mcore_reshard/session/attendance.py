@@ -16,7 +16,7 @@ from mcore_reshard.kernels.rendezvous.exchange import Failure, parse_stored, sto
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 from mcore_reshard.kernels.rendezvous.seal import WrongWriterError
 from mcore_reshard.kernels.rendezvous.store import SessionStore
-from mcore_reshard.kernels.rendezvous.store_connection import Seat
+from mcore_reshard.kernels.rendezvous.store_opening import Seat
 
 from .attempts import HEAD, LEADER, Call, Head, World, parse_call
 

@@ -22,7 +22,7 @@ from mcore_reshard.kernels.rendezvous.exchange import Failure, parse_stored, sto
 from mcore_reshard.kernels.rendezvous.polling import LOOK_S
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed, cause_of
 from mcore_reshard.kernels.rendezvous.store import SessionStore
-from mcore_reshard.kernels.rendezvous.store_connection import Seat
+from mcore_reshard.kernels.rendezvous.store_opening import Seat
 
 from .agreement import parse_word
 from .attempts import CONNECT, HEAD, PROTOCOL, Call, Head, World, parse_call, require_protocol

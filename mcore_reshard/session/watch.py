@@ -20,7 +20,7 @@ from torch.distributed import DistError
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.rendezvous.exchange import parse_stored
 from mcore_reshard.kernels.rendezvous.store import SessionStore
-from mcore_reshard.kernels.rendezvous.store_connection import Seat
+from mcore_reshard.kernels.rendezvous.store_opening import Seat
 
 from .attempts import HEAD, Call, Head, World
 from .record import SEEN

@@ -26,7 +26,7 @@ from mcore_reshard.cli import main as cli
 from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
-from mcore_reshard.kernels.rendezvous.store_connection import Seat
+from mcore_reshard.kernels.rendezvous.store_opening import Seat
 from mcore_reshard.session.attempts import Head, World
 from mcore_reshard.session.watch import _News, _Progress, describe, observe
 
