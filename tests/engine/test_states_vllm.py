@@ -21,7 +21,9 @@ from mcore_reshard.engines.vllm.model import local_tensors
 from mcore_reshard.engines.vllm.worker import RefitWorker
 from mcore_reshard.kernels.errors import MixedWeightsError, RefitError, SessionError
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.session.attendance import WAITS, ready_key
 from mcore_reshard.session.endpoints import TrainEndpoint
 from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.plan_exchange import publish_plan
@@ -43,6 +45,13 @@ def wait_for(file: Path) -> None:
         time.sleep(0.05)
 
 
+def wait_until_it_waits(seat: str, address: str) -> None:
+    """Until a replica that has come later has called `refit`."""
+    with connect_store(address, Options(timeout_s=TIMEOUT_S)) as store:
+        while not (store.peek(ready_key(seat)) or b"").endswith(WAITS.encode()):
+            time.sleep(0.05)
+
+
 def train(plan: Plan, address: str, folder: Path) -> list[Any]:
     """Version 2 fails on the engine that is there from the start; the other one comes after version 1."""
     publish_plan(plan, address, Options(timeout_s=TIMEOUT_S))
@@ -54,7 +63,7 @@ def train(plan: Plan, address: str, folder: Path) -> list[Any]:
     replicas = []
     for version in (1, 2, 3):
         if version == 2:
-            wait_for(folder / "joined")
+            wait_until_it_waits("gen:1", address)  # else version 2 goes without it
             with pytest.raises(RefitError, match="gen:0: OSError: on fire"):
                 endpoint.refit(version)
         else:
@@ -86,7 +95,6 @@ def serve(replica: int, plan: Plan, address: str, folder: Path) -> Any:
         fails[0] = True
     else:
         said.append(str(worker.refit_rank.endpoint.state))  # another replica has given it
-        (folder / "joined").touch()
     with pytest.raises(Exception, match="on fire") as caught:
         worker.refit(2)
     said += [str(caught.value).partition("; ")[2], worker.refit_state()]
