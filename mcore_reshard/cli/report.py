@@ -24,7 +24,7 @@ from .summary import summarize
 
 
 def run(args: argparse.Namespace) -> int:
-    problems = unwritable(args.out)
+    problems = unwritable(args.out) or _overwritten(args)
     plan = read_plan(args.plan, proven=False)
     topology, measured = _topology(args, plan, problems), _measured(args, plan, problems)
     if problems:
@@ -57,6 +57,15 @@ def run(args: argparse.Namespace) -> int:
     if not proof.ok:
         raise ProofError(proof)
     return 0
+
+
+def _overwritten(args: argparse.Namespace) -> list[str]:
+    """One reason, if the page would take the place of what it is made from."""
+    out = Path(args.out)
+    read = [each for each in (args.plan, *(args.measured or ())) if Path(each).is_file()]
+    return [
+        f"{out} would be overwritten: give -o another file" for each in read if out.exists() and out.samefile(each)
+    ][:1]
 
 
 def _topology(args: argparse.Namespace, plan: Plan, problems: list[str]) -> Topology | None:

@@ -371,6 +371,18 @@ def test_wrong_input_is_named_all_at_once(run: Run, plan_of: Callable[[list[str]
     assert outcome.code == 2 and "give both" in outcome.err
 
 
+def test_the_page_does_not_take_the_place_of_its_plan_or_of_a_trace(
+    run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path
+) -> None:
+    plan, trace = plan_of(MOE), tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": [SPAN]}))
+    for out in (plan, trace):
+        before = out.read_bytes()
+        outcome = run("report", plan, "-o", out, "--measured", trace)
+        assert outcome.code == 2 and f"{out} would be overwritten" in outcome.err and out.read_bytes() == before
+    assert run("report", plan, "-o", tmp_path / "page.html", "--measured", trace).code == 0
+
+
 def test_a_missing_extra_says_how_to_install_it(
     run: Run, plan_of: Callable[[list[str]], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
