@@ -89,8 +89,19 @@ def _torn(seen: Observed) -> Iterator[str]:
         for version, replicas in ((v, replicas) for v, replicas in reported if v < RECOVERED):
             for process, step in steps.items():
                 is_member = process.startswith("train:") or _replica(seen.cell, process) in replicas
-                if is_member and _went_on(seen, process) and (step.committed or 0) < version:
+                was_there = step.end_s > _began_s(seen)
+                if is_member and was_there and _went_on(seen, process) and (step.committed or 0) < version:
                     yield f"{process} has not committed version {version}, which others have: {step.error}"
+
+
+def _began_s(seen: Observed) -> float:
+    """Before which the refit that met the fault cannot have begun: not while training rank 0, which begins it, is frozen.
+
+    A rank whose own call has ended before, at its deadline, takes part in it with its next call.
+    """
+    cell = seen.cell
+    froze = cell.victim == "train:0" and cell.phase == "between refits" and cell.fault in PAUSES_S
+    return seen.fault_s + PAUSES_S[cell.fault] if froze and seen.fault_s is not None else 0.0
 
 
 def _went_on(seen: Observed, process: str) -> bool:
@@ -124,7 +135,9 @@ def _unnamed(seen: Observed) -> Iterator[str]:
     """Errors of survivors that do not say who is to blame: the victim's seat, or the address of the store."""
     culprit = seen.address if seen.cell.victim == STORE else seen.cell.victim
     for process, step in _survivors(seen):
-        if step.error is not None and culprit not in step.error:
+        # Some training ranks may recover, with RECOVERED, before others have begun the version that met the fault.
+        met_recovery = step.kind == "VersionError" and f"{RECOVERED} on " in (step.error or "")
+        if step.error is not None and culprit not in step.error and not met_recovery:
             yield f"{process} was told {step.kind}: {step.error:.200}"
 
 

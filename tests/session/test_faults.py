@@ -113,6 +113,21 @@ def test_a_mixture_that_holds_all_of_the_next_version_is_one_only_with_a_share_o
     assert problems(seen(**whole)) == set() and problems(seen(**part)) == {"alarm"}
 
 
+@pytest.mark.parametrize(("ended_s", "is_torn"), [(6.2, False), (8.9, True)])
+def test_a_call_that_ended_while_the_leader_was_frozen_is_no_part_of_its_refit(ended_s: float, is_torn: bool) -> None:
+    cell = Cell("between refits", "freeze, long", "train:0")  # it begins version 2 once it wakes, at 8.6
+    committed = {"error": None, "version": 2, "replicas": (0,), "committed": 2, "end_s": 9.0}
+    others = {seat: {"fault": {"end_s": 9.0, "committed": 2}} for seat in ("train_1", "gen_1")}
+    observed = seen(cell=cell, train_0={"fault": committed}, gen_0={"fault": {"end_s": ended_s}}, **others)
+    assert ("torn" in problems(observed)) == is_torn
+
+
+def test_ranks_that_recover_while_others_try_the_old_version_need_no_culprit() -> None:
+    told = "different versions are refitted at once: 2 on train:0; 10 on train:1; pass one to all ranks"
+    for kind, expected in (("VersionError", set()), ("SessionError", {"unnamed"})):
+        assert problems(seen(train_0={"fault": {"error": told, "kind": kind}})) == expected
+
+
 def test_the_store_must_be_named_by_its_address() -> None:
     cell = Cell("before the vote", "store killed", STORE, seat="gen:0")
     assert "unnamed" in problems(seen(cell=cell))
