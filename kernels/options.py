@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 ALIGNMENT = 16  # bytes; where each segment starts in a bucket, so that kernels may use 16-byte loads
-DEFAULT_BUCKET_BYTES = 32 << 20
+DEFAULT_BUCKET_BYTES = 8 << 20
 MAX_BUCKET_BYTES = 1 << 30  # transports count message bytes in 32 bits
 DEFAULT_SCRATCH_BYTES = 512 << 20
 TRANSPORTS = ["auto", "direct", "nccl", "gloo", "golden"]  # `register` of transports/registry.py adds to them

@@ -21,7 +21,7 @@ from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup, GlooMessage
 
 from .base import StageClock, StageReport
 from .group_ranks import peer_group_rank
-from .rounds import DEFAULT_SLOTS, HEADER, gloo_window, stage_rounds
+from .rounds import DEFAULT_SLOTS, HEADER, gloo_window, in_moments
 
 
 class GlooExecutor:
@@ -41,8 +41,7 @@ class GlooExecutor:
             raise ValueError(f"pipelining needs at least two slots: {slots}")
         self._group = group
         self._bound = bound
-        rounds = stage_rounds(bound.schedule, cut_buckets(bound.schedule, bucket_bytes))
-        self._buckets = tuple(bucket for each in rounds for bucket in each.buckets)
+        self._buckets = in_moments(bound.schedule, cut_buckets(bound.schedule, bucket_bytes))
         self._clock = StageClock(bound, self._buckets)
         self._tensors = [byte_array(tensor) for tensor in bound.tensors]
         self._slots, self._slot_bytes = gloo_window(self._buckets, slots)

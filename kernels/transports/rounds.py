@@ -5,9 +5,9 @@
     train:1 -> gen:0  bucket  c0              round 2: a2
 
 Both ends cut a pair's transfers into the same buckets, so every rank knows its rounds without a message. Each transport
-has one order of rounds for all ranks:
+has one order for all ranks:
 
-    gloo     stage by stage, in a stage by number
+    gloo     by `moment_of` each bucket: those of a pair are spread over the whole refit
     nccl     by number, under one number stage by stage
     direct   by number (what is cast alone; a pair's buckets are numbered through all its stages)
 
@@ -18,11 +18,13 @@ something can always move: no pattern of pairs deadlocks.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +33,12 @@ from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.options import ALIGNMENT, MAX_BUCKET_BYTES
 from mcore_reshard.planner.plan.schedule import Schedule
 
-DEFAULT_SLOTS = 4  # of gloo
+DEFAULT_SLOTS = 16  # of gloo; so many messages of a rank are under way, and one that is late holds up the others less
 HEADER = struct.Struct(
     "<IIII"
 )  # of gloo: CRC-32 of the rest, run, stage index, bucket number; 16 bytes keep parts aligned
+
+_GOLDEN = (5**0.5 - 1) / 2
 
 Rank = TypeVar("Rank", int, NDArray[np.int64])
 
@@ -59,15 +63,10 @@ def in_rounds(buckets_of_peer: Mapping[int, Sequence[Bucket]]) -> list[tuple[Buc
 
 def stage_rounds(schedule: Schedule, buckets: Sequence[Bucket]) -> list[StageRound]:
     """The rank's rounds, stage by stage, in a stage by number. Peers come in rotation, see `turn_of`."""
-    ranks = max(schedule.train_ranks, schedule.gen_ranks)
-
-    def turn(peer: int) -> int:
-        return turn_of(schedule.rank, peer, ranks) if schedule.world == "train" else turn_of(peer, schedule.rank, ranks)
-
     rounds: list[StageRound] = []
     for stage, of_stage in groupby(buckets, attrgetter("stage")):
         of_peer = {peer: tuple(of_pair) for peer, of_pair in groupby(of_stage, attrgetter("peer"))}
-        together = in_rounds({peer: of_peer[peer] for peer in sorted(of_peer, key=turn)})
+        together = in_rounds({peer: of_peer[peer] for peer in sorted(of_peer, key=partial(_turn, schedule))})
         rounds += [StageRound(stage, number, round_buckets) for number, round_buckets in enumerate(together)]
     return rounds
 
@@ -75,6 +74,34 @@ def stage_rounds(schedule: Schedule, buckets: Sequence[Bucket]) -> list[StageRou
 def turn_of(src: Rank, dst: Rank, ranks: int) -> Rank:
     """Where a pair comes in its round: gen:1 begins with train:1. `ranks` is the number of ranks of the larger world."""
     return (dst - src) % ranks
+
+
+def _turn(schedule: Schedule, peer: int) -> int:
+    ranks = max(schedule.train_ranks, schedule.gen_ranks)
+    return turn_of(schedule.rank, peer, ranks) if schedule.world == "train" else turn_of(peer, schedule.rank, ranks)
+
+
+def moment_of(number: Any, count: Any, turn: Any) -> Any:
+    """When a bucket's turn comes, from 0 to 1: bucket `number` of the `count` that its pair has in the stage. Also of arrays.
+
+        pair with 4 buckets, turn 1     0.15   0.40   0.65   0.90
+        pair with 2 buckets, turn 2     0.12   0.62
+
+    So pairs end together, however much they exchange, and a rank sends to all its peers, and receives from all stages, all
+    the time. Multiples of the golden ratio put the first buckets of neighboring turns far from each other.
+    """
+    return (number + turn * _GOLDEN % 1.0) / count
+
+
+def in_moments(schedule: Schedule, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """The rank's buckets by `moment_of` each; of equal ones by stage and turn, which no two buckets of a rank share."""
+    counts = Counter((bucket.stage, bucket.peer) for bucket in buckets)
+
+    def key(bucket: Bucket) -> tuple[float, int, int]:
+        turn = _turn(schedule, bucket.peer)
+        return moment_of(bucket.number, counts[bucket.stage, bucket.peer], turn), bucket.stage, turn
+
+    return tuple(sorted(buckets, key=key))
 
 
 def bucket_bytes_within(scratch_bytes: int, peers: int, slots: int, digest_bytes: int = 0) -> int:

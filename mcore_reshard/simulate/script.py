@@ -26,7 +26,7 @@ from mcore_reshard.kernels.copies.buckets import cut, pack
 from mcore_reshard.kernels.copies.copy_table import expand, repeat
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.nccl.staging import Division, ScratchBudget, divide, round_places
-from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, turn_of
+from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, moment_of, turn_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
 
@@ -299,7 +299,10 @@ class _Writer:
         src, dst = buckets.src - (self._train if hop else 0), buckets.dst - self._train
         turn = turn_of(src, dst, gen_ranks if hop else max(self._train, gen_ranks))
         place = np.empty(len(rank), np.int64)
-        place[np.lexsort((turn, buckets.number, buckets.stage))] = np.arange(len(rank))
+        key = (buckets.stage * (buckets.src.max(initial=0) + 1) + buckets.src) * (dst.max(initial=0) + 1) + dst
+        _, pair, counts = np.unique(key, return_inverse=True, return_counts=True)
+        moment = moment_of(buckets.number, counts[pair.reshape(-1)], turn)
+        place[np.lexsort((turn, buckets.stage, moment))] = np.arange(len(rank))
         return _Side(rank, np.zeros_like(rank), place, DEFAULT_SLOTS)
 
     def _pull_places(self, buckets: Buckets) -> Ints:

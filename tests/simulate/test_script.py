@@ -12,7 +12,7 @@ from helpers.plans import QUANTIZED, TINY, Case
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, divided_rounds, peers_by_stage
-from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, stage_rounds
+from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, in_moments
 from mcore_reshard.planner.plan.make_schedule import RankView, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World
@@ -87,8 +87,8 @@ def nccl_runs(plan: Plan) -> Runs:
 
 
 def gloo_messages(schedule: Schedule) -> list[list[Message]]:
-    rounds = stage_rounds(schedule, cut_buckets(schedule, OPTIONS.bucket_bytes))
-    return [[message_of(schedule, bucket)] for each in rounds for bucket in each.buckets]
+    buckets = in_moments(schedule, cut_buckets(schedule, OPTIONS.bucket_bytes))
+    return [[message_of(schedule, bucket)] for bucket in buckets]
 
 
 def gloo_runs(plan: Plan) -> Runs:

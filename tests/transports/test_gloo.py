@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import os
 import time
 from threading import Timer
@@ -86,8 +87,8 @@ def test_a_damaged_bucket_is_reported_by_its_receiver() -> None:
     sender, receiver = run_ranks(2, refit_twice, (1, 1), 5, 2, NoisyWire)
     assert receiver.kind == "ChecksumError"
     assert receiver.error is not None
-    assert receiver.error.startswith("stage 0: gen:0 waiting for train:0 to send model.p")
-    assert "bucket 2 arrived damaged: CRC-32 " in receiver.error
+    assert re.match(r"stage \d: gen:0 waiting for train:0 to send model\.p", receiver.error)
+    assert re.search(r"bucket \d arrived damaged: CRC-32 ", receiver.error)
     assert sender.kind == "PeerLostError"
 
 
