@@ -29,6 +29,7 @@ _ALIKE: Mapping[str, Any] = {
 }
 _OTHERS: Mapping[str, Any] = {
     "process": str,
+    "place": str,
     "epoch": str | None,
     "committed": int | float | None,
     "version": int | float | None,

@@ -17,7 +17,7 @@ from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 
 from .agreement import parse_word
 
-PROTOCOL = 8  # version of all that ranks say to each other; both worlds must have the same
+PROTOCOL = 9  # version of all that ranks say to each other; both worlds must have the same
 CONNECT, REFIT = "connect", "refit"
 LEADER = "train:0"
 HEAD = "head"
@@ -73,6 +73,11 @@ class Call:
     def processes(self) -> dict[str, Any]:
         """Who the members are, by seat."""
         return {seat: word["process"] for seat, word in self.words.items() if "process" in word}
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where the members are, in their order; "" of one that has not said it."""
+        return tuple(self.words[member].get("place", "") for member in self.members)
 
     @classmethod
     def from_json(cls, value: Any) -> Call:

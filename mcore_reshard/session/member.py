@@ -42,6 +42,7 @@ from .goodbye import say_goodbye_at_exit
 from .leader import Leader
 from .newcomers import Rank, catch_up, serve_newcomers
 from .part import Part, RankOfPlan, part_of
+from .places import on_several_hosts, own_place
 from .plan_exchange import fetch_plan, publish_again
 from .published import Published
 from .record import Record
@@ -57,6 +58,7 @@ except PackageNotFoundError:  # a plain checkout
     _PACKAGE = "unknown"
 
 _Binding = tuple[Schedule, Transport, BoundSchedule | None]
+_Among = tuple[tuple[int, ...], tuple[str, ...]]  # replicas, and where all ranks are
 LiveTensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 
 
@@ -98,7 +100,8 @@ class Member(ABC):
         self._store: SessionStore | None = None
         self._published_at = ""  # the store that has the plan, on training rank 0
         self._attendance: Leader | Follower | None = None
-        self._binding: tuple[tuple[int, ...], _Binding] | None = None  # and the replicas that it is for
+        self._binding: tuple[_Among, _Binding] | None = None  # and whom it is for
+        self._place = ""
         self._connection: Connection | None = None
         self._ended: str | None = None  # why no refit is possible any more
         self._failure: str | None = None  # of the last attempt, if it failed
@@ -161,7 +164,8 @@ class Member(ABC):
     def _word(self) -> dict[str, Any]:
         """What every rank says in every attempt."""
         connection = self._connection
-        return {"epoch": connection.epoch if connection else None, "committed": self.committed_version}
+        epoch = connection.epoch if connection else None
+        return {"epoch": epoch, "committed": self.committed_version, "place": self._place}
 
     def _epoch(self, replicas: tuple[int, ...]) -> str | None:
         connection = self._connection
@@ -291,7 +295,7 @@ class Member(ABC):
         options, rendezvous = self._options, self._rendezvous(f"e/{call.epoch}", call)
         start = time.perf_counter()
         with self._record.phase("connect"), Published(rendezvous, "hello", self._fail):
-            schedule, transport, bound = self._bound_for(call.replicas)
+            schedule, transport, bound = self._bound_for(call.replicas, call.places)
             hello = {
                 "digest": schedule.digest,
                 "transport": transport.name,
@@ -339,12 +343,14 @@ class Member(ABC):
         with self._record.phase("bind"):
             if self._check_layout is not None:
                 self._check_layout()
-            self._bound_for(planned if own in planned else (own,))
+            _, _, bound = self._bound_for(planned if own in planned else (own,))
+        self._place = own_place(self.rank_name, None if bound is None else bound.device)
 
-    def _bound_for(self, replicas: tuple[int, ...]) -> _Binding:
+    def _bound_for(self, replicas: tuple[int, ...], places: tuple[str, ...] = ()) -> _Binding:
         """This rank's schedule among these replicas, bound; the last one is kept."""
-        if self._binding is None or self._binding[0] != replicas:
-            schedule = self._part.schedule(replicas)
+        among = replicas, places if on_several_hosts(places) else ()
+        if self._binding is None or self._binding[0] != among:
+            schedule = self._part.schedule(*among)
             missing = None if self._moves_by_name else self.by_name
             transport, bound = bind_part(schedule, self._live_tensors(), self._options, missing)
             if self._staged is not None:
@@ -352,7 +358,7 @@ class Member(ABC):
                     bound = self._staged.take_place_of(bound)
                 by_name = self._part.bytes_by_name(everything=bound is None)
                 require_memory(self.rank_name, torch.device("cpu"), by_name, "tensors that move by name")
-            self._binding = replicas, (schedule, transport, bound)
+            self._binding = among, (schedule, transport, bound)
         return self._binding[1]
 
     # --- tensors ------------------------------------------------------------------------------------------------------

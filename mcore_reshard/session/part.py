@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mcore_reshard.planner.plan.make_schedule import RankView
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.replicas import replica_ranks, schedule_for
 from mcore_reshard.planner.plan.schedule import Schedule
 from mcore_reshard.planner.plan.schedule import World as WorldName
+from mcore_reshard.planner.proof.prove import require_proof
 
 from .attempts import World
+from .places import topology_of
 
 
 class Part(Protocol):
@@ -32,8 +35,11 @@ class Part(Protocol):
     def plan_digest(self) -> str:
         """The digest of the plan that the rank was given."""
 
-    def schedule(self, replicas: Sequence[int]) -> Schedule:
-        """What the rank moves when these replicas take part."""
+    def schedule(self, replicas: Sequence[int], places: Sequence[str] = ()) -> Schedule:
+        """What the rank moves when these replicas take part; `places` has where each rank is (see places.py).
+
+        Raises ProofError for a plan for several hosts that is not sound, and as `schedule_for` does.
+        """
 
     def bytes_by_name(self, *, everything: bool) -> int:
         """Bytes of the whole tensors that move by name, `everything` under golden; 0 where no plan tells."""
@@ -60,8 +66,13 @@ class RankOfPlan:
     def plan_digest(self) -> str:
         return self.plan.digest
 
-    def schedule(self, replicas: Sequence[int]) -> Schedule:
-        return schedule_for(self.plan, self.world, self.rank, replicas)
+    def schedule(self, replicas: Sequence[int], places: Sequence[str] = ()) -> Schedule:
+        topology = topology_of(places, self.plan.train.world, self.plan.topology)
+        schedule = schedule_for(self.plan, self.world, self.rank, replicas, topology)
+        if topology is not None:
+            assert isinstance(schedule.view, RankView)
+            require_proof(schedule.view.plan)
+        return schedule
 
     def bytes_by_name(self, *, everything: bool) -> int:
         return self.plan.misc_bytes + (self.plan.bulk_bytes if everything else 0)
@@ -89,7 +100,7 @@ class FixedPart:
     def plan_digest(self) -> str:
         return self.fixed.digest
 
-    def schedule(self, replicas: Sequence[int]) -> Schedule:
+    def schedule(self, replicas: Sequence[int], places: Sequence[str] = ()) -> Schedule:
         return self.fixed
 
     def bytes_by_name(self, *, everything: bool) -> int:

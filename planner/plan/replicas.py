@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import Role
+from mcore_reshard.planner.topology.topology import Topology
 
+from .locate import located
 from .make_plan import balance_plan
 from .make_schedule import RankView
 from .plan import Plan, TransferGroup, TransferPattern
@@ -76,10 +78,13 @@ def gen_seats(gen: GenMesh, replicas: Sequence[int]) -> tuple[int, ...]:
     return tuple(replica * size + rank for replica in replicas for rank in range(size))
 
 
-def schedule_for(plan: Plan, world: World, rank: int, replicas: Sequence[int]) -> Schedule:
+def schedule_for(
+    plan: Plan, world: World, rank: int, replicas: Sequence[int], topology: Topology | None = None
+) -> Schedule:
     """The schedule of a rank among the live replicas; `rank` is its seat if it is a generation rank.
 
-    `Schedule.rank` and peers are positions in the plan of that many replicas, names are those of seats. Raises as
+    `topology` says where all of them are; None: as the plan has it. `Schedule.rank` and peers are positions in the plan of
+    that many replicas, names are those of seats. The plan for a topology is not proven yet, see `located`. Raises as
     `with_replicas` does, ValueError for replicas that do not ascend, and IndexError for a rank that is in none of them.
     """
     seats = gen_seats(plan.gen, replicas)
@@ -87,7 +92,10 @@ def schedule_for(plan: Plan, world: World, rank: int, replicas: Sequence[int]) -
         if rank not in seats:
             raise IndexError(f"gen:{rank} is in none of the live replicas {list(replicas)}")
         rank = seats.index(rank)
-    return RankView(with_replicas(plan, len(replicas)), world, rank, gen_seats=seats).schedule()
+    plan = with_replicas(plan, len(replicas))
+    if topology is not None:
+        plan = located(plan, topology)
+    return RankView(plan, world, rank, gen_seats=seats).schedule()
 
 
 class _Replicas:

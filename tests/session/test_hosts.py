@@ -1,0 +1,127 @@
+"""The ranks of a session say where they are. On several hosts they refit by a plan for these, on one by the plan as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import synthetic
+import torch
+from helpers.gpu import needs_gpus
+from helpers.plans import Case
+from helpers.ranks import run_ranks, values
+
+from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.plan.make_schedule import RankView
+from mcore_reshard.planner.plan.paths import NIC
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.topology.topology import MACHINES, Place, Topology
+from mcore_reshard.session import places
+from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
+from mcore_reshard.session.part import RankOfPlan
+from mcore_reshard.session.places import own_place, topology_of
+
+REPLICAS = Case("tiny-llama", "tp=2", "tp=1,dp=4")
+COLOCATED = Case("tiny-qwen3-moe", "tp=2,ep=2,dp=2", "tp=2,dp=2")
+
+
+def refit(number: int, address: str, case: Case, hosts: str, leaves: int = -1) -> list[tuple[int, list[str], int, Any]]:
+    """Rank `number`, training ranks first, refits twice as if it were on the host `hosts[number]`.
+
+    Generation rank `leaves` goes after the first. Returns of each refit the hosts in the plan, its later hops, bytes into
+    NICs, and how many elements are wrong.
+    """
+    places.host = lambda: hosts[number]  # of this process alone
+    plan = case.plan()
+    train = number < plan.train.world
+    rank = number if train else number - plan.train.world
+    part = RankOfPlan(plan, "train" if train else "gen", rank)
+    tensors = synthetic.allocate(part.schedule(range(plan.gen.dp)), torch.device("cpu"))
+    if train:
+        synthetic.fill(plan, "train", rank, tensors)
+    options = Options(transport="gloo", timeout_s=60.0, bucket_bytes=8192)
+    endpoint = (TrainEndpoint if train else GenerationEndpoint)(part, tensors, store=address, options=options)
+    endpoint.prepare()
+    told = []
+    for version in range(1, 3 if train or rank != leaves else 2):
+        if not train:
+            for tensor in tensors.values():
+                tensor.view(torch.uint8).fill_(synthetic.POISON)
+        endpoint.refit(version)
+        wrong = {} if train else synthetic.wrong_elements(plan, "gen", rank, tensors)
+        used = plan_of(endpoint)
+        known = 0 if used.topology is None else len(used.topology.hosts)
+        told.append((known, [*used.later_hops], int(used.loads.received[NIC].sum()), wrong))
+    endpoint.close()
+    return told
+
+
+def plan_of(endpoint: TrainEndpoint | GenerationEndpoint) -> Plan:
+    assert endpoint._connection is not None
+    view = endpoint._connection.schedule.view
+    assert isinstance(view, RankView)
+    return view.plan
+
+
+def model_bytes(case: Case) -> int:
+    return case.plan().bulk_bytes
+
+
+def test_replicas_of_one_host_pass_on_what_entered_it_once() -> None:
+    told = values(run_ranks(6, refit, REPLICAS, "aabbcc", timeout_s=120.0))
+    assert told == [[(3, ["share"], 2 * model_bytes(REPLICAS), {})] * 2] * 6
+
+
+def test_on_one_host_the_plan_stays_as_it_is() -> None:
+    told = values(run_ranks(6, refit, REPLICAS, "aaaaaa", timeout_s=120.0))
+    assert told == [[(0, [*REPLICAS.plan().later_hops], told[0][0][2], {})] * 2] * 6
+
+
+def test_what_the_own_host_has_does_not_come_from_another() -> None:
+    told = values(run_ranks(8, refit, COLOCATED, "aabbaabb", timeout_s=120.0))
+    anywhere = COLOCATED.plan().recv_bytes.sum()
+    assert [[wrong for *_, wrong in each] for each in told] == [[{}, {}]] * 8
+    assert {(hosts, nbytes) for each in told for hosts, _, nbytes, _ in each} == {(2, told[0][0][2])}
+    assert told[0][0][2] < 0.5 * anywhere
+
+
+def test_a_replica_that_leaves_takes_its_host_along() -> None:
+    told = values(run_ranks(6, refit, REPLICAS, "aabbcd", 3, timeout_s=120.0))
+    sizes = [[(hosts, nbytes) for hosts, _, nbytes, _ in each] for each in told]
+    three, four = 2 * model_bytes(REPLICAS), 3 * model_bytes(REPLICAS)
+    assert sizes == [[(4, four), (3, three)]] * 5 + [[(4, four)]]
+    assert all(wrong == {} for each in told for *_, wrong in each)
+
+
+def test_places_become_a_topology() -> None:
+    topology = topology_of(["a/0", "a/1", "b/7", "b/7", "b/3"], 2)
+    assert topology is not None
+    assert topology.hosts == ("a", "b")
+    assert topology.train == (Place(0, 0), Place(0, 1))
+    assert topology.gen == (Place(1, 0), Place(1, 0), Place(1, 1))
+    assert topology.machine.gpus == 2 and topology.machine.nvlink == MACHINES["h100-8"].nvlink
+
+
+def test_links_are_those_that_the_plan_was_made_for() -> None:
+    rack = MACHINES["gb200-nvl72"]
+    planned = Topology(rack, ("x",), (Place(0, 0),), (Place(0, 1),))
+    topology = topology_of(["a/0", "b/0"], 1, planned)
+    assert topology is not None and topology.machine.nvlink == rack.nvlink
+    assert topology.domains("train") != topology.domains("gen")
+
+
+@pytest.mark.parametrize("said", [["a/0", "a/1"], ["a/0", ""], []], ids=["one host", "one is silent", "nobody"])
+def test_without_several_hosts_there_is_none(said: list[str]) -> None:
+    assert topology_of(said, 1) is None
+
+
+def test_ranks_without_gpus_have_places_of_their_own_on_one_host() -> None:
+    first, second = own_place("gen:0", None), own_place("gen:1", torch.device("cpu"))
+    assert first != second and first.partition("/")[0] == second.partition("/")[0]
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+def test_ranks_of_one_gpu_have_one_place() -> None:
+    cuda = torch.device("cuda", 0)
+    assert own_place("gen:0", cuda) == own_place("train:0", cuda)
