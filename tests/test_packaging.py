@@ -23,7 +23,7 @@ def package_files(root: Path) -> set[str]:
     found = set()
     for top, prefix in (("mcore_reshard", ""), ("planner", "mcore_reshard/"), ("kernels", "mcore_reshard/")):
         for file in (root / top).rglob("*"):
-            if (file.is_file() and file.suffix in {".py", ".json", ".cu", ".typed"}) or file.name == "py.typed":
+            if (file.is_file() and file.suffix in {".py", ".json", ".cu", ".css", ".js"}) or file.name == "py.typed":
                 found.add(prefix + str(file.relative_to(root)))
     return found
 
