@@ -134,7 +134,7 @@ def run(case: Case, refits: int) -> list[dict[str, Any]]:
                 process = forks.Process(target=_in_namespace, args=(names[gpu], own, case, name, refits), daemon=True)
                 process.start()
                 started.append((process, pipe))
-            answers = [pipe.recv() if pipe.poll(_LONGEST_S) else "no answer" for _, pipe in started]
+            answers: list[Any] = [pipe.recv() if pipe.poll(_LONGEST_S) else "no answer" for _, pipe in started]
             if failed := [answer for answer in answers if isinstance(answer, str)]:
                 raise RuntimeError("\n".join(failed))
             return answers

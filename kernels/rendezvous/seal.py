@@ -30,7 +30,7 @@ TOKEN_FILE_VARIABLE = "MCORE_RESHARD_TOKEN_FILE"
 MIN_TOKEN = 16  # characters
 _NONCE_BYTES = 12
 _SENDER = struct.Struct(">HQQ")  # bytes of the sender's name, its writer, the writer's counter
-_REMEMBERED = 1 << 14  # keys whose counters a reader remembers; the keys that it read longest ago are forgotten first
+_REMEMBERED = 1 << 12  # keys whose counters a reader remembers; the keys that it read longest ago are forgotten first
 _warned = False
 
 
