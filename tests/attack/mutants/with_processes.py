@@ -22,6 +22,7 @@ from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.gloo import DEFAULT_SLOTS, GlooExecutor
+from mcore_reshard.kernels.transports.group_ranks import peer_group_rank
 from mcore_reshard.planner.model.parameters import Role
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
@@ -203,6 +204,10 @@ class Reversed(GlooExecutor):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._buckets: tuple[Bucket, ...] = self._buckets[::-1]
+
+    def _start(self, bucket: Bucket, slot: torch.Tensor) -> Any:
+        """Into all of the slot: gloo ends a process whose buffer is too small for a message."""
+        return self._group.recv(slot, peer_group_rank(self._bound.schedule, bucket.peer), bucket.waiting)
 
 
 class Hasty(GlooExecutor):
