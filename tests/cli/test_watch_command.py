@@ -165,13 +165,16 @@ def test_watch_goes_on_on_a_terminal_until_it_is_interrupted() -> None:
         ) as run:
             os.close(writer)
             text = b""
-            while b"train:1" not in text:
-                text += os.read(reader, 1 << 16)
-                if b"train:0" in text and "train:1" not in rank.seats:
-                    with connect_store(server.address, Options(timeout_s=10)) as other:
-                        other.take_seat("train:1", {})
-            run.send_signal(signal.SIGINT)
-            assert run.wait(20) == 0
+            try:
+                while b"train:1" not in text:
+                    text += os.read(reader, 1 << 16)
+                    if b"train:0" in text and "train:1" not in rank.seats:
+                        with connect_store(server.address, Options(timeout_s=10)) as other:
+                            other.take_seat("train:1", {})
+                run.send_signal(signal.SIGINT)
+                assert run.wait(20) == 0
+            finally:
+                run.kill()  # else an error here would wait for it
             assert run.stderr is not None and run.stderr.read() == b""
         os.close(reader)
 
