@@ -31,10 +31,14 @@ meshes:
            layers are the decoder layers per stage, as vLLM's variable VLLM_PP_LAYER_PARTITION gives them
 """
 
-_MACHINES = """\
+_MACHINE = """\
 machines:
   --topology  h100-8, h200-8 or gb200-nvl72; then ",shared": generation rank r on the GPU of training rank r;
               then other numbers: nic=50, nvlink=400, memory=2100 in GB/s for each GPU and direction, gpus=8 a host
+"""
+
+_MACHINES = f"""\
+{_MACHINE}\
   --hosts     train=a*8+b*8,gen=c*4+b*4@4   ranks in order: 8 on host a, 8 on b; 4 on c, 4 on b from its GPU 4 on
 """
 
@@ -228,7 +232,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         more=f"{_MESHES}\n{_MACHINES}\n",
     )
     add("source", metavar="PLAN|CONFIG", help="a file written by `plan --out`; or a config as for `plan`, with meshes")
-    add("--topology", metavar="MACHINE", required=True, help="the hosts, e.g. h200-8 or h200-8,shared,nic=25")
+    add("--topology", metavar="MACHINE", required=True, help="the machine, e.g. h200-8 or h200-8,shared,nic=25")
     add(
         "--hosts",
         metavar="PLACES",
@@ -249,7 +253,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "Find the meshes with the fastest refits among those that fit in memory, and say why.",
         "mcore-reshard advise qwen3-30b-a3b --gpus-train 16 --gpus-gen 8",
         "mcore-reshard advise llama-3.1-8b --gpus-train 8 --gpus-gen 8 --topology h200-8,shared --json",
-        more=f"{_MACHINES}\n",
+        more=f"{_MACHINE}\n",
     )
     add("config", metavar="CONFIG", help="a Hugging Face config.json, a folder with one, or a built-in name")
     add("--gpus-train", metavar="N", type=int, required=True, help="GPUs of the trainer")
@@ -267,7 +271,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     add("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
     add("-o", "--out", metavar="FILE", required=True, help="write the page here")
-    add("--topology", metavar="MACHINE", help="the hosts, e.g. h200-8: adds times and links (default: the plan's)")
+    add("--topology", metavar="MACHINE", help="the machine, e.g. h200-8: adds times and links (default: the plan's)")
     add("--hosts", metavar="PLACES", help="with --topology: which ranks live on which host (default: in order)")
     add(
         "--measured",
@@ -322,8 +326,13 @@ def _dtype_arguments(add: Callable[..., argparse.Action]) -> None:
 
 
 def _topology_arguments(add: Callable[..., argparse.Action]) -> None:
-    add("--topology", metavar="MACHINE", help="the machine, so that what is near comes from there: h200-8")
-    add("--hosts", metavar="HOSTS", default="", help="with --topology: which ranks are on which host")
+    add("--topology", metavar="MACHINE", help="plan for this machine, e.g. h200-8: ranks take from near what is near")
+    add(
+        "--hosts",
+        metavar="PLACES",
+        default="",
+        help="with --topology: which ranks live on which host (default: in order)",
+    )
 
 
 def _traced_argument(add: Callable[..., argparse.Action]) -> None:

@@ -16,6 +16,7 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology
 from mcore_reshard.planning import InputError, read_request
 from mcore_reshard.report.text import seconds_text
+from mcore_reshard.simulate.script import passes_on
 from mcore_reshard.simulate.simulate import simulate
 from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 
@@ -68,7 +69,7 @@ def _plans(args: argparse.Namespace) -> list[tuple[Plan, float]]:
             raise InputError([f"{args.source} is a plan, which has its meshes: --train and --gen go with a config"])
         return [(read_plan(args.source), 0.0)]
     if not args.train or not args.gen:
-        raise InputError([f"{args.source} is no plan: a config needs --train and at least one --gen"])
+        raise InputError([f"{args.source} is no plan file that exists: a config needs --train and at least one --gen"])
     plans: list[tuple[Plan, float]] = []
     for gen in args.gen:
         started = time.perf_counter()
@@ -106,7 +107,10 @@ def _parts(each: _Simulated) -> Iterator[RenderableType]:
     yield facts(
         [
             ("model", f"{each.plan.model}: train {format_mesh(each.plan.train)}, gen {each.gen}"),
-            ("machine", f"{count(len(outcome.topology.hosts), 'host')} of {machine.gpus} GPUs, {_bandwidths(outcome)}"),
+            (
+                "machine",
+                f"{count(len(outcome.topology.hosts), 'host')} of {count(machine.gpus, 'GPU')}, {_bandwidths(outcome)}",
+            ),
             ("transport", outcome.transport),
             ("predicted", f"{seconds_text(outcome.seconds)}, {_ratio(outcome)} the bound"),
             ("bound", f"{seconds_text(outcome.bound_s)}: {_bound(outcome)}"),
@@ -185,6 +189,12 @@ def _ratio(outcome: Simulation) -> str:
 def _notes(each: _Simulated) -> Iterator[str]:
     if each.plan.misc:
         yield f"{size(each.plan.misc_bytes)} of misc tensors travel whole, by the golden path: not simulated"
+    if each.plan.later_hops and not passes_on(each.simulation.topology, each.simulation.transport):
+        passed_on = size(int(each.plan.relay_bytes.sum()))
+        yield (
+            f"engine {each.gen}: its ranks pass on {passed_on} in the plan; over nccl they cannot yet, so that the"
+            " trainer sends these too"
+        )
     if each.simulation.merged > 1:
         yield f"every {each.simulation.merged} messages between two ranks were simulated as one"
 

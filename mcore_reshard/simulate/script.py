@@ -106,6 +106,12 @@ class _Side:
     window: int
 
 
+def passes_on(topology: Topology, transport: str) -> bool:
+    """Whether replicas pass bytes on over this transport: not where `nccl` takes part, as in `auto` between domains."""
+    domains = np.concatenate([topology.domains("train"), topology.domains("gen")])
+    return transport in ("gloo", "direct") or (transport == "auto" and bool((domains == domains[0]).all()))
+
+
 def script_of(plan: Plan, topology: Topology, transport: str, options: Options, most: int = _MOST_MESSAGES) -> Script:
     """The script of a plan. `transport` is nccl, gloo, direct, or auto: direct within a domain, nccl elsewhere.
 
@@ -113,8 +119,7 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     """
     ranks = len(topology.train) + len(topology.gen)
     domains = np.concatenate([topology.domains("train"), topology.domains("gen")])
-    relays = transport in ("gloo", "direct") or (transport == "auto" and bool((domains == domains[0]).all()))
-    hops = traffic_of(plan, relayed=relays)
+    hops = traffic_of(plan, relayed=passes_on(topology, transport))
     parts: list[tuple[int, int, Kind, PairBuckets, Division | None]] = []
     for hop, traffic in enumerate(hops):
         near = domains[traffic.src] == domains[traffic.dst]

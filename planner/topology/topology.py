@@ -29,7 +29,7 @@ class TopologyError(ValueError):
     """A topology that cannot be; `violations` lists every reason."""
 
     def __init__(self, violations: Sequence[str]) -> None:
-        super().__init__("the topology cannot be: " + "; ".join(violations))
+        super().__init__("bad topology: " + "; ".join(violations))
         self.violations = tuple(violations)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -143,7 +143,7 @@ def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "")
     if zeros := [key for key, value in changed.items() if not value]:
         violations.append(f"{', '.join(zeros)} must be positive, not 0")
     if shared and hosts:
-        violations.append("hosts are given: they say who shares, 'shared' does not")
+        violations.append("leave out 'shared': hosts say which ranks share a GPU")
     if shared and gen_ranks > train_ranks:
         violations.append(f"{gen_ranks} generation ranks cannot share the GPUs of {train_ranks} training ranks")
     if violations or machine is None:

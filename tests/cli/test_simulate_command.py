@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.cli import HYBRID, MOE, Run
+
+from mcore_reshard.cli.render import size
 
 
 def routes(report: Any) -> dict[str, int]:
@@ -42,6 +45,16 @@ def test_engines_are_compared_the_fastest_first(run: Run) -> None:
 
 def test_misc_tensors_are_named_as_not_simulated(run: Run, plan_of: Any) -> None:
     assert "misc tensors travel whole" in run("simulate", plan_of(HYBRID), "--topology", "h200-8").out
+
+
+def test_a_note_says_where_replicas_do_not_pass_on_what_the_plan_lets_them(run: Run, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    run("plan", MOE[0], "--train", "tp=2", "--gen", "tp=1,dp=4", "--topology", "h200-8", "--out", path)
+    passed_on = sum(rank["relay_bytes"] for rank in run("show", path, "--json").json["ranks"]["gen"])
+    assert passed_on > 0
+    simulate = ("simulate", path, "--topology", "h200-8", "--transport")
+    assert f"its ranks pass on {size(passed_on)} in the plan" in " ".join(run(*simulate, "auto").out.split())
+    assert "ranks pass on" not in " ".join(run(*simulate, "gloo").out.split())
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_hosts_say_where_ranks_live() -> None:
     [
         ("h3", "", ["no machine 'h3'", "h200-8"]),
         ("h200-8,fast,nic=0,gpus=2.5", "", ["'fast'", "nic must be positive", "'gpus=2.5'"]),
-        ("h200-8,shared", "train=a*4,gen=a*4", ["'shared' does not"]),
+        ("h200-8,shared", "train=a*4,gen=a*4", ["leave out 'shared'"]),
         ("h200-8", "train=a*9,gen=b*4,gen=c*4", ["'a*9': a host of h200-8 has 8 GPUs", "given once"]),
         ("h200-8", "train=a*3,gen=a*-1", ["'a*-1'"]),
         ("h200-8", "train=a*3,gen=a*1@7", ["hosts have 3 train ranks, the mesh has 4", "hosts have 1 gen ranks"]),
