@@ -189,7 +189,7 @@ def run_cell(cell: Cell, log: Path) -> Observed:
 
 
 def children() -> dict[int, str]:
-    """This process's children that have not ended: pid -> command."""
+    """This process's children that have not ended: pid -> command. Python's own, which tracks semaphores, is none of them."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
@@ -197,8 +197,8 @@ def children() -> dict[int, str]:
             if int(parent) == os.getpid():
                 if state == "Z":
                     os.waitpid(int(folder.name), os.WNOHANG)
-                else:
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")[:80]
+                elif "multiprocessing.resource_tracker" not in (command := (folder / "cmdline").read_text()):
+                    found[int(folder.name)] = command.replace("\0", " ")[:80]
     return found
 
 

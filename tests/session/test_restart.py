@@ -44,14 +44,17 @@ def start(ranks: Ranks, case: Case = TP2, version: int = 5) -> tuple[list[Remote
     trainer = ranks.train(case)
     engines = [ranks.gen(case, rank) for rank in range(case.plan().gen.world)]
     fine(tell(trainer + engines, "prepare"))
-    refit(trainer, engines, version)
+    refit(trainer, engines, version, head_start_s=1.0 if ranks.options.max_lag else 0.0)
     return trainer, engines
 
 
-def refit(trainer: list[Remote], engines: list[Remote], version: int, **arguments: bool) -> None:
-    """A refit that all ranks commit, with every byte of it."""
+def refit(
+    trainer: list[Remote], engines: list[Remote], version: int, head_start_s: float = 0.0, **arguments: bool
+) -> None:
+    """A refit that all ranks commit, with every byte of it. With `max_lag` nobody waits for an engine that is late."""
     for engine in engines:
         engine.tell("refit")
+    time.sleep(head_start_s)
     answers = tell(trainer, "refit", version=version, **arguments)
     of_engines = [engine.answer() for engine in engines]
     fine(answers + of_engines)
