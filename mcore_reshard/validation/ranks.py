@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mcore_reshard.engines.vllm import model as vllm_model
 from mcore_reshard.engines.vllm import refined_scales as vllm_refined_scales
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.seal import TOKEN_VARIABLE
 from mcore_reshard.kernels.rendezvous.server import StoreServer
 from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.megatron import ExpertsModule
@@ -66,6 +67,7 @@ class Job:
     device: str  # torch device type of the tensors that the transport moves
     engine: str  # "vllm" or "slices"
     store_socket: socket.socket  # listens since before the fork: no rank has to wait for the store's process
+    token: str | None = None  # of this run's own, where none is given: others on this machine stay out
 
     @property
     def ranks(self) -> int:
@@ -88,6 +90,8 @@ Results = tuple[list[RefitReport], list[list[ParameterResult]]]
 
 def run_process(index: int, job: Job) -> Results:
     """Run one process: a training rank, then generation ranks, and last the process that hosts their store."""
+    if job.token is not None:
+        os.environ[TOKEN_VARIABLE] = job.token
     port = job.store_socket.getsockname()[1]
     if index == job.ranks:
         asyncio.run(_serve_store(job))

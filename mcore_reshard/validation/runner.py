@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.seal import find_token
 from mcore_reshard.kernels.transports.registry import device_of, resolve
 from mcore_reshard.planner.layout.megatron import MegatronBuild
@@ -81,8 +80,9 @@ def validate(request: ValidationRequest) -> ValidationReport:
         tempfile.TemporaryDirectory(prefix="mcore-reshard-validate-") as folder,
         socket.create_server(("127.0.0.1", 0)) as store_socket,
     ):
-        sealed = replace(request, options=_with_token(request.options))
-        job = Job(sealed, plan, precisions, pairs_by_name(plan), Path(folder), device, engine, store_socket)
+        options = request.options
+        token = None if find_token(options.token, options.token_file) else secrets.token_hex()
+        job = Job(request, plan, precisions, pairs_by_name(plan), Path(folder), device, engine, store_socket, token)
         job.engine_folder.mkdir()
         (job.engine_folder / "config.json").write_text(json.dumps(precisions.engine_config))
         if isinstance(planning, TracedRequest):
@@ -112,11 +112,6 @@ def validate(request: ValidationRequest) -> ValidationReport:
         digest=plan.digest,
         refits=tuple(_refit_result(results, planning.train.world, number) for number in range(request.refits)),
     )
-
-
-def _with_token(options: Options) -> Options:
-    """The options with a token of this run's own, where none is given: others on this machine stay out."""
-    return options if find_token(options.token, options.token_file) else replace(options, token=secrets.token_hex())
 
 
 def _make_plan(request: ValidationRequest) -> Plan:
