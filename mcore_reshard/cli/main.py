@@ -170,7 +170,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     _mesh_arguments(add, required=True)
     _traced_argument(add)
     add("--engine", default="vllm", metavar="NAME", help="the generation engine: vllm or sglang (default: vllm)")
-    _topology_arguments(add)
+    _topology_arguments(add, "plan for this machine, e.g. h200-8: ranks take from near what is near")
     add("--out", metavar="FILE", help="write the plan here, if its proof holds")
 
     add = command(
@@ -271,8 +271,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     add("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
     add("-o", "--out", metavar="FILE", required=True, help="write the page here")
-    add("--topology", metavar="MACHINE", help="the machine, e.g. h200-8: adds times and links (default: the plan's)")
-    add("--hosts", metavar="PLACES", help="with --topology: which ranks live on which host (default: in order)")
+    _topology_arguments(add, "the machine, e.g. h200-8: adds times and links (default: the plan's)")
     add(
         "--measured",
         metavar="TRACE",
@@ -325,8 +324,8 @@ def _dtype_arguments(add: Callable[..., argparse.Action]) -> None:
         )
 
 
-def _topology_arguments(add: Callable[..., argparse.Action]) -> None:
-    add("--topology", metavar="MACHINE", help="plan for this machine, e.g. h200-8: ranks take from near what is near")
+def _topology_arguments(add: Callable[..., argparse.Action], purpose: str) -> None:
+    add("--topology", metavar="MACHINE", help=purpose)
     add(
         "--hosts",
         metavar="PLACES",

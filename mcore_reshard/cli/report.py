@@ -75,7 +75,7 @@ def _topology(args: argparse.Namespace, plan: Plan, problems: list[str]) -> Topo
             problems.append("--hosts says where ranks live, --topology on which machine: give both")
         return plan.topology
     try:
-        return parse_topology(args.topology, plan.train.world, plan.gen.world, args.hosts or "")
+        return parse_topology(args.topology, plan.train.world, plan.gen.world, args.hosts)
     except TopologyError as error:
         problems += error.violations
         return None

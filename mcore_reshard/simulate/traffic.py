@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.model.parameters import ITEMSIZE
-from mcore_reshard.planner.plan.make_schedule import WAVES, _wave_of, _wire_box
+from mcore_reshard.planner.plan.make_schedule import WAVES, wave_of, wire_box
 from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
@@ -90,7 +90,7 @@ def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int,
         if transfers.pattern not in of_pattern:
             known = [shapes.setdefault(shape, len(shapes)) for shape in _shapes(plan, transfers.pattern, hop)]
             of_pattern[transfers.pattern] = np.array(known, np.int32)
-        wave = _wave_of(transfers) if waves > 1 else np.zeros(transfers.members, np.int64)
+        wave = wave_of(transfers) if waves > 1 else np.zeros(transfers.members, np.int64)
         src = legs.src + (train if hop else 0)
         key = ((wave[:, None] * stages + transfers.pp_stage) * ranks + src) * ranks + (legs.dst + train)
         shape = np.broadcast_to(of_pattern[transfers.pattern][legs.overlap], key.shape)
@@ -122,7 +122,7 @@ def _shapes(plan: Plan, pattern: int, hop: int) -> Iterator[Shape]:
     """The shape of each overlap of a pattern; a replica that passes on reads in the order of its own memory."""
     for overlap in plan.patterns[pattern].overlaps:
         src, dst = plan.patterns[pattern].ends(overlap)
-        extents = _wire_box(overlap.region, dst if hop else src, dst).extents
+        extents = wire_box(overlap.region, dst if hop else src, dst).extents
         is_cast = not hop and src.tensor.dtype != dst.tensor.dtype
         yield Shape(extents, ITEMSIZE[dst.tensor.dtype], is_cast)
 

@@ -165,7 +165,7 @@ class RankView(View):
         for place in self.plan.groups_of(self.world, self.rank):
             columns = rows_of(place)
             if self.wave is not None:
-                in_wave = _wave_of(place.transfers)[columns["member"]] == self.wave
+                in_wave = wave_of(place.transfers)[columns["member"]] == self.wave
                 columns = {name: column[in_wave] for name, column in columns.items()}
             if len(columns["peer"]):
                 columns["transfer_group"] = np.full_like(columns["peer"], place.index)
@@ -232,7 +232,7 @@ class RankView(View):
             tensor[:, column] = self._tensor_ids(transfers, local.tensor, source)
             slot_stride = row_major_strides(local.view)[local.slot_dim] if local.slot_dim >= 0 else 0
             offset[:, column] = local.offset(overlap_here.region.start) + slots * slot_stride
-            box = _wire_box(overlap_here.region, src if order == "src" else dst, local)
+            box = wire_box(overlap_here.region, src if order == "src" else dst, local)
             strided_box[column] = self.strided_boxes.setdefault(box, len(self.strided_boxes))
         member_of, leg_of = np.nonzero(chosen)
         overlap_of = column_of[leg_of]
@@ -286,7 +286,7 @@ def _among_replicas(schedule: Schedule) -> Schedule:
     return replace(schedule, between_replicas=True, train_ranks=schedule.gen_ranks, padding=(), relay_seats=seats)
 
 
-def _wave_of(transfers: TransferGroup) -> NDArray[np.int64]:
+def wave_of(transfers: TransferGroup) -> NDArray[np.int64]:
     """The wave of every member. Each wave has equally many, so that all ranks have work in it.
 
     Single tensors, such as an embedding, are in the middle, where both hops are under way.
@@ -294,7 +294,7 @@ def _wave_of(transfers: TransferGroup) -> NDArray[np.int64]:
     return (2 * np.arange(transfers.members) + 1) * WAVES // (2 * transfers.members)
 
 
-def _wire_box(region: Region, ordering: Piece, local: Piece) -> StridedBox:
+def wire_box(region: Region, ordering: Piece, local: Piece) -> StridedBox:
     """Extents and strides in wire order: the sender's memory order, so that it reads forwards. Unit dims are dropped."""
     order = sorted(range(len(region.start)), key=lambda dim: -ordering.strides[dim])
     kept = [dim for dim in order if region.extents[dim] != 1]
