@@ -192,7 +192,16 @@ class StoreConnection:
                 self._changed.notify_all()
             for frame in again:
                 connection.sendall(frame)
+            if restarted and self.sender:  # the others need not wait until this rank's next call
+                connection.sendall(self._seat_frame())
         self._note_seats(opened["seats"])
+
+    def _seat_frame(self) -> bytes:
+        """Asks a store that has started anew for this client's seat. `reopen` asks again, and hears the answer."""
+        with self._changed:
+            self._number += 1
+            header = {"id": self._number, "oldest": self._number, "op": "sit", "seat": self.sender, "facts": {**self._facts}}
+        return pack(header, (), MAX_REQUEST_BYTES)
 
     def _forget_requests(self) -> None:
         """What was asked of a store that has been replaced must not reach the new one, now or later."""
@@ -330,6 +339,8 @@ class StoreConnection:
                     return True
                 if self._lost or self._restarted:
                     raise self._error()
+                if not request.frame:  # another thread has reopened the store meanwhile
+                    raise self._forgotten()
                 now = time.monotonic()
                 if now >= deadline:
                     return False
@@ -374,10 +385,12 @@ class StoreConnection:
         raise self._error()
 
     def _error(self) -> Exception:
-        where = self.described
         if self._restarted and not self._lost:
-            return StoreRestarted(f"{where} was started anew, and what the ranks had said there is gone")
-        return DistNetworkError(f"{where}: {self._lost or 'a forked process has no connection to it'}")
+            return self._forgotten()
+        return DistNetworkError(f"{self.described}: {self._lost or 'a forked process has no connection to it'}")
+
+    def _forgotten(self) -> StoreRestarted:
+        return StoreRestarted(f"{self.described} was started anew, and what the ranks had said there is gone")
 
 
 def _listen(store: StoreConnection) -> None:

@@ -29,6 +29,7 @@ from .attempts import CONNECT, HEAD, PROTOCOL, Call, Head, World, parse_call, re
 from .attendance import PREPARED, WAITS, Attendance, MakeWord, describe, farewell_key, ready_key
 
 _NEWCOMERS_S = 0.05  # how often a leader without any replica looks for one
+_BACK_S = 2.0  # until all who live have come back to a store that has started anew
 # Errors after which a replica may connect the next time; after others somebody must mend something first.
 _MAY_PASS = {
     "KeyboardInterrupt",
@@ -76,6 +77,8 @@ class Leader(Attendance):
             if self._done is not None and self._uncalled is not None:
                 self.fail_call(self._done.attempt, self._uncalled)
             self._uncalled = None
+            if self._led_at not in ("", self.store.instance):
+                self._await_return()
             # Nobody else leads while this process has the seat. A store that started anew is empty: what it has counts.
             last = self._done if self._led_at == self.store.instance else self._read_head()
             self._led_at = self.store.instance
@@ -141,6 +144,12 @@ class Leader(Attendance):
             key = f"a/{head.attempt}/call"
             stands = parse_call(key, self.store.compare_set(key, "", stored_text(asdict(call))))
             return self._require_own_word(stands, own)
+
+    def _await_return(self) -> None:
+        """Wait until those of the last refit have seats at a store that has started anew. Who has died has none."""
+        deadline, last = time.monotonic() + _BACK_S, {*self.world.members(self._lags)}
+        while last - self.store.seats.keys() and time.monotonic() < deadline:
+            time.sleep(_NEWCOMERS_S)
 
     def committed(self, replicas: Sequence[int]) -> None:
         """Note which replicas have the newest version."""

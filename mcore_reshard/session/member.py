@@ -235,7 +235,7 @@ class Member(ABC):
         self._bind_first()
 
     def _called(self, word: dict[str, Any]) -> Call:
-        """The call of the next refit, connected with its members."""
+        """The call of the next refit, connected with its members. A store that starts anew before it costs no refit."""
         attendance = self._attendance
         assert attendance is not None
 
@@ -251,6 +251,15 @@ class Member(ABC):
             wants_all = word["everything"] or self.committed_version is None
             return {**self._word(), **word, "everything": wants_all}
 
+        while True:
+            try:
+                return self._meet(attendance, make_word)
+            except StoreRestarted:  # nothing has moved: all say again what they said
+                assert self._store is not None
+                self._store.reopen()
+
+    def _meet(self, attendance: Leader | Follower, make_word: Callable[[], dict[str, Any]]) -> Call:
+        """The next attempt to refit that calls this rank. Raises StoreRestarted where what was said is gone."""
         if isinstance(attendance, Leader):
             self._keep_plan_published()
             return attendance.call(attendance.begin(REFIT), make_word, self._options.timeout_s, self._epoch)

@@ -78,10 +78,10 @@ def serve_newcomers(rank: Rank, turn: RLock, state: Callable[[], WeightState]) -
             try:
                 if rank.store.wait_any([wanted], _ASLEEP_S):
                     _offer(rank, _next_wish(rank.store, wanted), turn, state)
-            except SessionError as error:  # what somebody else wrote there
-                log_event("offer_failed", logging.WARNING, rank=rank.seat, session=rank.store.session, cause=f"{error}")
             except (DistError, StoreRestarted):
                 time.sleep(_STORE_AGAIN_S)  # the next refit opens the store again
+            except SessionError as error:  # what somebody else wrote there
+                log_event("offer_failed", logging.WARNING, rank=rank.seat, session=rank.store.session, cause=f"{error}")
 
     Thread(target=in_callers_context(serve, device), name="newcomers", daemon=True).start()
 

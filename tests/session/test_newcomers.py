@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
+from threading import RLock
 
 import pytest
 from helpers.plans import Case
@@ -14,7 +16,9 @@ from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.session import member, newcomers, replica_copy
+from mcore_reshard.session.attempts import World
 from mcore_reshard.session.follower import Follower
+from mcore_reshard.session.state import complete
 
 PAIRS = Case("tiny-llama", "tp=1", "tp=2,dp=2")
 OPTIONS = Options(timeout_s=12.0)
@@ -115,6 +119,39 @@ def test_nobody_waits_for_a_replica_that_starts_again_and_is_still_catching_up(r
     assert [(answer.error, answer.held) for answer in [rank.answer() for rank in newer]] == [(None, 6)] * 2
     answers = refit(trainer, [*engines[:2], *newer], 7)
     assert [(answer.error, answer.replicas) for answer in answers] == [(None, (0, 1))] * 5
+
+
+def test_a_store_that_starts_anew_while_the_engine_waits_costs_no_refit(ranks: Ranks, store: StoreProcess) -> None:
+    trainer, engines = start(ranks)
+    for version, idle in ((6, []), (7, engines[2:])):
+        for engine in engines:
+            if engine not in idle:
+                engine.tell("refit")
+        time.sleep(0.5)  # they wait for the trainer
+        store.restart()
+        trainer[0].tell("refit", version=version)
+        time.sleep(1.0)
+        for engine in idle:  # they come to no call of the store before this one
+            engine.tell("refit")
+        answers = [rank.answer() for rank in trainer + engines]
+        assert [(answer.error, answer.replicas) for answer in answers] == [(None, (0, 1))] * 5
+        assert {answer.held for answer in answers[1:]} == {version}
+
+
+def test_a_replica_that_offers_its_weights_is_quiet_while_the_store_starts_anew(
+    store: StoreProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    joined = connect_store(store.address, OPTIONS)
+    joined.take_seat("gen:0", {"process": "a"})
+    rank = newcomers.Rank(joined, "gen:0", World(1, 1, 1), dict, OPTIONS)
+    with caplog.at_level(logging.WARNING, "mcore_reshard"):
+        newcomers.serve_newcomers(rank, RLock(), lambda: complete(5))
+        store.restart()
+        while not joined.needs_reopening:
+            time.sleep(0.01)
+        time.sleep(1.0)
+    joined.close()
+    assert not [each for each in caplog.messages if "offer_failed" in each]
 
 
 def test_replicas_give_their_weights_also_after_the_store_started_anew_and_was_written_to_by_others(

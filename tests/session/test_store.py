@@ -151,6 +151,48 @@ def test_a_store_that_starts_anew_says_so_once(host: StoreProcess) -> None:
     assert not store.check(["k"]) and store.seats["gen:0"].status == "here"
 
 
+def test_a_call_of_a_store_that_starts_anew_ends_although_another_thread_has_reopened_it(
+    host: StoreProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget = SessionStore._forget_requests
+
+    def forget_and_reopen(store: SessionStore) -> None:
+        forget(store)
+        store._restarted = False  # as `reopen` on another thread does, before this one looks
+
+    monkeypatch.setattr(SessionStore, "_forget_requests", forget_and_reopen)
+    store = connect_store(host.address, Options(session="s", timeout_s=10.0))
+    ended: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            store.wait_any(["k"], 60.0)
+        except StoreRestarted as error:
+            ended.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while not store._requests:
+        time.sleep(0.01)
+    host.restart()
+    waiting.join(5.0)
+    assert len(ended) == 1
+
+
+def test_who_has_a_seat_takes_it_at_a_store_that_starts_anew_before_its_next_call(host: StoreProcess) -> None:
+    idle, looks = (connect_store(host.address, Options(session="s", timeout_s=10.0)) for _ in range(2))
+    idle.take_seat("gen:0", {"pid": 7})
+    host.restart()
+    deadline = time.monotonic() + 5.0
+    for is_so in (lambda: looks.needs_reopening, lambda: "gen:0" in looks.seats):
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert (looks.seats["gen:0"].status, looks.seats["gen:0"].facts) == ("here", {"pid": 7})
+    idle.reopen()
+    assert idle.seats["gen:0"].status == "here"
+
+
 def test_what_was_said_to_a_store_that_is_gone_never_reaches_the_next_one(host: StoreProcess) -> None:
     store = connect_store(host.address, Options(session="s", timeout_s=10.0))
     host.kill()
