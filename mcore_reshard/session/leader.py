@@ -198,7 +198,7 @@ class Leader(Attendance):
         needed, began_with = self.world.train_seats(), self._began_with
         if head.kind == CONNECT:
             needed = [seat for seat in self.world.members(range(self.world.replicas)) if not self._may_come_back(seat)]
-            began_with = {name: process for name, process in began_with.items() if name not in self._gone_before}
+            began_with = {}  # whoever has a seat now may come: one that was killed before may seem alive for a moment
         if lost := self.lost(needed, began_with) or self._last_one_gone():
             raise SessionFailed(self.fail_call(head.attempt, lost) or lost)
         for name in needed:
