@@ -75,18 +75,18 @@ def connect(number: int, address: str, case: str, damaged: int) -> tuple[str, bo
     before = {name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()}
     if number == damaged:
 
-        def later(cut: Any) -> Any:
-            def wrapped(*args: Any) -> NDArray[np.void]:
-                tiles = cut(*args)
-                (tiles["box"] if "box" in (tiles.dtype.names or ()) else tiles)["src"][-1:] += np.uint64(2)
-                return tiles
+        def later(tiles: NDArray[np.void]) -> NDArray[np.void]:
+            (tiles["box"] if "box" in (tiles.dtype.names or ()) else tiles)["src"][-1:] += np.uint64(2)
+            return tiles
 
-            return wrapped
+        def gathered_later(*args: Any, cut: Any = copy_kernel.cut_gather) -> Any:
+            return tuple(map(later, cut(*args)))
 
-        for module in (copy_kernel, executor, slots):
-            for name in ("cut_tiles", "cut_cast_tiles"):
-                if hasattr(module, name):
-                    setattr(module, name, later(getattr(module, name)))
+        def cut_later(*args: Any, cut: Any = executor.cut_tiles) -> Any:
+            return later(cut(*args))
+
+        copy_kernel.cut_gather = gathered_later
+        executor.cut_tiles = slots.cut_tiles = cut_later
     kind: Any = TrainEndpoint if world == "train" else GenerationEndpoint
     endpoint = kind(schedule, tensors, store=address, options=Options(transport="direct", timeout_s=60.0))
     try:
