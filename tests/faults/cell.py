@@ -37,7 +37,7 @@ class Observed:
         default_factory=dict
     )  # by seat; a process that was started anew: "train:1 anew"
     address: str = ""  # of the store
-    fault_s: float | None = None  # time.monotonic() of the fault; None: it never came
+    fault_s: float | None = None  # time.monotonic() of the fault; of a kill: when the process's files closed
     hung: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)  # processes that ended otherwise than they should: how
     left: list[str] = field(default_factory=list)  # processes that nobody has ended
@@ -133,14 +133,16 @@ class Runner:
         elif what == "died":
             self.observed.broken.append(f"{process.name}: {fact}")
         elif what == "end":
-            process.ended = True
+            process.ended, ended_s = True, time.monotonic()
             process.process.join(_LEAVE_S)
-            self._note_end(process)
+            self._note_end(process, ended_s)
 
-    def _note_end(self, process: _Process) -> None:
+    def _note_end(self, process: _Process, ended_s: float) -> None:
         cell, code = self.cell, process.process.exitcode
         is_victim = process.name == cell.victim
         expected = -signal.SIGKILL if is_victim and cell.fault == "kill" else 0
+        if expected:  # a driver takes a second or two to end a process that was killed while its GPU was at work
+            self.observed.fault_s = ended_s
         if code is None:
             self.observed.left.append(f"{process.name} has not exited")
         elif code != expected:
