@@ -146,6 +146,27 @@ def shared_section(folder: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
+def one_gpu_section() -> str:
+    """Refits within one GPU, by how many CTAs pull."""
+    data = json.loads((RESULTS / "one-gpu-x1.json").read_text())
+    (workload,) = data["workloads"].values()
+    limit = next(row for row in data["rows"] if row["method"] == "copy-engine")["gb_per_s_per_receiver"]
+    lines = [
+        _wrapped(
+            f"{workload['model']}, {workload['layers']} layers, BF16, {data['hardware']}, driver {data['driver']},"
+            f" {_versions(data)}, {data['date']} ([data]({LINKS}/one-gpu-x1.json)):"
+        ),
+        "",
+        "| method | ms | GB/s | of the copy engine |",
+        "|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        reached = row["gb_per_s_per_receiver"]
+        share = "" if reached == limit else f"{reached / limit:.2f}"
+        lines.append(f"| `{row['method']}` | {row['ms']:.1f} | {reached:,.0f} | {share} |")
+    return "\n".join(lines)
+
+
 def links_section() -> str:
     data = json.loads((RESULTS / "links-x4.json").read_text())
     lines = [
@@ -542,6 +563,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu": gpu_section,
     "goals": goals_section,
     "shared": shared_section,
+    "one-gpu": one_gpu_section,
     "links": links_section,
     "kernels": kernels_section,
     "source-checks": source_checks_section,
