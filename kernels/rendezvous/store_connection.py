@@ -200,7 +200,13 @@ class StoreConnection:
         """Asks a store that has started anew for this client's seat. `reopen` asks again, and hears the answer."""
         with self._changed:
             self._number += 1
-            header = {"id": self._number, "oldest": self._number, "op": "sit", "seat": self.sender, "facts": {**self._facts}}
+            header = {
+                "id": self._number,
+                "oldest": self._number,
+                "op": "sit",
+                "seat": self.sender,
+                "facts": {**self._facts},
+            }
         return pack(header, (), MAX_REQUEST_BYTES)
 
     def _forget_requests(self) -> None:
