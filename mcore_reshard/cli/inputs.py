@@ -15,10 +15,12 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import FORMAT, PlanFileError, load_plan
 from mcore_reshard.planner.plan.transfers import UnknownElementError
 from mcore_reshard.planner.proof.prove import require_proof
-from mcore_reshard.planner.topology.topology import parse_topology
+from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology
 from mcore_reshard.planning import InputError, TracedRequest
 
 from .printable import printable
+
+_HOSTS_ALONE = "--hosts says which ranks are on which host, and needs --topology for the machine"
 
 
 @contextmanager
@@ -28,6 +30,8 @@ def collect_problems(problems: list[str]) -> Iterator[None]:
         yield
     except InputError as error:
         problems += error.problems
+    except TopologyError as error:
+        problems += error.violations
     except UnknownElementError as error:
         problems.append(str(error))
 
@@ -52,13 +56,19 @@ def read_plan(source: str, *, proven: bool = True) -> Plan:
     return plan
 
 
+def machine_of(plan: Plan, topology: str | None, hosts: str) -> Topology | None:
+    """Where ranks live: as --topology and --hosts say, else as the plan was made for. Raises TopologyError, InputError."""
+    if topology is not None:
+        return parse_topology(topology, plan.train.world, plan.gen.world, hosts)
+    if hosts:
+        raise InputError([_HOSTS_ALONE])
+    return plan.topology
+
+
 def with_topology(plan: Plan, topology: str | None, hosts: str) -> Plan:
     """The plan for ranks that live where --topology and --hosts say. Raises TopologyError, or InputError for --hosts alone."""
-    if topology is None:
-        if hosts:
-            raise InputError(["--hosts says which ranks are on which host, and needs --topology for the machine"])
-        return plan
-    return located(plan, parse_topology(topology, plan.train.world, plan.gen.world, hosts))
+    machine = machine_of(plan, topology, hosts)
+    return plan if machine is None or machine == plan.topology else located(plan, machine)
 
 
 def plan_from_traces(request: TracedRequest) -> tuple[Plan, tuple[str, ...]]:

@@ -232,21 +232,11 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         more=f"{_MESHES}\n{_MACHINES}\n",
     )
     add("source", metavar="PLAN|CONFIG", help="a file written by `plan --out`; or a config as for `plan`, with meshes")
-    add("--topology", metavar="MACHINE", required=True, help="the machine, e.g. h200-8 or h200-8,shared,nic=25")
-    add(
-        "--hosts",
-        metavar="PLACES",
-        help="which ranks live on which host, e.g. train=a*8+b*8,gen=b*8 (default: in order)",
-    )
+    _topology_arguments(add, "the machine, e.g. h200-8 or h200-8,shared,nic=25 (default: the plan's)")
     add("--train", metavar="MESH", help="with a CONFIG: the training mesh")
     add("--gen", metavar="MESH", action="append", help="with a CONFIG: the generation mesh; several are compared")
     add("--engine", default="vllm", metavar="NAME", help="with a CONFIG: vllm or sglang (default: vllm)")
-    add(
-        "--transport",
-        choices=("auto", "direct", "nccl", "gloo"),
-        default="auto",
-        help="auto (default): direct within an NVLink domain, nccl elsewhere",
-    )
+    _simulated_transport(add)
 
     add = command(
         "advise",
@@ -272,6 +262,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     add("plan", metavar="PLAN", help="a file written by `mcore-reshard plan --out`")
     add("-o", "--out", metavar="FILE", required=True, help="write the page here")
     _topology_arguments(add, "the machine, e.g. h200-8: adds times and links (default: the plan's)")
+    _simulated_transport(add)
     add(
         "--measured",
         metavar="TRACE",
@@ -331,6 +322,15 @@ def _topology_arguments(add: Callable[..., argparse.Action], purpose: str) -> No
         metavar="PLACES",
         default="",
         help="with --topology: which ranks live on which host (default: in order)",
+    )
+
+
+def _simulated_transport(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--transport",
+        choices=("auto", "direct", "nccl", "gloo"),
+        default="auto",
+        help="what is simulated; auto (default): direct within an NVLink domain, nccl elsewhere",
     )
 
 

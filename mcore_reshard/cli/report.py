@@ -11,13 +11,12 @@ from rich.console import RenderableType
 
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.proof.prove import Proof, ProofError
-from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology
 from mcore_reshard.planning import InputError
 from mcore_reshard.report.measured import Measured, MeasuredError, read_measured
 from mcore_reshard.report.page import chart_library, report_page
 from mcore_reshard.simulate.simulate import simulate
 
-from .inputs import read_plan
+from .inputs import collect_problems, machine_of, read_plan
 from .plan import cannot_write, unwritable
 from .render import facts, print_report, progress, size, verdict
 from .summary import summarize
@@ -26,7 +25,9 @@ from .summary import summarize
 def run(args: argparse.Namespace) -> int:
     problems = unwritable(args.out) or _overwritten(args)
     plan = read_plan(args.plan, proven=False)
-    topology, measured = _topology(args, plan, problems), _measured(args, plan, problems)
+    topology, measured = None, _measured(args, plan, problems)
+    with collect_problems(problems):
+        topology = machine_of(plan, args.topology, args.hosts)
     if problems:
         raise InputError(problems)
     chart_library()  # before the work: it may be missing
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         proof = plan.prove()
         simulation = None
         if topology is not None and proof.ok:
-            simulation = simulate(plan, topology)
+            simulation = simulate(plan, topology, args.transport)
         page = report_page(plan, proof, summarize(plan, proof), topology, simulation, measured)
     content = page.encode("utf-8", "replace")
     try:
@@ -66,19 +67,6 @@ def _overwritten(args: argparse.Namespace) -> list[str]:
     return [
         f"{out} would be overwritten: give -o another file" for each in read if out.exists() and out.samefile(each)
     ][:1]
-
-
-def _topology(args: argparse.Namespace, plan: Plan, problems: list[str]) -> Topology | None:
-    """The machine that --topology names; else the one that the plan was made for."""
-    if args.topology is None:
-        if args.hosts:
-            problems.append("--hosts says where ranks live, --topology on which machine: give both")
-        return plan.topology
-    try:
-        return parse_topology(args.topology, plan.train.world, plan.gen.world, args.hosts)
-    except TopologyError as error:
-        problems += error.violations
-        return None
 
 
 def _measured(args: argparse.Namespace, plan: Plan, problems: list[str]) -> Measured | None:

@@ -13,14 +13,14 @@ from rich.console import RenderableType
 from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology
+from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.planning import InputError, read_request
 from mcore_reshard.report.text import seconds_text
 from mcore_reshard.simulate.script import passes_on
 from mcore_reshard.simulate.simulate import simulate
 from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 
-from .inputs import is_plan_file, read_plan
+from .inputs import collect_problems, is_plan_file, machine_of, read_plan
 from .render import and_more, count, facts, noted, print_report, progress, size, table
 
 _LINKS_SHOWN = 5
@@ -40,10 +40,11 @@ def run(args: argparse.Namespace) -> int:
     problems: list[str] = []
     topologies: list[Topology] = []
     for plan, _ in plans:
-        try:
-            topologies.append(parse_topology(args.topology, plan.train.world, plan.gen.world, args.hosts or ""))
-        except TopologyError as error:
-            problems += error.violations
+        with collect_problems(problems):
+            topology = machine_of(plan, args.topology, args.hosts)
+            if topology is None:
+                raise InputError([f"{args.source} was made for no machine: give --topology, e.g. h200-8"])
+            topologies.append(topology)
     if problems:
         raise InputError([*dict.fromkeys(problems)])
     simulated: list[_Simulated] = []

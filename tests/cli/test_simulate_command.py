@@ -61,6 +61,8 @@ def test_a_note_says_where_replicas_do_not_pass_on_what_the_plan_lets_them(run: 
     ("options", "expected"),
     [
         (["--topology", "dgx,nic=0"], "there is no machine 'dgx'"),
+        ([], "was made for no machine: give --topology"),
+        (["--hosts", "train=a*8,gen=a*4"], "--hosts says which ranks are on which host, and needs --topology"),
         (["--topology", "h200-8", "--hosts", "train=a*8,gen=a*2"], "hosts have 2 gen ranks, the mesh has 4"),
         (["--topology", "h200-8", "--transport", "direct"], "direct reaches GPUs of one NVLink domain"),
         (["--topology", "h200-8", "--gen", "tp=2"], "is a plan, which has its meshes"),
@@ -74,3 +76,15 @@ def test_wrong_input_is_named(run: Run, plan_of: Any, options: list[str], expect
 
 def test_a_config_needs_meshes(run: Run) -> None:
     assert "needs --train and at least one --gen" in run("simulate", "tiny-llama", "--topology", "h200-8").err
+
+
+def test_a_plan_is_simulated_on_the_machine_that_it_was_made_for(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    planned = run(
+        "plan", *MOE[:1], "--train", "tp=2", "--gen", "tp=1,dp=16", "--topology", "h200-8,nic=25", "--out", path
+    )
+    assert "over nccl the trainer sends these too" in planned.out.replace("\n", " ")
+    arguments = "simulate", path, "--transport", "gloo", "--json"
+    own, given = run(*arguments).json, run(*arguments, "--topology", "h200-8,nic=25").json
+    assert own["topology"]["machine"]["nic"] == 25e9
+    assert {**own, "simulation_seconds": 0} == {**given, "simulation_seconds": 0}

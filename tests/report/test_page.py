@@ -368,7 +368,7 @@ def test_wrong_input_is_named_all_at_once(run: Run, plan_of: Callable[[list[str]
         "is no directory" in outcome.err and "no machine 'dgx'" in outcome.err and "none: cannot be read" in outcome.err
     )
     outcome = run("report", plan_of(MOE), "-o", tmp_path / "r.html", "--hosts", "train=a*8,gen=a*4")
-    assert outcome.code == 2 and "give both" in outcome.err
+    assert outcome.code == 2 and "needs --topology for the machine" in outcome.err
 
 
 def test_the_page_does_not_take_the_place_of_its_plan_or_of_a_trace(
