@@ -1,7 +1,9 @@
 """Set up torch and Megatron before any test imports them, and add the option --fast."""
 
+import gc
 import os
 import shutil
+import signal
 import tempfile
 from importlib.util import find_spec
 
@@ -15,6 +17,13 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # What traces of earlier runs left there would hide what a loader does now.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mcore-reshard-tests-")
+
+# The shell ignores interrupts for what runs beside it, as `make test` does, and the ranks of tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Ranks are forked from this process: they need not search all that it holds for garbage.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # Megatron decides at import whether it has Transformer Engine, and some tests import it in this very process.
 if find_spec("megatron") is not None:
