@@ -45,24 +45,37 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> SessionStore:
     try:
-        session = args.session or _only_session(args.store)
+        names, number = list_sessions(args.store, _TIMEOUT_S)
+    except SessionError as error:
+        raise InputError([str(error)], "Give the address that trainer and engine were given as store.") from error
+    session = args.session or _only_session(args.store, names, number)
+    try:
         options = Options(session=session, timeout_s=_TIMEOUT_S, token_file=args.token_file)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no token: who watches cannot mend that
             return connect_store(args.store, options, watches=True)
     except SessionError as error:
-        raise InputError([str(error)], "A token is given as --token-file, or in MCORE_RESHARD_TOKEN.") from error
+        raise InputError([str(error)], _remedy(session, names, number)) from error
 
 
-def _only_session(address: str) -> str:
+def _only_session(address: str, names: list[str], number: int) -> str:
     """The one session of a store. Raises InputError where there are several, or none."""
-    names, number = list_sessions(address, _TIMEOUT_S)
     if not number:
         raise InputError([f"the store at {address} has no session"])
     if number > 1:
         listed = ", ".join([*names, *([f"{number - len(names)} with a token"] if number > len(names) else [])])
         raise InputError([f"the store at {address} has {number} sessions: {listed}"], "Choose one with --session.")
     return names[0] if names else Options().session  # a session with a token is not listed: try the usual name
+
+
+def _remedy(session: str, names: list[str], number: int) -> str:
+    """What to do where a store does not let this process watch a session."""
+    if number > len(names):
+        return (
+            "The store does not list sessions with a token: give the name as --session, and the token as --token-file"
+            " or in MCORE_RESHARD_TOKEN."
+        )
+    return "" if session in names else f"It has {', '.join(names) or 'no session'}."
 
 
 def _parts(session: dict[str, Any]) -> Iterator[RenderableType]:

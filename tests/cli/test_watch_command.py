@@ -140,7 +140,9 @@ def test_watch_needs_a_session_and_its_token(tmp_path: Path, monkeypatch: pytest
             rank.take_seat("train:0", {"pid": 7, "host": "node\x1b[31m"})
             refused = watch(server.address)
             assert refused.code == 2 and "begun with a token: give this process the token too" in refused.err
-            assert "A token is given as --token-file, or in MCORE_RESHARD_TOKEN." in refused.err
+            assert "the token as --token-file or in MCORE_RESHARD_TOKEN" in refused.err
+            unlisted = watch(server.address, "--session", "run-7")
+            assert "this store has no session 'run-7'" in unlisted.err and "give the name as --session" in unlisted.err
             (tmp_path / "token").write_text(TOKEN)
             from_file = watch(server.address, "--token-file", str(tmp_path / "token"))
             monkeypatch.setenv("MCORE_RESHARD_TOKEN", TOKEN)
@@ -149,10 +151,15 @@ def test_watch_needs_a_session_and_its_token(tmp_path: Path, monkeypatch: pytest
                 assert "session refit: 1 of 1 rank here, no version yet" in allowed.out
                 assert "7 on node\\x1b[31m" in allowed.out and TOKEN not in allowed.out
             assert [*rank.seats] == ["train:0"] and rank.keys() == []
+
+
+def test_watch_says_what_to_do_without_a_store_and_without_the_session() -> None:
+    with store_process() as server, connect_store(server.address, Options(session="run-7", timeout_s=10)):
         other = watch(server.address, "--session", "no such")
-        assert other.code == 2 and "this store has no session 'no such'" in other.err
-        wrong = watch("127.0.0.1:1")
-        assert wrong.code == 2 and "no store answers at 127.0.0.1:1: nothing listens there" in wrong.err
+        assert other.code == 2 and "this store has no session 'no such'\nIt has run-7." in other.err
+    wrong = watch("127.0.0.1:1")
+    assert wrong.code == 2 and "no store answers at 127.0.0.1:1: nothing listens there\nGive the address" in wrong.err
+    assert "token" not in wrong.err
 
 
 def test_watch_goes_on_on_a_terminal_until_it_is_interrupted() -> None:
