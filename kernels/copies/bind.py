@@ -114,7 +114,7 @@ class BoundSchedule:
                 stale.append(f"{name}: {self.fingerprints[name].changes(tensor)}")
         if stale:
             title = f"{self.rank_name}: {len(stale)} bound tensors changed since prepare():"
-            remedy = "keep weights where they were bound, or begin a new session"
+            remedy = "keep weights where they were bound, or close this rank and connect it again"
             raise StaleTensorError("\n  ".join((title, *stale, remedy)))
         return WriteCounts.of(live)
 

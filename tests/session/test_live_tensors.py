@@ -177,7 +177,7 @@ def test_what_was_replaced_since_it_was_bound_is_noticed(replace: Callable[[Mode
         bound.check_fresh(local_tensors([model]))
     first, *lines, remedy = str(error.value).splitlines()
     assert first == f"train:0: {len(found)} bound tensors changed since prepare():"
-    assert remedy.strip() == "keep weights where they were bound, or begin a new session"
+    assert remedy.strip() == "keep weights where they were bound, or close this rank and connect it again"
     assert [line.strip()[: len(start)] for line, start in zip(lines, found, strict=True)] == found
 
 
