@@ -55,11 +55,11 @@ def fetch_plan(
 ) -> Plan:
     """The plan that a training rank published last, or that of `digest`, checked against its digest and proven again.
 
-    Raises `SessionError` when none appears within `timeout_s` (by default that of the options) or a malformed one is there,
-    and `ProofError`.
+    Raises `SessionError` when no store answers within `timeout_s` (by default that of the options), none appears within it,
+    or a malformed one is there, and `ProofError`.
     """
     session, timeout_s = options.session, options.timeout_s if timeout_s is None else timeout_s
-    with connect_store(store_address(store), options) as held:
+    with connect_store(store_address(store), options, timeout_s=timeout_s) as held:
         try:
             if not held.wait_any([_NEWEST], timeout_s):
                 raise SessionError(

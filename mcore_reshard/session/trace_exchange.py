@@ -130,9 +130,10 @@ def answer_request(
 ) -> None:
     """Publish this generation rank's trace if the trainer wants it. An error of `trace` is published, then raised.
 
-    Raises SessionError where no trainer says within `connect_timeout_s` what it wants.
+    Raises SessionError where no store answers within `connect_timeout_s`, or no trainer says within it what it wants. An
+    engine may be there long before the trainer, which starts the store.
     """
-    with connect_store(address, options) as held:
+    with connect_store(address, options, timeout_s=connect_timeout_s) as held:
         _answer(held.under(_TRACES), rank, trace, options.session, connect_timeout_s)
 
 

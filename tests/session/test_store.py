@@ -8,18 +8,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from helpers.plans import Case
 from helpers.ranks import StoreProcess, store_process
 from torch.distributed import DistNetworkError, DistStoreError
 
 from mcore_reshard.kernels.errors import SessionError, StoreRestarted
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
+from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
 from mcore_reshard.session.store_server import serve_store, start_store_if_absent
+from mcore_reshard.session.trace_exchange import answer_request
 
 SHORT = Options(session="s", timeout_s=1.0)
 
@@ -70,6 +74,29 @@ def test_a_port_where_nobody_listens_is_told() -> None:
         port = server.getsockname()[1]
     with pytest.raises(SessionError, match=f"no store answers at 127.0.0.1:{port} within 1 s: nothing listens there"):
         connect_store(f"127.0.0.1:{port}", SHORT)
+
+
+def test_an_engine_that_comes_first_waits_for_the_store_as_long_as_for_the_plan() -> None:
+    plan = Case("tiny-llama", "tp=1", "tp=1").plan()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+    def no_trace(_: object) -> Any:
+        raise AssertionError("the plan is made by rules")
+
+    def engine() -> str:
+        answer_request(0, no_trace, address, SHORT, 30.0)
+        return fetch_plan(address, SHORT, timeout_s=30.0).digest
+
+    with ThreadPoolExecutor(1) as pool:
+        fetched = pool.submit(engine)
+        time.sleep(2 * SHORT.timeout_s)
+        assert not fetched.done()
+        started = start_store_if_absent(address, 5.0)
+        assert started is not None
+        with closing(started):
+            publish_plan(plan, address, SHORT)
+            assert fetched.result(20.0) == plan.digest
 
 
 def test_a_store_is_started_where_none_is_and_used_where_one_is(host: StoreProcess) -> None:

@@ -88,10 +88,11 @@ class VllmRank(EngineRank):
         """Fetch the plan that the trainer publishes, bind this worker's parameters and meet all other ranks.
 
         `replica` counts engines of the same mesh; one that the plan does not have joins a session under way, and takes part
-        from its next refit on. `connect_timeout_s` limits the wait for the plan, and again the wait for ranks that are still
-        starting. With `generate_while_mixed` the engine generates also from a mixture of two versions. `options` are the
-        fields of `Options`. Returns the rank's name, as in "gen:3". Warns of a draft model that refits leave as it is.
-        Raises MeshError if the plan is for other engines, ValueError for wrong options, else as `GenerationEndpoint.prepare`.
+        from its next refit on. `connect_timeout_s` limits the wait for the store, for the plan, and for ranks that are still
+        starting, each time anew. With `generate_while_mixed` the engine generates also from a mixture of two versions.
+        `options` are the fields of `Options`. Returns the rank's name, as in "gen:3". Warns of a draft model that refits
+        leave as it is. Raises MeshError if the plan is for other engines, ValueError for wrong options, else as
+        `GenerationEndpoint.prepare`.
         """
         self.close()
         self._mixed_may_generate = generate_while_mixed
