@@ -141,8 +141,8 @@ def _commands(has: set[str], cuda: bool) -> list[dict[str, Any]]:
     torch, charts = "torch" in has, "plotly" in has
     no_charts = "plotly is not installed; from a clone: pip install '.[report]'"
     return [
-        {"command": "plan, show, explain, simulate, advise", "ok": True, "detail": "need numpy only"},
-        {"command": "report", "ok": charts, "detail": "needs numpy and plotly only" if charts else no_charts},
+        {"command": "plan, show, explain, simulate, advise", "ok": True, "detail": "need numpy and rich only"},
+        {"command": "report", "ok": charts, "detail": "needs numpy, rich and plotly only" if charts else no_charts},
         {
             "command": "plan --traced",
             "ok": not why_no_traces,
