@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.model.parameters import ITEMSIZE
-from mcore_reshard.planner.plan.make_schedule import WAVES, wave_of, wire_box
+from mcore_reshard.planner.plan.balance import WAVES, wave_of
+from mcore_reshard.planner.plan.make_schedule import wire_box
 from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
 
@@ -90,7 +91,7 @@ def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int,
         if transfers.pattern not in of_pattern:
             known = [shapes.setdefault(shape, len(shapes)) for shape in _shapes(plan, transfers.pattern, hop)]
             of_pattern[transfers.pattern] = np.array(known, np.int32)
-        wave = wave_of(transfers) if waves > 1 else np.zeros(transfers.members, np.int64)
+        wave = wave_of(transfers.members) if waves > 1 else np.zeros(transfers.members, np.int64)
         src = legs.src + (train if hop else 0)
         key = ((wave[:, None] * stages + transfers.pp_stage) * ranks + src) * ranks + (legs.dst + train)
         shape = np.broadcast_to(of_pattern[transfers.pattern][legs.overlap], key.shape)

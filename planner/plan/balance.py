@@ -14,7 +14,8 @@ some replicas, and it goes to the same rank for every member. With 2 pulls and 4
     pull 1, stride 3    1  0  3  2
 
 If members do not fill whole turns, some replicas serve more. `first` is chosen so that idle ranks take this surplus. In a
-plan that relays, the same round robin over destination replicas says where each overlap lands.
+plan that relays, the same round robin over destination replicas says where each overlap lands. Between known hosts `first`
+evens out every wave: a wave has a few members of each group, which must not land on the same few replicas.
 """
 
 from __future__ import annotations
@@ -29,7 +30,16 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Numbers = Ints | int
+WAVES = 8  # of a relay; more overlap better, and every wave takes some words between all ranks
 _FIRSTS_TRIED = 64  # evenly spaced; with more replicas, neighboring ones hardly differ
+
+
+def wave_of(members: int, waves: int = WAVES) -> Ints:
+    """The wave of every member of a transfer group. Each wave has equally many, so that all ranks have work in it.
+
+    Single tensors, such as an embedding, are in the middle, where both hops are under way.
+    """
+    return (2 * np.arange(members) + 1) * waves // (2 * members)
 
 
 def stride_of(turns: Ints, replicas: Numbers) -> Ints:
@@ -80,14 +90,15 @@ class Turns:
         taken: Ints = self.replicas[row, place]
         return taken
 
-    def nbytes(self, members: int, turn_bytes: Ints) -> Ints:
-        """Bytes that each replica of a row moves for `members` members if `first` is 0, as [rows, widest]."""
-        moved = np.zeros(self.replicas.shape, np.int64)
+    def nbytes(self, members: int, turn_bytes: Ints, waves: int) -> Ints:
+        """Bytes that each replica of a row moves in each wave if `first` is 0, as [waves, rows, widest]."""
+        moved = np.zeros((waves, *self.replicas.shape), np.int64)
         member = np.arange(min(lcm(*self.sizes.tolist()), members))  # later members repeat these
-        repeats = members // len(member) + (member < members % len(member))
+        repeats = np.zeros((waves, len(member)), np.int64)
+        np.add.at(repeats, (wave_of(members, waves), np.arange(members) % len(member)), 1)
         place = (member[:, None] * self.strides + self.number) % self.sizes[self.row]
-        nbytes = repeats[:, None] * turn_bytes
-        np.add.at(moved, (np.broadcast_to(self.row, place.shape), place), nbytes)
+        nbytes = repeats[:, :, None] * turn_bytes
+        np.add.at(moved, (np.arange(waves)[:, None, None], self.row, place), nbytes)
         return moved
 
     def ranks(self, grid: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -96,14 +107,14 @@ class Turns:
 
 
 def rolled(nbytes: Ints, sizes: Ints, first: int) -> Ints:
-    """`nbytes` [rows, widest], which are those for 0, if `first` of each row's replicas begins."""
-    width = nbytes.shape[1]
+    """`nbytes` [waves, rows, widest], which are those for 0, if `first` of each row's replicas begins."""
+    width = nbytes.shape[-1]
     if first == 0 or width == 1:
         return nbytes
     place = np.arange(width)
     if (sizes == width).all():
-        return nbytes[:, (place - first) % width]
-    turned: Ints = np.take_along_axis(nbytes, (place - first) % sizes[:, None], axis=1)
+        return nbytes[..., (place - first) % width]
+    turned: Ints = np.take_along_axis(nbytes, ((place - first) % sizes[:, None])[None], axis=-1)
     return np.where(place < sizes[:, None], turned, 0)
 
 
@@ -112,43 +123,40 @@ class Share(NamedTuple):
 
     ranks: NDArray[np.int32]  # [rows, widest]
     sizes: Ints  # [rows]
-    cost: Ints  # [rows, widest], if `first` is 0
+    cost: Ints  # [waves, rows, widest], if `first` is 0
     members: int
     alike: Hashable  # shares with equal ones have the same rows of ranks
 
 
 def first_replicas(shares: Sequence[Share], world: int) -> list[int]:
-    """`first` of each share, so that the `world` ranks bear equally much.
+    """`first` of each share, so that the `world` ranks bear equally much in every wave. All shares have as many waves.
 
     The largest choose first: each puts its uneven remainder on the least loaded ranks. If all replicas serve equally
     much, a round robin goes on where the one before it stopped, so that pairs of ranks exchange equally much. Two
     replicas serve the embedding's halves; the same two serve the output layer's halves, the other way round.
     """
-    load = np.zeros(world, dtype=np.int64)
+    waves = len(shares[0].cost) if shares else 1
+    load = np.zeros((waves, world), dtype=np.int64)
     firsts = [0] * len(shares)
     members_before: dict[Hashable, int] = {}
     for index in sorted(range(len(shares)), key=lambda i: (-int(shares[i].cost.sum()), i)):
         ranks, sizes, cost, members, alike = shares[index]
-        is_used = np.arange(cost.shape[1]) < sizes[:, None]
-        if ((cost != cost[:, :1]) & is_used).any():
-            firsts[index] = _least_busy_first(np.where(is_used, load[ranks], 0), sizes, cost)
+        is_used = np.arange(cost.shape[-1]) < sizes[:, None]
+        if ((cost != cost[..., :1]) & is_used).any():
+            firsts[index] = _least_busy_first(np.where(is_used, load[:, ranks], 0), sizes, cost)
         else:
-            firsts[index] = members_before.get(alike, 0) % cost.shape[1]
+            firsts[index] = members_before.get(alike, 0) % cost.shape[-1]
             members_before[alike] = firsts[index] + members
-        np.add.at(load, ranks, rolled(cost, sizes, firsts[index]))
+        np.add.at(load, (np.arange(waves)[:, None, None], ranks), rolled(cost, sizes, firsts[index]))
     return firsts
 
 
 def _least_busy_first(load: Ints, sizes: Ints, cost: Ints) -> int:
-    """The `first` that leaves the lowest peak on `load` [rows, widest]; the lowest one of equals."""
-    width = cost.shape[1]
+    """The `first` that leaves the lowest peaks on `load` [waves, rows, widest], added over waves; the lowest one of equals."""
+    width = cost.shape[-1]
     firsts = np.arange(0, width, max(1, width // _FIRSTS_TRIED))
-    if (sizes == width).all():
-        turned = cost[:, (np.arange(width)[None, :] - firsts[:, None]) % width]  # [rows, firsts, widest]
-    else:
-        turned = np.stack([rolled(cost, sizes, first) for first in firsts.tolist()], axis=1)
-    peaks = (load[:, None, :] + turned).max(axis=(0, 2))
-    return int(firsts[peaks.argmin()])
+    peaks = [int((load + rolled(cost, sizes, first)).max(axis=(1, 2)).sum()) for first in firsts.tolist()]
+    return int(firsts[np.argmin(peaks)])
 
 
 def _order_within(values: Ints) -> Ints:

@@ -34,7 +34,7 @@ def loads_of(plan: Plan) -> Loads:
             (sent, paths.pulls, src, paths.pulled_bytes, transfers.first_src_replica),
             (received, paths.landings, dst, paths.landed_bytes, transfers.first_dst_replica),
         ):
-            moved = rolled(count(transfers.members, nbytes), turns.sizes, first)
+            (moved,) = rolled(count(transfers.members, nbytes, 1), turns.sizes, first)
             np.add.at(load, (turns.links[:, None], turns.ranks(grid)), moved)
         if paths.passes_on:
             passed = paths.passed_bytes(transfers.members, transfers.first_dst_replica, nbytes)

@@ -31,7 +31,7 @@ from mcore_reshard.planner.model.precision import (
     with_unquantized_layers,
 )
 
-from .balance import Share, first_replicas
+from .balance import WAVES, Share, first_replicas
 from .loads import busiest_link
 from .paths import LINKS, NIC, OWN_GPU
 from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
@@ -243,13 +243,14 @@ def _balanced(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[
     sending: list[Share] = []
     landing: list[Share] = []
     passes_on = any(plan.paths(transfers).passes_on for transfers in transfer_groups)
+    waves = WAVES if passes_on and _spans_hosts(plan) and not plan.casts else 1
     for transfers in transfer_groups:
         paths, nbytes = plan.paths(transfers), plan.patterns[transfers.pattern].overlap_bytes
         ends = [(sending, paths.pulls, transfers.src, paths.pulled_bytes)]
         if passes_on:
             ends.append((landing, paths.landings, transfers.dst, paths.landed_bytes))
         for costs, turns, grid, count in ends:
-            cost = count(transfers.members, nbytes) * cost_of_link[turns.links][:, None]
+            cost = count(transfers.members, nbytes, waves) * cost_of_link[turns.links][:, None]
             ranks = turns.ranks(plan.rank_grids[grid])
             costs.append(Share(ranks, turns.sizes, cost, transfers.members, grid))
     firsts = zip(
@@ -260,6 +261,12 @@ def _balanced(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[
     )
     turned = [replace(each, first_src_replica=src, first_dst_replica=dst) for each, src, dst in firsts]
     return replace(plan, transfer_groups=_with_scales(turned, scales))
+
+
+def _spans_hosts(plan: Plan) -> bool:
+    """Whether ranks are known to be in several NVLink domains."""
+    topology = plan.topology
+    return topology is not None and len({*topology.domains("train").tolist(), *topology.domains("gen").tolist()}) > 1
 
 
 def _with_scales(

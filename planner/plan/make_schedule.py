@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ravel, row_major_strides
 
+from .balance import WAVES, wave_of
 from .frozen import without_frozen
 from .held import Held, NamedCast, held_pieces
 from .paths import Hop, HopKind
@@ -33,7 +34,6 @@ from .schedule import (
     World,
 )
 
-WAVES = 8  # of a relay; more overlap better, and every wave takes some words between all ranks
 _WIDE = {"offset", "nbytes"}
 _Columns = dict[str, NDArray[np.int64]]
 _End = Literal["src", "dst"]
@@ -165,7 +165,7 @@ class RankView(View):
         for place in self.plan.groups_of(self.world, self.rank):
             columns = rows_of(place)
             if self.wave is not None:
-                in_wave = wave_of(place.transfers)[columns["member"]] == self.wave
+                in_wave = wave_of(place.transfers.members)[columns["member"]] == self.wave
                 columns = {name: column[in_wave] for name, column in columns.items()}
             if len(columns["peer"]):
                 columns["transfer_group"] = np.full_like(columns["peer"], place.index)
@@ -284,14 +284,6 @@ class RankView(View):
 def _among_replicas(schedule: Schedule) -> Schedule:
     seats = schedule.gen_seats
     return replace(schedule, between_replicas=True, train_ranks=schedule.gen_ranks, padding=(), relay_seats=seats)
-
-
-def wave_of(transfers: TransferGroup) -> NDArray[np.int64]:
-    """The wave of every member. Each wave has equally many, so that all ranks have work in it.
-
-    Single tensors, such as an embedding, are in the middle, where both hops are under way.
-    """
-    return (2 * np.arange(transfers.members) + 1) * WAVES // (2 * transfers.members)
 
 
 def wire_box(region: Region, ordering: Piece, local: Piece) -> StridedBox:

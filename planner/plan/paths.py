@@ -248,13 +248,13 @@ class Paths:
         root, lander = self.landings.replica(first_dst, member, leg_of[cell]), cells.replica(first_dst, member, cell)
         return np.where(self._cell_of(part, root) == self._cell_of(part, lander), root, lander)
 
-    def pulled_bytes(self, members: int, overlap_bytes: Ints) -> Ints:
-        """Bytes that each replica of a row of `pulls` sends if the first one begins, as [rows, widest]."""
-        return self._keep((0, members), lambda: self.pulls.nbytes(members, overlap_bytes[self.pulled]))
+    def pulled_bytes(self, members: int, overlap_bytes: Ints, waves: int) -> Ints:
+        """Bytes that each replica of a row of `pulls` sends if the first one begins, as [waves, rows, widest]."""
+        return self._keep((0, members, waves), lambda: self.pulls.nbytes(members, overlap_bytes[self.pulled], waves))
 
-    def landed_bytes(self, members: int, overlap_bytes: Ints) -> Ints:
-        """Bytes that each replica of a row of `landings` gets from the trainer if the first one begins."""
-        return self._keep((1, members), lambda: self.landings.nbytes(members, overlap_bytes[self.pulled]))
+    def landed_bytes(self, members: int, overlap_bytes: Ints, waves: int) -> Ints:
+        """Bytes that each replica of a row of `landings` gets from the trainer if the first one begins; in the same form."""
+        return self._keep((1, members, waves), lambda: self.landings.nbytes(members, overlap_bytes[self.pulled], waves))
 
     def passed_bytes(self, members: int, first_dst: int, overlap_bytes: Ints) -> Ints:
         """Bytes that replicas pass on, as [2, links, parts, replicas]: what each sends, and what it gets from others."""

@@ -7,7 +7,7 @@ from math import gcd
 import numpy as np
 import pytest
 
-from mcore_reshard.planner.plan.balance import Row, Share, Turns, first_replicas, rolled, stride_of
+from mcore_reshard.planner.plan.balance import Row, Share, Turns, first_replicas, rolled, stride_of, wave_of
 
 MEMBERS = np.arange(4)
 
@@ -44,20 +44,26 @@ def test_overlaps_of_one_part_follow_each_other_and_parts_do_not_mix() -> None:
     assert turns.strides[::2].tolist() == [5, 3, 5]
 
 
+@pytest.mark.parametrize("waves", [1, 4])
 @pytest.mark.parametrize("members", [1, 3, 4, 9])
-def test_bytes_are_those_of_every_single_pull(members: int) -> None:
+def test_bytes_are_those_of_every_single_pull(members: int, waves: int) -> None:
     rows = [Row(0, (0, 1, 2, 3)), Row(1, (1, 3))]  # the second part has fewer replicas to take turns
     row, nbytes = np.array([0, 0, 1, 1, 1]), np.array([10, 20, 40, 80, 160])
     turns = Turns.of(rows, row)
     for first in (0, 3):
-        expected = np.zeros((2, 4), np.int64)
-        for member in range(members):
+        expected = np.zeros((waves, 2, 4), np.int64)
+        for member, wave in enumerate(wave_of(members, waves)):
             for turn in range(len(row)):
-                expected[row[turn], turns.replica(first, member, turn)] += nbytes[turn]
-        moved = rolled(turns.nbytes(members, nbytes), turns.sizes, first)
-        found = np.zeros((2, 4), np.int64)
-        np.add.at(found, (np.arange(2)[:, None], turns.replicas), moved)
+                expected[wave, row[turn], turns.replica(first, member, turn)] += nbytes[turn]
+        moved = rolled(turns.nbytes(members, nbytes, waves), turns.sizes, first)
+        found = np.zeros((waves, 2, 4), np.int64)
+        np.add.at(found, (np.arange(waves)[:, None, None], np.arange(2)[:, None], turns.replicas), moved)
         assert found.tolist() == expected.tolist()
+
+
+def test_waves_have_equally_many_members_and_single_tensors_are_in_the_middle() -> None:
+    assert wave_of(8, 4).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert wave_of(1, 8).tolist() == [4]
 
 
 def test_strides_share_no_factor_with_the_replicas() -> None:
@@ -67,17 +73,26 @@ def test_strides_share_no_factor_with_the_replicas() -> None:
 
 def test_a_remainder_goes_to_the_least_loaded_replica() -> None:
     ranks = np.array([[0, 1, 2]], np.int32)
-    uneven = Share(ranks, np.array([3]), np.array([[5, 0, 0]]), 1, 0)
+    uneven = Share(ranks, np.array([3]), np.array([[[5, 0, 0]]]), 1, 0)
     assert sorted(first_replicas([uneven] * 3, 3)) == [0, 1, 2]
 
 
 def test_even_loads_go_on_where_the_one_before_stopped() -> None:
     ranks = np.array([[0, 1], [2, 3]], np.int32)
-    even = Share(ranks, np.array([2, 2]), np.array([[8, 8], [8, 8]]), 1, 0)
+    even = Share(ranks, np.array([2, 2]), np.array([[[8, 8], [8, 8]]]), 1, 0)
     assert first_replicas([even, even], 4) == [0, 1]
 
 
+def test_groups_of_one_wave_begin_at_different_replicas() -> None:
+    """Two members a wave and four replicas: with one beginning, half of the replicas would idle in every wave."""
+    ranks, turns = np.array([[0, 1, 2, 3]], np.int32), Turns.of([Row(0, (0, 1, 2, 3))], np.array([0]))
+    share = Share(ranks, turns.sizes, turns.nbytes(8, np.array([10]), 4), 8, 0)
+    firsts = first_replicas([share, share], 4)
+    load = sum(rolled(share.cost, share.sizes, first)[:, 0] for first in firsts)
+    assert sorted(firsts) == [0, 2] and (load == 10).all()
+
+
 def test_a_row_of_fewer_replicas_takes_turns_among_its_own() -> None:
-    cost, sizes = np.array([[5, 0, 0], [7, 0, 0]]), np.array([3, 2])
-    assert rolled(cost, sizes, 2).tolist() == [[0, 0, 5], [7, 0, 0]]
-    assert rolled(cost, sizes, 1).tolist() == [[0, 5, 0], [0, 7, 0]]
+    cost, sizes = np.array([[[5, 0, 0], [7, 0, 0]]]), np.array([3, 2])
+    assert rolled(cost, sizes, 2).tolist() == [[[0, 0, 5], [7, 0, 0]]]
+    assert rolled(cost, sizes, 1).tolist() == [[[0, 5, 0], [0, 7, 0]]]

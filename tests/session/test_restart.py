@@ -282,7 +282,7 @@ def test_a_replica_of_another_release_is_left_out_and_told_why(ranks: Ranks) -> 
 
 @pytest.fixture
 def lagging() -> Iterator[Ranks]:
-    with store_process() as store, Ranks(store.address, Options(timeout_s=4.0, max_lag=2)) as ranks:
+    with store_process() as store, Ranks(store.address, Options(timeout_s=10.0, max_lag=2)) as ranks:
         yield ranks
 
 
