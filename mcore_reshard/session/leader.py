@@ -118,6 +118,7 @@ class Leader(Attendance):
         with self.store_is_up():
             own = self._say(head.attempt, make_word)
             replicas = self._await_words(head, prefix, timeout_s)
+            self._lags = {**dict.fromkeys(replicas, 0), **self._lags}  # also one whose first refit this is
             members = self.world.members(replicas)
             said = self.store.multi_get([prefix + seat for seat in members], writers=members)
             words = {

@@ -18,6 +18,7 @@ from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.session import member, newcomers, replica_copy
 from mcore_reshard.session.attempts import World
 from mcore_reshard.session.follower import Follower
+from mcore_reshard.session.refitter import Refitter
 from mcore_reshard.session.state import complete
 
 PAIRS = Case("tiny-llama", "tp=1", "tp=2,dp=2")
@@ -97,6 +98,35 @@ def test_a_copy_that_fails_leaves_a_mixture_only_where_it_wrote(
     answers = refit(trainer, [*engines[:2], *newer], 6)
     assert [(answer.error, answer.version) for answer in answers] == [(None, 6)] * 5
     assert {answer.held for answer in answers[1:]} == {6}
+
+
+def fail_first_refit() -> None:
+    move = Refitter._move_bulk
+
+    def fail(*_: object) -> None:
+        Refitter._move_bulk = move  # type: ignore[method-assign]
+        raise OSError("on fire")
+
+    Refitter._move_bulk = fail  # type: ignore[method-assign, assignment]
+
+
+def test_a_replica_whose_first_refit_failed_is_waited_for_in_the_next_one(ranks: Ranks) -> None:
+    trainer, engines = start(ranks)
+    newer = [ranks.gen(PAIRS, rank, patch=fail_first_refit if rank == 4 else None).tell("prepare") for rank in (4, 5)]
+    assert [rank.answer().error for rank in newer] == [None] * 2
+    for rank in newer:
+        rank.tell("refit")
+    time.sleep(0.5)  # they wait for the trainer
+    answers = refit(trainer, engines, 6) + [rank.answer() for rank in newer]
+    assert all("on fire" in str(answer.error) for answer in answers), answers
+    for engine in engines:
+        engine.tell("refit")
+    trainer[0].tell("refit", version=7)
+    time.sleep(1.0)
+    for rank in newer:
+        rank.tell("refit")
+    answers = [rank.answer() for rank in trainer + engines + newer]
+    assert [(answer.error, answer.replicas) for answer in answers] == [(None, (0, 1, 2))] * 7
 
 
 def slow_copy() -> None:
