@@ -107,8 +107,6 @@ class Endpoint(Refitter):
         if self._attendance is None:
             raise SessionError(f"{self.rank_name}: no refit is possible: {self._ended or 'call prepare() first'}")
         self.await_outcome()
-        if self._store is not None and self._store.needs_reopening:
-            self._store.reopen()
         word = {"version": version, "everything": everything, "rollback": rollback, **kv_scales_word(kv_scales)}
         word["in_background"] = in_background
         start = time.perf_counter()

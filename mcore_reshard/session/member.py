@@ -251,12 +251,12 @@ class Member(ABC):
             wants_all = word["everything"] or self.committed_version is None
             return {**self._word(), **word, "everything": wants_all}
 
+        assert self._store is not None
         while True:
-            try:
+            with suppress(StoreRestarted):  # nothing has moved: all say again what they said
+                if self._store.needs_reopening:
+                    self._store.reopen()
                 return self._meet(attendance, make_word)
-            except StoreRestarted:  # nothing has moved: all say again what they said
-                assert self._store is not None
-                self._store.reopen()
 
     def _meet(self, attendance: Leader | Follower, make_word: Callable[[], dict[str, Any]]) -> Call:
         """The next attempt to refit that calls this rank. Raises StoreRestarted where what was said is gone."""

@@ -151,14 +151,18 @@ def test_nobody_waits_for_a_replica_that_starts_again_and_is_still_catching_up(r
     assert [(answer.error, answer.replicas) for answer in answers] == [(None, (0, 1))] * 5
 
 
-def test_a_store_that_starts_anew_while_the_engine_waits_costs_no_refit(ranks: Ranks, store: StoreProcess) -> None:
+def test_a_store_that_starts_anew_twice_while_the_engine_waits_costs_no_refit(
+    ranks: Ranks, store: StoreProcess
+) -> None:
     trainer, engines = start(ranks)
     for version, idle in ((6, []), (7, engines[2:])):
         for engine in engines:
             if engine not in idle:
                 engine.tell("refit")
         time.sleep(0.5)  # they wait for the trainer
-        store.restart()
+        for pause_s in (0.4, 0.0):
+            store.restart()
+            time.sleep(pause_s)
         trainer[0].tell("refit", version=version)
         time.sleep(1.0)
         for engine in idle:  # they come to no call of the store before this one
