@@ -55,12 +55,12 @@ class Endpoint(Refitter):
                 else:
                     assert attendance is not None
                     with self._record.phase("meet"):
-                        head = attendance.await_head(timeout_s, "begin a session")
+                        head = attendance.await_head(timeout_s, "session")
                         while (self.world == "train" or head.kind == CONNECT) and attendance.is_stale(
                             head, self._part.plan_digest
                         ):
                             attendance.forget(head)
-                            head = attendance.await_head(timeout_s, "begin a session")
+                            head = attendance.await_head(timeout_s, "session")
                     self._follow_connect(attendance, head, timeout_s)
                     self._welcome_newcomers()
                     attendance.say_ready(PREPARED)

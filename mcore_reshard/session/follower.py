@@ -41,7 +41,7 @@ class Follower(Attendance):
                     [began], max(0.0, left_s), look=lambda: self._raise_if_leader_leaves(was_gone)
                 )
                 if not came and left_s <= 0:
-                    failure = f"{LEADER} did not {occasion} within {timeout_s:g} s"
+                    failure = f"{LEADER} did not begin a {occasion} within {timeout_s:g} s"
                     leader = self.store.seats.get(LEADER)
                     if leader is not None and leader.status == "left":
                         raise SessionClosed(

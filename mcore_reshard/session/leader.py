@@ -284,11 +284,12 @@ class Leader(Attendance):
         return crippled
 
     def _end_waiting(self, head: Head, late: Sequence[str], timeout_s: float, deadline: float) -> NoReturn:
-        who = ", ".join(late) or "no replica of the engine"
-        did = "did not come" if late else "came"
-        message = f"{who} {did} to {head.kind} within {timeout_s:g} s" + self.store.silence(deadline - timeout_s)
-        if not late and (crippled := self._crippled()):
-            message += f"; {', '.join(crippled.values())}"
+        silence = self.store.silence(deadline - timeout_s)
+        if late:
+            message = f"{', '.join(late)} did not come to {head.kind} within {timeout_s:g} s{silence}"
+        else:
+            message = f"no replica of the engine came to {head.kind} within {timeout_s:g} s{silence}"
+            message = "; ".join((message, *self._crippled().values()))
         failure = Failure(self.seat, "DeadlineError", message, peer=late[0] if late else None)
         came = [seat for seat in self.store.seats if self.store.check([f"a/{head.attempt}/word/{seat}"])]
         self._said |= dict.fromkeys(came, head.number)

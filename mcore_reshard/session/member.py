@@ -266,7 +266,7 @@ class Member(ABC):
         attendance.say_ready(WAITS)
         while True:
             try:
-                head = attendance.await_head(self._options.timeout_s, "begin a refit")
+                head = attendance.await_head(self._options.timeout_s, "refit")
             except SessionError as error:
                 self._raise_if_asked_for_traces(error)
                 raise

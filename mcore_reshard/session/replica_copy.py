@@ -256,10 +256,10 @@ class _Copy:
                 raise PeerLostError(waiting, "it has left the session" if left else "its process has ended")
 
         found = self._store.wait_any([f"copy/{key}", _FAILED], timeout_s, require_peer)
-        if _FAILED in found:
-            raise SessionError(self._peers_cause())
         if not found:
             raise DeadlineError(waiting, f"nothing within {timeout_s:g} s")
+        if f"copy/{key}" not in found:
+            raise SessionError(self._peers_cause())
         return parse_stored(key, self._keys.get(key, writer=self._peer), parse, written_by=self._peer)
 
     def _peers_cause(self) -> str:
