@@ -35,6 +35,7 @@ from .frames import (
 from .sessions import (
     CHANGES,
     MAX_NAME,
+    MAX_REMEMBERED_BYTES,
     MAX_SESSIONS,
     READS,
     REMEMBERED,
@@ -71,6 +72,7 @@ class Connection:
                 header, blobs = await self._read(MAX_FRAME_BYTES)
                 self._answer(header, blobs)
                 await self.writer.drain()
+                await asyncio.sleep(0)  # a client that has many requests under way takes turns with the others
         except (FrameError, Refusal) as error:
             self.push(pack({"id": 0, "error": str(error)}))
         except (OSError, EOFError, TimeoutError, asyncio.TimeoutError):
@@ -119,7 +121,7 @@ class Connection:
             reply = pack({"id": number, "error": f"a malformed request {operation:.40}: {error!r:.200}"})
         if reply is None:
             return  # a wait: it is answered later
-        if operation in CHANGES:
+        if operation in CHANGES and len(reply) <= MAX_REMEMBERED_BYTES:
             client.replies[number] = reply
             while len(client.replies) > REMEMBERED:
                 client.replies.popitem(last=False)

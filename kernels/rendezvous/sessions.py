@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
-from .frames import MAX_KEY, pack
+from .frames import MAX_HEADER_BYTES, MAX_KEY, pack
 
 MAX_SESSIONS = 10_000
 MAX_NAME = 500  # characters of a session's name
@@ -26,9 +26,12 @@ MAX_SESSION_BYTES = 2 << 30  # of a session's keys and values
 MAX_STORE_BYTES = 8 << 30  # of all sessions' keys and values
 MAX_SEATS = 16_384  # of a session
 MAX_FACTS_BYTES = 1024  # of what a rank says of itself
+MAX_REQUEST_KEYS = 1 << 17  # named in one request
 MAX_WAITS = 10_000  # of a connection, at once
+MAX_AWAITED = 1 << 17  # keys of all waits of a connection; the server keeps some 300 bytes for each
 MAX_COUNT = 1 << 63  # of `add`
 REMEMBERED = 512  # replies of a client that are kept, in case it asks again after a lost connection
+MAX_REMEMBERED_BYTES = 4096  # of a reply; a longer one brings a value that stands: its request has changed nothing
 
 
 class Refusal(Exception):
@@ -216,6 +219,8 @@ def _wait(connection: Connection, session: Session, header: dict[str, Any], blob
         return {"keys": [] if needs_all else found}, []
     if len(connection.waits) >= MAX_WAITS:
         raise Refusal(f"a connection has {MAX_WAITS} waits at most")
+    if sum(len(each.keys) for each in connection.waits.values()) + len(keys) > MAX_AWAITED:
+        raise Refusal(f"a connection waits for {MAX_AWAITED} keys at most")
     if number not in connection.waits:  # else it asks again, after a lost connection
         session.await_keys(Wait(number, keys, needs_all, len(keys) - len(found), connection))
     return None, []
@@ -238,7 +243,10 @@ def _delete_prefix(connection: Connection, session: Session, header: dict[str, A
 
 def _list(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
     prefix = str(header["prefix"])
-    return {"keys": sorted(key for key in session.keys if key.startswith(prefix))}, []
+    keys = sorted(key for key in session.keys if key.startswith(prefix))
+    if sum(map(len, keys)) + 4 * len(keys) > MAX_HEADER_BYTES:
+        raise Refusal(f"{len(keys)} keys are more than a store lists at once: {MAX_HEADER_BYTES} bytes of names")
+    return {"keys": keys}, []
 
 
 def _sit(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
@@ -288,4 +296,6 @@ def _keys(header: dict[str, Any]) -> list[str]:
     keys = header["keys"]
     if not isinstance(keys, list) or not all(isinstance(key, str) and len(key) <= MAX_KEY for key in keys):
         raise TypeError(f"keys are texts of at most {MAX_KEY} characters")
+    if len(keys) > MAX_REQUEST_KEYS:
+        raise Refusal(f"a request names {MAX_REQUEST_KEYS} keys at most, not {len(keys)}")
     return keys

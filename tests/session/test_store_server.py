@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from helpers.ranks import StoreProcess, store_process
@@ -96,6 +97,40 @@ def test_a_request_that_is_too_large_is_refused_and_the_connection_goes_on(host:
             store.take_seat("gen:0", {"pid": "1" * 2000})
         store.set("key", "value")
         assert store.get("key") == b"value" and store.reconnects == 0
+
+
+def grown_mb(host: StoreProcess, before: int = 0) -> int:
+    """Memory of the store's process."""
+    said = Path(f"/proc/{host.pid}/status").read_text()
+    return int(said.partition("VmRSS:")[2].split()[0]) // 1024 - before
+
+
+def test_an_outsider_with_many_slow_requests_under_way_delays_nobody_else(host: StoreProcess) -> None:
+    outside = Options(session="an outsider's own", timeout_s=30.0)
+    with connect_store(host.address, OPTIONS) as store, connect_store(host.address, outside) as outsider:
+        for part in range(20):
+            outsider.set_soon({f"{part}/{number}": "" for number in range(5000)})
+        outsider.check([])
+        for _ in range(400):
+            outsider.send({"op": "delete_prefix", "prefix": "none"}, asks=False)
+        start = time.monotonic()
+        store.set("key", "value")
+        assert store.get("key") == b"value" and time.monotonic() - start < 1.0
+
+
+def test_what_an_outsider_asks_for_costs_no_more_memory_than_it_sends(host: StoreProcess) -> None:
+    with connect_store(host.address, Options(session="an outsider's own", timeout_s=30.0)) as outsider:
+        before = grown_mb(host)
+        with pytest.raises(SessionError, match="a request names 131072 keys at most, not 200000"):
+            outsider.check([f"{number}" for number in range(200_000)])
+        for turn in range(20):
+            outsider.send({"op": "wait", "all": True, "keys": [f"{turn}/{n}" for n in range(50_000)]}, asks=False)
+        with pytest.raises(SessionError, match="a connection waits for 131072 keys at most"):
+            outsider.wait_any([f"{number}" for number in range(50_000)], 5.0)
+        outsider.set("key", bytes(4 << 20))
+        for _ in range(40):
+            assert len(outsider.compare_set("key", "", "mine")) == 4 << 20
+        assert grown_mb(host, before) < 100
 
 
 def test_nothing_is_done_twice_when_a_connection_breaks(host: StoreProcess) -> None:
