@@ -91,7 +91,7 @@ test-frameworks: ## the adapters through the frameworks' own classes on a CPU (P
 test-sglang: ## the tests against real SGLang on CPU (installs it on first use, about 3 minutes)
 	PYTHON=$(PYTHON) bash tools/make_sglang_cpu.sh $(VENV_SGLANG)
 	PYTHONWARNINGS=ignore $(VENV_SGLANG)/bin/python -m pip install -q --no-deps -e .
-	$(VENV_SGLANG)/bin/python -m pytest tests/engine_sglang tests/integrations/test_sglang.py tests/integrations/test_slime.py
+	$(VENV_SGLANG)/bin/python -m pytest tests/engine_sglang tests/integrations/test_sglang.py tests/integrations/test_slime.py tests/tools/test_compare.py
 
 test-gpu: ## the tests that need CUDA devices, with the torch that is on the machine
 	$(PYTHON) -m pytest -m gpu -rs

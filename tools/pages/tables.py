@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from . import live, reliability, simulated
+from . import compared, live, reliability, simulated
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "results"
@@ -580,4 +580,5 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "grpo": live.grpo_section,
     "shaped": simulated.shaped_section,
     "host-bounds": simulated.host_bounds_section,
+    "compared": compared.compared_section,
 }
