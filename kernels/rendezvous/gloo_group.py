@@ -85,6 +85,7 @@ class GlooGroup:
     def __init__(self, store: StoreKeys, rank: int, names: Sequence[str], *, timeout_s: float) -> None:
         """`names` are the names of all ranks, in group order. Raises `SessionError` naming those that do not come."""
         self.timeout_s = timeout_s
+        self.is_broken = False  # a rank was silent in `settle`: gloo closes connections of which it waited too long
         self._pending: set[GlooMessage] = set()
         self._slots: list[torch.Tensor] = []
         # gloo itself would wait for each missing rank in turn.
@@ -138,6 +139,7 @@ class GlooGroup:
                 heard.append(_KNOWN[int(answer[0])])
             except RuntimeError:
                 silent = True
+        self.is_broken = silent
         if True in heard:
             return True
         return False if False in heard or not silent else None

@@ -238,6 +238,8 @@ class Member(ABC):
         """The call of the next refit, connected with its members. A store that starts anew before it costs no refit."""
         attendance = self._attendance
         assert attendance is not None
+        if self._connection is not None and self._connection.group.is_broken:
+            self._disconnect()  # the last refit went well, although ranks could not be asked by the end of it
 
         # A generation rank is written to, so nothing of it may be wrong: it looks before it waits for the trainer.
         stale = self._stale_tensors() if self.world == "gen" else []

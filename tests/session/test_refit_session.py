@@ -603,6 +603,23 @@ def test_a_rank_that_died_between_refits_is_named_before_any_byte_moves() -> Non
         assert outcomes[rank].seconds < 5
 
 
+def asks_in_vain(rank: int, address: str) -> list[int]:
+    """Training rank 0 asks the others how a refit ended, and they are slow to answer, as after a store that froze."""
+    me = seat(rank, address, (2, 2), timeout_s=2.0)
+    me.endpoint.prepare()
+    versions = [me.endpoint.refit(1).version]
+    if rank == 0:
+        assert me.endpoint._connection is not None
+        assert me.endpoint._connection.group.settle(True)
+    else:
+        time.sleep(1.5)
+    return [*versions, me.endpoint.refit(2).version, me.endpoint.refit(3).version]
+
+
+def test_a_rank_that_was_too_slow_to_say_how_a_refit_ended_costs_no_further_refit() -> None:
+    assert values(run_ranks(4, asks_in_vain)) == [[1, 2, 3]] * 4
+
+
 def rebound(rank: int, address: str) -> None:
     me = seat(rank, address, (2, 1))
     me.endpoint.prepare()
