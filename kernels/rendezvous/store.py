@@ -19,6 +19,7 @@ from mcore_reshard.kernels.options import Options
 
 from .address import probe, split_address
 from .frames import MAX_FRAME_BYTES, FrameError, pack, receive
+from .polling import NOTICE_S
 from .seal import Sealer, find_token
 from .store_connection import StoreConnection
 from .store_keys import StoreKeys
@@ -67,12 +68,12 @@ class SessionStore(StoreConnection, StoreKeys):
         self.set_timeout(timedelta(seconds=timeout_s))
 
     def leave_seat(self) -> None:
-        """Say goodbye: others see that this rank has left, and did not fail."""
-        self.ask({"op": "rise"})
+        """Say goodbye: others see that this rank has left, and did not fail. A silent store is not waited for."""
+        self.ask({"op": "rise"}, limit_s=min(NOTICE_S, self.timeout_s))
 
     def leave_seat_soon(self) -> None:
-        """As `leave_seat`, but wait for no answer: for a process that ends."""
-        self.send({"op": "rise"}, asks=False)
+        """As `leave_seat`, but wait for nothing: for a process that ends."""
+        self.send_at_once({"op": "rise"})
 
     def on_seats(self, listener: Callable[[], Any]) -> None:
         """Call `listener()` on another thread whenever a seat has changed."""

@@ -140,9 +140,11 @@ class StoreConnection:
     def reopen(self) -> None:
         """Go on after the store was lost or started anew, perhaps empty; this client takes its seat again.
 
-        Raises SessionError after `timeout_s` where no store answers.
+        Raises SessionError after `timeout_s` where no store answers, and DistNetworkError once this client has closed.
         """
         with self._changed:
+            if self._closed:  # the seat that it has left is another's
+                raise self._error()
             lost, self._lost, self._restarted = self._lost, "", False
             self._pinged = 0.0
         connection = self._connection
@@ -272,12 +274,14 @@ class StoreConnection:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def ask(self, header: dict[str, Any], blobs: Sequence[bytes] = ()) -> tuple[dict[str, Any], list[bytes]]:
-        """Raises DistNetworkError if no answer comes within `timeout_s`, SessionError where the server refuses."""
+    def ask(
+        self, header: dict[str, Any], blobs: Sequence[bytes] = (), limit_s: float | None = None
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Raises DistNetworkError if no answer comes within `limit_s`, by default `timeout_s`; SessionError if refused."""
         start = time.monotonic()
         number = self.send(header, blobs)
         try:
-            if not self._await_answer(number, time.monotonic() + self.timeout_s, None):
+            if not self._await_answer(number, time.monotonic() + (limit_s or self.timeout_s), None):
                 self._lose()
             return self._taken(number)
         finally:
@@ -330,6 +334,17 @@ class StoreConnection:
                         connection.shutdown(socket.SHUT_RDWR)
                     raise
         return number
+
+    def send_at_once(self, header: dict[str, Any]) -> None:
+        """Send a request, or leave it: a signal handler must not wait for a lock that its own thread may hold."""
+        connection = self._connection
+        if connection is None or self._pid != os.getpid() or not self._sending.acquire(timeout=AGAIN_S):
+            return
+        try:
+            with suppress(OSError):
+                connection.send(pack({"id": -1, **header}), socket.MSG_DONTWAIT)  # no other request has this number
+        finally:
+            self._sending.release()
 
     def _await_answer(self, number: int, deadline: float, look: Callable[[], Any] | None) -> bool:
         """Whether an answer came in time."""

@@ -26,6 +26,7 @@ from mcore_reshard.kernels.errors import SessionError, StoreRestarted
 from mcore_reshard.kernels.events import log_event
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.address import store_address
+from mcore_reshard.kernels.rendezvous.polling import NOTICE_S
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, cause_of
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 from mcore_reshard.kernels.transports.base import Transport
@@ -120,7 +121,7 @@ class Member(ABC):
     def close(self) -> None:
         """Say goodbye, and free connections and scratch. Members that wait for this rank get an error. May be called twice.
 
-        After a failure it waits 1 s at most for the transport to end.
+        It waits 1 s at most for a transport at work to end, and for a store that is silent.
         """
         with suppress(Exception):
             self.await_outcome()
@@ -129,12 +130,13 @@ class Member(ABC):
         store, self._store, self._attendance = self._store, None, None
         self._disconnect()
         self._binding = None
-        if self._staged is not None:
-            self._staged.free()
         if store is not None:
             with suppress(Exception):
                 store.leave_seat()
             store.close()
+        if self._staged is not None and self._turn.acquire(timeout=NOTICE_S):  # a refit on another thread may use it
+            self._staged.free()
+            self._turn.release()
 
     # --- meeting ------------------------------------------------------------------------------------------------------
 

@@ -220,6 +220,29 @@ def test_who_has_a_seat_takes_it_at_a_store_that_starts_anew_before_its_next_cal
     assert idle.seats["gen:0"].status == "here"
 
 
+def test_who_has_closed_does_not_come_back(host: StoreProcess) -> None:
+    """As a refit on another thread would have it, which finds the store lost."""
+    with connect_store(host.address, SHORT) as looks, connect_store(host.address, SHORT) as store:
+        store.take_seat("gen:0", {})
+        store.leave_seat()
+        store.close()
+        with pytest.raises(DistNetworkError, match="this rank has closed its connection"):
+            store.reopen()
+        assert looks.stats()["connections"] == 1
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_nobody_waits_for_a_silent_store_to_hear_a_goodbye(host: StoreProcess, gone: bool) -> None:
+    store = connect_store(host.address, Options(session="s", timeout_s=60.0))
+    store.take_seat("gen:0", {})
+    host.kill() if gone else host.freeze()
+    start = time.monotonic()
+    with suppress(DistNetworkError):
+        store.leave_seat()
+    store.close()
+    assert time.monotonic() - start < 2.0
+
+
 def test_what_was_said_to_a_store_that_is_gone_never_reaches_the_next_one(host: StoreProcess) -> None:
     store = connect_store(host.address, Options(session="s", timeout_s=10.0))
     host.kill()

@@ -294,6 +294,22 @@ def test_a_process_that_ends_by_itself_says_goodbye(host: StoreProcess, end: Any
     assert process.returncode == (0 if end == "exit" else -end)
 
 
+SENDS = WAITS.replace("time.sleep(float(sys.argv[2]))", "time.sleep(0.5); store.set('plan', bytes(64 << 20))")
+
+
+def test_sigterm_ends_a_process_at_once_that_sends_to_a_frozen_store(host: StoreProcess) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", SENDS, host.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "here\n"
+        host.freeze()
+        time.sleep(1.0)
+        process.terminate()
+        try:
+            assert process.wait(2.0) == -signal.SIGTERM
+        finally:
+            process.kill()
+
+
 def test_an_engine_that_waits_hears_at_once_that_the_trainer_left() -> None:
     kinds = values(run_ranks(2, leaves))
     assert kinds[1][0] == "SessionClosed" and kinds[1][1] < 2.0
