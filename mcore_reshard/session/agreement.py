@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from operator import index
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ _OTHERS: Mapping[str, Any] = {
     "process": str,
     "place": str,
     "epoch": str | None,
-    "committed": int | float | None,
-    "version": int | float | None,
+    "committed": int | None,
+    "version": int | None,
+    "wrong_version": str,
     "everything": bool,
     "rollback": bool,
     "in_background": bool,
@@ -61,6 +63,17 @@ def check_alike(words: Words) -> None:
     if problems := [f"different {field}: {_list_ranks(ranks)}" for field, ranks in values.items() if len(ranks) > 1]:
         heading = "the ranks of this session do not fit together, give all of them the same:"
         raise SessionError("\n  ".join((heading, *problems)))
+
+
+def version_word(version: Any) -> dict[str, Any]:
+    """A rank's word about the version that its caller gave: an integer of 64 bits, also one of numpy or torch."""
+    try:
+        number = None if version is None else index(version)
+    except TypeError:
+        number = 2**63
+    if isinstance(version, bool) or abs(number or 0) >= 2**63:
+        return {"version": None, "wrong_version": f"{version!r:.40}"}
+    return {"version": number}
 
 
 def kv_scales_word(scales: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -132,13 +132,18 @@ def require_protocol(theirs: int, package: str, whose: str, ours: str) -> None:
 def next_version(words: Mapping[str, Mapping[str, Any]], seat: str) -> int:
     """The version that all ranks refit: that of the trainer; ranks of the engine may leave it open (None).
 
-    Raises VersionError unless it is larger than what every member has, or the trainer says that it goes back.
+    Raises VersionError unless it is an integer that is larger than what every member has, or the trainer says that it goes
+    back.
     """
+    if wrong := [f"{word['wrong_version']} on {name}" for name, word in words.items() if "wrong_version" in word]:
+        raise VersionError(f"a version is an integer of 64 bits, not {', '.join(wrong)}")
     given: dict[int, list[str]] = {}
     for name, word in words.items():
         if word.get("version") is not None:
             given.setdefault(word["version"], []).append(name)
-    if len(given) != 1:
+    if not given:
+        raise VersionError("no version was given: pass one to refit on the trainer")
+    if len(given) > 1:
         listed = "; ".join(f"{version} on {', '.join(names)}" for version, names in given.items())
         raise VersionError(f"different versions are refitted at once: {listed}; pass one to all ranks")
     (version,) = given

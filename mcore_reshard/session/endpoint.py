@@ -11,7 +11,7 @@ from typing import Any
 from mcore_reshard.kernels.errors import RefitError, SessionError
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 
-from .agreement import kv_scales_word
+from .agreement import kv_scales_word, version_word
 from .attempts import CONNECT
 from .attendance import PREPARED
 from .leader import Leader
@@ -107,8 +107,8 @@ class Endpoint(Refitter):
         if self._attendance is None:
             raise SessionError(f"{self.rank_name}: no refit is possible: {self._ended or 'call prepare() first'}")
         self.await_outcome()
-        word = {"version": version, "everything": everything, "rollback": rollback, **kv_scales_word(kv_scales)}
-        word["in_background"] = in_background
+        word = {**version_word(version), "everything": bool(everything), "rollback": bool(rollback)}
+        word |= {**kv_scales_word(kv_scales), "in_background": in_background}
         start = time.perf_counter()
         attempts = 1
         while True:

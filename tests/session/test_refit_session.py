@@ -22,7 +22,7 @@ from helpers.ranks import Outcome, StoreProcess, run_ranks, store_process, value
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import Bucket
-from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, Waiting
+from mcore_reshard.kernels.errors import BindError, RefitError, SessionError, VersionError, Waiting
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.exchange import StoreExchange, fetch
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
@@ -361,12 +361,19 @@ def going_back(rank: int, address: str) -> int | None:
         me.endpoint.refit(4 + rank)
     with pytest.raises(RuntimeError, match="different versions are refitted at once: 3 on train:0; 4 on gen:0"):
         me.endpoint.refit(3 + rank)  # one rank that fell behind does not leave the others waiting
-    me.endpoint.refit(6)
+    for wrong in (True, 8.0, "9", 2**63, float("nan")):
+        with pytest.raises(VersionError, match=f"a version is an integer of 64 bits, not {wrong!r} on train:0"):
+            me.endpoint.refit(wrong if rank == 0 else None)  # type: ignore[arg-type]
+    with pytest.raises(VersionError, match="no version was given"):
+        me.endpoint.refit()
+    numbers: Any = (np.int64(6), torch.tensor(7))
+    for number in numbers:
+        me.endpoint.refit(number)
     return me.endpoint.committed_version
 
 
-def test_versions_increase_and_agree() -> None:
-    assert values(run_ranks(2, going_back)) == [6, 6]
+def test_versions_are_integers_that_increase_and_agree() -> None:
+    assert [(version, type(version)) for version in values(run_ranks(2, going_back))] == [(7, int)] * 2
 
 
 # --- refits that go wrong ----------------------------------------------------------------------------------------
