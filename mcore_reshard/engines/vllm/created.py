@@ -29,17 +29,27 @@ def parameters_as_created(model: torch.nn.Module) -> Iterator[None]:
             recorded, _ = get_layerwise_info(layer).restore_metadata
             for name, parameter in layer.named_parameters(recurse=False):
                 first = recorded.get(name)
-                if first is None or (type(first) is type(parameter) and vars(first).keys() <= vars(parameter).keys()):
+                if first is None:
+                    continue
+                attributes = {key: _unwrapped(value) for key, value in vars(first).items()}
+                if type(first) is type(parameter) and attributes.keys() <= vars(parameter).keys():
                     continue
                 if first.shape != parameter.shape or first.dtype != parameter.dtype or id(parameter) in replaced:
                     continue
                 replaced[id(parameter)] = (parameter, type(parameter), dict(vars(parameter)))
-                _become(parameter, type(first), dict(vars(first)))
+                _become(parameter, type(first), attributes)
                 restore_layer_refs(parameter, layer)  # recorded loaders are methods of no layer
         yield
     finally:
         for parameter, kind, attributes in replaced.values():
             _become(parameter, kind, attributes)
+
+
+def _unwrapped(value: Any) -> Any:
+    """A loader without what vLLM's reload wraps around those that it records: afterwards that wrapper loads nothing."""
+    while getattr(value, "__name__", "") == "online_process_loader":
+        value = value.__wrapped__
+    return value
 
 
 def _become(parameter: torch.nn.Parameter, kind: type, attributes: dict[str, Any]) -> None:
