@@ -72,7 +72,7 @@ nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow,
 	$(MAKE) test-frameworks
 	$(VENV_FRAMEWORKS)/bin/python -m pytest -m slow tests/integrations/test_vllm.py tests/integrations/test_nemo_rl.py
 	$(MAKE) test-vllm
-	$(VENV_VLLM)/bin/python -m pytest -m slow tests/engine
+	$(VENV_VLLM)/bin/python -m pytest -m slow tests/engine tests/tools/test_compare.py
 	$(MAKE) test-sglang
 
 test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 8 minutes)

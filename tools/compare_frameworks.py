@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests"), str(ROOT / "tests" / "integrations")]
 
 from compare.measure import Referee  # noqa: E402
 from compare.trainer import SIZES, write_checkpoints  # noqa: E402
@@ -35,8 +35,9 @@ from mcore_reshard.validation.trainer import te_standin  # noqa: E402
 from mcore_reshard.validation.trainer.build import prepare  # noqa: E402
 
 ISOLATED = "MCORE_RESHARD_COMPARE_ISOLATED"  # in the environment of what runs in the namespace
+ADDRESS = "10.77.0.1"
 LIMIT_S = 1200.0
-FRAMEWORKS = ("sglang",)
+FRAMEWORKS = ("sglang", "vllm", "areal")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if ISOLATED not in os.environ:
         os.environ |= {ISOLATED: "1", "GLOO_SOCKET_IFNAME": "lo", "RES_OPTIONS": "timeout:1 attempts:1"}
         os.execvp("unshare", ["unshare", "-n", sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)])
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    isolate_loopback()
     te_standin.install()  # before a framework imports Megatron
     module = importlib.import_module(f"compare.{arguments.framework}")
     module.prepare()
@@ -91,6 +92,16 @@ def measured(module: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         "paths": module.PATHS,
         **result,
     }
+
+
+def isolate_loopback() -> None:
+    """Bring up the namespace's only interface, and give it an address that frameworks find when they ask for the host's."""
+    for command in (
+        "link set lo up",
+        f"address add {ADDRESS}/32 dev lo",
+        f"route add default dev lo src {ADDRESS}",
+    ):
+        subprocess.run(["ip", *command.split()], check=True)
 
 
 def hardware() -> str:

@@ -141,6 +141,7 @@ def _handler(rank: Rank) -> type[BaseHTTPRequestHandler]:
             answer = rank.handle(*rank._share((route, body)))
             self.send_response(200 if answer["success"] else 400)  # as entrypoints/http_server.py does
             content = json.dumps(answer).encode()
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)

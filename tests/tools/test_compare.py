@@ -97,3 +97,16 @@ def test_a_run_against_sglang_has_every_path(tmp_path: Path) -> None:
     assert 0.9 * weights < samples["ours"]["network_bytes"] < 1.5 * weights
     assert samples["disk"]["file_bytes"]["read"] == 2 * weights
     assert weights < samples["disk"]["file_bytes"]["written"] < 1.1 * weights
+
+
+@pytest.mark.vllm
+@pytest.mark.slow  # a whole vLLM
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: run `make test-vllm`")
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
+def test_a_run_against_a_whole_vllm_has_both_paths(tmp_path: Path) -> None:
+    run = compared("vllm", tmp_path)
+    samples = {sample["path"]: sample for sample in run["samples"]}
+    assert [*samples] == ["disk", "ours"]
+    assert samples["disk"]["file_bytes"]["read"] == 2 * run["model_bytes"]
+    assert 0.9 * run["model_bytes"] < samples["ours"]["network_bytes"] < 1.5 * run["model_bytes"]
+    assert len(samples["ours"]["peak_extra_bytes"]["gen"]) == 2

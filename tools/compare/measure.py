@@ -39,6 +39,7 @@ class Part:
         default=lambda: [os.getpid()]
     )  # of the ranks that this process stands for
     trim: Callable[[], Any] = field(default=lambda: trim())
+    close: Callable[[], Any] = field(default=lambda: None)
 
 
 class Referee:
@@ -69,6 +70,7 @@ class Referee:
         for _ in range(repeats):
             for path in part.run:
                 samples.append(self._take(index, part, path, version := 3 - version, meter))
+        part.close()
         return {"kept_bytes": kept, "samples": samples} if meter else {}
 
     def _take(self, index: int, part: Part, path: str, version: int, meter: _Meter | None) -> dict[str, Any]:

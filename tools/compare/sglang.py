@@ -9,7 +9,6 @@ Both begin with Megatron-Bridge's export, which gathers whole tensors on every t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from http.server import HTTPServer
@@ -27,6 +26,7 @@ from mcore_reshard.integrations.sglang import send
 from mcore_reshard.planner.layout.mesh import TrainMesh
 from mcore_reshard.validation.engine.slices import GenSizes, poison
 
+from .driver import Driver
 from .measure import Part
 from .trainer import OPTIONS, SENT, VERSIONS, Trainer, buckets, counting
 
@@ -133,7 +133,7 @@ def engine_part(rank: int, folder: Path, sizes: GenSizes) -> Part:
 
 
 def train_part(rank: int, folder: Path, mesh: TrainMesh, sizes: GenSizes) -> Part:
-    driver = Driver(Trainer(rank, mesh, folder), sizes)
+    driver = SglangDriver(Trainer(rank, mesh, folder), sizes)
     nothing = partial(driver.tell, "done")
     return Part(
         set_up={"distributed": driver.join_group, "distributed-64": nothing, "disk": nothing, "ours": driver.connect},
@@ -147,23 +147,13 @@ def train_part(rank: int, folder: Path, mesh: TrainMesh, sizes: GenSizes) -> Par
     )
 
 
-class Driver:
-    """One training rank, of which the first one also tells the engine what to do."""
+class SglangDriver(Driver):
+    """One training rank; the first one also tells SGLang what to do."""
 
     def __init__(self, trainer: Trainer, sizes: GenSizes) -> None:
-        self.trainer, self.sizes, self.version = trainer, sizes, 0
+        super().__init__(trainer)
+        self.sizes = sizes
         self.group: Any = None
-
-    def tell(self, route: str, **body: Any) -> None:
-        """A request, from training rank 0 alone. Raises RuntimeError where the engine refuses it."""
-        if self.trainer.rank == 0:
-            answer = post(self.url, route, body)
-            if not answer["success"]:
-                raise RuntimeError(f"{route}: {answer['message']}")
-
-    @functools.cached_property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{(self.trainer.folder / 'port').read_text()}"
 
     # SGLang's own.
 
@@ -215,11 +205,7 @@ class Driver:
     # Ours.
 
     def connect(self) -> None:
-        store, rank = (self.trainer.folder / "store"), self.trainer.rank
-        if rank == 0:
-            store.write_text(free_address())
-        dist.barrier()
-        address = store.read_text()
+        address = self.trainer.store_address()
         told = self._send("connect", store=address, **SENT)
         model = self.trainer.model
         self.ours = mr.megatron.connect(

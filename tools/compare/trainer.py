@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers.front_door import free_address
 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.layout.mesh import TrainMesh
@@ -76,6 +77,14 @@ class Trainer:
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole HF tensors on every rank, one after another, as Megatron-Bridge gives them to frameworks."""
         return self.model.export()
+
+    def store_address(self) -> str:
+        """Where the session of ours meets, the same on all ranks."""
+        file = self.folder / "store"
+        if self.rank == 0:
+            file.write_text(free_address())
+        dist.barrier()
+        return file.read_text()
 
     def save(self, folder: Path) -> int:
         """Write a checkpoint by Megatron-Bridge; returns the bytes of weights that this rank wrote: rank 0 writes all."""

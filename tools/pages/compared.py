@@ -11,7 +11,7 @@ from typing import Any
 
 FILE = Path(__file__).resolve().parents[1] / "results" / "compare-cpu.json"
 LINK = "../../tools/results/compare-cpu.json"
-NAMES = {"sglang": "SGLang"}
+NAMES = {"sglang": "SGLang", "vllm": "vLLM, a whole `LLM`", "areal": "AReaL, with a whole `LLM` of vLLM"}
 
 
 def compared_section(file: Path = FILE) -> str:
