@@ -34,7 +34,17 @@ from mcore_reshard.planner.plan.schedule import Schedule, World
 
 from .direct.staging import SLOTS, divide_slots, parted
 from .nccl.buffers import buffer_bytes
-from .nccl.staging import Division, ScratchBudget, divide, divided_rounds, peers_by_stage, slot_bytes
+from .nccl.staging import (
+    Division,
+    Messages,
+    ScratchBudget,
+    divide,
+    divided_rounds,
+    pair_count,
+    slot_bytes,
+    windows_that_fit,
+    with_windows,
+)
 from .rounds import bucket_bytes_within, gloo_window
 
 _FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
@@ -177,19 +187,28 @@ def _nccl(plan: Plan, schedules: _Schedules, alike: _Alike, options: Options) ->
         world: {rank: _unrelayed(schedule) for rank, schedule in of_world.items()}
         for world, of_world in schedules.items()
     }
-    peers = {
-        world: {rank: peers_by_stage(schedule) for rank, schedule in of_world.items()}
+    pairs = {
+        world: {rank: pair_count(schedule) for rank, schedule in of_world.items()}
         for world, of_world in unrelayed.items()
     }
-    # A training rank sends in its own stage alone: that of the rank that was counted for it may be another.
-    of_train = [
-        {stage: sum(peers["train"][rank].values())}
-        for rank, stage in zip(alike["train"].tolist(), _stages(plan, "train").tolist(), strict=True)
+    counts = [pairs[world][rank] for world in unrelayed for rank in alike[world].tolist()]
+    division = divide(ScratchBudget(options.scratch_bytes, checksums=options.checksums), counts)
+    buckets = {
+        world: {rank: cut_buckets(schedule, division.bucket_bytes) for rank, schedule in of_world.items()}
+        for world, of_world in unrelayed.items()
+    }
+    messages = [
+        Messages.of(unrelayed[world][rank], of_rank, division)
+        for world, of_world in buckets.items()
+        for rank, of_rank in of_world.items()
     ]
-    of_gen = [peers["gen"][rank] for rank in alike["gen"].tolist()]
-    division = divide(ScratchBudget(options.scratch_bytes, checksums=options.checksums), [*of_train, *of_gen])
+    most_buckets = max(int(each.count.max(initial=1)) for each in messages)
+    division = with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages])
     return {
-        world: {rank: _nccl_rank(schedule, division, options) for rank, schedule in of_world.items()}
+        world: {
+            rank: _nccl_rank(schedule, buckets[world][rank], division, pairs[world][rank], options)
+            for rank, schedule in of_world.items()
+        }
         for world, of_world in unrelayed.items()
     }
 
@@ -198,15 +217,16 @@ def _unrelayed(schedule: Schedule) -> Schedule:
     return schedule.view.unrelayed() if schedule.relayed and schedule.view is not None else schedule
 
 
-def _nccl_rank(schedule: Schedule, division: Division, options: Options) -> RankMemory:
-    buckets = cut_buckets(schedule, division.bucket_bytes)
+def _nccl_rank(
+    schedule: Schedule, buckets: Sequence[Bucket], division: Division, pairs: int, options: Options
+) -> RankMemory:
     rounds = divided_rounds(schedule, buckets, division, in_place=[True] * len(schedule.tensors))
     staged = [placed.bucket for each in rounds for placed in each.staged]
     return replace(
         _of_trainer(schedule, options),
         tables=_gather_bytes(schedule, staged),
         scratch=sum(slot_bytes(rounds).values()),
-        nccl=buffer_bytes(peers_by_stage(schedule), division, receives=schedule.world == "gen"),
+        nccl=buffer_bytes(pairs, division, receives=schedule.world == "gen"),
     )
 
 

@@ -1,18 +1,13 @@
-"""The order of buckets: round k carries the k-th bucket of every pair of ranks.
+"""The order of buckets. Every transport has one for all ranks, so that no pattern of pairs deadlocks.
 
-    train:0 -> gen:0  buckets a0 a1 a2        round 0: a0 b0 c0
-    train:0 -> gen:1  buckets b0 b1           round 1: a1 b1
-    train:1 -> gen:0  bucket  c0              round 2: a2
-
-Both ends cut a pair's transfers into the same buckets, so every rank knows its rounds without a message. Each transport
-has one order for all ranks:
+Both ends cut a pair's transfers into the same buckets, so every rank knows the order without a message:
 
     gloo     by `moment_of` each bucket: those of a pair are spread over the whole refit
-    nccl     by number, under one number stage by stage
+    nccl     by `window_of` each bucket: the refit is cut into windows of equal length, by the same moments
     direct   by number (what is cast alone; a pair's buckets are numbered through all its stages)
 
 The first bucket in that order that has not arrived is next at both its ranks. It waits for nothing but bytes, so
-something can always move: no pattern of pairs deadlocks.
+something can always move.
 """
 
 from __future__ import annotations
@@ -20,10 +15,6 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,15 +34,6 @@ _GOLDEN = (5**0.5 - 1) / 2
 Rank = TypeVar("Rank", int, NDArray[np.int64])
 
 
-@dataclass(frozen=True, slots=True)
-class StageRound:
-    """A rank's share of one round of a stage: one bucket for each peer that has so many."""
-
-    stage: int  # index into Schedule.stages
-    number: int
-    buckets: tuple[Bucket, ...]
-
-
 def in_rounds(buckets_of_peer: Mapping[int, Sequence[Bucket]]) -> list[tuple[Bucket, ...]]:
     """Round k: the k-th bucket of every peer that has as many. {0: a0 a1 a2, 1: b0 b1} -> [a0 b0] [a1 b1] [a2]."""
     count = max(map(len, buckets_of_peer.values()), default=0)
@@ -61,22 +43,13 @@ def in_rounds(buckets_of_peer: Mapping[int, Sequence[Bucket]]) -> list[tuple[Buc
     ]
 
 
-def stage_rounds(schedule: Schedule, buckets: Sequence[Bucket]) -> list[StageRound]:
-    """The rank's rounds, stage by stage, in a stage by number. Peers come in rotation, see `turn_of`."""
-    rounds: list[StageRound] = []
-    for stage, of_stage in groupby(buckets, attrgetter("stage")):
-        of_peer = {peer: tuple(of_pair) for peer, of_pair in groupby(of_stage, attrgetter("peer"))}
-        together = in_rounds({peer: of_peer[peer] for peer in sorted(of_peer, key=partial(_turn, schedule))})
-        rounds += [StageRound(stage, number, round_buckets) for number, round_buckets in enumerate(together)]
-    return rounds
-
-
 def turn_of(src: Rank, dst: Rank, ranks: int) -> Rank:
     """Where a pair comes in its round: gen:1 begins with train:1. `ranks` is the number of ranks of the larger world."""
     return (dst - src) % ranks
 
 
-def _turn(schedule: Schedule, peer: int) -> int:
+def turn_with(schedule: Schedule, peer: int) -> int:
+    """The `turn_of` this rank and a peer."""
     ranks = max(schedule.train_ranks, schedule.gen_ranks)
     return turn_of(schedule.rank, peer, ranks) if schedule.world == "train" else turn_of(peer, schedule.rank, ranks)
 
@@ -93,12 +66,20 @@ def moment_of(number: Any, count: Any, turn: Any) -> Any:
     return (number + turn * _GOLDEN % 1.0) / count
 
 
+def window_of(number: Any, count: Any, turn: Any, windows: int) -> Any:
+    """In which of `windows` windows of equal length the `moment_of` a bucket lies. Also of arrays.
+
+    Where all pairs have as many buckets as there are windows, window k has the k-th bucket of every pair.
+    """
+    return (number + turn * _GOLDEN % 1.0) * windows // count
+
+
 def in_moments(schedule: Schedule, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
     """The rank's buckets by `moment_of` each; of equal ones by stage and turn, which no two buckets of a rank share."""
     counts = Counter((bucket.stage, bucket.peer) for bucket in buckets)
 
     def key(bucket: Bucket) -> tuple[float, int, int]:
-        turn = _turn(schedule, bucket.peer)
+        turn = turn_with(schedule, bucket.peer)
         return moment_of(bucket.number, counts[bucket.stage, bucket.peer], turn), bucket.stage, turn
 
     return tuple(sorted(buckets, key=key))

@@ -7,7 +7,7 @@
 A rank reaches a round when the round `window` places before it is over, and when it has reached the one before it. A
 message begins when both its ranks have reached it.
 
-    nccl     a run for each stream, rounds as in nccl/staging.py, window 1: the next round waits for the wire
+    nccl     a run for each stream, rounds as in nccl/staging.py; the next one waits for the wire
     gloo     one run of single messages, in a window of slots; those of two ranks pass one after another
     direct   a reader pulls from source after source, or from all at once; a source waits until all have read
 """
@@ -15,17 +15,25 @@ message begins when both its ranks have reached it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.buckets import cut, pack
+from mcore_reshard.kernels.copies.buckets import aligned, cut, pack
 from mcore_reshard.kernels.copies.copy_table import expand, repeat
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.transports.nccl.staging import Division, ScratchBudget, divide, round_places
+from mcore_reshard.kernels.transports.nccl.staging import (
+    Division,
+    Messages,
+    ScratchBudget,
+    divide,
+    fullest_round,
+    message_bytes,
+    windows_to_try,
+)
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, moment_of, turn_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
@@ -154,7 +162,8 @@ def _buckets(traffic: Traffic, kind: Kind, options: Options, ranks: int) -> tupl
     division, bucket_bytes = None, options.bucket_bytes
     if kind == "nccl":
         budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
-        division = divide(budget, _peers(traffic.stage, traffic.src, traffic.dst, ranks))
+        pairs = np.bincount(traffic.src, minlength=ranks) + np.bincount(traffic.dst, minlength=ranks)
+        division = divide(budget, pairs.tolist())
         bucket_bytes = division.bucket_bytes
     alike, of_pair = _alike(traffic)
     models = traffic.of_pairs(alike)
@@ -186,17 +195,6 @@ def _alike(traffic: Traffic) -> tuple[Ints, Ints]:
     if not is_like.all() or not np.array_equal(traffic.shape[model], traffic.shape):  # two sorts with one sum
         return np.arange(len(counts)), np.arange(len(counts))
     return alike, of_pair.reshape(-1)
-
-
-def _peers(stage: Ints, src: Ints, dst: Ints, total: int) -> list[dict[int, int]]:
-    """The `peers_by_stage` of every rank, from the pairs of ranks in each stage."""
-    peers: list[dict[int, int]] = [{} for _ in range(total)]
-    for rank in (src, dst):
-        places, counts = np.unique(stage * total + rank, return_counts=True)
-        for place, count in zip(places.tolist(), counts.tolist(), strict=True):
-            of_stage = peers[place % total]
-            of_stage[place // total] = of_stage.get(place // total, 0) + count
-    return peers
 
 
 class _Writer:
@@ -278,37 +276,39 @@ class _Writer:
     def _sides(self, hop: int, kind: Kind, buckets: Buckets, division: Division | None) -> tuple[_Side, _Side]:
         if kind == "nccl":
             assert division is not None
-            return self._nccl_side(buckets, buckets.src, division), self._nccl_side(buckets, buckets.dst, division)
+            return self._nccl_sides(buckets, division)
         if kind == "gloo":
-            return self._gloo_side(buckets, buckets.src, hop), self._gloo_side(buckets, buckets.dst, hop)
+            return self._gloo_sides(buckets, hop)
         none = np.zeros(len(buckets), np.int64)
         return _Side(buckets.src, none, none, 1), _Side(buckets.dst, none, self._pull_places(buckets), 1)
 
-    def _nccl_side(self, buckets: Buckets, rank: Ints, division: Division) -> _Side:
-        most = int(buckets.number.max(initial=0)) + 1
-        stages = int(buckets.stage.max(initial=0)) + 1
-        key = (rank * stages + buckets.stage) * most + buckets.number
-        rounds, round_of = np.unique(key, return_inverse=True)
-        of_stage, number = np.divmod(rounds, most)
-        first = np.flatnonzero(np.diff(of_stage // stages, prepend=-1))
-        stream, place = np.zeros((2, len(rounds)), np.int64)
-        for start, stop in zip(first.tolist(), [*first[1:].tolist(), len(rounds)], strict=True):
-            keys = zip((of_stage[start:stop] % stages).tolist(), number[start:stop].tolist(), strict=True)
-            at = {key: start + index for index, key in enumerate(keys)}
-            for order, each in enumerate(round_places(division, at)):
-                stream[at[each.stage, each.number]], place[at[each.stage, each.number]] = each.stream, order
-        return _Side(rank, stream[round_of.reshape(-1)], place[round_of.reshape(-1)], 1)
+    def _nccl_sides(self, buckets: Buckets, division: Division) -> tuple[_Side, _Side]:
+        messages = Messages(*self._turns(buckets, hop=0), aligned(message_bytes(buckets.nbytes, division.budget)))
+        budget = division.budget  # merged messages fill slots that are larger by as much
+        division = replace(division, budget=replace(budget, scratch_bytes=budget.scratch_bytes * self._merged))
+        for windows in windows_to_try(int(messages.count.max(initial=1))):
+            fullest = max(fullest_round(division, messages, windows, rank) for rank in (buckets.src, buckets.dst))
+            if fullest <= division.budget.slot_bytes:
+                break
+        window = messages.windows(windows)
+        stream = np.broadcast_to(division.stream_of(window, messages.turn), window.shape)
+        return _Side(buckets.src, stream, window, 1), _Side(buckets.dst, stream, window, 1)
 
-    def _gloo_side(self, buckets: Buckets, rank: Ints, hop: int) -> _Side:
+    def _gloo_sides(self, buckets: Buckets, hop: int) -> tuple[_Side, _Side]:
+        number, count, turn = self._turns(buckets, hop)
+        place = np.empty(len(buckets), np.int64)
+        place[np.lexsort((turn, buckets.stage, moment_of(number, count, turn)))] = np.arange(len(buckets))
+        none = np.zeros_like(place)
+        return _Side(buckets.src, none, place, DEFAULT_SLOTS), _Side(buckets.dst, none, place, DEFAULT_SLOTS)
+
+    def _turns(self, buckets: Buckets, hop: int) -> tuple[Ints, Ints, Ints]:
+        """Of each message: its number, the count of its stage and pair, and the turn of the pair."""
         gen_ranks = len(self._topology.gen)
         src, dst = buckets.src - (self._train if hop else 0), buckets.dst - self._train
-        turn = turn_of(src, dst, gen_ranks if hop else max(self._train, gen_ranks))
-        place = np.empty(len(rank), np.int64)
         key = (buckets.stage * (buckets.src.max(initial=0) + 1) + buckets.src) * (dst.max(initial=0) + 1) + dst
         _, pair, counts = np.unique(key, return_inverse=True, return_counts=True)
-        moment = moment_of(buckets.number, counts[pair.reshape(-1)], turn)
-        place[np.lexsort((turn, buckets.stage, moment))] = np.arange(len(rank))
-        return _Side(rank, np.zeros_like(rank), place, DEFAULT_SLOTS)
+        turn = turn_of(src, dst, gen_ranks if hop else max(self._train, gen_ranks))
+        return buckets.number, counts[pair.reshape(-1)], turn
 
     def _pull_places(self, buckets: Buckets) -> Ints:
         """The turn in which a reader pulls from each source: one after the other if they have about equally much."""

@@ -11,7 +11,15 @@ from helpers.plans import QUANTIZED, TINY, Case
 
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, divided_rounds, peers_by_stage
+from mcore_reshard.kernels.transports.nccl.staging import (
+    Messages,
+    ScratchBudget,
+    divide,
+    divided_rounds,
+    pair_count,
+    windows_that_fit,
+    with_windows,
+)
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, in_moments
 from mcore_reshard.planner.plan.make_schedule import RankView, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
@@ -73,10 +81,13 @@ def nccl_runs(plan: Plan) -> Runs:
     """What the nccl executor does: a run for each stream."""
     plan = replace(plan, straight=True)
     schedules = [*schedules_of(plan)]
-    division = divide(ScratchBudget(OPTIONS.scratch_bytes), [peers_by_stage(each) for each in schedules])
+    division = divide(ScratchBudget(OPTIONS.scratch_bytes), [*map(pair_count, schedules)])
+    cut = [cut_buckets(schedule, division.bucket_bytes) for schedule in schedules]
+    messages = [Messages.of(schedule, buckets, division) for schedule, buckets in zip(schedules, cut, strict=True)]
+    most_buckets = max(int(each.count.max(initial=1)) for each in messages)
+    division = with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages])
     runs: Runs = {}
-    for schedule in schedules:
-        buckets = cut_buckets(schedule, division.bucket_bytes)
+    for schedule, buckets in zip(schedules, cut, strict=True):
         streams: dict[int, list[list[Message]]] = {}
         for each in divided_rounds(schedule, buckets, division, in_place=[False] * len(schedule.tensors)):
             messages = sorted(message_of(schedule, placed.bucket) for placed in each.placed_messages)

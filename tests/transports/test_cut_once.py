@@ -17,6 +17,7 @@ from helpers.plans import Case
 from mcore_reshard.kernels.copies import buckets
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.exchange import StoreExchange
 from mcore_reshard.kernels.rendezvous.seal import Sealer
 from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.transports import mixed, relay
@@ -24,7 +25,7 @@ from mcore_reshard.kernels.transports.base import Transport, TransportContext
 from mcore_reshard.kernels.transports.direct.staging import divide_slots, parted
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
-from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, peers_by_stage
+from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, pair_count
 from mcore_reshard.kernels.transports.peer_access import RankPair
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -86,12 +87,13 @@ def test_nccl_cuts_once_to_the_size_that_all_ranks_agree_on(
     cut: list[Schedule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    division = divide(ScratchBudget(1 << 16), [peers_by_stage(schedule_of(MOE.plan(), "gen", 0))])
+    budget = ScratchBudget(1 << 16)
+    division = divide(budget, [pair_count(schedule_of(MOE.plan(), "gen", 0))])
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(NcclExecutor, "_agree_on_division", lambda *_: division)
+    monkeypatch.setattr(StoreExchange, "gather", lambda _, topic, said, parse: [said])  # all ranks say the same
     monkeypatch.setattr(NcclExecutor, "_prepare", lambda _, cut, ctas: sizes.extend(bucket.nbytes for bucket in cut))
     bound = bound_rank(MOE, "gen", 0)
-    NcclExecutor(bound, unconnected(), timeout_s=5.0)
+    NcclExecutor(bound, unconnected(), timeout_s=5.0, budget=budget)
     assert cut == [bound.schedule]
     assert 0 < max(sizes) <= division.bucket_bytes < 1 << 16
 

@@ -166,16 +166,16 @@ def test_enough_rows_are_recorded() -> None:
 
 
 def test_nccl_takes_for_communicators_and_for_each_sender() -> None:
-    one_host = divide(ScratchBudget(), [{0: 1}, {0: 1}])  # one stage, so both streams have a communicator
-    assert buffer_bytes({0: 1}, one_host, receives=True) == 2 * (252 + 320) * 10**6
-    assert buffer_bytes({0: 1}, one_host, receives=False) == 2 * (252 * 10**6 + 32 * 3_100_000)
-    stages = divide(ScratchBudget(), [{0: 2}, {1: 2}, {0: 1, 1: 1}, {0: 1, 1: 1}])  # a communicator for each stage
-    assert buffer_bytes({0: 1, 1: 1}, stages, receives=True) == 2 * (252 + 320) * 10**6
-    assert buffer_bytes({}, stages, receives=True) == 0
-    across = divide(ScratchBudget(), [*[{0: 16}] * 16, *[{0: 16}] * 16])  # 32 ranks: 4 channels between two of them
-    assert buffer_bytes({0: 16}, across, receives=True) == 2 * (252 + 16 * 40) * 10**6
-    many = divide(ScratchBudget(), [*[{0: 128}] * 32, *[{0: 32}] * 128])
-    assert buffer_bytes({0: 32}, many, receives=True) == 2 * (252 + 32 * 10) * 10**6
+    one_host = divide(ScratchBudget(), [1, 1])  # a communicator of each stream
+    assert buffer_bytes(1, one_host, receives=True) == 2 * (252 + 320) * 10**6
+    assert buffer_bytes(1, one_host, receives=False) == 2 * (252 * 10**6 + 32 * 3_100_000)
+    stages = divide(ScratchBudget(), [2, 2, 2, 2])
+    assert buffer_bytes(2, stages, receives=True) == 2 * (252 + 2 * 320) * 10**6
+    assert buffer_bytes(0, stages, receives=True) == 0
+    across = divide(ScratchBudget(), [16] * 32)  # 32 ranks: 4 channels between two; a pair is on one stream
+    assert buffer_bytes(16, across, receives=True) == (2 * 252 + 16 * 40) * 10**6
+    many = divide(ScratchBudget(), [*[128] * 32, *[32] * 128])
+    assert buffer_bytes(32, many, receives=True) == (2 * 252 + 32 * 10) * 10**6
 
 
 def test_a_rank_of_one_tensor_holds_what_is_counted_by_hand() -> None:

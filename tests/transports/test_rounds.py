@@ -23,14 +23,17 @@ from mcore_reshard.kernels.cuda.tiles import cut_tiles
 from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.kernels.transports.nccl.staging import (
     Division,
+    Messages,
     PlacedMessage,
     Round,
     ScratchBudget,
     divide,
     divided_rounds,
-    peers_by_stage,
+    pair_count,
     place_in_tensor,
     slot_bytes,
+    windows_that_fit,
+    with_windows,
 )
 from mcore_reshard.planner.plan.make_schedule import schedule_of as planned_schedule
 from mcore_reshard.planner.plan.plan import Plan
@@ -38,12 +41,13 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 Worlds = tuple[int, int]
 CASES: list[tuple[Worlds, int, ScratchBudget]] = [
-    ((1, 1), 0, ScratchBudget(64, 1, 2)),
-    ((2, 2), 1, ScratchBudget(256, 2, 2)),
-    ((3, 1), 2, ScratchBudget(1024, 3, 2)),
-    ((1, 3), 3, ScratchBudget(512, 1, 3)),
+    ((1, 1), 0, ScratchBudget(192, 1, 2)),
+    ((2, 2), 1, ScratchBudget(768, 2, 2)),
+    ((3, 1), 2, ScratchBudget(2048, 3, 2)),
+    ((1, 3), 3, ScratchBudget(1024, 1, 3)),
     ((4, 3), 4, ScratchBudget(4096, 2, 4)),
-    ((4, 3), 5, ScratchBudget(768, 2, 2, checksums=True)),
+    ((4, 3), 5, ScratchBudget(2048, 2, 2, checksums=True)),
+    ((4, 4), 6, ScratchBudget(8192, 2, 2)),  # pairs keep to a stream
 ]
 
 
@@ -55,7 +59,15 @@ def session(
     schedules = [schedule_of(transfers, world, rank, worlds) for world, rank in members]  # type: ignore[arg-type]
     tensors = [allocate(each, seed=seed if each.world == "train" else None) for each in schedules]
     bound_schedules = [bind(schedule, held) for schedule, held in zip(schedules, tensors, strict=True)]
-    return bound_schedules, divide(budget, list(map(peers_by_stage, schedules)))
+    return bound_schedules, division_of(schedules, budget)
+
+
+def division_of(schedules: list[Schedule], budget: ScratchBudget) -> Division:
+    """As all ranks agree on it."""
+    division = divide(budget, list(map(pair_count, schedules)))
+    messages = [Messages.of(each, cut_buckets(each, division.bucket_bytes), division) for each in schedules]
+    most_buckets = max(int(each.count.max(initial=1)) for each in messages)
+    return with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages])
 
 
 def rounds(bound: BoundSchedule, division: Division, *, in_place: list[bool] | None = None) -> tuple[Round, ...]:
@@ -75,15 +87,19 @@ def test_both_ends_of_every_message_agree_on_its_round_and_size(
     ends: dict[bool, set[tuple[int, ...]]] = {True: set(), False: set()}
     for rank, bound in enumerate(bound_schedules):
         found = rounds(bound, division)
-        assert [(each.number, each.stage) for each in found] == sorted({(each.number, each.stage) for each in found})
+        assert [(each.window, each.stream) for each in found] == sorted({(each.window, each.stream) for each in found})
         for each in found:
-            assert each.stream in division.streams[each.stage] and each.stream < budget.streams
+            assert each.stream < budget.streams
+            in_turn: dict[int, int] = {}  # messages to or from each peer in the round
             for placed in each.placed_messages:
-                pair = (rank, division.members[each.stage][placed.member])
-                way = pair if bound.schedule.world == "train" else pair[::-1]
-                ends[bound.schedule.world == "train"].add((each.stage, each.number, *way, placed.message_bytes))
+                peer = division.members[placed.member]
+                in_turn[peer] = in_turn.get(peer, 0) + 1
+                way = (rank, peer) if bound.schedule.world == "train" else (peer, rank)
+                place = each.window, each.stream, *way, in_turn[peer], placed.bucket.stage, placed.bucket.number
+                ends[bound.schedule.world == "train"].add((*place, placed.message_bytes))
     assert ends[True] == ends[False]
     assert ends[True]
+    assert division.keeps_streams == (worlds == (4, 4)) or budget.streams == 1
 
 
 @pytest.mark.parametrize(("worlds", "seed", "budget"), CASES)
@@ -102,24 +118,52 @@ def test_scratch_is_bounded_and_slots_are_reused_in_turn(worlds: Worlds, seed: i
             assert all(placed.tensor is None for placed in each.placed_messages) or not budget.checksums
 
 
-def test_scratch_grows_with_nothing_and_messages_shrink_with_peers() -> None:
+def test_scratch_grows_with_nothing_and_messages_shrink_with_peers_to_a_sixteenth_of_a_slot() -> None:
     mebi = 1 << 20
-    assert divide(ScratchBudget(512 * mebi, 2, 2), [{0: 4, 1: 4}, {0: 1}, {1: 1}]).bucket_bytes == 32 * mebi
-    one_stage = divide(ScratchBudget(512 * mebi, 2, 2), [{0: 2}, {0: 2}, {0: 2}, {0: 2}])
-    assert one_stage.bucket_bytes == 64 * mebi
-    assert one_stage.members == {0: (0, 1, 2, 3)}
-    assert one_stage.streams == {0: (0, 1)}  # both, in turn
-    assert divide(ScratchBudget(1 << 40, 1, 2), [{0: 1}, {0: 1}]).bucket_bytes == 1 << 30
-    spread = divide(ScratchBudget(512 * mebi, 2, 2), [{0: 1}, {2: 1}, {5: 1}, {0: 1, 2: 1, 5: 1}])
-    assert spread.streams == {0: (0,), 2: (1,), 5: (0,)}
-    assert spread.members == {0: (0, 3), 2: (1, 3), 5: (2, 3)}
+    assert divide(ScratchBudget(512 * mebi, 2, 2), [4, 1, 1]).bucket_bytes == 32 * mebi
+    few = divide(ScratchBudget(512 * mebi, 2, 2), [2, 2, 0, 2, 2])
+    assert few.bucket_bytes == 64 * mebi
+    assert few.members == (0, 1, 3, 4)
+    assert not few.keeps_streams and few.streams_of(5) == (0, 1)
+    assert divide(ScratchBudget(1 << 40, 1, 2), [1, 1]).bucket_bytes == 1 << 30
+    many = divide(ScratchBudget(512 * mebi, 2, 2), [1000, 8, 0, 16])
+    assert many.bucket_bytes == 8 * mebi
+    assert many.keeps_streams and many.streams_of(5) == (1,)
+    assert divide(ScratchBudget(512 * mebi, 2, 2, checksums=True), [16, 16]).bucket_bytes == 8 * mebi - 16
+
+
+def sent(counts: list[int], nbytes: int) -> Messages:
+    """The messages of one sender: `counts` are those to receiver 0, 1, ..."""
+    rows = [(number, count, turn, nbytes) for turn, count in enumerate(counts) for number in range(count)]
+    return Messages(*np.array(rows, np.int64).T)
+
+
+def test_there_are_as_many_windows_as_buckets_of_a_pair_if_they_fit_and_more_if_not() -> None:
+    even = sent([5, 5, 5], 64)
+    roomy, tight = (divide(ScratchBudget(slot * 4), [3, 1, 1, 1]) for slot in (192, 128))
+    assert windows_that_fit(roomy, even, 5)[0] == 5
+    assert np.array_equal(even.windows(5), even.number)  # round k: the k-th bucket of every pair
+    fitting = windows_that_fit(tight, even, 5)
+    assert min(fitting) > 5 and 5 not in fitting
+    for windows in fitting:
+        assert np.bincount(even.windows(windows)).max() <= 2
+    with pytest.raises(ValueError, match=r"no rounds fit into 512 bytes of scratch: give more"):
+        with_windows(tight, [[6, 7], [8]])
+    assert with_windows(tight, [[7, 6, 9], [9, 7]]).windows == 7
+
+
+def test_a_pair_with_few_buckets_is_spread_over_the_windows_of_one_with_many() -> None:
+    messages = sent([100, 4, 1], 64)
+    windows = messages.windows(100)
+    assert np.array_equal(windows[:100], np.arange(100))
+    assert np.array_equal(np.diff(windows[100:104]), [25, 25, 25]) and 0 < windows[104] < 100
 
 
 def test_too_little_scratch_and_too_few_slots_are_errors() -> None:
     with pytest.raises(
         ValueError, match=r"100 bytes of scratch are too few for 16 .* peers, 2 slots\): give at least 256"
     ):
-        divide(ScratchBudget(100, 1, 2), [{0: 8}])
+        divide(ScratchBudget(100, 1, 2), [8])
     with pytest.raises(ValueError, match="one stream of two slots is needed"):
         ScratchBudget(slots=1)
 
@@ -211,22 +255,25 @@ def exchange(devices: list[Device], division: Division) -> bool:
     """HandTransfer every message whose group is under way at both ends; False if there is none."""
     moved = False
     under_way = [
-        {(device.found[n].stage, device.found[n].number): n for s in range(4) if (n := device.wire(s)) is not None}
+        {(device.found[n].stream, device.found[n].window): n for s in range(4) if (n := device.wire(s)) is not None}
         for device in devices
     ]
     for sender, src in enumerate(devices):
         for key, index in under_way[sender].items() if src.sends else ():
+            before: dict[int, int] = {}  # messages of the group to each receiver: they are matched in order
             for number, placed in enumerate(src.found[index].placed_messages):
-                receiver = division.members[key[0]][placed.member]
+                receiver = division.members[placed.member]
+                place = before[receiver] = before.get(receiver, -1) + 1
                 other = under_way[receiver].get(key)
                 if other is None or (index, number) in src.received:
                     continue
                 dst = devices[receiver]
-                mirror = next(
+                from_sender = [
                     n
                     for n, each in enumerate(dst.found[other].placed_messages)
-                    if division.members[key[0]][each.member] == sender
-                )
+                    if division.members[each.member] == sender
+                ]
+                mirror = from_sender[place]
                 arriving = dst.message(dst.found[other], dst.found[other].placed_messages[mirror])
                 arriving[:] = src.message(src.found[index], placed)
                 src.received.add((index, number))
@@ -292,10 +339,9 @@ def program_bytes(schedules: list[Schedule]) -> int:
 def test_every_rank_of_a_plan_keeps_to_its_scratch_whatever_the_budget(case: Case) -> None:
     schedules = schedules_of(case.plan())
     tensors = [untouched(schedule) for schedule in schedules]
-    peers = list(map(peers_by_stage, schedules))
     large = program_bytes(schedules) > 1 << 30  # where the small budgets make tens of thousands of rounds
     for budget in LARGE_BUDGETS if large else ODD_BUDGETS:
-        division = divide(budget, peers)
+        division = division_of(schedules, budget)
         for in_place in (True, False):
             used = []
             for schedule, held in zip(schedules, tensors, strict=True):
@@ -310,14 +356,14 @@ def test_every_rank_of_a_plan_keeps_to_its_scratch_whatever_the_budget(case: Cas
 @pytest.mark.parametrize("case", PLANS, ids=str)
 def test_a_budget_too_small_for_a_plan_is_refused_with_what_it_needs(case: Case) -> None:
     schedules = schedules_of(case.plan())
-    peers = list(map(peers_by_stage, schedules))
+    pairs = list(map(pair_count, schedules))
     for budget in ODD_BUDGETS:
         with pytest.raises(ValueError, match=r"^7 bytes of scratch are too few for .*: give at least \d+$") as caught:
-            divide(replace(budget, scratch_bytes=7), peers)
+            divide(replace(budget, scratch_bytes=7), pairs)
         least = int(str(caught.value).split()[-1])
-        assert divide(replace(budget, scratch_bytes=least), peers).bucket_bytes == ALIGNMENT
+        assert divide(replace(budget, scratch_bytes=least), pairs).bucket_bytes == ALIGNMENT
         with pytest.raises(ValueError, match="too few"):
-            divide(replace(budget, scratch_bytes=least - 1), peers)
+            divide(replace(budget, scratch_bytes=least - 1), pairs)
 
 
 def test_a_digest_changes_with_any_bit_and_any_two_words_that_change_places() -> None:
@@ -348,14 +394,16 @@ def test_the_tables_that_the_gpu_walks_move_the_same_bytes(worlds: Worlds, seed:
             slot = device.slots[each.stream, each.slot]
             bases = [*(tensor.data_ptr() for tensor in bound.tensors), slot.ctypes.data]
             tiles = cut_tiles(each.copies, np.array(bases, np.uint64), 64)
-            peers = [(placed, division.members[each.stage][placed.member]) for placed in each.placed_messages]
+            peers = [(placed, division.members[placed.member]) for placed in each.placed_messages]
             if device.sends:
                 run_tiles(tiles)
                 for placed, peer in peers:
-                    on_the_wire[each.stage, each.number, rank, peer] = device.message(each, placed).copy()
+                    key = placed.bucket.stage, placed.bucket.number, rank, peer
+                    on_the_wire[key] = device.message(each, placed).copy()
             else:
                 for placed, peer in peers:
-                    device.message(each, placed)[:] = on_the_wire.pop((each.stage, each.number, peer, rank))
+                    key = placed.bucket.stage, placed.bucket.number, peer, rank
+                    device.message(each, placed)[:] = on_the_wire.pop(key)
                 run_tiles(tiles)
     assert not on_the_wire
     check_delivered(transfers, bound_schedules, worlds)

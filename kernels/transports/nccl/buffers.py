@@ -14,8 +14,6 @@ some 260 MB more for its kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from .staging import Division
 
 COMMUNICATOR_BYTES = 252_000_000
@@ -27,14 +25,12 @@ _NET_CHANNELS = 4  # between ranks of two hosts: 50 GB/s of NIC, at 14 GB/s for 
 _PEERS_IN_A_ROUND = 8
 
 
-def buffer_bytes(peers: Mapping[int, int], division: Division, *, receives: bool) -> int:
-    """NCCL's own memory on a rank that has `peers` (by stage) in the communicators of a division."""
+def buffer_bytes(peers: int, division: Division, *, receives: bool) -> int:
+    """NCCL's own memory on a rank that has so many peers in the communicators of a division."""
     of_channel = RECEIVING_BYTES if receives else SENDING_BYTES
-    return sum(
-        len(division.streams[stage])
-        * (COMMUNICATOR_BYTES + count * _channels(len(division.members[stage])) * of_channel)
-        for stage, count in peers.items()
-    )
+    streams = division.budget.streams if peers else 0
+    connections = peers * (1 if division.keeps_streams else streams)
+    return streams * COMMUNICATOR_BYTES + connections * _channels(len(division.members)) * of_channel
 
 
 def _channels(ranks: int) -> int:

@@ -6,7 +6,7 @@ watchdog ends the process after a timeout, and a trainer must outlive its genera
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -60,16 +60,19 @@ class NcclCommunicator:
         raise NcclError(waiting, f"NCCL: {self._bindings.get_error_string(result)}" + (f" ({said})" if said else ""))
 
     def start(
-        self, payloads: Mapping[int, torch.Tensor], stream: torch.cuda.Stream, waiting: Waiting, *, sends: bool
+        self, payloads: Iterable[tuple[int, torch.Tensor]], stream: torch.cuda.Stream, waiting: Waiting, *, sends: bool
     ) -> None:
-        """Queue messages on `stream`, as one group. `payloads` are contiguous uint8 tensors by member."""
+        """Queue messages on `stream`, as one group: of each its member, and a contiguous tensor uint8 [nbytes].
+
+        A member that gets several takes them in the order in which it was sent them.
+        """
         # The binding's lower layer: the upper one examines every tensor again in each refit.
         nccl, communicator, handle = self._bindings, self._bindings.Comm(self._open(waiting).ptr), stream.cuda_stream
         move = nccl.send if sends else nccl.recv
         try:
             nccl.group_start()
             try:
-                for member, payload in payloads.items():
+                for member, payload in payloads:
                     move(payload.data_ptr(), payload.numel(), nccl.DataType.Uint8, member, communicator, handle)
             finally:
                 nccl.group_end()

@@ -3,8 +3,8 @@
     training rank    weights --gather kernel--> slot --NCCL send-->
     generation rank                              --NCCL recv--> slot --scatter kernel--> weights
 
-Every stage has a communicator on each of its streams. The kernels run on streams beside them: one round is packed or
-unpacked while others are on the wire (`rounds` says why this cannot deadlock). A bucket that lies in one piece skips its
+Every stream has a communicator of all ranks. The kernels run on streams beside them: one round is packed or unpacked
+while others are on the wire (`rounds` says why this cannot deadlock). A bucket that lies in one piece skips its
 copy. All rounds are one CUDA graph: a refit is one launch, then the host polls against the deadline. Without the graph
 the host spent 0.1 ms a round on NCCL's calls and threads.
 
@@ -15,7 +15,7 @@ messages of 64 MiB, 292 against 299 in messages of 128 MiB (four H200s).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,14 +36,30 @@ from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fe
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.base import StageClock, StageReport
-from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
+from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank, peer_group_rank
+from mcore_reshard.kernels.transports.rounds import turn_with
 
 from .communicator import NcclCommunicator, NcclError, new_unique_id
-from .staging import DIGEST_BYTES, Division, Round, ScratchBudget, divide, divided_rounds, peers_by_stage, slot_bytes
+from .staging import (
+    DIGEST_BYTES,
+    Division,
+    Messages,
+    Round,
+    ScratchBudget,
+    divide,
+    divided_rounds,
+    pair_count,
+    slot_bytes,
+    windows_that_fit,
+    with_windows,
+)
 
 if TYPE_CHECKING:
     from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, DeviceTable
     from mcore_reshard.kernels.cuda.device_memory import PlainBuffer
+
+Payload = tuple[int, torch.Tensor]  # the peer's rank in the communicators, and a contiguous tensor uint8 [nbytes]
+Waits = tuple[Waiting, ...]  # what is awaited from each peer
 
 DEFAULT_COPY_CTAS = 32  # of 132: packing must outpace the wire, and NCCL's own kernels need room beside it
 _WARM_BYTES = 16
@@ -78,15 +94,14 @@ class NcclExecutor:
         self._refit_poller = EventPoller(timeout_s, watches=True)
         self._closed = False
         self.table_bytes = 0  # device memory of what the kernels walk
-        self._links: dict[tuple[int, int], _Link] = {}  # by stage and stream
+        self._links: dict[int, _Link] = {}  # by stream
         self._rounds: tuple[_DeviceRound, ...] = ()
         self._slots: dict[tuple[int, int], PlainBuffer] = {}
         self._scales: DeviceTable | None = None
         self._problems: list[str] = []  # of the tables, as they were read back from the device
         self._graph: torch.cuda.CUDAGraph | None = None
         with self._give_up_on_error():
-            self._division = self._agree_on_division(budget)
-            buckets = cut_buckets(bound.schedule, self._division.bucket_bytes)
+            self._division, buckets = self._divide(budget)
             self._clock = StageClock(bound, buckets)
             if buckets:
                 with torch.cuda.device(self._device):
@@ -149,7 +164,7 @@ class NcclExecutor:
         self._damaged = torch.zeros(len(buckets), dtype=torch.bool, device=self._device)
         self._over = torch.zeros(len(planned), dtype=torch.uint8, pin_memory=True)  # 1: the round is; the device writes
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
-        self._connect(planned)
+        self._connect(buckets)
         self._rounds = self._bind_rounds(planned, copy_ctas)
         self.table_bytes = sum(each.copies.nbytes for each in self._rounds)
         self._scales = device_scales(self._bound.casts, self._bound.tensors, self._device)
@@ -164,8 +179,10 @@ class NcclExecutor:
     def _run(self) -> None:
         assert self._graph is not None
         over = self._over.zero_().numpy()
-        stages = np.array([each.round.stage for each in self._rounds])
-        under_way = {stage: stages == stage for stage in np.unique(stages).tolist()}
+        stages = [each.round.stages for each in self._rounds]
+        under_way = {
+            stage: np.array([stage in of_round for of_round in stages]) for stage in sorted(frozenset().union(*stages))
+        }
         for stage in under_way:
             self._clock.started(stage)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -183,7 +200,7 @@ class NcclExecutor:
                 del under_way[stage]
             return done
 
-        self._wait(reached, lambda: self._rounds[int(over.argmin())].round, self._refit_poller)
+        self._wait(reached, lambda: self._rounds[int(over.argmin())].waits, self._refit_poller)
         if self._division.budget.checksums:
             buckets = [placed.bucket for each in self._rounds for placed in each.round.placed_messages]
             for number in torch.nonzero(self._damaged).reshape(-1).tolist():
@@ -234,7 +251,7 @@ class NcclExecutor:
             each.copies.launch(stream)
         if self._division.budget.checksums:
             with torch.cuda.stream(stream):
-                for number, payload in enumerate(each.payloads.values(), each.first_message):
+                for number, (_, payload) in enumerate(each.payloads, each.first_message):
                     body, end = payload[:-DIGEST_BYTES], payload[-DIGEST_BYTES:].view(torch.int64)
                     if self._sends:
                         end.copy_(digest(body))
@@ -244,11 +261,11 @@ class NcclExecutor:
             each.copies.launch(stream)
 
     def _communicate(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
-        each.link.communicator.start(each.payloads, stream, _waiting(each.round), sends=self._sends)
-        self._settle(each.link.communicator, each.round)
+        each.link.communicator.start(each.payloads, stream, each.waits[0], sends=self._sends)
+        self._settle(each.link.communicator, each.waits)
 
-    def _wait(self, has_happened: Callable[[], bool], where: Callable[[], Round], poller: EventPoller) -> None:
-        """Poll `has_happened`. Raises if one round, `where()`, takes too long, another rank has given up, or NCCL fails."""
+    def _wait(self, has_happened: Callable[[], bool], where: Callable[[], Waits], poller: EventPoller) -> None:
+        """Poll `has_happened`. Raises if what is awaited, `where()`, takes too long, another rank gives up, or NCCL fails."""
 
         def check() -> bool:
             try:
@@ -256,10 +273,10 @@ class NcclExecutor:
             except RefitError:
                 raise
             except RuntimeError as error:
-                raise NcclError(_waiting(where()), f"the device failed: {error}") from error
+                raise NcclError(where()[0], f"the device failed: {error}") from error
 
         def look(waited_s: float) -> None:
-            waiting = _waiting(where())
+            waiting = where()[0]
             if who := self._exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
                 raise PeerLostError(waiting, f"{who} gave up")
             for link in self._links.values():
@@ -268,15 +285,13 @@ class NcclExecutor:
         if not poller.until(check, look=look, progress=lambda: id(where())):
             raise self._overdue(where())
 
-    def _wait_for(self, where: Round, has_happened: Callable[[], bool]) -> None:
+    def _wait_for(self, where: Waits, has_happened: Callable[[], bool]) -> None:
         self._wait(has_happened, lambda: where, EventPoller(self._timeout_s))
 
-    def _overdue(self, where: Round) -> DeadlineError:
-        """The error for a round past its deadline. It names a peer of the round that does not wait itself."""
+    def _overdue(self, where: Waits) -> DeadlineError:
+        """The error for what is past its deadline. It names a peer that does not wait itself."""
         reason = f"nothing within {self._timeout_s:g} s"
-        errors = {
-            placed.bucket.waiting.peer: DeadlineError(placed.bucket.waiting, reason) for placed in where.placed_messages
-        }
+        errors = {waiting.peer: DeadlineError(waiting, reason) for waiting in where}
         waits = [Failure.of(self._bound.rank_name, error) for error in errors.values()]
         culprit = self._exchange.blame(f"run-{self._runs}", waits).peer
         return errors.get(culprit or "", next(iter(errors.values())))
@@ -290,46 +305,56 @@ class NcclExecutor:
             self.close()
             raise
 
-    def _agree_on_division(self, budget: ScratchBudget) -> Division:
-        word = [*peers_by_stage(self._bound.schedule).items()], repr(budget)
-        words = self._exchange.gather("word", word, _parse_word)
+    def _divide(self, budget: ScratchBudget) -> tuple[Division, tuple[Bucket, ...]]:
+        """Agree with all ranks on how scratch is divided. Returns that, and this rank's buckets."""
+        schedule, gather = self._bound.schedule, self._exchange.gather
+        words = gather("word", (pair_count(schedule), repr(budget)), _parse_word)
         if len(budgets := sorted({budget for _, budget in words})) > 1:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}; give all of them the same")
         try:
-            return divide(budget, [peers for peers, _ in words])
+            division = divide(budget, [pairs for pairs, _ in words])
+            buckets = cut_buckets(schedule, division.bucket_bytes)
+            messages = Messages.of(schedule, buckets, division)
+            most_buckets = max(gather("most_buckets", int(messages.count.max(initial=1)), int))
+            fitting = gather("windows", windows_that_fit(division, messages, most_buckets), _parse_windows)
+            return with_windows(division, fitting), buckets
         except ValueError as error:
             raise SessionError(str(error)) from error
 
-    def _connect(self, planned: Sequence[Round]) -> None:
-        """Join the communicators of the rank's stages, all at the same time, and connect every pair in them."""
+    def _connect(self, buckets: Sequence[Bucket]) -> None:
+        """Join the communicators, all at the same time, and connect every pair in them."""
         schedule, division = self._bound.schedule, self._division
         me = group_rank(schedule, schedule.world, schedule.rank)
-        firsts = {each.stage: each for each in reversed(planned)}  # each has a message from or to every peer
-        places = [(stage, stream) for stage in sorted(firsts) for stream in division.streams[stage]]
+        members = division.members
+        peers = {bucket.peer: bucket.waiting for bucket in reversed(buckets)}  # for the first bucket of each
         # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
-        pairs = {stream: (torch.cuda.Stream(priority=-1), torch.cuda.Stream()) for _, stream in places}
-        for stage, stream in places:
-            members, key = division.members[stage], f"id/{stage}/{stream}"
+        streams = {
+            stream: (torch.cuda.Stream(priority=-1), torch.cuda.Stream()) for stream in range(division.budget.streams)
+        }
+        waits = tuple(peers.values())
+        for stream, (wire, side) in streams.items():
+            key = f"id/{stream}"
             if me == members[0]:
                 publish(self._exchange.store, key, new_unique_id().hex())
-            waiting = _waiting(firsts[stage])
-            owner = replace(waiting, peer=group_names(schedule)[members[0]])
+            owner = replace(waits[0], peer=group_names(schedule)[members[0]])
             unique_id = fetch(self._exchange.store, key, owner, _parse_unique_id, timeout_s=self._timeout_s)
-            communicator = NcclCommunicator(unique_id, members.index(me), len(members), waiting)
-            self._links[stage, stream] = _Link(communicator, *pairs[stream])
-        for place in places:
-            self._settle(self._links[place].communicator, firsts[place[0]])
-        peers = max(len(first.placed_messages) for first in firsts.values())
-        warm = torch.empty(peers, _WARM_BYTES, dtype=torch.uint8, device=self._device)
-        for place in places:
-            link, first = self._links[place], firsts[place[0]]
-            payloads = {placed.member: warm[number] for number, placed in enumerate(first.placed_messages)}
-            link.communicator.start(payloads, link.wire, _waiting(first), sends=self._sends)
-            self._settle(link.communicator, first)
-            self._wait_for(first, link.wire.record_event().query)
+            communicator = NcclCommunicator(unique_id, members.index(me), len(members), waits[0])
+            self._links[stream] = _Link(communicator, wire, side)
+        for link in self._links.values():
+            self._settle(link.communicator, waits)
+        warm = torch.empty(len(peers), _WARM_BYTES, dtype=torch.uint8, device=self._device)
+        for stream, link in self._links.items():
+            payloads = [
+                (members.index(peer_group_rank(schedule, peer)), warm[number])
+                for number, peer in enumerate(peers)
+                if stream in division.streams_of(turn_with(schedule, peer))
+            ]
+            link.communicator.start(payloads, link.wire, waits[0], sends=self._sends)
+            self._settle(link.communicator, waits)
+            self._wait_for(waits, link.wire.record_event().query)
 
-    def _settle(self, communicator: NcclCommunicator, where: Round) -> None:
-        self._wait_for(where, lambda: communicator.is_idle(_waiting(where)))
+    def _settle(self, communicator: NcclCommunicator, where: Waits) -> None:
+        self._wait_for(where, lambda: communicator.is_idle(where[0]))
 
     def _bind_rounds(self, planned: Sequence[Round], copy_ctas: int) -> tuple[_DeviceRound, ...]:
         from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
@@ -348,18 +373,18 @@ class NcclExecutor:
             reference = PlacedCopies.of_buckets(staged, addresses, begins)
             name_of = names_of(self._bound.schedule, reference.copies["src" if self._sends else "dst"])
             self._problems += copies.problems(reference, self._bound.casts, addresses, name_of)
-            payloads: dict[int, torch.Tensor] = {}
+            payloads: list[Payload] = []
             for placed in each.placed_messages:
                 memory = slot if placed.tensor is None else byte_view(self._bound.tensors[placed.tensor])
-                payloads[placed.member] = memory[placed.offset :][: placed.message_bytes]
-            rounds.append(_DeviceRound(each, self._links[each.stage, each.stream], payloads, copies, messages))
+                payloads.append((placed.member, memory[placed.offset :][: placed.message_bytes]))
+            rounds.append(_DeviceRound(each, self._links[each.stream], payloads, copies, messages, _waits(each)))
             messages += len(payloads)
         return tuple(rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """A communicator of a stage, the stream of its messages, and that of the copies beside it."""
+    """A communicator, the stream of its messages, and that of the copies beside it."""
 
     communicator: NcclCommunicator
     wire: torch.cuda.Stream
@@ -372,19 +397,24 @@ class _DeviceRound:
 
     round: Round
     link: _Link
-    payloads: Mapping[int, torch.Tensor]  # by member
+    payloads: Sequence[Payload]
     copies: DeviceGather
     first_message: int  # its number among all messages of the rank
+    waits: Waits
 
 
-def _waiting(where: Round) -> Waiting:
-    return where.placed_messages[0].bucket.waiting
+def _waits(each: Round) -> Waits:
+    return tuple(placed.bucket.waiting for placed in each.placed_messages)
 
 
-def _parse_word(word: Any) -> tuple[dict[int, int], str]:
-    """(number of peers by stage, budget) of a rank."""
-    peers_of_stages, budget = word
-    return {int(stage): int(peers) for stage, peers in peers_of_stages}, str(budget)
+def _parse_word(word: Any) -> tuple[int, str]:
+    """(`pair_count`, budget) of a rank."""
+    pairs, budget = word
+    return int(pairs), str(budget)
+
+
+def _parse_windows(windows: Any) -> list[int]:
+    return [int(each) for each in windows]
 
 
 def _parse_unique_id(text: str) -> bytes:

@@ -1,31 +1,44 @@
 """Fit a refit over nccl into bounded scratch: plain numbers, no device.
 
-A round (see `rounds`) is one group of NCCL messages. Its number and its stage decide on which stream it goes. A stream
-has at least two slots, so that one bucket is packed or unpacked while another is on the wire.
+A round is one group of NCCL messages: those of one window (see `window_of`) on one stream. A stream has at least two
+slots, so that one round is packed or unpacked while another is on the wire.
 
-Where there are fewer stages than streams, the rounds of a stage take several streams in turn. On one stream NCCL uses
-half of its channels for messages of this size, and the wire idles between two rounds. Four H200s reach 297 GB/s with one
-stream, 321 with two.
+    windows      0    1    2    3    4        a rank with few peers: a window is a round, on the streams in turn
+    stream 0     a0        a2        a4
+    stream 1          a1        a3
+
+    stream 0     a0   a1   a2   a3   a4       ranks with many peers: half of the pairs on each stream, and
+    stream 1     b0   b1   b2   b3   b4       longer windows, which are filled more evenly
+
+On one stream NCCL uses half of its channels for messages of this size, and the wire idles between two rounds. Four H200s
+reach 297 GB/s with one stream, 321 with two.
+
+All ranks take the same number of windows: as many as the pair with the most buckets has, or more, until the fullest round
+of every rank fits into a slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.buckets import Bucket, aligned
+from mcore_reshard.kernels.copies.buckets import Bucket, Size, aligned
 from mcore_reshard.kernels.copies.casts import Casts, bound_casts
-from mcore_reshard.kernels.copies.copy_table import COPY, SCRATCH, joined
+from mcore_reshard.kernels.copies.copy_table import COPY, SCRATCH, Ints, joined
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.transports.group_ranks import peer_group_rank
-from mcore_reshard.kernels.transports.rounds import bucket_bytes_within, stage_rounds
+from mcore_reshard.kernels.transports.rounds import bucket_bytes_within, turn_with, window_of
 from mcore_reshard.planner.plan.schedule import Schedule
 
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
+_MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
+_MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
+_GROWTH, _GROWTHS = 1.1, 64  # the numbers of windows that are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +54,55 @@ class ScratchBudget:
         if self.streams < 1 or self.slots < 2:
             raise ValueError(f"at least one stream of two slots is needed to overlap packing with the wire: {self}")
 
+    @property
+    def slot_bytes(self) -> int:
+        return self.scratch_bytes // (self.streams * self.slots)
+
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How scratch is divided among stages and peers; a function of what all ranks said, so equal on all of them."""
+    """How scratch is divided among peers; a function of what all ranks said, so equal on all of them."""
 
     bucket_bytes: int
     budget: ScratchBudget
-    streams: Mapping[int, tuple[int, ...]]  # stage index -> its streams, which its rounds take in turn
-    members: Mapping[int, tuple[int, ...]]  # stage index -> group ranks in its communicators, ascending
+    members: tuple[int, ...]  # group ranks in the communicators, ascending: those that have peers
+    keeps_streams: bool  # whether a pair keeps to one stream
+    windows: int = 1
+
+    def streams_of(self, turn: int) -> tuple[int, ...]:
+        """The streams that a pair's messages take."""
+        streams = self.budget.streams
+        return (turn % streams,) if self.keeps_streams else tuple(range(streams))
+
+    def stream_of(self, window: Any, turn: Any) -> Any:
+        """The stream of a message. Also of arrays."""
+        return (turn if self.keeps_streams else window) % self.budget.streams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Messages:
+    """What decides on the rounds of one rank's messages; every column has one entry a message."""
+
+    number: Ints  # among those of its stage and peer
+    count: Ints  # how many these are
+    turn: Ints
+    nbytes: Ints  # in a slot
+
+    @classmethod
+    def of(cls, schedule: Schedule, buckets: Sequence[Bucket], division: Division) -> Messages:
+        counts = Counter((bucket.stage, bucket.peer) for bucket in buckets)
+        turns = {peer: turn_with(schedule, peer) for _, peer in counts}
+        columns = (
+            [bucket.number for bucket in buckets],
+            [counts[bucket.stage, bucket.peer] for bucket in buckets],
+            [turns[bucket.peer] for bucket in buckets],
+            [aligned(message_bytes(bucket.nbytes, division.budget)) for bucket in buckets],
+        )
+        return cls(*(np.array(column, np.int64) for column in columns))
+
+    def windows(self, windows: int) -> Ints:
+        """The window of each message."""
+        return np.asarray(window_of(self.number, self.count, self.turn, windows), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +110,7 @@ class PlacedMessage:
     """One bucket in its round, from or into either a place in the slot or, without a copy, a tensor."""
 
     bucket: Bucket
-    member: int  # the peer's rank in the stage's communicators
+    member: int  # the peer's rank in the communicators
     message_bytes: int
     tensor: int | None  # index into Schedule.tensors; None: it lies in the slot
     offset: int  # where it begins there
@@ -79,26 +132,20 @@ class PlacedMessage:
         return replace(self.bucket, copies=run)
 
 
-class RoundPlace(NamedTuple):
-    """Where a round is carried out; of a round's messages it depends on nothing but their stage and number."""
-
-    stage: int  # index into Schedule.stages
-    number: int
-    stream: int
-    slot: int  # of the stream
-    after: int | None  # index of the round that leaves the slot to this one
-
-
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The messages that a rank sends and receives in one NCCL group."""
+    """The messages that a rank sends and receives in one NCCL group: by turn, and of one peer by stage and number."""
 
-    stage: int  # index into Schedule.stages
-    number: int
+    window: int
     stream: int
     slot: int  # of the stream
     after: int | None  # index of the round that leaves the slot to this one
     placed_messages: tuple[PlacedMessage, ...]
+
+    @property
+    def stages(self) -> frozenset[int]:
+        """Of its messages: indices into Schedule.stages."""
+        return frozenset(placed.bucket.stage for placed in self.placed_messages)
 
     @property
     def staged(self) -> tuple[PlacedMessage, ...]:
@@ -110,34 +157,56 @@ class Round:
         return joined([placed.bucket.copies_at(SCRATCH, placed.offset) for placed in self.staged])
 
 
-def peers_by_stage(schedule: Schedule) -> dict[int, int]:
-    """Stage index -> number of peers that bytes pass to or from; stages without any are left out."""
-    peers = {
-        index: sum(len(np.unique(table.peer[table.nbytes > 0])) for table in (stage.sends, stage.recvs))
-        for index, stage in enumerate(schedule.stages)
-    }
-    return {index: count for index, count in peers.items() if count}
+def pair_count(schedule: Schedule) -> int:
+    """With how many peers bytes pass, counted in each stage."""
+    tables = [table for stage in schedule.stages for table in (stage.sends, stage.recvs)]
+    return sum(len(np.unique(table.peer[table.nbytes > 0])) for table in tables)
 
 
-def divide(budget: ScratchBudget, peers: Sequence[Mapping[int, int]]) -> Division:
-    """Divide scratch so that the rank with the most peers fits. `peers[r]` is the `peers_by_stage` of group rank `r`.
+def divide(budget: ScratchBudget, pairs: Sequence[int]) -> Division:
+    """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
-    A slot has a place for one bucket of each peer of any stage. With 2 streams of 2 slots, at most 4 peers and 512 MiB,
-    buckets have 32 MiB. Raises ValueError if less than one element fits.
+    A slot has a place for one bucket of each peer, or for 16. With 2 streams of 2 slots, 4 peers and 512 MiB, buckets have
+    32 MiB. Raises ValueError if less than one element fits.
     """
-    members = {
-        stage: tuple(rank for rank, of_rank in enumerate(peers) if of_rank.get(stage))
-        for stage in sorted({stage for of_rank in peers for stage, count in of_rank.items() if count})
-    }
-    streams = {
-        stage: tuple(range(turn, budget.streams, len(members))) or (turn % budget.streams,)
-        for turn, stage in enumerate(members)
-    }
-    most_peers = max((count for of_rank in peers for count in of_rank.values()), default=1)
+    members = tuple(rank for rank, count in enumerate(pairs) if count)
+    counts = [pairs[rank] for rank in members] or [1]
     bucket_bytes = bucket_bytes_within(
-        budget.scratch_bytes, most_peers, budget.streams * budget.slots, DIGEST_BYTES if budget.checksums else 0
+        budget.scratch_bytes,
+        min(max(counts), _MOST_MESSAGES),
+        budget.streams * budget.slots,
+        DIGEST_BYTES if budget.checksums else 0,
     )
-    return Division(bucket_bytes, budget, streams, members)
+    return Division(bucket_bytes, budget, members, min(counts) >= _MANY_PEERS * budget.streams)
+
+
+def windows_to_try(most_buckets: int) -> list[int]:
+    """Numbers of windows, ascending. `most_buckets` is how many the pair with the most of all ranks has."""
+    return [int(most_buckets * _GROWTH**growth) for growth in range(_GROWTHS)]
+
+
+def windows_that_fit(division: Division, messages: Messages, most_buckets: int) -> list[int]:
+    """Of `windows_to_try`, those of which a rank's fullest round fits into a slot."""
+    return [
+        windows
+        for windows in windows_to_try(most_buckets)
+        if fullest_round(division, messages, windows) <= division.budget.slot_bytes
+    ]
+
+
+def with_windows(division: Division, fitting: Iterable[Iterable[int]]) -> Division:
+    """The division with the fewest windows that fit all ranks. Raises ValueError if none does."""
+    fits_all = set.intersection(*map(set, fitting))
+    if not fits_all:
+        raise ValueError(f"no rounds fit into {division.budget.scratch_bytes} bytes of scratch: give more")
+    return replace(division, windows=min(fits_all))
+
+
+def fullest_round(division: Division, messages: Messages, windows: int, rank: Ints | int = 0) -> int:
+    """Bytes of the largest round, of one rank, or of the ranks whose messages these are."""
+    window = messages.windows(windows)
+    lane = rank * division.budget.streams + division.stream_of(window, messages.turn)
+    return int(np.bincount(lane * windows + window, messages.nbytes).max(initial=0))
 
 
 def divided_rounds(
@@ -145,44 +214,46 @@ def divided_rounds(
 ) -> tuple[Round, ...]:
     """The rank's rounds in order. `in_place` [tensors] says which tensors messages may leave or enter without a copy."""
     casts = bound_casts(schedule)
-    rounds = {(each.stage, each.number): each.buckets for each in stage_rounds(schedule, buckets)}
-    return tuple(
-        Round(*place, _placed_messages(schedule, casts, division, rounds[place.stage, place.number], in_place))
-        for place in round_places(division, rounds)
-    )
-
-
-def round_places(division: Division, rounds: Iterable[tuple[int, int]]) -> list[RoundPlace]:
-    """The places of a rank's rounds, in the order in which it starts them; `rounds` are (stage, number), in any order."""
-    places: list[RoundPlace] = []
+    messages = Messages.of(schedule, buckets, division)
+    window = messages.windows(division.windows)
+    stream = division.stream_of(window, messages.turn)
+    together: dict[tuple[int, int], list[tuple[int, Bucket]]] = {}
+    for *place, turn, bucket in zip(window.tolist(), stream.tolist(), messages.turn.tolist(), buckets, strict=True):
+        together.setdefault((place[0], place[1]), []).append((turn, bucket))
+    rounds: list[Round] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
     slots = division.budget.slots
-    for number, stage in sorted((number, stage) for stage, number in rounds):
-        streams = division.streams[stage]
-        stream = streams[number % len(streams)]
-        earlier = on_stream.setdefault(stream, [])
+    for (number, lane), of_round in sorted(together.items()):
+        of_round.sort(key=lambda each: (each[0], each[1].stage, each[1].number))
+        placed = _placed_messages(schedule, casts, division, [bucket for _, bucket in of_round], in_place)
+        earlier = on_stream.setdefault(lane, [])
         after = earlier[-slots] if len(earlier) >= slots else None
-        earlier.append(len(places))
-        places.append(RoundPlace(stage, number, stream, (len(earlier) - 1) % slots, after))
-    return places
+        rounds.append(Round(number, lane, len(earlier) % slots, after, placed))
+        earlier.append(len(rounds) - 1)
+    return tuple(rounds)
 
 
 def _placed_messages(
     schedule: Schedule, casts: Casts, division: Division, buckets: Sequence[Bucket], in_place: Sequence[bool]
 ) -> tuple[PlacedMessage, ...]:
-    members, checksums = division.members[buckets[0].stage], division.budget.checksums
+    members, checksums = division.members, division.budget.checksums
     messages: list[PlacedMessage] = []
     slot_end = 0
     for bucket in buckets:
         is_cast = bucket.sends and bool(casts) and bool(np.isin(bucket.copies["src"], [*casts]).any())
-        message_bytes = aligned(bucket.nbytes) + DIGEST_BYTES if checksums else bucket.nbytes
+        nbytes = message_bytes(bucket.nbytes, division.budget)
         member = members.index(peer_group_rank(schedule, bucket.peer))
         place = None if checksums or is_cast else place_in_tensor(bucket.copies, sends=bucket.sends)
         tensor, offset = place if place is not None and in_place[place[0]] else (None, slot_end)
-        messages.append(PlacedMessage(bucket, member, message_bytes, tensor, offset))
+        messages.append(PlacedMessage(bucket, member, nbytes, tensor, offset))
         if tensor is None:
-            slot_end += aligned(message_bytes)
+            slot_end += aligned(nbytes)
     return tuple(messages)
+
+
+def message_bytes(bucket_bytes: Size, budget: ScratchBudget) -> Size:
+    """Bytes of a message; behind its bucket comes a digest, where buckets are checked."""
+    return aligned(bucket_bytes) + DIGEST_BYTES if budget.checksums else bucket_bytes
 
 
 def place_in_tensor(copies: NDArray[np.void], *, sends: bool) -> tuple[int, int] | None:
