@@ -202,7 +202,7 @@ def _nccl(plan: Plan, schedules: _Schedules, alike: _Alike, options: Options) ->
         for world, of_world in buckets.items()
         for rank, of_rank in of_world.items()
     ]
-    most_buckets = max(int(each.count.max(initial=1)) for each in messages)
+    most_buckets = max(each.most_of_a_pair for each in messages)
     division = with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages])
     return {
         world: {

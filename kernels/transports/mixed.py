@@ -6,60 +6,76 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import TransportUnavailable, first_of
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 
-from .base import Executor, StageReport, Transport, TransportContext, close_all, connect_all, merge_reports
+from .base import Executor, StageReport, Transport, TransportContext, close_all, merge_reports
 from .peer_access import RankPair, unavailable_reasons_by_pair
-from .relay import connect_unrelayed
+from .relay import ConnectParts, connect_relayed, connect_unrelayed
 
 _SHOWN = 3
 
 
-def connect_by_pair(context: TransportContext, direct: Transport, nccl: Transport) -> Executor:
+class Way(NamedTuple):
+    """A transport, and how the parts of a plan are connected by it."""
+
+    transport: Transport
+    connect: ConnectParts
+
+
+def connect_by_pair(context: TransportContext, direct: Way, nccl: Way) -> Executor:
     """Connect by `direct`, by `nccl` or by both. Raises `TransportUnavailable` naming pairs that neither reaches.
 
-    A plan that relays does so if all its pairs can share memory; else every byte comes from the trainer.
+    Replicas pass on by `direct` alone, what came to them by either. Where some of them cannot share memory, every byte
+    comes from the trainer.
     """
-    assert direct.connect is not None
-    unavailable_reasons = unavailable_reasons_by_pair(context, direct.unavailable_reason())
-    if not any(unavailable_reasons.values()):
-        return direct.connect(replace(context, store=FailFastStore(direct.name, context.store)))
+    unavailable_reasons = unavailable_reasons_by_pair(context, direct.transport.unavailable_reason())
     far = {pair: why for pair, why in unavailable_reasons.items() if why is not None and not pair.relays}
-    if far and (unavailable_reason := nccl.unavailable_reason()):
+    if far and (unavailable_reason := nccl.transport.unavailable_reason()):
         some = _some({pair.named(context.bound.schedule): why for pair, why in far.items()})
         raise TransportUnavailable(f"{some}, and nccl cannot take their place: {unavailable_reason}")
-    near = any(not pair.relays and why is None for pair, why in unavailable_reasons.items())
-    kinds = direct if near else None, nccl if far else None
-    return connect_unrelayed(lambda straight: _connect_kinds(straight, *kinds, far), context)
+    near = not far or any(not pair.relays and why is None for pair, why in unavailable_reasons.items())
+    ways = [(way, is_far) for way, is_far, is_used in ((direct, False, near), (nccl, True, bool(far))) if is_used]
+    trainer = partial(_connect_parts, ways, far)
+    if any(pair.relays and why is not None for pair, why in unavailable_reasons.items()):
+        return connect_unrelayed(trainer, context)
+    return connect_relayed(trainer, direct.connect, context)
 
 
-def _connect_kinds(
-    context: TransportContext, direct: Transport | None, nccl: Transport | None, far: Mapping[RankPair, str]
-) -> Executor:
-    """Connect one transport or both; all ranks do the same, also those with no peer of one kind."""
-    schedule = context.bound.schedule
+def _connect_parts(
+    ways: Sequence[tuple[Way, bool]],
+    far: Mapping[RankPair, str],
+    context: TransportContext,
+    parts: Sequence[BoundSchedule],
+) -> Sequence[Executor]:
+    """Connect parts by each way, which is for far pairs or for near ones; all ranks do, also without a peer of a kind."""
+    connected: list[Sequence[Executor]] = []
+    try:
+        for way, is_far in ways:
+            own = replace(context, store=FailFastStore(way.transport.name, context.store))
+            connected.append(way.connect(own, [_with_peers(part, far, is_far) for part in parts]))
+    except BaseException:
+        close_all([executor for of_way in connected for executor in of_way])
+        raise
+    if len(connected) == 1:
+        return connected[0]
+    return [MixedExecutor(of_part, context.bound.device) for of_part in zip(*connected, strict=True)]
+
+
+def _with_peers(bound: BoundSchedule, far: Mapping[RankPair, str], is_far: bool) -> BoundSchedule:
+    """What a rank exchanges with those that are far from it, or with the others."""
+    schedule = bound.schedule
     ends = [(pair.src, pair.dst) if schedule.world == "train" else (pair.dst, pair.src) for pair in far]
     far_peers = {peer for rank, peer in ends if rank == schedule.rank}
-    peers_by_transport = (direct, schedule.peers - far_peers), (nccl, schedule.peers & far_peers)
-    parts = connect_all(
-        _connect_part(context, transport, peers) for transport, peers in peers_by_transport if transport is not None
-    )
-    return parts[0] if len(parts) == 1 else MixedExecutor(parts, context.bound.device)
-
-
-def _connect_part(context: TransportContext, transport: Transport, peers: frozenset[int]) -> Executor:
-    """Connect one transport for some of the peers, even if there are none: other ranks wait for this one to connect."""
-    assert transport.connect is not None
-    bound = context.bound
-    if peers != bound.schedule.peers:
-        bound = bound.part(bound.schedule.with_peers(peers))
-    return transport.connect(replace(context, bound=bound, store=FailFastStore(transport.name, context.store)))
+    peers = schedule.peers & far_peers if is_far else schedule.peers - far_peers
+    return bound if peers == schedule.peers else bound.part(schedule.with_peers(peers))
 
 
 def _some(far: Mapping[str, str]) -> str:

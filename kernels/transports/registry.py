@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
+from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.options import TRANSPORTS
 
 from .base import Executor, Transport, TransportContext, gpu_unavailable_reason
 from .gloo import GlooExecutor
-from .mixed import connect_by_pair
+from .mixed import Way, connect_by_pair
 from .nccl.communicator import nccl_unavailable_reason
-from .nccl.executor import NcclExecutor
+from .nccl.executor import connect_nccl
 from .nccl.staging import ScratchBudget
-from .relay import connect_relayed, connect_unrelayed
+from .relay import connect_each, connect_relayed, connect_unrelayed
 
 AUTO = "auto"
 GOLDEN = "golden"
@@ -97,22 +99,24 @@ def _connect_direct(context: TransportContext) -> Executor:
     )
 
 
-def _connect_nccl(context: TransportContext) -> Executor:
+def _connect_nccl(context: TransportContext, parts: Sequence[BoundSchedule]) -> Sequence[Executor]:
     options = context.options
     budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
-    return NcclExecutor(context.bound, context.store, timeout_s=options.timeout_s, budget=budget)
+    return connect_nccl(parts, context.store, timeout_s=options.timeout_s, budget=budget)
 
 
 def _connect_gloo(context: TransportContext) -> Executor:
     return GlooExecutor(context.group, context.bound, bucket_bytes=context.options.bucket_bytes)
 
 
+_direct_parts = connect_each(_connect_direct)
+_gloo_parts = connect_each(_connect_gloo)
 _DIRECT = Transport(
     name="direct",
     devices=frozenset({"cuda"}),
     reach="GPUs of one host that can access each other's memory",  # which ones shows when it connects
     unavailable_reason=partial(gpu_unavailable_reason, "cuda-core", "cuda-bindings"),
-    connect=partial(connect_relayed, _connect_direct),
+    connect=partial(connect_relayed, _direct_parts, _direct_parts),
 )
 _NCCL = Transport(
     name="nccl",
@@ -134,7 +138,7 @@ register(
         devices=frozenset({"cuda"}),
         reach="each pair of ranks by direct where it reaches, by nccl elsewhere",
         unavailable_reason=_unavailable_reason_by_pair,
-        connect=lambda context: connect_by_pair(context, _DIRECT, _NCCL),
+        connect=lambda context: connect_by_pair(context, Way(_DIRECT, _direct_parts), Way(_NCCL, _connect_nccl)),
     )
 )
 register(_DIRECT)
@@ -145,7 +149,7 @@ _GLOO = Transport(
     devices=frozenset({"cpu"}),
     reach=_TCP,
     unavailable_reason=lambda: None,
-    connect=partial(connect_relayed, _connect_gloo),
+    connect=partial(connect_relayed, _gloo_parts, _gloo_parts),
 )
 register(_GLOO)
 register(Transport(GOLDEN, frozenset({"cpu", "cuda"}), reach=_TCP, unavailable_reason=lambda: None, connect=None))

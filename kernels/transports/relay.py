@@ -31,40 +31,57 @@ from mcore_reshard.planner.plan.schedule import Schedule
 from .base import Executor, StageReport, TransportContext, close_all, connect_all, connect_group, merge_reports
 
 Connect = Callable[[TransportContext], Executor]
+# Connects the executors of parts of a schedule, which run one after another. All ranks call it with as many parts.
+ConnectParts = Callable[[TransportContext, Sequence[BoundSchedule]], Sequence[Executor]]
 
 
-def connect_relayed(connect: Connect, context: TransportContext) -> Executor:
+def connect_each(connect: Connect) -> ConnectParts:
+    """Connect an executor of its own for each part."""
+
+    def parts(context: TransportContext, bounds: Sequence[BoundSchedule]) -> Sequence[Executor]:
+        return connect_all(
+            connect(replace(context, bound=bound, store=FailFastStore(f"wave/{number}", context.store)))
+            for number, bound in enumerate(bounds)
+        )
+
+    return parts
+
+
+def connect_relayed(trainer: ConnectParts, replicas: ConnectParts, context: TransportContext) -> Executor:
     """Connect the executor of a plan, with several hops where replicas pass on.
 
-    Every wave and hop may use all of a rank's scratch. Only casts take any, and all casts are in one wave of the first hop.
+    `trainer` connects the first hop, wave by wave, and `replicas` the later ones. Every wave and hop may use all of a
+    rank's scratch. Only nccl and casts take any; all casts are in one wave of the first hop.
     """
     schedule = context.bound.schedule
     if not schedule.relayed:
-        return connect(context)
+        (whole,) = trainer(context, [context.bound])
+        return whole
     assert schedule.view is not None
     waves = [context.bound.part(wave) for wave in schedule.view.waves()] or [context.bound]
     views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
     relays = zip(*(view.relays() for view in views if view is not None), strict=True)  # of each hop, the waves
-    first = _connect_waves(connect, replace(context, store=FailFastStore("first", context.store)), waves)
+    first = trainer(replace(context, store=FailFastStore("first", context.store)), waves)
     roles: list[Role] = []
     try:
         for hop, of_hop in enumerate(relays, 1):
             ends = [relay.sends for relay in of_hop], [relay.receives for relay in of_hop]
             store = FailFastStore(f"hop/{hop}", context.store)
-            roles += _connect_roles(connect, replace(context, store=store), hop, ends)
+            roles += _connect_roles(replicas, replace(context, store=store), hop, ends)
         return RelayedExecutor(first, roles, context.bound.device)
     except BaseException:
         close_all([*first, *roles])
         raise
 
 
-def connect_unrelayed(connect: Connect, context: TransportContext) -> Executor:
+def connect_unrelayed(trainer: ConnectParts, context: TransportContext) -> Executor:
     """Connect the executor of a plan. Every byte comes from the trainer: NCCL refuses a GPU twice in one communicator."""
-    schedule = context.bound.schedule
-    if not schedule.relayed:
-        return connect(context)
-    assert schedule.view is not None
-    return connect(replace(context, bound=context.bound.part(schedule.view.unrelayed())))
+    bound = context.bound
+    if bound.schedule.relayed:
+        assert bound.schedule.view is not None
+        bound = bound.part(bound.schedule.view.unrelayed())
+    (whole,) = trainer(replace(context, bound=bound), [bound])
+    return whole
 
 
 class Progress:
@@ -129,7 +146,8 @@ class RelayedExecutor:
     def __init__(self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None) -> None:
         self._first, self._roles, self._device = first, roles, device
         self._threads = ThreadPoolExecutor(max(1, len(roles)), thread_name_prefix="relay")
-        self.name = first[0].name
+        names = {name for _, waves in self._hops for executor in waves for name in executor.name.split("+")}
+        self.name = "+".join(sorted(names))
         # The largest wave of each hop: gloo's waves share their slots, and all casts are in one wave.
         self.scratch_bytes = sum(max(executor.scratch_bytes for executor in waves) for _, waves in self._hops)
 
@@ -179,15 +197,8 @@ class RelayedExecutor:
         close_all([*self._first, *self._roles])
 
 
-def _connect_waves(connect: Connect, context: TransportContext, waves: Sequence[BoundSchedule]) -> list[Executor]:
-    return connect_all(
-        connect(replace(context, bound=bound, store=FailFastStore(f"wave/{number}", context.store)))
-        for number, bound in enumerate(waves)
-    )
-
-
 def _connect_roles(
-    connect: Connect, context: TransportContext, hop: int, ends: Sequence[Sequence[Schedule]]
+    connect: ConnectParts, context: TransportContext, hop: int, ends: Sequence[Sequence[Schedule]]
 ) -> list[Role]:
     """Connect both roles of a hop at the same time: each waits for the opposite roles of other ranks."""
     threads = ThreadPoolExecutor(len(ends), thread_name_prefix="relay")
@@ -210,12 +221,12 @@ def _close(role: Future[Role]) -> None:
         role.result().close()
 
 
-def _connect_role(connect: Connect, context: TransportContext, hop: int, waves: Sequence[Schedule]) -> Role:
+def _connect_role(connect: ConnectParts, context: TransportContext, hop: int, waves: Sequence[Schedule]) -> Role:
     """Connect one role of this rank in every wave; all waves have the same ranks."""
     group = connect_group(FailFastStore("group", context.store), waves[0], context.options.timeout_s)
     try:
         bound = [context.bound.part(wave) for wave in waves]
-        executors = _connect_waves(connect, replace(context, group=group), bound)
+        executors = connect(replace(context, group=group), bound)
         return Role(hop, waves[0].world == "train", executors, group)
     except BaseException:
         group.close()

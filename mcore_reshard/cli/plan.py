@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         with progress(f"planning {request.model}"):
             plan, notes = with_topology(request.plan(), args.topology, args.hosts), request.notes
             proof = plan.prove()
-    if plan.topology is not None and plan.later_hops and not passes_on(plan.topology, "auto"):
+    if plan.topology is not None and plan.later_hops and not passes_on(plan, plan.topology, "auto"):
         notes = (*notes, _NOT_PASSED_ON)
     seconds = time.perf_counter() - started
     more: list[RenderableType] = []

@@ -190,7 +190,7 @@ def _ratio(outcome: Simulation) -> str:
 def _notes(each: _Simulated) -> Iterator[str]:
     if each.plan.misc:
         yield f"{size(each.plan.misc_bytes)} of misc tensors travel whole, by the golden path: not simulated"
-    if each.plan.later_hops and not passes_on(each.simulation.topology, each.simulation.transport):
+    if each.plan.later_hops and not passes_on(each.plan, each.simulation.topology, each.simulation.transport):
         passed_on = size(int(each.plan.relay_bytes.sum()))
         yield (
             f"engine {each.gen}: its ranks pass on {passed_on} in the plan; over nccl they cannot yet, so that the"

@@ -114,10 +114,11 @@ class _Side:
     window: int
 
 
-def passes_on(topology: Topology, transport: str) -> bool:
-    """Whether replicas pass bytes on over this transport: not where `nccl` takes part, as in `auto` between domains."""
+def passes_on(plan: Plan, topology: Topology, transport: str) -> bool:
+    """Whether replicas pass bytes on over this transport: not over nccl, which `auto` takes between domains."""
     domains = np.concatenate([topology.domains("train"), topology.domains("gen")])
-    return transport in ("gloo", "direct") or (transport == "auto" and bool((domains == domains[0]).all()))
+    is_within_domains = "relay" not in plan.later_hops or bool((domains == domains[0]).all())
+    return transport in ("gloo", "direct") or (transport == "auto" and is_within_domains)
 
 
 def script_of(plan: Plan, topology: Topology, transport: str, options: Options, most: int = _MOST_MESSAGES) -> Script:
@@ -127,7 +128,7 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     """
     ranks = len(topology.train) + len(topology.gen)
     domains = np.concatenate([topology.domains("train"), topology.domains("gen")])
-    hops = traffic_of(plan, relayed=passes_on(topology, transport))
+    hops = traffic_of(plan, relayed=passes_on(plan, topology, transport))
     parts: list[tuple[int, int, Kind, PairBuckets, Division | None]] = []
     for hop, traffic in enumerate(hops):
         near = domains[traffic.src] == domains[traffic.dst]
@@ -286,7 +287,7 @@ class _Writer:
         messages = Messages(*self._turns(buckets, hop=0), aligned(message_bytes(buckets.nbytes, division.budget)))
         budget = division.budget  # merged messages fill slots that are larger by as much
         division = replace(division, budget=replace(budget, scratch_bytes=budget.scratch_bytes * self._merged))
-        for windows in windows_to_try(int(messages.count.max(initial=1))):
+        for windows in windows_to_try(messages.most_of_a_pair):
             fullest = max(fullest_round(division, messages, windows, rank) for rank in (buckets.src, buckets.dst))
             if fullest <= division.budget.slot_bytes:
                 break

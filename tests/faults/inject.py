@@ -27,7 +27,7 @@ from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.base import Executor, StageReport, TransportContext
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
-from mcore_reshard.kernels.transports.relay import connect_relayed
+from mcore_reshard.kernels.transports.relay import connect_each, connect_relayed
 from mcore_reshard.session import attendance, member
 from mcore_reshard.session.refitter import Refitter
 
@@ -192,7 +192,8 @@ def faulty_transport(injector: Injector, name: str) -> str:
 
 def _connect(injector: Injector, real: registry.Transport, context: TransportContext) -> Executor:
     if real.name == "gloo":
-        return connect_relayed(partial(_connect_gloo, injector), context)
+        parts = connect_each(partial(_connect_gloo, injector))
+        return connect_relayed(parts, parts, context)
     assert real.connect is not None
     return _AroundRuns(real.connect(context), injector)
 

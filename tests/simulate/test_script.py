@@ -84,7 +84,7 @@ def nccl_runs(plan: Plan) -> Runs:
     division = divide(ScratchBudget(OPTIONS.scratch_bytes), [*map(pair_count, schedules)])
     cut = [cut_buckets(schedule, division.bucket_bytes) for schedule in schedules]
     messages = [Messages.of(schedule, buckets, division) for schedule, buckets in zip(schedules, cut, strict=True)]
-    most_buckets = max(int(each.count.max(initial=1)) for each in messages)
+    most_buckets = max(each.most_of_a_pair for each in messages)
     division = with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages])
     runs: Runs = {}
     for schedule, buckets in zip(schedules, cut, strict=True):

@@ -24,7 +24,7 @@ from mcore_reshard.kernels.transports import mixed, relay
 from mcore_reshard.kernels.transports.base import Transport, TransportContext
 from mcore_reshard.kernels.transports.direct.staging import divide_slots, parted
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
-from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
+from mcore_reshard.kernels.transports.nccl.connection import NcclConnection
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, pair_count
 from mcore_reshard.kernels.transports.peer_access import RankPair
 from mcore_reshard.planner.plan.make_schedule import schedule_of
@@ -86,14 +86,13 @@ def test_gloo_cuts_once(cut: list[Schedule]) -> None:
 def test_nccl_cuts_once_to_the_size_that_all_ranks_agree_on(
     cut: list[Schedule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
     budget = ScratchBudget(1 << 16)
     division = divide(budget, [pair_count(schedule_of(MOE.plan(), "gen", 0))])
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(StoreExchange, "gather", lambda _, topic, said, parse: [said])  # all ranks say the same
-    monkeypatch.setattr(NcclExecutor, "_prepare", lambda _, cut, ctas: sizes.extend(bucket.nbytes for bucket in cut))
     bound = bound_rank(MOE, "gen", 0)
-    NcclExecutor(bound, unconnected(), timeout_s=5.0, budget=budget)
+    connection = NcclConnection([bound], unconnected(), timeout_s=5.0, budget=budget)
+    sizes = [bucket.nbytes for bucket in connection.buckets[0]]
     assert cut == [bound.schedule]
     assert 0 < max(sizes) <= division.bucket_bytes < 1 << 16
 
@@ -111,7 +110,8 @@ def test_a_relay_cuts_each_wave_of_each_hop_once(
 ) -> None:
     monkeypatch.setattr(relay, "connect_group", lambda *_, **__: NoGroup())
     bound = bound_rank(RELAYED, world, 0)
-    relay.connect_relayed(connecting(GlooExecutor), context_of(bound))
+    parts = relay.connect_each(connecting(GlooExecutor))
+    relay.connect_relayed(parts, parts, context_of(bound))
     assert bound.schedule.view is not None
     waves = bound.schedule.view.waves()
     first = [each for each in cut if not each.between_replicas]
@@ -128,8 +128,12 @@ def test_a_relay_cuts_each_wave_of_each_hop_once(
 
 def test_auto_cuts_what_goes_by_each_transport_once(cut: list[Schedule]) -> None:
     bound = bound_rank(MOE, "gen", 1)
-    by_gloo = Transport("gloo", frozenset({"cpu"}), "", lambda: None, connecting(GlooExecutor))
-    mixed._connect_kinds(context_of(bound), by_gloo, by_gloo, {RankPair(0, 1, False): "far"})
+    by_gloo = mixed.Way(
+        Transport("gloo", frozenset({"cpu"}), "", lambda: None, connecting(GlooExecutor)),
+        relay.connect_each(connecting(GlooExecutor)),
+    )
+    ways = [(by_gloo, False), (by_gloo, True)]
+    mixed._connect_parts(ways, {RankPair(0, 1, False): "far"}, context_of(bound), [bound])
     near, far = cut
     assert {*near.stages[0].recvs.peer.tolist()}.isdisjoint(far.stages[0].recvs.peer.tolist())
     assert moved(cut) == moved([bound.schedule]) and moved([far]) > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,12 +15,12 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports import registry
-from mcore_reshard.kernels.transports.base import Executor, Transport, TransportContext
+from mcore_reshard.kernels.transports.base import Transport, TransportContext
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
-from mcore_reshard.kernels.transports.mixed import connect_by_pair
+from mcore_reshard.kernels.transports.mixed import Way, connect_by_pair
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
-from mcore_reshard.kernels.transports.relay import Connect, connect_relayed, connect_unrelayed
+from mcore_reshard.kernels.transports.relay import connect_each
 
 MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
 RELAYED = Case("tiny-qwen3-moe", "tp=1", "dp=3")
@@ -29,6 +28,7 @@ CAST = Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", dtypes=("bf16", "fp8"), block
 RELAYED_CAST = Case("tiny-qwen3-moe", "tp=1", "dp=3", dtypes=("bf16", "fp8"), block=(8, 16))
 PIPELINED = Case("tiny-qwen3-moe", "pp=2", "tp=1")
 PIPELINED_CAST = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
+TRAINER_ALONE = "train:0-gen:0,train:0-gen:1,train:0-gen:2"
 ALL_PAIRS = "train:0-gen:0,train:0-gen:1,train:1-gen:0,train:1-gen:1"
 
 
@@ -47,15 +47,14 @@ class OverGloo(GlooExecutor):
         super().close()
 
 
-def stand_in(
-    name: str, hops: Callable[[Connect, TransportContext], Executor], unavailable_reason: str | None = None
-) -> Transport:
-    return Transport(name, frozenset({"cpu"}), "", lambda: unavailable_reason, partial(hops, partial(OverGloo, name)))
+def stand_in(name: str, unavailable_reason: str | None = None) -> Way:
+    transport = Transport(name, frozenset({"cpu"}), "", lambda: unavailable_reason, None)
+    return Way(transport, connect_each(partial(OverGloo, name)))
 
 
 def on_cpu(number: int, address: str, case: Case, unreachable: str, far_unavailable: str | None) -> Any:
     """A refit by `auto`, with transports `near` and `far` in the places of direct and nccl."""
-    near, far = stand_in("near", connect_relayed), stand_in("far", connect_unrelayed, far_unavailable)
+    near, far = stand_in("near"), stand_in("far", far_unavailable)
     auto = replace(registry._transports["auto"], devices=frozenset({"cpu"}), unavailable_reason=lambda: None,
                    connect=lambda context: connect_by_pair(context, near, far))  # fmt: skip
     registry._transports["auto"] = auto  # this process ends with the test
@@ -73,12 +72,16 @@ def on_cpu(number: int, address: str, case: Case, unreachable: str, far_unavaila
         (MOE, "train:9-gen:0", [{"near"}] * 4),
         (RELAYED, "", [{"near"}] * 4),
         (RELAYED, "relay:0-gen:1", [{"near"}] * 4),
+        (RELAYED, TRAINER_ALONE, [{"far"}, {"far+near"}, {"far+near"}, {"far+near"}]),
+        (RELAYED, "train:0-gen:2", [{"far+near"}] * 4),
         (RELAYED, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
+        (RELAYED_CAST, TRAINER_ALONE, [{"far"}, {"far+near"}, {"far+near"}, {"far+near"}]),
         (RELAYED_CAST, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
     ],
     ids=[
-        *("all near", "all far", "two hosts", "no such pair", "relayed", "a relay is far", "relays over two hosts"),
-        "cast over two hosts",
+        *("all near", "all far", "two hosts", "no such pair", "relayed", "a relay is far"),
+        *("the trainer is far", "one replica is far from it", "relays over two hosts"),
+        *("casts, the trainer is far", "cast over two hosts"),
     ],
 )
 def test_each_pair_goes_by_what_reaches_it(case: Case, unreachable: str, ways: list[set[str]]) -> None:

@@ -23,8 +23,9 @@ from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store import SessionStore
+from mcore_reshard.kernels.transports.nccl import executor as nccl_executor
 from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
-from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
+from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor, connect_nccl
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 from mcore_reshard.planner.layout.geometry import row_major_strides
 from mcore_reshard.planner.layout.mesh import parse_gen_mesh, parse_train_mesh
@@ -91,7 +92,7 @@ def random_refits(number: int, address: str, environment: dict[str, str]) -> lis
         start = allocate(schedule, seed=seed if schedule.world == "train" else None)
         tensors = {name: tensor.to(device) for name, tensor in start.items()}
         store = connected(address).under(f"{worlds}/{seed}")
-        executor = NcclExecutor(bind(schedule, tensors), store, timeout_s=TIMEOUT_S, budget=budget)
+        (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=TIMEOUT_S, budget=budget)
         assert executor.scratch_bytes <= budget.scratch_bytes
         for _ in range(2):
             reports = executor.run()
@@ -154,7 +155,7 @@ def planned_refits(number: int, address: str, cases: list[str]) -> dict[str, dic
         for scratch_bytes in (8 << 20, 256 << 20):
             store = connected(address).under(f"{case}/{scratch_bytes}")
             budget = ScratchBudget(scratch_bytes)
-            executor = NcclExecutor(bind(schedule, tensors), store, timeout_s=TIMEOUT_S, budget=budget)
+            (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=TIMEOUT_S, budget=budget)
             executor.run()
             if not train:
                 bad = synthetic.wrong_elements(plan, "gen", rank, tensors)
@@ -178,7 +179,7 @@ class NoisyWire(NcclExecutor):
         super()._communicate(each, stream)
         if not self._sends and each is self._rounds[2]:
             with torch.cuda.stream(stream):
-                next(iter(each.payloads.values()))[5] ^= 1
+                each.payloads[0][1][5] ^= 1
 
 
 def damaged_refit(number: int, address: str) -> None:
@@ -186,7 +187,9 @@ def damaged_refit(number: int, address: str) -> None:
     schedule = of(large(worlds), number, worlds)
     tensors = {local.name: torch.ones(ELEMENTS, device=device) for local in schedule.tensors}
     budget = ScratchBudget(8 << 20, checksums=True)
-    NoisyWire(bind(schedule, tensors), connected(address), timeout_s=TIMEOUT_S, budget=budget).run()
+    nccl_executor.NcclExecutor = NoisyWire  # type: ignore[misc]  # this process ends with the test
+    (executor,) = connect_nccl([bind(schedule, tensors)], connected(address), timeout_s=TIMEOUT_S, budget=budget)
+    executor.run()
 
 
 def test_a_damaged_bucket_is_reported_by_its_receiver() -> None:
@@ -219,7 +222,8 @@ def executor_of_large(number: int, store: Any, worlds: Worlds, timeout_s: float)
     device = own_device(number)
     schedule = of(large(worlds), number, worlds)
     tensors = {local.name: torch.full((ELEMENTS,), float("nan"), device=device) for local in schedule.tensors}
-    return NcclExecutor(bind(schedule, tensors), store, timeout_s=timeout_s, budget=ScratchBudget(8 << 20)), tensors
+    (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=timeout_s, budget=ScratchBudget(8 << 20))
+    return executor, tensors
 
 
 def overwrite_at_once(number: int, address: str, worlds: Worlds, refits: int) -> int:

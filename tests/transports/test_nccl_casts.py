@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
-from mcore_reshard.kernels.transports.nccl.executor import NcclExecutor
+from mcore_reshard.kernels.transports.nccl.executor import connect_nccl
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 
 pytestmark = [
@@ -43,7 +43,7 @@ def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str,
         start = trainer_tensors(schedule, seed) if train else allocate(schedule)
         tensors = {name: tensor.to(device) for name, tensor in start.items()}
         store = PrefixStore(f"budget-{seed}", connected(address))
-        executor = NcclExecutor(bind(schedule, tensors), store, timeout_s=TIMEOUT_S, budget=budget)
+        (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=TIMEOUT_S, budget=budget)
         executor.run()
         if train:
             for name, tensor in stepped(tensors).items():

@@ -66,7 +66,7 @@ def division_of(schedules: list[Schedule], budget: ScratchBudget) -> Division:
     """As all ranks agree on it."""
     division = divide(budget, list(map(pair_count, schedules)))
     messages = [Messages.of(each, cut_buckets(each, division.bucket_bytes), division) for each in schedules]
-    most_buckets = max(int(each.count.max(initial=1)) for each in messages)
+    most_buckets = max(each.most_of_a_pair for each in messages)
     return with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages])
 
 

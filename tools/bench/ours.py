@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.errors import TransportUnavailable
 from mcore_reshard.kernels.options import Options as SessionOptions
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports.base import Executor, TransportContext
 from mcore_reshard.kernels.transports.registry import AUTO, resolve
-from mcore_reshard.kernels.transports.relay import RelayedExecutor, connect_relayed, connect_unrelayed
+from mcore_reshard.kernels.transports.relay import RelayedExecutor, connect_each, connect_relayed, connect_unrelayed
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
@@ -23,7 +23,8 @@ _MIB = 1 << 20
 
 
 def direct(rank: Rank, options: Options) -> Prepared:
-    return _prepared(rank, "direct", partial(connect_relayed, partial(_direct_with, options)) if options else None)
+    parts = connect_each(partial(_direct_with, options))
+    return _prepared(rank, "direct", partial(connect_relayed, parts, parts) if options else None)
 
 
 def nccl(rank: Rank, options: Options) -> Prepared:
@@ -125,8 +126,8 @@ def _direct_with(options: Options, context: TransportContext) -> Executor:
     )
 
 
-def _nccl_with(options: Options, context: TransportContext) -> Executor:
-    from mcore_reshard.kernels.transports.nccl.executor import DEFAULT_COPY_CTAS, NcclExecutor
+def _nccl_with(options: Options, context: TransportContext, parts: Sequence[BoundSchedule]) -> Sequence[Executor]:
+    from mcore_reshard.kernels.transports.nccl.executor import DEFAULT_COPY_CTAS, connect_nccl
     from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 
     usual = ScratchBudget()
@@ -136,8 +137,8 @@ def _nccl_with(options: Options, context: TransportContext) -> Executor:
         int(options.get("slots", usual.slots)),
         bool(int(options.get("checksums", 0))),
     )
-    return NcclExecutor(
-        context.bound,
+    return connect_nccl(
+        parts,
         context.store,
         timeout_s=context.options.timeout_s,
         budget=budget,

@@ -3,10 +3,10 @@
     training rank    weights --gather kernel--> slot --NCCL send-->
     generation rank                              --NCCL recv--> slot --scatter kernel--> weights
 
-Every stream has a communicator of all ranks. The kernels run on streams beside them: one round is packed or unpacked
-while others are on the wire (`rounds` says why this cannot deadlock). A bucket that lies in one piece skips its
-copy. All rounds are one CUDA graph: a refit is one launch, then the host polls against the deadline. Without the graph
-the host spent 0.1 ms a round on NCCL's calls and threads.
+The kernels run on streams beside the wire's: one round is packed or unpacked while others are on the wire (`rounds` says
+why this cannot deadlock). A bucket that lies in one piece skips its copy. All rounds of a part are one CUDA graph: it is
+one launch, then the host polls against the deadline. Without the graph the host spent 0.1 ms a round on NCCL's calls and
+threads.
 
 NCCL registers the virtual memory that a graph sends or receives, and hangs where only one end could be registered. So
 slots are plain memory, and virtual memory always takes the copy. Registered slots were no faster: 294 against 305 GB/s in
@@ -15,59 +15,61 @@ messages of 64 MiB, 292 against 299 in messages of 128 MiB (four H200s).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
-from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.checks import described_tensor
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
-from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, RefitError, SessionError, Waiting
-from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fetch, publish
-from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
+from mcore_reshard.kernels.errors import ChecksumError, SessionError
+from mcore_reshard.kernels.rendezvous.polling import EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.base import StageClock, StageReport
-from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank, peer_group_rank
-from mcore_reshard.kernels.transports.rounds import turn_with
 
-from .communicator import NcclCommunicator, NcclError, new_unique_id
-from .staging import (
-    DIGEST_BYTES,
-    Division,
-    Messages,
-    Round,
-    ScratchBudget,
-    divide,
-    divided_rounds,
-    pair_count,
-    slot_bytes,
-    windows_that_fit,
-    with_windows,
-)
+from .connection import Link, NcclConnection, Waits
+from .staging import DIGEST_BYTES, Round, ScratchBudget, divided_rounds
 
 if TYPE_CHECKING:
     from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, DeviceTable
-    from mcore_reshard.kernels.cuda.device_memory import PlainBuffer
 
 Payload = tuple[int, torch.Tensor]  # the peer's rank in the communicators, and a contiguous tensor uint8 [nbytes]
-Waits = tuple[Waiting, ...]  # what is awaited from each peer
 
 DEFAULT_COPY_CTAS = 32  # of 132: packing must outpace the wire, and NCCL's own kernels need room beside it
-_WARM_BYTES = 16
-_UNIQUE_ID_BYTES = 128
+
+
+def connect_nccl(
+    parts: Sequence[BoundSchedule],
+    store: StoreKeys,
+    *,
+    timeout_s: float,
+    budget: ScratchBudget = ScratchBudget(),  # noqa: B008
+    copy_ctas: int = DEFAULT_COPY_CTAS,
+) -> list[NcclExecutor]:
+    """Connect the executors of parts that run one after another; they share communicators and slots.
+
+    All ranks of the session call this at the same time, with as many parts and the same `budget`.
+    """
+    connection = NcclConnection(parts, store, timeout_s=timeout_s, budget=budget)
+    executors = [NcclExecutor(connection, part, number) for number, part in enumerate(parts)]
+    with connection.give_up_on_error():
+        if any(connection.buckets):
+            with torch.cuda.device(connection.device):
+                connection.prepare([executor.cut_rounds() for executor in executors])
+                for executor in executors:
+                    executor.prepare(copy_ctas)
+    return executors
 
 
 class NcclExecutor:
-    """Runs a bound schedule over NCCL. All ranks of the session construct it at the same time, with the same `budget`.
+    """Runs a bound schedule over NCCL; see `connect_nccl`.
 
     Weights must be complete on the current stream of their device when `run` is called; when it returns, every byte has
     landed, for all streams.
@@ -75,42 +77,22 @@ class NcclExecutor:
 
     name = "nccl"
 
-    def __init__(
-        self,
-        bound: BoundSchedule,
-        store: StoreKeys,
-        *,
-        timeout_s: float,
-        budget: ScratchBudget = ScratchBudget(),  # noqa: B008
-        copy_ctas: int = DEFAULT_COPY_CTAS,
-    ) -> None:
-        self._timeout_s = timeout_s
-        self._exchange = StoreExchange(store, bound.rank_name, group_names(bound.schedule), timeout_s)
-        self._bound = bound
-        self._device = bound.device or torch.device("cpu")
-        self._sends = bound.schedule.world == "train"
-        self._runs = 0
+    def __init__(self, connection: NcclConnection, bound: BoundSchedule, number: int) -> None:
+        self._connection, self._bound, self._sends = connection, bound, connection.sends
+        self._buckets, self._division = connection.buckets[number], connection.divisions[number]
+        self._clock = StageClock(bound, self._buckets)
         self.written_bytes = 0  # all, once the graph is launched: messages may land in place
-        self._refit_poller = EventPoller(timeout_s, watches=True)
-        self._closed = False
+        self._refit_poller = EventPoller(connection.timeout_s, watches=True)
         self.table_bytes = 0  # device memory of what the kernels walk
-        self._links: dict[int, _Link] = {}  # by stream
+        self._planned: tuple[Round, ...] = ()
         self._rounds: tuple[_DeviceRound, ...] = ()
-        self._slots: dict[tuple[int, int], PlainBuffer] = {}
         self._scales: DeviceTable | None = None
         self._problems: list[str] = []  # of the tables, as they were read back from the device
-        self._graph: torch.cuda.CUDAGraph | None = None
-        with self._give_up_on_error():
-            self._division, buckets = self._divide(budget)
-            self._clock = StageClock(bound, buckets)
-            if buckets:
-                with torch.cuda.device(self._device):
-                    self._prepare(buckets, copy_ctas)
 
     @property
     def scratch_bytes(self) -> int:
-        """Device memory of the slots. The kernels' tables and NCCL's own buffers come on top."""
-        return sum(slot.tensor.numel() for slot in self._slots.values())
+        """Device memory of the slots, which all parts share. The kernels' tables and NCCL's own buffers come on top."""
+        return self._connection.scratch_bytes
 
     @property
     def executed(self) -> tuple[Executed, ...]:
@@ -120,64 +102,52 @@ class NcclExecutor:
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. After `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError` it is closed."""
-        if self._closed:
+        if self._connection.closed:
             raise SessionError(f"{self._bound.rank_name}: the nccl transport has been closed; begin a new session")
-        self._runs += 1
+        self._connection.runs += 1
         self.written_bytes = 0
         self._clock.reset()
         if self._rounds:
-            with self._give_up_on_error(), torch.cuda.device(self._device):
+            with self._connection.give_up_on_error(), torch.cuda.device(self._connection.device):
                 self._run()
         return self._clock.reports()
 
     def close(self) -> None:
-        """Abort all communicators and free scratch. May be called twice."""
-        self._closed = True
-        links, self._links = self._links, {}
-        graph, self._graph = self._graph, None
-        slots, self._slots = self._slots, {}
+        """Close all parts: abort the communicators and free scratch. May be called twice."""
         self._rounds = ()
-        # NCCL's abort stops its kernels, then waits for the device and for graphs that hold the communicator. So all are
-        # aborted at the same time, and the graph goes in between.
-        aborts = [Thread(target=link.communicator.abort, daemon=True) for link in links.values()]
-        for abort in aborts:
-            abort.start()
-        if graph is not None:
-            with suppress(RuntimeError):  # a broken device has said so before
-                if not EventPoller(CLOSE_S).until(self._done.query):
-                    return  # a kernel may still use the memory, and freeing it would wait for that kernel
-            graph.reset()
-        for abort in aborts:
-            abort.join(CLOSE_S)
-        for slot in slots.values():
-            slot.free()
+        self._connection.close()
 
-    def _prepare(self, buckets: Sequence[Bucket], copy_ctas: int) -> None:
-        from mcore_reshard.kernels.cuda.copy_kernel import device_scales
-        from mcore_reshard.kernels.cuda.device_memory import PlainBuffer, is_plain
-        from mcore_reshard.kernels.cuda.executed_tiles import scale_problems
+    def cut_rounds(self) -> tuple[Round, ...]:
+        from mcore_reshard.kernels.cuda.device_memory import is_plain
 
         in_place = [is_plain(tensor) for tensor in self._bound.tensors]
-        planned = divided_rounds(self._bound.schedule, buckets, self._division, in_place=in_place)
-        for place, nbytes in slot_bytes(planned).items():
-            self._slots[place] = PlainBuffer(nbytes)
-        self._damaged = torch.zeros(len(buckets), dtype=torch.bool, device=self._device)
-        self._over = torch.zeros(len(planned), dtype=torch.uint8, pin_memory=True)  # 1: the round is; the device writes
+        self._planned = divided_rounds(self._bound.schedule, self._buckets, self._division, in_place=in_place)
+        return self._planned
+
+    def prepare(self, copy_ctas: int) -> None:
+        """Bind the rounds to memory, once all ranks are connected."""
+        from mcore_reshard.kernels.cuda.copy_kernel import device_scales
+        from mcore_reshard.kernels.cuda.executed_tiles import scale_problems
+
+        if not self._planned:
+            return
+        device = self._connection.device
+        self._damaged = torch.zeros(len(self._buckets), dtype=torch.bool, device=device)
+        self._over = torch.zeros(len(self._planned), dtype=torch.uint8, pin_memory=True)  # 1: a round is; device writes
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
-        self._connect(buckets)
-        self._rounds = self._bind_rounds(planned, copy_ctas)
+        self._rounds = self._bind_rounds(copy_ctas)
         self.table_bytes = sum(each.copies.nbytes for each in self._rounds)
-        self._scales = device_scales(self._bound.casts, self._bound.tensors, self._device)
+        self._scales = device_scales(self._bound.casts, self._bound.tensors, device)
         if self._scales is not None:
             self.table_bytes += self._scales.nbytes
             weight_of = partial(described_tensor, self._bound.schedule)
             table = self._scales.read_back()
             self._problems += scale_problems(table, self._bound.casts, self._bound.tensors, weight_of)
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(device)
         self._graph = self._capture_graph()
+        self._connection.keep(self._graph, self._done)
 
     def _run(self) -> None:
-        assert self._graph is not None
         over = self._over.zero_().numpy()
         stages = [each.round.stages for each in self._rounds]
         under_way = {
@@ -200,8 +170,8 @@ class NcclExecutor:
                 del under_way[stage]
             return done
 
-        self._wait(reached, lambda: self._rounds[int(over.argmin())].waits, self._refit_poller)
-        if self._division.budget.checksums:
+        self._connection.wait(reached, lambda: self._rounds[int(over.argmin())].waits, self._refit_poller)
+        if self._connection.budget.checksums:
             buckets = [placed.bucket for each in self._rounds for placed in each.round.placed_messages]
             for number in torch.nonzero(self._damaged).reshape(-1).tolist():
                 reason = f"bucket {buckets[number].number} arrived with other bytes than it was sent with"
@@ -210,11 +180,13 @@ class NcclExecutor:
     def _capture_graph(self) -> torch.cuda.CUDAGraph:
         """All rounds, from their packing to a note in the host's memory that they are over."""
         graph, notes = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        streams = list(dict.fromkeys(stream for link in self._links.values() for stream in (link.wire, link.side)))
+        streams = list(
+            dict.fromkeys(stream for link in self._connection.links.values() for stream in (link.wire, link.side))
+        )
         streams.append(notes)
-        self._one = torch.ones(1, dtype=torch.uint8, device=self._device)  # the graph reads it
+        self._one = torch.ones(1, dtype=torch.uint8, device=self._connection.device)  # the graph reads it
         over: list[torch.cuda.Event] = []
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._connection.device)
         with torch.cuda.stream(self._stream):
             graph.capture_begin(capture_error_mode="relaxed")  # NCCL adds its kernels from threads of its own
             try:
@@ -249,7 +221,7 @@ class NcclExecutor:
         """Pack or unpack the staged buckets. Digests are taken before bytes leave, and when they have come."""
         if self._sends:
             each.copies.launch(stream)
-        if self._division.budget.checksums:
+        if self._connection.budget.checksums:
             with torch.cuda.stream(stream):
                 for number, (_, payload) in enumerate(each.payloads, each.first_message):
                     body, end = payload[:-DIGEST_BYTES], payload[-DIGEST_BYTES:].view(torch.int64)
@@ -262,101 +234,9 @@ class NcclExecutor:
 
     def _communicate(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
         each.link.communicator.start(each.payloads, stream, each.waits[0], sends=self._sends)
-        self._settle(each.link.communicator, each.waits)
+        self._connection.settle(each.link.communicator, each.waits)
 
-    def _wait(self, has_happened: Callable[[], bool], where: Callable[[], Waits], poller: EventPoller) -> None:
-        """Poll `has_happened`. Raises if what is awaited, `where()`, takes too long, another rank gives up, or NCCL fails."""
-
-        def check() -> bool:
-            try:
-                return has_happened()
-            except RefitError:
-                raise
-            except RuntimeError as error:
-                raise NcclError(where()[0], f"the device failed: {error}") from error
-
-        def look(waited_s: float) -> None:
-            waiting = where()[0]
-            if who := self._exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
-                raise PeerLostError(waiting, f"{who} gave up")
-            for link in self._links.values():
-                link.communicator.is_idle(waiting)
-
-        if not poller.until(check, look=look, progress=lambda: id(where())):
-            raise self._overdue(where())
-
-    def _wait_for(self, where: Waits, has_happened: Callable[[], bool]) -> None:
-        self._wait(has_happened, lambda: where, EventPoller(self._timeout_s))
-
-    def _overdue(self, where: Waits) -> DeadlineError:
-        """The error for what is past its deadline. It names a peer that does not wait itself."""
-        reason = f"nothing within {self._timeout_s:g} s"
-        errors = {waiting.peer: DeadlineError(waiting, reason) for waiting in where}
-        waits = [Failure.of(self._bound.rank_name, error) for error in errors.values()]
-        culprit = self._exchange.blame(f"run-{self._runs}", waits).peer
-        return errors.get(culprit or "", next(iter(errors.values())))
-
-    @contextmanager
-    def _give_up_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._exchange.give_up()
-            self.close()
-            raise
-
-    def _divide(self, budget: ScratchBudget) -> tuple[Division, tuple[Bucket, ...]]:
-        """Agree with all ranks on how scratch is divided. Returns that, and this rank's buckets."""
-        schedule, gather = self._bound.schedule, self._exchange.gather
-        words = gather("word", (pair_count(schedule), repr(budget)), _parse_word)
-        if len(budgets := sorted({budget for _, budget in words})) > 1:
-            raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}; give all of them the same")
-        try:
-            division = divide(budget, [pairs for pairs, _ in words])
-            buckets = cut_buckets(schedule, division.bucket_bytes)
-            messages = Messages.of(schedule, buckets, division)
-            most_buckets = max(gather("most_buckets", int(messages.count.max(initial=1)), int))
-            fitting = gather("windows", windows_that_fit(division, messages, most_buckets), _parse_windows)
-            return with_windows(division, fitting), buckets
-        except ValueError as error:
-            raise SessionError(str(error)) from error
-
-    def _connect(self, buckets: Sequence[Bucket]) -> None:
-        """Join the communicators, all at the same time, and connect every pair in them."""
-        schedule, division = self._bound.schedule, self._division
-        me = group_rank(schedule, schedule.world, schedule.rank)
-        members = division.members
-        peers = {bucket.peer: bucket.waiting for bucket in reversed(buckets)}  # for the first bucket of each
-        # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
-        streams = {
-            stream: (torch.cuda.Stream(priority=-1), torch.cuda.Stream()) for stream in range(division.budget.streams)
-        }
-        waits = tuple(peers.values())
-        for stream, (wire, side) in streams.items():
-            key = f"id/{stream}"
-            if me == members[0]:
-                publish(self._exchange.store, key, new_unique_id().hex())
-            owner = replace(waits[0], peer=group_names(schedule)[members[0]])
-            unique_id = fetch(self._exchange.store, key, owner, _parse_unique_id, timeout_s=self._timeout_s)
-            communicator = NcclCommunicator(unique_id, members.index(me), len(members), waits[0])
-            self._links[stream] = _Link(communicator, wire, side)
-        for link in self._links.values():
-            self._settle(link.communicator, waits)
-        warm = torch.empty(len(peers), _WARM_BYTES, dtype=torch.uint8, device=self._device)
-        for stream, link in self._links.items():
-            payloads = [
-                (members.index(peer_group_rank(schedule, peer)), warm[number])
-                for number, peer in enumerate(peers)
-                if stream in division.streams_of(turn_with(schedule, peer))
-            ]
-            link.communicator.start(payloads, link.wire, waits[0], sends=self._sends)
-            self._settle(link.communicator, waits)
-            self._wait_for(waits, link.wire.record_event().query)
-
-    def _settle(self, communicator: NcclCommunicator, where: Waits) -> None:
-        self._wait_for(where, lambda: communicator.is_idle(where[0]))
-
-    def _bind_rounds(self, planned: Sequence[Round], copy_ctas: int) -> tuple[_DeviceRound, ...]:
+    def _bind_rounds(self, copy_ctas: int) -> tuple[_DeviceRound, ...]:
         from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
         from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of
 
@@ -364,10 +244,10 @@ class NcclExecutor:
         shape = KernelShape(ctas=copy_ctas)
         rounds: list[_DeviceRound] = []
         messages = 0
-        for each in planned:
-            slot = self._slots[each.stream, each.slot].tensor
+        for each in self._planned:
+            slot = self._connection.slots[each.stream, each.slot].tensor
             bases = np.array([*addresses, slot.data_ptr()], np.uint64)
-            copies = DeviceGather(each.copies, bases, self._bound.casts, self._device, shape)
+            copies = DeviceGather(each.copies, bases, self._bound.casts, self._connection.device, shape)
             staged = [placed.bucket for placed in each.staged]
             begins = [slot.data_ptr() + placed.offset for placed in each.staged]
             reference = PlacedCopies.of_buckets(staged, addresses, begins)
@@ -377,18 +257,11 @@ class NcclExecutor:
             for placed in each.placed_messages:
                 memory = slot if placed.tensor is None else byte_view(self._bound.tensors[placed.tensor])
                 payloads.append((placed.member, memory[placed.offset :][: placed.message_bytes]))
-            rounds.append(_DeviceRound(each, self._links[each.stream], payloads, copies, messages, _waits(each)))
+            rounds.append(
+                _DeviceRound(each, self._connection.links[each.stream], payloads, copies, messages, _waits(each))
+            )
             messages += len(payloads)
         return tuple(rounds)
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """A communicator, the stream of its messages, and that of the copies beside it."""
-
-    communicator: NcclCommunicator
-    wire: torch.cuda.Stream
-    side: torch.cuda.Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +269,7 @@ class _DeviceRound:
     """A round bound to memory."""
 
     round: Round
-    link: _Link
+    link: Link
     payloads: Sequence[Payload]
     copies: DeviceGather
     first_message: int  # its number among all messages of the rank
@@ -405,20 +278,3 @@ class _DeviceRound:
 
 def _waits(each: Round) -> Waits:
     return tuple(placed.bucket.waiting for placed in each.placed_messages)
-
-
-def _parse_word(word: Any) -> tuple[int, str]:
-    """(`pair_count`, budget) of a rank."""
-    pairs, budget = word
-    return int(pairs), str(budget)
-
-
-def _parse_windows(windows: Any) -> list[int]:
-    return [int(each) for each in windows]
-
-
-def _parse_unique_id(text: str) -> bytes:
-    unique_id = bytes.fromhex(text)
-    if len(unique_id) != _UNIQUE_ID_BYTES:
-        raise ValueError(f"{len(unique_id)} bytes")
-    return unique_id

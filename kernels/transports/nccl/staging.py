@@ -100,6 +100,10 @@ class Messages:
         )
         return cls(*(np.array(column, np.int64) for column in columns))
 
+    @property
+    def most_of_a_pair(self) -> int:
+        return int(self.count.max(initial=1))
+
     def windows(self, windows: int) -> Ints:
         """The window of each message."""
         return np.asarray(window_of(self.number, self.count, self.turn, windows), np.int64)
