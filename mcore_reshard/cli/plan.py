@@ -21,8 +21,8 @@ from .render import progress
 from .summary import print_plan, summarize
 
 _NOT_PASSED_ON = (
-    "replicas pass bytes on over gloo, and over direct within an NVLink domain; over nccl the trainer sends these too,"
-    " for now: `mcore-reshard simulate` says what that costs"
+    "in this plan replicas pass bytes on between NVLink domains; they do so over gloo. Over nccl, which auto takes there,"
+    " the trainer sends these bytes too, for now: `mcore-reshard simulate` says what that costs"
 )
 
 
