@@ -34,17 +34,10 @@ LATE: dict[str, dict[str, float]] = {
         "DeepSeek-V3 128 GPUs shared": 1.14,
     },
     "auto": {
-        "Qwen3-235B 64->32 pp8 gen ep32": 1.96,
-        "Qwen3-235B 32->32 pp4": 2.04,
-        "DeepSeek-V3 64->32 pp8": 2.16,
-        "DeepSeek-V3 64->64 pp16 gen ep64": 6.43,
-        "DeepSeek-V3 256->128 tp32": 1.33,
-        "DeepSeek-V3 256->128 gen ep128": 2.57,
-        "DeepSeek-V3 1024->512": 4.31,
-        "Kimi-K2 1024->512": 4.08,
-        "Qwen3-235B 32->128 (relay)": 4.07,
-        "Llama-8B 16->16 tp1": 8.03,
-        "DeepSeek-V3 128 GPUs shared": 1.88,
+        "DeepSeek-V3 64->64 pp16 gen ep64": 1.34,
+        "Qwen3-235B 32->128 (relay)": 4.21,
+        "Llama-8B 16->16 tp1": 1.36,
+        "DeepSeek-V3 128 GPUs shared": 1.32,
     },
 }
 

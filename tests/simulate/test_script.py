@@ -21,6 +21,7 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     with_windows,
 )
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, in_moments
+from mcore_reshard.planner.plan.balance import WAVES
 from mcore_reshard.planner.plan.make_schedule import RankView, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World
@@ -79,8 +80,20 @@ def schedules_of(plan: Plan) -> Iterator[Schedule]:
 
 def nccl_runs(plan: Plan) -> Runs:
     """What the nccl executor does: a run for each stream."""
-    plan = replace(plan, straight=True)
-    schedules = [*schedules_of(plan)]
+    return nccl_part([*schedules_of(replace(plan, straight=True))])
+
+
+def nccl_waves(plan: Plan) -> Runs:
+    """What it does in a plan whose replicas pass on, wave after wave."""
+    waves = [schedule.view.waves() for schedule in schedules_of(plan) if isinstance(schedule.view, RankView)]
+    runs: Runs = {}
+    for of_wave in zip(*waves, strict=True):
+        for name, of_rank in nccl_part(list(of_wave)).items():
+            runs.setdefault(name, []).extend(of_rank)
+    return runs
+
+
+def nccl_part(schedules: list[Schedule]) -> Runs:
     division = divide(ScratchBudget(OPTIONS.scratch_bytes), [*map(pair_count, schedules)])
     cut = [cut_buckets(schedule, division.bucket_bytes) for schedule in schedules]
     messages = [Messages.of(schedule, buckets, division) for schedule, buckets in zip(schedules, cut, strict=True)]
@@ -90,8 +103,8 @@ def nccl_runs(plan: Plan) -> Runs:
     for schedule, buckets in zip(schedules, cut, strict=True):
         streams: dict[int, list[list[Message]]] = {}
         for each in divided_rounds(schedule, buckets, division, in_place=[False] * len(schedule.tensors)):
-            messages = sorted(message_of(schedule, placed.bucket) for placed in each.placed_messages)
-            streams.setdefault(each.stream, []).append(messages)
+            of_round = sorted(message_of(schedule, placed.bucket) for placed in each.placed_messages)
+            streams.setdefault(each.stream, []).append(of_round)
         if streams:
             runs[schedule.name] = [streams[stream] for stream in sorted(streams)]
     return runs
@@ -142,6 +155,17 @@ def test_the_scripts_of_a_plan_that_knows_its_hosts_are_those_of_the_executors(c
     plan = on_hosts(case, gpus)
     assert runs_of_script(plan, script(plan, "nccl")) == nccl_runs(plan)
     assert runs_of_script(plan, script(plan, "gloo")) == gloo_runs(plan)
+
+
+@pytest.mark.parametrize("train", ["tp=2,pp=2", "tp=4"])
+def test_the_script_of_auto_between_hosts_has_the_waves_of_the_nccl_executor(train: str) -> None:
+    plan = on_hosts(Case("tiny-qwen3-moe", train, "tp=1,dp=4"), 4)
+    assert plan.later_hops == ("share",)
+    found = runs_of_script(plan, script(plan, "auto"))
+    expected = nccl_waves(plan)
+    sent = {name: runs for name, runs in expected.items() if name.startswith("train:")}
+    assert {name: found[name] for name in sent} == sent
+    assert len(sent) == 4 and min(map(len, sent.values())) == 2 * WAVES
 
 
 def test_some_of_these_pass_on() -> None:
