@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ MAX_KEYS = 1_000_000  # of a session
 MAX_SESSION_BYTES = 2 << 30  # of a session's keys and values
 MAX_STORE_BYTES = 8 << 30  # of all sessions' keys and values
 MAX_SEATS = 16_384  # of a session
+_SEAT = re.compile("(train|gen):(0|[1-9][0-9]{0,8})", re.ASCII)
 MAX_FACTS_BYTES = 1024  # of what a rank says of itself
 MAX_REQUEST_KEYS = 1 << 17  # named in one request
 MAX_WAITS = 10_000  # of a connection, at once
@@ -252,8 +254,10 @@ def _list(connection: Connection, session: Session, header: dict[str, Any], blob
 def _sit(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
     """Take a seat, unless a live process has it; "held" where its holder's connection has just ended."""
     name, facts = str(header["seat"]), dict(header["facts"])
-    if len(name) > 100 or len(json.dumps(facts)) > MAX_FACTS_BYTES:
-        raise Refusal(f"a seat has at most 100 characters, and facts of {MAX_FACTS_BYTES} bytes")
+    if _SEAT.fullmatch(name) is None:
+        raise Refusal(f"a seat is a world and the number of a rank, as in gen:3, not {name[:100]!r}")
+    if len(json.dumps(facts)) > MAX_FACTS_BYTES or not all(isinstance(fact, (str, int)) for fact in facts.values()):
+        raise Refusal(f"what a rank says of itself are texts and integers, of {MAX_FACTS_BYTES} bytes in all")
     seat = session.seats.get(name)
     if seat is not None and seat.client != connection.client and seat.status == "here":
         holder = session.clients.get(seat.client)

@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
-from mcore_reshard.kernels.errors import RefitError, SessionError
+from mcore_reshard.kernels.errors import RefitError, SessionError, StoreRestarted
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 
 from .agreement import kv_scales_word, version_word
@@ -62,8 +63,10 @@ class Endpoint(Refitter):
                             attendance.forget(head)
                             head = attendance.await_head(timeout_s, "session")
                     self._follow_connect(attendance, head, timeout_s)
-                    self._welcome_newcomers()
-                    attendance.say_ready(PREPARED)
+                    with attendance.store_is_up():
+                        self._welcome_newcomers()
+                    with suppress(StoreRestarted):  # the next refit opens the store again
+                        attendance.say_ready(PREPARED)
         except BaseException as error:
             self._end(error)
             raise

@@ -311,8 +311,9 @@ class Leader(Attendance):
 def _speaks_otherwise(seat: Seat) -> str:
     """What is wrong with the protocol of a rank's package; "" if it is the trainer's."""
     side = "engine" if seat.name.startswith("gen:") else "rank"
+    protocol = seat.facts.get("protocol", PROTOCOL)
     try:
-        require_protocol(int(seat.facts.get("protocol", PROTOCOL)), str(seat.facts.get("package")), side, "trainer")
+        require_protocol(protocol if isinstance(protocol, int) else 0, str(seat.facts.get("package")), side, "trainer")
     except SessionError as error:
         return f"{seat.name}: {error}"
     return ""

@@ -276,7 +276,10 @@ class Member(ABC):
                 raise
             if head.kind == CONNECT:
                 self._follow_connect(attendance, head)
-            elif (call := attendance.follow(head, make_word)) is not None:
+                continue
+            if self.world == "gen":
+                self._adopt(head)  # of a trainer that connected while this rank was not here, or was busy
+            if (call := attendance.follow(head, make_word)) is not None:
                 return call
 
     def _keep_plan_published(self) -> None:

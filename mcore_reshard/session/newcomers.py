@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock, Thread
 from typing import Any
 
@@ -86,16 +86,35 @@ def serve_newcomers(rank: Rank, turn: RLock, state: Callable[[], WeightState]) -
     Thread(target=in_callers_context(serve, device), name="newcomers", daemon=True).start()
 
 
-def _next_wish(store: SessionStore, wanted: str) -> tuple[str, str]:
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a joiner asks of a donor's rank."""
+
+    peer: str  # the joiner's seat
+    process: str  # and process
+    copy: str  # names the keys of the copy
+
+    @classmethod
+    def from_json(cls, said: Any) -> _Wish:
+        wish = cls(**said)
+        if not all(isinstance(text, str) for text in (wish.peer, wish.process, wish.copy)):
+            raise TypeError("a text is none")
+        return wish
+
+
+def _next_wish(store: SessionStore, wanted: str) -> _Wish:
     try:
-        return parse_stored(wanted, store.get(wanted), _parse_wish)
+        return parse_stored(wanted, store.get(wanted), _Wish.from_json)
     finally:
         store.delete_key(wanted)
 
 
-def _offer(rank: Rank, wish: tuple[str, str], turn: RLock, state: Callable[[], WeightState]) -> None:
+def _offer(rank: Rank, wish: _Wish, turn: RLock, state: Callable[[], WeightState]) -> None:
     """One copy. Its failure is the joiner's to report: this rank has what it had."""
-    peer, number = wish
+    peer, number = wish.peer, wish.copy
+    seat = rank.store.seats.get(peer)
+    if seat is None or seat.facts.get("process") != wish.process:
+        return  # who wished is here no more: nobody would take it
     keys = rank.store.under(f"copy/{number}")
     with turn:
         held = state()
@@ -103,8 +122,10 @@ def _offer(rank: Rank, wish: tuple[str, str], turn: RLock, state: Callable[[], W
             if held.kind == "mixed" or held.version is None:
                 keys.set("failed", f"{rank.seat} has no whole version to offer: it is {held}")
                 return
-            offer(keys, rank.seat, peer, rank.tensors(), rank.options, version=held.version)
-        except (RefitError, DistError, RuntimeError, OSError) as error:
+            # A refit that begins meanwhile waits for the copy: a joiner that is frozen must not take all of its time.
+            options = replace(rank.options, timeout_s=rank.options.timeout_s / 2)
+            offer(keys, rank.seat, peer, rank.tensors(), options, version=held.version)
+        except (RefitError, DistError, RuntimeError, OSError, ValueError) as error:
             said: dict[str, Any] = {"rank": rank.seat, "session": rank.store.session, "peer": peer}
             log_event("offer_failed", logging.WARNING, **said, cause=f"{error}")
 
@@ -175,9 +196,10 @@ def _donors(rank: Rank) -> list[int]:
 def _take(rank: Rank, donor: int, number: str, failures: list[str], before_writes: Callable[[int], Any]) -> int | None:
     """The version that a donor's rank gave; None where it could not."""
     peer = rank.world.seats_of(donor)[rank.place]
-    wish = json.dumps({"peer": rank.seat, "copy": number})
+    wanted, process = f"want/{peer}", rank.store.seats[rank.seat].facts.get("process")
+    wish = json.dumps({"peer": rank.seat, "process": process, "copy": number})
     deadline = time.monotonic() + rank.options.timeout_s
-    while rank.store.compare_set(f"want/{peer}", "", wish) != wish.encode():  # it serves another newcomer
+    while rank.store.compare_set(wanted, "", wish) != wish.encode():  # it serves another newcomer
         if time.monotonic() > deadline:
             failures.append(f"{peer} was busy for {rank.options.timeout_s:g} s")
             return None
@@ -190,16 +212,11 @@ def _take(rank: Rank, donor: int, number: str, failures: list[str], before_write
         return None
     finally:
         rank.store.delete_prefix(f"copy/{number}/")
+        if rank.store.peek(wanted) == wish.encode():  # the donor has died: its next process must not serve it
+            rank.store.delete_key(wanted)
     said: dict[str, Any] = {"rank": rank.seat, "session": rank.store.session, "peer": peer, "version": report.version}
     log_event("caught_up", **said, seconds=report.seconds, bytes=report.nbytes)
     return report.version
-
-
-def _parse_wish(said: Any) -> tuple[str, str]:
-    peer, number = said["peer"], said["copy"]
-    if not isinstance(peer, str) or not isinstance(number, str):
-        raise TypeError("no rank, or no copy")
-    return peer, number
 
 
 def _parse_donors(said: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -98,6 +99,39 @@ def test_a_copy_that_fails_leaves_a_mixture_only_where_it_wrote(
     answers = refit(trainer, [*engines[:2], *newer], 6)
     assert [(answer.error, answer.version) for answer in answers] == [(None, 6)] * 5
     assert {answer.held for answer in answers[1:]} == {6}
+
+
+def test_a_wish_that_nobody_waits_for_holds_up_no_refit(ranks: Ranks) -> None:
+    """As one that stands where a donor has died, and starts again."""
+    trainer, engines = start(ranks)
+    with connect_store(ranks.address, OPTIONS) as outsider:
+        outsider.take_seat("gen:7", {"process": "another", "pid": 1})
+        processes = {"gen:7": "one that has died", "gen:0": outsider.seats["gen:0"].facts["process"]}
+        for version, (peer, process) in enumerate(processes.items(), 6):
+            outsider.set("want/gen:0", json.dumps({"peer": peer, "process": process, "copy": "1"}))
+            time.sleep(0.2)
+            answers = refit(trainer, engines, version)
+            assert [answer.error for answer in answers] == [None] * 5
+            assert max(answer.seconds for answer in answers) < 5.0
+        assert not outsider.check(["want/gen:0"])
+    newer = [ranks.gen(PAIRS, rank, patch=at_once).tell("prepare") for rank in (4, 5)]
+    assert [rank.answer().state for rank in newer] == ["complete(7)"] * 2
+
+
+def freeze_in_copy() -> None:
+    def freeze(*_: object) -> None:
+        time.sleep(60.0)
+
+    replica_copy._Copy._conclude = freeze  # type: ignore[method-assign]
+
+
+def test_a_new_replica_that_freezes_in_its_copy_costs_no_refit(ranks: Ranks) -> None:
+    trainer, engines = start(ranks)
+    for rank in (4, 5):
+        ranks.gen(PAIRS, rank, patch=freeze_in_copy).tell("prepare")
+    time.sleep(3.5)  # donors wait for it from now on
+    answers = refit(trainer, engines, 6)
+    assert [(answer.error, answer.replicas) for answer in answers] == [(None, (0, 1))] * 5
 
 
 def fail_first_refit() -> None:

@@ -93,8 +93,12 @@ def test_a_request_that_is_too_large_is_refused_and_the_connection_goes_on(host:
             store.set("k" * 2000, "value")
         with pytest.raises(SessionError, match="more than a store takes at once"):
             store.set("key", bytes((256 << 20) + 1))
-        with pytest.raises(SessionError, match="facts of 1024 bytes"):
-            store.take_seat("gen:0", {"pid": "1" * 2000})
+        for facts in ({"pid": "1" * 2000}, {"process": ["a"]}, {"protocol": None}):
+            with pytest.raises(SessionError, match="are texts and integers, of 1024 bytes in all"):
+                store.take_seat("gen:0", facts)
+        for name in ("gen:x", "gen:", "gen:²", "gen:-1", "gen:01", "gen:1e3", "gen", "\x1b[2J:5", "gen:" + "9" * 50):
+            with pytest.raises(SessionError, match="a seat is a world and the number of a rank, as in gen:3, not"):
+                store.take_seat(name, {})
         store.set("key", "value")
         assert store.get("key") == b"value" and store.reconnects == 0
 
