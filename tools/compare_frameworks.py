@@ -37,7 +37,7 @@ from mcore_reshard.validation.trainer.build import prepare  # noqa: E402
 ISOLATED = "MCORE_RESHARD_COMPARE_ISOLATED"  # in the environment of what runs in the namespace
 ADDRESS = "10.77.0.1"
 LIMIT_S = 1200.0
-FRAMEWORKS = ("sglang", "vllm", "areal")
+FRAMEWORKS = ("sglang", "vllm", "areal", "verl", "nemo_rl")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def measured(module: Any, arguments: argparse.Namespace) -> dict[str, Any]:
             if index < mesh.world:
                 part = module.train_part(index, folder, mesh, gen)
             else:
-                part = module.engine_part(index - mesh.world, folder, gen)
+                part = module.engine_part(index - mesh.world, folder, mesh, gen)
             return referee.rounds(index, part, arguments.repeats)
 
         result = run_processes(referee.processes, take_part, timeout_s=LIMIT_S)[0]

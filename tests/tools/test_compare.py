@@ -99,6 +99,15 @@ def test_a_run_against_sglang_has_every_path(tmp_path: Path) -> None:
     assert weights < samples["disk"]["file_bytes"]["written"] < 1.1 * weights
 
 
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs Megatron")
+@pytest.mark.skipif("MCORE_RESHARD_NEMO_RL" not in os.environ, reason="set MCORE_RESHARD_NEMO_RL to a checkout")
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
+def test_a_run_against_nemo_rls_golden_counts_what_each_sends(tmp_path: Path) -> None:
+    run = compared("nemo_rl", tmp_path)
+    samples, weights = {sample["path"]: sample for sample in run["samples"]}, run["model_bytes"]
+    assert 0.9 * weights < samples["ours"]["network_bytes"] < 0.6 * samples["golden"]["network_bytes"]
+
+
 @pytest.mark.vllm
 @pytest.mark.slow  # a whole vLLM
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: run `make test-vllm`")

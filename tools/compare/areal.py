@@ -59,7 +59,7 @@ class ArealEngine(Engine):
         return {"success": not failed, "message": "; ".join(failed)}
 
 
-def engine_part(rank: int, folder: Path, sizes: GenSizes) -> Part:
+def engine_part(rank: int, folder: Path, mesh: TrainMesh, sizes: GenSizes) -> Part:
     return part_of(ArealEngine(folder, sizes, "compare.areal_worker.ComparedAreal"), [*PATHS])
 
 

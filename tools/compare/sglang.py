@@ -106,7 +106,7 @@ class Engine(Rank):
         return 0, self.read
 
 
-def engine_part(rank: int, folder: Path, sizes: GenSizes) -> Part:
+def engine_part(rank: int, folder: Path, mesh: TrainMesh, sizes: GenSizes) -> Part:
     engine = Engine(folder / "1", sizes, rank, folder / "gen")
     if engine.http is not None:
         (folder / "port").write_text(str(engine.http.server_port))

@@ -80,7 +80,7 @@ class Engine(Answers):
         self.process.wait(60)
 
 
-def engine_part(rank: int, folder: Path, sizes: GenSizes) -> Part:
+def engine_part(rank: int, folder: Path, mesh: TrainMesh, sizes: GenSizes) -> Part:
     engine = Engine(folder, sizes, "compare.vllm_process.Compared")
     return part_of(engine, [*PATHS])
 

@@ -11,12 +11,19 @@ from typing import Any
 
 FILE = Path(__file__).resolve().parents[1] / "results" / "compare-cpu.json"
 LINK = "../../tools/results/compare-cpu.json"
-NAMES = {"sglang": "SGLang", "vllm": "vLLM, a whole `LLM`", "areal": "AReaL, with a whole `LLM` of vLLM"}
+NAMES = {
+    "sglang": "SGLang",
+    "vllm": "vLLM, a whole `LLM`",
+    "areal": "AReaL, with a whole `LLM` of vLLM",
+    "verl": "verl, with a whole `LLM` of vLLM",
+    "nemo_rl": "NeMo-RL",
+}
 
 
 def compared_section(file: Path = FILE) -> str:
     """A paragraph and a table for each framework."""
-    return "\n\n".join(_framework(run) for run in json.loads(file.read_text())["runs"])
+    runs = {run["framework"]: run for run in json.loads(file.read_text())["runs"]}
+    return "\n\n".join(_framework(runs[framework]) for framework in NAMES if framework in runs)
 
 
 def _framework(run: dict[str, Any]) -> str:
@@ -33,13 +40,13 @@ def _framework(run: dict[str, Any]) -> str:
             break_on_hyphens=False,
         ),
         "",
-        "| path | seconds | against ours | network | files: written / handed over | memory: trainer | engine |",
+        "| path | seconds | against ours | network | files or shared memory: written / handed over | memory: trainer | engine |",
         f"|{'---|' * 7}",
     ]
     for path, name in run["paths"].items():
         samples = _samples(run, path)
         seconds = _median(run, path, "seconds")
-        files = "" if "file_bytes" not in samples[0] else " / ".join(
+        files = "" if not samples[0].get("file_bytes", {}).get("written") else " / ".join(
             f"{median(sample['file_bytes'][kind] for sample in samples) / 1e6:,.0f} MB" for kind in ("written", "read")
         )  # fmt: skip
         shortest, longest = (each(sample["seconds"] for sample in samples) for each in (min, max))
