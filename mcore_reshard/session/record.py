@@ -29,7 +29,7 @@ from .state import WeightState, intact
 
 SEEN = "seen"  # the keys of ranks' news
 TRACED_ATTEMPTS = 256  # that a trace shows: the last ones
-_CAUSE_CHARACTERS = 300  # of a failure, as news and log lines give it
+CAUSE_CHARACTERS = 300  # of a failure, as news and log lines give it
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Record:
 
     def failed(self, error: BaseException) -> None:
         """The attempt under way has failed. Says so once, however often it is told."""
-        cause = f"{error}"[:_CAUSE_CHARACTERS]
+        cause = f"{error}"[:CAUSE_CHARACTERS]
         if (attempt := self._end(f"{type(error).__name__}: {cause}")) is None:
             return
         self._failure = cause

@@ -23,7 +23,7 @@ from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.rendezvous.store_opening import Seat
 
 from .attempts import HEAD, Call, Head, World
-from .record import SEEN
+from .record import CAUSE_CHARACTERS, SEEN
 from .staged import STAGED
 
 LATE_S = 1.0  # that others have waited, before a rank counts as late
@@ -54,8 +54,9 @@ class _News:
         float(state.get("share", 0.0))
         since = None if said["since"] is None else float(said["since"])
         doing = None if said["doing"] is None or since is None else str(said["doing"])
-        failure = None if said["failure"] is None else str(said["failure"])
-        return cls(said["committed"], state, doing, since, failure, World(*numbers))
+        failure = None if said["failure"] is None else str(said["failure"])[:CAUSE_CHARACTERS]
+        committed = None if said["committed"] is None else int(said["committed"])
+        return cls(committed, state, doing, since, failure, World(*numbers))
 
 
 @dataclass(frozen=True, slots=True)

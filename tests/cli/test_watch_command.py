@@ -153,6 +153,18 @@ def test_watch_needs_a_session_and_its_token(tmp_path: Path, monkeypatch: pytest
             assert [*rank.seats] == ["train:0"] and rank.keys() == []
 
 
+def test_watch_shows_the_others_where_a_rank_says_nonsense_of_itself() -> None:
+    news = {"state": "complete", "version": 3, "committed": 3, "doing": None, "since": None, "world": [1, 1, 2]}
+    with store_process() as server, connect_store(server.address, Options(timeout_s=10)) as rank:
+        for number, wrong in enumerate([{}, {"committed": "x"}, {"committed": [1]}, {"failure": "\x1b[2J" * 10**5}]):
+            rank.take_seat(f"gen:{number}", {"pid": 7})
+            rank.set(f"seen/gen:{number}", json.dumps({**news, "failure": None, **wrong}))
+        seen = watch(server.address)
+        assert (seen.code, seen.err) == (0, "") and "4 of 5 ranks here, version 3" in seen.out
+        assert len(seen.out) < 4000 and "\x1b" not in seen.out
+        assert json.loads(watch(server.address, "--json").out)["version"] == 3
+
+
 def test_watch_says_what_to_do_without_a_store_and_without_the_session() -> None:
     with store_process() as server, connect_store(server.address, Options(session="run-7", timeout_s=10)):
         other = watch(server.address, "--session", "no such")
