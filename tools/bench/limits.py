@@ -65,7 +65,7 @@ def nccl_alone(rank: Rank, options: Options) -> Prepared:
     peers = range(train, rank.ranks) if sends else range(train)
     size, groups = int(options.get("message_mib", 512)) * _MIB, 4
     buffer = torch.zeros(size * len(peers), dtype=torch.uint8, device=rank.device)
-    payloads = {peer: buffer[n * size : (n + 1) * size] for n, peer in enumerate(peers)}
+    payloads = [(peer, buffer[n * size : (n + 1) * size]) for n, peer in enumerate(peers)]
     stream = torch.cuda.Stream()
 
     def idle() -> None:

@@ -38,10 +38,11 @@ class Answers:
         (folder / "port").write_text(str(self.http.server_port))
         self._over = False
 
-    def turn(self) -> None:
+    def turn(self) -> tuple[int, int] | None:
         self._over = False
         while not self._over:
             self.http.handle_request()
+        return None
 
     def handle(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         self._over = route == "done"

@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ class Part:
     bytes of files that it wrote and that it was handed, where it used any.
     """
 
-    set_up: dict[str, Callable[[], Any]]
-    run: dict[str, Callable[[], tuple[int, int] | None]]
+    set_up: Mapping[str, Callable[[], Any]]
+    run: Mapping[str, Callable[[], tuple[int, int] | None]]
     set_weights: Callable[[int], Any]
     differences: Callable[[int], list[str]]
     pids: Callable[[], Sequence[int]] = field(
@@ -83,7 +83,7 @@ class Referee:
         self._files[2 * index : 2 * index + 2] = part.run[path]() or (0, 0)
         self.wait()
         sample = {"path": path, **meter.stop()} if meter else {}
-        if meter and any(self._files):
+        if meter and any(self._files[:]):
             sample |= {"file_bytes": {"written": sum(self._files[::2]), "read": sum(self._files[1::2])}}
         self.wait()
         if wrong := part.differences(version):
