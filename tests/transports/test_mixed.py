@@ -26,6 +26,7 @@ MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
 RELAYED = Case("tiny-qwen3-moe", "tp=1", "dp=3")
 CAST = Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", dtypes=("bf16", "fp8"), block=(8, 16))
 RELAYED_CAST = Case("tiny-qwen3-moe", "tp=1", "dp=3", dtypes=("bf16", "fp8"), block=(8, 16))
+ALONE = Case("tiny-qwen3-moe", "tp=1", "tp=1")
 PIPELINED = Case("tiny-qwen3-moe", "pp=2", "tp=1")
 PIPELINED_CAST = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
 TRAINER_ALONE = "train:0-gen:0,train:0-gen:1,train:0-gen:2"
@@ -142,30 +143,45 @@ def test_auto_on_gpus(case: Case, transport: str, unreachable: str, way: str) ->
     assert [wrong for _, wrong in found] == [{}] * 4
 
 
+@pytest.mark.gpu
+@needs_gpus(4)
+@pytest.mark.parametrize("case", [RELAYED, RELAYED_CAST], ids=["plain", "cast"])
+def test_replicas_pass_on_directly_what_came_by_nccl(case: Case) -> None:
+    found = values(run_ranks(4, on_gpus, case, "auto", TRAINER_ALONE, timeout_s=120.0, method="spawn"))
+    assert [ways for ways, _ in found] == [{"nccl"}, *[{"direct+nccl"}] * 3]
+    assert [wrong for _, wrong in found] == [{}] * 4
+
+
 def on_two_gpus(number: int, address: str, case: Case, unreachable: str) -> Any:
-    """Both stages of the trainer on one GPU, the engine on the other: no communicator of a stage has a GPU twice."""
+    """The trainer on one GPU, also where it has two stages, and the engine on the other: nccl takes one stage at most."""
+    device = "cuda:0" if number < case.plan().train.world else "cuda:1"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNREACHABLE_VARIABLE, unreachable)
-        return planned_refits.refit(number, address, case, "cuda:0" if number < 2 else "cuda:1", transport="auto")
+        return planned_refits.refit(number, address, case, device, transport="auto")
 
 
 @pytest.mark.gpu
 @needs_gpus(2)
 @pytest.mark.parametrize(
-    ("unreachable", "way"),
-    [("", "direct"), ("train:0-gen:0", "direct+nccl"), ("train:0-gen:0,train:1-gen:0", "nccl")],
-    ids=["all near", "one far", "all far"],
+    ("case", "unreachable", "way"),
+    [
+        (PIPELINED, "", "direct"),
+        (PIPELINED, "train:0-gen:0", "direct+nccl"),
+        (PIPELINED_CAST, "train:0-gen:0", "direct+nccl"),
+        (ALONE, "train:0-gen:0", "nccl"),
+    ],
+    ids=["all near", "one far", "one far, cast", "all far"],
 )
-@pytest.mark.parametrize("case", [PIPELINED, PIPELINED_CAST], ids=["plain", "cast"])
 def test_auto_on_two_gpus(case: Case, unreachable: str, way: str) -> None:
-    found = values(run_ranks(3, on_two_gpus, case, unreachable, timeout_s=120.0, method="spawn"))
+    ranks = case.plan().train.world + 1
+    found = values(run_ranks(ranks, on_two_gpus, case, unreachable, timeout_s=120.0, method="spawn"))
     assert all(ways == {way} for ways, _ in found)
-    assert [wrong for _, wrong in found] == [{}] * 3
+    assert [wrong for _, wrong in found] == [{}] * ranks
 
 
 def alone_on_a_gpu(number: int, address: str) -> Any:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(number)  # CUDA reads it when it is first used
-    return planned_refits.refit(number, address, Case("tiny-qwen3-moe", "tp=1", "tp=1"), "cuda:0", transport="auto")
+    return planned_refits.refit(number, address, ALONE, "cuda:0", transport="auto")
 
 
 @pytest.mark.gpu
