@@ -89,6 +89,7 @@ class Progress:
 
     def __init__(self, hops: int) -> None:
         self.failures: list[BaseException] = []
+        self.begun: list[Executor] = []  # the others still count the bytes of the run before
         self._waves = [0] * hops
         self._changed = Condition()
 
@@ -127,6 +128,7 @@ class Role:
             for wave, executor in enumerate(self.waves):
                 if not progress.wait(self.hop, wave):
                     break
+                progress.begun.append(executor)
                 reports.append(executor.run())
                 if not self.sends:
                     progress.landed(self.hop)
@@ -145,6 +147,7 @@ class RelayedExecutor:
 
     def __init__(self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None) -> None:
         self._first, self._roles, self._device = first, roles, device
+        self._progress = Progress(1)  # of the last run
         self._threads = ThreadPoolExecutor(max(1, len(roles)), thread_name_prefix="relay")
         names = {name for _, waves in self._hops for executor in waves for name in executor.name.split("+")}
         self.name = "+".join(sorted(names))
@@ -158,7 +161,7 @@ class RelayedExecutor:
 
     @property
     def written_bytes(self) -> int:
-        return sum(executor.written_bytes for _, waves in self._hops for executor in waves)
+        return sum(executor.written_bytes for executor in self._progress.begun)
 
     @property
     def executed(self) -> tuple[Executed, ...]:
@@ -173,12 +176,13 @@ class RelayedExecutor:
         """Run all hops to their end. Raises the rank's first failure: later ones may be its consequences."""
         start = time.perf_counter()
         reports: list[tuple[StageReport, ...]] = []
-        progress = Progress(1 + max((role.hop for role in self._roles), default=0))
+        progress = self._progress = Progress(1 + max((role.hop for role in self._roles), default=0))
         later = [
             self._threads.submit(in_callers_context(partial(role.run, progress), self._device)) for role in self._roles
         ]
         try:
             for executor in self._first:  # to the end, even if a later hop fails: the trainer may wait for this rank
+                progress.begun.append(executor)
                 reports.append(executor.run())
                 progress.landed(0)
         except BaseException as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from helpers.plans import Case
@@ -11,6 +12,8 @@ from helpers.ranks import StoreProcess, store_process
 from helpers.remote import Answer, Ranks, Remote, tell
 
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.gloo import GlooExecutor
+from mcore_reshard.session.refitter import Refitter
 
 FOUR = Case("tiny-llama", "tp=2", "tp=1,dp=4")
 OPTIONS = Options(timeout_s=4.0)
@@ -29,8 +32,8 @@ def ranks(store: StoreProcess) -> Iterator[Ranks]:
         yield ranks
 
 
-def start(ranks: Ranks) -> tuple[list[Remote], list[Remote]]:
-    trainer = ranks.train(FOUR)
+def start(ranks: Ranks, patch: Callable[[], None] | None = None) -> tuple[list[Remote], list[Remote]]:
+    trainer = ranks.train(FOUR, patch=patch)
     engines = [ranks.gen(FOUR, rank) for rank in range(4)]
     assert [answer.error for answer in tell(trainer + engines, "prepare")] == [None] * 6
     assert [answer.error for answer in refit(trainer, engines, 1)] == [None] * 6
@@ -71,6 +74,29 @@ def kill_in_refit(trainer: list[Remote], engines: list[Remote], victims: list[Re
     for victim in victims:
         victim.kill()
     return [rank.answer() for rank in trainer + engines if rank not in victims]
+
+
+def fail_second_refit() -> None:
+    """Before the first byte leaves this rank."""
+    move = Refitter._move_bulk
+
+    def fail(*_: object) -> None:
+        time.sleep(0.5)
+        raise OSError("on fire")
+
+    def move_once(*args: Any) -> Any:
+        moved = move(*args)
+        GlooExecutor.run = fail  # type: ignore[method-assign, assignment]
+        return moved
+
+    Refitter._move_bulk = move_once  # type: ignore[method-assign]
+
+
+def test_a_refit_that_fails_before_its_first_byte_leaves_no_mixture_where_replicas_pass_on(ranks: Ranks) -> None:
+    trainer, engines = start(ranks, fail_second_refit)
+    told = refit(trainer, engines, 2)
+    assert all("on fire" in str(answer.error) for answer in told), told
+    assert [(answer.state, answer.held) for answer in told[2:]] == [("intact(1)", 1)] * 4
 
 
 def test_two_replicas_are_killed_at_once(ranks: Ranks) -> None:
