@@ -153,13 +153,19 @@ class Refitter(Member):
         self._set_state(complete(attempt.version))
 
     def _fail_attempt(self, connection: Connection, program: Program, attempt: Attempt, error: BaseException) -> None:
-        """Note what a failed attempt has left, and that its connection is of no use any more."""
+        """Note what a failed attempt has left, and that its connection is of no use any more.
+
+        Transfers end with the connection: what is under way when this rank fails may write until then.
+        """
         if not attempt.committed and self.world == "gen":
-            share = self._written_share(program, attempt)
-            if share > 0:
-                self._set_state(mixed(self.committed_version, attempt.version, max(share, self._state.share)))
-            elif self._state.kind != "mixed":  # else it stays the mixture that it was
-                self._set_state(intact(self.committed_version))
+            try:
+                self._disconnect()
+            finally:
+                share = 1.0 if connection.thread.is_busy else self._written_share(program, attempt)
+                if share > 0:
+                    self._set_state(mixed(self.committed_version, attempt.version, max(share, self._state.share)))
+                elif self._state.kind != "mixed":  # else it stays the mixture that it was
+                    self._set_state(intact(self.committed_version))
         self._fail(error)
 
     def _written_share(self, program: Program, attempt: Attempt) -> float:

@@ -6,16 +6,21 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.plans import Case
 from helpers.ranks import StoreProcess, store_process
 from helpers.remote import Answer, Ranks, Remote, tell
+from numpy.typing import NDArray
 
+from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.polling import NOTICE_S
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.session.refitter import Refitter
 
 FOUR = Case("tiny-llama", "tp=2", "tp=1,dp=4")
+PAIR = Case("tiny-llama", "tp=1", "tp=1")
 OPTIONS = Options(timeout_s=4.0)
 RECOVERY_S = 30.0
 
@@ -97,6 +102,43 @@ def test_a_refit_that_fails_before_its_first_byte_leaves_no_mixture_where_replic
     told = refit(trainer, engines, 2)
     assert all("on fire" in str(answer.error) for answer in told), told
     assert [(answer.state, answer.held) for answer in told[2:]] == [("intact(1)", 1)] * 4
+
+
+def fail_after_sending() -> None:
+    """In the second refit, once this rank's bytes are on their way."""
+    run, runs = GlooExecutor.run, [0]
+
+    def send_and_fail(self: GlooExecutor) -> Any:
+        runs[0] += 1
+        moved = run(self)
+        if runs[0] > 1:
+            raise OSError("on fire")
+        return moved
+
+    GlooExecutor.run = send_and_fail  # type: ignore[method-assign]
+
+
+def write_late() -> None:
+    """In the second refit, the first bucket waits until this rank has given up, and is written then."""
+    unpack, runs = GlooExecutor._unpack, set[int]()
+
+    def late(self: GlooExecutor, bucket: Bucket, message: NDArray[np.uint8]) -> None:
+        if self._runs == 2 and not runs:
+            runs.add(2)
+            time.sleep(3 * NOTICE_S)
+        unpack(self, bucket, message)
+
+    GlooExecutor._unpack = late  # type: ignore[method-assign]
+
+
+def test_bytes_that_land_after_a_rank_has_given_up_are_a_mixture(ranks: Ranks) -> None:
+    """The state is told once nothing is under way; where something still is, nobody knows, and it is a mixture."""
+    (trainer,), engine = ranks.train(PAIR, patch=fail_after_sending), ranks.gen(PAIR, 0, patch=write_late)
+    assert [answer.error for answer in tell([trainer, engine], "prepare")] == [None] * 2
+    assert [answer.error for answer in refit([trainer], [engine], 1)] == [None] * 2
+    told = refit([trainer], [engine], 2)
+    assert all("on fire" in str(answer.error) for answer in told), told
+    assert told[1].state == "mixed(1, 2, 1.00)"
 
 
 def test_two_replicas_are_killed_at_once(ranks: Ranks) -> None:
