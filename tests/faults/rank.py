@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from helpers.gpu import device_of
 
 from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
@@ -249,9 +250,7 @@ class Member:
 def _device(cell: Cell, seat: str) -> torch.device:
     if cell.transport in ("gloo", "golden"):
         return torch.device("cpu")
-    device = torch.device("cuda", cell.seats.index(seat) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    return device_of(cell.seats.index(seat))
 
 
 def _log(text: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import synthetic
 import torch
+from helpers.gpu import device_of
 from helpers.plans import Case
 
 from mcore_reshard.kernels.options import Options
@@ -25,9 +26,8 @@ def refit(
     plan = case.plan()
     train = number < plan.train.world
     world, rank = ("train", number) if train else ("gen", number - plan.train.world)
-    place = torch.device(device)
+    place = device_of(number) if device == "cuda" else torch.device(device)
     if place.type == "cuda":
-        place = torch.device("cuda", number % torch.cuda.device_count()) if place.index is None else place
         torch.cuda.set_device(place)
     schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
     tensors = synthetic.allocate(schedule, place)

@@ -118,10 +118,14 @@ def on_gpus(number: int, address: str, case: Case, transport: str, unreachable: 
 
 
 @pytest.mark.gpu
-@needs_gpus(4)
+@needs_gpus(1)
 @pytest.mark.parametrize(
     ("case", "transport", "unreachable", "way"),
     [
+        (ALONE, "auto", "train:0-gen:0", "nccl"),
+        (PIPELINED, "auto", "", "direct"),
+        (PIPELINED, "auto", "train:0-gen:0", "direct+nccl"),
+        (PIPELINED_CAST, "auto", "train:0-gen:0", "direct+nccl"),
         (MOE, "auto", "", "direct"),
         (MOE, "auto", ALL_PAIRS, "nccl"),
         (MOE, "auto", "train:0-gen:1,train:1-gen:0", "direct+nccl"),
@@ -133,50 +137,26 @@ def on_gpus(number: int, address: str, case: Case, transport: str, unreachable: 
         (RELAYED_CAST, "auto", "train:0-gen:2,relay:0-gen:1", "direct+nccl"),
     ],
     ids=[
+        *("a pair by nccl", "stages near", "a stage is far", "a stage is far, cast"),
         *("all near", "all far", "two hosts", "relayed directly", "a relay by nccl", "relays over two hosts"),
         *("cast directly", "cast by nccl", "cast over two hosts"),
     ],
 )
 def test_auto_on_gpus(case: Case, transport: str, unreachable: str, way: str) -> None:
-    found = values(run_ranks(4, on_gpus, case, transport, unreachable, timeout_s=120.0, method="spawn"))
+    plan = case.plan()
+    ranks = plan.train.world + plan.gen.world
+    found = values(run_ranks(ranks, on_gpus, case, transport, unreachable, timeout_s=120.0, method="spawn"))
     assert all(ways == {way} for ways, _ in found)
-    assert [wrong for _, wrong in found] == [{}] * 4
+    assert [wrong for _, wrong in found] == [{}] * ranks
 
 
 @pytest.mark.gpu
-@needs_gpus(4)
+@needs_gpus(1)
 @pytest.mark.parametrize("case", [RELAYED, RELAYED_CAST], ids=["plain", "cast"])
 def test_replicas_pass_on_directly_what_came_by_nccl(case: Case) -> None:
     found = values(run_ranks(4, on_gpus, case, "auto", TRAINER_ALONE, timeout_s=120.0, method="spawn"))
     assert [ways for ways, _ in found] == [{"nccl"}, *[{"direct+nccl"}] * 3]
     assert [wrong for _, wrong in found] == [{}] * 4
-
-
-def on_two_gpus(number: int, address: str, case: Case, unreachable: str) -> Any:
-    """The trainer on one GPU, also where it has two stages, and the engine on the other: nccl takes one stage at most."""
-    device = "cuda:0" if number < case.plan().train.world else "cuda:1"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(UNREACHABLE_VARIABLE, unreachable)
-        return planned_refits.refit(number, address, case, device, transport="auto")
-
-
-@pytest.mark.gpu
-@needs_gpus(2)
-@pytest.mark.parametrize(
-    ("case", "unreachable", "way"),
-    [
-        (PIPELINED, "", "direct"),
-        (PIPELINED, "train:0-gen:0", "direct+nccl"),
-        (PIPELINED_CAST, "train:0-gen:0", "direct+nccl"),
-        (ALONE, "train:0-gen:0", "nccl"),
-    ],
-    ids=["all near", "one far", "one far, cast", "all far"],
-)
-def test_auto_on_two_gpus(case: Case, unreachable: str, way: str) -> None:
-    ranks = case.plan().train.world + 1
-    found = values(run_ranks(ranks, on_two_gpus, case, unreachable, timeout_s=120.0, method="spawn"))
-    assert all(ways == {way} for ways, _ in found)
-    assert [wrong for _, wrong in found] == [{}] * ranks
 
 
 def alone_on_a_gpu(number: int, address: str) -> Any:

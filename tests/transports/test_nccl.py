@@ -1,4 +1,4 @@
-"""Buckets over NCCL between real processes, a GPU each: every byte arrives, nothing hangs, and culprits are named."""
+"""Buckets over NCCL between real processes: every byte arrives, nothing hangs, and culprits are named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import synthetic
 import torch
-from helpers.gpu import needs_gpus
+from helpers.gpu import device_of, needs_gpus
 from helpers.handmade import End, HandTransfer, allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, store_of, values
 from torch.distributed import is_initialized
@@ -39,7 +39,7 @@ from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 
 pytestmark = [
     pytest.mark.gpu,
-    needs_gpus(2),
+    needs_gpus(1),
     pytest.mark.skipif(nccl_unavailable_reason() is not None, reason=str(nccl_unavailable_reason())),
 ]
 
@@ -57,15 +57,7 @@ BUDGETS = (
     ScratchBudget(4096, streams=2, slots=3, checksums=True),
     ScratchBudget(1 << 16, streams=3, slots=2),
 )
-# As many ranks as there are GPUs for: the processes of one launch play all of these, one after the other.
-WORLDS: list[Worlds] = [(2, 2), (3, 1), (1, 3)] if torch.cuda.device_count() >= 4 else [(1, 1)]
-
-
-def own_device(number: int, environment: dict[str, str] | None = None) -> torch.device:
-    os.environ.update(environment or {})
-    device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
-    return device
+WORLDS: list[Worlds] = [(2, 2), (3, 1), (1, 3)]  # four processes play all of these, one after the other
 
 
 def connected(address: str) -> SessionStore:
@@ -85,7 +77,8 @@ def transfers_of(seed: int, worlds: Worlds) -> list[HandTransfer]:
 
 def random_refits(number: int, address: str, environment: dict[str, str]) -> list[dict[str, bytes]]:
     """Two runs for each of `WORLDS` and budget. Returns what the tensors held after them."""
-    device = own_device(number, environment)
+    os.environ.update(environment)
+    device = device_of(number)
     held = []
     for worlds, (seed, budget) in product(WORLDS, enumerate(BUDGETS)):
         schedule = of(transfers_of(seed, worlds), number, worlds)
@@ -142,7 +135,7 @@ def plan_of(case: str) -> Plan:
 
 def planned_refits(number: int, address: str, cases: list[str]) -> dict[str, dict[str, int]]:
     """case -> parameters with wrong elements, of a whole model whose elements say where they belong."""
-    device = own_device(number)
+    device = device_of(number)
     wrong: dict[str, dict[str, int]] = {}
     for case in cases:
         plan = plan_of(case)
@@ -166,10 +159,10 @@ def planned_refits(number: int, address: str, cases: list[str]) -> dict[str, dic
     return wrong
 
 
-@pytest.mark.parametrize("gpus", [2, pytest.param(4, marks=needs_gpus(4))])
-def test_whole_models_arrive_element_by_element(gpus: int) -> None:
-    cases = [case for case in CASES if plan_of(case).train.world + plan_of(case).gen.world == gpus]
-    assert values(run_ranks(gpus, planned_refits, cases, timeout_s=SPAWN_S, method="spawn")) == [{}] * gpus
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_models_arrive_element_by_element(ranks: int) -> None:
+    cases = [case for case in CASES if plan_of(case).train.world + plan_of(case).gen.world == ranks]
+    assert values(run_ranks(ranks, planned_refits, cases, timeout_s=SPAWN_S, method="spawn")) == [{}] * ranks
 
 
 class NoisyWire(NcclExecutor):
@@ -183,7 +176,7 @@ class NoisyWire(NcclExecutor):
 
 
 def damaged_refit(number: int, address: str) -> None:
-    device, worlds = own_device(number), (1, 1)
+    device, worlds = device_of(number), (1, 1)
     schedule = of(large(worlds), number, worlds)
     tensors = {local.name: torch.ones(ELEMENTS, device=device) for local in schedule.tensors}
     budget = ScratchBudget(8 << 20, checksums=True)
@@ -219,7 +212,7 @@ def large(worlds: Worlds) -> list[HandTransfer]:
 
 
 def executor_of_large(number: int, store: Any, worlds: Worlds, timeout_s: float) -> tuple[NcclExecutor, Any]:
-    device = own_device(number)
+    device = device_of(number)
     schedule = of(large(worlds), number, worlds)
     tensors = {local.name: torch.full((ELEMENTS,), float("nan"), device=device) for local in schedule.tensors}
     (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=timeout_s, budget=ScratchBudget(8 << 20))
@@ -295,7 +288,7 @@ def free_at_rest() -> int:
 def lose_peer(number: int, address: str) -> tuple[str, str, float] | None:
     """Rank 0 is killed after a good run; the other says how its second one failed, and after how long."""
     store = connected(address)
-    own_device(number)
+    device_of(number)
     meet(store, "ready", number, 2)
     executor, _ = executor_of_large(number, store.under("nccl"), (1, 1), DEADLINE_S)
     executor.run()
@@ -321,7 +314,7 @@ def silence(number: int, address: str, worlds: Worlds, patience_s: list[dict[int
     silent. Returns how that failed, after how long, and the memory left; at last the elements of a good run that
     are wrong."""
     store, count = connected(address), sum(worlds)
-    own_device(number)
+    device_of(number)
     told: list[Any] = []
     for occasion, timeouts_s in enumerate(patience_s):
         meet(store, f"ready-{occasion}", number, count)
@@ -361,7 +354,6 @@ def test_a_silent_peer_is_named_and_no_communicator_stays_behind() -> None:
     check_nothing_is_left(told)
 
 
-@needs_gpus(4)
 def test_of_several_peers_the_silent_one_is_named_and_who_gives_up_takes_the_others_along() -> None:
     patience_s = [dict.fromkeys(range(4), DEADLINE_S), {2: DEADLINE_S}]
     told = values(run_ranks(4, silence, (2, 2), patience_s, timeout_s=SPAWN_S, method="spawn"))
@@ -384,7 +376,7 @@ MISC = "model.odd.weight"
 
 def session(number: int, address: str, transport: str) -> Any:
     """Three refits through the endpoints: planned bytes, the misc route, zeroed padding, weights on CUDA."""
-    device, worlds = own_device(number), (1, 1)
+    device, worlds = device_of(number), (1, 1)
     transfers = transfers_of(5, worlds)
     odd = LocalTensor("odd", (3, 5), "float32")
     schedule = replace(of(transfers, number, worlds), misc=(MISC,))

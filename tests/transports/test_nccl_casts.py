@@ -1,4 +1,4 @@
-"""Weights that are cast while nccl gathers them, between real processes, a GPU each."""
+"""Weights that are cast while nccl gathers them, between real processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from helpers.casting import (
     trainer_tensors,
     transfers_with_casts,
 )
-from helpers.gpu import needs_gpus
+from helpers.gpu import device_of, needs_gpus
 from helpers.handmade import allocate, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
-from test_nccl import SPAWN_S, TIMEOUT_S, connected, own_device
+from test_nccl import SPAWN_S, TIMEOUT_S, connected
 from torch.distributed import PrefixStore
 
 from mcore_reshard.kernels.copies.bind import bind
@@ -25,7 +25,7 @@ from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 
 pytestmark = [
     pytest.mark.gpu,
-    needs_gpus(2),
+    needs_gpus(1),
     pytest.mark.skipif(nccl_unavailable_reason() is not None, reason=str(nccl_unavailable_reason())),
 ]
 
@@ -34,7 +34,7 @@ BUDGETS = (ScratchBudget(), ScratchBudget(1 << 16, checksums=True))
 
 def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str, bytes]]:
     """Two runs under each budget, with other weights the second time."""
-    device = own_device(number)
+    device = device_of(number)
     found = []
     for seed, budget in enumerate(BUDGETS):
         transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
@@ -54,7 +54,7 @@ def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str,
     return found
 
 
-@pytest.mark.parametrize("worlds", [(1, 1), pytest.param((2, 2), marks=needs_gpus(4))], ids=str)
+@pytest.mark.parametrize("worlds", [(1, 1), (2, 2)], ids=str)
 def test_nccl_casts_what_it_sends(worlds: tuple[int, int]) -> None:
     arrived = values(run_ranks(sum(worlds), refits, worlds, timeout_s=SPAWN_S, method="spawn"))
     for seed in range(len(BUDGETS)):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import synthetic
 import torch
-from helpers.gpu import has_transformer_engine, needs_gpus
+from helpers.gpu import device_of, has_transformer_engine, needs_gpus
 from helpers.handmade import End, HandTransfer, schedule_of, source_table_of
 from helpers.ranks import run_ranks, values
 
@@ -51,7 +51,7 @@ def transfers() -> list[HandTransfer]:
 def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray, np.ndarray]:
     """The trainer: its weight dequantized by Transformer Engine, and what its own GEMM makes of the inputs. The engine:
     the weight dequantized from the bytes that arrived, and what a GEMM with that makes of the inputs."""
-    torch.cuda.set_device(number % torch.cuda.device_count())
+    device_of(number)
     torch.manual_seed(1)
     inputs = torch.randn(TOKENS, COLUMNS, dtype=torch.bfloat16).cuda()
     if number == 0:
@@ -85,7 +85,7 @@ def refit_a_layer(number: int, address: str, transport: str) -> tuple[np.ndarray
     return weight.cpu().numpy(), product.float().cpu().numpy()
 
 
-@pytest.mark.parametrize("transport", ["direct", pytest.param("nccl", marks=needs_gpus(2))])
+@pytest.mark.parametrize("transport", ["direct", "nccl"])
 def test_a_gemm_with_what_arrived_is_the_trainers_within_the_rounding_of_activations(transport):
     (weight, source), (arrived, product) = values(
         run_ranks(2, refit_a_layer, transport, timeout_s=120.0, method="spawn")
