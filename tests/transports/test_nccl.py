@@ -64,6 +64,13 @@ def connected(address: str) -> SessionStore:
     return store_of(address)
 
 
+def meet(store: Any, occasion: str, number: int, count: int) -> None:
+    """Wait until all ranks are here: processes take longer to start than some of these deadlines, and whoever closes
+    takes along what the network still holds: sessions vote first."""
+    store.set(f"{occasion}/{number}", "")
+    store.wait([f"{occasion}/{rank}" for rank in range(count)], timedelta(seconds=SPAWN_S))
+
+
 def of(transfers: list[HandTransfer], number: int, worlds: Worlds) -> Schedule:
     return schedule_of(transfers, *(("train", number) if number < worlds[0] else ("gen", number - worlds[0])), worlds)
 
@@ -89,6 +96,7 @@ def random_refits(number: int, address: str, environment: dict[str, str]) -> lis
         assert executor.scratch_bytes <= budget.scratch_bytes
         for _ in range(2):
             reports = executor.run()
+        meet(store, "done", number, sum(worlds))
         assert [report.pp_stage for report in reports] == [stage.pp_stage for stage in schedule.stages]
         held.append({name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()})
         executor.close()
@@ -155,6 +163,7 @@ def planned_refits(number: int, address: str, cases: list[str]) -> dict[str, dic
                 wrong.update({f"{case} {scratch_bytes}": bad} if bad else {})
                 for tensor in tensors.values():
                     tensor.view(torch.uint8).fill_(synthetic.POISON)
+            meet(store, "done", number, plan.train.world + plan.gen.world)
             executor.close()
     return wrong
 
@@ -233,6 +242,7 @@ def overwrite_at_once(number: int, address: str, worlds: Worlds, refits: int) ->
         else:
             executor.run()
             wrong += sum(int((tensor != version).sum()) for tensor in tensors.values())
+    meet(connected(address), f"done-{refits}", number, sum(worlds))
     executor.close()
     return wrong
 
@@ -258,12 +268,6 @@ def test_memory_that_is_virtual_on_one_side_only_is_moved_like_any_other(virtual
 
 
 DEADLINE_S = 5.0
-
-
-def meet(store: Any, occasion: str, number: int, count: int) -> None:
-    """Wait until all ranks are here: processes take longer to start than some of these deadlines."""
-    store.set(f"{occasion}/{number}", "")
-    store.wait([f"{occasion}/{rank}" for rank in range(count)], timedelta(seconds=SPAWN_S))
 
 
 def failure_of(executor: NcclExecutor) -> tuple[str, str]:
@@ -292,6 +296,7 @@ def lose_peer(number: int, address: str) -> tuple[str, str, float] | None:
     meet(store, "ready", number, 2)
     executor, _ = executor_of_large(number, store.under("nccl"), (1, 1), DEADLINE_S)
     executor.run()
+    meet(store, "done", number, 2)
     if number == 0:
         os.kill(os.getpid(), 9)
     start = time.monotonic()

@@ -15,8 +15,7 @@ from helpers.casting import (
 from helpers.gpu import device_of, needs_gpus
 from helpers.handmade import allocate, raw_bytes, schedule_of
 from helpers.ranks import run_ranks, values
-from test_nccl import SPAWN_S, TIMEOUT_S, connected
-from torch.distributed import PrefixStore
+from test_nccl import SPAWN_S, TIMEOUT_S, connected, meet
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.transports.nccl.communicator import nccl_unavailable_reason
@@ -42,13 +41,14 @@ def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str,
         schedule = rank_schedule(transfers, number, worlds)
         start = trainer_tensors(schedule, seed) if train else allocate(schedule)
         tensors = {name: tensor.to(device) for name, tensor in start.items()}
-        store = PrefixStore(f"budget-{seed}", connected(address))
+        store = connected(address).under(f"budget-{seed}")
         (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=TIMEOUT_S, budget=budget)
         executor.run()
         if train:
             for name, tensor in stepped(tensors).items():
                 tensors[name].copy_(tensor)
         executor.run()
+        meet(store, "done", number, sum(worlds))
         found.append({name: raw_bytes(tensor.cpu()) for name, tensor in tensors.items()})
         executor.close()
     return found
