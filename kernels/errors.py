@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 
 class RefitError(RuntimeError):
@@ -119,7 +119,10 @@ class ChecksumError(TransferError):
     """A bucket arrived with other bytes, or in another order, than it was sent."""
 
 
-def first_of(failures: Sequence[BaseException]) -> BaseException:
+Error = TypeVar("Error", bound=BaseException)
+
+
+def first_of(failures: Sequence[Error]) -> Error:
     """The first of a rank's failures, in the order in which they came; it knows the `others`."""
     first, *later = failures
     if isinstance(first, TransferError):

@@ -2,7 +2,7 @@
 
 python tools/fault_matrix.py                                   every cell of gloo and golden (`make test-faults`)
 python tools/fault_matrix.py --transport direct --only kill     on this machine's GPUs; --only is a part of a cell's name
-python tools/fault_matrix.py --transport nccl --pair            on two GPUs
+NCCL_SOCKET_IFNAME=lo python tools/fault_matrix.py --transport nccl     where ranks share GPUs, they talk over sockets
 """
 
 from __future__ import annotations
@@ -138,14 +138,13 @@ def _work(asked: Any, answered: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", action="append", help="gloo and golden if not given; also direct, nccl")
-    parser.add_argument("--pair", action="store_true", help="one rank a side: for NCCL, which takes no GPU twice")
     parser.add_argument("--only", action="append", default=[], help="cells whose name contains all of these")
     parser.add_argument("--every", type=int, default=1, help="every so many of the cells")
     parser.add_argument("--jobs", type=int, default=4, help="cells at a time")
     parser.add_argument("--out", type=Path, help="where to write the results")
     arguments = parser.parse_args(argv)
     transports = arguments.transport or ["gloo", "golden"]
-    every = [cell for name in transports for cell in cells(name, arguments.pair)]
+    every = [cell for name in transports for cell in cells(name)]
     chosen = [cell for cell in every if all(part in str(cell) for part in arguments.only)]
     chosen = chosen[:: arguments.every]
     start = time.monotonic()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cuda.bindings import driver
 from cuda.core import Device, Kernel, LaunchConfig, Program, ProgramOptions, Stream, launch
 from numpy.typing import NDArray
 
@@ -83,6 +84,14 @@ class DeviceTable:
     def launch(self, stream: torch.cuda.Stream) -> None:
         """Queue the work on `stream`. Does not wait."""
         self._launch(stream, self._count)
+
+    def empty(self, stream: torch.cuda.Stream) -> None:
+        """Queue on `stream`: launches that begin later copy nothing, also those of graphs. For good."""
+        offset = _words_offset(self._dtype)
+        start, pitch = self._table.data_ptr() + offset, self._dtype.itemsize
+        (error,) = driver.cuMemsetD2D32Async(start, pitch, 0, 1, self._count, driver.CUstream(stream.cuda_stream))
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"a table on the device could not be emptied: {error}")
 
     def _launch(self, stream: torch.cuda.Stream, count: int) -> None:
         arguments = (self._table.data_ptr(), np.uint32(count), *self._arguments)
@@ -176,6 +185,18 @@ class DeviceGather:
         """Queue the copies on `stream`. Does not wait."""
         for part in self._parts:
             part.launch(stream)
+
+    def empty(self, stream: torch.cuda.Stream) -> None:
+        """Queue on `stream`: launches that begin later copy nothing. For good."""
+        for part in self._parts:
+            part.empty(stream)
+
+
+def _words_offset(tile: np.dtype[np.void]) -> int:
+    """Where a tile, TILE or CAST_TILE, says how many words it has."""
+    assert TILE.fields is not None and CAST_TILE.fields is not None
+    box = 0 if tile == TILE else CAST_TILE.fields["box"][1]
+    return box + TILE.fields["words"][1]
 
 
 @cache

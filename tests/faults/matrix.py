@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 
 TRAIN, GEN = ("train:0", "train:1"), ("gen:0", "gen:1")
@@ -105,24 +105,18 @@ class Cell:
         return f"{self.fault} of {self.victim}, {moment}, {self.transport}{ranks}{', two ranks' if self.pair else ''}"
 
 
-def cells(transport: str = "gloo", pair: bool = False) -> list[Cell]:
-    """All cells of a transport. Kills hit every kind of victim; other faults take victims in turn.
-
-    With `pair`, those of sessions with one rank a side: NCCL takes no GPU twice, and few machines have four.
-    """
-    found = list(_cells_of_replicas_of_one(transport, PAIR if pair else TRAIN + GEN))
+def cells(transport: str = "gloo") -> list[Cell]:
+    """All cells of a transport. Kills hit every kind of victim; other faults take victims in turn."""
+    found = list(_cells_of_replicas_of_one(transport))
     if transport == "golden":
         found = [cell for cell in found if cell.phase not in (*_BULK, "before reads", *PREPARING)]
-    elif pair:
-        found += [cell for cell in _staged_cells(transport) if {cell.at, cell.victim} <= {*PAIR, STORE}]
     else:
         found += [*_cells_of_larger_replicas(transport), *_staged_cells(transport)]
-    return [*dict.fromkeys(replace(cell, pair=pair) for cell in found)]
+    return [*dict.fromkeys(found)]
 
 
-def _cells_of_replicas_of_one(transport: str, seats: tuple[str, ...]) -> Iterator[Cell]:
-    for number, (phase, possible) in enumerate(PHASES.items()):
-        victims = [seat for seat in possible if seat in seats]
+def _cells_of_replicas_of_one(transport: str) -> Iterator[Cell]:
+    for number, (phase, victims) in enumerate(PHASES.items()):
         start = number % len(victims)
         turn = cycle(victims[start:] + victims[:start])
         yield from (Cell(phase, "kill", victim, transport) for victim in victims)

@@ -30,6 +30,7 @@ TOKEN = "the fault matrix is the only one who knows this token"
 RECOVERED = 10  # the version that all refit to recover, also those that started anew
 _PACE_S = 0.5  # between refits while a replica is still away
 _BUCKET_BYTES = 8192
+_SCRATCH_BYTES = 1 << 18  # nccl then moves the weights in five rounds
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Member:
             transport=self.transport,
             timeout_s=DEADLINE_S,
             bucket_bytes=_BUCKET_BYTES,
+            scratch_bytes=_SCRATCH_BYTES,
             token=TOKEN,
             session="faults",
         )

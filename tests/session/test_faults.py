@@ -38,15 +38,6 @@ def test_the_matrix_has_every_phase_fault_and_victim() -> None:
     assert kills == {(phase, victim) for phase, victims in PHASES.items() for victim in victims}
 
 
-def test_sessions_of_two_ranks_have_every_phase_and_fault_too() -> None:
-    """NCCL takes no GPU twice: on two GPUs its sessions have two ranks."""
-    found = cells("gloo", pair=True)
-    assert {cell.phase for cell in found} == {*PHASES}
-    assert {cell.fault for cell in found} == {*RANK_FAULTS, *STORE_FAULTS}
-    assert {cell.victim for cell in found} == {"train:0", "gen:0", STORE}
-    assert all(cell.seats == ["train:0", "gen:0"] for cell in found) and len(set(found)) == len(found)
-
-
 @pytest.mark.parametrize(("replica_ranks", "pair"), [(1, False), (2, False), (1, True)])
 def test_bytes_tell_their_version(replica_ranks: int, pair: bool) -> None:
     weights = Weights(plan_of(replica_ranks, pair), "gen", 0 if pair else 1)

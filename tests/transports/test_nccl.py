@@ -220,11 +220,15 @@ def large(worlds: Worlds) -> list[HandTransfer]:
     ]
 
 
-def executor_of_large(number: int, store: Any, worlds: Worlds, timeout_s: float) -> tuple[NcclExecutor, Any]:
+def executor_of_large(
+    number: int, store: Any, worlds: Worlds, timeout_s: float, checksums: bool = False
+) -> tuple[NcclExecutor, Any]:
+    """With checksums all messages go through slots, else all are received in place."""
     device = device_of(number)
     schedule = of(large(worlds), number, worlds)
     tensors = {local.name: torch.full((ELEMENTS,), float("nan"), device=device) for local in schedule.tensors}
-    (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=timeout_s, budget=ScratchBudget(8 << 20))
+    budget = ScratchBudget(8 << 20, checksums=checksums)
+    (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=timeout_s, budget=budget)
     return executor, tensors
 
 
@@ -309,9 +313,57 @@ def test_a_killed_peer_is_an_error_at_the_deadline_and_named() -> None:
     lost, gen = run_ranks(2, lose_peer, timeout_s=SPAWN_S, method="spawn")
     assert lost.died
     kind, message, seconds = values([gen])[0]
-    assert kind in ("DeadlineError", "NcclError"), message
+    assert kind in ("DeadlineError", "PeerLostError"), message
     assert message.startswith("stage 0: gen:0 waiting for train:0 to send w0: ")
     assert seconds < 3 * DEADLINE_S
+
+
+def lose_one_of_two(number: int, address: str) -> tuple[str, str]:
+    """Rank 0, one of two trainers, is killed after a good run; how the second one of the others failed."""
+    store, count = connected(address), sum(WORLDS[0])
+    device_of(number)
+    meet(store, "ready", number, count)
+    executor, _ = executor_of_large(number, store.under("nccl"), WORLDS[0], DEADLINE_S)
+    executor.run()
+    meet(store, "done", number, count)
+    if number == 0:
+        os.kill(os.getpid(), 9)
+    failure = failure_of(executor)
+    executor.close()
+    return failure
+
+
+def test_of_several_peers_the_killed_one_is_named() -> None:
+    lost, *others = run_ranks(sum(WORLDS[0]), lose_one_of_two, timeout_s=SPAWN_S, method="spawn")
+    assert lost.died
+    told = values(others)
+    assert {kind for kind, _ in told} <= {"DeadlineError", "PeerLostError"}, told
+    assert any("train:0" in message for _, message in told), told
+    assert all("train:0" in message or message.endswith("gave up") for _, message in told), told
+
+
+def lose_bytes(number: int, address: str) -> tuple[float, int]:
+    """The trainer is silent in a second run; what the engine holds then (one value), and the bytes that may be written."""
+    store = connected(address)
+    device_of(number)
+    meet(store, "ready", number, 2)
+    executor, tensors = executor_of_large(number, store.under("nccl"), (1, 1), DEADLINE_S, checksums=True)
+    for tensor in tensors.values():
+        tensor.fill_(1.0)
+    executor.run()
+    held, written = 0.0, 0
+    if number:
+        tensors["w0"].fill_(2.0)  # slots still hold 1.0
+        failure_of(executor)
+        executor.close()
+        held, written = float(tensors["w0"].unique()), executor.written_bytes
+    meet(store, "failed", number, 2)
+    executor.close()
+    return held, written
+
+
+def test_what_never_came_is_not_unpacked_when_communicators_are_aborted() -> None:
+    assert values(run_ranks(2, lose_bytes, timeout_s=SPAWN_S, method="spawn"))[1] == (2.0, 0)
 
 
 def silence(number: int, address: str, worlds: Worlds, patience_s: list[dict[int, float]]) -> list[Any]:

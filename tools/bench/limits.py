@@ -70,7 +70,7 @@ def nccl_alone(rank: Rank, options: Options) -> Prepared:
 
     def idle() -> None:
         deadline = time.monotonic() + rank.timeout_s
-        while not communicator.is_idle(waiting):
+        while not communicator.is_idle([waiting]):
             if time.monotonic() > deadline:
                 raise SystemExit(f"NCCL alone made no progress within {rank.timeout_s:g} s")
 

@@ -6,13 +6,13 @@ watchdog ends the process after a timeout, and a trainer must outlive its genera
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 
-from mcore_reshard.kernels.errors import TransferError, Waiting
+from mcore_reshard.kernels.errors import PeerLostError, TransferError, Waiting, first_of
 from mcore_reshard.kernels.transports.base import gpu_unavailable_reason
 
 if TYPE_CHECKING:
@@ -50,14 +50,22 @@ class NcclCommunicator:
         except bindings.NCCLError as error:
             raise NcclError(waiting, f"NCCL could not connect {members} ranks: {error}") from error
 
-    def is_idle(self, waiting: Waiting) -> bool:
-        """Whether the last start has been handed to the device. Raises `NcclError` if it failed."""
+    def is_idle(self, waits: Sequence[Waiting]) -> bool:
+        """Whether the last start has been handed to the device.
+
+        Raises `NcclError` if it failed, and `PeerLostError` if a peer is to blame: any of `waits`, NCCL does not say which.
+        """
         results = self._bindings.Result
-        result = self._open(waiting).get_async_error()
+        result = self._open(waits[0]).get_async_error()
         if result in (results.Success, results.InProgress):
             return bool(result == results.Success)
-        said = self._open(waiting).get_last_error()
-        raise NcclError(waiting, f"NCCL: {self._bindings.get_error_string(result)}" + (f" ({said})" if said else ""))
+        said = self._open(waits[0]).get_last_error()
+        reason = f"NCCL: {self._bindings.get_error_string(result)}" + (f" ({said})" if said else "")
+        if result != results.RemoteError:
+            raise NcclError(waits[0], reason)
+        if len(waits) > 1:
+            reason += f"; it may be any of {', '.join(waiting.peer for waiting in waits)}"
+        raise first_of([PeerLostError(waiting, reason) for waiting in waits])
 
     def start(
         self, payloads: Iterable[tuple[int, torch.Tensor]], stream: torch.cuda.Stream, waiting: Waiting, *, sends: bool

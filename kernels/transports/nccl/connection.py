@@ -16,7 +16,8 @@ import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
-from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, RefitError, SessionError, Waiting
+from mcore_reshard.kernels.cuda.streams import in_callers_context
+from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, RefitError, SessionError, Waiting, first_of
 from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fetch, publish
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
@@ -39,7 +40,7 @@ from .staging import (
 if TYPE_CHECKING:
     from mcore_reshard.kernels.cuda.device_memory import PlainBuffer
 
-Waits = tuple[Waiting, ...]  # what is awaited from each peer
+Waits = tuple[Waiting, ...]  # what is awaited of each peer, the first due first
 _WARM_BYTES = 16
 _UNIQUE_ID_BYTES = 128
 
@@ -68,6 +69,7 @@ class NcclConnection:
         self.budget = budget
         self.runs = 0  # of all parts
         self.closed = False
+        self._closing: Thread | None = None  # after an error
         self.links: dict[int, Link] = {}  # by stream
         self.slots: dict[tuple[int, int], PlainBuffer] = {}
         self._graphs: list[tuple[torch.cuda.CUDAGraph, torch.cuda.Event]] = []
@@ -94,7 +96,7 @@ class NcclConnection:
 
     def settle(self, communicator: NcclCommunicator, where: Waits) -> None:
         """Wait until the last start of a communicator has been handed to the device."""
-        self._wait_for(where, lambda: communicator.is_idle(where[0]))
+        self._wait_for(where, lambda: communicator.is_idle(where))
 
     def wait(self, has_happened: Callable[[], bool], where: Callable[[], Waits], poller: EventPoller) -> None:
         """Poll `has_happened`. Raises if what is awaited, `where()`, takes too long, another rank gives up, or NCCL fails."""
@@ -108,28 +110,36 @@ class NcclConnection:
                 raise NcclError(where()[0], f"the device failed: {error}") from error
 
         def look(waited_s: float) -> None:
-            waiting = where()[0]
             if who := self._exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
-                raise PeerLostError(waiting, f"{who} gave up")
+                raise PeerLostError(where()[0], f"{who} gave up")
             for link in self.links.values():
-                link.communicator.is_idle(waiting)
+                link.communicator.is_idle(where())
 
         if not poller.until(check, look=look, progress=lambda: id(where())):
             raise self._overdue(where())
 
     @contextmanager
     def give_up_on_error(self) -> Iterator[None]:
-        """Tell all ranks of an error, and close."""
+        """Tell all ranks of an error, and begin to close: the error need not wait for NCCL, which takes seconds to abort."""
         try:
             yield
         except BaseException:
             self._exchange.give_up()
-            self.close()
+            if not self.closed:
+                self.closed = True
+                self._closing = Thread(target=in_callers_context(self._release, self.device), daemon=True)
+                self._closing.start()
             raise
 
     def close(self) -> None:
         """Abort all communicators and free scratch. May be called twice."""
-        self.closed = True
+        if self._closing is not None:
+            self._closing.join()
+        elif not self.closed:
+            self.closed = True
+            self._release()
+
+    def _release(self) -> None:
         links, self.links = self.links, {}
         graphs, self._graphs = self._graphs, []
         slots, self.slots = self.slots, {}
@@ -211,10 +221,13 @@ class NcclConnection:
     def _overdue(self, where: Waits) -> DeadlineError:
         """The error for what is past its deadline. It names a peer that does not wait itself."""
         reason = f"nothing within {self.timeout_s:g} s"
-        errors = {waiting.peer: DeadlineError(waiting, reason) for waiting in where}
-        waits = [Failure.of(self.rank_name, error) for error in errors.values()]
-        culprit = self._exchange.blame(f"run-{self.runs}", waits).peer
-        return errors.get(culprit or "", next(iter(errors.values())))
+        waits = [Failure.of(self.rank_name, DeadlineError(waiting, reason)) for waiting in where]
+        failure = self._exchange.blame(f"run-{self.runs}", waits)
+        if failure.rank_name != self.rank_name:
+            reason += f", as {failure}"
+        first = [waiting for waiting in where if waiting.peer == failure.peer]
+        others = [waiting for waiting in where if waiting.peer != failure.peer]
+        return first_of([DeadlineError(waiting, reason) for waiting in (*first, *others)])
 
 
 def _parse_word(word: Any) -> tuple[list[int], str]:

@@ -29,8 +29,8 @@ from mcore_reshard.kernels.copies.checks import described_tensor
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import byte_view
 from mcore_reshard.kernels.cuda.digests import digest
-from mcore_reshard.kernels.errors import ChecksumError, SessionError
-from mcore_reshard.kernels.rendezvous.polling import EventPoller
+from mcore_reshard.kernels.errors import ChecksumError, SessionError, Waiting
+from mcore_reshard.kernels.rendezvous.polling import NOTICE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.base import StageClock, StageReport
 
@@ -81,7 +81,7 @@ class NcclExecutor:
         self._connection, self._bound, self._sends = connection, bound, connection.sends
         self._buckets, self._division = connection.buckets[number], connection.divisions[number]
         self._clock = StageClock(bound, self._buckets)
-        self.written_bytes = 0  # all, once the graph is launched: messages may land in place
+        self.written_bytes = 0  # all once the graph is launched; after a failure, those that may have been written
         self._refit_poller = EventPoller(connection.timeout_s, watches=True)
         self.table_bytes = 0  # device memory of what the kernels walk
         self._planned: tuple[Round, ...] = ()
@@ -101,7 +101,7 @@ class NcclExecutor:
         return (Executed(self._bound, buckets=buckets, device_problems=tuple(self._problems)),)
 
     def run(self) -> tuple[StageReport, ...]:
-        """Move every byte once. After `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError` it is closed."""
+        """Move every byte once. After `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError` it runs no more."""
         if self._connection.closed:
             raise SessionError(f"{self._bound.rank_name}: the nccl transport has been closed; begin a new session")
         self._connection.runs += 1
@@ -109,13 +109,17 @@ class NcclExecutor:
         self._clock.reset()
         if self._rounds:
             with self._connection.give_up_on_error(), torch.cuda.device(self._connection.device):
-                self._run()
+                try:
+                    self._run()
+                except BaseException:
+                    self._stop_unpacking()
+                    raise
         return self._clock.reports()
 
     def close(self) -> None:
         """Close all parts: abort the communicators and free scratch. May be called twice."""
-        self._rounds = ()
         self._connection.close()
+        self._rounds = ()
 
     def cut_rounds(self) -> tuple[Round, ...]:
         from mcore_reshard.kernels.cuda.device_memory import is_plain
@@ -133,7 +137,8 @@ class NcclExecutor:
             return
         device = self._connection.device
         self._damaged = torch.zeros(len(self._buckets), dtype=torch.bool, device=device)
-        self._over = torch.zeros(len(self._planned), dtype=torch.uint8, pin_memory=True)  # 1: a round is; device writes
+        # Of each round, 1 if its messages have come, or if it is over. The device writes them.
+        self._came, self._over = (torch.zeros(len(self._planned), dtype=torch.uint8, pin_memory=True) for _ in range(2))
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
         self._rounds = self._bind_rounds(copy_ctas)
         self.table_bytes = sum(each.copies.nbytes for each in self._rounds)
@@ -148,6 +153,7 @@ class NcclExecutor:
         self._connection.keep(self._graph, self._done)
 
     def _run(self) -> None:
+        self._came.zero_()
         over = self._over.zero_().numpy()
         stages = [each.round.stages for each in self._rounds]
         under_way = {
@@ -177,6 +183,29 @@ class NcclExecutor:
                 reason = f"bucket {buckets[number].number} arrived with other bytes than it was sent with"
                 raise ChecksumError(buckets[number].waiting, reason)
 
+    def _stop_unpacking(self) -> None:
+        """Leave rounds whose messages have not come as they are: an abort lets the graph go on, over stale slots.
+
+        `written_bytes` becomes what may have been written: rounds that have come, and what is received in place. Of each
+        stream two rounds may be under way, as one may have come a moment ago.
+        """
+        if not self.written_bytes:
+            return
+        try:
+            stream = torch.cuda.Stream()
+            for each in self._rounds:
+                each.copies.empty(stream)
+            if not EventPoller(NOTICE_S).until(stream.record_event().query):
+                return
+        except RuntimeError:  # the device is broken
+            return
+        came = self._came.numpy() > 0
+        written = sum(each.round.nbytes for each, has_come in zip(self._rounds, came, strict=True) if has_come)
+        for lane in self._connection.links:
+            due = [n for n, each in enumerate(self._rounds) if each.round.stream == lane and not came[n]]
+            written += sum(self._rounds[number].round.in_place_bytes for number in due[:2])
+        self.written_bytes = written
+
     def _capture_graph(self) -> torch.cuda.CUDAGraph:
         """All rounds, from their packing to a note in the host's memory that they are over."""
         graph, notes = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -193,10 +222,9 @@ class NcclExecutor:
                 for stream in streams:
                     stream.wait_stream(self._stream)
                 for number, each in enumerate(self._rounds):
-                    over.append(self._queue(each, over))
+                    over.append(self._queue(number, each, over))
                     notes.wait_event(over[-1])
-                    with torch.cuda.stream(notes):
-                        self._over[number : number + 1].copy_(self._one, non_blocking=True)
+                    self._note(self._over, number, notes)
                 for stream in streams:
                     self._stream.wait_stream(stream)
             except BaseException:
@@ -206,7 +234,7 @@ class NcclExecutor:
             graph.capture_end()
         return graph
 
-    def _queue(self, each: _DeviceRound, over: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
+    def _queue(self, number: int, each: _DeviceRound, over: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
         """Queue a round; `over` are the ends of those before it. Returns its own."""
         pack_or_unpack, exchange = (self._copy, each.link.side), (self._communicate, each.link.wire)
         (first, before), (second, behind) = (pack_or_unpack, exchange) if self._sends else (exchange, pack_or_unpack)
@@ -214,8 +242,14 @@ class NcclExecutor:
             before.wait_event(over[each.round.after])
         first(each, before)
         behind.wait_event(before.record_event())
+        if not self._sends:
+            self._note(self._came, number, behind)
         second(each, behind)
         return behind.record_event()
+
+    def _note(self, notes: torch.Tensor, number: int, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            notes[number : number + 1].copy_(self._one, non_blocking=True)
 
     def _copy(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
         """Pack or unpack the staged buckets. Digests are taken before bytes leave, and when they have come."""
@@ -277,4 +311,7 @@ class _DeviceRound:
 
 
 def _waits(each: Round) -> Waits:
-    return tuple(placed.bucket.waiting for placed in each.placed_messages)
+    first: dict[str, Waiting] = {}  # of each peer
+    for placed in each.placed_messages:
+        first.setdefault(placed.bucket.waiting.peer, placed.bucket.waiting)
+    return tuple(first.values())

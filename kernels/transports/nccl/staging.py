@@ -152,6 +152,16 @@ class Round:
         return frozenset(placed.bucket.stage for placed in self.placed_messages)
 
     @property
+    def nbytes(self) -> int:
+        """Of its buckets."""
+        return sum(placed.bucket.nbytes for placed in self.placed_messages)
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Of the buckets that go without a copy."""
+        return sum(placed.bucket.nbytes for placed in self.placed_messages if placed.tensor is not None)
+
+    @property
     def staged(self) -> tuple[PlacedMessage, ...]:
         return tuple(placed for placed in self.placed_messages if placed.tensor is None)
 
