@@ -135,6 +135,7 @@ class StoreExchange:
             gen:1 waits for gen:0, gen:0 waits for train:1, train:1 says nothing    ->    gen:0 waits for train:1
 
         `waits` are this rank's, the one that ended first. The others publish theirs during `grace`, by default NOTICE_S.
+        A rank that has come to `occasion`, as `gather` has it there, has nothing left to do that others wait for.
         """
         publish(self.store, f"{occasion}/stuck/{self.rank_name}", [asdict(failure) for failure in waits])
         if grace is None:
@@ -144,6 +145,8 @@ class StoreExchange:
         followed, left = {self.rank_name}, list(waits[::-1])
         while left:
             failure = left.pop()
+            if failure.error == "DeadlineError" and self.store.check([f"{occasion}/{failure.peer}"]):
+                continue
             if not failure.peer or not self.store.check([stuck := f"{occasion}/stuck/{failure.peer}"]):
                 return failure
             if failure.peer in followed:

@@ -95,6 +95,17 @@ def test_ranks_that_wait_for_each_other_name_the_one_for_whom_both_wait_too(
     assert {failure.peer for failure in told} == {"gen:2"}
 
 
+def test_a_rank_that_has_arrived_keeps_nobody_waiting(address: str) -> None:
+    """Its bytes came in one message with those of a rank that sent none."""
+    with ThreadPoolExecutor() as pool:
+        arrived = pool.submit(rendezvous(address, "train:0").gather, "p", {})
+        time.sleep(0.3)
+        errors = [DeadlineError(waiting("gen:0", peer), "nothing within 5 s") for peer in ("train:0", "train:1")]
+        assert rendezvous(address, "gen:0").fail("p", first_of(errors)).peer == "train:1"
+        with pytest.raises(SessionFailed, match="gen:0 waiting for train:1"):
+            arrived.result()
+
+
 def test_of_several_ranks_that_are_late_those_that_wait_say_for_whom(address: str) -> None:
     done = Rendezvous(store_of(address).under("e"), "train:0", ("train:0", "gen:0", "gen:1"), timeout_s=3.0)
     with ThreadPoolExecutor() as pool:

@@ -393,7 +393,10 @@ def silence(number: int, address: str, worlds: Worlds, patience_s: list[dict[int
 
 
 def check_nothing_is_left(told: list[Any]) -> None:
-    """Communicators take hundreds of megabytes: one that is left behind shows in what is free later."""
+    """Communicators take hundreds of megabytes: one that is left behind shows in what is free later.
+
+    Not while other tests take memory of the same GPU.
+    """
     for *occasions, wrong in told:
         assert wrong == 0
         free = [occasion[3] for occasion in occasions]

@@ -223,10 +223,10 @@ class NcclConnection:
         reason = f"nothing within {self.timeout_s:g} s"
         waits = [Failure.of(self.rank_name, DeadlineError(waiting, reason)) for waiting in where]
         failure = self._exchange.blame(f"run-{self.runs}", waits)
-        if failure.rank_name != self.rank_name:
-            reason += f", as {failure}"
         first = [waiting for waiting in where if waiting.peer == failure.peer]
         others = [waiting for waiting in where if waiting.peer != failure.peer]
+        if not first:
+            reason += f", as {failure}"
         return first_of([DeadlineError(waiting, reason) for waiting in (*first, *others)])
 
 
