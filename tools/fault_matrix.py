@@ -2,7 +2,9 @@
 
 python tools/fault_matrix.py                                   every cell of gloo and golden (`make test-faults`)
 python tools/fault_matrix.py --transport direct --only kill     on this machine's GPUs; --only is a part of a cell's name
-NCCL_SOCKET_IFNAME=lo python tools/fault_matrix.py --transport nccl     where ranks share GPUs, they talk over sockets
+NCCL_SOCKET_IFNAME=lo NCCL_MAX_NCHANNELS=2 python tools/fault_matrix.py --transport nccl
+
+Ranks that share a GPU talk over sockets with NCCL; fewer channels make many sessions at a time light.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Program:
     checks: SourceChecks | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Connection:
     """Everything that an epoch opens, and `close` frees."""
 
@@ -54,6 +54,7 @@ class Connection:
     group: GlooGroup
     programs: Sequence[Program]  # of everything; then, if parameters are frozen, of the others
     thread: DeadlineThread  # executors run on it
+    is_moving: bool = False  # whether a run is still under way, although this is closed
 
     @property
     def executors(self) -> list[Executor]:
@@ -75,7 +76,9 @@ class Connection:
         """End all messages; free the transport at once, or within NOTICE_S where it is still at work."""
         self.group.close()
         if self.thread.is_busy:  # a run keeps what it uses until it ends; gloo's ends with the group
+            run_ended = self.thread.start(lambda: None)
             wait([self.thread.start(partial(close_all, self.executors))], NOTICE_S)
+            self.is_moving = not run_ended.done()
         else:
             close_all(self.executors)
 

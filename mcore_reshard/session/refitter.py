@@ -161,7 +161,8 @@ class Refitter(Member):
             try:
                 self._disconnect()
             finally:
-                share = 1.0 if connection.thread.is_busy else self._written_share(program, attempt)
+                may_write = connection.is_moving and self._staged is None
+                share = 1.0 if may_write else self._written_share(program, attempt)
                 if share > 0:
                     self._set_state(mixed(self.committed_version, attempt.version, max(share, self._state.share)))
                 elif self._state.kind != "mixed":  # else it stays the mixture that it was

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -147,10 +148,35 @@ def fail_load(me: Trainer | Engine, rank: int) -> None:
 FIRST_COPIES = 0  # set in `refit_thrice`: how many tensors are copied out before transfers begin
 
 
+class FailingLater(GlooExecutor):
+    """In the second refit: fails at once."""
+
+    def _pack(self, *args: Any) -> None:
+        if Failing.armed:
+            raise OSError("on fire")
+        super()._pack(*args)
+
+
+class StayingLater(GlooExecutor):
+    """In the second refit: stays in its run for longer than anyone waits for it."""
+
+    def _finish(self, *args: Any) -> None:
+        try:
+            super()._finish(*args)
+        finally:
+            if Failing.armed:
+                time.sleep(4.0)
+
+
+def stay_in_bulk(me: Trainer | Engine, rank: int) -> None:
+    """Generation rank 0's transfer goes on after training rank 1's has failed."""
+
+
 def refit_thrice(rank: int, address: str, harm: Callable[..., None]) -> Any:
     """Versions 1, 2, which fails, and 3: this rank's bytes after each, its states, and what the second refit raised."""
     global FIRST_COPIES
-    kind = KilledLater if harm is kill_in_bulk and rank == 1 else GlooExecutor
+    kinds = {(kill_in_bulk, 1): KilledLater, (stay_in_bulk, 1): FailingLater, (stay_in_bulk, 2): StayingLater}
+    kind: type[GlooExecutor] = kinds.get((harm, rank), GlooExecutor)
     gloo = registry.resolve("gloo", "cpu")
     registry.register(replace(gloo, name="gloo-test", connect=connecting(kind)))
     me = seat(rank, address, WORLDS, transport="gloo-test", commit="staged", timeout_s=10.0)
@@ -180,7 +206,7 @@ def refit_thrice(rank: int, address: str, harm: Callable[..., None]) -> Any:
     return held, [str(state) for state in states], [state.share for state in states], error
 
 
-@pytest.mark.parametrize("harm", [kill_in_bulk, fail_export, fail_keeping])
+@pytest.mark.parametrize("harm", [kill_in_bulk, stay_in_bulk, fail_export, fail_keeping])
 def test_a_failure_before_the_copy_leaves_every_bit_of_the_old_version(harm: Callable[..., None]) -> None:
     outcomes = run_ranks(4, refit_thrice, harm, timeout_s=60.0)
     if harm is kill_in_bulk:
