@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from . import compared, live, reliability, simulated
+from . import compared, live, prepared, reliability, simulated
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tools" / "results"
@@ -568,6 +568,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels_section,
     "source-checks": source_checks_section,
     "session-cost": session_cost_section,
+    "prepare": prepared.prepare_section,
     "support": support_section,
     "json-keys": json_keys_section,
     "gpu-validation": gpu_validation_section,
