@@ -36,14 +36,12 @@ from .direct.staging import SLOTS, divide_slots, parted
 from .nccl.buffers import buffer_bytes
 from .nccl.staging import (
     Division,
-    Messages,
     ScratchBudget,
     divide,
+    divide_windows,
     divided_rounds,
     pair_count,
     slot_bytes,
-    windows_that_fit,
-    with_windows,
 )
 from .rounds import bucket_bytes_within, gloo_window
 
@@ -111,7 +109,7 @@ def _alike(plan: Plan, world: World) -> NDArray[np.int64]:
     """[ranks] the rank that is counted for each rank of a world."""
     moved = plan.send_bytes if world == "train" else plan.recv_bytes + plan.relay_bytes
     mesh = plan.train if world == "train" else plan.gen
-    stage = _stages(plan, world) if world == "gen" else np.zeros(mesh.world, np.int64)
+    stage = [mesh.coordinate(rank)["pp"] if world == "gen" else 0 for rank in range(mesh.world)]
     counted = np.arange(mesh.world)
     if sum(transfers for _, transfers, _ in plan.stage_totals) <= _FEW_TRANSFERS:
         return counted
@@ -121,12 +119,6 @@ def _alike(plan: Plan, world: World) -> NDArray[np.int64]:
             first = rank
         counted[rank] = first
     return counted
-
-
-def _stages(plan: Plan, world: World) -> NDArray[np.int64]:
-    """[ranks] the pipeline stage of each rank of a world."""
-    mesh = plan.train if world == "train" else plan.gen
-    return np.array([mesh.coordinate(rank)["pp"] for rank in range(mesh.world)])
 
 
 def _direct(schedules: _Schedules, alike: _Alike, options: Options) -> _Counted:
@@ -193,20 +185,12 @@ def _nccl(plan: Plan, schedules: _Schedules, alike: _Alike, options: Options) ->
     }
     counts = [pairs[world][rank] for world in unrelayed for rank in alike[world].tolist()]
     division = divide(ScratchBudget(options.scratch_bytes, checksums=options.checksums), counts)
-    buckets = {
-        world: {rank: cut_buckets(schedule, division.bucket_bytes) for rank, schedule in of_world.items()}
-        for world, of_world in unrelayed.items()
-    }
-    messages = [
-        Messages.of(unrelayed[world][rank], of_rank, division)
-        for world, of_world in buckets.items()
-        for rank, of_rank in of_world.items()
-    ]
-    most_buckets = max(each.most_of_a_pair for each in messages)
-    division = with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages])
+    counted = [schedule for of_world in unrelayed.values() for schedule in of_world.values()]
+    division, cut = divide_windows(division, counted)
+    buckets = dict(zip((schedule.name for schedule in counted), cut, strict=True))
     return {
         world: {
-            rank: _nccl_rank(schedule, buckets[world][rank], division, pairs[world][rank], options)
+            rank: _nccl_rank(schedule, buckets[schedule.name], division, pairs[world][rank], options)
             for rank, schedule in of_world.items()
         }
         for world, of_world in unrelayed.items()

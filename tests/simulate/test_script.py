@@ -12,13 +12,11 @@ from helpers.plans import QUANTIZED, TINY, Case
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.nccl.staging import (
-    Messages,
     ScratchBudget,
     divide,
+    divide_windows,
     divided_rounds,
     pair_count,
-    windows_that_fit,
-    with_windows,
 )
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, in_moments
 from mcore_reshard.planner.plan.balance import WAVES
@@ -95,10 +93,7 @@ def nccl_waves(plan: Plan) -> Runs:
 
 def nccl_part(schedules: list[Schedule]) -> Runs:
     division = divide(ScratchBudget(OPTIONS.scratch_bytes), [*map(pair_count, schedules)])
-    cut = [cut_buckets(schedule, division.bucket_bytes) for schedule in schedules]
-    messages = [Messages.of(schedule, buckets, division) for schedule, buckets in zip(schedules, cut, strict=True)]
-    most_buckets = max(each.most_of_a_pair for each in messages)
-    division = with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages])
+    division, cut = divide_windows(division, schedules)
     runs: Runs = {}
     for schedule, buckets in zip(schedules, cut, strict=True):
         streams: dict[int, list[list[Message]]] = {}

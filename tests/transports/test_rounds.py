@@ -28,6 +28,7 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     Round,
     ScratchBudget,
     divide,
+    divide_windows,
     divided_rounds,
     pair_count,
     place_in_tensor,
@@ -64,10 +65,7 @@ def session(
 
 def division_of(schedules: list[Schedule], budget: ScratchBudget) -> Division:
     """As all ranks agree on it."""
-    division = divide(budget, list(map(pair_count, schedules)))
-    messages = [Messages.of(each, cut_buckets(each, division.bucket_bytes), division) for each in schedules]
-    most_buckets = max(each.most_of_a_pair for each in messages)
-    return with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages])
+    return divide_windows(divide(budget, list(map(pair_count, schedules))), schedules)[0]
 
 
 def rounds(bound: BoundSchedule, division: Division, *, in_place: list[bool] | None = None) -> tuple[Round, ...]:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.buckets import Bucket, Size, aligned
+from mcore_reshard.kernels.copies.buckets import Bucket, Size, aligned, cut_buckets
 from mcore_reshard.kernels.copies.casts import Casts, bound_casts
 from mcore_reshard.kernels.copies.copy_table import COPY, SCRATCH, Ints, joined
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
@@ -214,6 +214,16 @@ def with_windows(division: Division, fitting: Iterable[Iterable[int]]) -> Divisi
     if not fits_all:
         raise ValueError(f"no rounds fit into {division.budget.scratch_bytes} bytes of scratch: give more")
     return replace(division, windows=min(fits_all))
+
+
+def divide_windows(division: Division, schedules: Sequence[Schedule]) -> tuple[Division, list[tuple[Bucket, ...]]]:
+    """What all ranks agree on, where one process has the schedules of all: the division with its windows, and the buckets
+    of each schedule. Raises as `with_windows`.
+    """
+    buckets = [cut_buckets(schedule, division.bucket_bytes) for schedule in schedules]
+    messages = [Messages.of(*of_rank, division) for of_rank in zip(schedules, buckets, strict=True)]
+    most_buckets = max(each.most_of_a_pair for each in messages)
+    return with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages]), buckets
 
 
 def fullest_round(division: Division, messages: Messages, windows: int, rank: Ints | int = 0) -> int:
