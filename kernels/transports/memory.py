@@ -109,7 +109,7 @@ def _alike(plan: Plan, world: World) -> NDArray[np.int64]:
     """[ranks] the rank that is counted for each rank of a world."""
     moved = plan.send_bytes if world == "train" else plan.recv_bytes + plan.relay_bytes
     mesh = plan.train if world == "train" else plan.gen
-    stage = [mesh.coordinate(rank)["pp"] if world == "gen" else 0 for rank in range(mesh.world)]
+    stage = np.array([mesh.coordinate(rank)["pp"] if world == "gen" else 0 for rank in range(mesh.world)])
     counted = np.arange(mesh.world)
     if sum(transfers for _, transfers, _ in plan.stage_totals) <= _FEW_TRANSFERS:
         return counted
