@@ -72,10 +72,12 @@ class Connection:
         position = self.schedule.rank + 1 if self.schedule.world == "gen" else 0
         return Tree(position, ranks, tuple(names[rank] for rank in ranks))
 
-    def close(self) -> None:
-        """End all messages; free the transport at once, or within NOTICE_S where it is still at work."""
+    def close(self, *, failed: bool = False) -> None:
+        """End all messages, and free the transport. After a failure, or where it is at work, wait NOTICE_S at most for it:
+        others wait for this rank, and NCCL takes seconds to abort.
+        """
         self.group.close()
-        if self.thread.is_busy:  # a run keeps what it uses until it ends; gloo's ends with the group
+        if failed or self.thread.is_busy:  # a run keeps what it uses until it ends; gloo's ends with the group
             run_ended = self.thread.start(lambda: None)
             wait([self.thread.start(partial(close_all, self.executors))], NOTICE_S)
             self.is_moving = not run_ended.done()

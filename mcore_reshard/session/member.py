@@ -346,10 +346,10 @@ class Member(ABC):
             store.under(prefix), self.rank_name, call.members, timeout_s=self._options.timeout_s, lost=lost
         )
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, *, failed: bool = False) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.close()
+            connection.close(failed=failed)
 
     def _bind_first(self) -> None:
         """Check the layout, and bind for the replicas that are planned: an error here needs no meeting."""
@@ -408,7 +408,7 @@ class Member(ABC):
         self._record.failed(error)
         if isinstance(self._attendance, Leader):
             self._attendance.note_failure(cause_of(self.rank_name, error), connecting=self._connection is None)
-        self._disconnect()
+        self._disconnect(failed=True)
 
     def _end(self, error: BaseException) -> None:
         """Leave a session that this rank could not join, and say why."""

@@ -159,7 +159,7 @@ class Refitter(Member):
         """
         if not attempt.committed and self.world == "gen":
             try:
-                self._disconnect()
+                self._disconnect(failed=True)
             finally:
                 may_write = connection.is_moving and self._staged is None
                 share = 1.0 if may_write else self._written_share(program, attempt)

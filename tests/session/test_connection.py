@@ -31,3 +31,12 @@ def test_a_run_that_has_ended_moves_nothing_though_its_transport_is_not_closed_y
     connection.close()
     assert time.monotonic() - start < 2.0
     assert connection.is_moving is is_moving
+
+
+def test_after_a_failure_nobody_waits_long_for_a_transport_to_close() -> None:
+    parts: Any = cast(Any, SimpleNamespace(close=lambda: None))
+    programs = [Program("all", (), parts, cast(Any, Executor()))]
+    connection = Connection("1", (0,), parts, parts, parts, programs, DeadlineThread("refit"))
+    start = time.monotonic()
+    connection.close(failed=True)
+    assert time.monotonic() - start < 2.0 and not connection.is_moving
