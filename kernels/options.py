@@ -34,7 +34,8 @@ class Options:
     max_lag: int = 0  # training rank 0: for how many versions a refit may go on without a replica that is late
     token: str | None = field(default=None, repr=False)  # the secret of all ranks; or MCORE_RESHARD_TOKEN
     token_file: str | None = None  # a file with the token; or MCORE_RESHARD_TOKEN_FILE
-    ctas: int | None = None  # direct: how many multiprocessors of its GPU a generation rank pulls with; None: 48
+    # direct: how many multiprocessors of its GPU a generation rank pulls with; None: 48, or all within one GPU
+    ctas: int | None = None
 
     def __post_init__(self) -> None:
         bucket_rule = f"a multiple of {ALIGNMENT}, at most {MAX_BUCKET_BYTES}"

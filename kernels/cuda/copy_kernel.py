@@ -47,6 +47,11 @@ class KernelShape:
             raise ValueError(f"no kernel has this shape: {self}; threads are a multiple of 32, from 32 to 1024")
 
 
+def own_gpu_shape(device: torch.device) -> KernelShape:
+    """Of copies within a GPU, which its memory bounds: an H200 reaches 0.94 of its copy engine; 0.78 with 48 CTAs."""
+    return KernelShape(ctas=2 * torch.cuda.get_device_properties(device).multi_processor_count, batch=4)
+
+
 _SCALE_SHAPE = KernelShape(ctas=528, threads=256)  # a warp has 4 KiB under way: it takes many to read at full speed
 
 
@@ -111,12 +116,13 @@ class DeviceCopies(DeviceTable):
         shape: KernelShape = KernelShape(),
         *,
         checksums: bool = False,
+        own_gpu: bool = False,  # whether all sources lie on `device`
         defines: tuple[tuple[str, int], ...] = (),
     ) -> None:
         assert tiles.dtype == TILE
         self._copy_of = tiles["copy"]
         self._sums = torch.zeros(len(tiles) if checksums else 0, CHECKSUMS, dtype=torch.int64, device=device)
-        macros = (("CHECKSUMS", int(checksums)), *defines)
+        macros = (("CHECKSUMS", int(checksums)), ("OWN_GPU", int(own_gpu)), *defines)
         super().__init__(tiles, device, shape, "copy_tiles", macros=macros, arguments=(self._sums.data_ptr(),))
         with torch.cuda.device(device):
             self.damaged()  # the first call loads kernels of torch

@@ -89,7 +89,7 @@ def _connect_direct(context: TransportContext) -> Executor:
     from .direct.slots import DirectOptions
 
     options = context.options
-    shape = KernelShape() if options.ctas is None else KernelShape(ctas=options.ctas)
+    shape = None if options.ctas is None else KernelShape(ctas=options.ctas)
     return DirectExecutor(
         context.store,
         context.bound,

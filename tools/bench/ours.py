@@ -111,7 +111,7 @@ def _direct_with(options: Options, context: TransportContext) -> Executor:
     from mcore_reshard.kernels.transports.direct.executor import DirectExecutor
     from mcore_reshard.kernels.transports.direct.slots import DirectOptions
 
-    shape = KernelShape(**{name: int(options[name]) for name in ("ctas", "threads", "batch") if name in options})
+    shape = {name: int(options[name]) for name in ("ctas", "threads", "batch") if name in options}
     usual = DirectOptions()
     return DirectExecutor(
         context.store,
@@ -119,7 +119,7 @@ def _direct_with(options: Options, context: TransportContext) -> Executor:
         timeout_s=context.options.timeout_s,
         scratch_bytes=_scratch_bytes(options, context.options.scratch_bytes),
         options=DirectOptions(
-            shape,
+            KernelShape(**shape) if shape else None,
             int(options["tile_kib"]) << 10 if "tile_kib" in options else usual.tile_bytes,
             bool(int(options.get("checksums", 0))),
         ),

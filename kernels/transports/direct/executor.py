@@ -33,7 +33,7 @@ from mcore_reshard.kernels.copies.copy_table import ends_of
 from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
-from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies
+from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
 from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
@@ -182,13 +182,15 @@ class _Reader:
             sources = {block.gpu for exported in exports.values() for block in exported.allocations}
             # Tile by tile in a relay: two replicas that meet at a source for long are both slow. Also with a source on
             # the reader's own GPU: its tiles are copied while the links are busy.
+            own_gpu = sources == {gpu_of(device)}
             by_tile = schedule.relayed or schedule.between_replicas or gpu_of(device) in sources
             order = interleaved(self._table.peer[tiles["copy"]], schedule.rank, together=1 if by_tile else None)
             # Half the CTAs on the first hop of a relay: its loads hold up the second hop's. Into each of three H200s,
             # from the trainer and the other two at once: 332 GB/s with 24 and 48 CTAs, 302 with 48 each.
-            ctas = options.shape.ctas if not schedule.relayed else -(-options.shape.ctas // 2)
-            shape = replace(options.shape, ctas=ctas)
-            self._copies = DeviceCopies(tiles[order], device, shape, checksums=options.checksums)
+            shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
+            if schedule.relayed:
+                shape = replace(shape, ctas=-(-shape.ctas // 2))
+            self._copies = DeviceCopies(tiles[order], device, shape, checksums=options.checksums, own_gpu=own_gpu)
         except BaseException:
             withdraw_event(self._pulled)
             self._mappings.close()

@@ -42,7 +42,9 @@ _CASTING_SHAPE = KernelShape(ctas=132)
 class DirectOptions:
     """How generation ranks pull. Training ranks ignore it."""
 
-    shape: KernelShape = KernelShape()  # noqa: RUF009  `ctas` leaves the rest of the GPU to generation
+    shape: KernelShape | None = (
+        None  # None: all of a GPU that reads its own memory alone, else 48 of its multiprocessors
+    )
     tile_bytes: int = DEFAULT_TILE_BYTES
     checksums: bool = False  # sum every tile as it is read and as it was written, and compare
 
@@ -207,7 +209,7 @@ class SlotReader:
             # Tile by tile: readers drift apart from round to round. If they read one source after the other, two of them
             # would end up at the same source all the time.
             order = interleaved(source[tiles["copy"]], schedule.rank, together=1)
-            copies = DeviceCopies(tiles[order], device, options.shape, checksums=options.checksums)
+            copies = DeviceCopies(tiles[order], device, options.shape or KernelShape(), checksums=options.checksums)
             self._rounds.append(_Pulling(together, source, copies))
             begins = [slots[bucket.peer][number % SLOTS] + places[bucket.peer] for bucket in together]
             placed = PlacedCopies.of_buckets(together, addresses[:own], begins)
