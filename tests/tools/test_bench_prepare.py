@@ -82,8 +82,8 @@ def test_the_page_says_whether_the_goal_is_reached(tmp_path: Path) -> None:
     ]
     data["traces"] = {"train": {"cold_s": 4.0, "warm_s": 0.3}, "gen": {"not_measured": "no vLLM"}}
     for warm_s, verdict in (
-        (0.3, "2.80 s together; the goal is 3 s: reached"),
-        (0.6, "3.10 s together; the goal is 3 s: **not"),
+        (0.3, "1 -> 1 takes 2.80 s, reached"),
+        (0.6, "1 -> 1 takes 3.10 s, not reached"),
     ):
         data["traces"]["train"]["warm_s"] = warm_s
         (tmp_path / "prepare-x1.json").write_text(json.dumps(data))
