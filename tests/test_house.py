@@ -51,7 +51,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "mcore_reshard/tracing/",
     ),
     "mcore_reshard/engines": ("planner/", "kernels/", "mcore_reshard/session/", "mcore_reshard/tracing/"),
-    "mcore_reshard/advise": ("planner/", "mcore_reshard/planning", "mcore_reshard/simulate/"),
+    "mcore_reshard/advise": (
+        "planner/",
+        "mcore_reshard/planning",
+        "mcore_reshard/simulate/",
+        "mcore_reshard/report/",
+    ),
     "mcore_reshard/integrations": (
         "planner/",
         "kernels/",

@@ -23,6 +23,7 @@ from mcore_reshard.planner.plan.paths import LINK_NAMES, LINKS, NVLINK
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.planning import InputError, PlanRequest
+from mcore_reshard.report.text import size
 from mcore_reshard.simulate.simulate import simulate
 
 from .candidates import gen_candidates, train_candidates
@@ -36,6 +37,7 @@ MOST_GPUS = 4096  # of a side
 _GEN_MESHES, _TRAIN_MESHES = 6, 2  # of the short list
 _SIMULATED = 3  # pairs
 _NEAR = 1.1  # costs that differ by less count as equal: other things decide
+_NOTEWORTHY_NEAR = 0.005  # of the bytes: less is shown as 0%
 _NOTEWORTHY_MISC = 0.01  # share of the bytes
 
 
@@ -146,8 +148,8 @@ def _fitting(sides: Sequence[_Side], room: float, side: str, gpu_bytes: int) -> 
     if not fitting and sides:
         least = min(sides, key=lambda each: each.nbytes)
         raise InputError([
-            f"no {side} mesh fits: the smallest takes {least.nbytes / 1e9:.1f} GB of each GPU, and {room / 1e9:.1f} of"
-            f" {gpu_bytes / 1e9:.0f} GB are for it: give more GPUs"
+            f"no {side} mesh fits: the smallest takes {size(least.nbytes)} of each GPU, and {size(room)} of"
+            f" {size(gpu_bytes)} are for it: give more GPUs"
         ])  # fmt: skip
     return fitting
 
@@ -173,17 +175,18 @@ def _reason(plan: Plan, link: int) -> str:
     """What keeps the busiest link busy, in words."""
     name, sent, received = LINK_NAMES[link], plan.loads.sent[link], plan.loads.received[link]
     if sent.max() > received.max():
-        words = [f"{sent.max() / 1e9:.1f} GB leave a trainer by {name}"]
+        words = [f"{size(sent.max())} leave a trainer by {name}"]
         if sent.max() > 1.1 * sent.mean():
             words.append(f"{sent.max() / sent.mean():.1f} times the mean")
     else:
-        words = [f"{received.max() / 1e9:.1f} GB enter by {name}"]
+        words = [f"{size(received.max())} enter by {name}"]
     copies = plan.recv_bytes.sum() / max(1, plan.bulk_bytes)
     words.append(f"{copies:.1f} copies in all" if copies >= 1.05 else "each byte once")
-    if near := plan.loads.received[: NVLINK + 1].sum() / max(1, plan.loads.received.sum()):
+    near = plan.loads.received[: NVLINK + 1].sum() / max(1, plan.loads.received.sum())
+    if near >= _NOTEWORTHY_NEAR:
         words.append(f"{near:.0%} from the own host")
     if plan.misc_bytes > _NOTEWORTHY_MISC * (plan.bulk_bytes + plan.misc_bytes):
-        words.append(f"{plan.misc_bytes / 1e9:.1f} GB go by misc, slowly")
+        words.append(f"{size(plan.misc_bytes)} go by misc, slowly")
     return "; ".join(words)
 
 
@@ -195,8 +198,8 @@ def _assumptions(model: ModelParameters, topology: Topology, shared: bool) -> tu
         f" distributed optimizer with Adam; {ACTIVATIONS:.0%} of the GPU is kept for activations",
         f"an engine keeps its weights; {KV_CACHE:.0%} of the GPU is kept for the KV cache",
         *(["trainer and engine share GPUs, and both are in memory at once"] if shared else []),
-        f"{machine.name}: {GPU_BYTES[machine.name] / 1e9:.0f} GB a GPU, NVLink {machine.nvlink / 1e9:.0f} and NIC"
-        f" {machine.nic / 1e9:.0f} GB/s each way; the bound is its busiest link, and the first few are simulated",
+        f"{machine.name}: {size(GPU_BYTES[machine.name])} a GPU, NVLink {size(machine.nvlink)}/s and NIC"
+        f" {size(machine.nic)}/s each way; the bound is its busiest link, and the first few are simulated",
         "etp, cp and vpp are 1, tp is within an NVLink domain of the trainer; how fast training and generation run is not"
         " looked at",
     )

@@ -12,6 +12,7 @@ from mcore_reshard.advise.advise import MOST_GPUS, Advised, advise
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
 from mcore_reshard.planner.topology.topology import TopologyError, parse_topology
 from mcore_reshard.planning import InputError, read_request
+from mcore_reshard.report.text import seconds_text
 
 from .render import count, facts, noted, print_report, progress, size, styled, table
 
@@ -76,8 +77,8 @@ def _parts(args: argparse.Namespace, advised: Advised) -> Iterator[RenderableTyp
         (
             _short(advice.train),
             _short(advice.gen),
-            _time(advice.bound_seconds),
-            "" if advice.simulated_seconds is None else _time(advice.simulated_seconds),
+            seconds_text(advice.bound_seconds),
+            "" if advice.simulated_seconds is None else seconds_text(advice.simulated_seconds),
             size(advice.train_bytes),
             size(advice.gen_bytes),
             advice.reason,
@@ -89,10 +90,6 @@ def _parts(args: argparse.Namespace, advised: Advised) -> Iterator[RenderableTyp
     best = advised.pairs[0]
     meshes = f"--train {_short(best.train)} --gen {_short(best.gen)} --topology {args.topology}"
     yield f"next: mcore-reshard simulate {args.config} {meshes}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3f} s"
 
 
 def _short(mesh: TrainMesh | GenMesh) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
+from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.proof.prove import Proof, ProofError
 from mcore_reshard.planning import InputError
@@ -17,6 +18,7 @@ from mcore_reshard.report.page import chart_library, report_page
 from mcore_reshard.simulate.simulate import simulate
 
 from .inputs import collect_problems, machine_of, read_plan
+from .memory import as_json
 from .plan import cannot_write, unwritable
 from .render import facts, print_report, progress, size, verdict
 from .summary import summarize
@@ -37,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
         simulation = None
         if topology is not None and proof.ok:
             simulation = simulate(plan, topology, args.transport)
-        page = report_page(plan, proof, summarize(plan, proof), topology, simulation, measured)
+        summary = summarize(plan, proof)
+        summary["memory"] = as_json(session_memory(plan)) if proof.ok else None
+        page = report_page(plan, proof, summary, topology, simulation, measured)
     content = page.encode("utf-8", "replace")
     try:
         Path(args.out).write_bytes(content)

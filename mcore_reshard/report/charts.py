@@ -5,7 +5,7 @@ Colors are names of the page's palette: "heat" is a scale, "c0", "c1", ... are s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.simulate.simulation import LINKS, ROUTES, Simulation
 
 from .measured import Measured
+from .memory import memory_totals
 from .pairs import PairBytes, block_size, in_blocks
 from .text import bytes_unit, count, seconds_text, seconds_unit, size
 from .timeline import STEPS, rates
@@ -153,6 +154,13 @@ def balance_charts(plan: Plan) -> Iterator[Chart]:
     if plan.relay_bytes.any():
         loads.append(("passed on", plan.relay_bytes))
     yield _loads("Received by generation ranks", "gen", loads)
+
+
+def memory_charts(memory: Mapping[str, Any]) -> Iterator[Chart]:
+    """Bytes of every rank that a session takes beside the model, by transport."""
+    for world, ranks in (("train", "training"), ("gen", "generation")):
+        totals = [(name, np.array(nbytes, np.int64)) for name, nbytes in memory_totals(memory, world)]
+        yield _loads(f"Beside the model on {ranks} ranks", world, totals)
 
 
 def measured_chart(measured: Measured, simulation: Simulation | None) -> Chart:

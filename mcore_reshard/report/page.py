@@ -27,6 +27,7 @@ from mcore_reshard.simulate.simulation import Simulation
 from . import charts
 from .charts import Chart
 from .measured import Measured
+from .memory import COLUMNS, NOTE, memory_rows
 from .pairs import PairBytes, pair_bytes
 from .text import count, ranges, seconds_text, size, starred
 
@@ -45,7 +46,7 @@ def report_page(
     simulation: Simulation | None = None,
     measured: Measured | None = None,
 ) -> str:
-    """The page of a plan, as one HTML text. `summary` is that of `show --json`.
+    """The page of a plan, as one HTML text. `summary` is that of `show --json`, or of `plan --json` with its memory.
 
     Raises ImportError, which says how to install it, where plotly is missing.
     """
@@ -61,6 +62,8 @@ def report_page(
     page.bytes_moved(summary, simulation)
     page.section("Balance of ranks, as planned", charts.balance_charts(plan))
     page.balance(plan)
+    if summary.get("memory") is not None:
+        page.memory(summary["memory"])
     if measured is not None:
         page.measured(plan, measured, simulation)
     page.unplanned("Misc: whole tensors, and why", plan, plan.misc)
@@ -235,6 +238,11 @@ class _Page:
                 sizes = (size(int(load.min())), size(mean), size(most), f"{most / mean:.2f}")
                 rows.append((name, len(load), *sizes, busiest))
         self._table("Load per rank", "world, >ranks, >least, >mean, >most, >most / mean, busiest", rows)
+
+    def memory(self, memory: Mapping[str, Any]) -> None:
+        self.section("Extra memory of each rank", charts.memory_charts(memory))
+        self._table("The most on any rank", COLUMNS, [*memory_rows(memory)])
+        self.text(f"Beside the model; slots of gloo are in the host's memory. {NOTE}.")
 
     def measured(self, plan: Plan, measured: Measured, simulation: Simulation | None) -> None:
         self.section("Predicted and measured", [charts.measured_chart(measured, simulation)] if measured.stages else [])

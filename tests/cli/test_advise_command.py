@@ -7,6 +7,7 @@ from helpers.cli import Run
 
 from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planning import read_request
+from mcore_reshard.report.text import seconds_text
 
 
 def test_the_command_prints_what_it_found_and_what_to_run_next(run: Run) -> None:
@@ -14,7 +15,7 @@ def test_the_command_prints_what_it_found_and_what_to_run_next(run: Run) -> None
     report, text = run(*arguments, "--json").json, run(*arguments).out
     assert report["gpus"] == {"train": 4, "gen": 2} and report["pairs"]
     best = report["pairs"][0]
-    assert f"{best['simulated_seconds']:.3f} s" in text and best["reason"] in text
+    assert seconds_text(best["simulated_seconds"]) in text and best["reason"] in text
     assert all(assumption in text for assumption in report["assumptions"])
     command = text.splitlines()[-1].removeprefix("next: mcore-reshard ").split()
     assert run(*command, "--json").json["seconds"] == best["simulated_seconds"]

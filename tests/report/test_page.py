@@ -187,7 +187,7 @@ LOCATED = ["--train", "tp=2", "--gen", "tp=1,dp=16", "--topology", "h200-8"]
 @pytest.mark.parametrize("argv", [[*MOE, "--topology", "h200-8,gpus=4"], ["tiny-qwen3-moe", *LOCATED]], ids=" ".join)
 def test_every_number_that_plan_and_simulate_print_is_on_the_page(run: Run, tmp_path: Path, argv: list[str]) -> None:
     path, out, machine = tmp_path / "plan.json", tmp_path / "report.html", argv[argv.index("--topology") + 1]
-    planned = run("plan", *argv, "--out", path).out.partition("Extra memory")[0]
+    planned = run("plan", *argv, "--out", path).out
     said = planned.replace(planned[planned.index("planned in") :].splitlines()[0], "")
     said += run("simulate", path, "--topology", machine).out.partition("machine ")[2].partition("transport")[2]
     run("report", path, "-o", out)  # on the machine that the plan was made for
@@ -202,6 +202,25 @@ def test_every_number_that_plan_and_simulate_print_is_on_the_page(run: Run, tmp_
     again = run("report", path, "-o", tmp_path / "again.html", "--topology", machine, "--json").json
     assert (tmp_path / "again.html").read_text() == out.read_text()
     assert again["predicted_seconds"] == plain["seconds"] and again["digest"] == plain["digest"]
+
+
+def test_the_extra_memory_of_every_rank_is_drawn_by_transport(run: Run, tmp_path: Path) -> None:
+    path, out = tmp_path / "plan.json", tmp_path / "report.html"
+    memory = run("plan", *MOE, "--out", path, "--json").json["memory"]
+    run("report", path, "-o", out)
+    page = Page(out.read_text())
+    assert "Extra memory of each rank" in page.text
+    shown = [
+        {trace["name"]: (trace["x"], trace["text"]) for trace in chart["traces"]}
+        for chart in page.charts
+        if chart["traces"][0].get("name") == "direct"
+    ]
+    for world, of_world in zip(("train", "gen"), shown, strict=True):
+        assert [*of_world] == ["direct", "nccl", "gloo"]
+        for name, (ranks, sizes) in of_world.items():
+            rows = memory[name][world]
+            assert ranks == [f"{world}:{row['rank']}" for row in rows]
+            assert sizes == [size(row["total"]) for row in rows]
 
 
 def test_each_way_of_passing_on_is_a_row_of_its_own(run: Run, tmp_path: Path) -> None:
