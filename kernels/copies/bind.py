@@ -17,6 +17,8 @@ from .casts import Casts, bound_casts, cast_problems
 from .checks import tensor_problems, transfer_problems, unnamed_transfers
 from .tensors import Fingerprint
 
+_SAMPLED_TENSORS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class StageTotals:
@@ -118,16 +120,16 @@ class BoundSchedule:
             raise StaleTensorError("\n  ".join((title, *stale, remedy)))
         return WriteCounts.of(live)
 
-    def check_in_place(self, last: WriteCounts) -> WriteCounts:
-        """Raise `StaleTensorError` unless the tensors that `check_fresh` saw last still lie where they were bound.
+    def check_in_place(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise `StaleTensorError` unless a sample of `tensors`, those that `check_fresh` saw last, lies where it was bound.
 
-        A quarter of its work, for a rank that reads: 2.5 ms instead of 10 ms for 12,627 tensors. `check_fresh` follows
-        while bytes move.
+        For a rank that is read, before anybody reads: an offload moves all tensors, so 256 tell. `check_fresh` looks at
+        all of them while bytes move. 12,627 tensors take it 24 ms, and 10 ms here.
         """
-        addresses = [fingerprint.address for fingerprint in self.fingerprints.values()]
-        if [tensor.data_ptr() for tensor in last.tensors] != addresses:
-            return self.check_fresh(dict(zip(self.fingerprints, last.tensors, strict=True)))
-        return WriteCounts.of(last.tensors)
+        step = max(1, len(tensors) // _SAMPLED_TENSORS)
+        bound = list(self.fingerprints.values())[::step]
+        if [tensor.data_ptr() for tensor in tensors[::step]] != [fingerprint.address for fingerprint in bound]:
+            self.check_fresh(dict(zip(self.fingerprints, tensors, strict=True)))
 
     def check_unwritten(self, before: WriteCounts) -> None:
         """Raise `TornWeightsError` naming what was written since `check_fresh` returned `before`."""

@@ -83,8 +83,8 @@ class Rendezvous:
         Raises `SessionFailed` with the cause if a rank failed, or with the names of ranks that are late.
         """
         with self._store_is_up():
-            self._arrive(phase, word, parse)
-            self._await_outcome(phase, self.timeout_s if timeout_s is None else timeout_s)
+            if not self._arrive(phase, word, parse):
+                self._await_outcome(phase, self.timeout_s if timeout_s is None else timeout_s)
             words = self._words(phase, parse)
         if words[self.rank_name] != parse({**word}):
             raise SessionError(f"the word of {self.rank_name} at {phase!r} does not stand on the store as it was said")
@@ -101,8 +101,8 @@ class Rendezvous:
         """
         known: bool | None = None
         try:
-            self._arrive(phase, {}, dict)
-            self._await_outcome(phase, self.timeout_s)
+            if not self._arrive(phase, {}, dict):
+                self._await_outcome(phase, self.timeout_s)
             known = True
             self._await_readers(phase)
         except (dist.DistNetworkError, StoreRestarted) as error:
@@ -167,11 +167,14 @@ class Rendezvous:
         except dist.DistNetworkError as error:
             raise SessionError(f"{self.rank_name} lost {error}") from error
 
-    def _arrive(self, phase: str, word: Mapping[str, Any], parse: Callable[[Any], dict[str, Any]]) -> None:
+    def _arrive(self, phase: str, word: Mapping[str, Any], parse: Callable[[Any], dict[str, Any]]) -> bool:
+        """Publish this rank's word. Whether all have agreed: the last one to arrive knows it."""
         self.store.set_soon({f"{phase}/{self.rank_name}": stored_text(dict(word))})
-        if self.store.add(f"{phase}/arrived", 1) == len(self._members):
-            self._words(phase, parse)  # whoever declares success has checked who wrote them
-            self.store.compare_set(f"{phase}/outcome", "", _AGREED)
+        if self.store.add(f"{phase}/arrived", 1) < len(self._members):
+            return False
+        self._words(phase, parse)  # whoever declares success has checked who wrote them
+        outcome = f"{phase}/outcome"
+        return parse_stored(outcome, self.store.compare_set(outcome, "", _AGREED), _parse_outcome) is None
 
     def _await_outcome(self, phase: str, timeout_s: float) -> None:
         outcome = f"{phase}/outcome"

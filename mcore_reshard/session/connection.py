@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -55,6 +55,7 @@ class Connection:
     programs: Sequence[Program]  # of everything; then, if parameters are frozen, of the others
     thread: DeadlineThread  # executors run on it
     is_moving: bool = False  # whether a run is still under way, although this is closed
+    fastest_s: dict[str, float] = field(default_factory=dict)  # of the runs of each program, by what it moves
 
     @property
     def executors(self) -> list[Executor]:

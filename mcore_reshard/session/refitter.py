@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from mcore_reshard.kernels.copies.bind import WriteCounts
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.rendezvous.polling import HEAD_START_S, LOOK_S, NOTICE_S, DeadlineThread
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
@@ -28,6 +27,7 @@ from .published import Published
 from .report import RefitReport
 from .staged import STAGED, StagedTensors
 from .state import complete, intact, mixed
+from .write_watch import WriteWatch
 
 SetKvScales = Callable[[Mapping[str, float]], Any]
 KvScaleNames = Callable[[], Collection[str]]
@@ -196,21 +196,26 @@ class Refitter(Member):
         bound, executor, whole = program.bound, program.executor, connection.programs[0].bound
         if bound is None or executor is None or whole is None or program.checks is None:
             return ()
-        writes = self._writes
         if self._staged is not None:
             self._staged.begin(bound)
         if self._before_reads is not None:
             with self._record.phase("derive"):
                 self._before_reads()
-            writes = self._writes = WriteCounts.of(writes.tensors)
+        seen = self._writes
+        fastest_s = connection.fastest_s.get(program.moved, 0.0)
+        read = seen.tensors if self.world == "train" else ()
+        watch = WriteWatch(whole, read, is_summed=program.checks.tiles > 0, fastest_s=fastest_s)
         self._bulk_began = True
         stale: list[Exception] = []
+        start = time.perf_counter()
         run = connection.thread.start(in_callers_context(program.checks.around(executor.run), bound.device))
         try:
             if self.world == "train":
                 wait([run], HEAD_START_S)
+                watch.begin()
                 stale = self._stale_tensors()
-            while not wait([run], LOOK_S).done:
+            while not wait([run], min(LOOK_S, watch.due_in_s())).done:
+                watch.look()
                 if (failure := rendezvous.failure(phase)) is None:
                     continue
                 # A process that is gone has been so for longer than a transport takes to notice.
@@ -219,13 +224,15 @@ class Refitter(Member):
             stages = run.result()
         finally:
             del run  # it keeps its error, whose traceback would keep it in turn
+        took_s = time.perf_counter() - start
+        connection.fastest_s[program.moved] = min(fastest_s or took_s, took_s)
         if self.world == "gen":
             bound.zero_padding()
             return stages
         if stale:
             raise stale.pop()
-        whole.check_unwritten(writes)
-        if self._writes is not writes:
+        watch.end()
+        if self._writes is not seen:  # the model has other tensors since
             whole.check_unwritten(self._writes)
         return stages
 

@@ -249,7 +249,7 @@ def test_writes_to_the_buffer_that_a_tensor_is_a_view_of_are_counted() -> None:
 def test_a_tensor_that_lies_elsewhere_is_noticed_without_walking_the_model(replace: Callable[[Model], None]) -> None:
     model = Model()
     bound = bind_model(model)
-    last = bound.check_fresh(local_tensors([model]))
+    last = bound.check_fresh(local_tensors([model])).tensors
     bound.check_in_place(last)
     replace(model)
     with pytest.raises(StaleTensorError, match=f"{FC1}: address"):
