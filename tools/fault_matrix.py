@@ -4,7 +4,8 @@ python tools/fault_matrix.py                                   every cell of glo
 python tools/fault_matrix.py --transport direct --only kill     on this machine's GPUs; --only is a part of a cell's name
 NCCL_SOCKET_IFNAME=lo NCCL_MAX_NCHANNELS=2 python tools/fault_matrix.py --transport nccl
 
-Ranks that share a GPU talk over sockets with NCCL; fewer channels make many sessions at a time light.
+Ranks that share a GPU talk over sockets with NCCL; fewer channels make many sessions at a time light. Where there are
+several GPUs, sessions take turns on them: the ranks of each share one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import multiprocessing
 import os
 import platform
 import random
+import shutil
 import sys
 import time
 from collections import Counter
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
+from bench import machine  # noqa: E402
 from faults.cell import run_cell  # noqa: E402
 from faults.matrix import DEADLINE_S, Cell, cells  # noqa: E402
 from faults.model import plan_of  # noqa: E402
@@ -108,8 +111,10 @@ class _Workers:
     def __init__(self, jobs: int) -> None:
         context: Any = multiprocessing.get_context("fork")
         self._asked, self._answered = context.SimpleQueue(), context.SimpleQueue()
+        gpus = len(machine.gpus()) if shutil.which("nvidia-smi") else 0
+        seen = [str(job % gpus) if gpus else None for job in range(jobs)]
         self._processes = [
-            context.Process(target=_work, args=(self._asked, self._answered), daemon=False) for _ in range(jobs)
+            context.Process(target=_work, args=(self._asked, self._answered, gpu), daemon=False) for gpu in seen
         ]
 
     def __enter__(self) -> _Workers:
@@ -132,7 +137,9 @@ class _Workers:
             process.join()
 
 
-def _work(asked: Any, answered: Any) -> None:
+def _work(asked: Any, answered: Any, gpu: str | None) -> None:
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     while (numbered := asked.get()) is not None:
         answered.put((numbered[0], run_one(numbered)))
 
