@@ -2,13 +2,15 @@
 
     value = parse_json(text, "the plan", max_bytes=MAX_PLAN_BYTES)
 
-A parsed value takes up to 30 times its text. So a text of at most `max_bytes` may hold at most `MAX_VALUES` values.
+A parsed value takes up to 30 times its text. So a text of at most `max_bytes` may hold at most `MAX_VALUES` values, and of
+lists and of strings, which take most, fewer still. A hostile text then costs less than a second and 100 MB.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 MAX_PLAN_BYTES = 16 << 20  # of a plan, a trace, a list of tensors, or a model's config
 MAX_WORD_BYTES = 16 << 20  # of what ranks say; the longest has the words of all ranks, some 300 bytes each
 MAX_LISTS = 1 << 19  # an empty list takes 3 bytes of text, and 64 of memory
+MAX_STRINGS = 1 << 18  # names of an object's fields too: each takes 60 bytes, and its field 100; a plan has some 500
 MAX_VALUES = 3 << 19
 MAX_DEPTH = 32  # a plan has 9 levels; Python's own limit of about 1,000 would fail later, in whatever writes the value
 MAX_DIGITS = 20  # 2^64 has 20; time and memory of an integer grow with the square of its digits
@@ -32,7 +35,13 @@ class BoundsError(ValueError):
 
 
 def parse_json(
-    text: str | bytes, what: str, *, max_bytes: int, max_lists: int = MAX_LISTS, max_values: int = MAX_VALUES
+    text: str | bytes,
+    what: str,
+    *,
+    max_bytes: int,
+    max_lists: int = MAX_LISTS,
+    max_values: int = MAX_VALUES,
+    max_strings: int = MAX_STRINGS,
 ) -> Any:
     """The value of a JSON text (bytes: UTF-8). Raises `BoundsError`, which names `what`, for no JSON or beyond a bound.
 
@@ -40,15 +49,11 @@ def parse_json(
     """
     if len(text) > max_bytes:
         raise BoundsError(f"{what} has {len(text):,} bytes, more than {max_bytes:,}")
+    lists = check_counts([text], what, max_lists=max_lists, max_values=max_values, max_strings=max_strings)
     try:
         text = text.decode() if isinstance(text, bytes) else text
     except UnicodeDecodeError as error:
         raise BoundsError(f"{what} is not JSON (it is not text: {error})") from error
-    lists = text.count("[") + text.count("{")
-    if lists > max_lists:
-        raise BoundsError(f"{what} has {lists:,} lists and objects, more than {max_lists:,}")
-    if (values := lists + text.count(",")) > max_values:
-        raise BoundsError(f"{what} has {values:,} values, more than {max_values:,}")
     has_long_digits = "0" * (MAX_DIGITS + 1) in text.translate(_DIGITS)
     parse_int = _short_integer if has_long_digits else None  # they may be in a string, as in a digest
     try:
@@ -62,6 +67,31 @@ def parse_json(
     except ValueError as error:
         raise BoundsError(f"{what} is not JSON ({error})") from error
     return value
+
+
+def check_counts(
+    texts: Sequence[str | bytes],
+    what: str,
+    *,
+    max_lists: int = MAX_LISTS,
+    max_values: int = MAX_VALUES,
+    max_strings: int = MAX_STRINGS,
+) -> int:
+    """How many lists and objects JSON texts have in all. Raises `BoundsError` where they have too many, values or strings."""
+
+    def count(mark: str) -> int:
+        return sum(text.count(mark) if isinstance(text, str) else text.count(mark.encode()) for text in texts)
+
+    lists = count("[") + count("{")
+    if lists > max_lists:
+        raise BoundsError(f"{what} has {lists:,} lists and objects, more than {max_lists:,}")
+    if (values := lists + count(",")) > max_values:
+        raise BoundsError(f"{what} has {values:,} values, more than {max_values:,}")
+    # A mark after one backslash is within a string; after two of them it may end one.
+    marks = count('"') - count('\\"') + count('\\\\"')
+    if marks > 2 * max_strings:
+        raise BoundsError(f"{what} has {marks // 2:,} strings, more than {max_strings:,}")
+    return lists
 
 
 def read_bounded(path: str | Path, max_bytes: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torch.distributed import DistError, DistStoreError
 
 from mcore_reshard.kernels.errors import DeadlineError, SessionError, TransferError, Waiting
-from mcore_reshard.planner.bounded_json import MAX_WORD_BYTES, parse_json
+from mcore_reshard.planner.bounded_json import MAX_WORD_BYTES, BoundsError, check_counts, parse_json
 
 from .polling import NOTICE_S
 from .store_keys import StoreKeys
@@ -126,8 +126,15 @@ class StoreExchange:
         """The values of all ranks, which must be there."""
         keys = self.keys(topic)
         writers = [seat_of(name) for name in self.members]
-        contents = zip(keys, self.store.multi_get(keys, writers=writers), self.members, strict=True)
-        return [parse_stored(key, content, parse, written_by=name) for key, content, name in contents]
+        contents = self.store.multi_get(keys, writers=writers)
+        try:
+            check_counts(contents, f"all that ranks say at {topic!r}")
+        except BoundsError as error:
+            raise SessionError(
+                f"{self.rank_name} reads no further: {error}; let nothing else write to the store"
+            ) from error
+        found = zip(keys, contents, self.members, strict=True)
+        return [parse_stored(key, content, parse, written_by=name) for key, content, name in found]
 
     def blame(self, occasion: str, waits: Sequence[Failure], grace: Callable[[], None] | None = None) -> Failure:
         """Of all waits past their deadline, the one for a rank that does not wait itself: the culprit.

@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mcore_reshard.planner.bounded_json import parse_json
+from mcore_reshard.planner.bounded_json import MAX_VALUES, parse_json
 
 LENGTHS = struct.Struct(">II")
-MAX_FRAME_BYTES = 256 << 20  # a published plan of 2,048 ranks has tens of MB
+# The longest answer has a word of every rank: which pairs can share memory. From 2,048 to 256 ranks it has 6 MB.
+MAX_FRAME_BYTES = 24 << 20
+MAX_VALUE_BYTES = (16 << 20) + 1024  # what ranks read of one key, and its seal; the largest plan measured has 0.9 MB
 MAX_OPENING_BYTES = 16 << 10  # of the first frame, before its sender is known
 MAX_REQUEST_BYTES = 4 << 20  # of a request's header: names of many keys
-MAX_HEADER_BYTES = 32 << 20  # of an answer's header: all seats of a session
+MAX_HEADER_BYTES = 16 << 20  # of an answer's header: all seats of a session
 MAX_KEY = 1000  # characters
 MAGIC = "mcore-reshard store 1"
 
@@ -40,7 +42,7 @@ def pack(header: Mapping[str, Any], blobs: Sequence[bytes] = (), header_limit: i
     return b"".join((LENGTHS.pack(size, len(text)), text, *blobs))
 
 
-def body_bytes(lengths: bytes, limit: int, header_limit: int = MAX_HEADER_BYTES) -> tuple[int, int]:
+def body_bytes(lengths: bytes | bytearray, limit: int, header_limit: int = MAX_HEADER_BYTES) -> tuple[int, int]:
     """(bytes of the header, bytes of header and blobs) of a frame that begins with these 8 bytes. Raises FrameError."""
     size, header_bytes = LENGTHS.unpack(lengths)
     body = size - 4
@@ -52,17 +54,19 @@ def body_bytes(lengths: bytes, limit: int, header_limit: int = MAX_HEADER_BYTES)
     return header_bytes, body
 
 
-def unpack(header_bytes: int, body: bytes) -> tuple[dict[str, Any], list[bytes]]:
+def unpack(header_bytes: int, body: bytes | bytearray) -> tuple[dict[str, Any], list[bytes]]:
     """The header and the blobs of a frame. Raises FrameError."""
     try:
-        header = parse_json(body[:header_bytes], "its header", max_bytes=MAX_HEADER_BYTES)
+        view = memoryview(body)
+        text = bytes(view[:header_bytes])
+        header = parse_json(text, "its header", max_bytes=MAX_HEADER_BYTES, max_strings=MAX_VALUES)
         lengths, at, blobs = header.pop("blobs"), header_bytes, []
         if not all(isinstance(length, int) and length >= 0 for length in lengths):
             raise ValueError("a blob has no length")
         if sum(lengths) != len(body) - header_bytes:
             raise ValueError("the blobs are longer or shorter than the header says")
         for length in lengths:
-            blobs.append(body[at : at + length])
+            blobs.append(bytes(view[at : at + length]))
             at += length
         return header, blobs
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -88,7 +92,7 @@ def receive(connection: socket.socket, limit: int) -> tuple[dict[str, Any], list
     return unpack(header_bytes, _read(connection, body))
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def _read(connection: socket.socket, count: int) -> bytes | bytearray:
     if count <= 1 << 16:
         content = connection.recv(count)
         if len(content) == count:
@@ -101,4 +105,4 @@ def _read(connection: socket.socket, count: int) -> bytes:
         if not more:
             raise ConnectionResetError("the store has closed the connection")
         buffer += more
-    return bytes(buffer)
+    return buffer

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 from uuid import uuid4
 
-from .frames import MAX_HEADER_BYTES, MAX_KEY, pack
+from .frames import MAX_HEADER_BYTES, MAX_KEY, MAX_VALUE_BYTES, pack
 
 MAX_SESSIONS = 10_000
 MAX_NAME = 500  # characters of a session's name
@@ -27,7 +27,7 @@ MAX_SESSION_BYTES = 2 << 30  # of a session's keys and values
 MAX_STORE_BYTES = 8 << 30  # of all sessions' keys and values
 MAX_SEATS = 16_384  # of a session
 _SEAT = re.compile("(train|gen):(0|[1-9][0-9]{0,8})", re.ASCII)
-MAX_FACTS_BYTES = 1024  # of what a rank says of itself
+MAX_FACTS_BYTES = 768  # of what a rank says of itself
 MAX_REQUEST_KEYS = 1 << 17  # named in one request
 MAX_WAITS = 10_000  # of a connection, at once
 MAX_AWAITED = 1 << 17  # keys of all waits of a connection; the server keeps some 300 bytes for each
@@ -108,6 +108,8 @@ class Session:
     ending: asyncio.TimerHandle | None = None
 
     def put(self, key: str, value: bytes) -> None:
+        if len(value) > MAX_VALUE_BYTES:
+            raise Refusal(f"the value of {key!r} has {len(value):,} bytes; a store keeps {MAX_VALUE_BYTES:,} at most")
         before, is_new = len(self.keys.get(key, b"")), key not in self.keys
         grows = len(value) - before + (len(key) if is_new else 0)
         if self.nbytes + grows > MAX_SESSION_BYTES or (is_new and len(self.keys) >= MAX_KEYS):

@@ -17,6 +17,7 @@ from torch.distributed import DistStoreError, Store
 
 from mcore_reshard.kernels.errors import SessionError
 
+from .frames import MAX_VALUE_BYTES
 from .seal import ReplayError
 from .store_connection import StoreConnection
 from .store_opening import Seat
@@ -41,16 +42,12 @@ class StoreKeys(Store):
         return StoreView(self._root, f"{self._prefix}{prefix}/")
 
     def set(self, key: str, value: str | bytes) -> None:
-        root, key = self._root, self._prefix + key
-        root.ask({"op": "set", "keys": [key]}, [root.sealer.seal(key, root.sender, _as_bytes(value))])
+        self._root.ask({"op": "set", "keys": [self._prefix + key]}, [self._sealed(key, _as_bytes(value))])
 
     def set_soon(self, values: Mapping[str, str]) -> None:
         """Set keys without waiting for the store: what this connection asks for later comes after it."""
-        root, full = self._root, [self._prefix + key for key in values]
-        sealed = [
-            root.sealer.seal(key, root.sender, value.encode()) for key, value in zip(full, values.values(), strict=True)
-        ]
-        root.send({"op": "set", "keys": full}, sealed, is_awaited=False)
+        sealed = [self._sealed(key, value.encode()) for key, value in values.items()]
+        self._root.send({"op": "set", "keys": [self._prefix + key for key in values]}, sealed, is_awaited=False)
 
     def delete_soon(self, prefixes: Sequence[str], keys: Sequence[str] = ()) -> None:
         """Delete keys, and those that begin with prefixes, without waiting for the store."""
@@ -82,6 +79,15 @@ class StoreKeys(Store):
         expected = [*writers, *[None] * (len(full) - len(writers))]
         return [self._opened(*each) for each in zip(full, blobs, expected, strict=True)]
 
+    def _sealed(self, key: str, value: bytes) -> bytes:
+        root, full = self._root, self._prefix + key
+        sealed = root.sealer.seal(full, root.sender, value)
+        if len(sealed) > MAX_VALUE_BYTES:
+            raise SessionError(
+                f"{root.sender or 'a rank'} has {len(sealed):,} bytes for {full!r}; a store keeps {MAX_VALUE_BYTES:,} at most"
+            )
+        return sealed
+
     def _opened(self, full_key: str, sealed: bytes, writer: str | None) -> bytes:
         root = self._root
         try:
@@ -109,10 +115,9 @@ class StoreKeys(Store):
         """Set a key that does not exist; the value that stands. Only an empty `expected_value` is supported."""
         if expected_value:
             raise NotImplementedError("a key is set once, by whoever is first")
-        root, key = self._root, self._prefix + key
-        sealed = root.sealer.seal(key, root.sender, _as_bytes(desired_value))
-        header, others = root.ask({"op": "compare_set", "keys": [key]}, [sealed])
-        return _as_bytes(desired_value) if header["stands"] else self._opened(key, others[0], None)
+        full, sealed = self._prefix + key, self._sealed(key, _as_bytes(desired_value))
+        header, others = self._root.ask({"op": "compare_set", "keys": [full]}, [sealed])
+        return _as_bytes(desired_value) if header["stands"] else self._opened(full, others[0], None)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         """Return once all keys exist; raises DistStoreError when the time is up."""

@@ -22,7 +22,7 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys, StoreView
-from mcore_reshard.planner.bounded_json import MAX_PLAN_BYTES, parse_json
+from mcore_reshard.planner.bounded_json import MAX_WORD_BYTES, parse_json
 from mcore_reshard.planner.layout.condense import CondensedTrace, ParameterNames
 from mcore_reshard.planner.layout.trace_file import (
     dump_checkpoint,
@@ -42,7 +42,6 @@ CONNECT_AGAIN = "connect them again, in vLLM by connect_refit() on all workers"
 _TRACES = "traces"  # the part of the store with what is here
 _REQUEST = "request"  # what training rank 0 asks of engines: a checkpoint, or nothing
 _SHOWN = 5
-_MAX_ANSWER_BYTES = 2 * MAX_PLAN_BYTES  # a trace, or a list of tensors, as a string in JSON: its quotes are escaped
 _LOOK_S = 5.0  # limit for a look at the store; where it has no such session it says so at once
 _ANEW = "start it anew, and connect all ranks again"
 
@@ -72,7 +71,7 @@ def _collect(
     try:
         store.wait(keys, timedelta(seconds=connect_timeout_s))
         answers = [
-            parse_json(store.get(key), f"the answer of gen:{rank}", max_bytes=_MAX_ANSWER_BYTES)
+            parse_json(store.get(key), f"the answer of gen:{rank}", max_bytes=MAX_WORD_BYTES)
             for rank, key in enumerate(keys)
         ]
         failed = [f"gen:{rank}: {answer['error']:.2000}" for rank, answer in enumerate(answers) if "error" in answer]
@@ -111,7 +110,7 @@ def awaits_trace(store: StoreKeys, rank_name: str) -> bool:
     traces = store.under(_TRACES)
     if (content := traces.peek(_REQUEST)) is None:
         return False
-    number = parse_json(content, "the request", max_bytes=_MAX_ANSWER_BYTES).get("number")
+    number = parse_json(content, "the request", max_bytes=MAX_WORD_BYTES).get("number")
     return number is not None and not traces.check([f"{number}/{rank_name.partition(':')[2]}"])
 
 
@@ -146,7 +145,7 @@ def _answer(
 ) -> None:
     try:
         store.wait([_REQUEST], timedelta(seconds=connect_timeout_s))
-        request = parse_json(store.get(_REQUEST), "the request", max_bytes=_MAX_ANSWER_BYTES)
+        request = parse_json(store.get(_REQUEST), "the request", max_bytes=MAX_WORD_BYTES)
         if not request:
             return
         checkpoint, number = parse_checkpoint(request["checkpoint"]), str(request["number"])

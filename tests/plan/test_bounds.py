@@ -13,7 +13,15 @@ import pytest
 from helpers.hostile import Cost, tried
 from helpers.plans import Case
 
-from mcore_reshard.planner.bounded_json import MAX_DEPTH, MAX_LISTS, MAX_PLAN_BYTES, MAX_VALUES, BoundsError, parse_json
+from mcore_reshard.planner.bounded_json import (
+    MAX_DEPTH,
+    MAX_LISTS,
+    MAX_PLAN_BYTES,
+    MAX_STRINGS,
+    MAX_VALUES,
+    BoundsError,
+    parse_json,
+)
 from mcore_reshard.planner.layout.geometry import LocalTensor
 from mcore_reshard.planner.layout.record_forms import canonical
 from mcore_reshard.planner.model.name_patterns import fill
@@ -106,6 +114,10 @@ TEXTS = {
     "read('[' + '1,' * 4_000_000 + '1]')": "values, more than",
     "read('[' + '{},' * 500_000 + '1]')": "is not a plan",
     "read('[' + '257,' * 1_500_000 + '1]')": "is not a plan",
+    "read('[' + '\"aaaaaaaa\",' * 1_500_000 + '1]')": "strings, more than",
+    "read('[' + '\"aaaaaa\\\\\\\\\",' * 300_000 + '1]')": "strings, more than",
+    "read('[' + '\"aaaaaa\\\\\\\"\",' * 260_000 + '257,' * 900_000 + '1]')": "is not a plan",
+    "read('{' + ','.join(f'\"{n:0>20}\":{n}' for n in range(260_000)) + '}')": "is not a plan",
     "read('1' * 1_000_000)": "an integer of 1,000,000 digits",
     "read('-' + '1' * 10_000_000)": "an integer of 10,000,001 digits",
     "read('[1' + '.1' * 1_000_000 + ']')": "not JSON",
@@ -280,6 +292,7 @@ def test_damage_to_a_large_plan_is_refused_or_harmless() -> None:
 
 def test_real_plans_are_far_from_the_bounds() -> None:
     text = dump_plan(LARGE.plan())
+    assert text.count('"') * 4 < MAX_STRINGS
     assert len(text) * 10 < MAX_PLAN_BYTES and text.count("[") * 4 < MAX_LISTS
     assert (text.count("[") + text.count(",")) * 4 < MAX_VALUES
     assert dump_plan(parse_plan(text)) == text

@@ -16,7 +16,14 @@ from helpers.ranks import StoreProcess, store_process
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.kernels.rendezvous.frames import LENGTHS, FrameError, unpack
+from mcore_reshard.kernels.rendezvous.frames import (
+    LENGTHS,
+    MAX_FRAME_BYTES,
+    MAX_VALUE_BYTES,
+    FrameError,
+    receive,
+    unpack,
+)
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 
 OPTIONS = Options(session="s", timeout_s=10.0)
@@ -64,6 +71,17 @@ def test_a_header_of_many_lists_is_refused_before_it_is_parsed() -> None:
     tracemalloc.stop()
 
 
+def test_a_frame_that_is_too_long_is_refused_before_memory_is_taken_for_it() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(LENGTHS.pack(250 << 20, 10))
+        tracemalloc.start()
+        with pytest.raises(FrameError, match="at most 25165824 bytes are read here"):
+            receive(ours, MAX_FRAME_BYTES)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 16
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -91,10 +109,22 @@ def test_a_request_that_is_too_large_is_refused_and_the_connection_goes_on(host:
     with connect_store(host.address, OPTIONS) as store:
         with pytest.raises(SessionError, match="at most 1000 characters"):
             store.set("k" * 2000, "value")
+        with pytest.raises(
+            SessionError, match="a rank has 16,778,241 bytes for 'key'; a store keeps 16,778,240 at most"
+        ):
+            store.set("key", bytes(MAX_VALUE_BYTES + 1))
+        with pytest.raises(
+            SessionError, match="the value of 'key' has 16,778,241 bytes; a store keeps 16,778,240 at most"
+        ):
+            store.ask({"op": "set", "keys": ["key"]}, [bytes(MAX_VALUE_BYTES + 1)])
         with pytest.raises(SessionError, match="more than a store takes at once"):
-            store.set("key", bytes((256 << 20) + 1))
+            store.ask({"op": "set", "keys": ["a", "b", "c"]}, [bytes(12 << 20)] * 3)
+        for key in "abc":
+            store.set(key, bytes(12 << 20))
+        with pytest.raises(SessionError, match="more than a store takes at once"):
+            store.multi_get(["a", "b", "c"])
         for facts in ({"pid": "1" * 2000}, {"process": ["a"]}, {"protocol": None}):
-            with pytest.raises(SessionError, match="are texts and integers, of 1024 bytes in all"):
+            with pytest.raises(SessionError, match="are texts and integers, of 768 bytes in all"):
                 store.take_seat("gen:0", facts)
         for name in ("gen:x", "gen:", "gen:²", "gen:-1", "gen:01", "gen:1e3", "gen", "\x1b[2J:5", "gen:" + "9" * 50):
             with pytest.raises(SessionError, match="a seat is a world and the number of a rank, as in gen:3, not"):
