@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ITEMSIZE
 from mcore_reshard.planner.plan.held import Held, NamedCast
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -58,7 +59,7 @@ class Entries:
         group, layer, expert = parameter
         if self.names is None:
             return self.schedule.parameter_name(group, layer)
-        return self.names[group].format(layer=layer, expert=expert)
+        return fill(self.names[group], layer=layer, expert=expert)
 
 
 class TableReader:

@@ -325,7 +325,7 @@ def _schedule(
         stages=(StageSchedule(0, table, none) if sends else StageSchedule(0, none, table),),
         padding=(),
         misc=(),
-        names={index: MemberNames(name.replace("{", "{{").replace("}", "}}")) for index, name in enumerate(views)},
+        names={index: MemberNames(name) for index, name in enumerate(views)},
         between_replicas=True,
         view=SourceView(SourceTable(0, digest, tensors, boxes, (table,))),
         relay_seats=seats[:1],

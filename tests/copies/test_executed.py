@@ -24,6 +24,7 @@ from mcore_reshard.kernels.copies.executed import (
     named_difference,
 )
 from mcore_reshard.kernels.copies.pull_table import pull_table
+from mcore_reshard.kernels.copies.read_back import Entries
 from mcore_reshard.kernels.copies.tiling import tiling_problems
 from mcore_reshard.kernels.errors import BindError
 from mcore_reshard.kernels.transports.direct.staging import parted
@@ -357,3 +358,11 @@ def test_the_message_names_both_ranks_the_stage_and_the_parameter() -> None:
         "train:0 and gen:0 would not move the same bytes: their transfers differ, first at stage 0,"
         " model.layers.0.input_layernorm.weight"
     )
+
+
+def test_names_of_parameters_are_no_format_strings() -> None:
+    names = {0: "a.{layer}.{expert}", 1: "a.{layer:>1000000000}.{expert.__class__}"}
+    none = np.zeros(0, np.int64)
+    entries = Entries(schedule_of(LLAMA.plan(), "gen", 0), names, none, none, none, np.zeros(0, np.uint64))
+    assert entries.name((0, 3, 7)) == "a.3.7"
+    assert entries.name((1, 3, 7)) == "a.{layer:>1000000000}.{expert.__class__}"

@@ -24,6 +24,7 @@ from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.kernels.rendezvous.store_keys import StoreView
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.gloo import GlooExecutor
+from mcore_reshard.session import replica_copy
 from mcore_reshard.session.replica_copy import CopyReport, list_tensors, offer, take
 
 Tensors = dict[str, torch.Tensor]
@@ -101,6 +102,13 @@ def test_every_byte_of_every_tensor_arrives(transport: str) -> None:
     nbytes = sum(len(each) for name, each in held.items() if name != "lm_head.weight")  # once: it is tied
     assert (gave.version, gave.nbytes, gave.transport) == (took.version, took.nbytes, took.transport)
     assert (took.version, took.nbytes, took.transport) == (7, nbytes, transport)
+
+
+def test_errors_name_tensors_as_the_model_does() -> None:
+    listed, views = list_tensors("gen:1", weights(0))
+    schedule = replica_copy._schedule((0, 1), listed, views, sends=True)
+    assert [schedule.parameter_name(index, 0) for index in range(len(views))] == [*views]
+    assert "layers.{0}.ids:{layer:>1000}" in views
 
 
 def keep(tensors: Tensors) -> None:
