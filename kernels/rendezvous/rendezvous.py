@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from mcore_reshard.kernels.errors import ConnectError, DeadlineError, PeerLostError, SessionError, StoreRestarted
 
-from .exchange import Failure, StoreExchange, parse_stored, stored_text
+from .exchange import Failure, StoreExchange, parse_stored, seat_of, stored_text
 from .polling import CAUSE_S
+from .seal import ForgedError
 from .store_keys import FailFastStore, StoreView
 
 _AGREED = stored_text({"agreed": True})
@@ -86,8 +87,7 @@ class Rendezvous:
             if not self._arrive(phase, word, parse):
                 self._await_outcome(phase, self.timeout_s if timeout_s is None else timeout_s)
             words = self._words(phase, parse)
-        if words[self.rank_name] != parse({**word}):
-            raise SessionError(f"the word of {self.rank_name} at {phase!r} does not stand on the store as it was said")
+        self._require_own_word(phase, words[self.rank_name], parse({**word}))
         return words
 
     def decide(self, phase: str, settle: Callable[[bool | None], bool | None], on_success: Callable[[], None]) -> None:
@@ -101,8 +101,8 @@ class Rendezvous:
         """
         known: bool | None = None
         try:
-            if not self._arrive(phase, {}, dict):
-                self._await_outcome(phase, self.timeout_s)
+            if not self._arrive(phase, {}, _parse_vote):
+                self._await_outcome(phase, self.timeout_s, vote={})
             known = True
             self._await_readers(phase)
         except (dist.DistNetworkError, StoreRestarted) as error:
@@ -172,11 +172,13 @@ class Rendezvous:
         self.store.set_soon({f"{phase}/{self.rank_name}": stored_text(dict(word))})
         if self.store.add(f"{phase}/arrived", 1) < len(self._members):
             return False
-        self._words(phase, parse)  # whoever declares success has checked who wrote them
+        words = self._words(phase, parse)  # whoever declares success has checked who wrote them
+        self._require_own_word(phase, words[self.rank_name], parse({**word}))
         outcome = f"{phase}/outcome"
         return parse_stored(outcome, self.store.compare_set(outcome, "", _AGREED), _parse_outcome) is None
 
-    def _await_outcome(self, phase: str, timeout_s: float) -> None:
+    def _await_outcome(self, phase: str, timeout_s: float, vote: Mapping[str, Any] | None = None) -> None:
+        """Return once all have agreed. `vote`: this rank's word, where nobody else reads all words after that."""
         outcome = f"{phase}/outcome"
         try:
             came = self.store.wait_any([outcome], timeout_s, look=self._raise_if_lost)
@@ -195,7 +197,7 @@ class Rendezvous:
             else:  # the last one has come at this moment
                 self._words(phase, dict)
                 self.store.compare_set(outcome, "", _AGREED)
-        if failure := self._outcome(phase):
+        if failure := self._outcome(phase, vote):
             raise SessionFailed(failure)
 
     def declare_unless_agreed(self, phase: str, failure: Failure) -> Failure | None:
@@ -209,10 +211,13 @@ class Rendezvous:
 
     def _await_readers(self, phase: str) -> None:
         """Wait, CAUSE_S at most, until all members know the outcome: one that loses the store can then ask the others."""
-        if self._count_reader(phase):
-            return
-        with suppress(SessionFailed):  # a member that is gone reads nothing any more
-            self.store.wait_any([f"{phase}/known"], min(CAUSE_S, self.timeout_s), look=self._raise_if_lost)
+        try:
+            if not self._count_reader(phase):
+                self.store.wait_any([f"{phase}/known"], min(CAUSE_S, self.timeout_s), look=self._raise_if_lost)
+        except StoreRestarted:
+            raise
+        except SessionError:  # a member that is gone reads nothing; and somebody else may have written to the count
+            pass
 
     def _ask_again(self, phase: str, error: BaseException) -> bool | None:
         """The outcome, of a store that answers again; where there is none it is a failure. None where it does not answer."""
@@ -223,7 +228,7 @@ class Rendezvous:
             return None
 
     def _count_reader(self, phase: str) -> bool:
-        """Whether all members know the outcome now."""
+        """Whether all members know the outcome now. The count is not sealed: whoever writes to it makes ranks leave early."""
         if self.store.add(f"{phase}/read", 1) < len(self._members):
             return False
         self.store.set_soon({f"{phase}/known": ""})
@@ -237,9 +242,32 @@ class Rendezvous:
     def _words(self, phase: str, parse: Callable[[Any], dict[str, Any]]) -> dict[str, dict[str, Any]]:
         return dict(zip(self._members, self._exchange.values(phase, parse), strict=True))
 
-    def _outcome(self, phase: str) -> Failure | None:
-        key = f"{phase}/outcome"
-        return parse_stored(key, self.store.get(key), _parse_outcome)
+    def _require_own_word(self, phase: str, stands: Any, said: Any) -> None:
+        if stands != said:
+            raise SessionError(f"the word of {self.rank_name} at {phase!r} does not stand on the store as it was said")
+
+    def _outcome(self, phase: str, vote: Mapping[str, Any] | None = None) -> Failure | None:
+        """Why a phase failed; None where all have agreed. `vote`: this rank's word must stand as it said it."""
+        key, own = f"{phase}/outcome", f"{phase}/{self.rank_name}"
+        if vote is None:
+            return parse_stored(key, self.store.get(key), _parse_outcome)
+        content, stands = self.store.peek_all([key, own], writers=[None, seat_of(self.rank_name)])
+        if not isinstance(content, bytes):
+            raise content or SessionError(f"the value of {key!r} on the store was deleted")
+        failure = parse_stored(key, content, _parse_outcome)
+        # All have agreed, and no outsider can say so: nor can one undo it by writing over a vote.
+        if failure is None and not isinstance(stands, ForgedError):
+            if isinstance(stands, SessionError):
+                raise stands
+            self._require_own_word(phase, stands and parse_stored(own, stands, dict), vote)
+        return failure
+
+
+def _parse_vote(said: Any) -> dict[str, Any]:
+    """A vote says nothing but that it was given."""
+    if said != {}:
+        raise ValueError("it is no vote")
+    return {}
 
 
 def _parse_outcome(outcome: Any) -> Failure | None:

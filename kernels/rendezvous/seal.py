@@ -34,6 +34,10 @@ _REMEMBERED = 1 << 12  # keys whose counters a reader remembers; the keys that i
 _warned = False
 
 
+class ForgedError(SessionError):
+    """No holder of the token wrote the value there."""
+
+
 class WrongWriterError(SessionError):
     """A holder of the token wrote the value, but not the one that had to."""
 
@@ -135,7 +139,7 @@ class _TokenSealer(Sealer):
             claimed = head[_SENDER.size :].decode()
             opened: bytes = self._aead.decrypt(nonce, sealed, self._bound_to(key, head))
         except (struct.error, ValueError, InvalidTag) as error:
-            raise SessionError(
+            raise ForgedError(
                 f"the value of {key!r} on the store does not come from a holder of this session's token, or was moved"
                 " there from another key: somebody else writes to this store, or a rank has another token"
             ) from error

@@ -62,6 +62,18 @@ class StoreKeys(Store):
         _, blobs = root.ask({"op": "get", "keys": [full]})
         return self._opened(full, blobs[0], writer) if blobs else None
 
+    def peek_all(self, keys: Sequence[str], *, writers: Sequence[str | None]) -> list[bytes | SessionError | None]:
+        """For each key its value, what is wrong with its value, or None where it does not exist."""
+        root, full = self._root, [self._prefix + key for key in keys]
+        header, blobs = root.ask({"op": "get", "keys": full})
+        found: list[bytes | SessionError | None] = []
+        for key, writer in zip(full, writers, strict=True):
+            try:
+                found.append(None if key in header["missing"] else self._opened(key, blobs.pop(0), writer))
+            except SessionError as error:
+                found.append(error)
+        return found
+
     def get(self, key: str, *, writer: str | None = None) -> bytes:
         """The value of a key, once it exists. `writer`: the seat that must have written it. Raises DistStoreError."""
         (value,) = self.multi_get([key], writers=[writer])

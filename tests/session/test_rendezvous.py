@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from helpers.ranks import store_of, store_process
 
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, Waiting, first_of
+from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.exchange import Failure
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
+from mcore_reshard.kernels.rendezvous.seal import Sealer
+from mcore_reshard.kernels.rendezvous.store import connect_store
 
 MEMBERS = ("train:0", "train:1", "gen:0")
 
@@ -185,12 +189,101 @@ def test_a_word_that_does_not_stand_as_it_was_said_is_noticed(address: str) -> N
     store = store_of(address).under("e")
 
     class Forged(Rendezvous):
-        def _await_outcome(self, phase: str, timeout_s: float) -> None:
-            super()._await_outcome(phase, timeout_s)
+        def _words(self, phase: str, *args: Any) -> Any:
             store.set(f"{phase}/gen:0", '{"is": "another"}')
+            return super()._words(phase, *args)
 
-    with pytest.raises(SessionError, match="does not stand on the store as it was said"):
+    with pytest.raises(SessionError, match="the word of gen:0 at 'p' does not stand on the store as it was said"):
         Forged(store, "gen:0", ("gen:0",), timeout_s=5.0).gather("p", {"is": "mine"})
+
+
+def votes(address: str, before_it_reads: Callable[[Rendezvous], Any], options: Options) -> tuple[list[str], list[str]]:
+    """Who commits and who refuses, where somebody writes to the store before gen:0 reads that all have agreed."""
+    noted, told = [], []
+
+    class Reads(Rendezvous):
+        def _outcome(self, phase: str, vote: Any = None) -> Any:
+            if vote is not None:
+                before_it_reads(self)
+            return super()._outcome(phase, vote)
+
+    def vote(rank: str) -> None:
+        with connect_store(address, options) as store:
+            store.take_seat(rank, {})
+            voter = (Reads if rank == "gen:0" else Rendezvous)(store.under("e"), rank, MEMBERS, timeout_s=5.0)
+            if rank == "train:0":  # so gen:0 is not the last to arrive
+                assert voter.store.wait_all(["p/gen:0", "p/train:1"], 5.0)
+            try:
+                voter.decide("p", settled, lambda: noted.append(rank))
+            except SessionError as error:
+                told.append(str(error))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(vote, MEMBERS))
+    return sorted(noted), told
+
+
+SEALED = Options(session="sealed", timeout_s=5.0, token="a secret of these tests")
+OPEN = Options(session="open", timeout_s=5.0)
+
+
+@pytest.mark.parametrize("options", [SEALED, OPEN], ids=["with a token", "without one"])
+def test_a_vote_that_does_not_stand_as_it_was_said_is_noticed_by_its_rank(address: str, options: Options) -> None:
+    def write_another(voter: Rendezvous) -> None:
+        voter.store.set("p/gen:0", '{"votes": "otherwise"}')
+
+    noted, told = votes(address, write_another, options)
+    assert noted == ["train:0", "train:1"]
+    assert told == ["the word of gen:0 at 'p' does not stand on the store as it was said"]
+
+
+def test_a_vote_in_anothers_name_is_noticed_by_its_rank(address: str) -> None:
+    def write_as_another(voter: Rendezvous) -> None:
+        with connect_store(address, SEALED) as other:
+            other.take_seat("gen:1", {})
+            other.set("e/p/gen:0", "{}")
+
+    noted, (told,) = votes(address, write_as_another, SEALED)
+    assert noted == ["train:0", "train:1"]
+    assert told == "the value of 'e/p/gen:0' on the store was written by gen:1, not by gen:0"
+
+
+def test_an_outsider_undoes_no_vote_on_which_all_have_agreed(address: str) -> None:
+    def write_without_the_token(voter: Rendezvous) -> None:
+        with connect_store(address, SEALED) as outsider:
+            outsider.sealer = Sealer()
+            outsider.set("e/p/gen:0", "{}")
+
+    assert votes(address, write_without_the_token, SEALED) == (sorted(MEMBERS), [])
+
+
+def test_a_vote_that_says_more_is_none(address: str) -> None:
+    class Talks(Rendezvous):
+        def _arrive(self, phase: str, word: Any, parse: Any) -> bool:
+            return super()._arrive(phase, {"votes": "otherwise"}, parse)
+
+    with pytest.raises(SessionError, match="the value of 'p/gen:0' on the store, which gen:0 wrote, is malformed"):
+        Talks(store_of(address).under("e"), "gen:0", ("gen:0",), timeout_s=5.0).decide("p", settled, lambda: None)
+
+
+@pytest.mark.parametrize("count", ["77", "-9", "none"])
+def test_counts_that_somebody_else_writes_conclude_nothing(address: str, count: str) -> None:
+    """Nobody agrees without the words of all, and an outcome that all know stands."""
+    store = store_of(address).under("e")
+    store.set("p/read", count)
+    noted: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        ranks = [rendezvous(address, rank) for rank in MEMBERS]
+        list(pool.map(lambda rank: rank.decide("p", settled, lambda: noted.append(rank.rank_name)), ranks))
+        assert sorted(noted) == sorted(MEMBERS)
+        if count == "none":
+            return
+        store.set("q/arrived", count)
+        early = pool.submit(rendezvous(address, "gen:0").gather, "q", {})
+        time.sleep(0.3)
+        assert not early.done() and not store.check(["q/outcome"])
+        heard = list(pool.map(lambda rank: rank.gather("q", {}), ranks[:2]))
+        assert [*heard, early.result()] == [{rank: {} for rank in MEMBERS}] * 3
 
 
 @pytest.mark.parametrize("bad", ["somewhere", "host:", ":80", "host:port"])

@@ -22,6 +22,7 @@ from mcore_reshard.kernels.errors import SessionClosed, SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous import seal
 from mcore_reshard.kernels.rendezvous import store as store_module
+from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous
 from mcore_reshard.kernels.rendezvous.seal import Sealer, find_token
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
@@ -203,6 +204,110 @@ def test_a_session_with_a_token_refits() -> None:
 def test_a_forged_call_moves_no_weight() -> None:
     told = values(run_ranks(2, refit_with_token, "call"))
     assert all("does not come from a holder of this session's token" in each for each in told), told
+
+
+def refit_with_a_forged_commit(rank: int, address: str, forge: str) -> tuple[list[str], str]:
+    """What the refit of version 2 tells, whose commit somebody else writes to; then version 3 is refitted.
+
+    train:0 is the last to acknowledge. The attacker, a client of its own, has all that the network has and, where `forge`
+    says so, the token. Returns the outcomes of both refits, and the state after the first.
+    """
+    transfers = random_transfers(np.random.default_rng(7), (1, 1), parameters=3, stages=1)
+    schedule = schedule_of(transfers, ("train", "gen")[rank], 0, (1, 1))  # type: ignore[arg-type]
+    tensors = allocate(schedule, seed=1 if rank == 0 else None)
+    endpoint: Any = (TrainEndpoint, GenerationEndpoint)[rank](schedule, tensors, store=address, options=OPTIONS)
+    endpoint.prepare()
+    endpoint.refit(1)
+    before = {name: raw_bytes(tensor) for name, tensor in tensors.items()}
+    if rank == 0:
+        attacker = connect_store(address, OPTIONS)
+        keys = unsealed(attacker).keys()
+        word = next(key for key in keys if key.startswith("a/2-") and key.endswith("commit/gen:0"))
+        earlier = attacker.get(word)
+        arrive = Rendezvous._arrive
+
+        def forged(self: Rendezvous, phase: str, *args: Any) -> bool:
+            if phase != "commit":
+                return arrive(self, phase, *args)
+            Rendezvous._arrive = arrive  # type: ignore[method-assign]
+            assert self.store.wait_all(["commit/gen:0"], 5.0)
+            prefix = self.store._prefix
+            if forge == "a word":
+                attacker.set(f"{prefix}commit/gen:0", "{}")
+            elif forge == "a replayed word":
+                attacker.set(f"{prefix}commit/gen:0", earlier)
+            elif forge == "an outcome":
+                attacker.set(f"{prefix}commit/outcome", '{"agreed": true}')
+            else:
+                holder = connect_store(address, OPTIONS)
+                holder.take_seat("gen:7", {})
+                holder.set(f"{prefix}commit/gen:0", "{}")
+            return arrive(self, phase, *args)
+
+        Rendezvous._arrive = forged  # type: ignore[method-assign]
+        for name, tensor in allocate(schedule, seed=2).items():
+            tensors[name].copy_(tensor)
+    told, state = [], ""
+    for version in (2, 3):
+        try:
+            endpoint.refit(version)
+            told.append("committed")
+        except SessionError as error:
+            told.append(str(error))
+        if rank == 1 and version == 2:
+            assert {name: raw_bytes(tensor) for name, tensor in tensors.items()} != before, "nothing has moved"
+        state = state or str(endpoint.state)
+    endpoint.close()
+    return told, state
+
+
+@pytest.mark.parametrize(
+    ("forge", "said"),
+    [
+        ("a word", "commit/gen:0' on the store does not come from a holder of this session's token"),
+        (
+            "a replayed word",
+            "commit/gen:0' on the store does not come from a holder of this session's token, or was moved",
+        ),
+        ("an outcome", "commit/outcome' on the store does not come from a holder of this session's token"),
+        ("an acknowledgement", "commit/gen:0' on the store was written by gen:7, not by gen:0"),
+    ],
+)
+def test_a_forged_commit_is_refused_by_all_and_the_next_refit_mends_it(forge: str, said: str) -> None:
+    (trainer, _), (engine, state) = values(run_ranks(2, refit_with_a_forged_commit, forge))
+    assert said in trainer[0] and said in engine[0]
+    assert state.startswith("mixed(1, 2")
+    assert [trainer[1], engine[1]] == ["committed", "committed"]
+
+
+def refit_with_an_older_head(rank: int, address: str) -> str:
+    """An outsider shows again which attempt had begun before."""
+    transfers = random_transfers(np.random.default_rng(7), (1, 1), parameters=3, stages=1)
+    schedule = schedule_of(transfers, ("train", "gen")[rank], 0, (1, 1))  # type: ignore[arg-type]
+    tensors = allocate(schedule, seed=1 if rank == 0 else None)
+    endpoint: Any = (TrainEndpoint, GenerationEndpoint)[rank](schedule, tensors, store=address, options=OPTIONS)
+    endpoint.prepare()
+    attacker = unsealed(connect_store(address, OPTIONS)) if rank == 0 else None
+    older = b"" if attacker is None else attacker.get("head")
+    endpoint.refit(1)
+    before = {name: raw_bytes(tensor) for name, tensor in tensors.items()}
+    if attacker is not None:
+        attacker.set("head", older)
+        attacker.set("replayed", "")
+        time.sleep(0.5)
+        endpoint.close()
+        return "left"
+    assert endpoint._store.wait_all(["replayed"], 5.0)
+    with pytest.raises(SessionError) as refused:
+        endpoint.refit(2)
+    assert {name: raw_bytes(tensor) for name, tensor in tensors.items()} == before, "weights have moved"
+    assert str(endpoint.state) == "complete(1)"
+    return str(refused.value)
+
+
+def test_a_replayed_head_is_refused_by_who_has_read_the_newer_one() -> None:
+    told = values(run_ranks(2, refit_with_an_older_head))
+    assert "the value of 'head' on the store is an older one of train:0" in told[1], told
 
 
 def refit_with_a_changed_word(rank: int, address: str, victim: int) -> Any:
