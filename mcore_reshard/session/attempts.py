@@ -106,6 +106,11 @@ class World:
     def replica_of(self, seat: str) -> int:
         return int(seat.partition(":")[2]) // self.replica_ranks
 
+    def needed_by(self, seat: str) -> list[str]:
+        """Seats without which a rank can take part in no refit: of training ranks, and of its own replica."""
+        own = self.seats_of(self.replica_of(seat)) if seat.startswith("gen:") else []
+        return [name for name in (*self.train_seats(), *own) if name != seat]
+
     def members(self, replicas: Iterable[int]) -> tuple[str, ...]:
         return (*self.train_seats(), *(seat for replica in replicas for seat in self.seats_of(replica)))
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from mcore_reshard.kernels.errors import SessionClosed, SessionError
 from mcore_reshard.kernels.rendezvous.exchange import Failure, stored_text
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 from mcore_reshard.kernels.rendezvous.store import SessionStore
+from mcore_reshard.kernels.rendezvous.store_opening import Seat
 
 from .attempts import CONNECT, LEADER, Call, Head, World, require_protocol
 from .attendance import Attendance, MakeWord, describe
@@ -24,9 +26,14 @@ class Follower(Attendance):
         super().__init__(store, seat, world, process, timeout_s)
         leader = store.seats.get(LEADER)
         self._gone_leader = None if leader is None or leader.status == "here" else leader.facts.get("process")
+        self._living: dict[str, Any] = {}  # by seat: the process that this rank needs, and has last seen here
 
-    def await_head(self, timeout_s: float, occasion: str) -> Head:
-        """The next attempt that the leader begins. Raises where none begins in time, and once the leader is gone."""
+    def await_head(self, timeout_s: float, occasion: str, *, needs_company: bool = False) -> Head:
+        """The next attempt that the leader begins. Raises where none begins in time, and once the leader is gone.
+
+        With `needs_company` it also raises, once for each, where a process has died without which this rank can take part
+        in no refit.
+        """
         start = time.monotonic()
         deadline = start + timeout_s
         was_gone = self._leader_is_gone()
@@ -37,9 +44,14 @@ class Follower(Attendance):
                     return head
                 left_s = deadline - time.monotonic()
                 began = self._next_head_key(head)
-                came = self.store.wait_any(
-                    [began], max(0.0, left_s), look=lambda: self._raise_if_leader_leaves(was_gone)
-                )
+
+                def look() -> None:
+                    if needs_company:
+                        self._raise_if_one_died()
+                    self._raise_if_leader_leaves(was_gone)
+
+                look()
+                came = self.store.wait_any([began], max(0.0, left_s), look=look)
                 if not came and left_s <= 0:
                     failure = f"{LEADER} did not begin a {occasion} within {timeout_s:g} s"
                     leader = self.store.seats.get(LEADER)
@@ -61,8 +73,11 @@ class Follower(Attendance):
         require_protocol(head.protocol, head.package, "trainer", "engine")
         self._done = head
         try:
-            return self._follow(head, make_word, timeout_s or self.timeout_s)
+            call = self._follow(head, make_word, timeout_s or self.timeout_s)
+            self._note_living()
+            return call
         except SessionError:
+            self.forget_gone()
             raise
         except BaseException as error:  # the others must not wait for this rank
             with suppress(Exception):
@@ -76,8 +91,14 @@ class Follower(Attendance):
                 return None
             said = self._say(head.attempt, make_word)
             call = f"a/{head.attempt}/call"
+
+            def look() -> None:
+                self._raise_if_leader_leaves(False, head)
+                if head.kind != CONNECT:
+                    self._raise_if_one_died()
+
             # The leader waits for its own deadline, then says why; it began a little earlier or later than this rank.
-            came = self.store.wait_any([call], 2 * timeout_s, look=lambda: self._raise_if_leader_leaves(False, head))
+            came = self.store.wait_any([call], 2 * timeout_s, look=look)
             if not came:
                 message = f"{LEADER} called nobody within {2 * timeout_s:g} s" + self.store.silence(start)
                 raise SessionFailed(Failure(self.seat, "DeadlineError", message, peer=LEADER))
@@ -112,6 +133,12 @@ class Follower(Attendance):
     def forget(self, head: Head) -> None:
         """Take no part in an attempt of a trainer that is here no more."""
         self._done = head
+
+    def forget_gone(self) -> None:
+        """Wait for new processes in the place of those that are gone by now: this rank has been told of a failure."""
+        for seat in self._needed():
+            if seat.status != "here":
+                self._living.pop(seat.name, None)
 
     def is_stale(self, head: Head, plan: str) -> bool:
         """Whether the leader that began an attempt is here no more: since before this rank came, or within _GONE_S.
@@ -151,6 +178,24 @@ class Follower(Attendance):
     def _leader_is_gone(self) -> bool:
         leader = self.store.seats.get(LEADER)
         return leader is None or leader.status != "here"
+
+    def _needed(self) -> list[Seat]:
+        """Those that have come of the ranks without which this one can take part in no refit."""
+        seats = self.store.seats
+        return [seats[name] for name in self.world.needed_by(self.seat) if name in seats]
+
+    def _note_living(self) -> None:
+        self._living |= {seat.name: seat.facts.get("process") for seat in self._needed() if seat.status == "here"}
+
+    def _raise_if_one_died(self) -> None:
+        """Raise where a process has died that this rank needs and had seen; once for each, as a new one may come."""
+        for seat in self._needed():
+            if seat.status == "gone" and self._living.get(seat.name) == seat.facts.get("process"):
+                self.forget_gone()
+                raise SessionFailed(Failure(self.seat, "PeerGone", describe(seat), peer=seat.name))
+        self._note_living()
+        if self._leader_is_gone():  # the rest of its trainer goes as well: this rank waits for another one
+            self._living = {name: process for name, process in self._living.items() if name.startswith("gen:")}
 
     def _raise_if_leader_leaves(self, was_gone: bool, head: Head | None = None) -> None:
         """Raise once the leader goes. One that was gone before may come back: a trainer that restarts."""

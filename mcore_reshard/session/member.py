@@ -269,7 +269,7 @@ class Member(ABC):
         attendance.say_ready(WAITS)
         while True:
             try:
-                head = attendance.await_head(self._options.timeout_s, "refit")
+                head = attendance.await_head(self._options.timeout_s, "refit", needs_company=True)
             except SessionError as error:
                 self._raise_if_asked_for_traces(error)
                 raise
@@ -407,6 +407,8 @@ class Member(ABC):
         self._record.failed(error)
         if isinstance(self._attendance, Leader):
             self._attendance.note_failure(cause_of(self.rank_name, error), connecting=self._connection is None)
+        elif self._attendance is not None:
+            self._attendance.forget_gone()
         self._disconnect(failed=True)
 
     def _end(self, error: BaseException) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +39,7 @@ class Answer:
     held: int | None  # the version that all bytes of an engine's rank are of; None: of no single one
     seconds: float
     replicas: tuple[int, ...] = ()  # of the report
+    attempts: int = 0  # to refit, of this rank so far
 
 
 class Remote:
@@ -134,7 +137,12 @@ def train(address: str, options: Options, case: Case, rank: int, patch: Callable
             tensors[name].copy_(tensor)
         return endpoint.refit(version, **arguments)
 
-    return endpoint, {"refit": refit}, lambda: None
+    return endpoint, {"refit": refit, "hold_interpreter": hold_interpreter}, lambda: None
+
+
+def hold_interpreter(seconds: int) -> None:
+    """Keep the interpreter's lock, as an extension does that computes without releasing it. No thread of Python runs."""
+    ctypes.PyDLL(None).sleep(seconds)
 
 
 def generate(
@@ -165,7 +173,7 @@ def generate(
             try:
                 return endpoint.refit()
             except SessionError as error:
-                if "train:0 (process" not in str(error) and "has taken its place" not in str(error):
+                if not re.search(r"train:\d+ \(process|has taken its place", str(error)):
                     raise
 
     base = weights(plan, "gen", rank, 0)
@@ -196,5 +204,6 @@ def _serve(pipe: Any, target: Callable[..., Any], *args: Any) -> None:
             seconds = time.monotonic() - start
             replicas = tuple(getattr(report, "replicas", ()))
             version = getattr(report, "version", None)
-            pipe.send(Answer(error, version, str(endpoint.state), held(), seconds, replicas))
+            attempts = endpoint.metrics()["refits"]["attempts"]
+            pipe.send(Answer(error, version, str(endpoint.state), held(), seconds, replicas, attempts))
     os._exit(0)

@@ -241,6 +241,7 @@ def test_a_restart_that_is_planned_from_traces_says_on_both_sides_to_connect_eng
     for rank in trainer:
         rank.kill()
     time.sleep(2.0)  # until all know
+    assert_told(tell(engines, "refit"), "has exited or was killed")
     for engine in engines:
         engine.tell("refit")
     with pytest.raises(SessionError, match=r"gen:0, gen:1 are connected since an earlier trainer: connect them again"):
