@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from mcore_reshard.kernels.errors import RefitError, SessionError, StoreRestarted
-from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
+from mcore_reshard.kernels.rendezvous.rendezvous import cause_of
 
 from .agreement import kv_scales_word, version_word
 from .attempts import CONNECT
@@ -24,7 +24,16 @@ from .trace_events import write_trace
 from .wait_line import WaitLine
 
 # Failures of a machine or a network, after which another try may succeed; others need somebody to mend something.
-_PASSING = {"DeadlineError", "PeerLostError", "PeerGone", "ChecksumError", "TransferError"}
+# After the loss of the store ranks may know different outcomes: each rank's caller decides.
+_PASSING = {
+    "ChecksumError",
+    "ConnectError",
+    "DeadlineError",
+    "NcclError",
+    "PeerGone",
+    "PeerLostError",
+    "TransferError",
+}
 
 
 class Endpoint(Refitter):
@@ -123,11 +132,22 @@ class Endpoint(Refitter):
                     with self._turn:
                         return self._attempt(call, start, attempts, in_background)
             except Exception as error:
-                if attempts > self._retries or not isinstance(error, RefitError) or not _may_pass(error):
+                if attempts > self._retries or not isinstance(error, RefitError) or not self._may_pass(error):
                     if self.world == "gen":
                         name_state(error, self._state, self.rank_name)
                     raise
                 attempts += 1
+
+    def _may_pass(self, error: RefitError) -> bool:
+        """Whether another attempt may succeed without anybody's help.
+
+        All members know the same cause, so all of them try again, or none. A replica that has lost a rank is no member
+        of the next attempt.
+        """
+        cause = cause_of(self.rank_name, error)
+        if cause.error == "PeerGone" and cause.peer in self._part.seats.needed_by(self.rank_name):
+            return False  # until somebody starts it again
+        return cause.error in _PASSING
 
     @property
     def state(self) -> WeightState:
@@ -149,7 +169,8 @@ class Endpoint(Refitter):
         """What this rank has done so far, as plain data; `prometheus_text` of session/metrics.py makes text of it.
 
         Counts of refits, attempts and epochs; bytes by route and transport; seconds by phase; the weights' state; the
-        status of all other ranks and the Unix time of its last change; on training rank 0 the lag of each replica.
+        status of all other ranks, the Unix time of its last change, and when the store last heard of each; on training
+        rank 0 the lag of each replica. It asks the store, and waits 0.2 s at most.
         """
         attendance = self._attendance
         return self._record.metrics(attendance.lags if isinstance(attendance, Leader) else None)
@@ -157,9 +178,3 @@ class Endpoint(Refitter):
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write this rank's last attempts, TRACED_ATTEMPTS at most, as a chrome trace. Raises OSError."""
         write_trace(path, self._record)
-
-
-def _may_pass(error: RefitError) -> bool:
-    """Whether another attempt may succeed. All ranks know the same cause, so all of them try again, or none."""
-    cause = error.failure.error if isinstance(error, SessionFailed) else type(error).__name__
-    return cause in _PASSING
