@@ -70,6 +70,8 @@ class Connection:
             self.store.unopened.pop(self, None)
             while is_open and self.session is not None:
                 header, blobs = await self._read(MAX_FRAME_BYTES)
+                if (client := self.session.clients.get(self.client)) is not None:
+                    client.heard = time.time()
                 self._answer(header, blobs)
                 await self.writer.drain()
                 await asyncio.sleep(0)  # a client that has many requests under way takes turns with the others

@@ -81,6 +81,7 @@ class Client:
     watches: bool = False
     replies: OrderedDict[int, bytes] = field(default_factory=OrderedDict)  # to requests that must not be done twice
     forgetting: asyncio.TimerHandle | None = None  # once its connection has ended
+    heard: float = field(default_factory=time.time)  # when it last sent a frame
 
 
 @dataclass
@@ -253,6 +254,16 @@ def _list(connection: Connection, session: Session, header: dict[str, Any], blob
     return {"keys": keys}, []
 
 
+def _heard(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
+    """When each seat's client last sent a frame; of one that is forgotten, when its seat last changed."""
+    clients = session.clients
+    heard = {
+        name: clients[seat.client].heard if seat.client in clients else seat.since
+        for name, seat in session.seats.items()
+    }
+    return {"heard": heard}, []
+
+
 def _sit(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
     """Take a seat, unless a live process has it; "held" where its holder's connection has just ended."""
     name, facts = str(header["seat"]), dict(header["facts"])
@@ -286,7 +297,14 @@ def _rise(connection: Connection, session: Session, header: dict[str, Any], blob
 
 Act = Callable[[Connection, Session, dict[str, Any], list[bytes]], Answer]
 
-READS: dict[str, Act] = {"get": _get, "check": _check, "list": _list, "wait": _wait, "cancel": _cancel}
+READS: dict[str, Act] = {
+    "get": _get,
+    "check": _check,
+    "list": _list,
+    "wait": _wait,
+    "cancel": _cancel,
+    "heard": _heard,
+}
 CHANGES: dict[str, Act] = {  # they must not be done twice
     "set": _set,
     "add": _add,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from .store_opening import Opening, Seat, open_session
 
 _LOG = logging.getLogger("mcore_reshard")
 AGAIN_S = 0.2  # between attempts to connect
+BEAT_S = 10.0  # without a word from the server, until a client lets it hear that its process lives
 _open_connections: WeakSet[StoreConnection] = WeakSet()
 
 
@@ -69,6 +71,7 @@ class StoreConnection:
         self._restarted = False
         self._closed = False
         self._pid = os.getpid()
+        self._last_heard: dict[str, float] = {}
         self._silences: list[tuple[float, float]] = []  # when answers came late, and after how many seconds
         self.reconnects = 0
 
@@ -107,6 +110,22 @@ class StoreConnection:
         """What an error says of a server that was slow to answer since then (time.monotonic()); "" if it was not."""
         longest_s = max((seconds for at, seconds in self._silences if at >= since), default=0.0)
         return f"; {self.described} was silent for {longest_s:.1f} s meanwhile" if longest_s else ""
+
+    def last_heard(self) -> dict[str, float]:
+        """When the server last heard a word of each seat's process, by time.time() of its host.
+
+        A process that lives sends one every BEAT_S, unless it is frozen or holds the interpreter's lock. This asks the
+        server. Where it does not answer within AGAIN_S, this is what it last said.
+        """
+        with suppress(SessionError, DistNetworkError):  # also of a store of an earlier release, which does not know
+            number = self.send({"op": "heard"})
+            try:
+                if self._await_answer(number, time.monotonic() + AGAIN_S, None):
+                    said = self._taken(number)[0]["heard"]
+                    self._last_heard = {str(name): float(at) for name, at in said.items()}
+            finally:
+                self._requests.pop(number, None)
+        return dict(self._last_heard)
 
     def start(self) -> None:
         """Make the first connection, then listen on a thread of its own."""
@@ -346,6 +365,12 @@ class StoreConnection:
         finally:
             self._sending.release()
 
+    def _beat(self) -> None:
+        """Let the server hear that this process lives, unless another thread is about to."""
+        if not self._sending.locked():
+            with suppress(SessionError, DistNetworkError):
+                self.send({"op": "check", "keys": []}, asks=False)
+
     def _await_answer(self, number: int, deadline: float, look: Callable[[], Any] | None) -> bool:
         """Whether an answer came in time."""
         looked, changes = time.monotonic(), self._changes
@@ -422,9 +447,14 @@ def _listen(store: StoreConnection) -> None:
         if connection is None:
             return
         try:
+            said = select.poll()  # not select(), which takes no descriptor above 1023
+            said.register(connection, select.POLLIN)
             while True:
-                store._hear(*receive(connection, MAX_FRAME_BYTES))
-        except (OSError, EOFError, FrameError) as error:
+                if said.poll(1000 * BEAT_S):
+                    store._hear(*receive(connection, MAX_FRAME_BYTES))
+                else:
+                    store._beat()
+        except (OSError, EOFError, ValueError) as error:  # FrameError; ValueError: of a connection that is closed
             connection.close()
             if store._closed or not store._reconnect(error):
                 return

@@ -41,6 +41,9 @@ _FAMILIES = {
     "peer_since_seconds": _Family(
         "gauge", "Unix time at which another rank got its status; from training rank 0 alone."
     ),
+    "peer_last_heard_seconds": _Family(
+        "gauge", "Unix time at which the store last heard of another rank; from training rank 0 alone."
+    ),
     "store_reconnects_total": _Family("counter", "Times that the connection to the store broke."),
 }
 
@@ -85,6 +88,8 @@ def _samples(metrics: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], 
         for status in _STATUSES:
             yield "peer_status", {"peer": peer, "status": status}, status == seat["status"]
         yield "peer_since_seconds", {"peer": peer}, seat["since"]
+        if seat["last_heard"] is not None:
+            yield "peer_last_heard_seconds", {"peer": peer}, seat["last_heard"]
     yield "store_reconnects_total", {}, metrics["store_reconnects"]
 
 

@@ -147,6 +147,7 @@ class Record:
     def metrics(self, lags: Mapping[int, int] | None = None) -> dict[str, Any]:
         """Everything that was counted, as plain data; `lags` of replicas, where the rank knows them."""
         store = self._store
+        heard = store.last_heard() if store is not None else {}
         nbytes: dict[str, dict[str, int]] = {"bulk": {}, "misc": {}}
         for (route, transport), count in self.nbytes.items():
             nbytes[route][transport] = count
@@ -163,7 +164,7 @@ class Record:
             "committed_version": self.committed_version,
             "replica_lag": dict(lags or {}),
             "peers": {
-                name: {"status": seat.status, "since": seat.since}
+                name: {"status": seat.status, "since": seat.since, "last_heard": heard.get(name)}
                 for name, seat in (store.seats if store is not None else {}).items()
                 if name != self.rank_name
             },

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed import DistError
@@ -75,11 +76,16 @@ def observe(store: SessionStore) -> dict[str, Any]:
         news, progress = _read_news(store), _read_progress(store)
     except DistError as error:
         raise SessionError(f"the session can no longer be watched: {error}") from error
-    return describe(store.session, store.seats, news, progress, time.time())
+    return describe(store.session, store.seats, news, progress, time.time(), store.last_heard())
 
 
 def describe(
-    session: str, seats: Mapping[str, Seat], news: Mapping[str, _News], progress: _Progress, now: float
+    session: str,
+    seats: Mapping[str, Seat],
+    news: Mapping[str, _News],
+    progress: _Progress,
+    now: float,
+    heard: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """One row for each rank that has come, or should have."""
     here = [name for name, seat in seats.items() if seat.status == "here"]
@@ -95,6 +101,7 @@ def describe(
                 "rank": name,
                 "status": "absent" if seat is None else seat.status,
                 "since": None if seat is None else seat.since,
+                "last_heard": heard.get(name),
                 "host": None if seat is None else seat.facts.get("host"),
                 "pid": None if seat is None else seat.facts.get("pid"),
                 "version": None if said is None else said.committed,

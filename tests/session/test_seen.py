@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.ranks import run_ranks, values
+from helpers.ranks import run_ranks, store_of, store_process, values
+from helpers.remote import hold_interpreter
 from session.test_refit_session import Trainer, seat
 
 from mcore_reshard.kernels.errors import RefitError
+from mcore_reshard.kernels.rendezvous import store_connection
 from mcore_reshard.session.attempts import World
 from mcore_reshard.session.metrics import prometheus_text
 from mcore_reshard.session.record import TRACED_ATTEMPTS, Record
@@ -98,7 +100,8 @@ def test_metrics_add_up(observed: list[dict[str, Any]]) -> None:
         assert all(0 <= each["last"] <= each["total"] for each in metrics["seconds"].values())
         assert metrics["state"]["state"] in ({"complete"} if rank > 1 else {"complete", "intact"})
         assert len(metrics["peers"]) == 3 and metrics["rank"] not in metrics["peers"]
-        assert all(abs(time.time() - peer["since"]) < 120 for peer in metrics["peers"].values())
+        assert all(peer["since"] <= peer["last_heard"] < time.time() for peer in metrics["peers"].values())
+        assert all(time.time() - peer["since"] < 120 for peer in metrics["peers"].values())
     assert [seen["metrics"]["replica_lag"] for seen in observed][1:] == [{}, {}, {}]
     assert set(observed[0]["metrics"]["replica_lag"].values()) == {0}
 
@@ -115,9 +118,10 @@ def test_prometheus_text_keeps_the_rules_of_its_format(observed: list[dict[str, 
     moved = all_metrics[3]["bytes"]["bulk"]["gloo"]
     assert of_gen_1("mcore_reshard_bytes_total", route="bulk", transport="gloo") == moved
     states = {kind: of_gen_1("mcore_reshard_state", kind=kind) for kind in ("intact", "mixed", "complete")}
-    peers = {key[1:] for key in samples if key[0] == "mcore_reshard_peer_since_seconds"}
-    assert sorted(dict(labels)["peer"] for labels in peers) == ["gen:0", "gen:1", "train:1"]
-    assert {dict(labels)["rank"] for labels in peers} == {"train:0"}
+    for name in ("mcore_reshard_peer_since_seconds", "mcore_reshard_peer_last_heard_seconds"):
+        peers = {key[1:] for key in samples if key[0] == name}
+        assert sorted(dict(labels)["peer"] for labels in peers) == ["gen:0", "gen:1", "train:1"]
+        assert {dict(labels)["rank"] for labels in peers} == {"train:0"}
     assert states == {"intact": 0, "mixed": 0, "complete": 1}
 
 
@@ -185,6 +189,43 @@ def test_a_trace_nests(observed: list[dict[str, Any]]) -> None:
     starts = [next(span["ts"] for span in events if span["name"] == "refit 2") for events in refits]
     ends = [next(span["ts"] + span["dur"] for span in events if span["name"] == "refit 2") for events in refits]
     assert max(starts) < min(ends), "the ranks' spans of one refit do not overlap"
+
+
+def idle_then_hold_interpreter(rank: int, address: str) -> list[float]:
+    """Of gen:0, which idles for two seconds, then holds the interpreter's lock: its last signs of life."""
+    store_connection.BEAT_S = 0.2
+    with store_of(address) as store:
+        store.take_seat(f"gen:{rank}", {})
+        store.add("here", 1)
+        while store.add("here", 0) < 2:
+            time.sleep(0.01)
+        if rank == 0:
+            time.sleep(2.0)
+            hold_interpreter(4)
+            return []
+        found = []
+        for _ in range(3):
+            time.sleep(1.5)
+            found.append(store.last_heard()["gen:0"])
+        return [at - found[0] for at in found[1:]] + [time.time() - found[0]]
+
+
+def test_a_rank_that_idles_gives_signs_of_life_and_one_that_holds_the_interpreter_none() -> None:
+    _, (in_idle, in_hold, now) = values(run_ranks(2, idle_then_hold_interpreter))
+    assert 0.1 < in_idle < 1.4, "it beats while it idles, and no more once it holds the lock"
+    assert in_hold == in_idle and now > 2.5
+
+
+def test_signs_of_life_are_what_was_last_known_while_the_store_is_frozen() -> None:
+    with store_process() as server, store_of(server.address) as store:
+        store.take_seat("gen:0", {})
+        known = store.last_heard()
+        server.freeze()
+        start = time.monotonic()
+        assert store.last_heard() == known
+        assert time.monotonic() - start < 2.0
+        server.thaw()
+        assert store.last_heard()["gen:0"] > known["gen:0"] and not store.needs_reopening
 
 
 def refit_in_background(rank: int, address: str, path: str) -> dict[str, Any]:
