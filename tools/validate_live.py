@@ -2,9 +2,11 @@
 
     python tools/validate_live.py --out tools/results/live-x1.json
 
-It needs vLLM (a plain `pip install vllm`), Megatron-Core and Megatron-Bridge in one environment. Of each case:
+It needs vLLM (a plain `pip install vllm`), Megatron-Core and Megatron-Bridge in one environment. Where Transformer Engine
+is there too, it holds the trainers, and some keep their weights in FP8. Of each case:
 
-1. Two random checkpoints are written, as Hugging Face has them; for an FP8 engine also as vLLM quantizes them.
+1. Two random checkpoints are written, as Hugging Face has them; for an FP8 engine also as vLLM quantizes them, or for an
+   FP8 trainer so that Transformer Engine quantizes them to the same bytes.
 2. Two engines load one each, and answer five prompts greedily.
 3. A third engine starts with random weights. A Megatron-Core trainer refits it with checkpoints 1, 2 and 1 again. Before
    each refit its weights are poisoned; after each it answers the same prompts.
@@ -25,6 +27,7 @@ import sys
 import tempfile
 from concurrent.futures import as_completed
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
     rehearsal = os.environ.get("LIVE_DEVICE") == "cpu"
     gpus = [] if rehearsal else machine.gpus()
     numbers = [arguments.gpus] if arguments.gpus else range(1, (2 if rehearsal else len(gpus)) + 1)
-    cases = [case for number in numbers for case in cases_on(number)]
+    fp8_trainers = rehearsal or find_spec("transformer_engine") is not None
+    cases = [case for number in numbers for case in cases_on(number, fp8_trainers=fp8_trainers)]
     chosen = [case for case in cases if not arguments.only or any(text in case.name for text in arguments.only)]
     if not chosen:
         print("no case fits: see tools/live/cases.py")
@@ -84,7 +88,7 @@ def about(gpus: list[tuple[str, str]]) -> dict[str, Any]:
 
 def outcome(verdict: dict[str, Any]) -> str:
     """One line of one case."""
-    name = " ".join(verdict[part] for part in ("model", "gen_dtype", "mode", "place", "transport"))
+    name = " ".join(verdict[part] for part in ("model", "train_dtype", "gen_dtype", "mode", "place", "transport"))
     if "error" in verdict:
         return f"{name}: ERROR {verdict['error']}"
     if verdict["problems"]:
@@ -93,9 +97,11 @@ def outcome(verdict: dict[str, Any]) -> str:
     logprobs = "/".join(str(row["equal_logprobs"]) for row in rows)
     milliseconds = ", ".join(f"{row['seconds'] * 1e3:.0f}" for row in rows)
     first = rows[0]
+    megabytes = f"{first['bytes'] / 1e6:.0f} MB"
     return (
         f"{name}: equal: {first['tensors']} tensors, {first['answers']} answers, log-probabilities of {logprobs};"
-        f" by {first['transport']}, {first['bytes'] / 1e6:.0f} MB in {milliseconds} ms; {verdict['whole_case_s']} s"
+        f" {verdict['transformer_engine']}, by {first['transport']}, {megabytes} in {milliseconds} ms;"
+        f" {verdict['whole_case_s']} s"
     )
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from live.cases import PLACES, cases_on
+from live.checkpoints import dequantized, rounded_to_fp8
 from live.verdict import judge
 from live.whole_model import speeds
+from pages import live
+
+from mcore_reshard.kernels.copies.cast_arithmetic import quantized
+from mcore_reshard.validation.trainer.te_standin_modules import Float8BlockwiseQTensor
 
 
 def answers(first: int, logprob: float) -> list[dict[str, Any]]:
@@ -123,3 +131,138 @@ def test_tokens_per_second_are_told_apart_by_what_overlaps_a_refit() -> None:
 def test_a_run_without_refits_gives_no_speeds() -> None:
     with pytest.raises(ValueError, match="both beside refits and without"):
         speeds([(0.0, 4), (0.01, 4)], [], batch=4)
+
+
+# --- checkpoints of FP8 trainers
+
+BLOCK = (128, 128)
+
+
+def weights() -> torch.Tensor:
+    """bfloat16 [384, 300], whose blocks differ in size, and whose last ones are cut off."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(384, 300, generator=generator) / 20
+    values[:128] *= 0.003
+    return values.to(torch.bfloat16)
+
+
+def by_transformer_engine(weight: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """As quantize_transpose_square_blockwise.cu of 2.11: the factor is 448 / amax, rounded down or not."""
+    rows, columns = weight.shape
+    data, scales = torch.empty(weight.shape), torch.empty(-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
+    for down in range(scales.shape[0]):
+        for across in range(scales.shape[1]):
+            place = (slice(down * 128, down * 128 + 128), slice(across * 128, across * 128 + 128))
+            factor = 448.0 / weight[place].abs().amax().float()
+            if power_of_two:
+                factor = (factor.view(torch.int32) & 0x7F800000).view(torch.float32)
+            data[place], scales[down, across] = weight[place].float() * factor, 1.0 / factor
+    return data.to(torch.float8_e4m3fn), scales
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        lambda weight: quantized(weight, BLOCK),
+        lambda weight: by_transformer_engine(weight, power_of_two=True),
+        lambda weight: by_transformer_engine(weight, power_of_two=False),
+    ],
+)
+def test_every_quantizer_makes_the_same_bytes_of_rounded_weights_and_others_of_the_original_ones(
+    quantizer: Any,
+) -> None:
+    data, scales = rounded_to_fp8(weights(), BLOCK)
+    rounded = dequantized(data, scales, BLOCK)
+    again, scales_again = quantizer(rounded)
+    assert same_bytes(again, data) and torch.equal(scales_again, scales)
+    original, scales_of_original = quantizer(weights())
+    assert not (same_bytes(original, data) and torch.equal(scales_of_original, scales))
+
+
+def test_rounded_weights_are_near_and_pass_through_the_stand_ins_tensor_unchanged() -> None:
+    data, scales = rounded_to_fp8(weights(), BLOCK)
+    rounded = dequantized(data, scales, BLOCK)
+    assert torch.equal(
+        rounded.float(), data.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :300]
+    )
+    error = (rounded.float() - weights().float()).norm() / weights().float().norm()
+    assert 0 < error < 0.1
+    kept = Float8BlockwiseQTensor.of(rounded, BLOCK)
+    assert same_bytes(kept._rowwise_data, data) and torch.equal(kept._rowwise_scale_inv[:, :3], scales)
+    assert torch.equal(kept.dequantize(), rounded)
+
+
+# --- pages
+
+
+def whole_file(folder: Path, in_flight: list[dict[str, Any]], hardware: str = "2 x NVIDIA H200") -> Path:
+    row = {"transport": "direct", "bytes": 10**9, "misc_bytes": 0, "wrong_parameters": 0, "prepare_s": 1.0, "first_ms": 5.0,
+           "ms": 4.0, "called_ms": 6.0}  # fmt: skip
+    report = {"model": "a-model", "date": "2026-01-02", "hardware": hardware, "versions": {"vllm": "0"}, "whole": [row],
+              "in_flight": in_flight}  # fmt: skip
+    file = folder / "live-whole-x2.json"
+    file.write_text(json.dumps(report))
+    return file
+
+
+IN_FLIGHT = [
+    {"ctas": 132, "tokens_per_s_without": 2000, "tokens_per_s_during": 500, "refit_ms": 200.4, "refits": 3},
+    {"ctas": 8, "tokens_per_s_without": 2000, "tokens_per_s_during": 1500, "refit_ms": 400.0, "refits": 2},
+]
+
+
+def test_the_page_says_what_was_not_measured_until_the_data_has_it(tmp_path: Path) -> None:
+    whole_file(tmp_path, [])
+    assert "not measured" in live.in_flight_section(tmp_path)
+    assert "figures/" not in live.in_flight_section(tmp_path)
+    assert "Not measured: the same by `nccl`." in live.whole_section(tmp_path)
+    whole_file(tmp_path, IN_FLIGHT)
+    text = live.in_flight_section(tmp_path)
+    assert "not measured" not in text and "(figures/in-flight.svg)" in text
+    assert text.splitlines()[-2:] == [
+        "| 8 | 2,000 | 1,500 | 75% | 400.0 ms | 2 |",
+        "| 132 | 2,000 | 500 | 25% | 200.4 ms | 3 |",
+    ]
+
+
+def test_the_figure_has_a_point_for_each_number_of_ctas_at_the_height_of_its_speed(tmp_path: Path) -> None:
+    drawn = live.in_flight_chart(whole_file(tmp_path, IN_FLIGHT))
+    for x, y in (("113.9", 105), ("640", 215)):  # 8 and 132 of 132 in 80..640; 1500 and 500 of 2000 from 270 up to 50
+        assert f'<circle class="blue" cx="{x}" cy="{y}"' in drawn
+    assert drawn.count('<circle class="gray"') == 3  # two points without refits, and the legend
+    assert ">8</text>" in drawn and ">132</text>" in drawn and ">400</text>" in drawn and ">2,000</text>" in drawn
+
+
+def test_the_headline_names_the_gpu_of_the_data(tmp_path: Path) -> None:
+    whole_file(tmp_path, [], "2 x NVIDIA H100 80GB HBM3")
+    assert "engine on another H100 80GB HBM3, by `direct`" in live.whole_headline(tmp_path)
+
+
+def test_the_table_of_sessions_names_the_transformer_engine_and_lists_the_cases_that_did_not_run(
+    tmp_path: Path,
+) -> None:
+    refit = {"tensors": 2, "wrong_tensors": 0, "answers": 5, "equal_tokens": 5, "equal_logprobs": 5}
+    common = {
+        "model": "qwen3",
+        "mode": "eager",
+        "place": "one GPU",
+        "transport": "direct",
+        "problems": [],
+        "refits": [refit],
+    }
+    cases = [
+        {**common, "gen_dtype": "bf16"},  # as a file has it that knew no other trainers
+        {**common, "gen_dtype": "fp8", "train_dtype": "fp8", "transformer_engine": "transformer-engine 2.11.0"},
+    ]
+    report = {"date": "2026-01-02", "hardware": "1 x A", "versions": {"vllm": "0"}, "cases": cases}
+    (tmp_path / "live-x1.json").write_text(json.dumps(report))
+    text = live.live_section(tmp_path)
+    assert "| Qwen3 | BF16 -> BF16 | one GPU | `direct` | eager | stand-in | 1 |" in text
+    assert "| Qwen3 | FP8 -> FP8 | one GPU | `direct` | eager | 2.11.0 | 1 |" in text
+    missing = text.partition("Not run:")[2]
+    assert "- Qwen3, BF16 -> BF16, one GPU, `direct`, graphs" in missing
+    assert "- Qwen3, FP8 -> FP8, one GPU, `direct`, eager" not in missing

@@ -60,10 +60,12 @@ class Case:
     place: str = "one GPU"
     transport: str = "direct"
     gen_dtype: str = "bf16"
+    train_dtype: str = "bf16"  # fp8: Transformer Engine keeps the weights of linear layers in blocks of 128 x 128
 
     @property
     def name(self) -> str:
-        words = (self.model, self.gen_dtype, self.mode, self.place, self.transport)
+        trainer = ("fp8-trainer",) if self.train_dtype == "fp8" else ()
+        words = (self.model, *trainer, self.gen_dtype, self.mode, self.place, self.transport)
         return "-".join(words).replace(" ", "_")
 
     @property
@@ -72,8 +74,13 @@ class Case:
         return f"{self.checkpoint_name}-{self.mode}-tp{PLACES[self.place].ranks}"
 
     @property
+    def weights_name(self) -> str:
+        """Cases of this name train the same weights."""
+        return f"{self.model}-rounded" if self.train_dtype == "fp8" else self.model
+
+    @property
     def checkpoint_name(self) -> str:
-        return f"{self.model}-{self.gen_dtype}"
+        return f"{self.weights_name}-{self.gen_dtype}"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -103,13 +110,15 @@ class Case:
         }  # fmt: skip
 
 
-def cases_on(gpus: int) -> list[Case]:
-    """Every case that fits this many GPUs and needs all of them."""
+def cases_on(gpus: int, *, fp8_trainers: bool = True) -> list[Case]:
+    """Every case that fits this many GPUs and needs all of them. On a GPU, FP8 trainers need the real Transformer Engine."""
     one = [Case(model, mode) for mode in MODES for model in MODELS]
     one += [
         Case("qwen3-moe", gen_dtype="fp8"),
         Case("deepseek-v3", gen_dtype="fp8"),
         Case("qwen3-moe", "graphs", gen_dtype="fp8"),
+        Case("qwen3", gen_dtype="fp8", train_dtype="fp8"),
+        Case("qwen3-moe", gen_dtype="fp8", train_dtype="fp8"),
     ]
     two = [
         Case(model, mode, "two GPUs", transport)
@@ -118,4 +127,5 @@ def cases_on(gpus: int) -> list[Case]:
     ]
     two += [Case("qwen3-moe", "eager", "two GPUs", "direct", "fp8")]
     two += [Case(model, mode, "TP2 on both") for model, mode in (("qwen3", "graphs"), ("qwen3-moe", "eager"))]
-    return [case for case in one + two if PLACES[case.place].gpus == gpus]
+    cases = [case for case in one + two if fp8_trainers or case.train_dtype != "fp8"]
+    return [case for case in cases if PLACES[case.place].gpus == gpus]

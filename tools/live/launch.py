@@ -85,10 +85,11 @@ class Launcher:
                 )
                 for checkpoint in (1, 2)
             }
-            refitted = self._session(case)
+            trained, refitted = self._session(case)
             verdict = judge(
                 case.mode, refitted, {checkpoint: future.result() for checkpoint, future in loading.items()}
             )
+            verdict["transformer_engine"] = trained["transformer_engine"]
         except CaseError as error:
             verdict = {"error": str(error)}
         return {**asdict(case), **verdict, "whole_case_s": round(time.perf_counter() - begin, 1)}
@@ -104,8 +105,8 @@ class Launcher:
         self._wait([process])
         return process.result()
 
-    def _session(self, case: Case) -> Any:
-        """The trainer's ranks and the refitted engine; what the latter found."""
+    def _session(self, case: Case) -> tuple[Any, Any]:
+        """The trainer's ranks and the refitted engine: what rank 0 and the engine found."""
         place = PLACES[case.place]
         (self.root / f"{case.name}-world").unlink(missing_ok=True)
         with serve_store() as store:
@@ -115,7 +116,8 @@ class Launcher:
             ]
             processes.append(self._process("refit", case, place.engine_gpus, store=store.address))
             self._wait(processes)
-        return [process.result() for process in processes][-1]
+        results = [process.result() for process in processes]
+        return results[0], results[-1]
 
     def _process(self, kind: str, case: Case, gpus: str, **more: Any) -> Process:
         suffix = "".join(f"-{more[name]}" for name in ("checkpoint", "rank") if name in more)

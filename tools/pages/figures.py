@@ -1,6 +1,6 @@
 """The figures of README.md and docs/, each drawn from data: where the rows of fused QKV go, and what was measured.
 
-`FIGURES` has a function for every file under docs/figures.
+`FIGURES` has a function for every file under docs/figures whose data is there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcore_reshard.planner.model.configs import load_config
 from mcore_reshard.planner.model.families import parameters_from_config
 from mcore_reshard.planner.plan.make_plan import make_plan
 
-from .live import grpo_chart
+from .live import grpo_chart, in_flight_chart, in_flight_rows
 from .svg import Drawing
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -199,3 +199,5 @@ FIGURES: dict[str, Callable[[], str]] = {
     "planning.svg": planning_chart,
     "grpo.svg": grpo_chart,
 }
+if in_flight_rows(RESULTS / "live-whole-x2.json"):
+    FIGURES["in-flight.svg"] = in_flight_chart

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import statistics
 import textwrap
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+
+from live.cases import Case, cases_on
 
 from .svg import Drawing
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 LINKS = "../tools/results"
+IN_FLIGHT = "figures/in-flight.svg"
+STAND_IN = "stand-in"
 MODEL_NAMES = {"qwen3": "Qwen3", "qwen3-moe": "Qwen3-MoE", "deepseek-v3": "DeepSeek-V3 (MLA)", "gpt-oss": "gpt-oss"}
 ARMS = {
     "on": ("a refit after each step", "blue"),
@@ -21,8 +26,25 @@ ARMS = {
 
 
 def live_section(folder: Path = RESULTS) -> str:
-    """A table of the verdicts of every machine."""
-    return "\n\n".join(_live_table(file) for file in sorted(folder.glob("live-x[0-9]*.json")))
+    """A table of the verdicts of every machine, and which cases were never judged."""
+    files = sorted(folder.glob("live-x[0-9]*.json"))
+    cases = [case for file in files for case in json.loads(file.read_text())["cases"]]
+    return "\n\n".join([*(_live_table(file) for file in files), *_not_run(cases)])
+
+
+def _not_run(cases: list[dict[str, Any]]) -> list[str]:
+    """The cases of tools/live/cases.py that have no verdict among `cases`."""
+    names = {field.name for field in fields(Case)}
+    judged = {Case(**{name: case[name] for name in names & case.keys()}) for case in cases if "error" not in case}
+    missing = [case for gpus in (1, 2) for case in cases_on(gpus) if case not in judged]
+    lines = [f"- {', '.join(_cells(asdict(case)))}" for case in sorted(missing, key=lambda case: _order(asdict(case)))]
+    return ["\n".join(["Not run:", "", *lines])] if missing else []
+
+
+def _cells(case: dict[str, Any]) -> list[str]:
+    """How a table names a case. Sessions before 2026-11-24 had BF16 trainers alone."""
+    trainer, engine = case.get("train_dtype", "bf16").upper(), case["gen_dtype"].upper()
+    return [MODEL_NAMES[case["model"]], f"{trainer} -> {engine}", case["place"], f"`{case['transport']}`", case["mode"]]
 
 
 def _live_table(file: Path) -> str:
@@ -38,20 +60,15 @@ def _live_table(file: Path) -> str:
             f" {tensors:,} tensors compared, {wrong} with a wrong byte."
         ),
         "",
-        "| model | engine | place | transport | mode | refits | tokens | log-probabilities | |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | trainer -> engine | place | transport | mode | Transformer Engine | refits | tokens | log-probabilities | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in sorted(data["cases"], key=_order):
-        cells = [
-            MODEL_NAMES[case["model"]],
-            case["gen_dtype"].upper(),
-            case["place"],
-            f"`{case['transport']}`",
-            case["mode"],
-        ]
+        cells = _cells(case)
         if "error" in case:
-            lines.append(f"| {' | '.join(cells)} | | | | failed: {case['error'][:80]} |")
+            lines.append(f"| {' | '.join(cells)} | | | | | failed: {case['error'][:80]} |")
             continue
+        cells.append(case.get("transformer_engine", STAND_IN).removeprefix("transformer-engine "))
         rows = case["refits"]
         asked = sum(row["answers"] for row in rows)
         cells += [str(len(rows))]
@@ -66,8 +83,10 @@ def _order(case: dict[str, Any]) -> tuple[Any, ...]:
         case["place"] != "one GPU",
         case["place"],
         case["gen_dtype"] != "bf16",
+        case.get("train_dtype", "bf16") != "bf16",
         models.index(case["model"]),
         case["mode"],
+        case["transport"],
     )
 
 
@@ -89,7 +108,71 @@ def whole_section(folder: Path = RESULTS) -> str:
                 f" {gigabytes / row['ms'] * 1e3:.0f} | {row['called_ms']:.1f} ms | {row['first_ms']:.0f} ms |"
                 f" {row['prepare_s']:.1f} s |"
             )
+        measured = {row["transport"] for row in data["whole"]}
+        if missing := [f"`{transport}`" for transport in ("direct", "nccl") if transport not in measured]:
+            parts += ["", f"Not measured: the same by {' and '.join(missing)}. The tool does it."]
     return "\n".join(parts)
+
+
+def in_flight_section(folder: Path = RESULTS) -> str:
+    """What an engine's answers feel of refits, by the number of CTAs: a figure and a table."""
+    files = [file for file in sorted(folder.glob("live-whole-x*.json")) if in_flight_rows(file)]
+    if not files:
+        return "Tokens per second while an engine is refitted: not measured. The tool does it."
+    parts = [f"![Tokens per second of an engine during refits and without]({IN_FLIGHT})"]
+    for file in files:
+        data = json.loads(file.read_text())
+        parts += [
+            "",
+            _wrapped(f"{data['model']}, {_about(data, file)}:"),
+            "",
+            "| CTAs | tokens/s without a refit | during one | share | a refit | refits |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in in_flight_rows(file):
+            without, during = row["tokens_per_s_without"], row["tokens_per_s_during"]
+            parts.append(
+                f"| {row['ctas']} | {without:,} | {during:,} | {during / without:.0%} | {row['refit_ms']:.1f} ms |"
+                f" {row['refits']} |"
+            )
+    return "\n".join(parts)
+
+
+def in_flight_rows(file: Path) -> list[dict[str, Any]]:
+    """Rows of a file of tools/bench_live.py, by the number of CTAs."""
+    return sorted(json.loads(file.read_text())["in_flight"], key=lambda row: row["ctas"])
+
+
+def in_flight_chart(file: Path = RESULTS / "live-whole-x2.json") -> str:
+    """Tokens per second against CTAs, during refits and without, with the time of a refit below each."""
+    data, rows = json.loads(file.read_text()), in_flight_rows(file)
+    drawing = Drawing(880, 340, "Tokens per second of a vLLM engine during refits and without, by the number of CTAs")
+    drawing.text(16, 24, f"Tokens per second of {data['model']} while weights arrive, {data['hardware']}", size=15)
+    left, right, top, bottom = 80, 640, 50, 270
+    largest = max(max(row["tokens_per_s_without"], row["tokens_per_s_during"]) for row in rows)
+    most = rows[-1]["ctas"]
+    for quarter in range(5):
+        y = bottom - (bottom - top) * quarter / 4
+        drawing.line([(left, y), (right, y)], "grid")
+        drawing.text(left - 8, y + 4, f"{largest * quarter / 4:,.0f}", "faint", "end", 12)
+    for row in rows:
+        x = left + (right - left) * row["ctas"] / most
+        drawing.text(x, bottom + 18, str(row["ctas"]), "faint", "middle", 12)
+        drawing.text(x, bottom + 36, f"{row['refit_ms']:.0f}", "faint", "middle", 12)
+    drawing.text(right + 30, bottom + 18, "CTAs of a refit", "faint", size=12)
+    drawing.text(right + 30, bottom + 36, "ms of a refit", "faint", size=12)
+    for number, (part, label, color) in enumerate(
+        (("tokens_per_s_without", "without a refit", "gray"), ("tokens_per_s_during", "during one", "blue"))
+    ):
+        points = [
+            (left + (right - left) * row["ctas"] / most, bottom - (bottom - top) * row[part] / largest) for row in rows
+        ]
+        drawing.line(points, "limit" if color == "gray" else f"{color}-line", 2)
+        for point in points:
+            drawing.dot(*point, color)
+        drawing.dot(right + 36, 64 + 22 * number, color)
+        drawing.text(right + 46, 68 + 22 * number, label, size=12)
+    return drawing.render()
 
 
 def whole_headline(folder: Path = RESULTS) -> str:
@@ -99,7 +182,7 @@ def whole_headline(folder: Path = RESULTS) -> str:
     row = min((row for row in data["whole"] if not row["wrong_parameters"]), key=lambda row: row["ms"])
     return (
         f"| **{row['ms'] / 1e3:.2f} s** | to refit the whole of Qwen3-30B-A3B, {row['bytes'] / 1e9:.0f} GB, into a live vLLM"
-        f" engine on another H200, by `{row['transport']}`; every element was right ([data](tools/results/{file.name})) |"
+        f" engine on another {_gpu(data)}, by `{row['transport']}`; every element was right ([data](tools/results/{file.name})) |"
     )
 
 
@@ -174,6 +257,11 @@ def grpo_chart() -> str:
     drawing.line([(right + 18, 130), (right + 34, 130)], "blue-line", 2, "5 3")
     drawing.text(right + 40, 134, "the engine killed half-way", size=12)
     return drawing.render()
+
+
+def _gpu(data: dict[str, Any]) -> str:
+    """ "2 x NVIDIA H200" -> "H200"."""
+    return str(data["hardware"]).rpartition(" x ")[2].removeprefix("NVIDIA ")
 
 
 def _about(data: dict[str, Any], file: Path) -> str:

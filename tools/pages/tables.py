@@ -578,6 +578,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "soak": reliability.soak_section,
     "live": live.live_section,
     "whole": live.whole_section,
+    "in-flight": live.in_flight_section,
     "grpo": live.grpo_section,
     "shaped": simulated.shaped_section,
     "host-bounds": simulated.host_bounds_section,
