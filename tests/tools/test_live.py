@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from live.cases import PLACES, cases_on
-from live.checkpoints import dequantized, rounded_to_fp8
+from live.cases import PLACES, Case, cases_on
+from live.checkpoints import dequantized, engine_folder, rounded_to_fp8, trainer_folder, write_checkpoints
 from live.verdict import judge
 from live.whole_model import speeds
 from pages import live
+from safetensors.torch import load_file, save_file
 
 from mcore_reshard.kernels.copies.cast_arithmetic import quantized
+from mcore_reshard.planning import read_request
+from mcore_reshard.trainers.quantized_export import pairs_by_name
+from mcore_reshard.validation.processes import run_processes
+from mcore_reshard.validation.trainer.build import prepare
 from mcore_reshard.validation.trainer.te_standin_modules import Float8BlockwiseQTensor
 
 
@@ -194,6 +199,49 @@ def test_rounded_weights_are_near_and_pass_through_the_stand_ins_tensor_unchange
     kept = Float8BlockwiseQTensor.of(rounded, BLOCK)
     assert same_bytes(kept._rowwise_data, data) and torch.equal(kept._rowwise_scale_inv[:, :3], scales)
     assert torch.equal(kept.dequantize(), rounded)
+
+
+def wrong_names(rank: int, case: Case, root: Path) -> list[str]:
+    """What a real Megatron model of the case holds otherwise than the folder that an engine loads."""
+    import torch.distributed as dist
+
+    from mcore_reshard.validation.precision import side_precisions
+    from mcore_reshard.validation.trainer.build import build_trainer
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(root / "world")), rank=rank, world_size=1)
+    request = read_request(case.config, case.train, case.gen, train_dtype=case.train_dtype, gen_dtype=case.gen_dtype)
+    model = build_trainer(
+        trainer_folder(root, case, 1),
+        case.train,
+        fp8_block=side_precisions(request).trainer_block,
+        pairs=pairs_by_name(request.plan()),
+    )
+    exported, loaded = dict(model.export()), load_file(engine_folder(root, case, 1) / "model.safetensors")
+    wrong = {
+        name for name in exported.keys() & loaded.keys() if not torch.equal(*map(bits, (exported[name], loaded[name])))
+    }
+    return sorted(wrong | exported.keys() ^ loaded.keys())
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.long
+def test_a_real_trainer_in_fp8_holds_the_bytes_that_its_engine_loads(tmp_path: Path) -> None:
+    pytest.importorskip("megatron", reason="needs the megatron extra")
+    case = Case("qwen3", gen_dtype="fp8", train_dtype="fp8")
+    write_checkpoints(tmp_path, case, torch.device("cpu"))
+    prepare()
+    (wrong,) = run_processes(1, wrong_names, (case, tmp_path), timeout_s=120.0)
+    assert wrong == []
+    file = engine_folder(tmp_path, case, 1) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.weight_scale_inv"][0, 0] *= 2
+    save_file(tensors, file)
+    (tmp_path / "world").unlink()
+    (wrong,) = run_processes(1, wrong_names, (case, tmp_path), timeout_s=120.0)
+    assert wrong == ["model.layers.0.mlp.down_proj.weight_scale_inv"]
 
 
 # --- pages
