@@ -9,7 +9,9 @@ is there too, it holds the trainers, and some keep their weights in FP8. Of each
    FP8 trainer so that Transformer Engine quantizes them to the same bytes.
 2. Two engines load one each, and answer five prompts greedily.
 3. A third engine starts with random weights. A Megatron-Core trainer refits it with checkpoints 1, 2 and 1 again. Before
-   each refit its weights are poisoned; after each it answers the same prompts.
+   each refit its weights are poisoned; after each it answers the same prompts. The engine's side of a refit is called through
+   RefitWorker or vLLM's own weight transfer. Some cases let the engine sleep (level 2) before the last refit, or keep a
+   prefix cache that is reset after each.
 
 After every refit the CRC-32 of every tensor of every worker and all tokens must equal those of the engine that loaded the
 checkpoint, and in eager mode every log-probability too, bit for bit. Answers after refit 3 must be those after refit 1.
@@ -26,6 +28,7 @@ import os
 import sys
 import tempfile
 from concurrent.futures import as_completed
+from dataclasses import fields
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +37,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from bench import machine  # noqa: E402
-from live.cases import cases_on  # noqa: E402
+from live.cases import Case, cases_on  # noqa: E402
 from live.launch import Launcher  # noqa: E402
 
 PACKAGES = ("vllm", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "nccl4py", "triton")
@@ -88,7 +91,7 @@ def about(gpus: list[tuple[str, str]]) -> dict[str, Any]:
 
 def outcome(verdict: dict[str, Any]) -> str:
     """One line of one case."""
-    name = " ".join(verdict[part] for part in ("model", "train_dtype", "gen_dtype", "mode", "place", "transport"))
+    name = Case(**{field.name: verdict[field.name] for field in fields(Case)}).name
     if "error" in verdict:
         return f"{name}: ERROR {verdict['error']}"
     if verdict["problems"]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from live.cases import PLACES, Case, cases_on
+from live.cases import PLACES, REFIT_WORKER, WEIGHT_TRANSFER, Case, cases_on
 from live.checkpoints import dequantized, engine_folder, rounded_to_fp8, trainer_folder, write_checkpoints
+from live.launch import write_entry_point
 from live.verdict import judge
 from live.whole_model import speeds
 from pages import live
 from safetensors.torch import load_file, save_file
 
+from mcore_reshard.integrations.vllm_plugin import BACKEND, register
 from mcore_reshard.kernels.copies.cast_arithmetic import quantized
 from mcore_reshard.planning import read_request
 from mcore_reshard.trainers.quantized_export import pairs_by_name
@@ -25,7 +28,7 @@ from mcore_reshard.validation.trainer.te_standin_modules import Float8BlockwiseQ
 
 
 def answers(first: int, logprob: float) -> list[dict[str, Any]]:
-    return [{"tokens": [first, 7], "logprobs": [logprob, -0.5]}]
+    return [{"tokens": [first, 7], "logprobs": [logprob, -0.5], "cached_tokens": 0}]
 
 
 def engines() -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
@@ -88,6 +91,16 @@ def random_weights_that_answer_alike(refitted: dict[str, Any], loaded: dict[int,
     refitted["before"] = loaded[2]["answers"]
 
 
+def stale_cache(refitted: dict[str, Any], loaded: dict[int, Any]) -> None:
+    refitted["refits"][1]["from_cache"] = copy.deepcopy(refitted["refits"][1]["answers"])
+    refitted["refits"][1]["answers"][0]["cached_tokens"] = 32
+    refitted["refits"][1]["from_cache"][0]["cached_tokens"] = 32
+
+
+def unused_cache(refitted: dict[str, Any], loaded: dict[int, Any]) -> None:
+    refitted["refits"][2]["from_cache"] = refitted["refits"][2]["answers"]
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
@@ -99,6 +112,8 @@ def random_weights_that_answer_alike(refitted: dict[str, Any], loaded: dict[int,
         (answers_do_not_come_back, "the answers after the last refit are not those after the first"),
         (equal_checkpoints, "the checkpoints give the same answers"),
         (unsteady_engine, "the engine that loaded checkpoint 1 answers differently the second time"),
+        (stale_cache, "refit 2: 32 tokens of its prompts came from the cache of before"),
+        (unused_cache, "refit 3: the prefix cache was not used"),
         (random_weights_that_answer_alike, "random weights answer as checkpoint 2 does"),
     ],
 )
@@ -116,10 +131,25 @@ def test_engines_that_compile_may_differ_in_logprobs_but_not_in_what_comes_back(
     assert verdict["refits"][0]["largest_difference"] == pytest.approx(1e-7)
 
 
+def test_a_prefix_cache_that_was_reset_and_is_used_again_has_no_problems() -> None:
+    refitted, loaded = engines()
+    for after in refitted["refits"]:
+        after["from_cache"] = [{**answer, "cached_tokens": 32} for answer in after["answers"]]
+    assert judge("eager", refitted, loaded)["problems"] == []
+
+
 def test_every_case_has_a_name_of_its_own() -> None:
     cases = cases_on(1) + cases_on(2)
     assert len({case.name for case in cases}) == len(cases)
     assert {PLACES[case.place].gpus for case in cases} == {1, 2}
+    assert {case.door for case in cases} == {REFIT_WORKER, WEIGHT_TRANSFER}
+    assert "fp8" not in {case.train_dtype for case in cases_on(1, fp8_trainers=False)}
+
+
+def test_a_checkout_that_is_not_installed_shows_vllm_its_plug_in(tmp_path: Path) -> None:
+    write_entry_point(tmp_path)
+    (found,) = (found for found in distributions(path=[str(tmp_path)]))
+    assert {point.name: point.load() for point in found.entry_points} == {BACKEND: register}
 
 
 def test_tokens_per_second_are_told_apart_by_what_overlaps_a_refit() -> None:
@@ -309,8 +339,9 @@ def test_the_table_of_sessions_names_the_transformer_engine_and_lists_the_cases_
     report = {"date": "2026-01-02", "hardware": "1 x A", "versions": {"vllm": "0"}, "cases": cases}
     (tmp_path / "live-x1.json").write_text(json.dumps(report))
     text = live.live_section(tmp_path)
-    assert "| Qwen3 | BF16 -> BF16 | one GPU | `direct` | eager | stand-in | 1 |" in text
-    assert "| Qwen3 | FP8 -> FP8 | one GPU | `direct` | eager | 2.11.0 | 1 |" in text
+    assert "| Qwen3 | BF16 -> BF16 | one GPU | `direct` | eager | RefitWorker | stand-in | 1 |" in text
+    assert "| Qwen3 | FP8 -> FP8 | one GPU | `direct` | eager | RefitWorker | 2.11.0 | 1 |" in text
     missing = text.partition("Not run:")[2]
-    assert "- Qwen3, BF16 -> BF16, one GPU, `direct`, graphs" in missing
-    assert "- Qwen3, FP8 -> FP8, one GPU, `direct`, eager" not in missing
+    assert "- Qwen3, BF16 -> BF16, one GPU, `direct`, graphs, RefitWorker" in missing
+    assert "- Qwen3, FP8 -> FP8, one GPU, `direct`, eager, RefitWorker" not in missing
+    assert "- Qwen3, BF16 -> BF16, one GPU, `direct`, eager, weight transfer, sleep" in missing

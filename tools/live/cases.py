@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_reshard.integrations.vllm_plugin import BACKEND
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh
 from mcore_reshard.planner.model.configs import load_config
 
@@ -49,6 +50,8 @@ PLACES = {
     "two GPUs": Place("0,1", "1,0"),
     "TP2 on both": Place("0,1", "0,1", 2),
 }
+REFIT_WORKER, WEIGHT_TRANSFER = "RefitWorker", "weight transfer"  # by collective_rpc, or vLLM's own calls
+SLEEP, PREFIX_CACHE = "sleep", "prefix cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +64,15 @@ class Case:
     transport: str = "direct"
     gen_dtype: str = "bf16"
     train_dtype: str = "bf16"  # fp8: Transformer Engine keeps the weights of linear layers in blocks of 128 x 128
+    door: str = REFIT_WORKER
+    feature: str = ""  # SLEEP: of level 2, before the last refit. PREFIX_CACHE: reset after each refit
 
     @property
     def name(self) -> str:
-        trainer = ("fp8-trainer",) if self.train_dtype == "fp8" else ()
-        words = (self.model, *trainer, self.gen_dtype, self.mode, self.place, self.transport)
-        return "-".join(words).replace(" ", "_")
+        trainer = "fp8-trainer" if self.train_dtype == "fp8" else ""
+        door = self.door if self.door != REFIT_WORKER else ""
+        words = (self.model, trainer, self.gen_dtype, self.mode, self.place, self.transport, door, self.feature)
+        return "-".join(filter(None, words)).replace(" ", "_")
 
     @property
     def engine_name(self) -> str:
@@ -109,6 +115,15 @@ class Case:
             **(FP8_BACKENDS if self.gen_dtype == "fp8" else {}),
         }  # fmt: skip
 
+    @property
+    def refitted_options(self) -> dict[str, Any]:
+        """What the refitted engine is given besides, or otherwise."""
+        return {
+            **({"weight_transfer_config": {"backend": BACKEND}} if self.door == WEIGHT_TRANSFER else {}),
+            **({"enable_sleep_mode": True} if self.feature == SLEEP else {}),
+            **({"enable_prefix_caching": True} if self.feature == PREFIX_CACHE else {}),
+        }
+
 
 def cases_on(gpus: int, *, fp8_trainers: bool = True) -> list[Case]:
     """Every case that fits this many GPUs and needs all of them. On a GPU, FP8 trainers need the real Transformer Engine."""
@@ -116,16 +131,24 @@ def cases_on(gpus: int, *, fp8_trainers: bool = True) -> list[Case]:
     one += [
         Case("qwen3-moe", gen_dtype="fp8"),
         Case("deepseek-v3", gen_dtype="fp8"),
-        Case("qwen3-moe", "graphs", gen_dtype="fp8"),
+        *(Case(model, "graphs", gen_dtype="fp8") for model in ("qwen3-moe", "deepseek-v3")),
         Case("qwen3", gen_dtype="fp8", train_dtype="fp8"),
         Case("qwen3-moe", gen_dtype="fp8", train_dtype="fp8"),
+        Case("qwen3", door=WEIGHT_TRANSFER),
+        Case("qwen3-moe", "graphs", door=WEIGHT_TRANSFER),
+        Case("qwen3", door=WEIGHT_TRANSFER, feature=SLEEP),
+        Case("qwen3", door=WEIGHT_TRANSFER, feature=PREFIX_CACHE),
     ]
     two = [
         Case(model, mode, "two GPUs", transport)
         for model, mode in (("qwen3", "eager"), ("qwen3-moe", "graphs"), ("deepseek-v3", "eager"), ("gpt-oss", "eager"))
         for transport in ("direct", "nccl")
     ]
-    two += [Case("qwen3-moe", "eager", "two GPUs", "direct", "fp8")]
-    two += [Case(model, mode, "TP2 on both") for model, mode in (("qwen3", "graphs"), ("qwen3-moe", "eager"))]
+    two += [Case("qwen3-moe", "eager", "two GPUs", transport, "fp8") for transport in ("direct", "nccl")]
+    two += [
+        Case(model, mode, "TP2 on both")
+        for model, mode in (("qwen3", "graphs"), ("qwen3-moe", "eager"), ("deepseek-v3", "eager"), ("gpt-oss", "eager"))
+    ]
+    two += [Case("qwen3", "graphs", "TP2 on both", door=WEIGHT_TRANSFER)]
     cases = [case for case in one + two if fp8_trainers or case.train_dtype != "fp8"]
     return [case for case in cases if PLACES[case.place].gpus == gpus]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .cases import VOCABULARY, Case
+from .cases import PREFIX_CACHE, REFIT_WORKER, SLEEP, VOCABULARY, WEIGHT_TRANSFER, Case
 from .checkpoints import VERSIONS, engine_folder
 from .trainer import CONNECT_S, TIMEOUT_S
 
@@ -24,18 +24,43 @@ def load(case: Case, checkpoint: int, root: Path) -> dict[str, Any]:
 
 def refit(case: Case, root: Path, store: str) -> dict[str, Any]:
     """What an engine holds and answers after each refit. Its weights are poisoned before each."""
-    llm = _start(case, engine_folder(root, case, 1), load_format="dummy")
+    llm = _start(case, engine_folder(root, case, 1), load_format="dummy", **case.refitted_options)
     before, refits = _answers(llm), []
-    options = {"transport": "gloo" if _on_cpu() else case.transport, "timeout_s": TIMEOUT_S}
-    llm.collective_rpc("connect_refit", kwargs={"store": store, "connect_timeout_s": CONNECT_S, **options})
+    _connect(llm, case, store)
     for version in range(1, len(VERSIONS) + 1):
+        if case.feature == SLEEP and version == len(VERSIONS):
+            llm.sleep(level=2)
+            llm.wake_up()
         llm.collective_rpc("live_poison")
-        reports = llm.collective_rpc("refit", args=(version,))
-        told = {name: reports[0][name] for name in ("transport", "nbytes", "misc_bytes", "seconds")}
+        report = _refit(llm, case, version)
+        told = {name: report[name] for name in ("transport", "nbytes", "misc_bytes", "seconds")}
+        if case.feature == PREFIX_CACHE and not llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache")
         refits.append({"sums": _sums(llm), "answers": _answers(llm), **told})
+        if case.feature == PREFIX_CACHE:
+            refits[-1]["from_cache"] = _answers(llm)
     kernels = llm.collective_rpc("live_kernels")[0]
-    llm.collective_rpc("close_refit")
+    llm.collective_rpc("live_close")
     return {"kernels": kernels, "before": before, "refits": refits}
+
+
+def _connect(llm: Any, case: Case, store: str) -> None:
+    options = {"transport": "gloo" if _on_cpu() else case.transport, "timeout_s": TIMEOUT_S}
+    info = {"store": store, "connect_timeout_s": CONNECT_S}
+    if case.door == WEIGHT_TRANSFER:
+        llm.init_weight_transfer_engine({"init_info": {**info, "options": options}})
+    else:
+        llm.collective_rpc("connect_refit", kwargs={**info, **options})
+
+
+def _refit(llm: Any, case: Case, version: int) -> dict[str, Any]:
+    """The report of the first worker."""
+    if case.door == REFIT_WORKER:
+        return dict(llm.collective_rpc("refit", args=(version,))[0])
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"version": version}})
+    llm.finish_weight_update()
+    return dict(llm.collective_rpc("live_report")[0])
 
 
 def _start(case: Case, folder: Path, **more: Any) -> Any:
@@ -43,7 +68,7 @@ def _start(case: Case, folder: Path, **more: Any) -> Any:
 
     begin = time.perf_counter()
     if _on_cpu():  # vLLM's CPU kernels are not built: eager, with a fixed cache, it starts without a forward
-        more |= {"worker_cls": "kernel_free_worker.CPUWorker", "enforce_eager": True}
+        more |= {"worker_cls": "kernel_free_worker.CPUWorker", "enforce_eager": True, "enable_sleep_mode": False}
     llm = LLM(model=str(folder), worker_extension_cls="live.worker.LiveWorker", **{**case.engine_options, **more})
     print(f"up in {time.perf_counter() - begin:.0f} s", flush=True)
     return llm
@@ -67,7 +92,8 @@ def _answers(llm: Any) -> Answers:
         (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
         tokens = [int(token) for token in answer.outputs[0].token_ids]
         chosen = zip(tokens, answer.outputs[0].logprobs, strict=True)
-        answers.append({"tokens": tokens, "logprobs": [float(step[token].logprob) for token, step in chosen]})
+        logprobs = [float(step[token].logprob) for token, step in chosen]
+        answers.append({"tokens": tokens, "logprobs": logprobs, "cached_tokens": answer.num_cached_tokens or 0})
     return answers
 
 

@@ -12,10 +12,12 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from mcore_reshard.integrations.vllm_plugin import BACKEND, register
 from mcore_reshard.session.store_server import serve_store
 
 from .cases import PLACES, Case
@@ -64,6 +66,8 @@ class Launcher:
 
     def __post_init__(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
+        if not any(point.name == BACKEND for point in entry_points(group="vllm.general_plugins")):
+            write_entry_point(self.root / "site")
         self._cases = ThreadPoolExecutor(self.jobs)
         self._others = ThreadPoolExecutor(4 * self.jobs)
 
@@ -124,11 +128,12 @@ class Launcher:
         job = self.root / f"{kind}-{case.name}{suffix}.json"
         job.with_suffix(".result.json").unlink(missing_ok=True)
         job.write_text(json.dumps({"case": asdict(case), "root": str(self.root), **more}))
+        paths = [str(TOOLS), str(TOOLS.parent), str(self.root / "site"), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": gpus,
             "VLLM_CACHE_ROOT": str(self.root / "cache" / job.stem),
-            "PYTHONPATH": os.pathsep.join([str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
         }
         with job.with_suffix(".log").open("wb") as log:
@@ -151,6 +156,14 @@ class Launcher:
         bad = [process for process in processes if process.running.returncode != 0]
         if bad:  # who failed by itself first; those that were ended for it say less
             min(bad, key=lambda process: process.running.returncode < 0).result()
+
+
+def write_entry_point(site: Path) -> None:
+    """Make vLLM's processes find the plug-in of a checkout that is not installed; `site` is for their PYTHONPATH."""
+    folder = site / "mcore_reshard_of_a_checkout-0.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mcore-reshard-of-a-checkout\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{BACKEND} = {register.__module__}:register\n")
 
 
 def _errors_in(log: str) -> str:

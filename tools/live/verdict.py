@@ -36,6 +36,10 @@ def judge(mode: str, refitted: dict[str, Any], loaded: Loaded) -> dict[str, Any]
             problems.append(f"refit {version}: {asked - tokens} of {asked} answers have other tokens")
         if mode == "eager" and logprobs < asked:
             problems.append(f"refit {version}: {asked - logprobs} of {asked} answers have other log-probabilities")
+        if after.get("from_cache"):
+            problems += [
+                f"refit {version}: {problem}" for problem in _cache_problems(after["answers"], after["from_cache"])
+            ]
         rows.append(
             {
                 "checkpoint": checkpoint, "tensors": len(expected["sums"]), "wrong_tensors": len(wrong), "answers": asked,
@@ -49,6 +53,13 @@ def judge(mode: str, refitted: dict[str, Any], loaded: Loaded) -> dict[str, Any]
     if first["answers"] != last["answers"]:
         problems.append("the answers after the last refit are not those after the first, though the weights are")
     return {"kernels": refitted["kernels"], "refits": rows, "problems": problems}
+
+
+def _cache_problems(answers: list[dict[str, Any]], again: list[dict[str, Any]]) -> list[str]:
+    """Of an engine whose prefix cache was reset after a refit, and that answered twice then."""
+    first, second = (sum(answer["cached_tokens"] for answer in asked) for asked in (answers, again))
+    stale = [f"{first} tokens of its prompts came from the cache of before"] if first else []
+    return stale if second else [*stale, "the prefix cache was not used: its reset shows nothing"]
 
 
 def _tokens(answers: list[dict[str, Any]]) -> list[list[int]]:

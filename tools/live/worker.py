@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ _DERIVED = ("W_UV", "W_UK_T", "sinks")  # what attention derives from weights af
 class LiveWorker(RefitWorker):
     """`LLM(..., worker_extension_cls="live.worker.LiveWorker")`; vLLM calls the methods on every worker."""
 
-    model_runner: Any  # this and the others belong to the worker
+    weight_transfer_engine: Any
+    model_runner: Any  # these and the others belong to the worker
     device: torch.device
     get_model: Callable[[], torch.nn.Module]
 
@@ -54,6 +56,16 @@ class LiveWorker(RefitWorker):
         """Fill all that a refit writes with NaN: what the next one leaves out shows in its sum."""
         for tensor in local_tensors(self.get_model()).values():
             tensor.view(-1).view(torch.uint8).fill_(0xFF)
+
+    def live_report(self) -> dict[str, Any]:
+        """The report of the last refit by weight transfer."""
+        return asdict(self.weight_transfer_engine.last_report)
+
+    def live_close(self) -> None:
+        """Leave the session, by whichever door this worker came."""
+        if (engine := getattr(self, "weight_transfer_engine", None)) is not None:
+            engine.shutdown()
+        self.close_refit()
 
     def live_memory_bytes(self) -> int:
         """The most that torch has allocated on this worker's GPU."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from live.cases import Case, cases_on
+from live.cases import REFIT_WORKER, Case, cases_on
 
 from .svg import Drawing
 
@@ -44,7 +44,9 @@ def _not_run(cases: list[dict[str, Any]]) -> list[str]:
 def _cells(case: dict[str, Any]) -> list[str]:
     """How a table names a case. Sessions before 2026-11-24 had BF16 trainers alone."""
     trainer, engine = case.get("train_dtype", "bf16").upper(), case["gen_dtype"].upper()
-    return [MODEL_NAMES[case["model"]], f"{trainer} -> {engine}", case["place"], f"`{case['transport']}`", case["mode"]]
+    door = ", ".join(filter(None, (case.get("door", REFIT_WORKER), case.get("feature", ""))))
+    model, transport = MODEL_NAMES[case["model"]], f"`{case['transport']}`"
+    return [model, f"{trainer} -> {engine}", case["place"], transport, case["mode"], door]
 
 
 def _live_table(file: Path) -> str:
@@ -60,8 +62,9 @@ def _live_table(file: Path) -> str:
             f" {tensors:,} tensors compared, {wrong} with a wrong byte."
         ),
         "",
-        "| model | trainer -> engine | place | transport | mode | Transformer Engine | refits | tokens | log-probabilities | |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | trainer -> engine | place | transport | mode | door | Transformer Engine | refits | tokens"
+        " | log-probabilities | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in sorted(data["cases"], key=_order):
         cells = _cells(case)
@@ -87,6 +90,8 @@ def _order(case: dict[str, Any]) -> tuple[Any, ...]:
         models.index(case["model"]),
         case["mode"],
         case["transport"],
+        case.get("door", REFIT_WORKER),
+        case.get("feature", ""),
     )
 
 
