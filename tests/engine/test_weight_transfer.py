@@ -89,7 +89,15 @@ def refuse_to_sleep_through(worker: Any, version: int, is_last: bool) -> None:
     watch.asleep = False
 
 
-@pytest.mark.parametrize(("family", "train", "gen"), [("qwen3", "tp=2", "tp=2"), ("qwen3-moe", "tp=1", "tp=1,dp=2")])
+@pytest.mark.parametrize(
+    ("family", "train", "gen"),
+    [
+        ("qwen3", "tp=2", "tp=2"),
+        ("qwen3-moe", "tp=1", "tp=1,dp=2"),
+        ("nemotron-h", "tp=2", "pp=2"),
+        ("deepseek-v3", "pp=2", "tp=2,dp=2,ep=4"),
+    ],
+)
 def test_refits_by_vllms_weight_transfer_equal_golden(
     family: str, train: str, gen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
