@@ -203,7 +203,7 @@ def grpo_section(folder: Path = RESULTS) -> str:
             f" {_verdict(data)}."
         ),
         "",
-        "| refits | place | reward at the end, by seed | log-probabilities differ by | a refit |",
+        "| refits | place | reward at the end, by seed | log-probabilities differ by, at the end, by seed | a refit |",
         "|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, str, bool], list[dict[str, Any]]] = {}
@@ -212,11 +212,11 @@ def grpo_section(folder: Path = RESULTS) -> str:
     for (refits, place, restarted), runs in groups.items():
         done = [run for run in runs if "reward" in run]
         ends = ", ".join(f"{statistics.mean(run['reward'][-data['last'] :]):.2f}" for run in done)
-        differ = max((statistics.mean(run["difference"][-data["last"] :]) for run in done), default=0.0)
+        differ = ", ".join(f"{statistics.mean(run['difference'][-data['last'] :]):.3f}" for run in done)
         seconds = statistics.median([s for run in done for s in run["refit_s"][1:]] or [0.0])
         name = ARMS[refits][0] + (f", engine killed at step {runs[0]['restart_at']}" if restarted else "")
         told = f"{seconds * 1e3:.0f} ms" if seconds else ""
-        lines.append(f"| {name} | {place} | {ends} | {differ:.3f} | {told} |")
+        lines.append(f"| {name} | {place} | {ends} | {differ} | {told} |")
     return "\n".join(lines)
 
 
