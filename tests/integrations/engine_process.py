@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mcore_reshard.vllm import RefitWorker
+
 
 class SavesParameters:
     """A `worker_extension_cls`: plain data in, none out, so that HTTP can call it."""
@@ -47,6 +49,10 @@ class SavesParameters:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
+
+
+class RefitsAndSavesParameters(SavesParameters, RefitWorker):
+    """Both, where workers are called by `collective_rpc` alone."""
 
 
 def refused(call: Callable[[], Any]) -> str:

@@ -37,7 +37,10 @@ from mcore_reshard.validation.processes import run_processes
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,  # whole vLLMs take minutes to start
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: run `make test-vllm`, which builds it for a CPU"),
+    pytest.mark.skipif(
+        find_spec("vllm") is None,
+        reason="needs vLLM and Megatron: `make test-frameworks` builds both for a CPU, `make nightly` runs this there",
+    ),
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron beside vLLM"),
 ]
 
@@ -96,6 +99,22 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+
+
+def skip_without_server_modules() -> None:
+    if missing := [name for name in _SERVER_MODULES if find_spec(name) is None]:
+        pytest.skip(f"vllm serve needs {', '.join(missing)}: install them beside vLLM")
+
+
+def serve(folder: Path, url: str, *more: str, extension: str = "engine_process.SavesParameters") -> list[str]:
+    """`vllm serve` of the checkpoint, with random weights."""
+    return [
+        sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "serve", str(folder / "checkpoint"),
+        "--host", "127.0.0.1", "--port", url.rpartition(":")[2],
+        "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "32", "--skip-tokenizer-init", "--enforce-eager",
+        "--kv-cache-memory-bytes", str(64 << 20), "--gpu-memory-utilization", "0.1",
+        "--worker-cls", "kernel_free_worker.CPUWorker", "--worker-extension-cls", extension, *more,
+    ]  # fmt: skip
 
 
 class Trainer:
@@ -202,6 +221,51 @@ def test_a_whole_llm_is_refitted_by_vllms_own_calls(
     assert bool(told["layers_with_lora"]) == bool(lora)
 
 
+# --- workers by collective_rpc, over HTTP --------------------------------------------------------------------------
+
+
+def train_beside_calls(rank: int, mesh: TrainMesh, folder: Path, address: str, url: str) -> list[Any]:
+    """Refits while rank 0 posts `connect_refit` and `refit` to the workers; returns the answers that it was given."""
+    trainer, answers = Trainer(rank, mesh, folder), []
+
+    def beside(own: Callable[[], Any], method: str, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(post, f"{url}/collective_rpc", method=method, kwargs=kwargs) if rank == 0 else None
+            result = own()
+            if asked is not None:
+                answers.append([asked.result().status_code, asked.result().text])
+        return result
+
+    connect = partial(trainer.connects("tp=2"), store=address, connect_timeout_s=240.0, options=OPTIONS)
+    info = {"store": address, "connect_timeout_s": 240.0, "transport": "gloo", "timeout_s": 60.0}
+    with beside(connect, "connect_refit", **info) as connected:
+        for step in range(1, STEPS + 1):
+            trainer.step(step)
+            beside(partial(connected.refit, step), "refit", version=step)
+            if rank == 0:
+                post(f"{url}/collective_rpc", method="save_parameters", kwargs={"folder": str(folder), "step": step})
+    return answers
+
+
+def test_a_server_whose_workers_are_called_by_collective_rpc_is_refitted_with_tp2(tmp_path: Path) -> None:
+    from mcore_reshard.validation.trainer.build import prepare
+
+    skip_without_server_modules()
+    tiny.write_checkpoint(load_config("tiny-llama"), tmp_path / "checkpoint", 1)
+    url, mesh = f"http://{free_address()}", TrainMesh(pp=2)
+    command = serve(tmp_path, url, "--tensor-parallel-size", "2", extension="engine_process.RefitsAndSavesParameters")
+    with running(command, tmp_path) as server, serve_store() as store:
+        prepare()
+        wait_until_healthy(url, server)
+        early = post(f"{url}/collective_rpc", method="refit", kwargs={"version": 1})
+        assert early.status_code == 500 and "in no session: connect all workers first" in early.text
+        told, none = run_processes(
+            mesh.world, train_beside_calls, (mesh, tmp_path, store.address, url), timeout_s=LIMIT_S
+        )
+    assert none == [] and [status for status, _ in told] == [200] * (1 + STEPS), told
+    assert_engines_hold_golden(tmp_path, list(range(1, STEPS + 1)), tp=2)
+
+
 # --- a whole server ----------------------------------------------------------------------------------------------
 
 
@@ -272,18 +336,11 @@ def train_over_http(rank: int, mesh: TrainMesh, folder: Path, address: str, url:
 def test_a_server_with_data_parallel_replicas_is_refitted_over_http(tmp_path: Path) -> None:
     from mcore_reshard.validation.trainer.build import prepare
 
-    if missing := [name for name in _SERVER_MODULES if find_spec(name) is None]:
-        pytest.skip(f"vllm serve needs {', '.join(missing)}: install them beside vLLM")
+    skip_without_server_modules()
     tiny.write_checkpoint(load_config("tiny-llama"), tmp_path / "checkpoint", 1)
     url = f"http://{free_address()}"
-    command = [
-        sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path / "checkpoint"),
-        "--host", "127.0.0.1", "--port", url.rpartition(":")[2], "--data-parallel-size", "2", "--enable-scale-out",
-        "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "32", "--skip-tokenizer-init", "--enforce-eager",
-        "--kv-cache-memory-bytes", str(64 << 20), "--gpu-memory-utilization", "0.1",
-        "--weight-transfer-config", '{"backend": "mcore_reshard"}', "--worker-cls", "kernel_free_worker.CPUWorker",
-        "--worker-extension-cls", "engine_process.SavesParameters",
-    ]  # fmt: skip
+    weight_transfer = ("--weight-transfer-config", '{"backend": "mcore_reshard"}')
+    command = serve(tmp_path, url, "--data-parallel-size", "2", "--enable-scale-out", *weight_transfer)
     mesh = TrainMesh(tp=2)
     with running(command, tmp_path) as server:
         prepare()
