@@ -44,6 +44,37 @@ def shaped_section() -> str:
     return "\n".join(lines)
 
 
+def gpus_section() -> str:
+    """A row for each refit on the GPUs of one host: measured beside predicted."""
+    data = json.loads((RESULTS / "predicted-gpus.json").read_text())
+    speeds = "; ".join(
+        f"{kind}: " + ", ".join(f"{name} {speed:.0f}" for name, speed in of_kind.items())
+        for kind, of_kind in data["gb_per_s"].items()
+    )
+    dates = sorted({row["date"] for row in data["rows"]})
+    lines = [
+        _wrapped(
+            f"Measured {' to '.join(dict.fromkeys([dates[0], dates[-1]]))} (`python tools/predict_gpus.py`,"
+            f" [data]({LINKS}/predicted-gpus.json)). Calibrated GB/s of {speeds}."
+        ),
+        "",
+        "| refit | by | trainer -> engine | GPUs | measured | predicted | off |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        count, _, _ = row["hardware"].partition(" x ")
+        shared = {*row["gpus"]["train"]} & {*row["gpus"]["gen"]}
+        predicted, off = "-", "not simulated"
+        if "ratio" in row:
+            predicted = f"{row['predicted_ms']:.1f} ms"
+            off = "calibrates" if row["calibrates"] else f"{row['ratio'] - 1:+.0%}"
+        lines.append(
+            f"| {row['workload']} | {row['method']} | `{row['train']}` -> `{row['gen']}` |"
+            f" {count}{', shared' if shared else ''} | {row['measured_ms']:.1f} ms | {predicted} | {off} |"
+        )
+    return "\n".join(lines)
+
+
 def host_bounds_section() -> str:
     """A row for each refit between hosts: the plan's links and the simulated rounds, in units of the bound."""
     data = json.loads((RESULTS / "host-bounds.json").read_text())

@@ -581,6 +581,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "in-flight": live.in_flight_section,
     "grpo": live.grpo_section,
     "shaped": simulated.shaped_section,
+    "predicted-gpus": simulated.gpus_section,
     "host-bounds": simulated.host_bounds_section,
     "compared": compared.compared_section,
 }
