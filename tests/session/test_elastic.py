@@ -171,7 +171,7 @@ def elastic(folder: Path, refits: int, seed: int, pause_s: float) -> dict[str, A
             for replica in range(4):
                 world.start_replica(replica)
             world.start_trainer(refits, pause_s)
-            events = 0
+            events = kills = 0
 
             def trainer_is_at(version: int) -> bool:
                 return world.said("train0").get("version", 0) >= version or world.said("train0").get("over", False)
@@ -182,13 +182,14 @@ def elastic(folder: Path, refits: int, seed: int, pause_s: float) -> dict[str, A
                 time.sleep(draw.random() * 0.3)
                 if len(world.replicas) > 2 and draw.random() < 0.5:
                     world.kill(draw.choice(sorted(world.replicas)))
+                    kills += 1
                 elif len(world.replicas) < 5:
                     world.start_replica(draw.choice([r for r in range(6) if r not in world.replicas]))
                 events += 1
                 world.wait(lambda before=version: trainer_is_at(before + 3), "three more refits")
             ended = [process for _, process in world.replicas.values()]
             world.wait(lambda: not any(process.is_alive() for process in ended + world.trainer), "the end")
-            return {"events": events, **world.all_said()}
+            return {"events": events, "kills": kills, **world.all_said()}
         finally:
             world.close()
 
@@ -208,13 +209,26 @@ def _check(ends: dict[str, Any], refits: int) -> None:
     trainer = ends["train0"]
     assert trainer["version"] == refits and ends["events"] >= refits // 10
     failed = [version for version, _ in trainer["failed"]]
-    assert len(failed) <= ends["events"], "a death costs the others one refit at most"
+    assert len(failed) <= ends["kills"], (
+        f"a death costs the others one refit at most, a start none: {trainer['failed']}"
+    )
     assert not any({version, version + 1, version + 2} <= {*failed} for version in failed), failed
     committed = set(range(1, refits + 1)) - set(failed)
     for name, said in ends.items():
         if name.startswith("gen"):
             assert not said["error"], said
             assert set(said["seen"]) <= committed, f"{name} took a version that the trainer says has failed"
+
+
+@pytest.mark.parametrize(("kills", "is_fine"), [(2, True), (1, False)])
+def test_a_start_that_costs_a_refit_is_found(kills: int, is_fine: bool) -> None:
+    told = [(2, "gen:1 has exited"), (6, "gen:3 did not come")]
+    ends = {"events": 3, "kills": kills, "train0": {"version": 8, "failed": told}}
+    if is_fine:
+        _check(ends, 8)
+        return
+    with pytest.raises(AssertionError, match="a start none"):
+        _check(ends, 8)
 
 
 def test_a_new_replica_has_the_current_version_at_once(tmp_path: Path) -> None:
