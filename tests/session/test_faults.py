@@ -98,6 +98,16 @@ def test_what_is_planted_is_found(kind: str) -> None:
     assert problems(seen(**PLANTED[kind])) == {kind}
 
 
+@pytest.mark.parametrize("state", [("intact", 10, None, 0.0), ("complete", 1, None, 0.0), ("mixed", 1, 10, 0.5)])
+def test_a_rank_that_has_committed_is_complete(state: tuple[str, int, int | None, float]) -> None:
+    assert "unreported" in problems(seen(gen_0={"recovery": {"state": state}}))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_share_that_is_no_part_of_a_mixture_is_found(share: float) -> None:
+    assert problems(seen(gen_0={"fault": {"state": ("mixed", 1, 2, share)}})) == {"unreported"}
+
+
 def test_a_mixture_that_holds_all_of_the_next_version_is_one_only_with_a_share_of_1() -> None:
     whole = {"gen_0": {"fault": {"state": ("mixed", 1, 2, 1.0), "held": 2}}}
     part = {"gen_0": {"fault": {"state": ("mixed", 1, 2, 0.9), "held": 2}}}
