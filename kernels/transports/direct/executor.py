@@ -208,11 +208,9 @@ class _Reader:
 
     def run(self, run: int) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        if self._slots.is_used:
-            self.written_bytes = self._bound.nbytes
-        self._slots.rounds(run)
+        self._slots.rounds(run, self._note_writes)
         self._signals.hear(run, Signal.READY)
-        self.written_bytes = self._bound.nbytes
+        self._note_writes()
         self._copies.launch(self._stream)
         self._pulled.record(self._stream)
         self._signals.tell(run, Signal.STARTED)
@@ -228,6 +226,9 @@ class _Reader:
         self._slots.close()
         if EventPoller(CLOSE_S).until(self._stream.query):
             self._mappings.close()
+
+    def _note_writes(self) -> None:
+        self.written_bytes = self._bound.nbytes
 
     def _addresses(self, exports: dict[int, Export]) -> NDArray[np.uint64]:
         """Where each base of the table's copies begins: own tensors, then sources."""

@@ -7,7 +7,7 @@ while earlier rounds are under way. So `rounds(run)` returns before the last byt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -218,22 +218,18 @@ class SlotReader:
             self.table_bytes += copies.nbytes
 
     @property
-    def is_used(self) -> bool:
-        """Whether anything is cast on the way."""
-        return bool(self._rounds)
-
-    @property
     def buckets(self) -> tuple[Bucket, ...]:
         """All that it pulls."""
         return tuple(bucket for each in self._rounds for bucket in each.buckets)
 
-    def rounds(self, run: int) -> None:
-        """Queue all pulls. Returns when they are queued."""
+    def rounds(self, run: int, before_writes: Callable[[], None]) -> None:
+        """Queue all pulls. Returns when they are queued. `before_writes` is called before each of them."""
         for number, each in enumerate(self._rounds):
             slot, peers = number % SLOTS, [bucket.peer for bucket in each.buckets]
             self._signals.hear(run, number, peers)
             for peer in peers:
                 self._stream.wait_event(self._cast[peer][slot])
+            before_writes()
             each.copies.launch(self._stream)
             self._taken[slot].record(self._stream)
             self._signals.tell(run, number, peers)
