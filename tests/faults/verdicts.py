@@ -115,7 +115,7 @@ def _false_states(seen: Observed, *, is_alarm: bool) -> Iterator[str]:
             if step.state is None or not process.startswith("gen:"):
                 continue
             kind, version, arriving, share = step.state
-            if not is_alarm and step.version is not None and (kind, version) != ("complete", step.version):
+            if not is_alarm and step.version is not None and kind != "complete":
                 yield f"{process} after {step.name}: {_state(step)}, and it has committed version {step.version}"
             if kind == "mixed" and not is_alarm and not (arriving is not None and 0 < share <= 1):
                 yield f"{process} after {step.name}: {_state(step)}, which is no mixture of two versions"

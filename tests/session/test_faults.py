@@ -98,7 +98,7 @@ def test_what_is_planted_is_found(kind: str) -> None:
     assert problems(seen(**PLANTED[kind])) == {kind}
 
 
-@pytest.mark.parametrize("state", [("intact", 10, None, 0.0), ("complete", 1, None, 0.0), ("mixed", 1, 10, 0.5)])
+@pytest.mark.parametrize("state", [("intact", 10, None, 0.0), ("complete", 1, None, 0.0), ("mixed", 1, 10, 0.9)])
 def test_a_rank_that_has_committed_is_complete(state: tuple[str, int, int | None, float]) -> None:
     assert "unreported" in problems(seen(gen_0={"recovery": {"state": state}}))
 
