@@ -1,0 +1,61 @@
+"""What a reader of the direct transport counts as written when a source fails, without a GPU: parts of it are stand-ins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_reshard.kernels.errors import PeerLostError, Waiting
+
+reason = "needs cuda-core"
+executor = pytest.importorskip("mcore_reshard.kernels.transports.direct.executor", reason=reason, exc_type=ImportError)
+slots = pytest.importorskip("mcore_reshard.kernels.transports.direct.slots", reason=reason, exc_type=ImportError)
+NBYTES = 4096
+
+
+class Signals:
+    """A source that is lost once it has sent so many signals."""
+
+    peers = (0,)
+
+    def __init__(self, heard: int) -> None:
+        self.left = heard
+
+    def hear(self, run: int, signal: Any, peers: Any = ()) -> None:
+        if not self.left:
+            raise PeerLostError(Waiting("gen:0", "train:0", 0, "w", False), "its connection closed")
+        self.left -= 1
+
+    def tell(self, run: int, signal: Any, peers: Any = ()) -> None:
+        pass
+
+
+def reader(heard: int, launched: list[int]) -> Any:
+    """A reader of two rounds of casts, then of the rest. `launched`: what it counted as written at each launch."""
+    made, of_casts = executor._Reader.__new__(executor._Reader), slots.SlotReader.__new__(slots.SlotReader)
+    copies = SimpleNamespace(launch=lambda stream: launched.append(made.written_bytes))
+    event = SimpleNamespace(record=lambda stream: None)
+    stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)
+    of_casts._rounds = [SimpleNamespace(buckets=[SimpleNamespace(peer=0)], copies=copies)] * 2
+    of_casts._taken, of_casts._cast = [event] * 2, {0: [event] * 2}
+    made._signals = of_casts._signals = Signals(heard)
+    made._stream = of_casts._stream = stream
+    made._slots, made._copies = of_casts, copies
+    made._bound, made._device = SimpleNamespace(nbytes=NBYTES), torch.device("cpu")
+    return made
+
+
+@pytest.mark.parametrize(("heard", "launches"), [(0, 0), (1, 1), (2, 2)])
+def test_bytes_count_as_written_from_the_first_launch_on(
+    monkeypatch: pytest.MonkeyPatch, heard: int, launches: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    launched: list[int] = []
+    failing = reader(heard, launched)
+    with pytest.raises(PeerLostError):
+        failing.run(1)
+    assert launched == [NBYTES] * launches, "all count before the GPU may write one"
+    assert failing.written_bytes == (NBYTES if launches else 0)
