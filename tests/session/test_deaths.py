@@ -12,6 +12,8 @@ from helpers.ranks import store_process
 from helpers.remote import Answer, Ranks, Remote, tell
 
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.session.watch import observe
 
 ONE_EACH = Case("tiny-llama", "tp=2", "tp=1,dp=2")
 TWO_EACH = Case("tiny-llama", "tp=2", "tp=2,dp=2")
@@ -104,6 +106,9 @@ def test_a_death_between_refits_is_told_at_once_by_the_next_call_alone(ranks: Ra
     trainer[0].tell("hold_interpreter", seconds=HELD_S)
     trainer[1].kill()
     time.sleep(KNOWN_S)
+    with connect_store(ranks.address, OPTIONS, watches=True) as watcher:
+        statuses = {row["rank"]: row["status"] for row in observe(watcher)["ranks"]}
+    assert statuses == {"train:0": "here", "train:1": "gone", "gen:0": "here", "gen:1": "here"}
     answers = tell(engines, "refit")
     assert_told(answers, "train:1")
     assert max(answer.seconds for answer in answers) < SLACK_S
