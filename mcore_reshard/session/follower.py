@@ -37,6 +37,12 @@ class Follower(Attendance):
         start = time.monotonic()
         deadline = start + timeout_s
         was_gone = self._leader_is_gone()
+
+        def look() -> None:
+            if needs_company:
+                self._raise_if_one_died()
+            self._raise_if_leader_leaves(was_gone)
+
         with self.store_is_up():
             while True:
                 head = self._read_head()
@@ -44,12 +50,6 @@ class Follower(Attendance):
                     return head
                 left_s = deadline - time.monotonic()
                 began = self._next_head_key(head)
-
-                def look() -> None:
-                    if needs_company:
-                        self._raise_if_one_died()
-                    self._raise_if_leader_leaves(was_gone)
-
                 look()
                 came = self.store.wait_any([began], max(0.0, left_s), look=look)
                 if not came and left_s <= 0:
