@@ -209,11 +209,14 @@ def _add(connection: Connection, session: Session, header: dict[str, Any], blobs
 
 
 def _compare_set(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    """Set a key that does not exist yet; the value that stands, or none where it is the one that was brought."""
-    (key,), (desired,) = _keys(header), blobs
-    if key not in session.keys:
+    """Set a key that does not exist yet, or has the value that was expected, if one was.
+
+    Answers with the value that stands, or none where it is the one that was brought.
+    """
+    (key,), (desired, *expected) = _keys(header), blobs
+    if session.keys.get(key) == (expected[0] if expected else None):
         session.put(key, desired)
-    stands = session.keys[key]
+    stands = session.keys.get(key, b"")
     return {"stands": stands == desired}, [] if stands == desired else [stands]
 
 

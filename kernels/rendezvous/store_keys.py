@@ -124,12 +124,17 @@ class StoreKeys(Store):
         return [key.removeprefix(self._prefix) for key in missing]
 
     def compare_set(self, key: str, expected_value: str, desired_value: str | bytes) -> bytes:
-        """Set a key that does not exist; the value that stands. Only an empty `expected_value` is supported."""
+        """Set a key that has `expected_value`, or does not exist where that is empty; the value that stands."""
+        root, full = self._root, self._prefix + key
+        blobs = [self._sealed(key, _as_bytes(desired_value))]
         if expected_value:
-            raise NotImplementedError("a key is set once, by whoever is first")
-        full, sealed = self._prefix + key, self._sealed(key, _as_bytes(desired_value))
-        header, others = self._root.ask({"op": "compare_set", "keys": [full]}, [sealed])
-        return _as_bytes(desired_value) if header["stands"] else self._opened(full, others[0], None)
+            _, before = root.ask({"op": "get", "keys": [full]})
+            stands = self._opened(full, before[0], None) if before else b""
+            if stands != expected_value.encode():
+                return stands
+            blobs += before
+        header, others = root.ask({"op": "compare_set", "keys": [full]}, blobs)
+        return _as_bytes(desired_value) if header["stands"] else others[0] and self._opened(full, others[0], None)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         """Return once all keys exist; raises DistStoreError when the time is up."""

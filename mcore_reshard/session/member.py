@@ -44,7 +44,7 @@ from .leader import Leader
 from .newcomers import Rank, catch_up, serve_newcomers
 from .part import Part, RankOfPlan, part_of
 from .places import on_several_hosts, own_place
-from .plan_exchange import fetch_plan, publish_again
+from .plan_exchange import fetch_plan, keep_newest, publish_again
 from .published import Published
 from .record import Record
 from .report import RefitReport
@@ -160,6 +160,8 @@ class Member(ABC):
             leader = Leader(*common, plan=self._part.plan_digest, package=_PACKAGE)
             leader.max_lag = options.max_lag
             self._attendance = leader
+            if isinstance(self._part, RankOfPlan):
+                keep_newest(self._part.plan, store)
         else:
             self._attendance = Follower(*common)
 
