@@ -60,7 +60,8 @@ class Attendance:
         return None
 
     def say_farewell(self, failure: Failure) -> None:
-        """Leave word why this rank goes: others that see its empty seat raise this."""
+        """Leave word why this rank goes: others that see its empty seat raise this. An earlier process's word goes."""
+        self.store.delete_prefix(f"farewell/{self.seat}/")
         self.store.set(farewell_key(self.seat, self._process), stored_text(asdict(failure)))
 
     def say_ready(self, how: str) -> None:

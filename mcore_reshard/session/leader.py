@@ -8,6 +8,7 @@ Replicas that miss a deadline, or cannot connect, are set aside until they come 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -41,6 +42,7 @@ _MAY_PASS = {
     "PeerGone",
     "StoreRestarted",
 }
+_ATTEMPT = re.compile(r"(?:a/|e/|began/)([1-9][0-9]{0,17})(?:-|$)", re.ASCII)
 _KEPT_ATTEMPTS = 4  # of which keys stay: a rank that wakes late reads there how its attempt ended
 
 
@@ -300,12 +302,16 @@ class Leader(Attendance):
 
     def _forget(self, number: int) -> None:
         """Delete the keys of attempts that nobody reads any more. A rank that was frozen reads how its last one ended."""
-        self._old = [*self._old, number] if self._old else [*range(max(1, number - 2 * _KEPT_ATTEMPTS), number + 1)]
+        self._old = [*self._old, number] if self._old else sorted({*self._standing(), number})
         needed = {self._said.get(name) for name, seat in self.store.seats.items() if seat.status == "here"}
         needed.add(self._epoch)
         for past in [each for each in self._old[:-_KEPT_ATTEMPTS] if each not in needed]:
             self._old.remove(past)
             self.store.delete_soon([f"a/{past}-", f"e/{past}-"], [f"began/{past}"])
+
+    def _standing(self) -> set[int]:
+        """The attempts of which keys stand, also those of an earlier trainer."""
+        return {int(found[1]) for key in self.store.keys("") if (found := _ATTEMPT.match(key))}
 
 
 def _speaks_otherwise(seat: Seat) -> str:

@@ -58,9 +58,14 @@ class Rank:
         return self.world.seats_of(self.replica).index(self.seat)
 
     @property
+    def first(self) -> str:
+        """The first seat of its replica."""
+        return self.world.seats_of(self.replica)[0]
+
+    @property
     def company(self) -> str:
         """The process in the first seat of its replica, by whose name its ranks meet."""
-        return str(self.store.seats[self.world.seats_of(self.replica)[0]].facts.get("process"))
+        return str(self.store.seats[self.first].facts.get("process"))
 
     def is_whole(self, replica: int) -> bool:
         """Whether all ranks of a replica are here."""
@@ -162,14 +167,16 @@ def _catch_up(
             raise _CompanyChanged
 
     failures: list[str] = []
+    if rank.seat == rank.first:
+        _forget_earlier(rank, company)
     for number in range(_TRIES):
-        key = f"join/{company}/{number}"
+        key = f"join/{rank.first}/{company}/{number}"
         own_choice = json.dumps(_donors(rank))
         donors = parse_stored(key, rank.store.compare_set(key, "", own_choice), _parse_donors)
         if not donors:
             return None
         donor = donors[(rank.replica + number) % len(donors)]
-        version = _take(rank, donor, f"{company}/{number}/{rank.place}", failures, before_writes)
+        version = _take(rank, donor, f"{rank.first}/{company}/{number}/{rank.place}", failures, before_writes)
         if version is not None and derive is not None:
             derive()
         rank.store.set(f"{key}/{rank.seat}", json.dumps(version))
@@ -185,6 +192,14 @@ def _catch_up(
             return version
         failures.append(f"its ranks got different versions: {versions}")
     raise SessionError(f"{rank.seat}: no replica could give it its weights: {'; '.join(failures)}")
+
+
+def _forget_earlier(rank: Rank, company: str) -> None:
+    """Delete what earlier processes in the seats of this replica have said of their joins: nobody reads it any more."""
+    for prefix in (f"join/{rank.first}/", f"copy/{rank.first}/"):
+        earlier = [key for key in rank.store.keys(prefix) if not key.startswith(f"{prefix}{company}/")]
+        if earlier:
+            rank.store.delete_soon([], earlier)
 
 
 def _donors(rank: Rank) -> list[int]:

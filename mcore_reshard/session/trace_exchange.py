@@ -66,7 +66,7 @@ def _collect(
 ) -> list[CondensedTrace]:
     names = ParameterNames(checkpoint)
     number = uuid4().hex  # an earlier session of this name may have left traces
-    store.set(_REQUEST, json.dumps({"number": number, "checkpoint": dump_checkpoint(checkpoint)}))
+    _ask(store, {"number": number, "checkpoint": dump_checkpoint(checkpoint)})
     keys = [f"{number}/{rank}" for rank in range(ranks)]
     try:
         store.wait(keys, timedelta(seconds=connect_timeout_s))
@@ -98,6 +98,13 @@ def _collect(
         raise SessionError(f"a generation rank's trace on the store is malformed: {error}") from error
 
 
+def _ask(store: StoreView, request: Mapping[str, str]) -> None:
+    """Ask engines for traces, or for none. Answers to earlier requests are of no use any more."""
+    if earlier := [key for key in store.keys("") if key != _REQUEST]:
+        store.delete_soon([], earlier)
+    store.set(_REQUEST, json.dumps(request))
+
+
 def _still_here(engines: Sequence[str]) -> str:
     """What to do about engines that were connected with an earlier trainer, and answer no request by themselves."""
     if not engines:
@@ -117,7 +124,7 @@ def awaits_trace(store: StoreKeys, rank_name: str) -> bool:
 def ask_no_traces(address: str, options: Options) -> None:
     """Tell engines that the plan needs no traces of theirs. Training rank 0 calls it before it publishes the plan."""
     with connect_store(address, options) as held:
-        held.under(_TRACES).set(_REQUEST, json.dumps({}))
+        _ask(held.under(_TRACES), {})
 
 
 def answer_request(
