@@ -2,7 +2,9 @@
 
 python tools/soak.py --out tools/results/soak.json      2,000 refits, 2 training ranks, 2 replicas (`make soak`)
 
-Every rank notes its memory, descriptors, threads and time per refit; rank 0 also the store's keys and memory.
+Every rank notes its memory, descriptors, threads and time per refit; rank 0 also the store's keys and memory. After every
+fiftieth refit a third replica comes, as another process in the same seat. It gets the weights from another replica, takes
+part in two refits, and leaves.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from mcore_reshard.session.part import RankOfPlan  # noqa: E402
 from mcore_reshard.session.store_server import serve_store  # noqa: E402
 
 SAMPLES = 20  # of a soak
+GUEST, VISIT = "gen:2", 2  # the seat of a third replica, and in how many refits it takes part
 ALLOWED = {"rss_mb": 4.0, "descriptors": 0, "threads": 0, "store_keys": 0, "store_rss_mb": 4.0}  # growth that is none
 SLOWER = 1.25  # the fastest refits at the end against those at the start: others show what else the machine does
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -49,34 +52,69 @@ def fails(version: int) -> bool:
     return version % 50 == 7
 
 
-def soak(seat: str, address: str, store_pid: int, refits: int, pipe: Any) -> None:
-    """One rank: refit, check the bytes now and then, take samples."""
-    torch.set_num_threads(1)
+def endpoint_of(seat: str, address: str, version_of: Callable[[], int]) -> tuple[Weights, Any]:
+    """One rank of the session, and what it holds."""
     world, _, rank = seat.partition(":")
-    weights = Weights(plan_of(1), "train" if world == "train" else "gen", int(rank))
-    part = RankOfPlan(weights.plan, weights.world, weights.rank)
+    number = 0 if seat == GUEST else int(rank)  # the plan has two replicas; a third one has what the first has
+    weights = Weights(plan_of(1), "train" if world == "train" else "gen", number)
+    part = RankOfPlan(weights.plan, weights.world, int(rank))
     options = Options(session="soak", token="a token of thirty-two characters", bucket_bytes=8192, timeout_s=60.0)
-    version = 0
 
     def load_weights(tensors: Any) -> None:
         for name, tensor in tensors:
             weights.load(name, tensor)
-        if seat == "gen:0" and fails(version):
+        if seat == "gen:0" and fails(version_of()):
             raise ValueError("this refit fails, so that the next one connects anew")
 
-    endpoint: Any
     if world == "train":
-        endpoint = TrainEndpoint(
-            part,
-            weights.tensors,
-            store=address,
-            export=lambda names: weights.export(names, 1 + version % 70),
-            options=options,
-        )
-    else:
-        endpoint = GenerationEndpoint(part, weights.tensors, store=address, load_weights=load_weights, options=options)
+
+        def export(names: Any) -> Any:
+            return weights.export(names, 1 + version_of() % 70)
+
+        return weights, TrainEndpoint(part, weights.tensors, store=address, export=export, options=options)
+    # A replica that gives its weights gives all that a new one needs, also what came by name.
+    tensors = {**weights.tensors, **weights.loaded}
+    return weights, GenerationEndpoint(part, tensors, store=address, load_weights=load_weights, options=options)
+
+
+def visit(address: str) -> None:
+    """The third replica comes, takes part in two refits, and leaves."""
+    torch.set_num_threads(1)
+    weights, endpoint = endpoint_of(GUEST, address, lambda: 0)
     endpoint.prepare()
-    samples, seconds = [], []
+    assert weights.held(), "the new replica has no version of its own"
+    for _ in range(VISIT):
+        version = endpoint.refit().version
+        assert weights.held() == 1 + version % 70, f"{GUEST} holds other bytes than those of version {version}"
+    endpoint.close()
+
+
+def receive_guest(store: Any, pipe: Any) -> None:
+    """Have a third replica come, and return once it waits for a refit."""
+    pipe.send("visit")
+
+    def waits() -> bool:
+        seat = store.seats.get(GUEST)
+        ready = f"{seat.facts['process']} waits".encode() if seat is not None and seat.status == "here" else None
+        return ready is not None and store.peek(f"ready/{GUEST}") == ready
+
+    await_that(waits)
+
+
+def await_that(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < deadline, f"{GUEST} has not come, or has not left"
+        time.sleep(0.02)
+
+
+def soak(seat: str, address: str, store_pid: int, refits: int, visit_every: int, pipe: Any) -> None:
+    """One rank: refit, check the bytes now and then, take samples."""
+    torch.set_num_threads(1)
+    world, version = seat.partition(":")[0], 0
+    weights, endpoint = endpoint_of(seat, address, lambda: version)
+    endpoint.prepare()
+    samples, seconds, visits = [], [], 0
     for version in range(1, refits + 1):
         content = 1 + version % 70
         if world == "train":
@@ -111,6 +149,11 @@ def soak(seat: str, address: str, store_pid: int, refits: int, pipe: Any) -> Non
             if seat == "train:0":
                 print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
             seconds.clear()
+        if seat == "train:0" and version % visit_every == 0 and version + VISIT <= refits:
+            receive_guest(endpoint._store, pipe)
+            visits += 1
+        elif seat == "train:0" and version % visit_every == VISIT and visits:
+            await_that(lambda: endpoint._store.seats[GUEST].status != "here")
     endpoint.close()
     pipe.send(samples)
 
@@ -142,8 +185,8 @@ def problems(by_rank: dict[str, Sequence[dict[str, Any]]]) -> list[str]:
     return found
 
 
-def run(refits: int) -> dict[str, Sequence[dict[str, Any]]]:
-    """Samples by seat."""
+def run(refits: int, visit_every: int = 50) -> dict[str, Sequence[dict[str, Any]]]:
+    """Samples by seat. A third replica comes after every `visit_every` refits."""
     seats = ["train:0", "train:1", "gen:0", "gen:1"]
     plan_of(1)
     context: Any = multiprocessing.get_context("fork")
@@ -152,11 +195,13 @@ def run(refits: int) -> dict[str, Sequence[dict[str, Any]]]:
         for seat in seats:
             pipe, end_of_child = context.Pipe()
             context.Process(
-                target=soak, args=(seat, store.address, store.pid, refits, end_of_child), daemon=True
+                target=soak, args=(seat, store.address, store.pid, refits, visit_every, end_of_child), daemon=True
             ).start()
             end_of_child.close()
             pipes[seat] = pipe
-        return {seat: pipe.recv() for seat, pipe in pipes.items()}
+        while (said := pipes["train:0"].recv()) == "visit":
+            context.Process(target=visit, args=(store.address,), daemon=True).start()
+        return {"train:0": said, **{seat: pipes[seat].recv() for seat in seats[1:]}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = problems(by_rank)
     result = {
         "what": "refits of a tiny model over gloo in one session: 2 training ranks, 2 replicas, with a token;"
-        " every fiftieth refit fails, and the next one connects anew",
+        " every fiftieth refit fails, and the next one connects anew; after every fiftieth a third replica comes for two",
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

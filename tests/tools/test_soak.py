@@ -58,6 +58,12 @@ def test_a_short_soak_gives_samples_of_every_rank() -> None:
     assert len(set(keys[len(keys) // 2 :])) == 1, keys
 
 
+def test_replicas_that_come_and_go_leave_no_keys() -> None:
+    by_rank = soak.run(40, visit_every=10)
+    keys = {each["refits"]: each["store_keys"] for each in by_rank["train:0"]}
+    assert keys[20] == keys[30] == keys[40], keys  # before a visit; the one after refit 10 was the first
+
+
 def test_a_page_says_which_cells_have_a_problem(tmp_path: Path) -> None:
     row = {
         "phase": "voted", "fault": "kill", "victim": "gen:0", "transport": "gloo", "replica_ranks": 1, "committed": False,
