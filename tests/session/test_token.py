@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -350,6 +351,19 @@ def test_a_rank_checks_that_its_own_word_stands_as_it_said_it(victim: int) -> No
     told = values(run_ranks(2, refit_with_a_changed_word, victim))
     whose = ("train:0", "gen:0")[victim]
     assert f"the word of {whose} does not stand in the call as it was said" in told[victim], told
+
+
+def test_without_a_token_a_process_warns_once(host: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seal, "_warned", False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with connect_store(host.address, OPTIONS):
+            assert told == []
+        for session in ("a", "b", "b"):
+            connect_store(host.address, Options(session=session, timeout_s=5.0)).close()
+    assert len(told) == 1 and told[0].category is UserWarning
+    assert "this session has no token: whoever reaches its store's port can join it" in str(told[0].message)
+    assert told[0].filename == __file__  # who connects
 
 
 def test_a_token_comes_from_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
