@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from torch.distributed import DistStoreError
 
 from mcore_reshard.kernels.errors import SessionError
-from mcore_reshard.kernels.rendezvous.exchange import Failure, parse_stored, stored_text
+from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, stored_text
 from mcore_reshard.kernels.rendezvous.polling import LOOK_S
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed, cause_of
 from mcore_reshard.kernels.rendezvous.store import SessionStore
@@ -122,11 +122,8 @@ class Leader(Attendance):
             replicas = self._await_words(head, prefix, timeout_s)
             self._lags = {**dict.fromkeys(replicas, 0), **self._lags}  # also one whose first refit this is
             members = self.world.members(replicas)
-            said = self.store.multi_get([prefix + seat for seat in members], writers=members)
-            words = {
-                seat: parse_stored(prefix + seat, word, parse_word, written_by=seat)
-                for seat, word in zip(members, said, strict=True)
-            }
+            said = StoreExchange(self.store, self.seat, members, timeout_s).values(prefix.rstrip("/"), parse_word)
+            words = dict(zip(members, said, strict=True))
             known = epoch(replicas)
             same = known is not None and all(word.get("epoch") == known for word in words.values())
             left_out = {
