@@ -14,7 +14,7 @@ from mcore_reshard.kernels.errors import BindError, StaleTensorError, TornWeight
 from mcore_reshard.planner.plan.schedule import Schedule, StageSchedule
 
 from .casts import Casts, bound_casts, cast_problems
-from .checks import tensor_problems, transfer_problems, unnamed_transfers
+from .checks import tensor_problems, transfer_problems, unfilled_tensors, unnamed_transfers
 from .tensors import Fingerprint
 
 _SAMPLED_TENSORS = 256
@@ -90,7 +90,33 @@ class BoundSchedule:
         """
         if problems := unnamed_transfers(schedule) or cast_problems(schedule) or transfer_problems(schedule):
             raise BindError(schedule.name, problems)
+        if (schedule.tensors, schedule.computed) == (self.schedule.tensors, self.schedule.computed):
+            return self._with(schedule)
         return _bind_unchecked(schedule, self.by_name)
+
+    def again(self, schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> BoundSchedule | None:
+        """The rank's schedule among other replicas, bound to the same live `tensors`: only its transfers are checked.
+
+        None where the tensors must be bound anew: the schedule names others, or some have moved. Scales that casts compute
+        are allocated anew: a refit that failed may still write those of before. Raises `BindError` as `bind` does.
+        """
+        before = self.schedule
+        if (schedule.tensors, schedule.casts, schedule.computed) != (before.tensors, before.casts, before.computed):
+            return None
+        try:
+            self.check_fresh(tensors)
+        except StaleTensorError:
+            return None
+        problems = unnamed_transfers(schedule) or [
+            *unfilled_tensors(schedule, tensors),
+            *(cast_problems(schedule) or transfer_problems(schedule)),
+        ]
+        if problems:
+            raise BindError(schedule.name, problems)
+        computed = {*schedule.computed}
+        bound = tuple(torch.zeros_like(each) if index in computed else each for index, each in enumerate(self.tensors))
+        totals = tuple(map(StageTotals.of, schedule.stages))
+        return BoundSchedule(schedule, bound, bound_casts(schedule), self.fingerprints, totals)
 
     def check_fresh(self, tensors: Mapping[str, torch.Tensor]) -> WriteCounts:
         """Raise `StaleTensorError` unless every tensor of the live model still lies where it was bound.
@@ -142,6 +168,15 @@ class BoundSchedule:
             f"{self.rank_name}: {len(tensors)} tensors were written while they were read: {tensors[0]};"
             " change weights only after refit() has returned"
         )
+
+    def _with(self, schedule: Schedule) -> BoundSchedule:
+        """Another schedule of the same tensors, with scales of its own."""
+        computed = {*schedule.computed}
+        tensors = tuple(
+            torch.zeros_like(each) if index in computed else each for index, each in enumerate(self.tensors)
+        )
+        totals = tuple(map(StageTotals.of, schedule.stages))
+        return BoundSchedule(schedule, tensors, bound_casts(schedule), self.fingerprints, totals)
 
     def zero_padding(self) -> None:
         """Zero the elements of destination tensors that no parameter fills, such as a padded vocabulary's tail."""

@@ -40,19 +40,25 @@ def tensor_problems(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> 
     if len(examples) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in sorted(examples.items()))
         problems.append(f"tensors on {len(examples)} devices: {where}")
-    if schedule.world == "gen" and not schedule.misc:  # a plan does not say which tensors the misc route fills
-        filled = {local.name for local in schedule.tensors}
-        problems += [
-            f"{name}: nothing in the plan fills it"
-            for name, tensor in tensors.items()
-            if name not in filled and tensor.numel()  # vLLM keeps shared experts of no rows where a model has none
-        ]
+    problems += unfilled_tensors(schedule, tensors)
     if schedule.world == "gen":
         problems += [
             f"{title(index)}: shares its storage with {schedule.tensors[other].name}"
             for other, index in _overlapping(schedule, tensors, [index for index in live if index not in reasons])
         ]
     return problems
+
+
+def unfilled_tensors(schedule: Schedule, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Tensors of an engine that no transfer and no parameter of the misc route fills."""
+    if schedule.world != "gen" or schedule.misc:  # a plan does not say which tensors the misc route fills
+        return []
+    filled = {local.name for local in schedule.tensors}
+    return [
+        f"{name}: nothing in the plan fills it"
+        for name, tensor in tensors.items()
+        if name not in filled and tensor.numel()  # vLLM keeps shared experts of no rows where a model has none
+    ]
 
 
 def _overlapping(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.errors import SessionError, TransportUnavailable
+from mcore_reshard.kernels.host import host
 from mcore_reshard.planner.bounded_json import MAX_WORD_BYTES, parse_json
 
 _HANDLE_BYTES = 64  # of a CUipcMemHandle
@@ -21,6 +22,7 @@ class Allocation(NamedTuple):
     address: int  # in the process that owns it
     nbytes: int
     gpu: str  # its UUID
+    serial: int  # of this allocation alone among all that the process ever makes, also at one address
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,10 @@ class Export:
         """Raises `SessionError` if `text` is not what `to_json` wrote."""
         try:
             read: Any = parse_json(text, "it", max_bytes=MAX_WORD_BYTES)
-            allocations = tuple(Allocation(str(h), int(a), int(n), str(g)) for h, a, n, g in read["allocations"])
-            for handle, address, nbytes, _ in allocations:
+            allocations = tuple(
+                Allocation(str(h), int(a), int(n), str(g), int(s)) for h, a, n, g, s in read["allocations"]
+            )
+            for handle, address, nbytes, *_ in allocations:
                 if len(bytes.fromhex(handle)) != _HANDLE_BYTES:
                     raise ValueError(f"a handle has not {_HANDLE_BYTES} bytes")
                 if not (address >= 0 and nbytes > 0 and address + nbytes <= _MAX_ADDRESS):
@@ -66,3 +70,19 @@ class Export:
             raise SessionError(f"the export has no {name}")
         index, offset = self.tensors[name]
         return self.allocations[index].nbytes - offset
+
+
+def addresses_of(exported: Export, names: Iterable[str], owner: str, base: Callable[[int], int]) -> list[int]:
+    """The address of the first byte of each named tensor of `owner` ("train:0"); `base(i)` is where allocation i begins here.
+
+    Raises `TransportUnavailable` for memory of another host, `SessionError` for a name that is not exported.
+    """
+    if exported.host != host():
+        raise TransportUnavailable(f"{owner} runs on another host: its memory cannot be mapped here")
+    addresses = []
+    for name in names:
+        if name not in exported.tensors:
+            raise SessionError(f"{owner} does not export {name}")
+        index, offset = exported.tensors[name]
+        addresses.append(base(index) + offset)
+    return addresses

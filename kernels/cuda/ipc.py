@@ -23,6 +23,7 @@ from mcore_reshard.planner.bounded_json import MAX_WORD_BYTES, parse_json
 
 from .exported import Allocation as Allocation
 from .exported import Export as Export
+from .exported import addresses_of
 
 _PROCESS = uuid4().hex
 _EVENT_BYTES = 64  # of a cudaIpcEventHandle_t
@@ -50,7 +51,9 @@ def export(tensors: Mapping[str, torch.Tensor]) -> Export:
             if base not in numbers:
                 handle = _check_call(driver.cuIpcGetMemHandle(base), f"export the memory of {name}")
                 numbers[base] = len(allocations)
-                allocations.append(Allocation(bytes(handle.reserved).hex(), base, nbytes, gpu_of(tensor.device)))
+                allocations.append(
+                    Allocation(bytes(handle.reserved).hex(), base, nbytes, gpu_of(tensor.device), _serial(base))
+                )
         places[name] = (numbers[base], tensor.data_ptr() - base)
     return Export(host(), process(), tuple(allocations), places)
 
@@ -68,6 +71,37 @@ def _allocation_of(name: str, tensor: torch.Tensor) -> tuple[int, int]:
         )
     base, nbytes = _check_call(driver.cuMemGetAddressRange(tensor.data_ptr()), f"look up the allocation of {name}")
     return int(base), int(nbytes)
+
+
+def serial_of(address: int) -> int | None:
+    """The serial number of the allocation that an address of this process lies in; None where none is there."""
+    error, serial = driver.cuPointerGetAttribute(driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address)
+    return int(serial) if error == driver.CUresult.CUDA_SUCCESS else None
+
+
+def _serial(address: int) -> int:
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+    return int(_check_call(driver.cuPointerGetAttribute(attribute, address), "number an allocation"))
+
+
+def open_memory(allocation: Allocation, device: torch.device, owner: str) -> int:
+    """Map an allocation of another process for kernels of `device`, and return its address here.
+
+    Raises `TransportUnavailable` if that is impossible.
+    """
+    handle = driver.CUipcMemHandle()
+    handle.reserved = bytes.fromhex(allocation.handle)
+    flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)  # makes the device's context current
+        return int(_check_call(driver.cuIpcOpenMemHandle(handle, flags), f"map the memory of {owner}"))
+
+
+def close_memory(address: int, device: torch.device) -> None:
+    """Unmap what `open_memory` returned. Kernels that read it must have ended."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)
+        _check_call(driver.cuIpcCloseMemHandle(address), "unmap a peer's memory")
 
 
 def export_event(event: torch.cuda.Event, device: torch.device) -> str:
@@ -113,22 +147,13 @@ class Mappings:
         Maps the allocations they lie in. Raises `TransportUnavailable` if that is impossible, `SessionError` for a
         name that is not exported.
         """
-        if exported.host != host():
-            raise TransportUnavailable(f"{owner} runs on another host: its memory cannot be mapped here")
-        addresses = []
-        for name in names:
-            if name not in exported.tensors:
-                raise SessionError(f"{owner} does not export {name}")
-            index, offset = exported.tensors[name]
-            addresses.append(self._base(exported, index, owner) + offset)
-        return addresses
+        return addresses_of(exported, names, owner, lambda index: self._base(exported, index, owner))
 
     def close(self) -> None:
         """Unmap everything. Kernels that read the mappings must have ended."""
-        with torch.cuda.device(self._device):
-            while self._mapped:
-                _, address = self._mapped.popitem()
-                _check_call(driver.cuIpcCloseMemHandle(address), "unmap a peer's memory")
+        while self._mapped:
+            _, address = self._mapped.popitem()
+            close_memory(address, self._device)
 
     def _base(self, exported: Export, index: int, owner: str) -> int:
         """Where an allocation begins here."""
@@ -136,13 +161,7 @@ class Mappings:
         if exported.process == process():
             return allocation.address
         if allocation.handle not in self._mapped:
-            handle = driver.CUipcMemHandle()
-            handle.reserved = bytes.fromhex(allocation.handle)
-            flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.value
-            with torch.cuda.device(self._device):
-                torch.cuda.current_stream(self._device)  # makes the device's context current
-                address = _check_call(driver.cuIpcOpenMemHandle(handle, flags), f"map the memory of {owner}")
-            self._mapped[allocation.handle] = int(address)
+            self._mapped[allocation.handle] = open_memory(allocation, self._device, owner)
         return self._mapped[allocation.handle]
 
 

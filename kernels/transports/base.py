@@ -21,6 +21,7 @@ from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .group_ranks import group_names, group_rank
+from .kept import Kept
 
 _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}
 
@@ -33,6 +34,7 @@ class TransportContext:
     group: GlooGroup  # every rank, for CPU messages
     bound: BoundSchedule
     options: Options
+    kept: Kept | None = None  # of the rank, from its connections before; None: executors keep nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 from .base import TransportContext
 from .group_ranks import group_names, group_rank
+from .kept import Kept
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
 _PAIR = re.compile("(train|relay):(0|[1-9][0-9]*)-gen:(0|[1-9][0-9]*)")
@@ -71,7 +72,8 @@ def unavailable_reasons_by_pair(
     schedule = bound.schedule
     store = FailFastStore("pairs", context.store)
     exchange = StoreExchange(store, bound.rank_name, group_names(schedule), timeout_s)
-    own_seat = _own_seat(bound, direct_unavailable_reason)
+    kept = context.kept or Kept()
+    own_seat = _own_seat(bound, direct_unavailable_reason, kept)
     seats = exchange.gather("seat", astuple(own_seat), _parse_seat)
     if wrong := sorted({word for seat in seats for word in seat.malformed}):
         raise TransportUnavailable(
@@ -105,13 +107,11 @@ def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
     return by_trainer + [RankPair(src, schedule.rank, True) for src in sorted(relays)]
 
 
-def _own_seat(bound: BoundSchedule, direct_unavailable_reason: str | None) -> _Seat:
+def _own_seat(bound: BoundSchedule, direct_unavailable_reason: str | None, kept: Kept) -> _Seat:
     schedule, reason, exported = bound.schedule, direct_unavailable_reason, ""
     if reason is None and gpu_of(bound.device) and (schedule.world == "train" or schedule.relayed):
-        from mcore_reshard.kernels.cuda.ipc import export  # needs CUDA's Python packages
-
         try:
-            exported = export(bound.by_name).first_tensor().to_json()
+            exported = kept.export(bound.by_name).exported.first_tensor().to_json()
         except TransportUnavailable as error:
             reason = str(error)
     malformed = tuple(word for word in _declared() if not _PAIR.fullmatch(word))

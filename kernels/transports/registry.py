@@ -96,6 +96,7 @@ def _connect_direct(context: TransportContext) -> Executor:
         timeout_s=options.timeout_s,
         scratch_bytes=options.scratch_bytes,
         options=DirectOptions(shape, checksums=options.checksums),
+        kept=context.kept,
     )
 
 

@@ -25,6 +25,7 @@ from mcore_reshard.kernels.transports.base import (
 )
 from mcore_reshard.kernels.transports.broadcast import Tree
 from mcore_reshard.kernels.transports.group_ranks import group_names
+from mcore_reshard.kernels.transports.kept import Kept
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.kernels.transports.source_checks import SourceChecks
 from mcore_reshard.planner.plan.schedule import Schedule
@@ -87,20 +88,29 @@ class Connection:
 
 
 def bind_part(
-    schedule: Schedule, tensors: Mapping[str, torch.Tensor], options: Options, moves_by_name: str | None
+    schedule: Schedule,
+    tensors: Mapping[str, torch.Tensor],
+    options: Options,
+    moves_by_name: str | None,
+    before: BoundSchedule | None,
+    kept: Kept,
 ) -> tuple[Transport, BoundSchedule | None]:
     """The transport of a session, and a rank's tensors bound for it; None under golden.
 
-    `moves_by_name`: the argument that lacks a function to move whole tensors by name; None if there is one. Raises
-    `BindError` and `TransportUnavailable`.
+    `moves_by_name`: the argument that lacks a function to move whole tensors by name; None if there is one. `before`: the
+    rank's tensors as they were bound for other replicas. Raises `BindError` and `TransportUnavailable`.
     """
-    devices = [tensors[local.name].device.type for local in schedule.tensors if local.name in tensors]
-    transport = resolve(options.transport, devices[0] if devices else "cpu")
+    devices = (tensors[local.name].device.type for local in schedule.tensors if local.name in tensors)
+    transport = resolve(options.transport, next(devices, "cpu"))
     if (transport.connect is None or schedule.misc) and moves_by_name is not None:
         route = f"{len(schedule.misc)} parameters on the misc route" if transport.connect else transport.name
         missing = f"{route}, and no function to move whole tensors by name was given: {moves_by_name}="
         raise BindError(schedule.name, [missing])
-    return transport, bind(schedule, tensors) if transport.connect else None
+    if not transport.connect:
+        return transport, None
+    bound = None if before is None else before.again(schedule, tensors)
+    kept.counts["tensors bound" if bound is None else "tensors kept"] += len(schedule.tensors)
+    return transport, bind(schedule, tensors) if bound is None else bound
 
 
 def connect_members(
@@ -111,18 +121,21 @@ def connect_members(
     transport: Transport,
     bound: BoundSchedule | None,
     options: Options,
+    kept: Kept,
 ) -> Connection:
     """Connect with all members of an epoch, which do the same at this time."""
     group = connect_group(rendezvous.store_for("gloo"), schedule, options.timeout_s)
     thread = DeadlineThread("refit")
     if bound is None or transport.connect is None:
         return Connection(epoch, replicas, schedule, transport, group, [Program(EVERYTHING, None)], thread)
+    kept.connect(rendezvous.store_for("memory"), bound.by_name)
     bound_by_name = {transport.name: bound}
     try:
         if schedule.later is not None:
             bound_by_name[f"{transport.name}-later"] = bound.part(schedule.later)
         contexts = [
-            TransportContext(rendezvous.store_for(name), group, part, options) for name, part in bound_by_name.items()
+            TransportContext(rendezvous.store_for(name), group, part, options, kept)
+            for name, part in bound_by_name.items()
         ]
         checks = [SourceChecks(part, options) for part in bound_by_name.values()]
         executors = connect_all(map(transport.connect, contexts))

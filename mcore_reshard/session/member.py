@@ -30,6 +30,7 @@ from mcore_reshard.kernels.rendezvous.polling import NOTICE_S
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, cause_of
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 from mcore_reshard.kernels.transports.base import Transport
+from mcore_reshard.kernels.transports.kept import Kept
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World
 
@@ -102,6 +103,8 @@ class Member(ABC):
         self._published_at = ""  # the store that has the plan, on training rank 0
         self._attendance: Leader | Follower | None = None
         self._binding: tuple[_Among, _Binding] | None = None  # and whom it is for
+        self._bound: BoundSchedule | None = None  # of the live tensors, for whomever
+        self._kept = Kept()
         self._place = ""
         self._connection: Connection | None = None
         self._ended: str | None = None  # why no refit is possible any more
@@ -129,7 +132,8 @@ class Member(ABC):
         self._record.leaves()
         store, self._store, self._attendance = self._store, None, None
         self._disconnect()
-        self._binding = None
+        self._binding = self._bound = None
+        self._kept.close()
         if store is not None:
             with suppress(Exception):
                 store.leave_seat()
@@ -233,7 +237,7 @@ class Member(ABC):
                 )
             return  # "hello" says on all ranks which plan each of them has
         plan = fetch_plan(self._store_address, self._options, digest=head.plan or None)
-        self._part, self._binding = self._adopt_plan(plan), None
+        self._part, self._binding, self._bound = self._adopt_plan(plan), None, None
         assert self._attendance is not None
         self._attendance.world = self._record.world = self._part.seats
         self._bind_first()
@@ -244,6 +248,8 @@ class Member(ABC):
         assert attendance is not None
         if self._connection is not None and self._connection.group.is_broken:
             self._disconnect()  # the last refit went well, although ranks could not be asked by the end of it
+        if self._connection is None:
+            self._forget_gone()
 
         # A generation rank is written to, so nothing of it may be wrong: it looks before it waits for the trainer.
         stale = self._stale_tensors() if self.world == "gen" else []
@@ -325,13 +331,18 @@ class Member(ABC):
             }
             words = rendezvous.gather("hello", hello, parse=parse_word)
         check_alike(words)
+        kept = self._kept
+        kept.meet(call.processes)
         with self._record.phase("connect"), Published(rendezvous, "connected", self._fail):
-            connection = connect_members(rendezvous, call.epoch, call.replicas, schedule, transport, bound, options)
+            connection = connect_members(
+                rendezvous, call.epoch, call.replicas, schedule, transport, bound, options, kept
+            )
             try:
                 agree_on_executed(rendezvous, connection.programs)
             except BaseException:
                 connection.close()
                 raise
+        kept.sweep()
         self._connection = connection
         self._record.connected(call.epoch, len(call.members), call.replicas, transport.name, start)
         if bound is not None:
@@ -364,12 +375,15 @@ class Member(ABC):
         self._place = own_place(self.rank_name, None if bound is None else bound.device)
 
     def _bound_for(self, replicas: tuple[int, ...], places: tuple[str, ...] = ()) -> _Binding:
-        """This rank's schedule among these replicas, bound; the last one is kept."""
+        """This rank's schedule among these replicas, bound; the last one is kept, and its tensors serve for others."""
         among = replicas, places if on_several_hosts(places) else ()
         if self._binding is None or self._binding[0] != among:
             schedule = self._part.schedule(*among)
             missing = None if self._moves_by_name else self.by_name
-            transport, bound = bind_part(schedule, self._live_tensors(), self._options, missing)
+            transport, bound = bind_part(
+                schedule, self._live_tensors(), self._options, missing, self._bound, self._kept
+            )
+            self._bound = bound
             if self._staged is not None:
                 if bound is not None:
                     bound = self._staged.take_place_of(bound)
@@ -412,6 +426,12 @@ class Member(ABC):
         elif self._attendance is not None:
             self._attendance.forget_gone()
         self._disconnect(failed=True)
+        self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        """Let go of the memory of ranks that are gone: a trainer that starts again needs it."""
+        seats = self._store.seats if self._store is not None else {}
+        self._kept.meet({name: seat.facts.get("process") for name, seat in seats.items() if seat.status == "here"})
 
     def _end(self, error: BaseException) -> None:
         """Leave a session that this rank could not join, and say why."""

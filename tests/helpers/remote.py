@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import synthetic
@@ -40,6 +40,9 @@ class Answer:
     seconds: float
     replicas: tuple[int, ...] = ()  # of the report
     attempts: int = 0  # to refit, of this rank so far
+    kept: dict[str, int] | None = None  # what the rank has made, and found kept
+    opened: tuple[tuple[str, str], ...] = ()  # owners and handles of all memory it has ever mapped, over a fake memory
+    mapped: int = 0  # allocations that are mapped now
 
 
 class Remote:
@@ -205,5 +208,8 @@ def _serve(pipe: Any, target: Callable[..., Any], *args: Any) -> None:
             replicas = tuple(getattr(report, "replicas", ()))
             version = getattr(report, "version", None)
             attempts = endpoint.metrics()["refits"]["attempts"]
-            pipe.send(Answer(error, version, str(endpoint.state), held(), seconds, replicas, attempts))
+            kept = endpoint._kept
+            opened, mapped = tuple(getattr(kept._memory, "opened", ())), len(getattr(kept._memory, "open", ()))
+            answer = Answer(error, version, str(endpoint.state), held(), seconds, replicas, attempts)
+            pipe.send(replace(answer, kept=dict(kept.counts), opened=opened, mapped=mapped))
     os._exit(0)

@@ -1,7 +1,7 @@
 """Generation ranks read the weights straight out of the training ranks' memory: one NVLink domain, or one GPU.
 
-Training ranks export their allocations once. Each generation rank maps what it needs and, in each refit, pulls
-everything with one kernel launch. It takes from all stages and sources. The order differs from receiver to receiver, so
+Training ranks export their allocations once. Each generation rank maps what it needs, also once (see `kept`), and in each
+refit pulls everything with one kernel launch. It takes from all stages and sources. The order differs from receiver to receiver, so
 that no source has to serve all of them at once.
 
 Each pair of ranks orders its reads by three signals of 16 bytes, over CPU connections of their own, and by one IPC event:
@@ -35,15 +35,17 @@ from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
-from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
+from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.base import StageReport
+from mcore_reshard.kernels.transports.kept import Kept
 
 from .peer_signals import PeerSignals, Signal
+from .shared_memory import fetch_exports, share_memory
 from .slots import DirectOptions, SlotReader, SlotSource
 from .staging import parted
 
@@ -51,6 +53,7 @@ from .staging import parted
 class DirectExecutor:
     """One rank's end of the direct transport. Constructed on all ranks at the same time; `store` is its own.
 
+    `kept` has what earlier executors of this rank have exported and mapped; without it this one closes what it maps.
     Raises `TransportUnavailable` where memory cannot be exported or mapped. Tensors of training ranks must outlive the
     generation ranks' `close`.
     """
@@ -65,19 +68,25 @@ class DirectExecutor:
         timeout_s: float,
         scratch_bytes: int = DEFAULT_SCRATCH_BYTES,
         options: DirectOptions = DirectOptions(),  # noqa: B008
+        kept: Kept | None = None,
     ) -> None:
         self._bound = bound
+        self._own_kept = Kept() if kept is None else None
+        kept = self._own_kept or kept
+        assert kept is not None
         self._runs = 0
         self._closed = False
         self._signals = PeerSignals(store, bound, timeout_s)
         self._end: _Source | _Reader
         try:
             if bound.schedule.world == "train":
-                self._end = _Source(bound, self._signals, scratch_bytes)
+                self._end = _Source(bound, self._signals, scratch_bytes, kept)
             else:
-                self._end = _Reader(bound, self._signals, options)
+                self._end = _Reader(bound, self._signals, options, kept)
         except BaseException:
             self._signals.close()
+            if self._own_kept is not None:
+                self._own_kept.close()
             raise
         self.scratch_bytes = self._end.scratch_bytes  # of a training rank's slots; 0 where nothing is cast
         self.table_bytes = self._end.table_bytes  # GPU memory of what the kernels walk, and of checksums
@@ -112,6 +121,8 @@ class DirectExecutor:
         self._closed = True
         self._signals.close()
         self._end.close()
+        if self._own_kept is not None:
+            self._own_kept.close()
 
 
 class _Source:
@@ -119,13 +130,13 @@ class _Source:
 
     written_bytes = 0
 
-    def __init__(self, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int) -> None:
+    def __init__(self, bound: BoundSchedule, signals: PeerSignals, scratch_bytes: int, kept: Kept) -> None:
         self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
         self._signals = signals
         self._settling = _EventWait(signals, "what was queued before the refit")
         self._reading = _EventWait(signals, "the pull")
         self._not_done: int | None = None  # the run whose DONE has not been received yet
-        signals.publish(export(bound.by_name).to_json())
+        share_memory(signals, kept, bound.by_name)
         parse = partial(open_event, device=self._device)
         self._read = {peer: signals.fetch(peer, parse) for peer in signals.peers}  # happened: the last pull has ended
         plain, cast = parted(bound.schedule)
@@ -161,7 +172,7 @@ class _Reader:
     scratch_bytes = 0
     written_bytes = 0  # all, once something is queued: the GPU does not say how far it is
 
-    def __init__(self, bound: BoundSchedule, signals: PeerSignals, options: DirectOptions) -> None:
+    def __init__(self, bound: BoundSchedule, signals: PeerSignals, options: DirectOptions, kept: Kept) -> None:
         schedule = bound.schedule
         plain, cast = parted(schedule)
         assert plain.view is not None
@@ -173,10 +184,10 @@ class _Reader:
         self._stream = torch.cuda.Stream(device)
         self._pulled = torch.cuda.Event(interprocess=True)
         signals.publish(export_event(self._pulled, device))
-        self._mappings = Mappings(device)
+        self._mappings, self._slot_mappings = kept.mappings(device), Mappings(device)  # slots end with this executor
         try:
-            self._slots = SlotReader(bound, cast, signals, self._mappings, self._stream, options)
-            exports = {peer: signals.fetch(peer, Export.from_json) for peer in signals.peers}
+            self._slots = SlotReader(bound, cast, signals, self._slot_mappings, self._stream, options)
+            exports = fetch_exports(signals, kept)
             addresses = self._addresses(exports)
             tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
             sources = {block.gpu for exported in exports.values() for block in exported.allocations}
@@ -194,6 +205,7 @@ class _Reader:
         except BaseException:
             withdraw_event(self._pulled)
             self._mappings.close()
+            self._slot_mappings.close()
             raise
         self.table_bytes = self._copies.nbytes + self._slots.table_bytes
         problems = tile_problems(
@@ -224,8 +236,10 @@ class _Reader:
         """Unmap the sources. A source that died while it cast leaves a wait on the GPU: its memory then stays mapped."""
         withdraw_event(self._pulled)
         self._slots.close()
-        if EventPoller(CLOSE_S).until(self._stream.query):
-            self._mappings.close()
+        is_read = not EventPoller(CLOSE_S).until(self._stream.query)
+        self._mappings.close(is_read=is_read)
+        if not is_read:
+            self._slot_mappings.close()
 
     def _note_writes(self) -> None:
         self.written_bytes = self._bound.nbytes

@@ -37,21 +37,25 @@ class PeerSignals:
     def __init__(self, store: StoreKeys, bound: BoundSchedule, timeout_s: float) -> None:
         self._bound = bound
         self.timeout_s = timeout_s
-        self._store = store
+        self.store = store
         self.peers = _waiting_by_peer(bound)
         # A group of its own: a buffer posted in the session's would get the next message of any kind.
         self._group = connect_group(FailFastStore("words", store), bound.schedule, timeout_s)
         self._posted: dict[int, tuple[torch.Tensor, GlooMessage]] = {}
         self._listen(self.peers)
 
+    @property
+    def rank_name(self) -> str:
+        return self._bound.rank_name
+
     def publish(self, value: Any, *, prefix: str = "") -> None:
         """Tell all peers `value`, as JSON."""
-        publish(self._store, prefix + self._bound.rank_name, value)
+        publish(self.store, prefix + self.rank_name, value)
 
     def fetch(self, peer: int, parse: Callable[[Any], T], *, prefix: str = "") -> T:
         """The value that a peer publishes."""
         waiting = self.peers[peer]
-        return fetch(self._store, prefix + waiting.peer, waiting, parse, timeout_s=self.timeout_s)
+        return fetch(self.store, prefix + waiting.peer, waiting, parse, timeout_s=self.timeout_s)
 
     def tell(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
         """Send `signal` to `peers`, by default to all."""
