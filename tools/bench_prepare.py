@@ -80,6 +80,7 @@ _CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_
 # What counts as which phase, by where a name is looked up. A phase counts its own time, without phases within it.
 _SESSION = "mcore_reshard.session"
 _DIRECT = "mcore_reshard.kernels.transports.direct.executor"
+_SIGNALS = "mcore_reshard.kernels.transports.direct.peer_signals"
 _KEPT = "mcore_reshard.kernels.transports.kept"
 _TIMED = {
     "exchange": (
@@ -89,11 +90,10 @@ _TIMED = {
     "checks": (f"{_SESSION}.executed_check.ExecutedTables", f"{_SESSION}.connection.SourceChecks"),
 }
 _TIMED_DIRECT = {
-    "exchange": tuple(
-        f"mcore_reshard.kernels.transports.direct.peer_signals.{name}"
-        for name in ("PeerSignals.fetch", "PeerSignals.publish", "connect_group")
-    )
-    + (f"{_KEPT}.Kept.publish", f"{_KEPT}.Kept.export_of"),
+    "exchange": (
+        *(f"{_SIGNALS}.{name}" for name in ("PeerSignals.fetch", "PeerSignals.publish", "connect_group")),
+        *(f"{_KEPT}.{name}" for name in ("Kept.publish", "Kept.export_of")),
+    ),
     "map": (f"{_KEPT}.Kept.export", f"{_KEPT}.Mappings.addresses"),
     "tables": tuple(f"{_DIRECT}.{name}" for name in ("pull_table", "cut_tiles", "interleaved", "DeviceCopies")),
     "checks": (f"{_DIRECT}.tile_problems",),

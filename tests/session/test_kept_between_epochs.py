@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
+import torch
 from helpers.fake_memory import share_over_gloo
+from helpers.gpu import needs_gpus
 from helpers.plans import Case
-from helpers.ranks import StoreProcess, store_process
-from helpers.remote import Answer, Ranks, Remote, tell
+from helpers.ranks import StoreProcess, run_ranks, store_of, store_process, values
+from helpers.remote import Answer, Ranks, Remote, tell, weights
 
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
+from mcore_reshard.session.part import RankOfPlan
+from mcore_reshard.session.plan_exchange import publish_plan
 
 CASE = Case("tiny-llama", "tp=2", "tp=1,dp=4")  # three replicas or more pass on what they have received
 OPTIONS = Options(transport="gloo", timeout_s=20.0)
@@ -122,3 +129,74 @@ def test_after_a_failure_what_is_whole_is_kept_and_the_dead_ranks_memory_is_unma
     second = [*told, *answers]
     require_kept(first, second, new_peers=0)
     assert all(now.mapped < was.mapped for was, now in zip(first[2:], second[2:], strict=True))
+
+
+TRAINERS, LEAVER, JOINER = 2, 5, 6  # processes: trainers, then replicas 0 to 4
+SPAWN_S = 180.0
+
+
+def on_one_gpu(number: int, address: str, transport: str) -> list[tuple[Counter[str], bool]]:
+    """A rank on GPU 0, as the test above has them: what it had made and kept after each refit, and whether it was right."""
+    torch.cuda.set_device(0)
+    plan = CASE.plan()
+    world = "train" if number < TRAINERS else "gen"
+    rank = number if world == "train" else number - TRAINERS
+    options = Options(transport=transport, timeout_s=60.0)
+    steps = store_of(address, "steps")
+
+    def meet(step: str) -> None:
+        steps.set(f"{step}/{number}", "")
+        assert steps.wait_all([f"{step}/{each}" for each in range(JOINER + 1)], SPAWN_S)
+
+    def held(version: int) -> dict[str, torch.Tensor]:
+        return {name: each.cuda() for name, each in weights(plan, world, rank, version).items()}  # type: ignore[arg-type]
+
+    tensors = held(0)
+    kind: Any = TrainEndpoint if world == "train" else GenerationEndpoint
+    endpoint = kind(RankOfPlan(plan, world, rank), lambda: tensors, store=address, options=options)  # type: ignore[arg-type]
+    if number == 0:
+        publish_plan(plan, address, options)
+    meet("planned")
+    told: list[tuple[Counter[str], bool]] = []
+    for version in (1, 2, 3):
+        if version == 2 and number == LEAVER:
+            endpoint.close()
+        meet(f"before {version}")
+        if version == (3 if number == JOINER else 1):
+            endpoint.prepare()
+            assert endpoint.committed_version == (2 if number == JOINER else None), "it has what other replicas have"
+        if number == JOINER and version == 3:
+            told.append((Counter(endpoint._kept.counts), is_of(tensors, held(2))))
+        meet(f"prepared {version}")
+        if (number == LEAVER and version > 1) or (number == JOINER and version < 3):
+            continue
+        for name, each in held(version).items() if world == "train" else ():
+            tensors[name].copy_(each)
+        endpoint.refit(version)
+        told.append((Counter(endpoint._kept.counts), is_of(tensors, held(version))))
+    meet("over")
+    endpoint.close()
+    return told
+
+
+def is_of(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensors[name].view(torch.uint8), each.view(torch.uint8)) for name, each in expected.items())
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+@pytest.mark.parametrize("transport", ["direct", "auto"])
+def test_on_one_gpu_what_has_not_changed_is_kept_too(transport: str) -> None:
+    told = values(run_ranks(JOINER + 1, on_one_gpu, transport, timeout_s=SPAWN_S, method="spawn"))
+    assert all(is_right for of_rank in told for _, is_right in of_rank)
+    for number in range(LEAVER):
+        first, second, third = (counts for counts, _ in told[number])
+        assert first["tensors bound"] == second["tensors bound"] == third["tensors bound"] > 0
+        assert first["exports made"] == second["exports made"] == third["exports made"] == 1
+        assert first["exports kept"] < second["exports kept"] < third["exports kept"]
+        if number < TRAINERS:
+            continue
+        assert first["exports read"] == second["exports read"], "of peers that it knew"
+        assert third["exports read"] == second["exports read"] + 1, "of the new peer"
+        assert first["allocations mapped"] == second["allocations mapped"] < third["allocations mapped"]
+        assert second["allocations unmapped"] > 0, "those of the peer that left"

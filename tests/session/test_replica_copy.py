@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.gloo import NoisyWire, connecting
+from helpers.gpu import needs_gpus
 from helpers.handmade import raw_bytes
 from helpers.ranks import run_ranks, values
 
@@ -331,3 +332,27 @@ def test_views_share_memory_with_their_tensors() -> None:
         list_tensors("gen:0", {"expanded": torch.zeros(1).expand(4)})
     with pytest.raises(BindError, match="without bytes"):
         list_tensors("gen:0", {"meta": torch.zeros(1, device="meta")})
+
+
+def on_one_gpu(rank: int, address: str, transport: str) -> tuple[CopyReport, dict[str, bytes]]:
+    """As `one_end`, with all tensors on GPU 0."""
+    torch.cuda.set_device(0)
+    store = view(address, "gen:5" if rank else "gen:1")
+    tensors = {name: tensor.cuda() for name, tensor in weights(seed=rank).items() if name != "lm_head.weight"}
+    tensors["lm_head.weight"] = tensors["embed.weight"]  # tied
+    options = replace(OPTIONS, transport=transport, timeout_s=60.0)
+    if rank == 0:
+        report = offer(store, "gen:1", "gen:5", tensors, options, version=7)
+    else:
+        report = take(store, "gen:5", "gen:1", tensors, options)
+    torch.cuda.synchronize()
+    return report, bytes_of({name: tensor.cpu() for name, tensor in tensors.items()})
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+@pytest.mark.parametrize("transport", ["direct", "auto"])
+def test_every_byte_of_every_tensor_arrives_on_a_gpu(transport: str) -> None:
+    (gave, held), (took, filled) = values(run_ranks(2, on_one_gpu, transport, timeout_s=120.0, method="spawn"))
+    assert filled == held == bytes_of(weights(0)) != bytes_of(weights(1))
+    assert (took.version, took.nbytes, took.transport) == (7, gave.nbytes, "direct")
