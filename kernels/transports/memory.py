@@ -3,6 +3,7 @@
     direct   copy tables; slots on training ranks that cast. CUDA IPC maps the trainer's memory and takes none
     nccl     copy tables, slots, and NCCL's own buffers
     gloo     a window of buckets, in the host's memory
+    auto     where ranks are known: direct within an NVLink domain, and nccl elsewhere, wave by wave
 
 Rounds, slots and tiles come from the functions that the executors call. Tensors are taken to begin at multiples of 16
 bytes, in memory that is not virtual, as allocators of tensors hand it out.
@@ -13,9 +14,11 @@ engine. One of them is counted for all: a plan of DeepSeek-V3 for 256 and 128 ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +31,12 @@ from mcore_reshard.kernels.copies.strata import strata_of
 from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, scale_blocks
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, table_bytes
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.plan.balance import WAVES, wave_of
 from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.planner.plan.paths import NIC
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.plan.schedule import Schedule, World
+from mcore_reshard.planner.plan.schedule import Schedule, SourceView, View, World
+from mcore_reshard.planner.topology.topology import Topology
 
 from .direct.staging import SLOTS, divide_slots, parted
 from .nccl.buffers import buffer_bytes
@@ -43,9 +49,12 @@ from .nccl.staging import (
     pair_count,
     slot_bytes,
 )
+from .reach import passes_on
 from .rounds import bucket_bytes_within, gloo_window
 
 _FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
+T = TypeVar("T")
+_FAR_SHARES = 10  # ranks are counted as one where the shares of their bytes that cross NICs are alike: in tenths
 _ALIKE = 1.02  # ranks are counted as one where none of them moves more than this many times the bytes of another
 
 
@@ -72,25 +81,34 @@ class SessionMemory:
     staging: tuple[int, ...]  # of each generation rank: a second buffer of the rank's whole share
 
 
-def session_memory(plan: Plan, options: Options = Options()) -> SessionMemory:  # noqa: B008
-    """The memory of a session with `plan`, over each transport that moves it point to point.
+def session_memory(
+    plan: Plan,
+    options: Options = Options(),  # noqa: B008
+    topology: Topology | None = None,
+    transports: Collection[str] = ("direct", "nccl", "gloo", "auto"),
+) -> SessionMemory:
+    """The memory of a session with `plan`, over each of the `transports`.
 
-    Raises ValueError where `options.scratch_bytes` are too few for nccl or for casts.
+    `auto` is among them where `topology`, by default that of the plan, says where ranks are. Raises ValueError where
+    `options.scratch_bytes` are too few for nccl or for casts.
     """
+    topology = topology or plan.topology
     worlds: tuple[World, World] = ("train", "gen")
-    alike = {world: _alike(plan, world) for world in worlds}
-    schedules = {
-        world: {rank: schedule_of(plan, world, rank) for rank in np.unique(alike[world]).tolist()} for world in worlds
+    alike = {world: _alike(plan, world, topology) for world in worlds}
+    ranks = {
+        world: {rank: _Rank(schedule_of(plan, world, rank), plan) for rank in np.unique(alike[world]).tolist()}
+        for world in worlds
     }
-    by_transport = {
-        "direct": _direct(schedules, alike, options),
-        "nccl": _nccl(plan, schedules, alike, options),
-        "gloo": {
-            world: {rank: RankMemory(scratch=_gloo_scratch(each, options)) for rank, each in of_world.items()}
-            for world, of_world in schedules.items()
-        },
-    }
-    staging = {rank: _tensor_bytes(schedule) for rank, schedule in schedules["gen"].items()}
+    by_transport: dict[str, _Counted] = {}
+    if "direct" in transports:
+        by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options)
+    if "nccl" in transports:
+        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: rank.unrelayed), alike, options)
+    if "gloo" in transports:
+        by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
+    if "auto" in transports and topology is not None:
+        by_transport["auto"] = _auto(ranks, alike, options, topology, relays=passes_on(plan, topology, "auto"))
+    staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
     return SessionMemory(
         {
             transport: {world: tuple(counted[world][rank] for rank in alike[world].tolist()) for world in worlds}
@@ -100,12 +118,66 @@ def session_memory(plan: Plan, options: Options = Options()) -> SessionMemory:  
     )
 
 
-_Schedules = Mapping[World, Mapping[int, Schedule]]  # of the ranks that are counted
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank moves, expanded where it is counted."""
+
+    schedule: Schedule
+    plan: Plan
+
+    @cached_property
+    def hops(self) -> list[Schedule]:
+        """With the trainer; on generation ranks that pass on, what they send and receive in each later hop."""
+        relays = self._view.relays() if self.schedule.world == "gen" else ()
+        return [_with_sources(self.schedule), *(end for relay in relays for end in (relay.sends, relay.receives))]
+
+    @cached_property
+    def unrelayed(self) -> Schedule:
+        """With the trainer, if every byte came from there."""
+        return _with_sources(self._view.unrelayed()) if self.schedule.relayed else self.hops[0]
+
+    @property
+    def _view(self) -> View:
+        assert self.schedule.view is not None, "a plan's schedule has one"
+        return self.schedule.view
+
+    def by_wave(self, schedule: Schedule) -> list[Schedule]:
+        """The transfers of each wave."""
+        if not self.plan.later_hops or self.plan.casts:
+            return [schedule]
+        wave_of_group = {group: wave_of(len(names)) for group, names in schedule.names.items()}
+        first = dict(_starts(wave_of_group))
+        known = np.concatenate([np.zeros(0, np.int64), *wave_of_group.values()])
+        at = np.zeros(max(first, default=0) + 1, np.int64)
+        at[[*first]] = [*first.values()]
+        waves = [known[at[table.transfer_group] + table.member] for table in schedule.tables]
+        return [schedule.with_rows([of_stage == wave for of_stage in waves]) for wave in range(WAVES)]
+
+
+def _starts(waves: Mapping[int, NDArray[np.int64]]) -> Iterator[tuple[int, int]]:
+    """(transfer group, where its members begin in all of them together)."""
+    start = 0
+    for group, of_group in waves.items():
+        yield group, start
+        start += len(of_group)
+
+
+def _with_sources(schedule: Schedule) -> Schedule:
+    """The schedule with its source table computed: filters of it need not do so again."""
+    if schedule.world == "train" or schedule.view is None:
+        return schedule
+    return replace(schedule, view=SourceView(schedule.view.source_table(), schedule.view))
+
+
 _Counted = dict[World, dict[int, RankMemory]]
 _Alike = Mapping[World, NDArray[np.int64]]
 
 
-def _alike(plan: Plan, world: World) -> NDArray[np.int64]:
+def _each(ranks: Mapping[World, Mapping[int, _Rank]], of_rank: Callable[[_Rank], T]) -> dict[World, dict[int, T]]:
+    return {world: {rank: of_rank(each) for rank, each in of_world.items()} for world, of_world in ranks.items()}
+
+
+def _alike(plan: Plan, world: World, topology: Topology | None) -> NDArray[np.int64]:
     """[ranks] the rank that is counted for each rank of a world."""
     moved = plan.send_bytes if world == "train" else plan.recv_bytes + plan.relay_bytes
     mesh = plan.train if world == "train" else plan.gen
@@ -113,6 +185,9 @@ def _alike(plan: Plan, world: World) -> NDArray[np.int64]:
     counted = np.arange(mesh.world)
     if sum(transfers for _, transfers, _ in plan.stage_totals) <= _FEW_TRANSFERS:
         return counted
+    if topology is not None and plan.topology is not None:  # `auto` takes nccl for these bytes
+        far = (plan.loads.sent if world == "train" else plan.loads.received)[NIC]
+        stage = stage * (_FAR_SHARES + 1) + np.rint(_FAR_SHARES * far / np.maximum(moved, 1)).astype(np.int64)
     first = -1
     for rank in np.lexsort((counted, moved, stage)).tolist():
         if first < 0 or stage[rank] != stage[first] or moved[rank] > _ALIKE * moved[first]:
@@ -121,8 +196,9 @@ def _alike(plan: Plan, world: World) -> NDArray[np.int64]:
     return counted
 
 
-def _direct(schedules: _Schedules, alike: _Alike, options: Options) -> _Counted:
-    parts = {rank: parted(schedule)[1] for rank, schedule in schedules["train"].items()}
+def _direct(schedules: Mapping[World, Mapping[int, Sequence[Schedule]]], alike: _Alike, options: Options) -> _Counted:
+    """`schedules` has the hops of each rank that is counted."""
+    parts = {rank: parted(hops[0])[1] for rank, hops in schedules["train"].items()}
     slot_buckets = {  # bytes, of each training rank that casts
         rank: bucket_bytes_within(options.scratch_bytes, len(part.peers), SLOTS)
         for rank, part in parts.items()
@@ -130,34 +206,15 @@ def _direct(schedules: _Schedules, alike: _Alike, options: Options) -> _Counted:
     }
     bucket_bytes = {rank: slot_buckets.get(counted, 0) for rank, counted in enumerate(alike["train"].tolist())}
     train = {}
-    for rank, schedule in schedules["train"].items():
+    for rank, (schedule,) in schedules["train"].items():
         slots, buckets = divide_slots(parts[rank], options.scratch_bytes)
         tables = _gather_bytes(schedule, [bucket for of_peer in buckets.values() for bucket in of_peer])
         train[rank] = replace(_of_trainer(schedule, options), tables=tables, scratch=SLOTS * slots.slot_bytes)
     gen = {
-        rank: RankMemory(
-            tables=sum(
-                _pull_bytes(wave, bucket_bytes, options)
-                for hop in _hops(schedule)
-                for wave in hop
-                if wave.world == "gen"
-            )
-        )
-        for rank, schedule in schedules["gen"].items()
+        rank: RankMemory(tables=sum(_pull_bytes(hop, bucket_bytes, options) for hop in hops if hop.world == "gen"))
+        for rank, hops in schedules["gen"].items()
     }
     return {"train": train, "gen": gen}
-
-
-def _hops(schedule: Schedule) -> list[list[Schedule]]:
-    """What a rank moves in each hop, wave by wave: with the trainer; where it passes on, what it sends and receives."""
-    if not schedule.relayed or schedule.view is None:
-        return [[schedule]]
-    waves = list(schedule.view.waves() or (schedule,))
-    relays = (wave.view.relays() for wave in waves if wave.view is not None and schedule.world == "gen")
-    hops = [waves]
-    for of_hop in zip(*relays, strict=True):
-        hops += [[relay.sends for relay in of_hop], [relay.receives for relay in of_hop]]
-    return hops
 
 
 def _pull_bytes(schedule: Schedule, bucket_bytes: Mapping[int, int], options: Options) -> int:
@@ -174,18 +231,14 @@ def _pull_bytes(schedule: Schedule, bucket_bytes: Mapping[int, int], options: Op
     return nbytes + table_bytes(cut_tiles(copies, bases, DEFAULT_TILE_BYTES), checksums=options.checksums)
 
 
-def _nccl(plan: Plan, schedules: _Schedules, alike: _Alike, options: Options) -> _Counted:
-    unrelayed: dict[World, dict[int, Schedule]] = {
-        world: {rank: _unrelayed(schedule) for rank, schedule in of_world.items()}
-        for world, of_world in schedules.items()
-    }
+def _nccl(schedules: Mapping[World, Mapping[int, Schedule]], alike: _Alike, options: Options) -> _Counted:
     pairs = {
         world: {rank: pair_count(schedule) for rank, schedule in of_world.items()}
-        for world, of_world in unrelayed.items()
+        for world, of_world in schedules.items()
     }
-    counts = [pairs[world][rank] for world in unrelayed for rank in alike[world].tolist()]
+    counts = [pairs[world][rank] for world in schedules for rank in alike[world].tolist()]
     division = divide(ScratchBudget(options.scratch_bytes, checksums=options.checksums), counts)
-    counted = [schedule for of_world in unrelayed.values() for schedule in of_world.values()]
+    counted = [schedule for of_world in schedules.values() for schedule in of_world.values()]
     division, cut = divide_windows(division, counted)
     buckets = dict(zip((schedule.name for schedule in counted), cut, strict=True))
     return {
@@ -193,12 +246,8 @@ def _nccl(plan: Plan, schedules: _Schedules, alike: _Alike, options: Options) ->
             rank: _nccl_rank(schedule, buckets[schedule.name], division, pairs[world][rank], options)
             for rank, schedule in of_world.items()
         }
-        for world, of_world in unrelayed.items()
+        for world, of_world in schedules.items()
     }
-
-
-def _unrelayed(schedule: Schedule) -> Schedule:
-    return schedule.view.unrelayed() if schedule.relayed and schedule.view is not None else schedule
 
 
 def _nccl_rank(
@@ -212,6 +261,37 @@ def _nccl_rank(
         scratch=sum(slot_bytes(rounds).values()),
         nccl=buffer_bytes(pairs, division, receives=schedule.world == "gen"),
     )
+
+
+def _auto(
+    ranks: Mapping[World, Mapping[int, _Rank]], alike: _Alike, options: Options, topology: Topology, *, relays: bool
+) -> _Counted:
+    """Pairs of a domain by direct, the others by nccl. Unless it `relays`, every byte comes from the trainer.
+
+    Waves over nccl share slots and communicators, and are counted as one.
+    """
+    domains = {world: topology.domains(world) for world in ranks}
+
+    def parts(rank: _Rank, *, near: bool) -> Schedule:
+        schedule = rank.hops[0] if relays else rank.unrelayed
+        other: World = "gen" if schedule.world == "train" else "train"
+        is_near = domains[other] == domains[schedule.world][schedule.rank]
+        return schedule.with_peers(np.flatnonzero(is_near == near).tolist())
+
+    later = _each(ranks, lambda rank: rank.hops[1:] if relays else [])
+    by_direct = _each(ranks, lambda rank: parts(rank, near=True))
+    hops = {world: {rank: [first, *later[world][rank]] for rank, first in by_direct[world].items()} for world in ranks}
+    counted = _direct(hops, alike, options)
+    for world, of_world in _nccl(_each(ranks, lambda rank: parts(rank, near=False)), alike, options).items():
+        for rank, held in of_world.items():
+            direct = counted[world][rank]
+            counted[world][rank] = replace(
+                _of_trainer(ranks[world][rank].schedule, options),
+                tables=direct.tables + held.tables,
+                scratch=direct.scratch + held.scratch,
+                nccl=held.nccl,
+            )
+    return counted
 
 
 def _gather_bytes(schedule: Schedule, buckets: Sequence[Bucket]) -> int:
@@ -232,8 +312,10 @@ def _of_trainer(schedule: Schedule, options: Options) -> RankMemory:
     )
 
 
-def _gloo_scratch(schedule: Schedule, options: Options) -> int:
-    windows = [[gloo_window(cut_buckets(wave, options.bucket_bytes)) for wave in hop] for hop in _hops(schedule)]
+def _gloo_scratch(rank: _Rank, options: Options) -> int:
+    windows = [
+        [gloo_window(cut_buckets(wave, options.bucket_bytes)) for wave in rank.by_wave(hop)] for hop in rank.hops
+    ]
     return sum(max((slots * nbytes for slots, nbytes in hop), default=0) for hop in windows)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from mcore_reshard.kernels.transports.memory import session_memory
+from mcore_reshard.kernels.transports.reach import passes_on
 from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan
 from mcore_reshard.planning import InputError, TracedRequest, read_request, read_traced_request
-from mcore_reshard.simulate.script import passes_on
 
 from .inputs import plan_from_traces, with_topology
 from .memory import as_json, memory_parts

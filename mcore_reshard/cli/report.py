@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         if topology is not None and proof.ok:
             simulation = simulate(plan, topology, args.transport)
         summary = summarize(plan, proof)
-        summary["memory"] = as_json(session_memory(plan)) if proof.ok else None
+        summary["memory"] = as_json(session_memory(plan, topology=topology)) if proof.ok else None
         page = report_page(plan, proof, summary, topology, simulation, measured)
     content = page.encode("utf-8", "replace")
     try:

@@ -10,17 +10,19 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from mcore_reshard.kernels.transports.memory import SessionMemory, session_memory
+from mcore_reshard.kernels.transports.reach import passes_on
 from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
 from mcore_reshard.planning import InputError, read_request
 from mcore_reshard.report.text import seconds_text
-from mcore_reshard.simulate.script import passes_on
 from mcore_reshard.simulate.simulate import simulate
 from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 
 from .inputs import collect_problems, is_plan_file, machine_of, read_plan
+from .memory import as_json, memory_parts
 from .render import and_more, count, facts, noted, print_report, progress, size, table
 
 _LINKS_SHOWN = 5
@@ -32,7 +34,8 @@ class _Simulated:
     gen: str  # the generation mesh
     plan: Plan
     simulation: Simulation
-    seconds: float  # that it took to plan and to simulate
+    memory: SessionMemory  # over the transport that is simulated
+    seconds: float  # that it took to plan, to simulate and to count
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
                 if not is_plan_file(args.source):  # a file is simulated as it is
                     plan = located(plan, topology)
                 outcome = simulate(plan, topology, args.transport)
+                memory = session_memory(plan, topology=topology, transports=(args.transport,))
             except ValueError as error:
                 raise InputError([str(error)]) from error
-        simulated.append(_Simulated(format_mesh(plan.gen), plan, outcome, time.perf_counter() - started))
+        simulated.append(_Simulated(format_mesh(plan.gen), plan, outcome, memory, time.perf_counter() - started))
     report = _as_json(simulated[0]) if len(simulated) == 1 else {"simulations": [*map(_as_json, simulated)]}
     print_report(args.json, report, _parts(simulated[0]) if len(simulated) == 1 else _what_if(simulated))
     return 0
@@ -98,6 +102,7 @@ def _as_json(each: _Simulated) -> dict[str, Any]:
         "domains": [{"domain": name, "seconds": seconds} for name, seconds in outcome.domains.items()],
         "critical_path": [asdict(step) for step in outcome.critical_path],
         "misc_bytes": each.plan.misc_bytes,
+        "memory": as_json(each.memory),
         "simulation_seconds": each.seconds,
     }
 
@@ -126,6 +131,7 @@ def _parts(each: _Simulated) -> Iterator[RenderableType]:
     )  # fmt: skip
     yield table("Busiest links", "link, of, ranks, >bytes, >busy", rows)
     yield from _path(outcome)
+    yield from memory_parts(each.memory)
     yield from noted(_notes(each))
 
 
@@ -157,10 +163,11 @@ def _what_if(simulated: Sequence[_Simulated]) -> Iterator[RenderableType]:
                 seconds_text(outcome.bound_s),
                 _ratio(outcome),
                 size(moved),
+                size(max(rank.total for ranks in each.memory.transports[outcome.transport].values() for rank in ranks)),
                 *shares,
             )
         )
-    columns = "engine, >predicted, >bound, >ratio, >bytes, " + ", ".join(f">{route}" for route in ROUTES)
+    columns = "engine, >predicted, >bound, >ratio, >bytes, >memory, " + ", ".join(f">{route}" for route in ROUTES)
     yield table(
         f"{simulated[0].plan.model}, train {format_mesh(simulated[0].plan.train)}, {simulated[0].simulation.transport}",
         columns,

@@ -34,6 +34,7 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     message_bytes,
     windows_to_try,
 )
+from mcore_reshard.kernels.transports.reach import passes_on
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, moment_of, turn_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
@@ -112,13 +113,6 @@ class _Side:
     stream: Ints
     place: Ints
     window: int
-
-
-def passes_on(plan: Plan, topology: Topology, transport: str) -> bool:
-    """Whether replicas pass bytes on over this transport: not over nccl, which `auto` takes between domains."""
-    domains = np.concatenate([topology.domains("train"), topology.domains("gen")])
-    is_within_domains = "relay" not in plan.later_hops or bool((domains == domains[0]).all())
-    return transport in ("gloo", "direct") or (transport == "auto" and is_within_domains)
 
 
 def script_of(plan: Plan, topology: Topology, transport: str, options: Options, most: int = _MOST_MESSAGES) -> Script:

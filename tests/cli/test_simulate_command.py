@@ -26,6 +26,16 @@ def test_simulate_says_the_time_the_bound_and_where_every_byte_goes(run: Run, pl
     assert "Critical path" in text and "NIC in" in text and "from the beginning" in text
 
 
+def test_simulate_says_the_extra_memory_of_each_rank(run: Run, tmp_path: Path) -> None:
+    path, machine = str(tmp_path / "plan.json"), ("--topology", "h200-8")
+    planned = run("plan", *MOE, *machine, "--out", path, "--json").json["memory"]
+    for transport in ("auto", "nccl"):
+        memory = run("simulate", path, *machine, "--transport", transport, "--json").json["memory"]
+        assert memory == {transport: planned[transport], "staged": planned["staged"]}
+        assert memory[transport]["gen"][0]["nccl"] > 0
+    assert "Extra memory of a rank, at most" in run("simulate", path, *machine).out
+
+
 def test_shared_hosts_move_less_over_nics(run: Run, plan_of: Any) -> None:
     path = plan_of(MOE)
     report = run("simulate", path, "--topology", "h200-8,shared", "--json").json

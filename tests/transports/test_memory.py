@@ -28,6 +28,7 @@ from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.kernels.transports.source_checks import SourceChecks
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.planner.topology.topology import parse_topology
 from mcore_reshard.session.staged import StagedTensors
 
 RESULTS = Path(__file__).parents[2] / "tools" / "results"
@@ -89,7 +90,7 @@ def test_ranks_over_gloo_hold_what_was_counted(case: PlanCase, bucket_bytes: int
 def test_ranks_that_are_counted_as_one_hold_nearly_the_same(case: PlanCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_FEW_TRANSFERS", 0)
     plan, counted = case.plan(), session_memory(case.plan())
-    distinct = [np.unique(memory._alike(plan, world)) for world in ("train", "gen")]
+    distinct = [np.unique(memory._alike(plan, world, None)) for world in ("train", "gen")]
     assert sum(map(len, distinct)) < plan.train.world + plan.gen.world
     monkeypatch.setattr(memory, "_FEW_TRANSFERS", 1 << 30)
     each = session_memory(plan)
@@ -187,6 +188,36 @@ def test_a_rank_of_one_tensor_holds_what_is_counted_by_hand() -> None:
     assert engine == RankMemory(tables=48 * transfers)  # of 48 bytes; each fits one tile and is in one piece
     (sender,) = counted.transports["direct"]["train"]
     assert (sender.tables, sender.scratch, sender.nccl, sender.scales) == (0, 0, 0, 0)
+
+
+def test_auto_is_direct_on_one_host_and_nccl_between_hosts() -> None:
+    plan = DENSE.plan()
+    train, gen = plan.train.world, plan.gen.world
+    assert "auto" not in session_memory(plan).transports  # nobody knows where ranks are
+    for machine, same in (("h200-8,shared", "direct"), ("h200-8", "nccl")):
+        counted = session_memory(plan, topology=parse_topology(machine, train, gen)).transports
+        assert counted["auto"] == counted[same]
+
+
+def test_auto_takes_for_pairs_of_a_host_and_for_those_between_hosts() -> None:
+    """Each training rank has an engine rank on its host and others on another; replicas pass on within hosts."""
+    case = PlanCase("tiny-llama", "tp=2", "tp=1,dp=4", machine="h200-8,gpus=4", hosts="train=a*2,gen=a*2@2+b*2")
+    plan = case.plan()
+    assert plan.later_hops == ("share",)
+    counted = session_memory(plan).transports
+    for world, ranks in counted["auto"].items():
+        others = [counted[transport][world] for transport in ("direct", "nccl")]  # type: ignore[index]
+        for rank, held in enumerate(ranks):
+            direct, nccl = (other[rank] for other in others)
+            assert held.tables > 0 and held.total <= direct.total + nccl.total
+    near, far = counted["auto"]["gen"][:2], counted["auto"]["gen"][2:]
+    assert [rank.nccl for rank in near] == [0, 0] and min(rank.nccl for rank in far) > 0
+    assert min(rank.nccl for rank in counted["auto"]["train"]) > 0
+
+
+def test_only_the_transports_asked_for_are_counted() -> None:
+    everything = session_memory(DENSE.plan())
+    assert session_memory(DENSE.plan(), transports=("nccl",)).transports == {"nccl": everything.transports["nccl"]}
 
 
 def test_checksums_take_sixteen_bytes_for_each_tile() -> None:
