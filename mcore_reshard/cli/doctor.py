@@ -119,7 +119,7 @@ def _auto(transports: list[dict[str, Any]], cuda: dict[str, Any]) -> list[str]:
     apart = [f"{device}-{other}" for device, other in combinations(peers, 2) if other not in peers[device]]
     elsewhere = "nccl" if "nccl" in usable else f"nothing (nccl: {reasons['nccl']})"
     within = f"direct, except between GPUs {', '.join(apart)}, which cannot access each other" if apart else "direct"
-    rest = "to and from other hosts, or GPUs that the reader does not see"
+    rest = "to and from other hosts"
     return [*lines, f"CUDA tensors: {within}, for pairs of ranks on this host; {elsewhere} {rest}"]
 
 

@@ -44,7 +44,7 @@ from .goodbye import say_goodbye_at_exit
 from .leader import Leader
 from .newcomers import Rank, catch_up, serve_newcomers
 from .part import Part, RankOfPlan, part_of
-from .places import on_several_hosts, own_place
+from .places import decide, own_place
 from .plan_exchange import fetch_plan, keep_newest, publish_again
 from .published import Published
 from .record import Record
@@ -376,7 +376,7 @@ class Member(ABC):
 
     def _bound_for(self, replicas: tuple[int, ...], places: tuple[str, ...] = ()) -> _Binding:
         """This rank's schedule among these replicas, bound; the last one is kept, and its tensors serve for others."""
-        among = replicas, places if on_several_hosts(places) else ()
+        among = replicas, places if decide(places, self._part.seats.train_ranks) else ()
         if self._binding is None or self._binding[0] != among:
             schedule = self._part.schedule(*among)
             missing = None if self._moves_by_name else self.by_name

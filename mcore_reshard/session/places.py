@@ -1,6 +1,7 @@
 """Where the ranks of a session are: each says its host and its GPU in its word, as "9f86d081884c/GPU-5c6e...".
 
-Ranks on several hosts plan for them: nearer sources, and bytes that enter a host once. On one host the plan stays as it is.
+Ranks on several hosts plan for them: nearer sources, and bytes that enter a host once. So do ranks of one host where both
+sides share a GPU: what a reader's own GPU holds comes from there. Elsewhere on one host the plan stays as it is.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ def own_place(seat: str, device: torch.device | None) -> str:
     return f"{sha256(host().encode()).hexdigest()[:12]}/{gpu}"
 
 
-def on_several_hosts(places: Sequence[str]) -> bool:
-    """Whether ranks are on several hosts, as far as all of them have said where they are."""
-    return all(places) and len({place.partition("/")[0] for place in places}) > 1
+def decide(places: Sequence[str], train_ranks: int) -> bool:
+    """Whether places make a plan better, as far as all ranks have said where they are; training ranks come first."""
+    hosts = {place.partition("/")[0] for place in places}
+    return all(places) and (len(hosts) > 1 or bool({*places[:train_ranks]} & {*places[train_ranks:]}))
 
 
 def topology_of(places: Sequence[str], train_ranks: int, planned: Topology | None = None) -> Topology | None:
-    """The topology of ranks, training ranks first; None unless they are on several hosts.
+    """The topology of ranks, training ranks first; None where it would `decide` nothing.
 
-    Links are those of the `planned` topology, if the plan was made for one. NVLink ends at hosts.
+    Links are those of the `planned` topology, if the plan was made for one. NVLink ends at hosts: ranks cannot say how far
+    it reaches, so the hosts of a rack (gb200-nvl72) count as far from each other.
     """
-    if not on_several_hosts(places):
+    if not decide(places, train_ranks):
         return None
     gpus: dict[str, dict[str, int]] = {}  # by host: the number of each GPU
     at: list[Place] = []

@@ -221,14 +221,14 @@ class Paths:
         if not self.passes_on:
             return hops
         every = member[:, None]
-        if self.relay:
+        if self.relays:
             leg_of = self._cells[0]
             turns = np.arange(len(leg_of)) if only is None else np.flatnonzero(only[self.pulled[leg_of]])
             overlap = self.pulled[leg_of[turns]]
             root, lander = self.landings.replica(first_dst, every, leg_of[turns]), self._lander(first_dst, every, turns)
             is_on_way = root != lander
             hops.append(Hop("relay", overlap, root, lander, is_on_way, np.full(len(turns), NIC)))
-        if self.share:
+        if self.shares:
             leg, cell, mate = self._mates
             if only is not None:
                 chosen = only[self.pulled[leg]]

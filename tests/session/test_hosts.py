@@ -1,4 +1,7 @@
-"""The ranks of a session say where they are. On several hosts they refit by a plan for these, on one by the plan as it is."""
+"""The ranks of a session say where they are. On several hosts, and where both sides share a GPU, they plan for these places.
+
+On one host without shared GPUs they refit by the plan as it is.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from helpers.ranks import run_ranks, values
 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.make_schedule import RankView
-from mcore_reshard.planner.plan.paths import NIC
+from mcore_reshard.planner.plan.paths import NIC, OWN_GPU
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import MACHINES, Place, Topology
-from mcore_reshard.session import places
+from mcore_reshard.session import member, places
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.places import own_place, topology_of
@@ -25,13 +28,17 @@ REPLICAS = Case("tiny-llama", "tp=2", "tp=1,dp=4")
 COLOCATED = Case("tiny-qwen3-moe", "tp=2,ep=2,dp=2", "tp=2,dp=2")
 
 
-def refit(number: int, address: str, case: Case, hosts: str, leaves: int = -1) -> list[tuple[int, list[str], int, Any]]:
-    """Rank `number`, training ranks first, refits twice as if it were on the host `hosts[number]`.
+def refit(
+    number: int, address: str, case: Case, hosts: str, leaves: int = -1, gpus: str = ""
+) -> list[tuple[int, list[str], int, Any]]:
+    """Rank `number`, training ranks first, refits twice as if it were on the host `hosts[number]`, on GPU `gpus[number]`.
 
     Generation rank `leaves` goes after the first. Returns of each refit the hosts in the plan, its later hops, bytes into
     NICs, and how many elements are wrong.
     """
     places.host = lambda: hosts[number]  # of this process alone
+    if gpus:
+        member.own_place = lambda *_: f"{hosts[number]}/{gpus[number]}"
     plan = case.plan()
     train = number < plan.train.world
     rank = number if train else number - plan.train.world
@@ -77,6 +84,37 @@ def test_on_one_host_the_plan_stays_as_it_is() -> None:
     assert told == [[(0, [*REPLICAS.plan().later_hops], told[0][0][2], {})] * 2] * 6
 
 
+def own_gpu_bytes(number: int, address: str, case: Case, gpus: str) -> tuple[int, int, str]:
+    """What all ranks take from their own GPUs, what they take in all, and the digest; each rank is on host a."""
+    used: list[Plan] = []
+    seen = plan_of
+
+    def keep(endpoint: Any) -> Plan:
+        used.append(seen(endpoint))
+        return used[-1]
+
+    globals()["plan_of"] = keep
+    told = refit(number, address, case, "a" * len(gpus), gpus=gpus)
+    assert all(wrong == {} for *_, wrong in told)
+    loads = used[-1].loads
+    return int(loads.received[OWN_GPU].sum()), int(loads.received.sum()), used[-1].digest
+
+
+SHARED = Case("tiny-llama", "tp=2,dp=2", "tp=2,dp=2")
+
+
+def test_on_one_host_all_that_the_own_gpu_has_comes_from_there() -> None:
+    told = values(run_ranks(8, own_gpu_bytes, SHARED, "01230123", timeout_s=120.0))
+    own, everything, digest = told[0]
+    assert own == everything == SHARED.plan().recv_bytes.sum()
+    assert told == [(own, everything, digest)] * 8 and digest != SHARED.plan().digest
+
+
+def test_on_one_host_without_a_shared_gpu_the_digest_is_that_of_the_plan() -> None:
+    told = values(run_ranks(8, own_gpu_bytes, SHARED, "01234567", timeout_s=120.0))
+    assert {digest for *_, digest in told} == {SHARED.plan().digest}
+
+
 def test_what_the_own_host_has_does_not_come_from_another() -> None:
     told = values(run_ranks(8, refit, COLOCATED, "aabbaabb", timeout_s=120.0))
     anywhere = COLOCATED.plan().recv_bytes.sum()
@@ -110,8 +148,14 @@ def test_links_are_those_that_the_plan_was_made_for() -> None:
     assert topology.domains("train") != topology.domains("gen")
 
 
+def test_a_gpu_with_ranks_of_both_sides_makes_a_topology_of_one_host() -> None:
+    topology = topology_of(["a/0", "a/1", "a/1"], 2)
+    assert topology is not None and topology.gen == (Place(0, 1),)
+    assert topology_of(["a/0", "a/0", "a/1"], 2) is None  # both of the trainer
+
+
 @pytest.mark.parametrize("said", [["a/0", "a/1"], ["a/0", ""], []], ids=["one host", "one is silent", "nobody"])
-def test_without_several_hosts_there_is_none(said: list[str]) -> None:
+def test_without_several_hosts_or_a_shared_gpu_there_is_none(said: list[str]) -> None:
     assert topology_of(said, 1) is None
 
 
