@@ -2,9 +2,10 @@
 
     python tools/bench_links.py                  # four GPUs; writes tools/results/links-x4.json
 
-One process drives all GPUs. The copy kernel of the direct transport, and the copy engines, move 2 GiB between each pair
-of a pattern. A GPU that reads several others takes from one after the other, or in turns of a tile. As a replica in a
-relay does, it also pulls with two kernels at once, one from the trainer and one from the others.
+On two or three GPUs only the patterns that these have are measured. One process drives all GPUs. The copy kernel of the
+direct transport, and the copy engines, move 2 GiB between each pair of a pattern. A GPU that reads several others takes
+from one after the other, or in turns of a tile. As a replica in a relay does, it also pulls with two kernels at once, one
+from the trainer and one from the others.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from mcore_reshard.kernels.copies.copy_table import COPY
-from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, interleaved
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench import machine
+
+if TYPE_CHECKING:
+    from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies
 
 RESULTS = Path(__file__).parent / "results"
 NBYTES = 2 << 30  # between two GPUs
@@ -42,6 +45,17 @@ PATTERNS: dict[str, Pattern] = {
     "two read each other and a third": {1: [0, 2], 2: [0, 1]},
     "three read each other and a fourth": {1: [0, 2, 3], 2: [0, 3, 1], 3: [0, 1, 2]},
 }
+
+
+def patterns_of(count: int) -> dict[str, Pattern]:
+    """The patterns that so many GPUs have."""
+    return {
+        name: pattern
+        for name, pattern in PATTERNS.items()
+        if count > max(gpu for reader, peers in pattern.items() for gpu in (reader, *peers))
+    }
+
+
 CTAS = [(48, 48), (24, 48)]  # of two kernels: from the trainer, from the others
 
 
@@ -58,6 +72,8 @@ class Gpus:
 
     def copies(self, gpu: int, peers: Sequence[int], ctas: int, *, by_tile: bool, pushes: bool = False) -> DeviceCopies:
         """The kernel with which `gpu` moves 2 GiB from, or to, each of `peers`."""
+        from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape  # need CUDA's Python packages
+
         table = np.zeros(len(peers), COPY)
         addresses = []
         for number, peer in enumerate(peers):
@@ -88,6 +104,8 @@ class Gpus:
 
 
 def kernel_rate(gpus: Gpus, pattern: Pattern, *, by_tile: bool, pushes: bool = False) -> float:
+    from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
+
     launches = []
     for gpu, peers in pattern.items():
         copies = gpus.copies(gpu, peers, KernelShape().ctas, by_tile=by_tile, pushes=pushes)
@@ -142,20 +160,21 @@ def measured(gpus: Gpus, name: str, pattern: Pattern) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    count = torch.cuda.device_count()
+    count = min(4, torch.cuda.device_count())
     parser.add_argument("--out", type=Path, default=RESULTS / f"links-x{count}.json")
     arguments = parser.parse_args()
-    if count < 4:
-        parser.error(f"the patterns are of four GPUs, there are {count}")
-    name, driver = machine.gpus()[0]
-    gpus = Gpus(4)
+    patterns = patterns_of(count)
+    if not patterns:
+        parser.error(f"the patterns are of two to four GPUs, there are {count}: run it where GPUs can read each other")
+    kind, driver = machine.gpus()[0]
+    gpus = Gpus(count)
     document = {
         "what": "GB/s into each GPU that reads",
         "date": date.today().isoformat(),
-        "hardware": f"4 x {name}",
+        "hardware": f"{count} x {kind}",
         "driver": driver,
         "versions": {"torch": torch.__version__},
-        "rows": [measured(gpus, name, pattern) for name, pattern in PATTERNS.items()],
+        "rows": [measured(gpus, name, pattern) for name, pattern in patterns.items()],
     }
     arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     for row in document["rows"]:

@@ -14,8 +14,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 MODEL = "deepseek-v3"
@@ -30,6 +32,37 @@ CASES = [
     ("tp=8,pp=16,ep=64,dp=16,layers=4+4+4+4+4+4+4+4+4+4+4+4+4+3+3+3", "tp=32,dp=32"),
     ("tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7", "tp=4,dp=32,ep=128"),
 ]
+
+
+# Planned again for hosts of h200-8, and simulated with the extra memory of each rank, as `mcore-reshard simulate` does.
+LOCATED = [CASES[1], CASES[6]]
+PLANNED_FOR_HOSTS = [*LOCATED, ("tp=8,pp=16,ep=64,dp=16,layers=4+4+4+4+4+4+4+4+4+4+4+4+4+3+3+3", "tp=32,dp=32")]
+
+
+def measure_located(train_text: str, gen_text: str) -> dict[str, object]:
+    """CPU seconds, for a case on known hosts: to plan, and for smaller ones to simulate and to count memory."""
+    import mcore_reshard as mr
+    from mcore_reshard.kernels.transports.memory import session_memory
+    from mcore_reshard.planner.plan.locate import located
+    from mcore_reshard.planner.topology.topology import parse_topology
+    from mcore_reshard.simulate.simulate import simulate
+
+    plan = mr.plan(MODEL, train=train_text, gen=gen_text)
+    topology = parse_topology("h200-8", plan.train.world, plan.gen.world)
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        started = time.process_time()
+        result = work()
+        seconds[name] = round(time.process_time() - started, 3)
+        return result
+
+    for_hosts = timed("plan", lambda: located(plan, topology))
+    if (train_text, gen_text) in LOCATED:
+        timed("simulate", lambda: simulate(for_hosts, topology))
+        timed("memory", lambda: session_memory(for_hosts, transports=("auto",)))
+    worlds = {"train_ranks": plan.train.world, "gen_ranks": plan.gen.world}
+    return {"model": MODEL, "train": train_text, "gen": gen_text, **worlds, "cpu_seconds": seconds}
 
 
 def measure(train_text: str, gen_text: str) -> dict[str, object]:
@@ -77,20 +110,17 @@ def measure(train_text: str, gen_text: str) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)  # one case, in this process
+    parser.add_argument("--located", action="store_true", help="only the cases on known hosts; keep the others")
     arguments = parser.parse_args()
+    if arguments.case and arguments.located:
+        print(json.dumps(measure_located(*arguments.case)))
+        return
     if arguments.case:
         print(json.dumps(measure(*arguments.case)))
         return
     rows = []
-    for case in CASES:
-        run = subprocess.run(
-            [sys.executable, __file__, "--case", *case],
-            check=True,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        row = json.loads(run.stdout)
+    for case in () if arguments.located else CASES:
+        row = _in_a_process("--case", *case)
         rows.append(row)
         seconds = row["seconds"]
         print(
@@ -98,7 +128,15 @@ def main() -> None:
             f"  proof {seconds['proof']:.3f} s  schedule {seconds['train_schedule']:.3f} / {seconds['gen_schedule']:.3f} s"
             f"  {row['peak_rss_mb']:.0f} MB  file {row['plan_file_bytes'] / 1e3:.0f} kB"
         )
+    located_rows = []
+    for case in PLANNED_FOR_HOSTS:
+        located_rows.append(_in_a_process("--located", "--case", *case))
+        print(f"on hosts: {located_rows[-1]}")
     RESULTS.parent.mkdir(exist_ok=True)
+    on_hosts = {"on_hosts": {"date": date.today().isoformat(), "machine": "h200-8", "cases": located_rows}}
+    if arguments.located:
+        RESULTS.write_text(json.dumps({**json.loads(RESULTS.read_text()), **on_hosts}, indent=2) + "\n")
+        return
     document = {
         "what": "planning, proof and one rank's schedule; medians of 5, one process a case, one thread",
         "date": date.today().isoformat(),
@@ -106,9 +144,22 @@ def main() -> None:
         "python": platform.python_version(),
         "numpy": __import__("numpy").__version__,
         "cases": rows,
+        **on_hosts,
     }
     RESULTS.write_text(json.dumps(document, indent=2) + "\n")
     print(f"wrote {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
+
+
+def _in_a_process(*arguments: str) -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, __file__, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    row: dict[str, Any] = json.loads(run.stdout)
+    return row
 
 
 def _cpu() -> str:

@@ -26,6 +26,7 @@ from mcore_reshard.planner.plan.schedule import Schedule, World
 from mcore_reshard.planner.topology.topology import parse_topology
 from mcore_reshard.simulate.events import NOTHING, DeadlockError, run_script
 from mcore_reshard.simulate.script import Script, script_of
+from mcore_reshard.simulate.simulate import simulate
 
 OPTIONS = Options(scratch_bytes=16 << 10, bucket_bytes=1 << 10)  # so small that tiny models have many rounds
 CASES = [*TINY[:4], *TINY[7:13], *TINY[16:19], TINY[24], TINY[25], *QUANTIZED[:2], QUANTIZED[7]]
@@ -231,3 +232,12 @@ def test_a_rank_that_takes_its_rounds_in_another_order_is_seen(transport: str) -
     run(found)
     with pytest.raises(DeadlockError):
         run(permuted)
+
+
+def test_one_host_that_relays_without_places_shares_with_them() -> None:
+    """One trainer, four replicas, one host: no bytes go between domains, so that there is no relay to simulate."""
+    case = Case("tiny-llama", "tp=1", "tp=1,dp=4", machine="h200-8", hosts="train=a*1,gen=a*4")
+    plan = case.plan()
+    assert plan.relay and plan.later_hops == ("share",) and plan.topology is not None
+    outcome = simulate(plan, plan.topology, "direct")
+    assert outcome.route_bytes["own GPU"] == plan.bulk_bytes and outcome.route_bytes["NIC"] == 0

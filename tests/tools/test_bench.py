@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench_links
 import bench_refit
 import pytest
 import torch
 from bench import ours
-from bench.goals import verdicts
+from bench.goals import mutual_reads, one_gpu, verdicts
 from bench.methods import Method, Prepared, parse_method
 from bench.ranks import Launch
 from bench.results import ResultFile, row_of, skipped, with_share
@@ -293,3 +294,35 @@ def test_what_is_late_is_not_started(tmp_path: Path) -> None:
     rows = run(tmp_path / "refit.json", "--workloads", "dense-tp-tp", "--methods", *methods, "--limit-s", "0.1")
     assert rows[0]["wrong_elements"] == 0
     assert rows[1] == skipped("dense-tp-tp", "golden", "not started within --limit-s 0.1")
+
+
+def test_the_docs_say_which_rows_of_nccl_are_of_an_earlier_executor(tmp_path: Path) -> None:
+    data = {
+        "hardware": "2 x GPU", "date": "2026-11-22", "versions": {}, "environment": {}, "rows": [measured("w", "nccl", 300)],
+        "workloads": {"w": {"what": "all", "model": "m", "train": "tp=1", "gen": "tp=1", "ranks": "1 -> 1"}},
+    }  # fmt: skip
+    for day, is_old in (("2026-11-22", True), ("2026-11-24", False)):
+        (tmp_path / "refit-x2.json").write_text(json.dumps({**data, "date": day}))
+        assert ("before the rounds of today" in tables.gpu_section(tmp_path)) == is_old
+
+
+def test_goals_of_shared_gpus_are_judged_by_the_links() -> None:
+    links = [{"pattern": "two read each other", "copy_engine": 197, "pull": 335, "push_by_tile": 360}]
+    halves = measured("moe-ep-tp", "direct", 690, gb_per_receiver=69.0)
+    verdict = mutual_reads(halves, links)
+    assert (verdict.measured, verdict.reached) == ("0.958 of 360 GB/s", True)
+    assert not mutual_reads({**halves, "ms": 110.0}, links).reached
+    assert one_gpu([measured("moe-ep-tp", "direct", 1900, share=0.91)]).reached
+    assert one_gpu([measured("moe-ep-tp", "direct", 1900, share=0.89)]).reached is False
+
+
+def test_nccls_own_memory_is_without_our_slots_and_tables() -> None:
+    rows = [measured("moe-ep-tp", "nccl", 310, share=0.9, scratch_mb=500.0, extra_memory_mb=1500.0)]
+    found = {verdict.figure: (verdict.measured, verdict.reached) for verdict in verdicts(rows)}
+    assert found["NCCL's own memory, whole MoE"] == ("989 MB", True)
+
+
+def test_few_gpus_have_the_patterns_of_few() -> None:
+    names = {count: [*bench_links.patterns_of(count)] for count in range(5)}
+    assert names[2] == ["one reads another", "two read each other"]
+    assert len(names[4]) == 6 and not names[1]

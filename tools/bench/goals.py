@@ -89,6 +89,29 @@ def _host(least: float) -> Judge:
     return judge
 
 
+def _nccl_memory(rows: list[Row]) -> tuple[str, bool]:
+    """All that the method takes beside weights: with slots and tables, and what CUDA sets up."""
+    own_mb = rows[0]["extra_memory_mb"] - rows[0]["scratch_mb"] - rows[0].get("table_mb", 0)
+    return f"{own_mb:,.0f} MB", own_mb <= 1000
+
+
+def mutual_reads(row: Row, links: Sequence[Row]) -> Verdict:
+    """Colocated ranks of which each has half of its bytes on another GPU, against the links that GPUs read by mutually.
+
+    `row` is of two ranks of both sides on two GPUs, `links` the rows of tools/bench_links.py.
+    """
+    link = next(each for each in links if each["pattern"] == "two read each other")
+    best = max(link[way] for way in ("copy_engine", "pull", "push_by_tile"))
+    share = row["gb_per_receiver"] / 2 / row["ms"] * 1e3 / best
+    figure, goal = "direct, colocated, half of the bytes on the own GPU", ">= 0.95 of the best way of mutual reads"
+    return Verdict(figure, goal, f"{share:.3f} of {best} GB/s", share >= 0.95)
+
+
+def one_gpu(rows: Sequence[Row]) -> Verdict:
+    """Both sides on one GPU: `rows` of a run of bench_refit there."""
+    return _verdict(rows, "direct, one GPU", ">= 0.9 of the copy engine", ((_MOE, "direct"),), _share(0.9))
+
+
 _MOE = "moe-ep-tp"
 _GOALS: tuple[tuple[str, str, tuple[tuple[str, str], ...], Judge], ...] = (
     ("direct, whole MoE", ">= 0.94 of the copy engine, no scratch", ((_MOE, "direct"),), _direct),
@@ -108,13 +131,20 @@ _GOALS: tuple[tuple[str, str, tuple[tuple[str, str], ...], Judge], ...] = (
     ("nccl, whole MoE", ">= 300 GB/s, >= 0.85 of NCCL alone, <= 512 MiB", ((_MOE, "nccl"),), _nccl),
     ("first refit after prepare, direct, nccl", "<= 1.2 x a later one", ((_MOE, "direct"), (_MOE, "nccl")), _first),
     ("a session's prepare, planning included", "< 3 s", ((_MOE, "session:transport=direct"),), _prepare),
+    (
+        "a whole session, direct, whole MoE",
+        ">= 0.93 of the copy engine",
+        ((_MOE, "session:transport=direct"),),
+        _share(0.93),
+    ),
+    ("NCCL's own memory, whole MoE", "<= 1,000 MB", ((_MOE, "nccl"),), _nccl_memory),
     ("direct, two replicas", ">= 0.85 of the copy engine", (("moe-replicas", "direct"),), _share(0.85)),
     ("direct, FP8 to FP8", ">= 0.9 of the copy engine", (("moe-fp8", "direct"),), _share(0.9)),
     (
         "direct, BF16 to FP8 on the way",
-        "<= 0.65 x the time of BF16 to BF16",
+        "<= 0.52 x the time of BF16 to BF16",
         (("moe-bf16-fp8", "direct"), (_MOE, "direct")),
-        _at_most(0.65),
+        _at_most(0.52),
     ),
     (
         "nccl, BF16 to FP8 on the way",

@@ -99,6 +99,9 @@ def attack_section() -> str:
     )
 
 
+_NCCL_ROUNDS = "2026-11-23"  # since when nccl sends all stages at once
+
+
 def gpu_section(folder: Path = RESULTS) -> str:
     """Every run of tools/bench_refit.py: what was measured on, all rows, and what was not measured and why."""
     parts = []
@@ -109,6 +112,8 @@ def gpu_section(folder: Path = RESULTS) -> str:
         named += "".join(f", {name}={value}" for name, value in data["environment"].items() if name != "NCCL_VERSION")
         parts.append(_wrapped(f"{data['hardware']}{driver}, {named}, {data['date']} ([data]({LINKS}/{file.name})):"))
         parts.append(_measured_table(data))
+        if data["date"] < _NCCL_ROUNDS and any(row["method"].startswith("nccl") for row in data["rows"]):
+            parts.append(_wrapped(f"Rows of `nccl` are from before the rounds of today ({_NCCL_ROUNDS})."))
         if lines := _not_measured(data):
             parts.append("\n".join(["Not measured:", "", *lines]))
     return "\n\n".join(parts)
@@ -327,7 +332,28 @@ def goals_section(folder: Path = RESULTS) -> str:
             mark = {True: "reached", False: "**not reached**", None: ""}[verdict.reached]
             lines.append(f"| {verdict.figure} | {verdict.goal} | {verdict.measured} | {mark} |")
         parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *_shared_goals(folder)])
+
+
+def _shared_goals(folder: Path) -> list[str]:
+    """A table of the goals of ranks that share GPUs, of the runs that are there."""
+    from bench.goals import mutual_reads, one_gpu
+
+    found = []
+    if (single := folder / "one-gpu-x1.json").exists():
+        data = json.loads(single.read_text())
+        found.append((data, one_gpu(data["rows"])))
+    if (both := folder / "refit-colocated-x2.json").exists():
+        data, links = json.loads(both.read_text()), json.loads((folder / "links-x4.json").read_text())
+        rows = [row for row in data["rows"] if (row["workload"], row["method"]) == ("moe-ep-tp", "direct")]
+        found += [(data, mutual_reads(row, links["rows"])) for row in rows]
+    mark = {True: "reached", False: "**not reached**", None: ""}
+    lines = ["| on GPUs that both sides share | goal | measured | |", "|---|---|---|---|"]
+    lines += [
+        f"| {verdict.figure} ({data['hardware']}) | {verdict.goal} | {verdict.measured} | {mark[verdict.reached]} |"
+        for data, verdict in found
+    ]
+    return ["\n".join(lines)] if found else []
 
 
 def _runs(folder: Path) -> list[Path]:
