@@ -1,8 +1,9 @@
 """A live vLLM model as the destination of a refit: its tensors, its loader, and what must follow direct writes.
 
 A refit writes parameters in the layout in which `load_weights` leaves them, or as kernels read them where a trace says how
-(`rearranged`). It refuses a model whose kernels read any other layout (`kernel_layouts`). File names below are vLLM 0.32's,
-under vllm/model_executor.
+(`rearranged`). Where a backend's own rearrangement can run again, it writes tensors beside the parameters (`redone`). It
+refuses a model whose kernels read any other layout (`kernel_layouts`). File names below are vLLM 0.32's, under
+vllm/model_executor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mcore_reshard.planner.layout.mesh import GenMesh
 from mcore_reshard.planner.layout.vllm_quantized import CHECKPOINT_BLOCKS
 from mcore_reshard.session.agreement import is_positive_float32
 
-from . import refined_scales
+from . import redone, refined_scales
 from .created import parameters_as_created
 from .rearranged import rearranged_parameters
 
@@ -62,7 +63,8 @@ def local_tensors(model: torch.nn.Module, *, as_kernels_read: bool = False) -> d
 
     No supported family loads into buffers. Tied weights appear once. Two kinds of parameters are left out: tensors that
     attention derives after loading, and the scales of the KV cache, which `set_kv_scales` takes. Where vLLM repeats the
-    scales of FP8 experts, tensors with the checkpoint's scales take their place (`refined_scales`).
+    scales of FP8 experts, tensors with the checkpoint's scales take their place (`refined_scales`). So do tensors in the
+    loaded layout where the backend lays it out anew (`redone`).
     Raises RuntimeError where kernels read another layout than `load_weights` leaves, naming every such parameter.
     `as_kernels_read`: the refit writes `rearranged_parameters` as kernels read them.
     """
@@ -74,7 +76,10 @@ def refuse_unknown_layouts(model: torch.nn.Module, as_kernels_read: bool) -> Non
     """Raise RuntimeError for parameters that a refit cannot write, as `local_tensors` does."""
     changed = kernel_layouts(model)
     known = rearranged_parameters(model) if changed and as_kernels_read else set()
-    refuse_kernel_layouts({name: changed[name] for name in changed if name not in known}, _AS_LOADED_REMEDY)
+    unknown = {name: changed[name] for name in changed if name not in known}
+    if unknown:
+        redone.forget(model)  # this engine takes no refits: it gets its memory back
+    refuse_kernel_layouts(unknown, _AS_LOADED_REMEDY)
 
 
 def refuse_traced_layouts(model: torch.nn.Module, why: Mapping[str, str]) -> None:
@@ -91,8 +96,8 @@ def _filled_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             left_out |= {f"{prefix}.{name}" for name in (*KV_SCALES, "prob_scale")}
         if _derives_weights(layer):
             left_out |= {f"{prefix}.{name}" for name in layer._parameters}
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in left_out}
-    return tensors | blocks
+    loaded = dict(model.named_parameters()) | redone.beside_of(model)
+    return {name: parameter.detach() for name, parameter in loaded.items() if name not in left_out} | blocks
 
 
 def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -100,8 +105,9 @@ def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Those that kernels read in another layout are among them.
     """
+    loaded = dict(model.named_parameters()) | redone.beside_of(model)
     names = [name.removesuffix(CHECKPOINT_BLOCKS) for name in _filled_tensors(model)]
-    return {name: model.get_parameter(name).detach() for name in names}
+    return {name: loaded[name].detach() for name in names}
 
 
 def load_weights(
@@ -123,12 +129,14 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
     - MLA absorbs `kv_b_proj` into W_UV and W_UK_T (layers/attention/mla_attention.py).
     - Some backends keep attention sinks as fp32 copies (v1/attention/backends/flashinfer.py).
     - Refined scales of FP8 experts are repeated (`refined_scales`).
+    - Layers whose backend lays them out anew are laid out (`redone`).
 
     vLLM ends its own weight updates with the same call (model_loader/reload/layerwise.py, _finalize_attention_layer). It
     writes in place, so captured CUDA graphs stay valid. It also sets scales of the KV cache to 1 where the checkpoint has
     none (layers/attention/attention.py), so these are put back. `dtype` is that of activations.
     """
     refined_scales.refine(model)
+    redone.lay_out(model)  # before attention reads `kv_b_proj`
     done = []
     with torch.no_grad():
         for name, layer in model.named_modules():
@@ -220,12 +228,18 @@ def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
     """Parameters that kernels do not read as `load_weights` leaves them -> the reason: no refit can write these.
 
     A whitelist decides: unquantized linear layers and embeddings; experts and block-FP8 layers on kernels that leave them
-    alone (layers/fused_moe/oracle/). Attention passes: `after_direct_writes` derives its tensors again.
+    alone (layers/fused_moe/oracle/). Attention passes: `after_direct_writes` derives its tensors again. So do layers that it
+    can lay out anew: the first call puts tensors beside these (`redone`).
     """
     changed: dict[str, str] = {}
     for prefix, layer in _layers_with_parameters(model):
         method = getattr(layer, "quant_method", None)
-        if method is not None and not _is_attention(layer) and (reason := _rearranged_by(layer, method)):
+        if method is None or _is_attention(layer) or not (reason := _rearranged_by(layer, method)):
+            continue
+        if not redone.is_redone(method):
+            changed |= {f"{prefix}.{name}": reason for name, _ in layer.named_parameters(recurse=False)}
+        elif why := redone.keep_beside(layer):
+            reason = f"{reason}, and cannot do so again: {why}"
             changed |= {f"{prefix}.{name}": reason for name, _ in layer.named_parameters(recurse=False)}
     return changed
 

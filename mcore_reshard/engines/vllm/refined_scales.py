@@ -18,6 +18,8 @@ import torch
 
 from mcore_reshard.planner.layout.vllm_quantized import CHECKPOINT_BLOCKS
 
+from .created import BESIDE
+
 _SUFFIX = "_weight_scale_inv"
 _UNFILLED = -1.0  # no scale is negative
 _BESIDE = "_checkpoint_blocks"  # attribute of a layer: its _Blocks by "w13" and "w2"
@@ -57,10 +59,11 @@ def _refined(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, 
             continue
         beside = layer.__dict__.setdefault(_BESIDE, {})
         for leaf in ("w13", "w2"):
-            parameter = getattr(layer, f"{leaf}{_SUFFIX}")
+            name = f"{leaf}{_SUFFIX}"
+            parameter = layer.__dict__.get(BESIDE, {}).get(name, getattr(layer, name))
             if leaf not in beside:
                 beside[leaf] = _make_blocks(leaf, layer, method, parameter)
-            yield f"{prefix}.{leaf}{_SUFFIX}", parameter, beside[leaf]
+            yield f"{prefix}.{name}", parameter, beside[leaf]
 
 
 def _make_blocks(leaf: str, layer: Any, method: Any, parameter: torch.Tensor) -> _Blocks:
