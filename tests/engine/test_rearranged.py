@@ -141,8 +141,8 @@ def test_backends_that_nobody_has_traced_are_refused_by_name(traced_worker: Any)
     worker, checkpoint = traced_worker
     for layer in worker.get_model().modules():
         if type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedFusedMoEMethod":
-            layer.quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_TRTLLM
-    with pytest.raises(RuntimeError, match="the FlashInfer TRTLLM backend rearranges experts after loading: "):
+            layer.quant_method.unquantized_backend = UnquantizedMoeBackend.AITER
+    with pytest.raises(RuntimeError, match="the ROCm AITER backend rearranges experts after loading: "):
         worker.refit_rank._condensed_trace(checkpoint)
 
 

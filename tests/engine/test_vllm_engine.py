@@ -308,8 +308,7 @@ def test_wrong_kv_scales_are_refused_before_any_is_written(config_folder, kv_cac
     ("kernel", "stays"),
     [
         ("TritonFp8BlockScaledMMKernel", True),
-        ("DeepGemmFp8BlockScaledMMKernel", False),
-        ("MarlinFP8ScaledMMLinearKernel", False),
+        ("CPUFp8BlockScaledMMKernel", False),
     ],
 )
 def test_block_fp8_layers_that_a_kernel_rearranged(kernel, stays, config_folder):

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-BESIDE = "_loaded_beside"  # attribute of a layer: tensors that loaders fill in place of its parameters, by name (`redone`)
+BESIDE = (
+    "_loaded_beside"  # attribute of a layer: tensors that loaders fill in place of its parameters, by name (`redone`)
+)
 
 
 @contextmanager

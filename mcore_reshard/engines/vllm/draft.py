@@ -21,6 +21,7 @@ from mcore_reshard.tracing.loading import record_loading
 from .created import parameters_as_created
 from .model import load_weights, local_tensors
 from .rearranged import rearrange
+from .redone import beside_of
 
 PREFIX = "draft:"  # no module has a colon in its name
 
@@ -43,7 +44,8 @@ def draft_of(runner: Any, config: Any) -> tuple[torch.nn.Module | None, str]:
 
 def own_tensors(draft: torch.nn.Module, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The draft model's tensors as `local_tensors` gives them, but those that lie in the main model's storage."""
-    shared = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    of_model = (*model.parameters(), *beside_of(model).values())
+    shared = {parameter.untyped_storage().data_ptr() for parameter in of_model}
     tensors = local_tensors(draft, as_kernels_read=True).items()
     return {PREFIX + name: tensor for name, tensor in tensors if tensor.untyped_storage().data_ptr() not in shared}
 

@@ -53,6 +53,7 @@ from . import model as engine
 from .adapters import without_adapters
 from .draft import PREFIX, draft_of, load_both, own_tensors, trace_draft
 from .rearranged import rearranged_parameters
+from .redone import beside_of
 from .sleep import SleepWatch
 from .trace import trace_loading
 
@@ -91,8 +92,8 @@ class VllmRank(EngineRank):
         from its next refit on. `connect_timeout_s` limits the wait for the store, for the plan, and for ranks that are still
         starting, each time anew. With `generate_while_mixed` the engine generates also from a mixture of two versions.
         `options` are the fields of `Options`. Returns the rank's name, as in "gen:3". Warns of a draft model that refits
-        leave as it is. Raises MeshError if the plan is for other engines, ValueError for wrong options, else as
-        `GenerationEndpoint.prepare`.
+        leave as it is, and of the memory that layers take which are laid out anew (`redone`). Raises MeshError if the plan is
+        for other engines, ValueError for wrong options, else as `GenerationEndpoint.prepare`.
         """
         self.close()
         self._mixed_may_generate = generate_while_mixed
@@ -100,7 +101,7 @@ class VllmRank(EngineRank):
         self._sleep.watch(self._worker)
         asked = Options(**options)
         session = session_under_way(store, asked)
-        with self._base_layers():
+        with self._as_vllm_configured(), self._base_layers():
             try:
                 self._meet_trainer(store, replica, connect_timeout_s, session)
             except RefitError as error:
@@ -110,6 +111,15 @@ class VllmRank(EngineRank):
                 self._meet_trainer(store, replica, connect_timeout_s, traced_session(session))
         if self._draft is None and (reason := self._why_draft_stays()):
             warnings.warn(f"refits leave the draft model of this engine as it is: {reason}", stacklevel=2)
+        if beside := [
+            t for model in (self._model, self._draft) if model is not None for t in beside_of(model).values()
+        ]:
+            megabytes = sum(tensor.nbytes for tensor in beside) / 1e6
+            warnings.warn(
+                f"{self.connected.rank_name}: backends of this engine rearrange weights after loading, as each refit does"
+                f" again: {len(beside)} parameters are kept twice, in {megabytes:,.1f} MB more",
+                stacklevel=2,
+            )
         return self.connected.rank_name
 
     def refit(self, version: int | None = None, *, everything: bool = False) -> RefitReport:

@@ -77,7 +77,9 @@ def forget(model: torch.nn.Module) -> None:
 def beside_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The tensors beside all layers, by the names of the parameters whose place they take in a refit."""
     return {
-        f"{path}.{name}": parameter for path, layer in _layers(model) for name, parameter in layer.__dict__[BESIDE].items()
+        f"{path}.{name}": parameter
+        for path, layer in _layers(model)
+        for name, parameter in layer.__dict__[BESIDE].items()
     }
 
 
