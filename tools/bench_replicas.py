@@ -133,8 +133,8 @@ def keep_nothing() -> None:
         kept.close()
         meet(kept, processes)
 
-    Kept.meet = forget  # type: ignore[method-assign]
-    BoundSchedule.again = lambda *_: None  # type: ignore[method-assign]
+    Kept.meet = forget  # type: ignore[method-assign, assignment]
+    BoundSchedule.again = lambda *_: None  # type: ignore[method-assign, assignment]
 
 
 def timed_refit(endpoint: TrainEndpoint | GenerationEndpoint, version: int) -> dict[str, Any]:
