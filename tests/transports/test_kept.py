@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +135,23 @@ def test_memory_that_a_failed_refit_may_still_read_stays_mapped_and_is_not_taken
         pair.connect()
     pair.reader.close()
     assert len(pair.ours.open) == 2
+
+
+def test_an_export_that_is_not_the_one_of_its_digest_is_refused() -> None:
+    pair = Pair()
+    own = pair.source.export(pair.tensors)
+    waiting = Waiting("gen:0", "relay:2", 0, "w", False)
+    pair.source.publish(own._replace(digest="digest"), "gen:2", pair.keys)
+    with pytest.raises(SessionError, match="relay:2 has published another export than it says"):
+        pair.reader.export_of(waiting, "digest", pair.keys, 1.0)
+    assert not pair.reader.counts["exports read"]
+
+
+def test_an_export_without_serial_numbers_is_refused() -> None:
+    said = json.loads(Pair().source.export({"w": torch.zeros(1)}).text)
+    said["allocations"] = [each[:4] for each in said["allocations"]]
+    with pytest.raises(SessionError, match="not an export of GPU memory"):
+        Export.from_json(json.dumps(said))
 
 
 def test_an_export_of_the_own_process_maps_nothing() -> None:
