@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
+from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.planner.layout.mesh import GenMesh, format_mesh
 
 _log = logging.getLogger(__name__)
 _SECRETS = ("token", "token_file")  # of Options; they stay on the machine
@@ -19,6 +21,17 @@ def options_for_engine(options: Options) -> dict[str, Any]:
     """The fields that differ from the defaults, as plain data that may travel: the engine has the token from its environment."""
     default = asdict(Options())
     return {name: value for name, value in asdict(options).items() if value != default[name] and name not in _SECRETS}
+
+
+def mesh_of_replicas(mesh: GenMesh, ranks: int, remedy: str) -> GenMesh:
+    """The mesh of so many engine ranks, whose engines are replicas of `mesh`: data parallel over all of them.
+
+    Raises RefitError, which ends with `remedy`, where they are no multiple of its ranks, or several engines spread experts.
+    """
+    replicas, rest = divmod(ranks, mesh.world)
+    if rest or not replicas or (replicas > 1 and mesh.ep > 1):
+        raise RefitError(f"an engine of {format_mesh(mesh)} has {mesh.world} ranks, and there are {ranks}: {remedy}")
+    return replace(mesh, dp=mesh.dp * replicas)
 
 
 def run_beside(others: Sequence[Callable[[], Any]], own: Callable[[], Result]) -> Result:

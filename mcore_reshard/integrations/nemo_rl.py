@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Generator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +24,11 @@ from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.planner.layout.mesh import GenMesh, format_mesh, parse_gen_mesh
-from mcore_reshard.planner.plan.replicas import replica_ranks
+from mcore_reshard.planner.layout.mesh import format_mesh, parse_gen_mesh
 from mcore_reshard.session.store_server import ServedStore, serve_store
 from mcore_reshard.trainers.refit_trainer import RefitTrainer
+
+from .common import mesh_of_replicas
 
 if TYPE_CHECKING:
     from mcore_reshard.engines.vllm.worker import RefitWorker
@@ -90,7 +91,11 @@ class RefitEngine(CheckpointEngine):
             [worker.model],
             worker.megatron_bridge,
             json.loads(engine["config"]),
-            gen=_mesh_of_replicas(parse_gen_mesh(engine["mesh"]), rollout_world_size),
+            gen=mesh_of_replicas(
+                parse_gen_mesh(engine["mesh"]),
+                rollout_world_size,
+                "NeMo-RL's vLLM engines are replicas; with experts in parallel over tp * dp run one engine alone",
+            ),
             store=metadata[0]["store"],
             connect_timeout_s=self._connect_timeout_s,
             options=self._options,
@@ -206,13 +211,3 @@ def _describe_engine(vllm_config: Any) -> dict[str, Any]:
         )
     config = vllm_config.model_config.hf_config
     return {"config": config.to_json_string(use_diff=False), "mesh": format_mesh(gen_mesh_of(vllm_config))}
-
-
-def _mesh_of_replicas(mesh: GenMesh, ranks: int) -> GenMesh:
-    """The mesh of all engines, which are replicas of one. Raises ValueError where their ranks are no multiple of its own."""
-    if (mesh.ep > 1 and ranks != mesh.world) or ranks % mesh.world:
-        raise ValueError(
-            f"NeMo-RL runs {ranks} vLLM ranks, engines of the mesh {format_mesh(mesh)} have {replica_ranks(mesh)}: with"
-            " experts in parallel over tp * dp there can be one engine alone"
-        )
-    return replace(mesh, dp=mesh.dp * (ranks // mesh.world))

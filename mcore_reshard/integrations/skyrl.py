@@ -33,7 +33,7 @@ from mcore_reshard.session.store_server import serve_store
 from mcore_reshard.trainers.refit_trainer import RefitTrainer
 from mcore_reshard.trainers.world import gather_from_all
 
-from .common import options_for_engine
+from .common import mesh_of_replicas, options_for_engine
 
 if TYPE_CHECKING:
     RefitPolicyWorker: type
@@ -150,11 +150,9 @@ def mesh_of(inference_engine_cfg: Any) -> GenMesh:
     """The mesh of all engines. Raises RefitError for several engines with expert parallelism."""
     engine = inference_engine_cfg
     tp, pp, dp = engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.data_parallel_size
-    if engine.expert_parallel_size == 1:
-        return GenMesh(tp=tp, pp=pp, dp=dp * engine.num_engines)
-    if engine.num_engines > 1:
-        raise RefitError("expert_parallel_size > 1 wants num_engines=1: experts are spread over one engine")
-    return GenMesh(tp=tp, pp=pp, dp=dp, ep=tp * dp)
+    mesh = GenMesh(tp=tp, pp=pp, dp=dp, ep=tp * dp if engine.expert_parallel_size > 1 else 1)
+    remedy = "set num_engines=1, since expert_parallel_size > 1 spreads experts over one engine"
+    return mesh_of_replicas(mesh, mesh.world * engine.num_engines, remedy)
 
 
 async def _beside(own: Callable[[], Result], ask: Callable[[], Awaitable[Any]]) -> Result:

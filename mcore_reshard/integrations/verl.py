@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -30,10 +29,12 @@ from verl.workers.rollout import base as rollout
 from mcore_reshard import dtensor, megatron
 from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.planner.layout.mesh import GenMesh, parse_gen_mesh
+from mcore_reshard.planner.layout.mesh import parse_gen_mesh
 from mcore_reshard.planner.plan.replicas import replica_ranks
 from mcore_reshard.session.store_server import ServedStore, serve_store
 from mcore_reshard.trainers.refit_trainer import RefitTrainer
+
+from .common import mesh_of_replicas
 
 BACKEND = "mcore_reshard"
 Call = tuple[str, dict[str, Any]]  # a method of RefitWorker, and its arguments
@@ -94,7 +95,11 @@ class RefitEngine(CheckpointEngine):
         if session != self._session:
             self._leave()
         self._session, self._address = session, store
-        self._mesh = mesh_of_replicas(self._gen, rollout_world_size)
+        self._mesh = mesh_of_replicas(
+            parse_gen_mesh(self._gen),
+            rollout_world_size,
+            f"let engine_kwargs.{BACKEND}.gen be the mesh of one rollout replica (with expert parallelism, of the only one)",
+        )
         self._replica = rank // replica_ranks(self._mesh)
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
@@ -170,18 +175,6 @@ class RefitManager(CheckpointEngineManager):
         if backend != BACKEND:
             raise RefitError(f"RefitManager wants checkpoint_engine.backend: {BACKEND}, not {backend}")
         self.backend = "delta_sharded"
-
-
-def mesh_of_replicas(gen: str, rollout_world_size: int) -> GenMesh:
-    """The mesh of all replicas: data parallel over as many as fill the rollout ranks. Raises RefitError if they do not."""
-    mesh = parse_gen_mesh(gen)
-    replicas, rest = divmod(rollout_world_size, mesh.world)
-    if rest or not replicas or (replicas > 1 and mesh.ep > 1):
-        raise RefitError(
-            f"engine_kwargs.{BACKEND}.gen: {gen} has {mesh.world} ranks, verl has {rollout_world_size} rollout ranks: give"
-            " the mesh of one rollout replica (with expert parallelism, of the only one)"
-        )
-    return replace(mesh, dp=mesh.dp * replicas)
 
 
 def refuse_unsupported(engine: Any) -> None:

@@ -18,7 +18,7 @@ import ray
 from verl_worlds import CONFIG, CPU, Replica, Trainer, runtime_env, server
 
 import mcore_reshard as mr
-from mcore_reshard.integrations.verl import RefitEngine, RefitManager, mesh_of_replicas
+from mcore_reshard.integrations.verl import RefitEngine, RefitManager
 from mcore_reshard.validation import tiny
 
 REPLICAS = 1
@@ -146,14 +146,6 @@ def test_verl_takes_our_model_engines_where_the_environment_names_them() -> None
     env["PYTHONPATH"] = str(Path(__file__).parents[2])
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=True)
     assert out.stdout.split()[-3:] == ["RefitMegatronEngine", "RefitFSDPEngine", "RefitFSDPEngine"]
-
-
-def test_replicas_fill_the_rollout_ranks() -> None:
-    assert mesh_of_replicas("tp=4", 8) == mr.GenMesh(tp=4, dp=2)
-    assert mesh_of_replicas("tp=2,dp=2,ep=4", 4) == mr.GenMesh(tp=2, dp=2, ep=4)
-    for gen, ranks in [("tp=4", 6), ("tp=4", 2), ("tp=2,ep=2", 4)]:
-        with pytest.raises(mr.RefitError, match=f"verl has {ranks} rollout ranks"):
-            mesh_of_replicas(gen, ranks)
 
 
 def test_wrong_options_are_refused_when_verl_makes_the_engine() -> None:
