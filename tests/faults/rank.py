@@ -17,8 +17,10 @@ from helpers.gpu import device_of
 
 from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.session import member
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.session.part import RankOfPlan
+from mcore_reshard.session.places import own_place
 
 from .inject import CallbackError, Injector, faulty_transport, install
 from .matrix import DEADLINE_S, STORE, Cell
@@ -252,6 +254,8 @@ class Member:
 def _device(cell: Cell, seat: str) -> torch.device:
     if cell.transport in ("gloo", "golden"):
         return torch.device("cpu")
+    # Each says that it has a GPU of its own: where all share one, each would take everything from there, and none relay.
+    member.own_place = lambda own_seat, _: own_place(own_seat, None)
     return device_of(cell.seats.index(seat))
 
 
