@@ -76,3 +76,34 @@ def test_recorded_refits_took_about_as_long_as_predicted() -> None:
     assert first["predicted"] == pytest.approx(median(first["seconds"]), rel=1e-3)  # it calibrates
     off = {row["case"]: row["predicted"] / median(row["seconds"]) - 1 for row in others}
     assert max(map(abs, off.values())) < 0.15, off
+
+
+@pytest.mark.parametrize("name", [*shaped_hosts.CASES])
+def test_recorded_rows_are_of_the_plans_and_the_simulation_of_today(name: str) -> None:
+    """Bytes of every link as planned now, and the prediction with the recorded bandwidth."""
+    data = json.loads(RESULTS.read_text())
+    row = next(row for row in data["rows"] if row["case"] == name)
+    assert stale_parts(row, data["calibrated_bytes_per_s"]) == [], "run tools/shaped_hosts.py anew"
+
+
+def stale_parts(row: dict[str, Any], nic: float) -> list[str]:
+    """What of a recorded row is not as it is planned and predicted now."""
+    plan = shaped_hosts.CASES[row["case"]].plan()
+    planned = shaped_hosts.planned_bytes(plan)
+    stale = [
+        f"{link['link']} of GPU {link['gpu']}"
+        for link in row["links"]
+        if link["planned"] != [*planned[link["link"]][link["gpu"]]]
+    ]
+    if shaped_hosts.predicted(plan, nic) != pytest.approx(row["predicted"], rel=1e-3):
+        stale.append("prediction")
+    return stale
+
+
+def test_a_row_of_another_plan_is_seen() -> None:
+    data = json.loads(RESULTS.read_text())
+    row, nic = data["rows"][0], data["calibrated_bytes_per_s"]
+    first = row["links"][0]
+    other = {**first, "planned": [first["planned"][0], first["planned"][1] + 1]}
+    assert stale_parts({**row, "links": [other, *row["links"][1:]]}, nic) == [f"{first['link']} of GPU {first['gpu']}"]
+    assert stale_parts({**row, "predicted": row["predicted"] * 1.01}, nic) == ["prediction"]
