@@ -89,14 +89,21 @@ def lay_out(model: torch.nn.Module) -> None:
     Raises RuntimeError, naming the layer, where that would change a tensor's shape or dtype; that layer stays as it is.
     """
     for path, layer in _layers(model):
-        beside = layer.__dict__[BESIDE]
-        made, live = _laid_out(layer, beside), _tensors_of(layer)
-        if problems := _problems(layer, made, beside):
+        if problems := _lay_out(layer):
             raise RuntimeError(f"{path} cannot be laid out anew as its kernels read it: {'; '.join(problems)}")
-        with torch.no_grad():
-            for name, tensor in live.items():
-                if not _is_same(tensor, made[name]):
-                    tensor.data.copy_(made[name])
+
+
+def _lay_out(layer: Any) -> list[str]:
+    """Lay out one layer, and free what that took; returns why it stays as it is."""
+    beside = layer.__dict__[BESIDE]
+    made = _laid_out(layer, beside)
+    if problems := _problems(layer, made, beside):
+        return problems
+    with torch.no_grad():
+        for name, tensor in _tensors_of(layer).items():
+            if not _is_same(tensor, made[name]):
+                tensor.data.copy_(made[name])
+    return []
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
