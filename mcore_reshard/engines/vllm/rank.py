@@ -242,6 +242,7 @@ class VllmRank(EngineRank):
         return KeptFile.of("vllm", models=digests, place=place, **parts)
 
     def _check_layout(self, plan: Plan, rank: int, options: Options) -> None:
+        engine.kernel_layouts(self._model)  # loaders are traced into the tensors that it puts beside layers
         if is_traced(plan):
             self._refuse_loading_of_rearranged(plan, rank, options)
             if not plan.pairs:  # the plan is what the loaders do; the places of scales are derived
