@@ -104,10 +104,11 @@ class Injector:
 def install(injector: Injector) -> None:
     """Wrap what sessions of this process call."""
     at = injector.inside
-    _before(attendance.Attendance, "_say", lambda *_: None, after=lambda: at("waiting for the call"))
+    _before(attendance.Attendance, "_say", lambda *_: None, after=lambda *_: at("waiting for the call"))
     _before(Refitter, "_move_bulk", lambda *_: at("before reads"))
     _before(Rendezvous, "decide", lambda *_: at("before the vote"))
-    _before(Rendezvous, "_await_outcome", lambda self, phase, *_: at("voted") if phase == "commit" else None)
+    voted = lambda self, phase, *_: at("voted") if phase == "commit" else None  # noqa: E731
+    _before(Rendezvous, "_arrive", lambda *_: None, after=voted)
     _before(Rendezvous, "_await_readers", lambda *_: at("outcome read"))
     _before(GlooGroup, "close", lambda *_: at("closing"))
     _wrap_gather(injector)
@@ -116,14 +117,14 @@ def install(injector: Injector) -> None:
     _damage_frames(injector)
 
 
-def _before(owner: Any, name: str, hook: Callable[..., Any], after: Callable[[], None] = lambda: None) -> None:
+def _before(owner: Any, name: str, hook: Callable[..., Any], after: Callable[..., Any] = lambda *_: None) -> None:
     call = getattr(owner, name)
 
     @wraps(call)
     def wrapped(*args: Any, **options: Any) -> Any:
         hook(*args)
         result = call(*args, **options)
-        after()
+        after(*args)
         return result
 
     setattr(owner, name, wrapped)

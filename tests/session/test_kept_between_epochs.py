@@ -15,8 +15,10 @@ from helpers.ranks import StoreProcess, run_ranks, store_of, store_process, valu
 from helpers.remote import Answer, Ranks, Remote, tell, weights
 
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.session import member
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.session.part import RankOfPlan
+from mcore_reshard.session.places import own_place
 from mcore_reshard.session.plan_exchange import publish_plan
 
 CASE = Case("tiny-llama", "tp=2", "tp=1,dp=4")  # three replicas or more pass on what they have received
@@ -138,6 +140,7 @@ SPAWN_S = 180.0
 def on_one_gpu(number: int, address: str, transport: str) -> list[tuple[Counter[str], bool]]:
     """A rank on GPU 0, as the test above has them: what it had made and kept after each refit, and whether it was right."""
     torch.cuda.set_device(0)
+    member.own_place = lambda seat, _: own_place(seat, None)  # as on GPUs of their own, so that replicas relay
     plan = CASE.plan()
     world = "train" if number < TRAINERS else "gen"
     rank = number if world == "train" else number - TRAINERS
