@@ -116,8 +116,9 @@ def test_of_two_jobs_that_race_one_leads_with_its_own_plan(host: StoreProcess) -
     with ThreadPoolExecutor(2) as pool:
         for number in range(20):
             first, second = pool.map(job, (number, number), (FIRST, SECOND))
-            assert sorted((first, second))[1] == "leads", (first, second)
-            assert "another " in sorted((first, second))[0], (first, second)
+            (told,) = {first, second} - {"leads"}
+            assert "leads" in (first, second), told
+            assert "another " in told or "has a trainer: train:0 is process 77" in told
 
 
 def test_a_value_is_replaced_only_where_it_is_the_one_that_was_expected(host: StoreProcess) -> None:
