@@ -140,7 +140,9 @@ def generate(rank: int, job: ranks.Job, store: str, backend: str) -> ranks.Resul
         where = {name: tensor.data_ptr() for name, tensor in kernel_tensors(model).items()}
         reports, results = [], []
         for version in range(1, job.request.refits + 1):
-            for tensor in (*engine.loaded.values(), *kernel_tensors(model).values()):
+            for tensor in kernel_tensors(model).values():
+                tensor.zero_()
+            for tensor in engine.loaded.values():
                 poison(tensor)
             reports.append(RefitReport(**worker.refit(version)))
             made = {name: tensor.clone() for name, tensor in kernel_tensors(model).items()}
