@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 256},
     "gpt-oss": {**_SIZES, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 131072},
 }
-# vLLM's own choice for block FP8 is DeepGEMM, which keeps scales as no checkpoint does: refits refuse it by name.
+# vLLM's own choice for block FP8 is DeepGEMM, which keeps scales as no checkpoint does: see engines/vllm/redone.py.
 FP8_BACKENDS = {"linear_backend": "triton", "moe_backend": "triton"}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
