@@ -11,6 +11,7 @@ One that a kernel may still read, after a failure, stays mapped until the proces
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mcore_reshard.kernels.cuda.exported import Allocation, Export, addresses_of
-from mcore_reshard.kernels.errors import SessionError, Waiting
+from mcore_reshard.kernels.errors import SessionError, TransportUnavailable, Waiting
+from mcore_reshard.kernels.events import log_event
 from mcore_reshard.kernels.rendezvous.exchange import fetch, publish, seat_of
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 
@@ -64,12 +66,12 @@ class _Mapping:
 
 
 class Mappings:
-    """Allocations of peers, for kernels of one device, until `close`."""
+    """Allocations of peers, for kernels of one device, until `close`. Without `stay` they are then unmapped at once."""
 
-    def __init__(self, kept: Kept, device: torch.device) -> None:
+    def __init__(self, kept: Kept, device: torch.device, *, stay: bool) -> None:
         self.device = device
         self.used: set[_Mapping] = set()
-        self._kept = kept
+        self._kept, self._stay = kept, stay
 
     def addresses(self, exported: Export, names: Iterable[str], owner: str) -> list[int]:
         """As `ipc.Mappings.addresses`."""
@@ -84,7 +86,7 @@ class Mappings:
 
     def close(self, *, is_read: bool = False) -> None:
         """Use them no more. `is_read`: a kernel may still read them, so that they must stay mapped."""
-        self._kept._release(self, is_read)
+        self._kept._release(self, is_read, self._stay)
         self.used.clear()
 
 
@@ -133,6 +135,7 @@ class Kept:
         """Forget everything. What executors still use is closed once they are."""
         with self._lock:
             self._own, self._exports = {}, {}
+            self._keys, self._tensors = None, {}  # tensors may be a second copy of the weights
             self._drop([*self._mapped])
 
     # --- own memory -----------------------------------------------------------------------------------------------
@@ -187,9 +190,12 @@ class Kept:
             self._used.add(key)
             return exported
 
-    def mappings(self, device: torch.device) -> Mappings:
-        """The mappings that one executor uses until it closes them, for kernels of `device`."""
-        return Mappings(self, device)
+    def mappings(self, device: torch.device, *, stay: bool = True) -> Mappings:
+        """The mappings that one executor uses until it closes them, for kernels of `device`.
+
+        They `stay` for the next connection, unless their memory is freed when this one ends.
+        """
+        return Mappings(self, device, stay=stay)
 
     def _base(self, mappings: Mappings, exported: Export, owner: str, allocation: Allocation) -> int:
         """Where an allocation begins here. Maps it for `mappings` unless it is mapped."""
@@ -226,12 +232,14 @@ class Kept:
             )
         self._drop(before)
 
-    def _release(self, mappings: Mappings, is_read: bool) -> None:
+    def _release(self, mappings: Mappings, is_read: bool, stay: bool) -> None:
         with self._lock:
             for mapped in mappings.used:
                 mapped.users.discard(mappings)
                 mapped.is_stuck |= is_read
                 self._unmap_unused(mapped)
+                if not stay and not mapped.users and self._mapped.get(mapped.place) is mapped:
+                    self._drop([mapped.place])
 
     def _drop(self, places: Iterable[_Place]) -> None:
         for place in places:
@@ -244,7 +252,12 @@ class Kept:
         if mapped.is_dropped and not mapped.users and not mapped.is_stuck:
             self._late.discard(mapped)
             self.counts["allocations unmapped"] += 1
-            self._driver().close_memory(mapped.address, mapped.device)
+            try:
+                self._driver().close_memory(mapped.address, mapped.device)
+            except (
+                TransportUnavailable
+            ) as error:  # the device is of no use any more, and what broke it is told elsewhere
+                log_event("not_unmapped", logging.WARNING, owner=mapped.place[0], cause=f"{error}")
 
     def _driver(self) -> Memory:
         if self._memory is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def unavailable_reasons_by_pair(
             f"{UNREACHABLE_VARIABLE} has {', '.join(map(repr, wrong))}: pairs are written train:0-gen:1 or relay:1-gen:0,"
             " with commas between them"
         )
-    own_pairs = []
+    found: dict[tuple[bool, str | None], int] = {}
     for pair in _pairs_to_read(schedule):
         source_seat = seats[group_rank(schedule, "gen" if pair.relays else "train", pair.src)]
         if pair.named(schedule) in _declared():
@@ -91,8 +92,18 @@ def unavailable_reasons_by_pair(
                 or direct_unavailable_reason
                 or _distance(source_seat, own_seat, bound.device)
             )
-        own_pairs.append((*astuple(pair), reason))
-    return dict(reason for pairs in exchange.gather("reach", own_pairs, _parse_pairs) for reason in pairs)
+        found[pair.relays, reason] = found.get((pair.relays, reason), 0) | 1 << pair.src
+    # A bit for each source: from 1,024 to 512 ranks there are half a million pairs.
+    word = [(relays, reason, f"{sources:x}") for (relays, reason), sources in found.items()]
+    ranks = max(schedule.train_ranks, schedule.gen_ranks)
+    said = exchange.gather("reach", word, partial(_parse_reach, ranks))
+    by_reader = enumerate(said[schedule.train_ranks :])
+    return {
+        RankPair(src, dst, relays): reason
+        for dst, groups in by_reader
+        for relays, reason, sources in groups
+        for src in sources
+    }
 
 
 def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
@@ -124,11 +135,15 @@ def _parse_seat(said: Any) -> _Seat:
     return _Seat(why, str(host_name), str(gpu), str(exported), tuple(map(str, malformed)))
 
 
-def _parse_pairs(pairs: Any) -> list[tuple[RankPair, str | None]]:
-    return [
-        (RankPair(int(src), int(dst), bool(relays)), None if why is None else str(why))
-        for src, dst, relays, why in pairs
-    ]
+def _parse_reach(ranks: int, said: Any) -> list[tuple[bool, str | None, list[int]]]:
+    """(whether sources relay, why the speaker cannot read them, the sources) of one rank's word in a session of `ranks`."""
+    groups = []
+    for relays, why, sources in said:
+        if len(sources) > -(-ranks // 4):
+            raise ValueError(f"{len(sources)} digits of sources, in a session of {ranks} ranks a side")
+        bits = int(sources, 16)
+        groups.append((bool(relays), None if why is None else str(why), [at for at in range(ranks) if bits >> at & 1]))
+    return groups
 
 
 def _distance(source: _Seat, reader: _Seat, device: torch.device | None) -> str | None:

@@ -58,7 +58,7 @@ def keep_newest(plan: Plan, held: SessionStore) -> None:
     job B              publishes                          its seat is taken: it ends with an error
     """
     newest = held.peek(_NEWEST)
-    if newest not in (None, plan.digest.encode()):
+    if newest != plan.digest.encode():  # or none: the store has started anew since the plan was published
         _put(held, plan)
         held.set(_NEWEST, plan.digest)
     if newest is not None and (earlier := {*held.keys("plan/")} - {_NEWEST, _key(plan.digest)}):

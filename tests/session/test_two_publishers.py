@@ -129,3 +129,9 @@ def test_a_value_is_replaced_only_where_it_is_the_one_that_was_expected(host: St
             assert store.compare_set("k", "other", "new") == b"old"
             assert store.compare_set("k", "old", "new") == store.get("k") == b"new"
             assert store.compare_set("k", "old", "newer") == store.get("k") == b"new"
+
+
+def test_a_store_that_starts_anew_before_the_leader_sits_down_has_its_plan_again(host: StoreProcess) -> None:
+    options = options_of("started anew", None)
+    with lead(host, FIRST, options):  # published at the store before
+        assert fetch_plan(host.address, options, timeout_s=5.0).digest == FIRST.digest

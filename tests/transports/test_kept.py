@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import synthetic
@@ -192,3 +194,38 @@ def test_a_tensor_that_moved_is_not_taken_for_bound() -> None:
     damaged = replace(two, stages=(replace(two.stages[0], recvs=replace(table, offset=table.offset + (1 << 40))),))
     with pytest.raises(BindError, match="outside their tensor"):
         bound.again(damaged, tensors)
+
+
+def test_what_does_not_stay_is_unmapped_when_it_is_closed() -> None:
+    pair = Pair()
+    pair.connect()
+    slots = pair.reader.mappings(CPU, stay=False)
+    slot = torch.zeros(8)
+    exported = pair.theirs.export({"slot": slot})
+    slots.addresses(exported, ["slot"], "train:0")
+    mapped = len(pair.ours.open)
+    slots.close()
+    assert len(pair.ours.open) == mapped - 1, "others stay mapped"
+
+
+def test_slots_at_the_address_of_old_weights_are_mapped_anew() -> None:
+    pair = Pair()
+    mappings, _ = pair.connect()
+    mappings.close()
+    old = pair.tensors["a"]
+    before = pair.theirs.export({"a": old}).allocations[0].serial
+    pair.theirs.allocate_anew(old)
+    exported = pair.theirs.export({"slot": old})
+    slots = pair.reader.mappings(CPU, stay=False)
+    (address,) = slots.addresses(exported, ["slot"], "train:0")
+    assert pair.ours.open[address].serial == exported.allocations[0].serial != before
+
+
+def test_a_closed_cache_holds_no_tensors() -> None:
+    pair = Pair()
+    pair.connect()
+    held = ref(pair.tensors["a"])
+    pair.tensors.clear()
+    pair.source.close()
+    gc.collect()
+    assert held() is None

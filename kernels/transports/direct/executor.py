@@ -35,7 +35,7 @@ from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
-from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export_event, open_event, withdraw_event
+from mcore_reshard.kernels.cuda.ipc import Export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
@@ -184,7 +184,7 @@ class _Reader:
         self._stream = torch.cuda.Stream(device)
         self._pulled = torch.cuda.Event(interprocess=True)
         signals.publish(export_event(self._pulled, device))
-        self._mappings, self._slot_mappings = kept.mappings(device), Mappings(device)  # slots end with this executor
+        self._mappings, self._slot_mappings = kept.mappings(device), kept.mappings(device, stay=False)
         try:
             self._slots = SlotReader(bound, cast, signals, self._slot_mappings, self._stream, options)
             exports = fetch_exports(signals, kept)
@@ -237,9 +237,8 @@ class _Reader:
         withdraw_event(self._pulled)
         self._slots.close()
         is_read = not EventPoller(CLOSE_S).until(self._stream.query)
-        self._mappings.close(is_read=is_read)
-        if not is_read:
-            self._slot_mappings.close()
+        for mappings in (self._mappings, self._slot_mappings):
+            mappings.close(is_read=is_read)
 
     def _note_writes(self) -> None:
         self.written_bytes = self._bound.nbytes

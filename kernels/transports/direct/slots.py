@@ -22,10 +22,11 @@ from mcore_reshard.kernels.copies.checks import described_tensor
 from mcore_reshard.kernels.copies.copy_table import joined
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, DeviceGather, DeviceTable, KernelShape, device_scales
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of, scale_problems, tile_problems
-from mcore_reshard.kernels.cuda.ipc import Export, Mappings, export, export_event, open_event, withdraw_event
+from mcore_reshard.kernels.cuda.ipc import Export, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
 from mcore_reshard.kernels.options import ALIGNMENT
+from mcore_reshard.kernels.transports.kept import Mappings
 from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
 
