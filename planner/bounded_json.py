@@ -17,8 +17,8 @@ from typing import Any
 
 # The largest plan that was measured, DeepSeek-V3 from 2,048 ranks to expert parallelism over 256, has 0.9 MB, 88,000 lists
 # and 375,000 values. Kimi-K2 from 2,048 to 1,024 ranks has 0.6 MB.
-MAX_PLAN_BYTES = 16 << 20  # of a plan, a trace, a list of tensors, or a model's config
-MAX_WORD_BYTES = 16 << 20  # of what ranks say; the longest has the words of all ranks, some 300 bytes each
+MAX_PLAN_BYTES = 12 << 20  # of a plan, a trace, a list of tensors, or a model's config
+MAX_WORD_BYTES = 12 << 20  # of what ranks say; the longest has the words of all ranks, some 300 bytes each
 MAX_LISTS = 1 << 19  # an empty list takes 3 bytes of text, and 64 of memory
 MAX_STRINGS = 1 << 18  # names of an object's fields too: each takes 60 bytes, and its field 100; a plan has some 500
 MAX_VALUES = 3 << 19
