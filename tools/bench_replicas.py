@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 # Counting GPUs through the driver would spoil this process for forking.
@@ -41,6 +41,7 @@ from mcore_reshard.kernels.transports.kept import Kept
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import World
 from mcore_reshard.planning import plan as make_plan
+from mcore_reshard.session.attendance import WAITS, ready_key
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
 from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.plan_exchange import publish_plan
@@ -116,6 +117,8 @@ def run_rank(number: int, setting: Setting) -> dict[str, Any]:
                 endpoint.prepare()
                 here = True
             setting.meet()
+            if version == 4 and here and rank != JOINS:
+                await_newcomer(endpoint, setting.options.timeout_s)
             if here:
                 refits[version] = timed_refit(endpoint, version)
     setting.meet()
@@ -123,6 +126,17 @@ def run_rank(number: int, setting: Setting) -> dict[str, Any]:
     if rank == JOINS and (wrong := synthetic.wrong_elements(plan, world, 0, tensors)):
         raise SystemExit(f"{len(wrong)} parameters are wrong: {next(iter(wrong.items()))}")
     return {"world": world, "rank": rank, **share_of(schedule), "refits": refits}
+
+
+def await_newcomer(endpoint: TrainEndpoint | GenerationEndpoint, timeout_s: float) -> None:
+    """Wait until the replica that joins waits for a refit: none waits for a new replica before."""
+    store, deadline = endpoint._store, monotonic() + timeout_s
+    assert store is not None
+    key = ready_key(f"gen:{JOINS}")
+    while not (store.check([key]) and store.get(key).decode().endswith(WAITS)):
+        if monotonic() > deadline:
+            raise SystemExit(f"gen:{JOINS} waited for no refit within {timeout_s:g} s")
+        sleep(0.005)
 
 
 def keep_nothing() -> None:
