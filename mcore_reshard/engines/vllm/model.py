@@ -9,7 +9,7 @@ vllm/model_executor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from mcore_reshard.session.agreement import is_positive_float32
 from . import redone, refined_scales
 from .created import parameters_as_created
 from .rearranged import rearranged_parameters
+from .walked import Modules, Walked
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,11 +69,12 @@ def local_tensors(model: torch.nn.Module, *, as_kernels_read: bool = False) -> d
     Raises RuntimeError where kernels read another layout than `load_weights` leaves, naming every such parameter.
     `as_kernels_read`: the refit writes `rearranged_parameters` as kernels read them.
     """
-    refuse_unknown_layouts(model, as_kernels_read)
-    return _filled_tensors(model)
+    seen = Walked(model)
+    refuse_unknown_layouts(seen, as_kernels_read)
+    return _filled_tensors(seen)
 
 
-def refuse_unknown_layouts(model: torch.nn.Module, as_kernels_read: bool) -> None:
+def refuse_unknown_layouts(model: Modules, as_kernels_read: bool) -> None:
     """Raise RuntimeError for parameters that a refit cannot write, as `local_tensors` does."""
     changed = kernel_layouts(model)
     known = rearranged_parameters(model) if changed and as_kernels_read else set()
@@ -82,21 +84,21 @@ def refuse_unknown_layouts(model: torch.nn.Module, as_kernels_read: bool) -> Non
     refuse_kernel_layouts(unknown, _AS_LOADED_REMEDY)
 
 
-def refuse_traced_layouts(model: torch.nn.Module, why: Mapping[str, str]) -> None:
+def refuse_traced_layouts(model: Modules, why: Mapping[str, str]) -> None:
     """Raise RuntimeError for rearranged parameters, `why` a refit cannot write them as kernels read them."""
     changed = kernel_layouts(model)
     refuse_kernel_layouts({name: f"{changed[name]}; {why[name]}" for name in changed if name in why}, _AS_LOADED_REMEDY)
 
 
-def _filled_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    blocks = refined_scales.blocks_of(model)
+def _filled_tensors(seen: Walked) -> dict[str, torch.Tensor]:
+    blocks = refined_scales.blocks_of(seen)
     left_out = {name.removesuffix(CHECKPOINT_BLOCKS) for name in blocks}
-    for prefix, layer in _layers_with_parameters(model):
+    for prefix, layer in seen.with_parameters():
         if _is_attention(layer):
             left_out |= {f"{prefix}.{name}" for name in (*KV_SCALES, "prob_scale")}
         if _derives_weights(layer):
             left_out |= {f"{prefix}.{name}" for name in layer._parameters}
-    loaded = dict(model.named_parameters()) | redone.beside_of(model)
+    loaded = seen.named_parameters() | redone.beside_of(seen)
     return {name: parameter.detach() for name, parameter in loaded.items() if name not in left_out} | blocks
 
 
@@ -105,8 +107,9 @@ def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Those that kernels read in another layout are among them.
     """
-    loaded = dict(model.named_parameters()) | redone.beside_of(model)
-    names = [name.removesuffix(CHECKPOINT_BLOCKS) for name in _filled_tensors(model)]
+    seen = Walked(model)
+    loaded = seen.named_parameters() | redone.beside_of(seen)
+    names = [name.removesuffix(CHECKPOINT_BLOCKS) for name in _filled_tensors(seen)]
     return {name: loaded[name].detach() for name in names}
 
 
@@ -135,11 +138,12 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
     writes in place, so captured CUDA graphs stay valid. It also sets scales of the KV cache to 1 where the checkpoint has
     none (layers/attention/attention.py), so these are put back. `dtype` is that of activations.
     """
-    refined_scales.refine(model)
-    redone.lay_out(model)  # before attention reads `kv_b_proj`
+    seen = Walked(model)
+    refined_scales.refine(seen)
+    redone.lay_out(seen)  # before attention reads `kv_b_proj`
     done = []
     with torch.no_grad():
-        for name, layer in model.named_modules():
+        for name, layer in seen.named_modules():
             if _derives_weights(layer):
                 scales = {leaf: getattr(layer, f"_{leaf}_float") for leaf in KV_SCALES if _is_attention(layer)}
                 layer.process_weights_after_loading(dtype)  # type: ignore[operator]
@@ -224,7 +228,7 @@ def _is_attention(layer: torch.nn.Module) -> bool:
     return hasattr(layer, "_k_scale") and hasattr(layer, "_v_scale")
 
 
-def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
+def kernel_layouts(model: Modules) -> dict[str, str]:
     """Parameters that kernels do not read as `load_weights` leaves them -> the reason: no refit can write these.
 
     A whitelist decides: unquantized linear layers and embeddings; experts and block-FP8 layers on kernels that leave them
@@ -232,7 +236,7 @@ def kernel_layouts(model: torch.nn.Module) -> dict[str, str]:
     can lay out anew: the first call puts tensors beside these (`redone`).
     """
     changed: dict[str, str] = {}
-    for prefix, layer in _layers_with_parameters(model):
+    for prefix, layer in Walked(model).with_parameters():
         method = getattr(layer, "quant_method", None)
         if method is None or _is_attention(layer) or not (reason := _rearranged_by(layer, method)):
             continue
@@ -281,11 +285,6 @@ def gen_rank_of(vllm_config: VllmConfig) -> int:
     parallel = vllm_config.parallel_config
     replica_size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     return parallel.data_parallel_index * replica_size + parallel.rank  # vLLM resets data_parallel_rank of dense models
-
-
-def _layers_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Layers with parameters of their own. Fast, for every refit asks: other layers answer slowly for missing attributes."""
-    return ((name, layer) for name, layer in model.named_modules() if layer._parameters)
 
 
 def _derives_weights(layer: torch.nn.Module) -> bool:

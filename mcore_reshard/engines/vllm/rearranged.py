@@ -15,11 +15,13 @@ from unittest import mock
 
 import torch
 
+from .walked import Modules
+
 # Backends that rearrange in `convert_to_unquantized_kernel_format` alone, by operators that a recorder follows.
 _TRACED_BACKENDS = {"FLASHINFER_CUTLASS"}
 
 
-def rearranged_parameters(model: torch.nn.Module) -> set[str]:
+def rearranged_parameters(model: Modules) -> set[str]:
     """The parameters that a backend has rearranged after loading, and whose new order a trace can say."""
     return {f"{path}.{name}" for path, layer in _layers(model) for name, _ in layer.named_parameters(recurse=False)}
 
@@ -36,7 +38,7 @@ def rearrange(twin: torch.nn.Module) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def _layers(model: Modules) -> Iterator[tuple[str, Any]]:
     for path, layer in model.named_modules():
         method: Any = getattr(layer, "quant_method", None) if layer._parameters else None
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and method.unquantized_backend.name in _TRACED_BACKENDS:

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from .created import BESIDE, as_created, recorded_parameters
+from .walked import Modules
 
 # Backends whose process_weights_after_loading computes anew from the parameters alone, and keeps nothing else of them.
 # Block FP8, kernels/linear/scaled_mm/{deep_gemm,flashinfer,marlin}.py:
@@ -68,13 +69,13 @@ def keep_beside(layer: Any) -> str:
     return "; ".join(problems)
 
 
-def forget(model: torch.nn.Module) -> None:
+def forget(model: Modules) -> None:
     """Drop the tensors beside all layers. No refit may be writing them."""
     for _, layer in _layers(model):
         del layer.__dict__[BESIDE]
 
 
-def beside_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def beside_of(model: Modules) -> dict[str, torch.nn.Parameter]:
     """The tensors beside all layers, by the names of the parameters whose place they take in a refit."""
     return {
         f"{path}.{name}": parameter
@@ -83,7 +84,7 @@ def beside_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def lay_out(model: torch.nn.Module) -> None:
+def lay_out(model: Modules) -> None:
     """Put what refits wrote beside layers where kernels read it, laid out as their backends do. Takes vLLM's kernels.
 
     Raises RuntimeError, naming the layer, where that would change a tensor's shape or dtype; that layer stays as it is.
@@ -106,7 +107,7 @@ def _lay_out(layer: Any) -> list[str]:
     return []
 
 
-def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def _layers(model: Modules) -> Iterator[tuple[str, Any]]:
     return ((path, layer) for path, layer in model.named_modules() if BESIDE in layer.__dict__)
 
 

@@ -19,6 +19,7 @@ import torch
 from mcore_reshard.planner.layout.vllm_quantized import CHECKPOINT_BLOCKS
 
 from .created import BESIDE
+from .walked import Modules
 
 _SUFFIX = "_weight_scale_inv"
 _UNFILLED = -1.0  # no scale is negative
@@ -34,12 +35,12 @@ class _Blocks:
     columns: torch.Tensor
 
 
-def blocks_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def blocks_of(model: Modules) -> dict[str, torch.Tensor]:
     """`...w13_weight_scale_inv.blocks` -> the tensor that a plan fills; the first call makes it, of negative numbers."""
     return {name + CHECKPOINT_BLOCKS: blocks.scales for name, _, blocks in _refined(model)}
 
 
-def refine(model: torch.nn.Module) -> None:
+def refine(model: Modules) -> None:
     """Repeat the scales that a refit put beside the parameters. A parameter without new scales stays as it is.
 
     NaN counts as a scale: a block with a NaN weight has it.
@@ -51,7 +52,7 @@ def refine(model: torch.nn.Module) -> None:
                 blocks.scales.fill_(_UNFILLED)  # the loader may write the parameter next, as it does under golden
 
 
-def _refined(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, _Blocks]]:
+def _refined(model: Modules) -> Iterator[tuple[str, torch.nn.Parameter, _Blocks]]:
     layer: Any
     for prefix, layer in model.named_modules():
         method = getattr(layer, "quant_method", None) if layer._parameters else None
