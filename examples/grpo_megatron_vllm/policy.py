@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from task import ANSWER_TOKENS, PROMPT_TOKENS, VOCABULARY
 
-LEARNING_RATE, CLIP = 3e-3, 0.2
+LEARNING_RATE, CLIP = 1e-3, 0.2
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", "vocab_size": VOCABULARY,
     "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,

@@ -413,7 +413,7 @@ def test_a_process_that_ends_by_itself_says_goodbye(host: StoreProcess, end: Any
     assert process.returncode == (0 if end == "exit" else -end)
 
 
-SENDS = WAITS.replace("time.sleep(float(sys.argv[2]))", "time.sleep(0.5); store.set('plan', bytes(16 << 20))")
+SENDS = WAITS.replace("time.sleep(float(sys.argv[2]))", "time.sleep(0.5); store.set('plan', bytes(12 << 20))")
 
 
 def test_sigterm_ends_a_process_at_once_that_sends_to_a_frozen_store(host: StoreProcess) -> None:

@@ -24,8 +24,9 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 256},
     "gpt-oss": {**_SIZES, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 131072},
 }
-# vLLM's own choice for block FP8 is DeepGEMM, which keeps scales as no checkpoint does: see engines/vllm/redone.py.
-FP8_BACKENDS = {"linear_backend": "triton", "moe_backend": "triton"}
+TRITON, MARLIN = "triton", "marlin"  # kernels for block FP8; Marlin's lays weights out anew: see engines/vllm/redone.py
+# vLLM takes Marlin on GPUs that compute in FP8 only where this is set.
+_MARLIN_ENVIRONMENT = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "graphs": {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}},
@@ -64,6 +65,7 @@ class Case:
     transport: str = "direct"
     gen_dtype: str = "bf16"
     train_dtype: str = "bf16"  # fp8: Transformer Engine keeps the weights of linear layers in blocks of 128 x 128
+    fp8_backend: str = TRITON
     door: str = REFIT_WORKER
     feature: str = ""  # SLEEP: of level 2, before the last refit. PREFIX_CACHE: reset after each refit
 
@@ -71,13 +73,17 @@ class Case:
     def name(self) -> str:
         trainer = "fp8-trainer" if self.train_dtype == "fp8" else ""
         door = self.door if self.door != REFIT_WORKER else ""
-        words = (self.model, trainer, self.gen_dtype, self.mode, self.place, self.transport, door, self.feature)
+        words = (self.model, trainer, self._computed_in, self.mode, self.place, self.transport, door, self.feature)
         return "-".join(filter(None, words)).replace(" ", "_")
+
+    @property
+    def _computed_in(self) -> str:
+        return self.gen_dtype if self.fp8_backend == TRITON else f"{self.gen_dtype}-{self.fp8_backend}"
 
     @property
     def engine_name(self) -> str:
         """Cases of this name share the engines that load a checkpoint: these compute alike."""
-        return f"{self.checkpoint_name}-{self.mode}-tp{PLACES[self.place].ranks}"
+        return f"{self.weights_name}-{self._computed_in}-{self.mode}-tp{PLACES[self.place].ranks}"
 
     @property
     def weights_name(self) -> str:
@@ -112,8 +118,13 @@ class Case:
             "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.05,
             "enable_prefix_caching": False, "seed": 0, "disable_log_stats": True,
             "tensor_parallel_size": PLACES[self.place].ranks, **MODES[self.mode],
-            **(FP8_BACKENDS if self.gen_dtype == "fp8" else {}),
+            **(dict.fromkeys(("linear_backend", "moe_backend"), self.fp8_backend) if self.gen_dtype == "fp8" else {}),
         }  # fmt: skip
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its engines' processes."""
+        return _MARLIN_ENVIRONMENT if self.fp8_backend == MARLIN else {}
 
     @property
     def refitted_options(self) -> dict[str, Any]:
@@ -132,6 +143,10 @@ def cases_on(gpus: int, *, fp8_trainers: bool = True) -> list[Case]:
         Case("qwen3-moe", gen_dtype="fp8"),
         Case("deepseek-v3", gen_dtype="fp8"),
         *(Case(model, "graphs", gen_dtype="fp8") for model in ("qwen3-moe", "deepseek-v3")),
+        *(
+            Case(model, mode, gen_dtype="fp8", fp8_backend=MARLIN)
+            for model, mode in (("qwen3", "eager"), ("qwen3-moe", "graphs"))
+        ),
         Case("qwen3", gen_dtype="fp8", train_dtype="fp8"),
         Case("qwen3-moe", gen_dtype="fp8", train_dtype="fp8"),
         Case("qwen3", door=WEIGHT_TRANSFER),

@@ -131,6 +131,7 @@ class Launcher:
         paths = [str(TOOLS), str(TOOLS.parent), str(self.root / "site"), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
+            **case.environment,
             "CUDA_VISIBLE_DEVICES": gpus,
             "VLLM_CACHE_ROOT": str(self.root / "cache" / job.stem),
             "PYTHONPATH": os.pathsep.join(paths),

@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from live.cases import REFIT_WORKER, Case, cases_on
+from live.cases import REFIT_WORKER, TRITON, Case, cases_on
 
 from .svg import Drawing
 
@@ -45,6 +45,8 @@ def _cells(case: dict[str, Any]) -> list[str]:
     """How a table names a case. Sessions before 2026-11-24 had BF16 trainers alone."""
     trainer, engine = case.get("train_dtype", "bf16").upper(), case["gen_dtype"].upper()
     door = ", ".join(filter(None, (case.get("door", REFIT_WORKER), case.get("feature", ""))))
+    if (backend := case.get("fp8_backend", TRITON)) != TRITON:
+        engine += f" ({backend})"
     model, transport = MODEL_NAMES[case["model"]], f"`{case['transport']}`"
     return [model, f"{trainer} -> {engine}", case["place"], transport, case["mode"], door]
 
@@ -90,6 +92,7 @@ def _order(case: dict[str, Any]) -> tuple[Any, ...]:
         models.index(case["model"]),
         case["mode"],
         case["transport"],
+        case.get("fp8_backend", TRITON),
         case.get("door", REFIT_WORKER),
         case.get("feature", ""),
     )
