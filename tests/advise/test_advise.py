@@ -216,7 +216,7 @@ def test_real_models_are_advised_on(config: str, gpus: int) -> None:
     assert len({pair.gen for pair in advised.pairs}) == len(advised.pairs)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_deepseek_v3_on_256_and_128_gpus_takes_less_than_a_minute() -> None:
     start = time.process_time()
     advised = advised_on("deepseek-v3", 256, 128, gen_dtype="fp8", train_dtype="bf16")

@@ -66,7 +66,9 @@ class Arena:
             self.bytes[target : target + written.nbytes] = written.view(np.uint8)
 
 
-@pytest.mark.parametrize(("seed", "tile_bytes", "shift"), [(0, 1 << 14, 0), (1, 256, 0), (8, 1 << 20, 4)])
+@pytest.mark.parametrize(
+    ("seed", "tile_bytes", "shift"), [(0, 1 << 14, 0), (1, 256, 0), pytest.param(8, 1 << 20, 4, marks=pytest.mark.slow)]
+)
 def test_tiles_do_what_the_interpreter_does(seed: int, tile_bytes: int, shift: int) -> None:
     bound, buckets = bound_of(seed)
     tensors = [byte_array(tensor) for tensor in bound.tensors]

@@ -53,8 +53,15 @@ def test_refit_equals_golden(family, train, gen, train_dtype, block):
     )
 
 
-@pytest.mark.parametrize("train_dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize(("block", "changes"), REFINED_EXPERTS, ids=["one part a block", "one or two parts a block"])
+@pytest.mark.parametrize(
+    ("block", "changes", "train_dtype"),
+    [
+        pytest.param(*case, dtype, marks=[] if dtype == quick else pytest.mark.slow)
+        for case, quick in zip(REFINED_EXPERTS, ("bf16", "fp8"), strict=True)
+        for dtype in ("bf16", "fp8")
+    ],
+    ids=[f"{parts} a block-{dtype}" for parts in ("one part", "one or two parts") for dtype in ("bf16", "fp8")],
+)
 def test_experts_whose_blocks_vllm_refines(block, changes, train_dtype):
     report = check("qwen3-moe", "ep=2,dp=2", "tp=4", train_dtype, block, changes, engine="slices")
     assert_golden(report)
