@@ -22,7 +22,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tools")]
 
-SEEDS, STEPS, RESTART_AT = 5, 150, 75
+SEEDS, STEPS, RESTART_AT = 5, 200, 100
 LAST = 20  # steps whose mean reward is the end of a curve
 LEARNED, MARGIN = 0.8, 0.4
 APART, SHARED = "two GPUs", "one GPU"

@@ -133,7 +133,7 @@ def refit(refits: str, step: int, trainer: Any, engine: Engine, curve: dict[str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--refits", choices=REFITS, default="on")
     parser.add_argument(

@@ -19,7 +19,7 @@ from task import ANSWER_TOKENS, PROMPT_TOKENS, VOCABULARY
 LEARNING_RATE, CLIP = 1e-3, 0.2
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", "vocab_size": VOCABULARY,
-    "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
+    "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "intermediate_size": 256, "hidden_act": "silu", "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0, "attention_bias": False, "tie_word_embeddings": False, "use_sliding_window": False,
 }  # fmt: skip
