@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
-import pytest
 from faults.verdicts import KNOWN_S
 from helpers.plans import Case
-from helpers.ranks import store_process
 from helpers.remote import Answer, Ranks, Remote, tell
 
 from mcore_reshard.kernels.options import Options
@@ -20,12 +17,6 @@ TWO_EACH = Case("tiny-llama", "tp=2", "tp=2,dp=2")
 OPTIONS = Options(timeout_s=60.0)
 HELD_S = 10  # the trainer's step
 SLACK_S = 1.0  # of a busy machine
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    with store_process() as store, Ranks(store.address, OPTIONS) as ranks:
-        yield ranks
 
 
 def start(ranks: Ranks, case: Case) -> tuple[list[Remote], list[Remote]]:

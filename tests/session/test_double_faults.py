@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers.plans import Case
-from helpers.ranks import StoreProcess, store_process
+from helpers.ranks import StoreProcess
 from helpers.remote import Answer, Ranks, Remote, tell
 from numpy.typing import NDArray
 
@@ -23,18 +23,6 @@ FOUR = Case("tiny-llama", "tp=2", "tp=1,dp=4")
 PAIR = Case("tiny-llama", "tp=1", "tp=1")
 OPTIONS = Options(timeout_s=4.0)
 RECOVERY_S = 30.0
-
-
-@pytest.fixture
-def store() -> Iterator[StoreProcess]:
-    with store_process() as store:
-        yield store
-
-
-@pytest.fixture
-def ranks(store: StoreProcess) -> Iterator[Ranks]:
-    with Ranks(store.address, OPTIONS) as ranks:
-        yield ranks
 
 
 def start(ranks: Ranks, patch: Callable[[], None] | None = None) -> tuple[list[Remote], list[Remote]]:
@@ -151,22 +139,22 @@ def test_two_replicas_are_killed_at_once(ranks: Ranks) -> None:
     recover(trainer, engines[:2], 3, {0, 1})
 
 
-def test_a_replica_is_killed_while_the_store_is_frozen(ranks: Ranks, store: StoreProcess) -> None:
+def test_a_replica_is_killed_while_the_store_is_frozen(ranks: Ranks, host: StoreProcess) -> None:
     trainer, engines = start(ranks)
-    store.freeze()
+    host.freeze()
     engines[3].kill()
     time.sleep(1.0)
-    store.thaw()
+    host.thaw()
     told = refit(trainer, engines[:3], 2)
     assert all(answer.error is None or "gen:3" in answer.error for answer in told), told
     recover(trainer, engines[:3], 3, {0, 1, 2})
 
 
 @pytest.mark.slow
-def test_a_replica_is_killed_while_the_store_starts_anew(ranks: Ranks, store: StoreProcess) -> None:
+def test_a_replica_is_killed_while_the_store_starts_anew(ranks: Ranks, host: StoreProcess) -> None:
     trainer, engines = start(ranks)
     engines[3].kill()
-    store.restart()
+    host.restart()
     assert_states_are_true(refit(trainer, engines[:3], 2)[2:])
     recover(trainer, engines[:3], 3, {0, 1, 2})
 

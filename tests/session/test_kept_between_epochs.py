@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from helpers.fake_memory import share_over_gloo
 from helpers.gpu import needs_gpus
 from helpers.plans import Case
-from helpers.ranks import StoreProcess, run_ranks, store_of, store_process, values
+from helpers.ranks import run_ranks, store_of, values
 from helpers.remote import Answer, Ranks, Remote, tell, weights
 
 from mcore_reshard.kernels.options import Options
@@ -23,18 +23,6 @@ from mcore_reshard.session.plan_exchange import publish_plan
 
 CASE = Case("tiny-llama", "tp=2", "tp=1,dp=4")  # three replicas or more pass on what they have received
 OPTIONS = Options(transport="gloo", timeout_s=20.0)
-
-
-@pytest.fixture
-def store() -> Iterator[StoreProcess]:
-    with store_process() as store:
-        yield store
-
-
-@pytest.fixture
-def ranks(store: StoreProcess) -> Iterator[Ranks]:
-    with Ranks(store.address, OPTIONS) as ranks:
-        yield ranks
 
 
 def refit(trainer: Sequence[Remote], engines: Sequence[Remote], version: int) -> tuple[list[Answer], list[Answer]]:

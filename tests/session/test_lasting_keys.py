@@ -9,7 +9,7 @@ from threading import RLock
 import pytest
 import torch
 from helpers.plans import Case
-from helpers.ranks import StoreProcess, store_process
+from helpers.ranks import StoreProcess
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
@@ -25,12 +25,6 @@ from mcore_reshard.session.trace_exchange import _collect, ask_no_traces
 
 OPTIONS = Options(session="months", timeout_s=5.0, token="a secret of these tests")
 WORLD = World(train_ranks=1, replica_ranks=1, replicas=2)
-
-
-@pytest.fixture
-def host() -> Iterator[StoreProcess]:
-    with store_process() as process:
-        yield process
 
 
 @pytest.fixture
@@ -111,6 +105,7 @@ def test_plans_of_earlier_trainers_go(host: StoreProcess, session: SessionStore)
             store.take_seat("train:0", {"process": plan.digest})
             assert len(session.keys("plan/")) <= 3
             keep_newest(plan, store)
+            assert store.check(["plan/newest"])  # asked after the deletion, on the same connection
             assert {*session.keys("plan/")} == {"plan/newest", f"plan/{plan.digest}"}
             assert fetch_plan(host.address, OPTIONS).digest == plan.digest
             store.leave_seat()

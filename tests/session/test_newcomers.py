@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import RLock
 
 import pytest
 from helpers.plans import Case
-from helpers.ranks import StoreProcess, store_process
+from helpers.ranks import StoreProcess
 from helpers.remote import Answer, Ranks, Remote, tell
 
 from mcore_reshard.kernels.errors import SessionError
@@ -24,18 +24,6 @@ from mcore_reshard.session.state import complete
 
 PAIRS = Case("tiny-llama", "tp=1", "tp=2,dp=2")
 OPTIONS = Options(timeout_s=12.0)
-
-
-@pytest.fixture
-def store() -> Iterator[StoreProcess]:
-    with store_process() as store:
-        yield store
-
-
-@pytest.fixture
-def ranks(store: StoreProcess) -> Iterator[Ranks]:
-    with Ranks(store.address, OPTIONS) as ranks:
-        yield ranks
 
 
 def start(ranks: Ranks, patch: Callable[[], None] | None = None) -> tuple[list[Remote], list[Remote]]:
@@ -185,9 +173,7 @@ def test_nobody_waits_for_a_replica_that_starts_again_and_is_still_catching_up(r
     assert [(answer.error, answer.replicas) for answer in answers] == [(None, (0, 1))] * 5
 
 
-def test_a_store_that_starts_anew_twice_while_the_engine_waits_costs_no_refit(
-    ranks: Ranks, store: StoreProcess
-) -> None:
+def test_a_store_that_starts_anew_twice_while_the_engine_waits_costs_no_refit(ranks: Ranks, host: StoreProcess) -> None:
     trainer, engines = start(ranks)
     for version, idle in ((6, []), (7, engines[2:])):
         for engine in engines:
@@ -195,7 +181,7 @@ def test_a_store_that_starts_anew_twice_while_the_engine_waits_costs_no_refit(
                 engine.tell("refit")
         time.sleep(0.5)  # they wait for the trainer
         for pause_s in (0.4, 0.0):
-            store.restart()
+            host.restart()
             time.sleep(pause_s)
         trainer[0].tell("refit", version=version)
         time.sleep(1.0)
@@ -207,14 +193,14 @@ def test_a_store_that_starts_anew_twice_while_the_engine_waits_costs_no_refit(
 
 
 def test_a_replica_that_offers_its_weights_is_quiet_while_the_store_starts_anew(
-    store: StoreProcess, caplog: pytest.LogCaptureFixture
+    host: StoreProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    joined = connect_store(store.address, OPTIONS)
+    joined = connect_store(host.address, OPTIONS)
     joined.take_seat("gen:0", {"process": "a"})
     rank = newcomers.Rank(joined, "gen:0", World(1, 1, 1), dict, OPTIONS)
     with caplog.at_level(logging.WARNING, "mcore_reshard"):
         newcomers.serve_newcomers(rank, RLock(), lambda: complete(5))
-        store.restart()
+        host.restart()
         while not joined.needs_reopening:
             time.sleep(0.01)
         time.sleep(1.0)
@@ -223,13 +209,13 @@ def test_a_replica_that_offers_its_weights_is_quiet_while_the_store_starts_anew(
 
 
 def test_replicas_give_their_weights_also_after_the_store_started_anew_and_was_written_to_by_others(
-    ranks: Ranks, store: StoreProcess
+    ranks: Ranks, host: StoreProcess
 ) -> None:
     trainer, engines = start(ranks)
-    store.restart()
+    host.restart()
     refit(trainer, engines, 6)
     assert [answer.error for answer in refit(trainer, engines, 7)] == [None] * 5
-    with connect_store(store.address, OPTIONS) as outsider:
+    with connect_store(host.address, OPTIONS) as outsider:
         outsider.set("want/gen:0", "no wish")
     newcomers = [ranks.gen(PAIRS, rank).tell("prepare") for rank in (4, 5)]
     answers = [rank.answer() for rank in newcomers]

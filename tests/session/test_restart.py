@@ -25,12 +25,6 @@ TP2 = Case("tiny-llama", "tp=2", GEN)
 OPTIONS = Options(timeout_s=12.0)
 
 
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    with store_process() as store, Ranks(store.address, OPTIONS) as ranks:
-        yield ranks
-
-
 def fine(answers: list[Answer]) -> None:
     assert [answer.error for answer in answers] == [None] * len(answers)
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 from helpers.plans import Case
-from helpers.ranks import store_process
 from helpers.remote import Answer, Ranks, Remote, tell
 from numpy.typing import NDArray
 
@@ -22,13 +20,8 @@ from mcore_reshard.session import member
 
 CASE = Case("tiny-llama", "tp=2", "tp=1,dp=2")
 PAIRS = Case("tiny-llama", "tp=2", "tp=2,dp=2")
+OPTIONS = Options(timeout_s=12.0, retries=1)
 Patch = Callable[[], None]
-
-
-@pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    with store_process() as store, Ranks(store.address, Options(timeout_s=12.0, retries=1)) as ranks:
-        yield ranks
 
 
 def start(ranks: Ranks, victim: int, patch: Patch, case: Case = CASE) -> tuple[list[Remote], list[Remote]]:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import timedelta
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from helpers.plans import Case
-from helpers.ranks import StoreProcess, store_process
+from helpers.ranks import StoreProcess
 from torch.distributed import DistNetworkError, DistStoreError
 
 from mcore_reshard.kernels.errors import SessionError, StoreRestarted
@@ -26,12 +26,6 @@ from mcore_reshard.session.store_server import serve_store, start_store_if_absen
 from mcore_reshard.session.trace_exchange import answer_request
 
 SHORT = Options(session="s", timeout_s=1.0)
-
-
-@pytest.fixture
-def host() -> Iterator[StoreProcess]:
-    with store_process() as process:
-        yield process
 
 
 def keeps_silent(connection: socket.socket) -> None:

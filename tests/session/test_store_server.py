@@ -7,12 +7,11 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers.ranks import StoreProcess, store_process
+from helpers.ranks import StoreProcess
 
 from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
@@ -27,12 +26,6 @@ from mcore_reshard.kernels.rendezvous.frames import (
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
 
 OPTIONS = Options(session="s", timeout_s=10.0)
-
-
-@pytest.fixture
-def host() -> Iterator[StoreProcess]:
-    with store_process() as process:
-        yield process
 
 
 def break_connection(store: SessionStore) -> None:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from helpers.handmade import allocate, random_transfers, raw_bytes, schedule_of
 from helpers.plans import Case
-from helpers.ranks import StoreProcess, run_ranks, store_process, values
+from helpers.ranks import StoreProcess, run_ranks, values
 
 from mcore_reshard.kernels.errors import SessionClosed, SessionError
 from mcore_reshard.kernels.options import Options
@@ -32,12 +31,6 @@ from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
 TOKEN = "a secret of these tests"
 OPTIONS = Options(session="s", timeout_s=5.0, token=TOKEN)
 PLAN = Case("tiny-llama", "tp=1", "tp=1").plan()
-
-
-@pytest.fixture
-def host() -> Iterator[StoreProcess]:
-    with store_process() as process:
-        yield process
 
 
 def unsealed(store: SessionStore) -> SessionStore:
