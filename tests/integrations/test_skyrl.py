@@ -161,4 +161,4 @@ def test_the_mesh_of_all_engines() -> None:
     assert mesh(tensor_parallel_size=4, num_engines=2) == mr.GenMesh(tp=4, dp=2)
     assert mesh(tensor_parallel_size=2, data_parallel_size=2, expert_parallel_size=4) == mr.GenMesh(tp=2, dp=2, ep=4)
     with pytest.raises(mr.RefitError, match="num_engines=1"):
-        mesh(expert_parallel_size=2, num_engines=2)
+        mesh(tensor_parallel_size=2, expert_parallel_size=2, num_engines=2)
