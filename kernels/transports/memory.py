@@ -42,6 +42,7 @@ from .direct.staging import SLOTS, divide_slots, parted
 from .nccl.buffers import buffer_bytes
 from .nccl.staging import (
     Division,
+    HopEnd,
     ScratchBudget,
     divide,
     divide_windows,
@@ -49,7 +50,7 @@ from .nccl.staging import (
     pair_count,
     slot_bytes,
 )
-from .reach import passes_on
+from .reach import joins, passes_on
 from .rounds import bucket_bytes_within, gloo_window
 
 _FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
@@ -103,11 +104,12 @@ def session_memory(
     if "direct" in transports:
         by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options)
     if "nccl" in transports:
-        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: rank.unrelayed), alike, options)
+        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: [rank.unrelayed]), alike, options)
     if "gloo" in transports:
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
-        by_transport["auto"] = _auto(ranks, alike, options, topology, relays=passes_on(plan, topology, "auto"))
+        relays, is_joined = (of_plan(plan, topology, "auto") for of_plan in (passes_on, joins))
+        by_transport["auto"] = _auto(ranks, alike, options, topology, relays=relays, joins=is_joined)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
     return SessionMemory(
         {
@@ -231,44 +233,51 @@ def _pull_bytes(schedule: Schedule, bucket_bytes: Mapping[int, int], options: Op
     return nbytes + table_bytes(cut_tiles(copies, bases, DEFAULT_TILE_BYTES), checksums=options.checksums)
 
 
-def _nccl(schedules: Mapping[World, Mapping[int, Schedule]], alike: _Alike, options: Options) -> _Counted:
+def _nccl(schedules: Mapping[World, Mapping[int, Sequence[Schedule]]], alike: _Alike, options: Options) -> _Counted:
+    """`schedules` has what each rank that is counted exchanges: with the other world, then with replicas."""
     pairs = {
-        world: {rank: pair_count(schedule) for rank, schedule in of_world.items()}
+        world: {rank: sum(map(pair_count, of_rank)) for rank, of_rank in of_world.items()}
         for world, of_world in schedules.items()
     }
     counts = [pairs[world][rank] for world in schedules for rank in alike[world].tolist()]
-    division = divide(ScratchBudget(options.scratch_bytes, checksums=options.checksums), counts)
-    counted = [schedule for of_world in schedules.values() for schedule in of_world.values()]
-    division, cut = divide_windows(division, counted)
-    buckets = dict(zip((schedule.name for schedule in counted), cut, strict=True))
-    return {
-        world: {
-            rank: _nccl_rank(schedule, buckets[schedule.name], division, pairs[world][rank], options)
-            for rank, schedule in of_world.items()
-        }
-        for world, of_world in schedules.items()
-    }
+    passes_on = any(len(of_rank) > 1 for of_rank in schedules["gen"].values())
+    budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
+    division = divide(budget, counts, passes_on=passes_on)
+    places = [(world, rank) for world, of_world in schedules.items() for rank in of_world]
+    counted = [schedules[world][rank] for world, rank in places]
+    division, ends = divide_windows(division, counted, len(alike["train"]))
+    found: _Counted = {"train": {}, "gen": {}}
+    for (world, rank), of_rank in zip(places, ends, strict=True):
+        found[world][rank] = _nccl_rank(of_rank, division, options)
+    return found
 
 
-def _nccl_rank(
-    schedule: Schedule, buckets: Sequence[Bucket], division: Division, pairs: int, options: Options
-) -> RankMemory:
-    rounds = divided_rounds(schedule, buckets, division, in_place=[True] * len(schedule.tensors))
-    staged = [placed.bucket for each in rounds for placed in each.staged]
+def _nccl_rank(ends: Sequence[HopEnd], division: Division, options: Options) -> RankMemory:
+    in_place = [[True] * len(end.schedule.tensors) for end in ends]
+    rounds = divided_rounds(ends, division, in_place=in_place)
+    staged = [[placed.bucket for each in rounds for placed in each.staged_of(end)] for end in range(len(ends))]
+    peers = {sends: sum(pair_count(end.schedule) for end in ends if end.sends == sends) for sends in (True, False)}
     return replace(
-        _of_trainer(schedule, options),
-        tables=_gather_bytes(schedule, staged),
+        _of_trainer(ends[0].schedule, options),
+        tables=sum(_gather_bytes(end.schedule, buckets) for end, buckets in zip(ends, staged, strict=True)),
         scratch=sum(slot_bytes(rounds).values()),
-        nccl=buffer_bytes(pairs, division, receives=schedule.world == "gen"),
+        nccl=buffer_bytes(peers[False], peers[True], division),
     )
 
 
 def _auto(
-    ranks: Mapping[World, Mapping[int, _Rank]], alike: _Alike, options: Options, topology: Topology, *, relays: bool
+    ranks: Mapping[World, Mapping[int, _Rank]],
+    alike: _Alike,
+    options: Options,
+    topology: Topology,
+    *,
+    relays: bool,
+    joins: bool,
 ) -> _Counted:
     """Pairs of a domain by direct, the others by nccl. Unless it `relays`, every byte comes from the trainer.
 
-    Waves over nccl share slots and communicators, and are counted as one.
+    Waves over nccl share slots and communicators, and are counted as one, with what they bring to replicas of other domains
+    where that `joins` them.
     """
     domains = {world: topology.domains(world) for world in ranks}
 
@@ -279,10 +288,19 @@ def _auto(
         return schedule.with_peers(np.flatnonzero(is_near == near).tolist())
 
     later = _each(ranks, lambda rank: rank.hops[1:] if relays else [])
-    by_direct = _each(ranks, lambda rank: parts(rank, near=True))
-    hops = {world: {rank: [first, *later[world][rank]] for rank, first in by_direct[world].items()} for world in ranks}
-    counted = _direct(hops, alike, options)
-    for world, of_world in _nccl(_each(ranks, lambda rank: parts(rank, near=False)), alike, options).items():
+    joined = 2 if joins else 0  # both ends of a hop
+    by_direct, by_nccl = (
+        {
+            world: {
+                rank: [parts(each, near=near), *(later[world][rank][joined:] if near else later[world][rank][:joined])]
+                for rank, each in of_world.items()
+            }
+            for world, of_world in ranks.items()
+        }
+        for near in (True, False)
+    )
+    counted = _direct(by_direct, alike, options)
+    for world, of_world in _nccl(by_nccl, alike, options).items():
         for rank, held in of_world.items():
             direct = counted[world][rank]
             counted[world][rank] = replace(

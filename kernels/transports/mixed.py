@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from mcore_reshard.kernels.errors import TransportUnavailable, first_of
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 
 from .base import Executor, StageReport, Transport, TransportContext, close_all, merge_reports
-from .peer_access import RankPair, unavailable_reasons_by_pair
+from .peer_access import APART, RankPair, unavailable_reasons_by_pair
 from .relay import ConnectParts, connect_relayed, connect_unrelayed
 
 _SHOWN = 3
@@ -33,46 +34,55 @@ class Way(NamedTuple):
 def connect_by_pair(context: TransportContext, direct: Way, nccl: Way) -> Executor:
     """Connect by `direct`, by `nccl` or by both. Raises `TransportUnavailable` naming pairs that neither reaches.
 
-    Replicas pass on by `direct` alone, what came to them by either. Where some of them cannot share memory, every byte
-    comes from the trainer.
+    Replicas pass on by `direct`, what came to them by either. The first hop among them goes by `nccl` if it is between
+    hosts. Where other replicas that pass on cannot share memory, every byte comes from the trainer.
     """
-    unavailable_reasons = unavailable_reasons_by_pair(context, direct.transport.unavailable_reason())
-    far = {pair: why for pair, why in unavailable_reasons.items() if why is not None and not pair.relays}
+    reasons = unavailable_reasons_by_pair(context, direct.transport.unavailable_reason())
+    between = [why for pair, why in reasons.items() if pair.hop == 1]
+    joins = bool(between) and all(why in APART for why in between)
+    is_relayed = all(why is None for pair, why in reasons.items() if pair.hop > joins)
+    joins &= is_relayed
+    far = {pair: why for pair, why in reasons.items() if why is not None and pair.hop <= joins}
     if far and (unavailable_reason := nccl.transport.unavailable_reason()):
         some = _some({pair.named(context.bound.schedule): why for pair, why in far.items()})
         raise TransportUnavailable(f"{some}, and nccl cannot take their place: {unavailable_reason}")
-    near = not far or any(not pair.relays and why is None for pair, why in unavailable_reasons.items())
+    near = not far or any(not pair.hop and why is None for pair, why in reasons.items())
     ways = [(way, is_far) for way, is_far, is_used in ((direct, False, near), (nccl, True, bool(far))) if is_used]
-    trainer = partial(_connect_parts, ways, far)
-    if any(pair.relays and why is not None for pair, why in unavailable_reasons.items()):
+    trainer = partial(_connect_parts, ways, far, joins)
+    if not is_relayed:
         return connect_unrelayed(trainer, context)
-    return connect_relayed(trainer, direct.connect, context)
+    return connect_relayed(trainer, direct.connect, context, joins=joins)
 
 
 def _connect_parts(
     ways: Sequence[tuple[Way, bool]],
     far: Mapping[RankPair, str],
+    joins: bool,
     context: TransportContext,
-    parts: Sequence[BoundSchedule],
+    parts: Sequence[Sequence[BoundSchedule]],
 ) -> Sequence[Executor]:
-    """Connect parts by each way, which is for far pairs or for near ones; all ranks do, also without a peer of a kind."""
+    """Connect parts by each way, which is for far pairs or for near ones; all ranks do, also without a peer of a kind.
+
+    Where a hop `joins`, it is far, and the last part has nothing else.
+    """
     connected: list[Sequence[Executor]] = []
     try:
         for way, is_far in ways:
             own = replace(context, store=FailFastStore(way.transport.name, context.store))
-            connected.append(way.connect(own, [_with_peers(part, far, is_far) for part in parts]))
+            of_way = [[_with_peers(first, far, is_far), *(later if is_far else ())] for first, *later in parts]
+            connected.append(way.connect(own, of_way if is_far else of_way[: len(parts) - joins]))
     except BaseException:
         close_all([executor for of_way in connected for executor in of_way])
         raise
-    if len(connected) == 1:
-        return connected[0]
-    return [MixedExecutor(of_part, context.bound.device) for of_part in zip(*connected, strict=True)]
+    executors = [[executor for executor in of_part if executor] for of_part in zip_longest(*connected)]
+    return [of_part[0] if len(of_part) == 1 else MixedExecutor(of_part, context.bound.device) for of_part in executors]
 
 
 def _with_peers(bound: BoundSchedule, far: Mapping[RankPair, str], is_far: bool) -> BoundSchedule:
     """What a rank exchanges with those that are far from it, or with the others."""
     schedule = bound.schedule
-    ends = [(pair.src, pair.dst) if schedule.world == "train" else (pair.dst, pair.src) for pair in far]
+    pairs = [pair for pair in far if not pair.hop]
+    ends = [(pair.src, pair.dst) if schedule.world == "train" else (pair.dst, pair.src) for pair in pairs]
     far_peers = {peer for rank, peer in ends if rank == schedule.rank}
     peers = schedule.peers & far_peers if is_far else schedule.peers - far_peers
     return bound if peers == schedule.peers else bound.part(schedule.with_peers(peers))

@@ -33,16 +33,22 @@ from .group_ranks import group_names, group_rank
 from .kept import Kept
 
 UNREACHABLE_VARIABLE = "MCORE_RESHARD_UNREACHABLE"
+OTHER_HOST, DECLARED = "on different hosts", f"declared in {UNREACHABLE_VARIABLE}"
+APART = (OTHER_HOST, DECLARED)  # why two ranks cannot share memory that are on different hosts, or that a test calls so
 _PAIR = re.compile("(train|relay):(0|[1-9][0-9]*)-gen:(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class RankPair:
-    """Two ranks that exchange bytes, or would. `src` is a training rank, or a generation rank that relays."""
+    """Two ranks that exchange bytes, or would. In later hops than the first, 0, `src` is a generation rank that relays."""
 
     src: int
     dst: int
-    relays: bool
+    hop: int
+
+    @property
+    def relays(self) -> bool:
+        return self.hop > 0
 
     def named(self, schedule: Schedule) -> str:
         """As in messages and in MCORE_RESHARD_UNREACHABLE, of a schedule between trainer and engine."""
@@ -81,27 +87,27 @@ def unavailable_reasons_by_pair(
             f"{UNREACHABLE_VARIABLE} has {', '.join(map(repr, wrong))}: pairs are written train:0-gen:1 or relay:1-gen:0,"
             " with commas between them"
         )
-    found: dict[tuple[bool, str | None], int] = {}
+    found: dict[tuple[int, str | None], int] = {}
     for pair in _pairs_to_read(schedule):
         source_seat = seats[group_rank(schedule, "gen" if pair.relays else "train", pair.src)]
         if pair.named(schedule) in _declared():
-            reason: str | None = f"declared in {UNREACHABLE_VARIABLE}"
+            reason: str | None = DECLARED
         else:
             reason = (
                 source_seat.unavailable_reason
                 or direct_unavailable_reason
                 or _distance(source_seat, own_seat, bound.device)
             )
-        found[pair.relays, reason] = found.get((pair.relays, reason), 0) | 1 << pair.src
+        found[pair.hop, reason] = found.get((pair.hop, reason), 0) | 1 << pair.src
     # A bit for each source: from 1,024 to 512 ranks there are half a million pairs.
-    word = [(relays, reason, f"{sources:x}") for (relays, reason), sources in found.items()]
+    word = [(hop, reason, f"{sources:x}") for (hop, reason), sources in found.items()]
     ranks = max(schedule.train_ranks, schedule.gen_ranks)
     said = exchange.gather("reach", word, partial(_parse_reach, ranks))
     by_reader = enumerate(said[schedule.train_ranks :])
     return {
-        RankPair(src, dst, relays): reason
+        RankPair(src, dst, hop): reason
         for dst, groups in by_reader
-        for relays, reason, sources in groups
+        for hop, reason, sources in groups
         for src in sources
     }
 
@@ -110,12 +116,12 @@ def _pairs_to_read(schedule: Schedule) -> list[RankPair]:
     """The pairs in which this rank is `dst`, with the trainer in place of relays and with them."""
     if schedule.world == "train":
         return []
-    sources, relays = schedule.peers, frozenset[int]()
-    if schedule.relayed and schedule.view is not None:
-        sources |= schedule.view.unrelayed().peers
-        relays = frozenset[int]().union(*(relay.receives.peers for relay in schedule.view.relays()))
-    by_trainer = [RankPair(src, schedule.rank, False) for src in sorted(sources)]
-    return by_trainer + [RankPair(src, schedule.rank, True) for src in sorted(relays)]
+    sources, view = schedule.peers, schedule.view
+    relays = view.relays() if schedule.relayed and view is not None else ()
+    if relays and view is not None:
+        sources |= view.unrelayed().peers
+    hops = [sources, *(relay.receives.peers for relay in relays)]
+    return [RankPair(src, schedule.rank, hop) for hop, of_hop in enumerate(hops) for src in sorted(of_hop)]
 
 
 def _own_seat(bound: BoundSchedule, direct_unavailable_reason: str | None, kept: Kept) -> _Seat:
@@ -135,21 +141,21 @@ def _parse_seat(said: Any) -> _Seat:
     return _Seat(why, str(host_name), str(gpu), str(exported), tuple(map(str, malformed)))
 
 
-def _parse_reach(ranks: int, said: Any) -> list[tuple[bool, str | None, list[int]]]:
-    """(whether sources relay, why the speaker cannot read them, the sources) of one rank's word in a session of `ranks`."""
+def _parse_reach(ranks: int, said: Any) -> list[tuple[int, str | None, list[int]]]:
+    """(hop, why the speaker cannot read the sources there, these) of one rank's word in a session of `ranks`."""
     groups = []
-    for relays, why, sources in said:
+    for hop, why, sources in said:
         if len(sources) > -(-ranks // 4):
             raise ValueError(f"{len(sources)} digits of sources, in a session of {ranks} ranks a side")
         bits = int(sources, 16)
-        groups.append((bool(relays), None if why is None else str(why), [at for at in range(ranks) if bits >> at & 1]))
+        groups.append((int(hop), None if why is None else str(why), [at for at in range(ranks) if bits >> at & 1]))
     return groups
 
 
 def _distance(source: _Seat, reader: _Seat, device: torch.device | None) -> str | None:
     """Why two ranks that can both share memory cannot share it with each other."""
     if source.host != reader.host:
-        return "on different hosts"
+        return OTHER_HOST
     gpus = [gpu_of(each) for each in range(torch.cuda.device_count())]
     sees_it = source.gpu in gpus and source.gpu != reader.gpu  # else mapping its memory tells
     if sees_it and not torch.cuda.can_device_access_peer(gpus.index(reader.gpu), gpus.index(source.gpu)):

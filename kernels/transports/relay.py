@@ -6,6 +6,10 @@ passed on while the next one lands:
 
     from the trainer       wave 0   wave 1   wave 2
     among replicas                  wave 0   wave 1   wave 2
+
+Each later hop has threads, connections and executors of its own. Between hosts, nccl cannot: two kernels that wait for each
+other must not wait for one GPU as well. So the hop between hosts may join the first: a column above is then one part,
+whose messages share rounds, and a rank passes on what the part before brought.
 """
 
 from __future__ import annotations
@@ -26,61 +30,77 @@ from mcore_reshard.kernels.errors import first_of
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 from mcore_reshard.planner.plan.make_schedule import WAVES
-from mcore_reshard.planner.plan.schedule import Schedule
+from mcore_reshard.planner.plan.schedule import Relay, Schedule
 
 from .base import Executor, StageReport, TransportContext, close_all, connect_all, connect_group, merge_reports
 
 Connect = Callable[[TransportContext], Executor]
-# Connects the executors of parts of a schedule, which run one after another. All ranks call it with as many parts.
-ConnectParts = Callable[[TransportContext, Sequence[BoundSchedule]], Sequence[Executor]]
+# Connects the executors of parts, which run one after another; the schedules of a part move together. All ranks call it
+# with as many parts.
+ConnectParts = Callable[[TransportContext, Sequence[Sequence[BoundSchedule]]], Sequence[Executor]]
 
 
 def connect_each(connect: Connect) -> ConnectParts:
-    """Connect an executor of its own for each part."""
+    """Connect an executor of its own for each part, which is one schedule."""
 
-    def parts(context: TransportContext, bounds: Sequence[BoundSchedule]) -> Sequence[Executor]:
+    def connect_parts(context: TransportContext, parts: Sequence[Sequence[BoundSchedule]]) -> Sequence[Executor]:
         return connect_all(
             connect(replace(context, bound=bound, store=FailFastStore(f"wave/{number}", context.store)))
-            for number, bound in enumerate(bounds)
+            for number, (bound,) in enumerate(parts)
         )
 
-    return parts
+    return connect_parts
 
 
-def connect_relayed(trainer: ConnectParts, replicas: ConnectParts, context: TransportContext) -> Executor:
+def connect_relayed(
+    trainer: ConnectParts, replicas: ConnectParts, context: TransportContext, *, joins: bool = False
+) -> Executor:
     """Connect the executor of a plan, with several hops where replicas pass on.
 
-    `trainer` connects the first hop, wave by wave, and `replicas` the later ones. Every wave and hop may use all of a
-    rank's scratch. Only nccl and casts take any; all casts are in one wave of the first hop.
+    `trainer` connects the first hop, wave by wave, and `replicas` the later ones; where the second one `joins` the first,
+    `trainer` connects both. Every wave and hop may use all of a rank's scratch. Only nccl and casts take any; all casts are
+    in one wave of the first hop.
     """
     schedule = context.bound.schedule
     if not schedule.relayed:
-        (whole,) = trainer(context, [context.bound])
+        (whole,) = trainer(context, [[context.bound]])
         return whole
     assert schedule.view is not None
     waves = [context.bound.part(wave) for wave in schedule.view.waves()] or [context.bound]
     views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
-    relays = zip(*(view.relays() for view in views if view is not None), strict=True)  # of each hop, the waves
-    first = trainer(replace(context, store=FailFastStore("first", context.store)), waves)
+    hops = [*zip(*(view.relays() for view in views if view is not None), strict=True)]  # of each, the waves
+    parts = [[wave] for wave in waves]
+    if joins:
+        parts = _joined(context.bound, waves, hops[0] if hops else ())
+    first = trainer(replace(context, store=FailFastStore("first", context.store)), parts)
     roles: list[Role] = []
     try:
-        for hop, of_hop in enumerate(relays, 1):
-            ends = [relay.sends for relay in of_hop], [relay.receives for relay in of_hop]
+        for hop, relays in [*enumerate(hops, 1)][int(joins) :]:
+            ends = [relay.sends for relay in relays], [relay.receives for relay in relays]
             store = FailFastStore(f"hop/{hop}", context.store)
             roles += _connect_roles(replicas, replace(context, store=store), hop, ends)
-        return RelayedExecutor(first, roles, context.bound.device)
+        return RelayedExecutor(first, roles, context.bound.device, joins=joins)
     except BaseException:
         close_all([*first, *roles])
         raise
 
 
+def _joined(bound: BoundSchedule, waves: Sequence[BoundSchedule], relays: Sequence[Relay]) -> list[list[BoundSchedule]]:
+    """The parts of two hops: wave k from the trainer, and what is passed on of wave k - 1. Nobody passes on to trainers."""
+    nothing = waves[-1].part(waves[-1].schedule.with_peers(()))
+    parts = [[wave] for wave in (*waves, nothing)]
+    for part, relay in zip(parts[1:], relays, strict=False):
+        part += [bound.part(relay.sends), bound.part(relay.receives)]
+    return parts
+
+
 def connect_unrelayed(trainer: ConnectParts, context: TransportContext) -> Executor:
-    """Connect the executor of a plan. Every byte comes from the trainer: NCCL refuses a GPU twice in one communicator."""
+    """Connect the executor of a plan. Every byte comes from the trainer."""
     bound = context.bound
     if bound.schedule.relayed:
         assert bound.schedule.view is not None
         bound = bound.part(bound.schedule.view.unrelayed())
-    (whole,) = trainer(replace(context, bound=bound), [bound])
+    (whole,) = trainer(replace(context, bound=bound), [[bound]])
     return whole
 
 
@@ -143,10 +163,15 @@ class Role:
 
 
 class RelayedExecutor:
-    """The waves of the first hop and, behind them, those of the later hops. A training rank has no `roles` in these."""
+    """The waves of the first hop and, behind them, those of the later hops. A training rank has no `roles` in these.
 
-    def __init__(self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None) -> None:
-        self._first, self._roles, self._device = first, roles, device
+    Where the second hop `joins` the first, `first` has their parts: one more than there are waves.
+    """
+
+    def __init__(
+        self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None, *, joins: bool = False
+    ) -> None:
+        self._first, self._roles, self._device, self._joins = first, roles, device, joins
         self._progress = Progress(1)  # of the last run
         self._threads = ThreadPoolExecutor(max(1, len(roles)), thread_name_prefix="relay")
         names = {name for _, waves in self._hops for executor in waves for name in executor.name.split("+")}
@@ -166,7 +191,7 @@ class RelayedExecutor:
     @property
     def executed(self) -> tuple[Executed, ...]:
         return tuple(
-            replace(table, wave=max(0, hop - 1) * WAVES + wave)
+            replace(table, wave=max(0, hop - 1) * WAVES + wave - (not hop and table.bound.schedule.between_replicas))
             for hop, waves in self._hops
             for wave, executor in enumerate(waves)
             for table in executor.executed
@@ -176,15 +201,18 @@ class RelayedExecutor:
         """Run all hops to their end. Raises the rank's first failure: later ones may be its consequences."""
         start = time.perf_counter()
         reports: list[tuple[StageReport, ...]] = []
-        progress = self._progress = Progress(1 + max((role.hop for role in self._roles), default=0))
+        progress = self._progress = Progress(1 + max([int(self._joins), *(role.hop for role in self._roles)]))
         later = [
             self._threads.submit(in_callers_context(partial(role.run, progress), self._device)) for role in self._roles
         ]
         try:
-            for executor in self._first:  # to the end, even if a later hop fails: the trainer may wait for this rank
+            # To the end, even if a later hop fails: the trainer may wait for this rank.
+            for part, executor in enumerate(self._first):
                 progress.begun.append(executor)
                 reports.append(executor.run())
                 progress.landed(0)
+                if self._joins and part:
+                    progress.landed(1)
         except BaseException as error:
             progress.failed(error)
         for role_reports in later:
@@ -229,8 +257,7 @@ def _connect_role(connect: ConnectParts, context: TransportContext, hop: int, wa
     """Connect one role of this rank in every wave; all waves have the same ranks."""
     group = connect_group(FailFastStore("group", context.store), waves[0], context.options.timeout_s)
     try:
-        bound = [context.bound.part(wave) for wave in waves]
-        executors = connect(replace(context, group=group), bound)
+        executors = connect(replace(context, group=group), [[context.bound.part(wave)] for wave in waves])
         return Role(hop, waves[0].world == "train", executors, group)
     except BaseException:
         group.close()

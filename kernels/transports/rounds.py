@@ -30,6 +30,7 @@ HEADER = struct.Struct(
 )  # of gloo: CRC-32 of the rest, run, stage index, bucket number; 16 bytes keep parts aligned
 
 _GOLDEN = (5**0.5 - 1) / 2
+_SILVER = 2**0.5 - 1
 
 Rank = TypeVar("Rank", int, NDArray[np.int64])
 
@@ -63,15 +64,30 @@ def moment_of(number: Any, count: Any, turn: Any) -> Any:
     So pairs end together, however much they exchange, and a rank sends to all its peers, and receives from all stages, all
     the time. Multiples of the golden ratio put the first buckets of neighboring turns far from each other.
     """
-    return (number + turn * _GOLDEN % 1.0) / count
+    return (number + phase_of(turn)) / count
 
 
-def window_of(number: Any, count: Any, turn: Any, windows: int) -> Any:
-    """In which of `windows` windows of equal length the `moment_of` a bucket lies. Also of arrays.
+def phase_of(turn: Any) -> Any:
+    """Where in its part of the refit a bucket's moment is, from 0 to 1. Also of arrays."""
+    return turn * _GOLDEN % 1.0
+
+
+def joined_phase_of(turn: Any, stage: Any, ranks: Any) -> Any:
+    """The same where messages of the trainer and of replicas share windows, so that stages are apart as well.
+
+    `ranks`: of the engine, for messages between replicas; 0 for those of the trainer. A replica exchanges bytes with all
+    others, so that their turns are equally far from each other, as 8, 16, ... 120 of 128; so are then their phases.
+    """
+    phase = np.where(ranks, turn / np.maximum(ranks, 1), phase_of(turn))
+    return (phase + stage * _SILVER) % 1.0
+
+
+def window_of(number: Any, count: Any, phase: Any, windows: int) -> Any:
+    """In which of `windows` windows of equal length the moment of a bucket lies. Also of arrays.
 
     Where all pairs have as many buckets as there are windows, window k has the k-th bucket of every pair.
     """
-    return (number + turn * _GOLDEN % 1.0) * windows // count
+    return (number + phase) * windows // count
 
 
 def in_moments(schedule: Schedule, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from mcore_reshard.kernels.transports.memory import session_memory
-from mcore_reshard.kernels.transports.reach import passes_on
 from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan
 from mcore_reshard.planning import InputError, TracedRequest, read_request, read_traced_request
 
@@ -19,11 +18,6 @@ from .inputs import plan_from_traces, with_topology
 from .memory import as_json, memory_parts
 from .render import progress
 from .summary import print_plan, summarize
-
-_NOT_PASSED_ON = (
-    "in this plan replicas pass bytes on between NVLink domains; they do so over gloo. Over nccl, which auto takes there,"
-    " the trainer sends these bytes too, for now: `mcore-reshard simulate` says what that costs"
-)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
         with progress(f"planning {request.model}"):
             plan, notes = with_topology(request.plan(), args.topology, args.hosts), request.notes
             proof = plan.prove()
-    if plan.topology is not None and plan.later_hops and not passes_on(plan, plan.topology, "auto"):
-        notes = (*notes, _NOT_PASSED_ON)
     seconds = time.perf_counter() - started
     more: list[RenderableType] = []
     if args.out is not None and proof.ok:

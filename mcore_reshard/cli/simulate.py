@@ -200,8 +200,8 @@ def _notes(each: _Simulated) -> Iterator[str]:
     if each.plan.later_hops and not passes_on(each.plan, each.simulation.topology, each.simulation.transport):
         passed_on = size(int(each.plan.relay_bytes.sum()))
         yield (
-            f"engine {each.gen}: its ranks pass on {passed_on} in the plan; over nccl they cannot yet, so that the"
-            " trainer sends these too"
+            f"engine {each.gen}: its ranks pass on {passed_on} in the plan; over {each.simulation.transport} they do not"
+            " with ranks in these places, so that the trainer sends these too"
         )
     if each.simulation.merged > 1:
         yield f"every {each.simulation.merged} messages between two ranks were simulated as one"

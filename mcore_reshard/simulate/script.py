@@ -7,14 +7,15 @@
 A rank reaches a round when the round `window` places before it is over, and when it has reached the one before it. A
 message begins when both its ranks have reached it.
 
-    nccl     a run for each stream, rounds as in nccl/staging.py; the next one waits for the wire
+    nccl     a run for each stream, rounds as in nccl/staging.py; the next one waits for the wire. Over auto, rounds have
+             a wave from the trainer, and what is passed on to other hosts of the wave before
     gloo     one run of single messages, in a window of slots; those of two ranks pass one after another
     direct   a reader pulls from source after source, or from all at once; a source waits until all have read
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -34,7 +35,7 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     message_bytes,
     windows_to_try,
 )
-from mcore_reshard.kernels.transports.reach import passes_on
+from mcore_reshard.kernels.transports.reach import joins, passes_on
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, moment_of, turn_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
@@ -54,14 +55,15 @@ class Buckets:
     src: Ints  # index of a rank: training ranks, then generation ranks
     dst: Ints
     stage: Ints
-    number: Ints  # among those of the stage and the two ranks
+    hop: Ints
+    number: Ints  # among those of the stage, the hop and the two ranks
     nbytes: Ints
 
     def __len__(self) -> int:
         return len(self.src)
 
     def rows(self, chosen: Ints) -> Buckets:
-        return Buckets(*(column[chosen] for column in (self.src, self.dst, self.stage, self.number, self.nbytes)))
+        return Buckets(*(getattr(self, name)[chosen] for name in Buckets.__slots__))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,9 +73,22 @@ class PairBuckets:
     src: Ints  # [pairs]
     dst: Ints
     stage: Ints
+    hop: Ints
     sort: Ints  # [pairs]: whose messages are the pair's
     first: Ints  # [sorts + 1]: where the messages of each sort begin
     nbytes: Ints  # of the messages of all sorts
+
+    def and_those_of(self, other: PairBuckets) -> PairBuckets:
+        """All messages of both."""
+        return PairBuckets(
+            np.concatenate([self.src, other.src]),
+            np.concatenate([self.dst, other.dst]),
+            np.concatenate([self.stage, other.stage]),
+            np.concatenate([self.hop, other.hop]),
+            np.concatenate([self.sort, other.sort + len(self.first) - 1]),
+            np.concatenate([self.first, other.first[1:] + self.first[-1]]),
+            np.concatenate([self.nbytes, other.nbytes]),
+        )
 
     @property
     def messages(self) -> int:
@@ -86,7 +101,8 @@ class PairBuckets:
         starts = np.repeat(self.first[:-1], counts) + number * times
         nbytes = np.add.reduceat(self.nbytes, starts)
         pair, message = expand(self.sort, counts)
-        return Buckets(self.src[pair], self.dst[pair], self.stage[pair], number[message], nbytes[message])
+        src, dst, stage, hop = (column[pair] for column in (self.src, self.dst, self.stage, self.hop))
+        return Buckets(src, dst, stage, hop, number[message], nbytes[message])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +110,6 @@ class Script:
     """The runs, rounds and messages of all ranks. Rounds of a run are numbered in order, without gaps."""
 
     buckets: Buckets
-    hop: Ints  # [messages]
     src_round: Ints  # [messages]
     dst_round: Ints
     round_rank: Ints  # [rounds]
@@ -107,12 +122,23 @@ class Script:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """One end of some messages: of each, its rank, the stream, and the place of its round there."""
+    """One end of some messages, or both: of each, its rank, the stream, and the place of its round there."""
 
     rank: Ints
     stream: Ints
     place: Ints
     window: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What moves together by one transport: a wave of a hop."""
+
+    hop: int
+    wave: int  # of the first hop; where the second one joins it, what is passed on is of the wave before
+    kind: Kind
+    buckets: PairBuckets
+    division: Division | None = None  # of nccl
 
 
 def script_of(plan: Plan, topology: Topology, transport: str, options: Options, most: int = _MOST_MESSAGES) -> Script:
@@ -123,18 +149,25 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     ranks = len(topology.train) + len(topology.gen)
     domains = np.concatenate([topology.domains("train"), topology.domains("gen")])
     hops = traffic_of(plan, relayed=passes_on(plan, topology, transport))
-    parts: list[tuple[int, int, Kind, PairBuckets, Division | None]] = []
+    is_joined = joins(plan, topology, transport)
+    parts: list[_Part] = []
+    together: dict[int, list[Traffic]] = {}  # over nccl, by wave: of the trainer, of replicas
     for hop, traffic in enumerate(hops):
         near = domains[traffic.src] == domains[traffic.dst]
         for wave in np.unique(traffic.wave).tolist():
             for kind, chosen in _split(transport, traffic.wave == wave, near):
-                if chosen.any():
-                    buckets = _buckets(traffic.of_pairs(np.flatnonzero(chosen)), kind, options, ranks)
-                    parts.append((hop, wave, kind, *buckets))
-    merged = max(1, -(-sum(part[3].messages for part in parts) // most))
-    writer = _Writer(topology, merged, relayed=len(hops) > 1)
-    for hop, wave, kind, each, division in sorted(parts, key=lambda part: (part[1], part[0])):
-        writer.add(hop, wave, kind, each.expanded(merged), division)
+                if not chosen.any():
+                    continue
+                of_wave = traffic.of_pairs(np.flatnonzero(chosen))
+                if kind == "nccl":
+                    together.setdefault(wave + (hop if is_joined else 0), []).append(of_wave)
+                else:
+                    parts.append(_Part(hop, wave, kind, _buckets(of_wave, kind, options.bucket_bytes)))
+    parts += [_Part(0, wave, "nccl", *_nccl_buckets(of_wave, options, ranks)) for wave, of_wave in together.items()]
+    merged = max(1, -(-sum(part.buckets.messages for part in parts) // most))
+    writer = _Writer(topology, merged, relayed=len(hops) > 1, joins=is_joined)
+    for part in sorted(parts, key=lambda part: (part.wave + (is_joined and part.hop > 0), part.hop)):
+        writer.add(part)
     return writer.script()
 
 
@@ -148,18 +181,26 @@ def _split(
         yield transport, pairs  # type: ignore[misc]
 
 
-def _buckets(traffic: Traffic, kind: Kind, options: Options, ranks: int) -> tuple[PairBuckets, Division | None]:
+def _nccl_buckets(hops: Sequence[Traffic], options: Options, ranks: int) -> tuple[PairBuckets, Division]:
+    """The buckets of hops whose messages share rounds."""
+    budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
+    pairs = np.bincount(
+        np.concatenate([end for traffic in hops for end in (traffic.src, traffic.dst)]), minlength=ranks
+    )
+    division = divide(budget, pairs.tolist(), passes_on=any(traffic.hop for traffic in hops))
+    first, *others = (_buckets(traffic, "nccl", division.bucket_bytes) for traffic in hops)
+    for other in others:
+        first = first.and_those_of(other)
+    return first, division
+
+
+def _buckets(traffic: Traffic, kind: Kind, bucket_bytes: int) -> PairBuckets:
     """The buckets that `cut_buckets` makes of the same transfers; direct has one for each pair of ranks in a stage."""
+    ends = traffic.src, traffic.dst, traffic.stage, np.full(len(traffic.src), traffic.hop)
     if kind == "direct":
         nbytes = np.add.reduceat(traffic.shape_bytes[traffic.shape], traffic.first[:-1])
         own = np.arange(len(nbytes) + 1)
-        return PairBuckets(traffic.src, traffic.dst, traffic.stage, own[:-1], own, nbytes), None
-    division, bucket_bytes = None, options.bucket_bytes
-    if kind == "nccl":
-        budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
-        pairs = np.bincount(traffic.src, minlength=ranks) + np.bincount(traffic.dst, minlength=ranks)
-        division = divide(budget, pairs.tolist())
-        bucket_bytes = division.bucket_bytes
+        return PairBuckets(*ends, own[:-1], own, nbytes)
     alike, of_pair = _alike(traffic)
     models = traffic.of_pairs(alike)
     pieces = [
@@ -172,7 +213,7 @@ def _buckets(traffic: Traffic, kind: Kind, options: Options, ranks: int) -> tupl
     starts, offsets = pack(pair, nbytes, bucket_bytes)
     last = np.append(starts[1:], len(nbytes)) - 1
     first = np.searchsorted(pair[starts], np.arange(len(alike) + 1))
-    return PairBuckets(traffic.src, traffic.dst, traffic.stage, of_pair, first, offsets[last] + nbytes[last]), division
+    return PairBuckets(*ends, of_pair, first, offsets[last] + nbytes[last])
 
 
 def _alike(traffic: Traffic) -> tuple[Ints, Ints]:
@@ -195,26 +236,35 @@ def _alike(traffic: Traffic) -> tuple[Ints, Ints]:
 class _Writer:
     """Puts the runs of all hops and waves together, each after those that it waits for."""
 
-    def __init__(self, topology: Topology, merged: int, relayed: bool) -> None:
-        self._topology, self._merged, self._relayed = topology, merged, relayed
+    def __init__(self, topology: Topology, merged: int, *, relayed: bool, joins: bool) -> None:
+        self._topology, self._merged, self._relayed, self._joins = topology, merged, relayed, joins
         self._train = len(topology.train)
         self._gpus = np.concatenate([topology.gpus("train"), topology.gpus("gen")])
-        self._parts: list[tuple[int, Buckets, Ints, Ints]] = []  # hop, messages, rounds of both ends
+        self._buckets: list[Buckets] = []
+        self._rounds_of: list[tuple[Ints, Ints]] = []  # both ends of these messages
         self._round_rank: list[Ints] = []
         self._sizes: list[int] = []  # rounds of each run
         self._window: list[int] = []
         self._after: list[tuple[int, ...]] = []
         self._behind: list[Ints] = []
         self._messages = self._rounds = 0
-        self._runs: dict[tuple[int, int, bool], dict[int, list[int]]] = {}  # by rank, hop, end; by wave
+        # By rank, hop, and whether it sends, which in the first hop is no matter; by wave.
+        self._runs: dict[tuple[int, int, bool], dict[int, list[int]]] = {}
 
-    def add(self, hop: int, wave: int, kind: Kind, buckets: Buckets, division: Division | None) -> None:
-        sends, receives = self._sides(hop, kind, buckets, division)
-        sending = self._add_side(hop, wave, sends, sends=True)
-        receiving = self._add_side(hop, wave, receives, sends=False)
-        self._parts.append((hop, buckets, sending, receiving))
+    def add(self, part: _Part) -> None:
+        buckets = part.buckets.expanded(self._merged)
+        if part.kind == "nccl":  # a round may send and receive
+            assert part.division is not None
+            rounds = self._add_side(part, self._nccl_ends(buckets, part.division), sends=False)
+            sending, receiving = rounds[: len(buckets)], rounds[len(buckets) :]
+        else:
+            sends, receives = self._gloo_sides(buckets) if part.kind == "gloo" else self._direct_sides(buckets)
+            sending = self._add_side(part, sends, sends=part.hop > 0)
+            receiving = self._add_side(part, receives, sends=False)
+        self._buckets.append(buckets)
+        self._rounds_of.append((sending, receiving))
         behind = np.full(len(buckets), -1)
-        if kind == "gloo":  # one connection for each pair of ranks, in the order of both
+        if part.kind == "gloo":  # one connection for each pair of ranks, in the order of both
             order = np.lexsort((sending, buckets.dst, buckets.src))
             ends = np.stack([buckets.src[order], buckets.dst[order]])
             is_next = (ends[:, 1:] == ends[:, :-1]).all(axis=0)
@@ -225,15 +275,12 @@ class _Writer:
     def script(self) -> Script:
         none = np.zeros(0, np.int64)
         columns = [
-            np.concatenate([none, *(getattr(buckets, name) for _, buckets, *_ in self._parts)])
-            for name in Buckets.__slots__
+            np.concatenate([none, *(getattr(buckets, name) for buckets in self._buckets)]) for name in Buckets.__slots__
         ]
-        hops = [np.full(len(buckets), hop) for hop, buckets, *_ in self._parts]
         return Script(
             Buckets(*columns),
-            np.concatenate([none, *hops]),
-            np.concatenate([none, *(part[2] for part in self._parts)]),
-            np.concatenate([none, *(part[3] for part in self._parts)]),
+            np.concatenate([none, *(sending for sending, _ in self._rounds_of)]),
+            np.concatenate([none, *(receiving for _, receiving in self._rounds_of)]),
             np.concatenate([none, *self._round_rank]),
             np.concatenate([[0], np.cumsum(np.array(self._sizes, np.int64))]),
             np.array(self._window, np.int64),
@@ -242,16 +289,16 @@ class _Writer:
             self._merged,
         )
 
-    def _add_side(self, hop: int, wave: int, side: _Side, *, sends: bool) -> Ints:
-        """Add the runs of one end; returns the round of each message."""
+    def _add_side(self, part: _Part, side: _Side, *, sends: bool) -> Ints:
+        """Add the runs of these ends; returns the round of each."""
         streams = int(side.stream.max(initial=0)) + 1
         places = int(side.place.max(initial=0)) + 1
         lane = side.rank * streams + side.stream
         rounds, round_of = np.unique(lane * places + side.place, return_inverse=True)
         lanes, sizes = np.unique(rounds // places, return_counts=True)
         for rank in (lanes // streams).tolist():
-            before = self._before(rank, hop, wave, sends)
-            self._runs.setdefault((rank, hop, sends), {}).setdefault(wave, []).append(len(self._after))
+            before = self._before(rank, part, sends)
+            self._runs.setdefault((rank, part.hop, sends), {}).setdefault(part.wave, []).append(len(self._after))
             self._after.append(before)
         self._sizes += sizes.tolist()
         self._window += [side.window] * len(sizes)
@@ -259,50 +306,56 @@ class _Writer:
         self._rounds, first = self._rounds + len(rounds), self._rounds
         return round_of.reshape(-1) + first
 
-    def _before(self, rank: int, hop: int, wave: int, sends: bool) -> tuple[int, ...]:
+    def _before(self, rank: int, part: _Part, sends: bool) -> tuple[int, ...]:
         """The runs that one of a wave waits for: the wave before it, and what must have landed on the rank."""
-        awaited = [(waves, wave - 1) for waves in [self._runs.get((rank, hop, sends), {})]]
-        awaited += [(self._runs.get((rank, earlier, False), {}), wave) for earlier in range(hop)]
+        awaited = [(part.hop, sends, part.wave - 1)]
+        for earlier in range(part.hop):
+            joined = self._joins and earlier <= 1
+            awaited.append((0 if joined else earlier, False, part.wave + (earlier if joined else 0)))
         before: list[int] = []
-        for waves, last in awaited:  # a rank may have nothing to do in some waves
+        for hop, is_sender, last in awaited:  # a rank may have nothing to do in some waves
+            waves = self._runs.get((rank, hop, is_sender), {})
             before += waves.get(max((each for each in waves if each <= last), default=-1), [])
-        return tuple(before)
+        return tuple(dict.fromkeys(before))
 
-    def _sides(self, hop: int, kind: Kind, buckets: Buckets, division: Division | None) -> tuple[_Side, _Side]:
-        if kind == "nccl":
-            assert division is not None
-            return self._nccl_sides(buckets, division)
-        if kind == "gloo":
-            return self._gloo_sides(buckets, hop)
+    def _nccl_ends(self, buckets: Buckets, division: Division) -> _Side:
+        """Both ends of all messages, those of senders first."""
+        budget = division.budget  # merged messages fill slots that are larger by as much
+        division = replace(division, budget=replace(budget, scratch_bytes=budget.scratch_bytes * self._merged))
+        number, count, turn = self._turns(buckets)
+        most_buckets = int(count.max(initial=1))
+        division = division.with_pace(most_buckets)
+        phase = division.phase_of(turn, buckets.stage, np.where(buckets.hop > 0, len(self._topology.gen), 0))
+        columns = number, division.parts_of(count), turn, phase, aligned(message_bytes(buckets.nbytes, budget))
+        twice = Messages(*(np.tile(column, 2) for column in columns))
+        ranks = np.concatenate([buckets.src, buckets.dst])
+        windows = next(
+            windows
+            for windows in windows_to_try(most_buckets)
+            if fullest_round(division, twice, windows, ranks) <= division.budget.slot_bytes
+        )
+        window = twice.windows(windows)
+        return _Side(ranks, np.broadcast_to(division.stream_of(window, twice.turn), window.shape), window, 1)
+
+    def _direct_sides(self, buckets: Buckets) -> tuple[_Side, _Side]:
         none = np.zeros(len(buckets), np.int64)
         return _Side(buckets.src, none, none, 1), _Side(buckets.dst, none, self._pull_places(buckets), 1)
 
-    def _nccl_sides(self, buckets: Buckets, division: Division) -> tuple[_Side, _Side]:
-        messages = Messages(*self._turns(buckets, hop=0), aligned(message_bytes(buckets.nbytes, division.budget)))
-        budget = division.budget  # merged messages fill slots that are larger by as much
-        division = replace(division, budget=replace(budget, scratch_bytes=budget.scratch_bytes * self._merged))
-        for windows in windows_to_try(messages.most_of_a_pair):
-            fullest = max(fullest_round(division, messages, windows, rank) for rank in (buckets.src, buckets.dst))
-            if fullest <= division.budget.slot_bytes:
-                break
-        window = messages.windows(windows)
-        stream = np.broadcast_to(division.stream_of(window, messages.turn), window.shape)
-        return _Side(buckets.src, stream, window, 1), _Side(buckets.dst, stream, window, 1)
-
-    def _gloo_sides(self, buckets: Buckets, hop: int) -> tuple[_Side, _Side]:
-        number, count, turn = self._turns(buckets, hop)
+    def _gloo_sides(self, buckets: Buckets) -> tuple[_Side, _Side]:
+        number, count, turn = self._turns(buckets)
         place = np.empty(len(buckets), np.int64)
         place[np.lexsort((turn, buckets.stage, moment_of(number, count, turn)))] = np.arange(len(buckets))
         none = np.zeros_like(place)
         return _Side(buckets.src, none, place, DEFAULT_SLOTS), _Side(buckets.dst, none, place, DEFAULT_SLOTS)
 
-    def _turns(self, buckets: Buckets, hop: int) -> tuple[Ints, Ints, Ints]:
+    def _turns(self, buckets: Buckets) -> tuple[Ints, Ints, Ints]:
         """Of each message: its number, the count of its stage and pair, and the turn of the pair."""
         gen_ranks = len(self._topology.gen)
-        src, dst = buckets.src - (self._train if hop else 0), buckets.dst - self._train
+        dst = buckets.dst - self._train
         key = (buckets.stage * (buckets.src.max(initial=0) + 1) + buckets.src) * (dst.max(initial=0) + 1) + dst
         _, pair, counts = np.unique(key, return_inverse=True, return_counts=True)
-        turn = turn_of(src, dst, gen_ranks if hop else max(self._train, gen_ranks))
+        from_trainer = turn_of(buckets.src, dst, max(self._train, gen_ranks))
+        turn = np.where(buckets.hop == 0, from_trainer, turn_of(buckets.src - self._train, dst, gen_ranks))
         return buckets.number, counts[pair.reshape(-1)], turn
 
     def _pull_places(self, buckets: Buckets) -> Ints:

@@ -70,7 +70,7 @@ def simulate(
         dst_gpu[order].astype(np.int32),
         route[order].astype(np.int8),
         buckets.stage.astype(np.int32),
-        script.hop[order].astype(np.int8),
+        buckets.hop.astype(np.int8),
         buckets.nbytes,
     )
     return Simulation(

@@ -38,6 +38,7 @@ class Traffic:
     Ranks count training ranks first, then generation ranks.
     """
 
+    hop: int
     wave: Ints  # [pairs]: of a relay; 0 where there are none
     stage: Ints  # [pairs]: index into Schedule.stages
     src: Ints  # [pairs]: in a later hop, the generation rank that passes on
@@ -57,7 +58,7 @@ class Traffic:
         first = np.concatenate([[0], np.cumsum(counts)])
         rows = np.arange(first[-1]) + np.repeat(self.first[chosen] - first[:-1], counts)
         wave, stage, src, dst = (column[chosen] for column in (self.wave, self.stage, self.src, self.dst))
-        return Traffic(wave, stage, src, dst, first, self.shape[rows], self.shapes)
+        return Traffic(self.hop, wave, stage, src, dst, first, self.shape[rows], self.shapes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +106,7 @@ def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int,
     first = np.concatenate([[0], np.cumsum(count[pairs])])
     places = pairs // ranks // ranks
     columns = places // stages, places % stages, pairs // ranks % ranks, pairs % ranks
-    return Traffic(*columns, first, np.concatenate(rows)[order], tuple(shapes))
+    return Traffic(hop, *columns, first, np.concatenate(rows)[order], tuple(shapes))
 
 
 def _stable_order(key: Ints) -> Ints:

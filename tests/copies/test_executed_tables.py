@@ -277,7 +277,7 @@ def test_a_bucket_is_what_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
         place = place_in_tensor(bucket.copies, sends=True)
         if place is None:
             return bucket
-        return PlacedMessage(bucket, 0, bucket.nbytes, place[0], place[1] + shift).executed
+        return PlacedMessage(bucket, 0, 0, bucket.nbytes, place[0], place[1] + shift).executed
 
     in_place, later = (tuple(placed(bucket, shift) for bucket in executed.buckets) for shift in (0, 2))
     assert any(len(one.copies) == 1 for one in in_place)
@@ -298,7 +298,7 @@ def test_a_run_of_bytes_may_go_through_the_weights_of_several_experts() -> None:
     buckets = cut_buckets(schedule, 16 << 10)
     places = [place_in_tensor(bucket.copies, sends=False) for bucket in buckets]
     runs = tuple(
-        bucket if place is None else PlacedMessage(bucket, 0, bucket.nbytes, *place).executed
+        bucket if place is None else PlacedMessage(bucket, 0, 0, bucket.nbytes, *place).executed
         for bucket, place in zip(buckets, places, strict=True)
     )
     through = [bucket for bucket, place in zip(buckets, places, strict=True) if place and len(bucket.copies) > 1]

@@ -204,8 +204,8 @@ def test_all_views_of_a_schedule_have_the_names_of_seats() -> None:
     assert {other.name for other in others} == {"gen:7"}
     waves = [wave.view.relays()[0] for wave in schedule.view.waves() if wave.view is not None]
     assert {(wave.sends.name, wave.receives.name) for wave in waves} == {("relay:7", "gen:7")} and len(waves) == 8
-    assert RankPair(0, 5, False).named(schedule) == "train:0-gen:7"
-    assert RankPair(3, 5, True).named(schedule) == "relay:5-gen:7"
+    assert RankPair(0, 5, 0).named(schedule) == "train:0-gen:7"
+    assert RankPair(3, 5, 1).named(schedule) == "relay:5-gen:7"
 
 
 @pytest.mark.parametrize("replicas", [[0, 1, 2], [3], [0, 2, 3], [1, 9]])

@@ -164,7 +164,7 @@ def test_pairs_of_a_plan_that_relays_show_what_is_passed_on(plan_of: Callable[[l
     assert (pairs.passed_on.sum(1) == plan.relay_bytes).all() and plan.relay_bytes.any()
     assert ((pairs.from_trainer.sum(0) + pairs.passed_on.sum(0)) == plan.recv_bytes).all()
     assert "Passed on between generation ranks" in page_of(plan, "h200-8,gpus=18", "train=a*2,gen=a*16").text
-    over_nics = page_of(plan, "h200-8").text  # auto takes nccl there, which does not relay
+    over_nics = page_of(plan, "h200-8").text  # the plan does not know which replicas are far from each other
     assert "Passed on between" not in over_nics and "trainer serves every replica itself" in over_nics
 
 

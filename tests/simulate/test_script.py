@@ -79,30 +79,54 @@ def schedules_of(plan: Plan) -> Iterator[Schedule]:
 
 def nccl_runs(plan: Plan) -> Runs:
     """What the nccl executor does: a run for each stream."""
-    return nccl_part([*schedules_of(replace(plan, straight=True))])
+    return nccl_part([[schedule] for schedule in schedules_of(replace(plan, straight=True))], plan.train.world)
 
 
 def nccl_waves(plan: Plan) -> Runs:
-    """What it does in a plan whose replicas pass on, wave after wave."""
+    """What it does in a plan whose replicas pass on by `direct`, wave after wave."""
     waves = [schedule.view.waves() for schedule in schedules_of(plan) if isinstance(schedule.view, RankView)]
+    return nccl_parts([[[schedule] for schedule in of_wave] for of_wave in zip(*waves, strict=True)], plan)
+
+
+def nccl_joined(plan: Plan) -> Runs:
+    """What it does where they pass on to other hosts: wave after wave, and in the same rounds the wave before."""
+    parts: list[list[list[Schedule]]] = []
+    for schedule in schedules_of(plan):
+        assert isinstance(schedule.view, RankView)
+        waves = schedule.view.waves()
+        of_rank = [[wave] for wave in (*waves, waves[-1].with_peers(()))]
+        for part, wave in zip(of_rank[1:], waves, strict=True):
+            relays = wave.view.relays() if wave.view is not None and schedule.world == "gen" else ()
+            part += [end for relay in relays[:1] for end in (relay.sends, relay.receives)]
+        parts.append(of_rank)
+    return nccl_parts([[*of_wave] for of_wave in zip(*parts, strict=True)], plan)
+
+
+def nccl_parts(parts: list[list[list[Schedule]]], plan: Plan) -> Runs:
     runs: Runs = {}
-    for of_wave in zip(*waves, strict=True):
-        for name, of_rank in nccl_part(list(of_wave)).items():
+    for part in parts:
+        for name, of_rank in nccl_part(part, plan.train.world).items():
             runs.setdefault(name, []).extend(of_rank)
     return runs
 
 
-def nccl_part(schedules: list[Schedule]) -> Runs:
-    division = divide(ScratchBudget(OPTIONS.scratch_bytes), [*map(pair_count, schedules)])
-    division, cut = divide_windows(division, schedules)
+def nccl_part(ranks: list[list[Schedule]], train_ranks: int) -> Runs:
+    """The runs of a part; of each rank, what it exchanges with the other world and with replicas."""
+    pairs = [sum(map(pair_count, of_rank)) for of_rank in ranks]
+    passes_on = any(len(of_rank) > 1 for of_rank in ranks)
+    division = divide(ScratchBudget(OPTIONS.scratch_bytes), pairs, passes_on=passes_on)
+    division, ends = divide_windows(division, ranks, train_ranks)
     runs: Runs = {}
-    for schedule, buckets in zip(schedules, cut, strict=True):
+    for of_rank in ends:
         streams: dict[int, list[list[Message]]] = {}
-        for each in divided_rounds(schedule, buckets, division, in_place=[False] * len(schedule.tensors)):
-            of_round = sorted(message_of(schedule, placed.bucket) for placed in each.placed_messages)
+        in_place = [[False] * len(end.schedule.tensors) for end in of_rank]
+        for each in divided_rounds(of_rank, division, in_place=in_place):
+            of_round = sorted(
+                message_of(of_rank[placed.end].schedule, placed.bucket) for placed in each.placed_messages
+            )
             streams.setdefault(each.stream, []).append(of_round)
         if streams:
-            runs[schedule.name] = [streams[stream] for stream in sorted(streams)]
+            runs[of_rank[0].schedule.name] = [streams[stream] for stream in sorted(streams)]
     return runs
 
 
@@ -162,6 +186,51 @@ def test_the_script_of_auto_between_hosts_has_the_waves_of_the_nccl_executor(tra
     sent = {name: runs for name, runs in expected.items() if name.startswith("train:")}
     assert {name: found[name] for name in sent} == sent
     assert len(sent) == 4 and min(map(len, sent.values())) == 2 * WAVES
+
+
+def joined_runs_of_script(plan: Plan, found: Script) -> Runs:
+    """What a script says that every rank does over nccl, where a round may send and receive."""
+    names = [f"train:{rank}" for rank in range(plan.train.world)] + [f"gen:{rank}" for rank in range(plan.gen.world)]
+    buckets = found.buckets
+    messages: dict[int, list[Message]] = {}
+    for number in np.flatnonzero(buckets.hop <= 1).tolist():
+        ends = names[buckets.src[number]], names[buckets.dst[number]]
+        message = int(buckets.stage[number]), *ends, int(buckets.nbytes[number])
+        for of_round in (found.src_round[number], found.dst_round[number]):
+            messages.setdefault(int(of_round), []).append(message)
+    runs: Runs = {}
+    for first, stop in zip(found.first_round[:-1].tolist(), found.first_round[1:].tolist(), strict=True):
+        if first in messages:
+            run = [sorted(messages[number]) for number in range(first, stop)]
+            runs.setdefault(names[found.round_rank[first]], []).append(run)
+    return runs
+
+
+@pytest.mark.parametrize(("gen", "gpus"), [("tp=2,dp=3", 2), ("tp=2,dp=3", 4), ("tp=1,dp=5", 2)])
+def test_the_script_of_a_relay_between_hosts_has_the_joined_rounds_of_the_nccl_executor(gen: str, gpus: int) -> None:
+    plan = on_hosts(Case("tiny-qwen3-moe", "tp=2,ep=2", gen), gpus)
+    assert plan.later_hops == ("relay", "share")
+    found, expected = script(plan, "auto"), nccl_joined(plan)
+    assert joined_runs_of_script(plan, found) == expected
+    passed_on = [
+        message for runs in expected.values() for run in runs for each in run for message in each if "gen" in message[1]
+    ]
+    assert sum(message[3] for message in passed_on) == 2 * found.buckets.nbytes[found.buckets.hop == 1].sum() > 0
+    run(found)
+
+
+def test_a_wave_is_passed_on_within_hosts_once_it_has_come_from_other_hosts() -> None:
+    plan = on_hosts(Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3"), 4)
+    found = script(plan, "auto")
+    hop = np.zeros(len(found.round_rank), np.int64)
+    hop[found.src_round], hop[found.dst_round] = found.buckets.hop, found.buckets.hop
+    run_of = np.repeat(np.arange(len(found.window)), np.diff(found.first_round))
+    of_run = [set(hop[run_of == number].tolist()) for number in range(len(found.window))]
+    shares = [number for number, hops in enumerate(of_run) if hops == {2}]
+    assert shares
+    for number in shares:
+        if any(of_run[before] != {2} for before in found.after[number]):
+            assert any(1 in of_run[before] for before in found.after[number])
 
 
 def test_some_of_these_pass_on() -> None:

@@ -91,8 +91,8 @@ def test_nccl_cuts_once_to_the_size_that_all_ranks_agree_on(
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(StoreExchange, "gather", lambda _, topic, said, parse: [said])  # all ranks say the same
     bound = bound_rank(MOE, "gen", 0)
-    connection = NcclConnection([bound], unconnected(), timeout_s=5.0, budget=budget)
-    sizes = [bucket.nbytes for bucket in connection.buckets[0]]
+    connection = NcclConnection([[bound]], unconnected(), timeout_s=5.0, budget=budget)
+    sizes = [bucket.nbytes for bucket in connection.ends[0][0].buckets]
     assert cut == [bound.schedule]
     assert 0 < max(sizes) <= division.bucket_bytes < 1 << 16
 
@@ -133,7 +133,7 @@ def test_auto_cuts_what_goes_by_each_transport_once(cut: list[Schedule]) -> None
         relay.connect_each(connecting(GlooExecutor)),
     )
     ways = [(by_gloo, False), (by_gloo, True)]
-    mixed._connect_parts(ways, {RankPair(0, 1, False): "far"}, context_of(bound), [bound])
+    mixed._connect_parts(ways, {RankPair(0, 1, 0): "far"}, False, context_of(bound), [[bound]])
     near, far = cut
     assert {*near.stages[0].recvs.peer.tolist()}.isdisjoint(far.stages[0].recvs.peer.tolist())
     assert moved(cut) == moved([bound.schedule]) and moved([far]) > 0

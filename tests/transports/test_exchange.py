@@ -122,7 +122,7 @@ def test_an_exchange_whose_store_is_gone_can_still_give_up() -> None:
 def with_budget(rank: int, address: str, budgets: tuple[ScratchBudget, ScratchBudget]) -> None:
     world, transfers = ("train", "gen")[rank], random_transfers(default_rng(0), (1, 1))
     schedule = schedule_of(transfers, world, 0, (1, 1))  # type: ignore[arg-type]
-    connect_nccl([bind(schedule, allocate(schedule))], connected(address), timeout_s=10.0, budget=budgets[rank])
+    connect_nccl([[bind(schedule, allocate(schedule))]], connected(address), timeout_s=10.0, budget=budgets[rank])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_budgets_that_cannot_work_are_refused_by_all(
 
 def without_transfers(rank: int, address: str) -> tuple[int, int]:
     schedule = schedule_of([], ("train", "gen")[rank], 0, (1, 1))  # type: ignore[arg-type]
-    (executor,) = connect_nccl([bind(schedule, {})], connected(address), timeout_s=10.0)
+    (executor,) = connect_nccl([[bind(schedule, {})]], connected(address), timeout_s=10.0)
     reports = executor.run()
     executor.close()
     with pytest.raises(SessionError, match="has been closed"):

@@ -168,15 +168,16 @@ def test_enough_rows_are_recorded() -> None:
 
 def test_nccl_takes_for_communicators_and_for_each_sender() -> None:
     one_host = divide(ScratchBudget(), [1, 1])  # a communicator of each stream
-    assert buffer_bytes(1, one_host, receives=True) == 2 * (252 + 320) * 10**6
-    assert buffer_bytes(1, one_host, receives=False) == 2 * (252 * 10**6 + 32 * 3_100_000)
+    assert buffer_bytes(1, 0, one_host) == 2 * (252 + 320) * 10**6
+    assert buffer_bytes(0, 1, one_host) == 2 * (252 * 10**6 + 32 * 3_100_000)
     stages = divide(ScratchBudget(), [2, 2, 2, 2])
-    assert buffer_bytes(2, stages, receives=True) == 2 * (252 + 2 * 320) * 10**6
-    assert buffer_bytes(0, stages, receives=True) == 0
+    assert buffer_bytes(2, 0, stages) == 2 * (252 + 2 * 320) * 10**6
+    assert buffer_bytes(0, 0, stages) == 0
+    assert buffer_bytes(2, 1, stages) == 2 * (252 * 10**6 + 2 * 320 * 10**6 + 32 * 3_100_000)
     across = divide(ScratchBudget(), [16] * 32)  # 32 ranks: 4 channels between two; a pair is on one stream
-    assert buffer_bytes(16, across, receives=True) == (2 * 252 + 16 * 40) * 10**6
+    assert buffer_bytes(16, 0, across) == (2 * 252 + 16 * 40) * 10**6
     many = divide(ScratchBudget(), [*[128] * 32, *[32] * 128])
-    assert buffer_bytes(32, many, receives=True) == (2 * 252 + 32 * 10) * 10**6
+    assert buffer_bytes(32, 0, many) == (2 * 252 + 32 * 10) * 10**6
 
 
 def test_a_rank_of_one_tensor_holds_what_is_counted_by_hand() -> None:
@@ -213,6 +214,18 @@ def test_auto_takes_for_pairs_of_a_host_and_for_those_between_hosts() -> None:
     near, far = counted["auto"]["gen"][:2], counted["auto"]["gen"][2:]
     assert [rank.nccl for rank in near] == [0, 0] and min(rank.nccl for rank in far) > 0
     assert min(rank.nccl for rank in counted["auto"]["train"]) > 0
+
+
+def test_a_relay_between_hosts_takes_nccl_on_both_ends_of_replicas() -> None:
+    """Each rank's tables are those of its messages in either direction; its buffers are for senders and receivers."""
+    plan = PlanCase("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", machine="h200-8,gpus=2").plan()
+    assert plan.later_hops == ("relay", "share")
+    counted = session_memory(plan).transports
+    unrelayed = counted["nccl"]["gen"]
+    for rank, held in enumerate(counted["auto"]["gen"]):
+        assert held.nccl > unrelayed[rank].nccl and held.tables > 0
+    for rank, held in enumerate(counted["auto"]["train"]):
+        assert held.nccl <= counted["nccl"]["train"][rank].nccl
 
 
 def test_only_the_transports_asked_for_are_counted() -> None:

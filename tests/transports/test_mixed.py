@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from helpers import planned_refits
 from helpers.gpu import needs_gpus
+from helpers.nccl_over_gloo import connect_rounds
 from helpers.plans import Case
 from helpers.ranks import run_ranks, values
 
@@ -20,6 +22,7 @@ from mcore_reshard.kernels.transports.gloo import GlooExecutor
 from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
 from mcore_reshard.kernels.transports.mixed import Way, connect_by_pair
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
+from mcore_reshard.kernels.transports.reach import joins
 from mcore_reshard.kernels.transports.relay import connect_each
 
 MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
@@ -29,7 +32,11 @@ RELAYED_CAST = Case("tiny-qwen3-moe", "tp=1", "dp=3", dtypes=("bf16", "fp8"), bl
 ALONE = Case("tiny-qwen3-moe", "tp=1", "tp=1")
 PIPELINED = Case("tiny-qwen3-moe", "pp=2", "tp=1")
 PIPELINED_CAST = Case("tiny-qwen3-moe", "pp=2", "tp=1", dtypes=("bf16", "fp8"), block=(8, 16))
+RELAYED_HOSTS = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", machine="h200-8,gpus=2")  # and within each, shared
+TRAINER_BESIDE = Case("tiny-qwen3-moe", "tp=1", "dp=3", machine="h200-8,gpus=2", hosts="train=a*1,gen=a*1@1+b*1+c*1")
+NO_OPTIONS: Mapping[str, Any] = {}
 TRAINER_ALONE = "train:0-gen:0,train:0-gen:1,train:0-gen:2"
+ALL_RELAYS = "relay:0-gen:1,relay:0-gen:2,relay:1-gen:0,relay:1-gen:2,relay:2-gen:0,relay:2-gen:1"
 ALL_PAIRS = "train:0-gen:0,train:0-gen:1,train:1-gen:0,train:1-gen:1"
 
 
@@ -53,9 +60,25 @@ def stand_in(name: str, unavailable_reason: str | None = None) -> Way:
     return Way(transport, connect_each(partial(OverGloo, name)))
 
 
+def rounds_stand_in(name: str, unavailable_reason: str | None = None) -> Way:
+    """A stand-in for nccl, with its rounds."""
+    transport = Transport(name, frozenset({"cpu"}), "", lambda: unavailable_reason, None)
+    return Way(transport, partial(connect_rounds, name, 64 << 10))
+
+
+def apart(case: Case) -> str:
+    """The pairs of a plan that knows its hosts that are on different ones, as MCORE_RESHARD_UNREACHABLE has them."""
+    topology = case.plan().topology
+    assert topology is not None
+    train, gen = topology.host_of("train"), topology.host_of("gen")
+    pairs = [f"train:{src}-gen:{dst}" for src in range(len(train)) for dst in range(len(gen)) if train[src] != gen[dst]]
+    pairs += [f"relay:{src}-gen:{dst}" for src in range(len(gen)) for dst in range(len(gen)) if gen[src] != gen[dst]]
+    return ",".join(pairs)
+
+
 def on_cpu(number: int, address: str, case: Case, unreachable: str, far_unavailable: str | None) -> Any:
     """A refit by `auto`, with transports `near` and `far` in the places of direct and nccl."""
-    near, far = stand_in("near"), stand_in("far", far_unavailable)
+    near, far = stand_in("near"), rounds_stand_in("far", far_unavailable)
     auto = replace(registry._transports["auto"], devices=frozenset({"cpu"}), unavailable_reason=lambda: None,
                    connect=lambda context: connect_by_pair(context, near, far))  # fmt: skip
     registry._transports["auto"] = auto  # this process ends with the test
@@ -78,17 +101,35 @@ def on_cpu(number: int, address: str, case: Case, unreachable: str, far_unavaila
         (RELAYED, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
         (RELAYED_CAST, TRAINER_ALONE, [{"far"}, {"far+near"}, {"far+near"}, {"far+near"}]),
         (RELAYED_CAST, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
+        (RELAYED, f"{TRAINER_ALONE},{ALL_RELAYS}", [{"far"}] * 4),
+        (RELAYED, ALL_RELAYS, [{"far+near"}] * 4),
+        (RELAYED_CAST, f"{TRAINER_ALONE},{ALL_RELAYS}", [{"far"}] * 4),
     ],
     ids=[
         *("all near", "all far", "two hosts", "no such pair", "relayed", "a relay is far"),
         *("the trainer is far", "one replica is far from it", "relays over two hosts"),
         *("casts, the trainer is far", "cast over two hosts"),
+        *("every replica has a host", "only replicas are far from each other", "casts, every replica has a host"),
     ],
 )
 def test_each_pair_goes_by_what_reaches_it(case: Case, unreachable: str, ways: list[set[str]]) -> None:
     found = values(run_ranks(4, on_cpu, case, unreachable, None, timeout_s=60.0))
     assert [way for way, _ in found] == ways
     assert [wrong for _, wrong in found] == [{}] * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "trainer", "engine"),
+    [(RELAYED_HOSTS, "far", "far+near"), (TRAINER_BESIDE, "far+near", "far+near")],
+    ids=str,
+)
+def test_replicas_pass_on_to_other_hosts_by_the_rounds_of_nccl(case: Case, trainer: str, engine: str) -> None:
+    plan = case.plan()
+    assert plan.topology is not None and joins(plan, plan.topology, "auto")
+    ranks = plan.train.world + plan.gen.world
+    found = values(run_ranks(ranks, on_cpu, case, apart(case), None, timeout_s=120.0))
+    assert [ways for ways, _ in found] == [{trainer}] * plan.train.world + [{engine}] * plan.gen.world
+    assert [wrong for _, wrong in found] == [{}] * ranks
 
 
 def test_pairs_that_nothing_reaches_are_named() -> None:
@@ -111,10 +152,12 @@ def test_what_is_no_pair_is_an_error_of_all_ranks() -> None:
     )
 
 
-def on_gpus(number: int, address: str, case: Case, transport: str, unreachable: str) -> Any:
+def on_gpus(
+    number: int, address: str, case: Case, transport: str, unreachable: str, options: Mapping[str, Any] = NO_OPTIONS
+) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNREACHABLE_VARIABLE, unreachable)
-        return planned_refits.refit(number, address, case, "cuda", transport=transport)
+        return planned_refits.refit(number, address, case, "cuda", transport=transport, **options)
 
 
 @pytest.mark.gpu
@@ -157,6 +200,31 @@ def test_replicas_pass_on_directly_what_came_by_nccl(case: Case) -> None:
     found = values(run_ranks(4, on_gpus, case, "auto", TRAINER_ALONE, timeout_s=120.0, method="spawn"))
     assert [ways for ways, _ in found] == [{"nccl"}, *[{"direct+nccl"}] * 3]
     assert [wrong for _, wrong in found] == [{}] * 4
+
+
+@pytest.mark.gpu
+@needs_gpus(1)
+@pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
+@pytest.mark.parametrize(
+    ("case", "trainer", "engine"),
+    [
+        (RELAYED_HOSTS, "nccl", "direct+nccl"),
+        (TRAINER_BESIDE, "direct+nccl", "direct+nccl"),
+        (RELAYED_CAST, "nccl", "nccl"),
+    ],
+    ids=["shared within hosts", "a replica beside the trainer", "cast"],
+)
+def test_replicas_pass_on_to_other_hosts_by_nccl(case: Case, trainer: str, engine: str, checksums: bool) -> None:
+    plan = case.plan()
+    ranks = plan.train.world + plan.gen.world
+    unreachable = apart(case) if case.machine else f"{TRAINER_ALONE},{ALL_RELAYS}"
+    told = run_ranks(
+        ranks, on_gpus, case, "auto", unreachable, {"checksums": checksums, "scratch_bytes": 256 << 10},
+        timeout_s=180.0, method="spawn",
+    )  # fmt: skip
+    found = values(told)
+    assert [ways for ways, _ in found] == [{trainer}] * plan.train.world + [{engine}] * plan.gen.world
+    assert [wrong for _, wrong in found] == [{}] * ranks
 
 
 def alone_on_a_gpu(number: int, address: str) -> Any:

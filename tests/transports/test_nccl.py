@@ -92,7 +92,7 @@ def random_refits(number: int, address: str, environment: dict[str, str]) -> lis
         start = allocate(schedule, seed=seed if schedule.world == "train" else None)
         tensors = {name: tensor.to(device) for name, tensor in start.items()}
         store = connected(address).under(f"{worlds}/{seed}")
-        (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=TIMEOUT_S, budget=budget)
+        (executor,) = connect_nccl([[bind(schedule, tensors)]], store, timeout_s=TIMEOUT_S, budget=budget)
         assert executor.scratch_bytes <= budget.scratch_bytes
         for _ in range(2):
             reports = executor.run()
@@ -156,7 +156,7 @@ def planned_refits(number: int, address: str, cases: list[str]) -> dict[str, dic
         for scratch_bytes in (8 << 20, 256 << 20):
             store = connected(address).under(f"{case}/{scratch_bytes}")
             budget = ScratchBudget(scratch_bytes)
-            (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=TIMEOUT_S, budget=budget)
+            (executor,) = connect_nccl([[bind(schedule, tensors)]], store, timeout_s=TIMEOUT_S, budget=budget)
             executor.run()
             if not train:
                 bad = synthetic.wrong_elements(plan, "gen", rank, tensors)
@@ -179,9 +179,9 @@ class NoisyWire(NcclExecutor):
 
     def _communicate(self, each: Any, stream: torch.cuda.Stream) -> None:
         super()._communicate(each, stream)
-        if not self._sends and each is self._rounds[2]:
+        if not each.payloads[0].sends and each is self._rounds[2]:
             with torch.cuda.stream(stream):
-                each.payloads[0][1][5] ^= 1
+                each.payloads[0].content[5] ^= 1
 
 
 def damaged_refit(number: int, address: str) -> None:
@@ -190,7 +190,7 @@ def damaged_refit(number: int, address: str) -> None:
     tensors = {local.name: torch.ones(ELEMENTS, device=device) for local in schedule.tensors}
     budget = ScratchBudget(8 << 20, checksums=True)
     nccl_executor.NcclExecutor = NoisyWire  # type: ignore[misc]  # this process ends with the test
-    (executor,) = connect_nccl([bind(schedule, tensors)], connected(address), timeout_s=TIMEOUT_S, budget=budget)
+    (executor,) = connect_nccl([[bind(schedule, tensors)]], connected(address), timeout_s=TIMEOUT_S, budget=budget)
     executor.run()
 
 
@@ -228,7 +228,7 @@ def executor_of_large(
     schedule = of(large(worlds), number, worlds)
     tensors = {local.name: torch.full((ELEMENTS,), float("nan"), device=device) for local in schedule.tensors}
     budget = ScratchBudget(8 << 20, checksums=checksums)
-    (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=timeout_s, budget=budget)
+    (executor,) = connect_nccl([[bind(schedule, tensors)]], store, timeout_s=timeout_s, budget=budget)
     return executor, tensors
 
 

@@ -42,7 +42,7 @@ def refits(number: int, address: str, worlds: tuple[int, int]) -> list[dict[str,
         start = trainer_tensors(schedule, seed) if train else allocate(schedule)
         tensors = {name: tensor.to(device) for name, tensor in start.items()}
         store = connected(address).under(f"budget-{seed}")
-        (executor,) = connect_nccl([bind(schedule, tensors)], store, timeout_s=TIMEOUT_S, budget=budget)
+        (executor,) = connect_nccl([[bind(schedule, tensors)]], store, timeout_s=TIMEOUT_S, budget=budget)
         executor.run()
         if train:
             for name, tensor in stepped(tensors).items():

@@ -21,7 +21,7 @@ def test_from_1024_to_512_ranks_each_hears_of_all_pairs() -> None:
     with store_process() as process, store_of(process.address) as store:
         for number, name in enumerate(names):
             near = 0xFF << 8 * (number % 128)
-            word = [(False, "on different hosts", f"{EVERYBODY & ~near:x}"), (False, None, f"{near:x}")]
+            word = [(0, "on different hosts", f"{EVERYBODY & ~near:x}"), (0, None, f"{near:x}")]
             store.set_soon({f"reach/{name}": json.dumps(word if number >= TRAIN else [])})
         said = StoreExchange(store, names[0], names, 10.0).values("reach", partial(_parse_reach, TRAIN))
     pairs = {
@@ -37,6 +37,6 @@ def test_from_1024_to_512_ranks_each_hears_of_all_pairs() -> None:
 @pytest.mark.parametrize("sources", ["1" + "0" * 256, "not hexadecimal"])
 def test_a_word_of_other_sources_is_refused(sources: str) -> None:
     with store_process() as process, store_of(process.address) as store:
-        store.set("reach/gen:0", json.dumps([(False, None, sources)]))
+        store.set("reach/gen:0", json.dumps([(0, None, sources)]))
         with pytest.raises(SessionError, match="reach/gen:0"):
             StoreExchange(store, "gen:0", ["gen:0"], 10.0).values("reach", partial(_parse_reach, TRAIN))

@@ -364,6 +364,22 @@ def test_a_rank_that_fails_in_the_first_hop_lets_those_go_that_wait_for_it() -> 
     assert not sends[1].ran.is_set() and not receives[1].ran.is_set()
 
 
+def test_a_wave_is_shared_within_a_host_after_the_part_that_brings_it_there() -> None:
+    """Part 1 has wave 1 from the trainer, and wave 0 from other hosts."""
+    shares = [Part(), Part()]
+    first = [
+        Part(),
+        Part(lambda: early.append(shares[0].ran.wait(0.2))),
+        Part(lambda: (after(shares[0].ran), early.append(shares[1].ran.wait(0.2)))),
+    ]
+    early: list[bool] = []
+    group: Any = Left()
+    executor = RelayedExecutor(first, [relaying.Role(2, False, shares, group)], None, joins=True)
+    assert sum(report.transfers for report in executor.run()) == 5
+    assert early == [False, False] and shares[1].ran.is_set()
+    executor.close()
+
+
 def test_a_rank_that_waits_in_both_its_parts_says_for_whom_in_each() -> None:
     to, of = (Waiting("gen:0", peer, 0, "model.w", sends=False) for peer in ("gen:1", "relay:2"))
     sends = [Part(lambda: (after(receives[0].ran), fail(DeadlineError(to, "nothing within 5 s"))))]

@@ -50,6 +50,7 @@ def nccl_alone(rank: Rank, options: Options) -> Prepared:
     from mcore_reshard.kernels.errors import Waiting
     from mcore_reshard.kernels.transports.nccl.communicator import (
         NcclCommunicator,
+        Payload,
         nccl_unavailable_reason,
         new_unique_id,
     )
@@ -65,7 +66,7 @@ def nccl_alone(rank: Rank, options: Options) -> Prepared:
     peers = range(train, rank.ranks) if sends else range(train)
     size, groups = int(options.get("message_mib", 512)) * _MIB, 4
     buffer = torch.zeros(size * len(peers), dtype=torch.uint8, device=rank.device)
-    payloads = [(peer, buffer[n * size : (n + 1) * size]) for n, peer in enumerate(peers)]
+    payloads = [Payload(peer, sends, buffer[n * size : (n + 1) * size]) for n, peer in enumerate(peers)]
     stream = torch.cuda.Stream()
 
     def idle() -> None:
@@ -76,7 +77,7 @@ def nccl_alone(rank: Rank, options: Options) -> Prepared:
 
     def exchange() -> None:
         for _ in range(groups):
-            communicator.start(payloads, stream, waiting, sends=sends)
+            communicator.start(payloads, stream, waiting)
             idle()
         stream.synchronize()
 

@@ -126,7 +126,9 @@ def _direct_with(options: Options, context: TransportContext) -> Executor:
     )
 
 
-def _nccl_with(options: Options, context: TransportContext, parts: Sequence[BoundSchedule]) -> Sequence[Executor]:
+def _nccl_with(
+    options: Options, context: TransportContext, parts: Sequence[Sequence[BoundSchedule]]
+) -> Sequence[Executor]:
     from mcore_reshard.kernels.transports.nccl.executor import DEFAULT_COPY_CTAS, connect_nccl
     from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget
 

@@ -25,12 +25,11 @@ _NET_CHANNELS = 4  # between ranks of two hosts: 50 GB/s of NIC, at 14 GB/s for 
 _PEERS_IN_A_ROUND = 8
 
 
-def buffer_bytes(peers: int, division: Division, *, receives: bool) -> int:
-    """NCCL's own memory on a rank that has so many peers in the communicators of a division."""
-    of_channel = RECEIVING_BYTES if receives else SENDING_BYTES
-    streams = division.budget.streams if peers else 0
-    connections = peers * (1 if division.keeps_streams else streams)
-    return streams * COMMUNICATOR_BYTES + connections * _channels(len(division.members)) * of_channel
+def buffer_bytes(senders: int, receivers: int, division: Division) -> int:
+    """NCCL's own memory on a rank that so many ranks send to, and that sends to so many, in a division's communicators."""
+    streams = division.budget.streams if senders or receivers else 0
+    connections = (senders * RECEIVING_BYTES + receivers * SENDING_BYTES) * (1 if division.keeps_streams else streams)
+    return streams * COMMUNICATOR_BYTES + connections * _channels(len(division.members))
 
 
 def _channels(ranks: int) -> int:

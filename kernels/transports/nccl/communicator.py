@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,6 +17,14 @@ from mcore_reshard.kernels.transports.base import gpu_unavailable_reason
 
 if TYPE_CHECKING:
     from nccl.core import Communicator
+
+
+class Payload(NamedTuple):
+    """A message as NCCL takes it."""
+
+    member: int  # the peer's rank in the communicator
+    sends: bool
+    content: torch.Tensor  # contiguous, uint8 [nbytes]
 
 
 class NcclError(TransferError):
@@ -67,21 +75,19 @@ class NcclCommunicator:
             reason += f"; it may be any of {', '.join(waiting.peer for waiting in waits)}"
         raise first_of([PeerLostError(waiting, reason) for waiting in waits])
 
-    def start(
-        self, payloads: Iterable[tuple[int, torch.Tensor]], stream: torch.cuda.Stream, waiting: Waiting, *, sends: bool
-    ) -> None:
-        """Queue messages on `stream`, as one group: of each its member, and a contiguous tensor uint8 [nbytes].
+    def start(self, payloads: Iterable[Payload], stream: torch.cuda.Stream, waiting: Waiting) -> None:
+        """Queue messages on `stream`, as one group: one kernel sends and receives all of them at once.
 
         A member that gets several takes them in the order in which it was sent them.
         """
         # The binding's lower layer: the upper one examines every tensor again in each refit.
         nccl, communicator, handle = self._bindings, self._bindings.Comm(self._open(waiting).ptr), stream.cuda_stream
-        move = nccl.send if sends else nccl.recv
         try:
             nccl.group_start()
             try:
-                for member, payload in payloads:
-                    move(payload.data_ptr(), payload.numel(), nccl.DataType.Uint8, member, communicator, handle)
+                for member, sends, content in payloads:
+                    move = nccl.send if sends else nccl.recv
+                    move(content.data_ptr(), content.numel(), nccl.DataType.Uint8, member, communicator, handle)
             finally:
                 nccl.group_end()
         except nccl.NCCLError as error:

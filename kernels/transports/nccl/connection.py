@@ -1,7 +1,8 @@
 """What the parts of a refit over NCCL share: communicators, slots, and the way to wait and to give up.
 
 Every stream has a communicator of all ranks that exchange anything. Parts run one after another, so that the fullest round
-of any decides on the size of a slot.
+of any decides on the size of a slot. Packing and unpacking have a stream each: a rank that passes bytes on packs a round
+while it waits for one that it will unpack.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
-from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, RefitError, SessionError, Waiting, first_of
-from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fetch, publish
+from mcore_reshard.kernels.rendezvous.exchange import Failure, StoreExchange, fetch, publish, seat_of
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
-from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank, peer_group_rank
+from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
 from mcore_reshard.kernels.transports.rounds import turn_with
 
-from .communicator import NcclCommunicator, NcclError, new_unique_id
+from .communicator import NcclCommunicator, NcclError, Payload, new_unique_id
 from .staging import (
     Division,
+    HopEnd,
     Messages,
     Round,
     ScratchBudget,
@@ -47,25 +48,29 @@ _UNIQUE_ID_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A communicator, the stream of its messages, and that of the copies beside it."""
+    """A communicator, the stream of its messages, and those of the copies beside it."""
 
     communicator: NcclCommunicator
     wire: torch.cuda.Stream
-    side: torch.cuda.Stream
+    packing: torch.cuda.Stream
+    unpacking: torch.cuda.Stream
 
 
 class NcclConnection:
-    """A rank's end of all its parts. All ranks construct it at the same time, with as many parts and the same `budget`."""
+    """A rank's side of all its parts. All ranks construct it at the same time, with as many parts and the same `budget`.
+
+    A part has what the rank exchanges with the other world, and then what replicas send and receive of each other.
+    """
 
     def __init__(
-        self, parts: Sequence[BoundSchedule], store: StoreKeys, *, timeout_s: float, budget: ScratchBudget
+        self, parts: Sequence[Sequence[BoundSchedule]], store: StoreKeys, *, timeout_s: float, budget: ScratchBudget
     ) -> None:
         self.timeout_s = timeout_s
-        self._schedules = [part.schedule for part in parts]
-        self.rank_name, schedule = parts[0].rank_name, self._schedules[0]
-        self.sends = schedule.world == "train"
-        self.device = parts[0].device or torch.device("cpu")
-        self._exchange = StoreExchange(store, self.rank_name, group_names(schedule), timeout_s)
+        self._parts = [[bound.schedule for bound in part] for part in parts]
+        self.rank_name, self._schedule = parts[0][0].rank_name, parts[0][0].schedule
+        devices = (bound.device for part in parts for bound in part if bound.device is not None)
+        self.device = next(devices, torch.device("cpu"))
+        self._exchange = StoreExchange(store, self.rank_name, group_names(self._schedule), timeout_s)
         self.budget = budget
         self.runs = 0  # of all parts
         self.closed = False
@@ -73,7 +78,7 @@ class NcclConnection:
         self.links: dict[int, Link] = {}  # by stream
         self.slots: dict[tuple[int, int], PlainBuffer] = {}
         self._graphs: list[tuple[torch.cuda.CUDAGraph, torch.cuda.Event]] = []
-        self.buckets: list[tuple[Bucket, ...]] = []  # of each part
+        self.ends: list[list[HopEnd]] = []  # of each part
         with self.give_up_on_error():
             self.divisions = self._divide(budget)
 
@@ -160,22 +165,35 @@ class NcclConnection:
 
     def _divide(self, budget: ScratchBudget) -> list[Division]:
         """Agree with all ranks on how each part divides scratch."""
-        gather, schedules = self._exchange.gather, self._schedules
-        words = gather("word", ([*map(pair_count, schedules)], repr(budget)), _parse_word)
-        if len(budgets := sorted({budget for _, budget in words})) > 1:
+        gather = self._exchange.gather
+        pairs = [sum(map(pair_count, part)) for part in self._parts]
+        passes_on = [len(part) > 1 for part in self._parts]
+        words = gather("word", (pairs, passes_on, repr(budget)), _parse_word)
+        if len(budgets := sorted({budget for _, _, budget in words})) > 1:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}; give all of them the same")
-        members = tuple(rank for rank, (pairs, _) in enumerate(words) if any(pairs))
+        members = tuple(rank for rank, (pairs, _, _) in enumerate(words) if any(pairs))
         try:
-            divided = [divide(budget, pairs) for pairs in zip(*(pairs for pairs, _ in words), strict=True)]
+            divided = [
+                divide(budget, pairs, passes_on=any(passes_on))
+                for pairs, passes_on in zip(
+                    zip(*(pairs for pairs, _, _ in words), strict=True),
+                    zip(*(passes_on for _, passes_on, _ in words), strict=True),
+                    strict=True,
+                )
+            ]
             divisions = [replace(division, members=members) for division in divided]
-            parts = zip(schedules, divisions, strict=True)
-            self.buckets = [cut_buckets(schedule, division.bucket_bytes) for schedule, division in parts]
-            cut = zip(schedules, self.buckets, divisions, strict=True)
-            messages = [Messages.of(*part) for part in cut]
+            train_ranks = self._schedule.train_ranks
+            self.ends = [
+                HopEnd.cut(part, division, train_ranks) for part, division in zip(self._parts, divisions, strict=True)
+            ]
+            messages = [Messages.of(*part) for part in zip(self.ends, divisions, strict=True)]
             most = [
                 *zip(*gather("most_buckets", [each.most_of_a_pair for each in messages], _parse_counts), strict=True)
             ]
-            own = zip(divisions, messages, map(max, most), strict=True)
+            most_buckets = [*map(max, most)]
+            divisions = [division.with_pace(most) for division, most in zip(divisions, most_buckets, strict=True)]
+            messages = [Messages.of(*part) for part in zip(self.ends, divisions, strict=True)]
+            own = zip(divisions, messages, most_buckets, strict=True)
             fitting = gather("windows", [windows_that_fit(*part) for part in own], _parse_windows)
             return [with_windows(*part) for part in zip(divisions, zip(*fitting, strict=True), strict=True)]
         except ValueError as error:
@@ -183,35 +201,32 @@ class NcclConnection:
 
     def _connect(self) -> None:
         """Join the communicators, all at the same time, and connect every pair in them."""
-        schedule, members = self._schedules[0], self.divisions[0].members
+        schedule, members = self._schedule, self.divisions[0].members
         me = group_rank(schedule, schedule.world, schedule.rank)
-        peers: dict[int, Waiting] = {}  # for the first bucket of each
-        streams_of: dict[int, set[int]] = {}
-        for division, buckets in zip(self.divisions, self.buckets, strict=True):
-            for bucket in buckets:
-                peers.setdefault(bucket.peer, bucket.waiting)
-                streams = streams_of.setdefault(bucket.peer, set())
-                streams.update(division.streams_of(turn_with(schedule, bucket.peer)))
-        waits = tuple(peers.values())
+        first: dict[tuple[int, bool], Waiting] = {}  # for the first bucket to or from each member
+        streams_of: dict[tuple[int, bool], set[int]] = {}
+        for number, division in enumerate(self.divisions):
+            for end in self.ends[number]:
+                for bucket in end.buckets:
+                    way = members.index(end.first_peer + bucket.peer), end.sends
+                    first.setdefault(way, bucket.waiting)
+                    streams_of.setdefault(way, set()).update(division.streams_of(turn_with(end.schedule, bucket.peer)))
+        waits = tuple({waiting.peer: waiting for waiting in first.values()}.values())
         # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
         for stream in range(self.budget.streams):
-            key, wire, side = f"id/{stream}", torch.cuda.Stream(priority=-1), torch.cuda.Stream()
+            key, wire = f"id/{stream}", torch.cuda.Stream(priority=-1)
             if me == members[0]:
                 publish(self._exchange.store, key, new_unique_id().hex())
             owner = replace(waits[0], peer=group_names(schedule)[members[0]])
             unique_id = fetch(self._exchange.store, key, owner, _parse_unique_id, timeout_s=self.timeout_s)
             communicator = NcclCommunicator(unique_id, members.index(me), len(members), waits[0])
-            self.links[stream] = Link(communicator, wire, side)
+            self.links[stream] = Link(communicator, wire, torch.cuda.Stream(), torch.cuda.Stream())
         for link in self.links.values():
             self.settle(link.communicator, waits)
-        warm = torch.empty(len(peers), _WARM_BYTES, dtype=torch.uint8, device=self.device)
+        warm = torch.empty(len(first), _WARM_BYTES, dtype=torch.uint8, device=self.device)
         for stream, link in self.links.items():
-            payloads = [
-                (members.index(peer_group_rank(schedule, peer)), warm[number])
-                for number, peer in enumerate(peers)
-                if stream in streams_of[peer]
-            ]
-            link.communicator.start(payloads, link.wire, waits[0], sends=self.sends)
+            payloads = [Payload(*way, warm[number]) for number, way in enumerate(first) if stream in streams_of[way]]
+            link.communicator.start(payloads, link.wire, waits[0])
             self.settle(link.communicator, waits)
             self._wait_for(waits, link.wire.record_event().query)
 
@@ -223,17 +238,17 @@ class NcclConnection:
         reason = f"nothing within {self.timeout_s:g} s"
         waits = [Failure.of(self.rank_name, DeadlineError(waiting, reason)) for waiting in where]
         failure = self._exchange.blame(f"run-{self.runs}", waits)
-        first = [waiting for waiting in where if waiting.peer == failure.peer]
-        others = [waiting for waiting in where if waiting.peer != failure.peer]
+        first = [waiting for waiting in where if seat_of(waiting.peer) == failure.peer]
+        others = [waiting for waiting in where if seat_of(waiting.peer) != failure.peer]
         if not first:
             reason += f", as {failure}"
         return first_of([DeadlineError(waiting, reason) for waiting in (*first, *others)])
 
 
-def _parse_word(word: Any) -> tuple[list[int], str]:
-    """(`pair_count` of each part, budget) of a rank."""
-    pairs, budget = word
-    return _parse_counts(pairs), str(budget)
+def _parse_word(word: Any) -> tuple[list[int], list[bool], str]:
+    """(`pair_count` of each part, whether the rank passes on in it, budget) of a rank."""
+    pairs, passes_on, budget = word
+    return _parse_counts(pairs), [*map(bool, passes_on)], str(budget)
 
 
 def _parse_counts(counts: Any) -> list[int]:

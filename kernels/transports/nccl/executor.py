@@ -3,6 +3,8 @@
     training rank    weights --gather kernel--> slot --NCCL send-->
     generation rank                              --NCCL recv--> slot --scatter kernel--> weights
 
+A generation rank that passes bytes on does both in one round.
+
 The kernels run on streams beside the wire's: one round is packed or unpacked while others are on the wire (`rounds` says
 why this cannot deadlock). A bucket that lies in one piece skips its copy. All rounds of a part are one CUDA graph: it is
 one launch, then the host polls against the deadline. Without the graph the host spent 0.1 ms a round on NCCL's calls and
@@ -15,7 +17,7 @@ messages of 64 MiB, 292 against 299 in messages of 128 MiB (four H200s).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +27,7 @@ import numpy as np
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.buckets import Bucket
 from mcore_reshard.kernels.copies.checks import described_tensor
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import byte_view
@@ -32,21 +35,22 @@ from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.errors import ChecksumError, SessionError, Waiting
 from mcore_reshard.kernels.rendezvous.polling import NOTICE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
-from mcore_reshard.kernels.transports.base import StageClock, StageReport
+from mcore_reshard.kernels.transports.base import StageClock, StageReport, merge_reports
 
+from .communicator import Payload
 from .connection import Link, NcclConnection, Waits
 from .staging import DIGEST_BYTES, Round, ScratchBudget, divided_rounds
 
 if TYPE_CHECKING:
     from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, DeviceTable
 
-Payload = tuple[int, torch.Tensor]  # the peer's rank in the communicators, and a contiguous tensor uint8 [nbytes]
+Step = Callable[["_DeviceRound", torch.cuda.Stream], None]
 
 DEFAULT_COPY_CTAS = 32  # of 132: packing must outpace the wire, and NCCL's own kernels need room beside it
 
 
 def connect_nccl(
-    parts: Sequence[BoundSchedule],
+    parts: Sequence[Sequence[BoundSchedule]],
     store: StoreKeys,
     *,
     timeout_s: float,
@@ -55,12 +59,14 @@ def connect_nccl(
 ) -> list[NcclExecutor]:
     """Connect the executors of parts that run one after another; they share communicators and slots.
 
+    All schedules of a part move together: see `NcclConnection`.
+
     All ranks of the session call this at the same time, with as many parts and the same `budget`.
     """
     connection = NcclConnection(parts, store, timeout_s=timeout_s, budget=budget)
     executors = [NcclExecutor(connection, part, number) for number, part in enumerate(parts)]
     with connection.give_up_on_error():
-        if any(connection.buckets):
+        if any(end.buckets for ends in connection.ends for end in ends):
             with torch.cuda.device(connection.device):
                 connection.prepare([executor.cut_rounds() for executor in executors])
                 for executor in executors:
@@ -69,7 +75,7 @@ def connect_nccl(
 
 
 class NcclExecutor:
-    """Runs a bound schedule over NCCL; see `connect_nccl`.
+    """Runs the bound schedules of a part over NCCL; see `connect_nccl`.
 
     Weights must be complete on the current stream of their device when `run` is called; when it returns, every byte has
     landed, for all streams.
@@ -77,16 +83,16 @@ class NcclExecutor:
 
     name = "nccl"
 
-    def __init__(self, connection: NcclConnection, bound: BoundSchedule, number: int) -> None:
-        self._connection, self._bound, self._sends = connection, bound, connection.sends
-        self._buckets, self._division = connection.buckets[number], connection.divisions[number]
-        self._clock = StageClock(bound, self._buckets)
+    def __init__(self, connection: NcclConnection, bounds: Sequence[BoundSchedule], number: int) -> None:
+        self._connection, self._bounds = connection, bounds
+        self._ends, self._division = connection.ends[number], connection.divisions[number]
+        self._clocks = [StageClock(bound, end.buckets) for bound, end in zip(bounds, self._ends, strict=True)]
         self.written_bytes = 0  # all once the graph is launched; after a failure, those that may have been written
         self._refit_poller = EventPoller(connection.timeout_s, watches=True)
         self.table_bytes = 0  # device memory of what the kernels walk
         self._planned: tuple[Round, ...] = ()
         self._rounds: tuple[_DeviceRound, ...] = ()
-        self._scales: DeviceTable | None = None
+        self._scales: list[DeviceTable] = []
         self._problems: list[str] = []  # of the tables, as they were read back from the device
 
     @property
@@ -96,17 +102,24 @@ class NcclExecutor:
 
     @property
     def executed(self) -> tuple[Executed, ...]:
+        problems = tuple(self._problems)
+        return tuple(
+            Executed(bound, buckets=self._executed_buckets(end), device_problems=() if end else problems)
+            for end, bound in enumerate(self._bounds)
+        )
+
+    def _executed_buckets(self, end: int) -> tuple[Bucket, ...]:
         messages = (placed for each in self._rounds for placed in each.round.placed_messages)
-        buckets = tuple(placed.executed for placed in messages)
-        return (Executed(self._bound, buckets=buckets, device_problems=tuple(self._problems)),)
+        return tuple(placed.executed for placed in messages if placed.end == end)
 
     def run(self) -> tuple[StageReport, ...]:
         """Move every byte once. After `DeadlineError`, `PeerLostError`, `NcclError` or `ChecksumError` it runs no more."""
         if self._connection.closed:
-            raise SessionError(f"{self._bound.rank_name}: the nccl transport has been closed; begin a new session")
+            raise SessionError(f"{self._connection.rank_name}: the nccl transport has been closed; begin a new session")
         self._connection.runs += 1
         self.written_bytes = 0
-        self._clock.reset()
+        for clock in self._clocks:
+            clock.reset()
         if self._rounds:
             with self._connection.give_up_on_error(), torch.cuda.device(self._connection.device):
                 try:
@@ -114,7 +127,7 @@ class NcclExecutor:
                 except BaseException:
                     self._stop_unpacking()
                     raise
-        return self._clock.reports()
+        return merge_reports([clock.reports() for clock in self._clocks])
 
     def close(self) -> None:
         """Close all parts: abort the communicators and free scratch. May be called twice."""
@@ -124,8 +137,8 @@ class NcclExecutor:
     def cut_rounds(self) -> tuple[Round, ...]:
         from mcore_reshard.kernels.cuda.device_memory import is_plain
 
-        in_place = [is_plain(tensor) for tensor in self._bound.tensors]
-        self._planned = divided_rounds(self._bound.schedule, self._buckets, self._division, in_place=in_place)
+        in_place = [[is_plain(tensor) for tensor in bound.tensors] for bound in self._bounds]
+        self._planned = divided_rounds(self._ends, self._division, in_place=in_place)
         return self._planned
 
     def prepare(self, copy_ctas: int) -> None:
@@ -136,18 +149,20 @@ class NcclExecutor:
         if not self._planned:
             return
         device = self._connection.device
-        self._damaged = torch.zeros(len(self._buckets), dtype=torch.bool, device=device)
+        messages = sum(len(end.buckets) for end in self._ends)
+        self._damaged = torch.zeros(messages, dtype=torch.bool, device=device)
         # Of each round, 1 if its messages have come, or if it is over. The device writes them.
         self._came, self._over = (torch.zeros(len(self._planned), dtype=torch.uint8, pin_memory=True) for _ in range(2))
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
         self._rounds = self._bind_rounds(copy_ctas)
-        self.table_bytes = sum(each.copies.nbytes for each in self._rounds)
-        self._scales = device_scales(self._bound.casts, self._bound.tensors, device)
-        if self._scales is not None:
-            self.table_bytes += self._scales.nbytes
-            weight_of = partial(described_tensor, self._bound.schedule)
-            table = self._scales.read_back()
-            self._problems += scale_problems(table, self._bound.casts, self._bound.tensors, weight_of)
+        self.table_bytes = sum(copies.nbytes for each in self._rounds for copies in (*each.packs, *each.unpacks))
+        for bound in self._bounds:
+            scales = device_scales(bound.casts, bound.tensors, device)
+            if scales is not None:
+                self._scales.append(scales)
+                self.table_bytes += scales.nbytes
+                weight_of = partial(described_tensor, bound.schedule)
+                self._problems += scale_problems(scales.read_back(), bound.casts, bound.tensors, weight_of)
         torch.cuda.synchronize(device)
         self._graph = self._capture_graph()
         self._connection.keep(self._graph, self._done)
@@ -159,21 +174,21 @@ class NcclExecutor:
         under_way = {
             stage: np.array([stage in of_round for of_round in stages]) for stage in sorted(frozenset().union(*stages))
         }
-        for stage in under_way:
-            self._clock.started(stage)
+        for end, stage in under_way:
+            self._clocks[end].started(stage)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):  # of its own: other transports may be at work on the caller's
-            if self._scales is not None:
-                self._scales.launch(self._stream)
-            self.written_bytes = 0 if self._sends else self._bound.nbytes
+            for scales in self._scales:
+                scales.launch(self._stream)
+            self.written_bytes = sum(bound.nbytes for bound in self._bounds if bound.schedule.world == "gen")
             self._graph.replay()
             self._done.record()
 
         def reached() -> bool:
             done = self._done.query()
-            for stage in [stage for stage, of_stage in under_way.items() if over[of_stage].all()]:
-                self._clock.finished(stage)
-                del under_way[stage]
+            for end, stage in [stage for stage, of_stage in under_way.items() if over[of_stage].all()]:
+                self._clocks[end].finished(stage)
+                del under_way[end, stage]
             return done
 
         self._connection.wait(reached, lambda: self._rounds[int(over.argmin())].waits, self._refit_poller)
@@ -194,25 +209,25 @@ class NcclExecutor:
         try:
             stream = torch.cuda.Stream()
             for each in self._rounds:
-                each.copies.empty(stream)
+                for copies in each.unpacks:
+                    copies.empty(stream)
             if not EventPoller(NOTICE_S).until(stream.record_event().query):
                 return
         except RuntimeError:  # the device is broken
             return
         came = self._came.numpy() > 0
-        written = sum(each.round.nbytes for each, has_come in zip(self._rounds, came, strict=True) if has_come)
+        rounds = [each.round for each in self._rounds]
+        written = [placed for each, has_come in zip(rounds, came, strict=True) if has_come for placed in each.received]
         for lane in self._connection.links:
-            due = [n for n, each in enumerate(self._rounds) if each.round.stream == lane and not came[n]]
-            written += sum(self._rounds[number].round.in_place_bytes for number in due[:2])
-        self.written_bytes = written
+            due = [each for each, has_come in zip(rounds, came, strict=True) if each.stream == lane and not has_come]
+            written += [placed for each in due[:2] for placed in each.received if placed.tensor is not None]
+        self.written_bytes = sum(placed.bucket.nbytes for placed in written)
 
     def _capture_graph(self) -> torch.cuda.CUDAGraph:
         """All rounds, from their packing to a note in the host's memory that they are over."""
         graph, notes = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        streams = list(
-            dict.fromkeys(stream for link in self._connection.links.values() for stream in (link.wire, link.side))
-        )
-        streams.append(notes)
+        links = self._connection.links.values()
+        streams = [notes, *(each for link in links for each in (link.wire, link.packing, link.unpacking))]
         self._one = torch.ones(1, dtype=torch.uint8, device=self._connection.device)  # the graph reads it
         over: list[torch.cuda.Event] = []
         torch.cuda.synchronize(self._connection.device)
@@ -236,66 +251,89 @@ class NcclExecutor:
 
     def _queue(self, number: int, each: _DeviceRound, over: Sequence[torch.cuda.Event]) -> torch.cuda.Event:
         """Queue a round; `over` are the ends of those before it. Returns its own."""
-        pack_or_unpack, exchange = (self._copy, each.link.side), (self._communicate, each.link.wire)
-        (first, before), (second, behind) = (pack_or_unpack, exchange) if self._sends else (exchange, pack_or_unpack)
-        if each.round.after is not None:
-            before.wait_event(over[each.round.after])
-        first(each, before)
-        behind.wait_event(before.record_event())
-        if not self._sends:
-            self._note(self._came, number, behind)
-        second(each, behind)
-        return behind.record_event()
+        link = each.link
+        steps: list[tuple[Step, torch.cuda.Stream]] = [(self._communicate, link.wire)]
+        if len(each.round.received) < len(each.payloads):
+            steps.insert(0, (self._pack, link.packing))
+        if each.round.received:
+            steps.append((partial(self._unpack, number), link.unpacking))
+        before = None if each.round.after is None else over[each.round.after]
+        for step, stream in steps:
+            if before is not None:
+                stream.wait_event(before)
+            step(each, stream)
+            before = stream.record_event()
+        assert before is not None
+        return before
 
     def _note(self, notes: torch.Tensor, number: int, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
             notes[number : number + 1].copy_(self._one, non_blocking=True)
 
-    def _copy(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
-        """Pack or unpack the staged buckets. Digests are taken before bytes leave, and when they have come."""
-        if self._sends:
-            each.copies.launch(stream)
+    def _pack(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
+        """Pack what is staged, and take digests before bytes leave."""
+        for copies in each.packs:
+            copies.launch(stream)
         if self._connection.budget.checksums:
             with torch.cuda.stream(stream):
-                for number, (_, payload) in enumerate(each.payloads, each.first_message):
-                    body, end = payload[:-DIGEST_BYTES], payload[-DIGEST_BYTES:].view(torch.int64)
-                    if self._sends:
-                        end.copy_(digest(body))
-                    else:
-                        self._damaged[number] = (digest(body) != end).any()
-        if not self._sends:
-            each.copies.launch(stream)
+                for payload in (payload.content for payload in each.payloads if payload.sends):
+                    payload[-DIGEST_BYTES:].view(torch.int64).copy_(digest(payload[:-DIGEST_BYTES]))
+
+    def _unpack(self, number: int, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
+        """Compare digests when bytes have come, and unpack what is staged."""
+        self._note(self._came, number, stream)
+        if self._connection.budget.checksums:
+            with torch.cuda.stream(stream):
+                for message, (_, sends, payload) in enumerate(each.payloads, each.first_message):
+                    if not sends:
+                        came_with = payload[-DIGEST_BYTES:].view(torch.int64)
+                        self._damaged[message] = (digest(payload[:-DIGEST_BYTES]) != came_with).any()
+        for copies in each.unpacks:
+            copies.launch(stream)
 
     def _communicate(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
-        each.link.communicator.start(each.payloads, stream, each.waits[0], sends=self._sends)
+        each.link.communicator.start(each.payloads, stream, each.waits[0])
         self._connection.settle(each.link.communicator, each.waits)
 
     def _bind_rounds(self, copy_ctas: int) -> tuple[_DeviceRound, ...]:
-        from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
-        from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of
-
-        addresses = [tensor.data_ptr() for tensor in self._bound.tensors]
-        shape = KernelShape(ctas=copy_ctas)
         rounds: list[_DeviceRound] = []
         messages = 0
         for each in self._planned:
             slot = self._connection.slots[each.stream, each.slot].tensor
-            bases = np.array([*addresses, slot.data_ptr()], np.uint64)
-            copies = DeviceGather(each.copies, bases, self._bound.casts, self._connection.device, shape)
-            staged = [placed.bucket for placed in each.staged]
-            begins = [slot.data_ptr() + placed.offset for placed in each.staged]
-            reference = PlacedCopies.of_buckets(staged, addresses, begins)
-            name_of = names_of(self._bound.schedule, reference.copies["src" if self._sends else "dst"])
-            self._problems += copies.problems(reference, self._bound.casts, addresses, name_of)
+            packs, unpacks = (
+                [self._bind_copies(each, end, slot, copy_ctas) for end in self._ends_with_copies(each, sends=sends)]
+                for sends in (True, False)
+            )
             payloads: list[Payload] = []
             for placed in each.placed_messages:
-                memory = slot if placed.tensor is None else byte_view(self._bound.tensors[placed.tensor])
-                payloads.append((placed.member, memory[placed.offset :][: placed.message_bytes]))
-            rounds.append(
-                _DeviceRound(each, self._connection.links[each.stream], payloads, copies, messages, _waits(each))
-            )
+                tensors = self._bounds[placed.end].tensors
+                memory = slot if placed.tensor is None else byte_view(tensors[placed.tensor])
+                content = memory[placed.offset :][: placed.message_bytes]
+                payloads.append(Payload(placed.member, placed.bucket.sends, content))
+            link = self._connection.links[each.stream]
+            rounds.append(_DeviceRound(each, link, payloads, packs, unpacks, messages, _waits(each)))
             messages += len(payloads)
         return tuple(rounds)
+
+    def _ends_with_copies(self, each: Round, *, sends: bool) -> list[int]:
+        return sorted({placed.end for placed in each.staged if placed.bucket.sends == sends})
+
+    def _bind_copies(self, each: Round, end: int, slot: torch.Tensor, copy_ctas: int) -> DeviceGather:
+        """The copies of an end in a round, on the device. Notes problems of what was read back from there."""
+        from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
+        from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of
+
+        bound = self._bounds[end]
+        addresses = [tensor.data_ptr() for tensor in bound.tensors]
+        bases = np.array([*addresses, slot.data_ptr()], np.uint64)
+        shape = KernelShape(ctas=copy_ctas)
+        copies = DeviceGather(each.copies(end), bases, bound.casts, self._connection.device, shape)
+        staged = [placed.bucket for placed in each.staged_of(end)]
+        begins = [slot.data_ptr() + placed.offset for placed in each.staged_of(end)]
+        reference = PlacedCopies.of_buckets(staged, addresses, begins)
+        name_of = names_of(bound.schedule, reference.copies["src" if self._ends[end].sends else "dst"])
+        self._problems += copies.problems(reference, bound.casts, addresses, name_of)
+        return copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +343,8 @@ class _DeviceRound:
     round: Round
     link: Link
     payloads: Sequence[Payload]
-    copies: DeviceGather
+    packs: Sequence[DeviceGather]  # of each end that sends
+    unpacks: Sequence[DeviceGather]
     first_message: int  # its number among all messages of the rank
     waits: Waits
 

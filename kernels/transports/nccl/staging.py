@@ -15,6 +15,15 @@ reach 297 GB/s with one stream, 321 with two.
 
 All ranks take the same number of windows: as many as the pair with the most buckets has, or more, until the fullest round
 of every rank fits into a slot.
+
+Replicas that pass bytes on to other hosts do so in the rounds of the trainer's next wave: one group has what a rank receives
+from the trainer, what it receives from replicas, and what it sends to them. The fuller side of the fullest rank decides how
+long such a round takes. So its messages are smaller, and pairs keep time with the one that has the most buckets:
+
+    own times      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.04  2.08 ...  74.0    of 75 parts
+    with pace      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.0   2.0  ...  71.0
+
+With times of their own, the buckets of all pairs would come together at some moments, and none would at others.
 """
 
 from __future__ import annotations
@@ -31,14 +40,23 @@ from mcore_reshard.kernels.copies.buckets import Bucket, Size, aligned, cut_buck
 from mcore_reshard.kernels.copies.casts import Casts, bound_casts
 from mcore_reshard.kernels.copies.copy_table import COPY, SCRATCH, Ints, joined
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
-from mcore_reshard.kernels.transports.group_ranks import peer_group_rank
-from mcore_reshard.kernels.transports.rounds import bucket_bytes_within, turn_with, window_of
+from mcore_reshard.kernels.transports.rounds import (
+    bucket_bytes_within,
+    joined_phase_of,
+    phase_of,
+    turn_with,
+    window_of,
+)
 from mcore_reshard.planner.plan.schedule import Schedule
 
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
+_MOST_JOINED = 32  # the same where a slot has what a rank sends and what it receives
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
 _GROWTH, _GROWTHS = 1.1, 64  # the numbers of windows that are tried
+
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +85,8 @@ class Division:
     budget: ScratchBudget
     members: tuple[int, ...]  # group ranks in the communicators, ascending: those that have peers
     keeps_streams: bool  # whether a pair keeps to one stream
+    passes_on: bool = False  # whether replicas send as well
+    pace: int = 0  # buckets of the pair with the most, if others keep time with it
     windows: int = 1
 
     def streams_of(self, turn: int) -> tuple[int, ...]:
@@ -78,35 +98,79 @@ class Division:
         """The stream of a message. Also of arrays."""
         return (turn if self.keeps_streams else window) % self.budget.streams
 
+    def with_pace(self, most_buckets: int) -> Division:
+        """The division once it is known how many buckets the pair with the most of all ranks has."""
+        return replace(self, pace=most_buckets) if self.passes_on else self
+
+    def parts_of(self, count: Any) -> Any:
+        """Into how many parts the refit is cut for a pair of so many buckets, one after the other. Also of arrays."""
+        return self.pace / (self.pace // count) if self.pace else count
+
+    def phase_of(self, turn: Any, stage: Any, ranks: Any) -> Any:
+        """Where in its part a bucket's moment is; `ranks` as in `joined_phase_of`. Also of arrays."""
+        return joined_phase_of(turn, stage, ranks) if self.passes_on else phase_of(turn)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HopEnd:
+    """What a rank sends in one hop, or receives, in buckets."""
+
+    schedule: Schedule
+    buckets: tuple[Bucket, ...]
+    relays: bool  # whether its peers are replicas, in a session with a trainer
+    first_peer: int  # where the peer of rank 0 stands in the session's group
+
+    @classmethod
+    def cut(cls, part: Sequence[Schedule], division: Division, train_ranks: int) -> list[HopEnd]:
+        """The ends of a part in a session of so many training ranks: first with the other world, then with replicas."""
+        return [
+            cls(
+                schedule,
+                cut_buckets(schedule, division.bucket_bytes),
+                number > 0,
+                train_ranks if number or schedule.world == "train" else 0,
+            )
+            for number, schedule in enumerate(part)
+        ]
+
+    @property
+    def sends(self) -> bool:
+        return self.schedule.world == "train"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages:
     """What decides on the rounds of one rank's messages; every column has one entry a message."""
 
     number: Ints  # among those of its stage and peer
-    count: Ints  # how many these are
+    parts: Ints | Floats  # how many these are, or `Division.parts_of` them
     turn: Ints
+    phase: Floats
     nbytes: Ints  # in a slot
 
     @classmethod
-    def of(cls, schedule: Schedule, buckets: Sequence[Bucket], division: Division) -> Messages:
-        counts = Counter((bucket.stage, bucket.peer) for bucket in buckets)
-        turns = {peer: turn_with(schedule, peer) for _, peer in counts}
-        columns = (
-            [bucket.number for bucket in buckets],
-            [counts[bucket.stage, bucket.peer] for bucket in buckets],
-            [turns[bucket.peer] for bucket in buckets],
-            [aligned(message_bytes(bucket.nbytes, division.budget)) for bucket in buckets],
-        )
-        return cls(*(np.array(column, np.int64) for column in columns))
+    def of(cls, ends: Sequence[HopEnd], division: Division) -> Messages:
+        """The messages of these ends, one end after the other."""
+        rows: list[tuple[int, ...]] = []
+        for end in ends:
+            counts = Counter((bucket.stage, bucket.peer) for bucket in end.buckets)
+            turns = {peer: turn_with(end.schedule, peer) for _, peer in counts}
+            ranks = end.schedule.gen_ranks if end.relays else 0
+            rows += [
+                (each.number, counts[each.stage, each.peer], turns[each.peer], each.stage, ranks, each.nbytes)
+                for each in end.buckets
+            ]
+        number, count, turn, stage, of_ranks, nbytes = np.array(rows, np.int64).reshape(-1, 6).T.copy()
+        phase = division.phase_of(turn, stage, of_ranks)
+        return cls(number, division.parts_of(count), turn, phase, aligned(message_bytes(nbytes, division.budget)))
 
     @property
     def most_of_a_pair(self) -> int:
-        return int(self.count.max(initial=1))
+        return int(self.parts.max(initial=1))
 
     def windows(self, windows: int) -> Ints:
         """The window of each message."""
-        return np.asarray(window_of(self.number, self.count, self.turn, windows), np.int64)
+        return np.asarray(window_of(self.number, self.parts, self.phase, windows), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +178,10 @@ class PlacedMessage:
     """One bucket in its round, from or into either a place in the slot or, without a copy, a tensor."""
 
     bucket: Bucket
+    end: int  # index of the hop's end that it belongs to
     member: int  # the peer's rank in the communicators
     message_bytes: int
-    tensor: int | None  # index into Schedule.tensors; None: it lies in the slot
+    tensor: int | None  # index into the end's Schedule.tensors; None: it lies in the slot
     offset: int  # where it begins there
 
     @property
@@ -147,28 +212,24 @@ class Round:
     placed_messages: tuple[PlacedMessage, ...]
 
     @property
-    def stages(self) -> frozenset[int]:
-        """Of its messages: indices into Schedule.stages."""
-        return frozenset(placed.bucket.stage for placed in self.placed_messages)
+    def stages(self) -> frozenset[tuple[int, int]]:
+        """Of its messages: (end, index into its Schedule.stages)."""
+        return frozenset((placed.end, placed.bucket.stage) for placed in self.placed_messages)
 
     @property
-    def nbytes(self) -> int:
-        """Of its buckets."""
-        return sum(placed.bucket.nbytes for placed in self.placed_messages)
-
-    @property
-    def in_place_bytes(self) -> int:
-        """Of the buckets that go without a copy."""
-        return sum(placed.bucket.nbytes for placed in self.placed_messages if placed.tensor is not None)
+    def received(self) -> tuple[PlacedMessage, ...]:
+        return tuple(placed for placed in self.placed_messages if not placed.bucket.sends)
 
     @property
     def staged(self) -> tuple[PlacedMessage, ...]:
         return tuple(placed for placed in self.placed_messages if placed.tensor is None)
 
-    @property
-    def copies(self) -> NDArray[np.void]:
-        """The copies (dtype COPY) between tensors and the round's slot, which is their SCRATCH."""
-        return joined([placed.bucket.copies_at(SCRATCH, placed.offset) for placed in self.staged])
+    def staged_of(self, end: int) -> tuple[PlacedMessage, ...]:
+        return tuple(placed for placed in self.staged if placed.end == end)
+
+    def copies(self, end: int) -> NDArray[np.void]:
+        """The copies (dtype COPY) between an end's tensors and the round's slot, which is their SCRATCH."""
+        return joined([placed.bucket.copies_at(SCRATCH, placed.offset) for placed in self.staged_of(end)])
 
 
 def pair_count(schedule: Schedule) -> int:
@@ -177,21 +238,22 @@ def pair_count(schedule: Schedule) -> int:
     return sum(len(np.unique(table.peer[table.nbytes > 0])) for table in tables)
 
 
-def divide(budget: ScratchBudget, pairs: Sequence[int]) -> Division:
+def divide(budget: ScratchBudget, pairs: Sequence[int], *, passes_on: bool = False) -> Division:
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
-    A slot has a place for one bucket of each peer, or for 16. With 2 streams of 2 slots, 4 peers and 512 MiB, buckets have
-    32 MiB. Raises ValueError if less than one element fits.
+    A slot has a place for one bucket of each peer, or for 16; for 32 where replicas send as well. With 2 streams of 2 slots,
+    4 peers and 512 MiB, buckets have 32 MiB. Raises ValueError if less than one element fits.
     """
     members = tuple(rank for rank, count in enumerate(pairs) if count)
     counts = [pairs[rank] for rank in members] or [1]
     bucket_bytes = bucket_bytes_within(
         budget.scratch_bytes,
-        min(max(counts), _MOST_MESSAGES),
+        min(max(counts), _MOST_JOINED if passes_on else _MOST_MESSAGES),
         budget.streams * budget.slots,
         DIGEST_BYTES if budget.checksums else 0,
     )
-    return Division(bucket_bytes, budget, members, min(counts) >= _MANY_PEERS * budget.streams)
+    keeps_streams = not passes_on and min(counts) >= _MANY_PEERS * budget.streams
+    return Division(bucket_bytes, budget, members, keeps_streams, passes_on)
 
 
 def windows_to_try(most_buckets: int) -> list[int]:
@@ -216,14 +278,19 @@ def with_windows(division: Division, fitting: Iterable[Iterable[int]]) -> Divisi
     return replace(division, windows=min(fits_all))
 
 
-def divide_windows(division: Division, schedules: Sequence[Schedule]) -> tuple[Division, list[tuple[Bucket, ...]]]:
-    """What all ranks agree on, where one process has the schedules of all: the division with its windows, and the buckets
-    of each schedule. Raises as `with_windows`.
+def divide_windows(
+    division: Division, ranks: Sequence[Sequence[Schedule]], train_ranks: int
+) -> tuple[Division, list[list[HopEnd]]]:
+    """What all ranks agree on, where one process has the schedules of all: the division with its windows, and the ends
+    of each rank. Raises as `with_windows`.
     """
-    buckets = [cut_buckets(schedule, division.bucket_bytes) for schedule in schedules]
-    messages = [Messages.of(*of_rank, division) for of_rank in zip(schedules, buckets, strict=True)]
+    ends = [HopEnd.cut(of_rank, division, train_ranks) for of_rank in ranks]
+    messages = [Messages.of(of_rank, division) for of_rank in ends]
     most_buckets = max(each.most_of_a_pair for each in messages)
-    return with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages]), buckets
+    if division.passes_on:
+        division = division.with_pace(most_buckets)
+        messages = [Messages.of(of_rank, division) for of_rank in ends]
+    return with_windows(division, [windows_that_fit(division, each, most_buckets) for each in messages]), ends
 
 
 def fullest_round(division: Division, messages: Messages, windows: int, rank: Ints | int = 0) -> int:
@@ -234,22 +301,23 @@ def fullest_round(division: Division, messages: Messages, windows: int, rank: In
 
 
 def divided_rounds(
-    schedule: Schedule, buckets: Sequence[Bucket], division: Division, *, in_place: Sequence[bool]
+    ends: Sequence[HopEnd], division: Division, *, in_place: Sequence[Sequence[bool]]
 ) -> tuple[Round, ...]:
-    """The rank's rounds in order. `in_place` [tensors] says which tensors messages may leave or enter without a copy."""
-    casts = bound_casts(schedule)
-    messages = Messages.of(schedule, buckets, division)
+    """The rank's rounds in order. `in_place` [ends][tensors]: which tensors messages may leave or enter without a copy."""
+    casts = [bound_casts(end.schedule) for end in ends]
+    messages = Messages.of(ends, division)
     window = messages.windows(division.windows)
     stream = division.stream_of(window, messages.turn)
-    together: dict[tuple[int, int], list[tuple[int, Bucket]]] = {}
+    buckets = [(number, bucket) for number, end in enumerate(ends) for bucket in end.buckets]
+    together: dict[tuple[int, int], list[tuple[int, tuple[int, Bucket]]]] = {}
     for *place, turn, bucket in zip(window.tolist(), stream.tolist(), messages.turn.tolist(), buckets, strict=True):
         together.setdefault((place[0], place[1]), []).append((turn, bucket))
     rounds: list[Round] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
     slots = division.budget.slots
-    for (number, lane), of_round in sorted(together.items()):
-        of_round.sort(key=lambda each: (each[0], each[1].stage, each[1].number))
-        placed = _placed_messages(schedule, casts, division, [bucket for _, bucket in of_round], in_place)
+    for (number, lane), of_round in sorted(together.items(), key=lambda each: each[0]):
+        of_round.sort(key=lambda each: (each[0], each[1][1].stage, each[1][1].number))
+        placed = _placed_messages(ends, casts, division, [bucket for _, bucket in of_round], in_place)
         earlier = on_stream.setdefault(lane, [])
         after = earlier[-slots] if len(earlier) >= slots else None
         rounds.append(Round(number, lane, len(earlier) % slots, after, placed))
@@ -258,18 +326,23 @@ def divided_rounds(
 
 
 def _placed_messages(
-    schedule: Schedule, casts: Casts, division: Division, buckets: Sequence[Bucket], in_place: Sequence[bool]
+    ends: Sequence[HopEnd],
+    casts: Sequence[Casts],
+    division: Division,
+    buckets: Sequence[tuple[int, Bucket]],
+    in_place: Sequence[Sequence[bool]],
 ) -> tuple[PlacedMessage, ...]:
     members, checksums = division.members, division.budget.checksums
     messages: list[PlacedMessage] = []
     slot_end = 0
-    for bucket in buckets:
-        is_cast = bucket.sends and bool(casts) and bool(np.isin(bucket.copies["src"], [*casts]).any())
+    for end, bucket in buckets:
+        of_end = casts[end]
+        is_cast = bucket.sends and bool(of_end) and bool(np.isin(bucket.copies["src"], [*of_end]).any())
         nbytes = message_bytes(bucket.nbytes, division.budget)
-        member = members.index(peer_group_rank(schedule, bucket.peer))
+        member = members.index(ends[end].first_peer + bucket.peer)
         place = None if checksums or is_cast else place_in_tensor(bucket.copies, sends=bucket.sends)
-        tensor, offset = place if place is not None and in_place[place[0]] else (None, slot_end)
-        messages.append(PlacedMessage(bucket, member, nbytes, tensor, offset))
+        tensor, offset = place if place is not None and in_place[end][place[0]] else (None, slot_end)
+        messages.append(PlacedMessage(bucket, end, member, nbytes, tensor, offset))
         if tensor is None:
             slot_end += aligned(nbytes)
     return tuple(messages)
