@@ -1,10 +1,11 @@
 """Refits between hosts of 8 GPUs beside the least time that any plan could take: by the plan's links, and simulated.
 
 python tools/host_bounds.py --out tools/results/host-bounds.json     nine minutes, of which six are 1,024 to 512
+python tools/host_bounds.py --out tools/results/host-bounds.json --only 32->128     replaces the rows of these cases
 
     links      the plan's busiest link at full bandwidth: what the plan itself costs
     gloo, auto the simulated rounds of these transports: what their order costs on top. `auto` takes nccl between
-               hosts, where replicas pass nothing on
+               hosts, also where replicas pass on
 """
 
 from __future__ import annotations
@@ -122,19 +123,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="a pattern of case names")
     args = parser.parse_args(argv)
-    rows = []
+    rows: dict[str, dict[str, Any]] = {}
+    if args.only and args.out and args.out.exists():
+        rows = {row["name"]: row for row in json.loads(args.out.read_text())["rows"]}
     for case in all_cases().values():
         if re.search(args.only, case.name):
-            rows.append(row_of(case))
-            ratios = ", ".join(f"{transport} {rows[-1][transport]['ratio']:.2f}" for transport in TRANSPORTS)
-            print(f"{case.name}: links {rows[-1]['links']:.3f}, {ratios}", flush=True)
+            row = rows[case.name] = row_of(case)
+            ratios = ", ".join(f"{transport} {row[transport]['ratio']:.2f}" for transport in TRANSPORTS)
+            print(f"{case.name}: links {row['links']:.3f}, {ratios}", flush=True)
     result = {
         "what": "times of refits, divided by the least time that any plan could take; none was run",
         "machine": MACHINE,
         "date": date.today().isoformat(),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "rows": rows,
+        "rows": [*rows.values()],
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
