@@ -331,7 +331,7 @@ class _Writer:
         ranks = np.concatenate([buckets.src, buckets.dst])
         windows = next(
             windows
-            for windows in windows_to_try(most_buckets)
+            for windows in windows_to_try(division, most_buckets)
             if fullest_round(division, twice, windows, ranks) <= division.budget.slot_bytes
         )
         window = twice.windows(windows)

@@ -135,7 +135,7 @@ def test_scratch_grows_with_nothing_and_messages_shrink_with_peers_to_a_sixteent
     assert divide(ScratchBudget(1 << 40, 1, 2), [1, 1]).bucket_bytes == 1 << 30
     many = divide(ScratchBudget(512 * mebi, 2, 2), [1000, 8, 0, 16])
     assert many.bucket_bytes == 8 * mebi
-    assert many.keeps_streams and many.streams_of(5) == (1,)
+    assert many.keeps_streams and many.streams_of(5) == (0,)
     assert divide(ScratchBudget(512 * mebi, 2, 2, checksums=True), [16, 16]).bucket_bytes == 8 * mebi - 16
 
 
@@ -158,6 +158,25 @@ def test_there_are_as_many_windows_as_buckets_of_a_pair_if_they_fit_and_more_if_
     with pytest.raises(ValueError, match=r"no rounds fit into 512 bytes of scratch: give more"):
         with_windows(tight, [[6, 7], [8]])
     assert with_windows(tight, [[7, 6, 9], [9, 7]]).windows == 7
+
+
+def test_ranks_with_many_peers_fill_their_slots_in_few_windows() -> None:
+    """Eight pairs, four on each stream, and a slot of sixteen messages: four of each pair fit."""
+    many = divide(ScratchBudget(64 * 16 * 4), [8] * 9)
+    assert many.keeps_streams and many.bucket_bytes == 128
+    fitting = windows_that_fit(many, sent([40] * 8, 64), 40)
+    assert fitting[0] == 10
+    assert windows_that_fit(many, sent([8] * 8, 16), 8)[0] == 1
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+def test_the_pairs_of_every_second_or_fourth_turn_are_on_both_streams(stride: int) -> None:
+    division = divide(ScratchBudget(), [16] * 4)
+    assert division.keeps_streams
+    turns = stride * np.arange(16)
+    streams = division.stream_of(0, turns)
+    assert np.bincount(streams).tolist() == [8, 8]
+    assert [division.streams_of(turn) for turn in turns.tolist()] == [(stream,) for stream in streams.tolist()]
 
 
 def test_a_pair_with_few_buckets_is_spread_over_the_windows_of_one_with_many() -> None:

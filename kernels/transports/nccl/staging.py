@@ -13,8 +13,8 @@ slots, so that one round is packed or unpacked while another is on the wire.
 On one stream NCCL uses half of its channels for messages of this size, and the wire idles between two rounds. Four H200s
 reach 297 GB/s with one stream, 321 with two.
 
-All ranks take the same number of windows: as many as the pair with the most buckets has, or more, until the fullest round
-of every rank fits into a slot.
+All ranks take the same number of windows: the fewest with which the fullest round of every rank fits into a slot. Ranks
+with few peers take at least as many as the pair with the most buckets has, so that all streams have rounds.
 
 Replicas that pass bytes on to other hosts do so in the rounds of the trainer's next wave: one group has what a rank receives
 from the trainer, what it receives from replicas, and what it sends to them. The fuller side of the fullest rank decides how
@@ -53,7 +53,8 @@ DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
 _MOST_JOINED = 32  # the same where a slot has what a rank sends and what it receives
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
-_GROWTH, _GROWTHS = 1.1, 64  # the numbers of windows that are tried
+_MOST_OF_A_PAIR = 8  # of its buckets in a window, where pairs keep to a stream
+_GROWTH, _GROWTHS = 1.1, 88  # the numbers of windows that are tried
 
 
 Floats = NDArray[np.float64]
@@ -92,11 +93,12 @@ class Division:
     def streams_of(self, turn: int) -> tuple[int, ...]:
         """The streams that a pair's messages take."""
         streams = self.budget.streams
-        return (turn % streams,) if self.keeps_streams else tuple(range(streams))
+        return (int(_stream_of_pair(turn, streams)),) if self.keeps_streams else tuple(range(streams))
 
     def stream_of(self, window: Any, turn: Any) -> Any:
         """The stream of a message. Also of arrays."""
-        return (turn if self.keeps_streams else window) % self.budget.streams
+        streams = self.budget.streams
+        return _stream_of_pair(turn, streams) if self.keeps_streams else window % streams
 
     def with_pace(self, most_buckets: int) -> Division:
         """The division once it is known how many buckets the pair with the most of all ranks has."""
@@ -256,16 +258,32 @@ def divide(budget: ScratchBudget, pairs: Sequence[int], *, passes_on: bool = Fal
     return Division(bucket_bytes, budget, members, keeps_streams, passes_on)
 
 
-def windows_to_try(most_buckets: int) -> list[int]:
+def _stream_of_pair(turn: Any, streams: int) -> Any:
+    """The stream that a pair keeps to: the sum of the digits of its turn, counted in `streams`. Also of arrays.
+
+        turn                0  1  2  3  4  5  6  7
+        stream of two       0  1  1  0  1  0  0  1
+
+    A rank may exchange most with every second or fourth peer; these are on all streams as well.
+    """
+    stream = turn % streams
+    while streams > 1 and np.any(turn):
+        turn = turn // streams
+        stream = stream + turn % streams
+    return stream % streams
+
+
+def windows_to_try(division: Division, most_buckets: int) -> list[int]:
     """Numbers of windows, ascending. `most_buckets` is how many the pair with the most of all ranks has."""
-    return [int(most_buckets * _GROWTH**growth) for growth in range(_GROWTHS)]
+    fewest = max(1, most_buckets // _MOST_OF_A_PAIR) if division.keeps_streams else most_buckets
+    return sorted({int(fewest * _GROWTH**growth) for growth in range(_GROWTHS)})
 
 
 def windows_that_fit(division: Division, messages: Messages, most_buckets: int) -> list[int]:
     """Of `windows_to_try`, those of which a rank's fullest round fits into a slot."""
     return [
         windows
-        for windows in windows_to_try(most_buckets)
+        for windows in windows_to_try(division, most_buckets)
         if fullest_round(division, messages, windows) <= division.budget.slot_bytes
     ]
 
