@@ -14,7 +14,7 @@ engine. One of them is counted for all: a plan of DeepSeek-V3 for 256 and 128 ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -31,7 +31,6 @@ from mcore_reshard.kernels.copies.strata import strata_of
 from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, scale_blocks
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, table_bytes
 from mcore_reshard.kernels.options import Options
-from mcore_reshard.planner.plan.balance import WAVES, wave_of
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
 from mcore_reshard.planner.plan.plan import Plan
@@ -145,23 +144,10 @@ class _Rank:
 
     def by_wave(self, schedule: Schedule) -> list[Schedule]:
         """The transfers of each wave."""
-        if not self.plan.later_hops or self.plan.casts:
+        waves = self.plan.waves
+        if waves == 1:
             return [schedule]
-        wave_of_group = {group: wave_of(len(names)) for group, names in schedule.names.items()}
-        first = dict(_starts(wave_of_group))
-        known = np.concatenate([np.zeros(0, np.int64), *wave_of_group.values()])
-        at = np.zeros(max(first, default=0) + 1, np.int64)
-        at[[*first]] = [*first.values()]
-        waves = [known[at[table.transfer_group] + table.member] for table in schedule.tables]
-        return [schedule.with_rows([of_stage == wave for of_stage in waves]) for wave in range(WAVES)]
-
-
-def _starts(waves: Mapping[int, NDArray[np.int64]]) -> Iterator[tuple[int, int]]:
-    """(transfer group, where its members begin in all of them together)."""
-    start = 0
-    for group, of_group in waves.items():
-        yield group, start
-        start += len(of_group)
+        return [schedule.with_rows([table.wave == wave for table in schedule.tables]) for wave in range(waves)]
 
 
 def _with_sources(schedule: Schedule) -> Schedule:

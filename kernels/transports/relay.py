@@ -29,7 +29,6 @@ from mcore_reshard.kernels.cuda.streams import in_callers_context
 from mcore_reshard.kernels.errors import first_of
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
-from mcore_reshard.planner.plan.make_schedule import WAVES
 from mcore_reshard.planner.plan.schedule import Relay, Schedule
 
 from .base import Executor, StageReport, TransportContext, close_all, connect_all, connect_group, merge_reports
@@ -190,10 +189,11 @@ class RelayedExecutor:
 
     @property
     def executed(self) -> tuple[Executed, ...]:
+        waves = len(self._first) - self._joins
         return tuple(
-            replace(table, wave=max(0, hop - 1) * WAVES + wave - (not hop and table.bound.schedule.between_replicas))
-            for hop, waves in self._hops
-            for wave, executor in enumerate(waves)
+            replace(table, wave=max(0, hop - 1) * waves + wave - (not hop and table.bound.schedule.between_replicas))
+            for hop, executors in self._hops
+            for wave, executor in enumerate(executors)
             for table in executor.executed
         )
 

@@ -309,7 +309,7 @@ def _schedule(
     sizes, box = np.unique(nbytes, return_inverse=True)
     number = np.arange(len(views), dtype=np.int32)
     zeros = np.zeros(len(views), np.int32)
-    table = TransferTable(zeros, number, box.astype(np.int32), zeros.astype(np.int64), nbytes, number, zeros)
+    table = TransferTable(zeros, number, box.astype(np.int32), zeros.astype(np.int64), nbytes, number, zeros, zeros)
     none = table.rows(np.zeros(len(views), bool))
     tensors = tuple(LocalTensor(name, (view.numel(),), "uint8") for name, view in views.items())
     boxes = tuple(StridedBox((size,), (1,)) for size in sizes.tolist())

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.model.parameters import ITEMSIZE
-from mcore_reshard.planner.plan.balance import WAVES, wave_of
 from mcore_reshard.planner.plan.make_schedule import wire_box
 from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.plan import Plan, TransferGroup
@@ -75,15 +74,14 @@ def traffic_of(plan: Plan, *, relayed: bool) -> tuple[Traffic, ...]:
     """The traffic of each hop. With `relayed` False, every byte comes from the trainer, whatever the plan says."""
     if not relayed:
         plan = replace(plan, straight=True)
-    waves = WAVES if plan.later_hops and not plan.casts else 1
     hops: dict[HopKind, list[tuple[TransferGroup, _Legs]]] = {kind: [] for kind in ("train", *plan.later_hops)}
     for transfers in plan.transfer_groups:
         for kind, legs in _hops(plan, transfers):
             hops[kind].append((transfers, legs))
-    return tuple(_traffic(plan, legs, hop, waves) for hop, legs in enumerate(hops.values()))
+    return tuple(_traffic(plan, legs, hop) for hop, legs in enumerate(hops.values()))
 
 
-def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int, waves: int) -> Traffic:
+def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int) -> Traffic:
     stages, train, ranks = plan.train.pp, plan.train.world, plan.train.world + plan.gen.world
     shapes: dict[Shape, int] = {}
     of_pattern: dict[int, NDArray[np.int32]] = {}  # the shape of each overlap
@@ -92,9 +90,9 @@ def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int,
         if transfers.pattern not in of_pattern:
             known = [shapes.setdefault(shape, len(shapes)) for shape in _shapes(plan, transfers.pattern, hop)]
             of_pattern[transfers.pattern] = np.array(known, np.int32)
-        wave = wave_of(transfers.members) if waves > 1 else np.zeros(transfers.members, np.int64)
+        wave = plan.paths(transfers).waves(transfers.members, plan.waves)[:, legs.overlap]
         src = legs.src + (train if hop else 0)
-        key = ((wave[:, None] * stages + transfers.pp_stage) * ranks + src) * ranks + (legs.dst + train)
+        key = ((wave * stages + transfers.pp_stage) * ranks + src) * ranks + (legs.dst + train)
         shape = np.broadcast_to(of_pattern[transfers.pattern][legs.overlap], key.shape)
         taken = ... if legs.runs is None else legs.runs
         keys.append(key[taken].reshape(-1))

@@ -30,16 +30,35 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Numbers = Ints | int
-WAVES = 8  # of a relay; more overlap better, and every wave takes some words between all ranks
+MOST_WAVES = 16  # of a relay; more overlap better, and every wave takes some words between all ranks
 _FIRSTS_TRIED = 64  # evenly spaced; with more replicas, neighboring ones hardly differ
 
 
-def wave_of(members: int, waves: int = WAVES) -> Ints:
-    """The wave of every member of a transfer group. Each wave has equally many, so that all ranks have work in it.
+def waves_for(passed_on: int, received: int) -> int:
+    """The number of waves where replicas pass on so many of the bytes that they receive: 1, 2, 4, 8 or 16.
 
-    Single tensors, such as an embedding, are in the middle, where both hops are under way.
+    The last wave is passed on when nothing lands any more, which costs a wave's part of what is passed on; each wave
+    costs some order. So the best number goes with the square root of the share that is passed on.
     """
-    return (2 * np.arange(members) + 1) * waves // (2 * members)
+    waves = MOST_WAVES
+    while waves > 1 and 2 * MOST_WAVES**2 * passed_on <= waves**2 * received:
+        waves //= 2
+    return waves
+
+
+def wave_of(members: int, pairs: Ints, waves: int) -> Ints:
+    """The wave of every overlap of every member [members, overlaps] of a transfer group.
+
+    Overlaps with equal `pairs` [overlaps] are of the same two parts. Each two parts have work in all waves, or in as
+    many as they have overlaps; a single one is in the middle, where all hops are under way. Later waves are smaller,
+    the last one a third of the first, as it is passed on alone:
+
+        members             0  1  2  3  4  5  6  7  8  9
+        of four waves       0  0  0  0  1  1  2  2  3  3
+    """
+    of_pair = np.bincount(pairs, minlength=1)[pairs]
+    place, places = 2 * (np.arange(members)[:, None] * of_pair + _order_within(pairs)) + 1, 2 * members * of_pair
+    return waves * place * (places + place) // (2 * places**2)  # integers: all ranks must agree
 
 
 def stride_of(turns: Ints, replicas: Numbers) -> Ints:
@@ -90,14 +109,21 @@ class Turns:
         taken: Ints = self.replicas[row, place]
         return taken
 
-    def nbytes(self, members: int, turn_bytes: Ints, waves: int) -> Ints:
-        """Bytes that each replica of a row moves in each wave if `first` is 0, as [waves, rows, widest]."""
+    def nbytes(self, wave: Ints, waves: int, overlap: Ints, overlap_bytes: Ints) -> Ints:
+        """Bytes that each replica of a row moves in each of `waves` if `first` is 0, as [waves, rows, widest].
+
+        `wave` [members, overlaps], `overlap` [turns] is that of each turn.
+        """
         moved = np.zeros((waves, *self.replicas.shape), np.int64)
+        members, overlaps = wave.shape
         member = np.arange(min(lcm(*self.sizes.tolist()), members))  # later members repeat these
-        repeats = np.zeros((waves, len(member)), np.int64)
-        np.add.at(repeats, (wave_of(members, waves), np.arange(members) % len(member)), 1)
+        alike = wave * len(member) + (np.arange(members) % len(member))[:, None]
+        counts = np.bincount(
+            (alike * overlaps + np.arange(overlaps)).reshape(-1), minlength=waves * len(member) * overlaps
+        )
+        repeats = counts.reshape(waves, len(member), overlaps)
         place = (member[:, None] * self.strides + self.number) % self.sizes[self.row]
-        nbytes = repeats[:, :, None] * turn_bytes
+        nbytes = repeats[:, :, overlap] * overlap_bytes[overlap]
         np.add.at(moved, (np.arange(waves)[:, None, None], self.row, place), nbytes)
         return moved
 

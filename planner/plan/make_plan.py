@@ -31,14 +31,15 @@ from mcore_reshard.planner.model.precision import (
     with_unquantized_layers,
 )
 
-from .balance import WAVES, Share, first_replicas
+from .balance import Share, first_replicas
 from .loads import busiest_link
 from .paths import LINKS, NIC, OWN_GPU
 from .plan import GroupCast, Overlap, Plan, Policy, QuantizedPair, TransferGroup, TransferPattern, UnplannedGroup
 from .plan_file import digest_of
 from .routing import BulkRoute, RoutedGroup, Router, Side
 
-_LARGEST_OVERLAP = 64 << 20  # bytes; replicas share the work of a tensor that many times as large
+_LARGEST_OVERLAP = 4 << 20  # bytes; replicas, and the waves of a relay, share the work of a larger tensor
+_LARGEST_OF_EXPERTS = 8 << 20  # these are many
 _DISTINCTLY = 0.95  # relaying adds a hop, so it must take the busiest link below this share of its bytes
 
 
@@ -183,31 +184,35 @@ class _Planner:
                     layers_of_dst = {place.layer for place in dst.layers}
                     if layers := tuple(place for place in src.layers if place.layer in layers_of_dst):
                         experts = max(src.experts[0], dst.experts[0]), min(src.experts[1], dst.experts[1])
-                        pattern = self._pattern_index(src.partition, dst.partition)
+                        largest = _LARGEST_OF_EXPERTS if src.experts[1] else _LARGEST_OVERLAP
+                        pattern = self._pattern_index(src.partition, dst.partition, largest)
                         grids = self._rank_grid(src.ranks), self._rank_grid(dst.ranks)
                         slots = experts[0] - src.experts[0], experts[0] - dst.experts[0]
                         yield TransferGroup(group, pattern, src.pp_stage, *grids, layers, experts, *slots)
 
-    def _pattern_index(self, src: Partition, dst: Partition) -> int:
+    def _pattern_index(self, src: Partition, dst: Partition, largest: int) -> int:
+        """The number of the pattern of two partitions; overlaps of more than `largest` bytes are divided."""
         identity = (id(src), id(dst))  # hashing parts is slow, and the experts of a group share theirs
         if identity not in self._by_identity:
-            self._by_identity[identity] = (self._new_pattern(src, dst, None), src, dst)
+            known = (src, dst) in self._patterns
+            overlaps = () if known else _divided(_intersect(src, dst), dst, largest)
+            self._by_identity[identity] = self._new_pattern(src, dst, overlaps), src, dst
         return self._by_identity[identity][0]
 
-    def _new_pattern(self, src: Partition, dst: Partition, overlaps: tuple[Overlap, ...] | None) -> int:
+    def _new_pattern(self, src: Partition, dst: Partition, overlaps: tuple[Overlap, ...]) -> int:
         index = self._patterns.setdefault((src, dst), len(self._patterns))
         if index == len(self._overlaps):
-            self._overlaps.append(_divided(_intersect(src, dst), dst) if overlaps is None else overlaps)
+            self._overlaps.append(overlaps)
         return index
 
     def _scale_patterns(
         self, group: int, ends: BulkRoute, block: tuple[int, int]
     ) -> Iterator[tuple[tuple[int, int], int]]:
         """The patterns of the scales of a group that is placed already: the same overlaps, in blocks."""
-        for src_id, (src, src_scales) in ends.src_scales.items():
-            for dst_id, (dst, dst_scales) in ends.dst_scales.items():
+        for src_id, (_, src_scales) in ends.src_scales.items():
+            for dst_id, (_, dst_scales) in ends.dst_scales.items():
                 if (src_id, dst_id) in self._by_identity:
-                    pattern = self._pattern_index(src, dst)
+                    pattern = self._by_identity[src_id, dst_id][0]
                     overlaps = (replace(m, region=blocks_touched(m.region, block)) for m in self._overlaps[pattern])
                     yield (group, pattern), self._new_pattern(src_scales, dst_scales, tuple(overlaps))
 
@@ -243,7 +248,7 @@ def _balanced(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[
     sending: list[Share] = []
     landing: list[Share] = []
     passes_on = any(plan.paths(transfers).passes_on for transfers in transfer_groups)
-    waves = WAVES if passes_on and _spans_hosts(plan) and not plan.casts else 1
+    waves = replace(plan, transfer_groups=_with_scales(transfer_groups, scales)).waves if plan.spans_hosts else 1
     for transfers in transfer_groups:
         paths, nbytes = plan.paths(transfers), plan.patterns[transfers.pattern].overlap_bytes
         ends = [(sending, paths.pulls, transfers.src, paths.pulled_bytes)]
@@ -263,12 +268,6 @@ def _balanced(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[
     return replace(plan, transfer_groups=_with_scales(turned, scales))
 
 
-def _spans_hosts(plan: Plan) -> bool:
-    """Whether ranks are known to be in several NVLink domains."""
-    topology = plan.topology
-    return topology is not None and len({*topology.domains("train").tolist(), *topology.domains("gen").tolist()}) > 1
-
-
 def _with_scales(
     transfer_groups: Sequence[TransferGroup], scales: Mapping[tuple[int, int], int]
 ) -> tuple[TransferGroup, ...]:
@@ -285,13 +284,16 @@ def _order(transfers: TransferGroup) -> tuple[object, ...]:
     return transfers.pp_stage, transfers.group, transfers.layers[0].layer, transfers.experts
 
 
-def _divided(overlaps: Iterable[Overlap], dst: Partition) -> tuple[Overlap, ...]:
-    """The overlaps, large ones in bands of rows. Those of weights with scales stay: bands might end within a block."""
+def _divided(overlaps: Iterable[Overlap], dst: Partition, largest: int) -> tuple[Overlap, ...]:
+    """The overlaps, those of more than `largest` bytes in bands of rows.
+
+    Those of weights with scales stay: bands might end within a block.
+    """
     divided: list[Overlap] = []
     for overlap in overlaps:
         region, dtype = overlap.region, dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype
         rows = region.extents[0] if region.extents else 1
-        bands = 1 if dtype == FP8 else min(rows, -(-region.elements * ITEMSIZE[dtype] // _LARGEST_OVERLAP))
+        bands = 1 if dtype == FP8 else min(rows, -(-region.elements * ITEMSIZE[dtype] // largest))
         edges = [region.start[0] + rows * band // bands for band in range(bands + 1)] if bands > 1 else []
         for first, stop in pairwise(edges):
             band_region = Region((first, *region.start[1:]), (stop, *region.stop[1:]))

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from mcore_reshard.planner.layout.geometry import LocalTensor, Piece, Region, ravel, row_major_strides
 
-from .balance import WAVES, wave_of
 from .frozen import without_frozen
 from .held import Held, NamedCast, held_pieces
 from .paths import Hop, HopKind
@@ -127,11 +126,8 @@ class RankView(View):
         return RankView(plan, self.world, self.rank, gen_seats=self.gen_seats).schedule()
 
     def waves(self) -> tuple[Schedule, ...]:
-        if (
-            self.plan.casts or not self.plan.later_hops
-        ):  # scales are computed, and slots divided, for all that a rank sends
-            return ()
-        return tuple(replace(self, wave=wave).schedule() for wave in range(WAVES))
+        waves = self.plan.waves
+        return tuple(replace(self, wave=wave).schedule() for wave in range(waves)) if waves > 1 else ()
 
     def _schedule(self, rows_of: Callable[[RankInGroup], _Columns], is_sender: bool) -> Schedule:
         plan = self.plan
@@ -165,7 +161,7 @@ class RankView(View):
         for place in self.plan.groups_of(self.world, self.rank):
             columns = rows_of(place)
             if self.wave is not None:
-                in_wave = wave_of(place.transfers.members)[columns["member"]] == self.wave
+                in_wave = columns["wave"] == self.wave
                 columns = {name: column[in_wave] for name, column in columns.items()}
             if len(columns["peer"]):
                 columns["transfer_group"] = np.full_like(columns["peer"], place.index)
@@ -235,7 +231,10 @@ class RankView(View):
             box = wire_box(overlap_here.region, src if order == "src" else dst, local)
             strided_box[column] = self.strided_boxes.setdefault(box, len(self.strided_boxes))
         member_of, leg_of = np.nonzero(chosen)
-        overlap_of = column_of[leg_of]
+        overlap_of, wave = column_of[leg_of], np.zeros(len(leg_of), np.int64)
+        if self.plan.waves > 1:
+            waves = self.plan.paths(transfers).waves(transfers.members, self.plan.waves)
+            wave = waves[member_of, overlap[leg_of]]
         return {
             "peer": peers[chosen].astype(np.int64),
             "tensor": tensor[member_of, overlap_of],
@@ -243,6 +242,7 @@ class RankView(View):
             "offset": offset[member_of, overlap_of],
             "nbytes": pattern.overlap_bytes[overlaps][overlap_of],
             "member": member_of,
+            "wave": wave,
         }
 
     def _casts(self) -> tuple[Cast, ...]:

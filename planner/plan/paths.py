@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .balance import Ints, Row, Turns
+from .balance import Ints, Row, Turns, wave_of
 
 OWN_GPU, NVLINK, NIC = LINKS = 0, 1, 2  # the nearest first
 LINK_NAMES = {OWN_GPU: "own GPU", NVLINK: "NVLink", NIC: "NIC"}
@@ -105,6 +105,16 @@ class Paths:
     def passes_on(self) -> bool:
         """Whether replicas pass anything on."""
         return bool((self.landings.sizes > 1).any())
+
+    @cached_property
+    def passed_on(self) -> Ints:
+        """[overlaps]: how many replicas get each from another one."""
+        straight = np.bincount(self.pulled, minlength=len(self.src_parts))
+        return np.asarray(self.sites.dst_gpus.shape[1] - straight, np.int64)
+
+    def waves(self, members: int, waves: int) -> Ints:
+        """[members, overlaps]: in which of `waves` waves each overlap moves, through all its hops."""
+        return wave_of(members, self.src_parts * len(self.sites.dst_gpus) + self.dst_parts, waves)
 
     @property
     def relays(self) -> bool:
@@ -250,11 +260,14 @@ class Paths:
 
     def pulled_bytes(self, members: int, overlap_bytes: Ints, waves: int) -> Ints:
         """Bytes that each replica of a row of `pulls` sends if the first one begins, as [waves, rows, widest]."""
-        return self._keep((0, members, waves), lambda: self.pulls.nbytes(members, overlap_bytes[self.pulled], waves))
+        return self._keep((0, members, waves), lambda: self._moved_bytes(self.pulls, members, overlap_bytes, waves))
 
     def landed_bytes(self, members: int, overlap_bytes: Ints, waves: int) -> Ints:
         """Bytes that each replica of a row of `landings` gets from the trainer if the first one begins; in the same form."""
-        return self._keep((1, members, waves), lambda: self.landings.nbytes(members, overlap_bytes[self.pulled], waves))
+        return self._keep((1, members, waves), lambda: self._moved_bytes(self.landings, members, overlap_bytes, waves))
+
+    def _moved_bytes(self, turns: Turns, members: int, overlap_bytes: Ints, waves: int) -> Ints:
+        return turns.nbytes(self.waves(members, waves), waves, self.pulled, overlap_bytes)
 
     def passed_bytes(self, members: int, first_dst: int, overlap_bytes: Ints) -> Ints:
         """Bytes that replicas pass on, as [2, links, parts, replicas]: what each sends, and what it gets from others."""

@@ -28,6 +28,7 @@ from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ITEMSIZE, ParameterGroup
 from mcore_reshard.planner.topology.topology import Topology
 
+from .balance import waves_for
 from .loads import Loads, loads_of
 from .paths import HopKind, Paths, Sites
 from .schedule import MemberNames, World
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from .transfers import Transfer
 
 Policy = Literal["exact", "conservative"]
+
+_WAVES = 8  # of a relay on one host, or on unknown ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +283,26 @@ class Plan:
         relays = any(paths.relays for paths in all_paths)
         shares = any(paths.shares for paths in all_paths)
         return (*(("relay",) if relays else ()), *(("share",) if shares else ()))
+
+    @cached_property
+    def waves(self) -> int:
+        """Parts of a relay, each passed on while the next one lands; 1: nothing is passed on, or all at once."""
+        if not self.later_hops or self.casts:  # scales are computed, and slots divided, for all that a rank sends
+            return 1
+        if not self.spans_hosts:
+            return _WAVES
+        passed_on = received = 0
+        for transfers in self.transfer_groups:
+            nbytes = transfers.members * self.patterns[transfers.pattern].overlap_bytes
+            passed_on += int((nbytes * self.paths(transfers).passed_on).sum())
+            received += int(nbytes.sum()) * self.dst_replicas(transfers)
+        return waves_for(passed_on, received)
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether ranks are known to be in several NVLink domains."""
+        domains = [self.topology.domains(world) for world in ("train", "gen")] if self.topology else []
+        return len({domain for of_world in domains for domain in of_world.tolist()}) > 1
 
     @cached_property
     def _sites(self) -> dict[tuple[int, int], tuple[Sites, bytes]]:

@@ -42,6 +42,7 @@ class TransferTable:
     nbytes: NDArray[np.int64]  # bytes on the wire, in the destination's dtype
     transfer_group: NDArray[np.int32]  # index into Plan.transfer_groups
     member: NDArray[np.int32]  # index of the parameter in its transfer group
+    wave: NDArray[np.int32]  # of a relay, through all its hops
 
     def __len__(self) -> int:
         return len(self.peer)

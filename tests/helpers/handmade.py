@@ -81,7 +81,7 @@ def schedule_of(
         nbytes = prod(transfer.extents) * getattr(torch, transfer.dtype).itemsize
         tensor = list(tensors).index(own.tensor)
         rows[transfer.stage].append(
-            (other.rank, tensor, strided_box, own.offset, nbytes, names.index(transfer.parameter), 0)
+            (other.rank, tensor, strided_box, own.offset, nbytes, names.index(transfer.parameter), 0, 0)
         )
     return Schedule(
         world=world,
@@ -125,14 +125,15 @@ def source_table_of(transfers: Sequence[HandTransfer], rank: int, *, digest: str
                     nbytes,
                     names.index(transfer.parameter),
                     0,
+                    0,
                 )
             )
     return SourceTable(rank, digest, tuple(tensors), tuple(strided_boxes), tuple(map(table, rows.values())))
 
 
 def table(rows: Sequence[tuple[int, ...]]) -> TransferTable:
-    columns = list(zip(*rows, strict=True)) or [()] * 7
-    dtypes = (np.int32, np.int32, np.int32, np.int64, np.int64, np.int32, np.int32)
+    columns = list(zip(*rows, strict=True)) or [()] * 8
+    dtypes = (np.int32, np.int32, np.int32, np.int64, np.int64, np.int32, np.int32, np.int32)
     return TransferTable(*(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)))
 
 

@@ -7,7 +7,16 @@ from math import gcd
 import numpy as np
 import pytest
 
-from mcore_reshard.planner.plan.balance import Row, Share, Turns, first_replicas, rolled, stride_of, wave_of
+from mcore_reshard.planner.plan.balance import (
+    Row,
+    Share,
+    Turns,
+    first_replicas,
+    rolled,
+    stride_of,
+    wave_of,
+    waves_for,
+)
 
 MEMBERS = np.arange(4)
 
@@ -48,22 +57,46 @@ def test_overlaps_of_one_part_follow_each_other_and_parts_do_not_mix() -> None:
 @pytest.mark.parametrize("members", [1, 3, 4, 9])
 def test_bytes_are_those_of_every_single_pull(members: int, waves: int) -> None:
     rows = [Row(0, (0, 1, 2, 3)), Row(1, (1, 3))]  # the second part has fewer replicas to take turns
-    row, nbytes = np.array([0, 0, 1, 1, 1]), np.array([10, 20, 40, 80, 160])
-    turns = Turns.of(rows, row)
+    row, overlap, nbytes = np.array([0, 0, 1, 1, 1]), np.array([0, 1, 1, 2, 3]), np.array([10, 20, 40, 80])
+    turns, wave = Turns.of(rows, row), wave_of(members, np.array([0, 0, 1, 2]), waves)
     for first in (0, 3):
         expected = np.zeros((waves, 2, 4), np.int64)
-        for member, wave in enumerate(wave_of(members, waves)):
-            for turn in range(len(row)):
-                expected[wave, row[turn], turns.replica(first, member, turn)] += nbytes[turn]
-        moved = rolled(turns.nbytes(members, nbytes, waves), turns.sizes, first)
+        for member in range(members):
+            for turn, of in enumerate(overlap.tolist()):
+                expected[wave[member, of], row[turn], turns.replica(first, member, turn)] += nbytes[of]
+        moved = rolled(turns.nbytes(wave, waves, overlap, nbytes), turns.sizes, first)
         found = np.zeros((waves, 2, 4), np.int64)
         np.add.at(found, (np.arange(waves)[:, None, None], np.arange(2)[:, None], turns.replicas), moved)
         assert found.tolist() == expected.tolist()
 
 
-def test_waves_have_equally_many_members_and_single_tensors_are_in_the_middle() -> None:
-    assert wave_of(8, 4).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert wave_of(1, 8).tolist() == [4]
+ONE = np.zeros(1, np.int64)  # one overlap
+
+
+def test_the_example_of_waves() -> None:
+    assert wave_of(10, ONE, 4).reshape(-1).tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_single_overlap_is_in_the_middle_and_those_of_one_tensor_are_spread() -> None:
+    assert wave_of(1, ONE, 8).tolist() == [[3]]
+    assert wave_of(1, np.zeros(10, np.int64), 4).tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 3, 3]]
+
+
+def test_every_two_parts_have_work_in_all_waves() -> None:
+    """Ranks hold different parts: a wave of one part's overlaps would leave the others idle."""
+    pairs = np.repeat(np.arange(4), 10)
+    waves = wave_of(1, pairs, 4)[0]
+    assert all((waves[pairs == pair] == waves[pairs == 0]).all() for pair in range(4))
+
+
+def test_the_last_wave_is_a_third_of_the_first() -> None:
+    sizes = np.bincount(wave_of(16_000, ONE, 16)[:, 0])
+    assert (np.diff(sizes) <= 0).all() and 0.33 < sizes[-1] / sizes[0] < 0.4
+
+
+def test_more_is_passed_on_in_more_waves() -> None:
+    shares = {0: 1, 1: 1, 8: 2, 32: 4, 126: 8, 200: 8, 501: 16, 875: 16}
+    assert {share: waves_for(share, 1000) for share in shares} == shares
 
 
 def test_strides_share_no_factor_with_the_replicas() -> None:
@@ -86,7 +119,7 @@ def test_even_loads_go_on_where_the_one_before_stopped() -> None:
 def test_groups_of_one_wave_begin_at_different_replicas() -> None:
     """Two members a wave and four replicas: with one beginning, half of the replicas would idle in every wave."""
     ranks, turns = np.array([[0, 1, 2, 3]], np.int32), Turns.of([Row(0, (0, 1, 2, 3))], np.array([0]))
-    share = Share(ranks, turns.sizes, turns.nbytes(8, np.array([10]), 4), 8, 0)
+    share = Share(ranks, turns.sizes, turns.nbytes(np.arange(8)[:, None] // 2, 4, np.array([0]), np.array([10])), 8, 0)
     firsts = first_replicas([share, share], 4)
     load = sum(rolled(share.cost, share.sizes, first)[:, 0] for first in firsts)
     assert sorted(firsts) == [0, 2] and (load == 10).all()

@@ -19,7 +19,6 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     pair_count,
 )
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, in_moments
-from mcore_reshard.planner.plan.balance import WAVES
 from mcore_reshard.planner.plan.make_schedule import RankView, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, World
@@ -185,7 +184,7 @@ def test_the_script_of_auto_between_hosts_has_the_waves_of_the_nccl_executor(tra
     expected = nccl_waves(plan)
     sent = {name: runs for name, runs in expected.items() if name.startswith("train:")}
     assert {name: found[name] for name in sent} == sent
-    assert len(sent) == 4 and min(map(len, sent.values())) == 2 * WAVES
+    assert len(sent) == 4 and min(map(len, sent.values())) > plan.waves > 1
 
 
 def joined_runs_of_script(plan: Plan, found: Script) -> Runs:
@@ -313,9 +312,12 @@ def test_one_host_that_relays_without_places_shares_with_them() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("gen", "mean", "median"), [("tp=32,dp=4", 7.5, 7.8), ("tp=4,dp=32,ep=128", 6.5, 7.9)])
+@pytest.mark.parametrize(("gen", "mean", "median"), [("tp=32,dp=4", 7.5, 7.8), ("tp=4,dp=32,ep=128", 6.5, 6.9)])
 def test_between_many_ranks_messages_of_nccl_are_nearly_of_eight_mib(gen: str, mean: float, median: float) -> None:
-    """DeepSeek-V3 from 256 ranks to 128: up to 8 MiB within 512 MiB of scratch; whole rows fill them almost."""
+    """DeepSeek-V3 from 256 ranks to 128: up to 8 MiB within 512 MiB of scratch; whole rows fill them almost.
+
+    Whole experts are four bands of 7 MiB each, of which none shares a message.
+    """
     plan = Case("deepseek-v3", "tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7", gen, machine="h200-8").plan()
     assert plan.topology is not None
     mib = script_of(plan, plan.topology, "nccl", Options(), most=1 << 30).buckets.nbytes / (1 << 20)
