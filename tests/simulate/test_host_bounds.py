@@ -34,16 +34,8 @@ FAST = {
 
 # Simulated rounds that miss the goal, and what they may take: no more than now. Lower these as they get faster.
 LATE: dict[str, dict[str, float]] = {
-    "gloo": {
-        "DeepSeek-V3 64->64 pp16 gen ep64": 1.25,
-        "Llama-8B 16->16 tp1": 1.33,
-        "DeepSeek-V3 128 GPUs shared": 1.14,
-    },
-    "auto": {
-        "DeepSeek-V3 64->64 pp16 gen ep64": 1.34,
-        "Llama-8B 16->16 tp1": 1.36,
-        "DeepSeek-V3 128 GPUs shared": 1.32,
-    },
+    "gloo": {},
+    "auto": {"DeepSeek-V3 64->64 pp16 gen ep64": 1.16},
 }
 
 
@@ -69,6 +61,11 @@ def test_a_plan_that_knows_no_hosts_is_far_from_the_bound() -> None:
 def test_on_shared_hosts_most_bytes_stay_there(name: str, most: float) -> None:
     received = CASES[name].plan().loads.received.sum(axis=1)
     assert received[2] <= most * received.sum()
+
+
+def test_the_more_is_passed_on_the_more_waves_there_are() -> None:
+    waves = {"Qwen3-235B 64->32 pp8": 1, "DeepSeek-V3 64->32 pp8": 4, "Llama-8B 16->16 tp1": 16}
+    assert {name: CASES[name].plan().waves for name in waves} == waves
 
 
 @pytest.mark.long
