@@ -163,7 +163,9 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
                     together.setdefault(wave + (hop if is_joined else 0), []).append(of_wave)
                 else:
                     parts.append(_Part(hop, wave, kind, _buckets(of_wave, kind, options.bucket_bytes)))
-    parts += [_Part(0, wave, "nccl", *_nccl_buckets(of_wave, options, ranks)) for wave, of_wave in together.items()]
+    for wave, of_wave in together.items():  # a wave of which nothing is passed on is divided as the others are
+        buckets = _nccl_buckets(of_wave, options, ranks, passes_on=is_joined and wave > 0)
+        parts.append(_Part(0, wave, "nccl", *buckets))
     merged = max(1, -(-sum(part.buckets.messages for part in parts) // most))
     writer = _Writer(topology, merged, relayed=len(hops) > 1, joins=is_joined)
     for part in sorted(parts, key=lambda part: (part.wave + (is_joined and part.hop > 0), part.hop)):
@@ -181,13 +183,15 @@ def _split(
         yield transport, pairs  # type: ignore[misc]
 
 
-def _nccl_buckets(hops: Sequence[Traffic], options: Options, ranks: int) -> tuple[PairBuckets, Division]:
+def _nccl_buckets(
+    hops: Sequence[Traffic], options: Options, ranks: int, *, passes_on: bool
+) -> tuple[PairBuckets, Division]:
     """The buckets of hops whose messages share rounds."""
     budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
     pairs = np.bincount(
         np.concatenate([end for traffic in hops for end in (traffic.src, traffic.dst)]), minlength=ranks
     )
-    division = divide(budget, pairs.tolist(), passes_on=any(traffic.hop for traffic in hops))
+    division = divide(budget, pairs.tolist(), passes_on=passes_on)
     first, *others = (_buckets(traffic, "nccl", division.bucket_bytes) for traffic in hops)
     for other in others:
         first = first.and_those_of(other)
