@@ -163,9 +163,9 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
                     together.setdefault(wave + (hop if is_joined else 0), []).append(of_wave)
                 else:
                     parts.append(_Part(hop, wave, kind, _buckets(of_wave, kind, options.bucket_bytes)))
-    for wave, of_wave in together.items():  # a wave of which nothing is passed on is divided as the others are
-        buckets = _nccl_buckets(of_wave, options, ranks, passes_on=is_joined and wave > 0)
-        parts.append(_Part(0, wave, "nccl", *buckets))
+    for number, joined in together.items():  # a wave of which nothing is passed on is divided as the others are
+        divided = _nccl_buckets(joined, options, ranks, passes_on=is_joined and number > 0)
+        parts.append(_Part(0, number, "nccl", *divided))
     merged = max(1, -(-sum(part.buckets.messages for part in parts) // most))
     writer = _Writer(topology, merged, relayed=len(hops) > 1, joins=is_joined)
     for part in sorted(parts, key=lambda part: (part.wave + (is_joined and part.hop > 0), part.hop)):
