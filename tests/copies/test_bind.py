@@ -234,6 +234,7 @@ def test_fifty_thousand_transfers_bind_within_a_second() -> None:
             nbytes.tolist(),
             [0] * count,
             [0] * count,
+            [0] * count,
             strict=True,
         )
     )

@@ -38,8 +38,7 @@ def run(messages: list[Message], windows: dict[int, int] | None = None, after: d
     column = {name: np.array([getattr(m, name) for m in messages], np.int64) for name in Message.__dataclass_fields__}
     none = np.zeros(len(messages), np.int64)
     script = Script(
-        Buckets(column["src"], column["dst"], none, none, column["nbytes"]),
-        none,
+        Buckets(column["src"], column["dst"], none, none, none, column["nbytes"]),
         np.array([first[m.src] + m.src_round for m in messages]),
         np.array([first[m.dst] + m.dst_round for m in messages]),
         np.repeat(ranks, list(of_rank.values())),

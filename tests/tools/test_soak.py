@@ -51,9 +51,9 @@ def test_growth_while_a_session_warms_up_is_none() -> None:
 
 
 def test_a_short_soak_gives_samples_of_every_rank() -> None:
-    by_rank = soak.run(20)
+    by_rank = soak.run(40)
     assert [*by_rank] == ["train:0", "train:1", "gen:0", "gen:1"]
-    assert all(each[-1]["refits"] == 20 and each[0]["descriptors"] > 0 for each in by_rank.values())
+    assert all(each[-1]["refits"] == 40 and each[0]["descriptors"] > 0 for each in by_rank.values())
     keys = [each["store_keys"] for each in by_rank["train:0"]]
     assert len(set(keys[len(keys) // 2 :])) == 1, keys
 
