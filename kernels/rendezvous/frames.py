@@ -16,8 +16,7 @@ from typing import Any
 from mcore_reshard.planner.bounded_json import MAX_VALUES, parse_json
 
 LENGTHS = struct.Struct(">II")
-# The longest answer has a word of every rank. The largest plan measured has 0.9 MB.
-MAX_FRAME_BYTES = 24 << 20
+MAX_FRAME_BYTES = 24 << 20  # the longest answer has a word of every rank
 MAX_VALUE_BYTES = (12 << 20) + 1024  # what ranks read of one key, and its seal; the largest plan measured has 0.9 MB
 MAX_OPENING_BYTES = 16 << 10  # of the first frame, before its sender is known
 MAX_REQUEST_BYTES = 4 << 20  # of a request's header: names of many keys

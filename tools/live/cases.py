@@ -24,7 +24,9 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 256},
     "gpt-oss": {**_SIZES, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 131072},
 }
-TRITON, MARLIN = "triton", "marlin"  # kernels for block FP8; Marlin's lays weights out anew: see engines/vllm/redone.py
+# Kernels for block FP8. Marlin's lay weights out anew, and so do those of DeepGEMM, vLLM's own choice: see
+# engines/vllm/redone.py.
+TRITON, MARLIN = "triton", "marlin"
 # vLLM takes Marlin on GPUs that compute in FP8 only where this is set.
 _MARLIN_ENVIRONMENT = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}
 MODES: dict[str, dict[str, Any]] = {
