@@ -88,8 +88,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
 def late_cells(before: dict[str, Any], chosen: Sequence[Cell]) -> list[int]:
     """The numbers of the cells of an earlier run whose problems are all of time."""
     if [_shown(each) for each in before["rows"]] != [_shown(row(cell, Verdict(), 0.0)) for cell in chosen]:
-        raise SystemExit("--again: that file has other cells; give the --transport, --only and --every that it was made with")
-    return [number for number, each in enumerate(before["rows"]) if each["problems"] and OF_TIME >= {*each["problems"]}]
+        raise SystemExit(
+            "--again: that file has other cells; give the --transport, --only and --every that it was made with"
+        )
+    return [number for number, each in enumerate(before["rows"]) if each["problems"] and {*each["problems"]} <= OF_TIME]
 
 
 def _shown(each: dict[str, Any]) -> list[Any]:
