@@ -174,12 +174,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     every = [cell for name in transports for cell in cells(name)]
     chosen = [cell for cell in every if all(part in str(cell) for part in arguments.only)]
     chosen = chosen[:: arguments.every]
-    before = json.loads(arguments.again.read_text()) if arguments.again else {"rows": [], "jobs": 0, "minutes": 0.0}
+    before: dict[str, Any] = {"rows": [], "jobs": 0, "minutes": 0.0}
+    if arguments.again:
+        before = json.loads(arguments.again.read_text())
     numbers = late_cells(before, chosen) if arguments.again else [*range(len(chosen))]
     start = time.monotonic()
 
     def minutes() -> float:
-        return round(before["minutes"] + (time.monotonic() - start) / 60, 1)
+        return round(float(before["minutes"]) + (time.monotonic() - start) / 60, 1)
 
     def save(rows: list[dict[str, Any]]) -> None:
         if arguments.out is None:
