@@ -30,6 +30,7 @@ from .attempts import CONNECT, HEAD, PROTOCOL, Call, Head, World, parse_call, re
 from .attendance import PREPARED, WAITS, Attendance, MakeWord, describe, farewell_key, ready_key
 
 _NEWCOMERS_S = 0.05  # how often a leader without any replica looks for one
+_PROMPT_S = 0.05  # after which a replica that took part in the last refit, and may lag, does
 _BACK_S = 2.0  # until all who live have come back to a store that has started anew
 # Errors after which a replica may connect the next time; after others somebody must mend something first.
 _MAY_PASS = {
@@ -172,7 +173,8 @@ class Leader(Attendance):
         self, head: Head, prefix: str, timeout_s: float
     ) -> tuple[tuple[int, ...], Sequence[bytes | SessionError | None]]:
         """The replicas of an attempt, once all that must come have said a word; and their words, if these were read."""
-        deadline, is_first = time.monotonic() + timeout_s, True
+        start, is_first = time.monotonic(), True
+        deadline, prompt_until = start + timeout_s, start + _PROMPT_S
         while True:
             required, found = self._required(head), None
             members = self.world.members(required)
@@ -188,6 +190,10 @@ class Leader(Attendance):
             optional = [] if missing else self._optional(prefix, required)
             self._said |= dict.fromkeys(self.world.members([*required, *optional]), head.number) if not missing else {}
             if not missing and (required or optional):
+                late = self._prompt_till_now({*required, *optional})
+                if late and (left_s := prompt_until - time.monotonic()) > 0:
+                    self.store.wait_all([f"{prefix}{name}" for name in late], left_s)
+                    continue
                 self._late = {replica: why for replica, why in self._late.items() if replica not in optional}
                 return tuple(sorted({*required, *optional})), [] if optional or found is None else found
             left_s = deadline - time.monotonic()
@@ -227,6 +233,13 @@ class Leader(Attendance):
         if seat is None or seat.status == "here" or self._gone_before.get(name) != process:
             return False
         return name.startswith("train:") or not self.store.check([farewell_key(name, process)])
+
+    def _prompt_till_now(self, came: set[int]) -> list[str]:
+        """The seats of replicas that may lag, have not yet, and have not come to this attempt."""
+        absent = {*self._present()} - came - self._late.keys() - self._changed()
+        return [
+            name for replica in sorted(absent) if self._lags.get(replica) == 0 for name in self.world.seats_of(replica)
+        ]
 
     def _optional(self, prefix: str, required: Sequence[int]) -> list[int]:
         """Replicas that need not come, and have."""

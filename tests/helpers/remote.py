@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -60,7 +62,11 @@ class Remote:
         return self
 
     def answer(self, limit_s: float = LIMIT_S) -> Answer:
-        assert self._pipe.poll(limit_s), f"no answer within {limit_s:g} s"
+        if not self._pipe.poll(limit_s):
+            for process in multiprocessing.active_children():
+                os.kill(process.pid or 0, signal.SIGUSR1)  # each writes to stderr what it waits for
+            time.sleep(1.0)
+            raise AssertionError(f"no answer within {limit_s:g} s from process {self.process.pid}")
         answer: Answer = self._pipe.recv()
         return answer
 
@@ -195,6 +201,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _serve(pipe: Any, target: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     endpoint, orders, held = target(*args)
     with suppress(EOFError):
         while True:

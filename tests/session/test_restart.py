@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from helpers.plans import Case
@@ -16,7 +17,7 @@ from mcore_reshard.kernels.errors import SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store import connect_store
 from mcore_reshard.planner.plan.plan_file import dump_plan
-from mcore_reshard.session import attempts, leader, member, newcomers
+from mcore_reshard.session import attempts, attendance, leader, member, newcomers
 from mcore_reshard.session.plan_exchange import publish_plan
 from mcore_reshard.session.trace_exchange import collect_traces
 
@@ -322,6 +323,30 @@ def test_a_late_replica_lags_for_max_lag_versions_and_is_never_mixed(lagging: Ra
     assert [(answer.held, answer.state) for answer in answers[:2]] == [(4, "complete(4)")] * 2
     prompt.tell("refit")
     assert {answer.replicas for answer in [*tell(trainer, "refit", version=5), prompt.answer()]} == {(0,)}, "anew"
+
+
+def answer_late() -> None:
+    """This rank takes 20 ms to say its word."""
+    say = attendance.Attendance._say
+
+    def late(self: attendance.Attendance, *args: Any) -> Any:
+        time.sleep(0.02)
+        return say(self, *args)
+
+    attendance.Attendance._say = late  # type: ignore[method-assign]
+
+
+def test_a_replica_that_waits_for_the_refit_does_not_lag_because_another_answers_sooner(lagging: Ranks) -> None:
+    trainer = lagging.train(TP2)
+    engines = [lagging.gen(TP2, 0, patch=answer_late), lagging.gen(TP2, 1)]
+    fine(tell(trainer + engines, "prepare"))
+    for version in (1, 2, 3):
+        for engine in engines:
+            engine.tell("refit")
+        assert not any(engine.has_answered(within_s=0.5) for engine in engines)
+        answers = tell(trainer, "refit", version=version) + [engine.answer() for engine in engines]
+        fine(answers)
+        assert {answer.replicas for answer in answers} == {(0, 1)}
 
 
 def test_beyond_max_lag_a_replica_that_stays_away_is_named_at_the_deadline(lagging: Ranks) -> None:
