@@ -3,6 +3,7 @@
 python tools/fault_matrix.py                                   every cell of gloo and golden (`make test-faults`)
 python tools/fault_matrix.py --transport direct --only kill     on this machine's GPUs; --only is a part of a cell's name
 NCCL_SOCKET_IFNAME=lo NCCL_MAX_NCHANNELS=2 python tools/fault_matrix.py --transport nccl
+python tools/fault_matrix.py --transport direct --again faults-direct.json --jobs 6    its late cells, fewer at a time
 
 Ranks that share a GPU talk over sockets with NCCL; fewer channels make many sessions at a time light. Where there are
 several GPUs, sessions take turns on them: the ranks of each share one.
@@ -36,6 +37,8 @@ from faults.model import plan_of  # noqa: E402
 from faults.verdicts import PROBLEMS, Verdict, judge  # noqa: E402
 
 LOGS = ROOT / "build" / "faults"
+# Problems that a machine with too many cells at a time can cause: all of them are about time. Others are never forgiven.
+OF_TIME = {"hung", "left", "unnamed", "late", "stuck", "paused", "broken", "missed"}
 
 
 def row(cell: Cell, verdict: Verdict, seconds: float) -> dict[str, Any]:
@@ -80,6 +83,20 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     """How many cells have each kind of problem."""
     counts = Counter(kind for each in rows for kind in each["problems"])
     return {kind: counts[kind] for kind in PROBLEMS}
+
+
+def late_cells(before: dict[str, Any], chosen: Sequence[Cell]) -> list[int]:
+    """The numbers of the cells of an earlier run whose problems are all of time."""
+    if [_shown(each) for each in before["rows"]] != [_shown(row(cell, Verdict(), 0.0)) for cell in chosen]:
+        raise SystemExit(
+            "--again: that file has other cells; give the --transport, --only and --every that it was made with"
+        )
+    return [number for number, each in enumerate(before["rows"]) if each["problems"] and {*each["problems"]} <= OF_TIME]
+
+
+def _shown(each: dict[str, Any]) -> list[Any]:
+    names = ("phase", "fault", "victim", "seat", "transport", "replica_ranks", "commit", "pair")
+    return [each.get(name) for name in names]
 
 
 def run_all(
@@ -150,13 +167,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], help="cells whose name contains all of these")
     parser.add_argument("--every", type=int, default=1, help="every so many of the cells")
     parser.add_argument("--jobs", type=int, default=4, help="cells at a time")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="of an earlier run, only the cells that were late")
     parser.add_argument("--out", type=Path, help="where to write the results")
     arguments = parser.parse_args(argv)
     transports = arguments.transport or ["gloo", "golden"]
     every = [cell for name in transports for cell in cells(name)]
     chosen = [cell for cell in every if all(part in str(cell) for part in arguments.only)]
     chosen = chosen[:: arguments.every]
+    before: dict[str, Any] = {"rows": [], "jobs": 0, "minutes": 0.0}
+    if arguments.again:
+        before = json.loads(arguments.again.read_text())
+    numbers = late_cells(before, chosen) if arguments.again else [*range(len(chosen))]
     start = time.monotonic()
+
+    def minutes() -> float:
+        return round(float(before["minutes"]) + (time.monotonic() - start) / 60, 1)
 
     def save(rows: list[dict[str, Any]]) -> None:
         if arguments.out is None:
@@ -168,7 +193,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "hardware": torch.cuda.get_device_name(0) if transports[0] in ("direct", "nccl", "auto") else "CPU",
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "deadline_s": DEADLINE_S,
-            "minutes": round((time.monotonic() - start) / 60, 1),
+            "minutes": minutes(),
+            "jobs": arguments.jobs,
+            **(_note(numbers, before["jobs"], arguments.jobs) if arguments.again else {}),
             "cells": len(rows),
             "planned": len(chosen),
             "counts": summary(rows),
@@ -178,10 +205,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = ",\n".join("  " + json.dumps(each) for each in rows)
         arguments.out.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
 
-    rows = run_all(chosen, arguments.jobs, save)
+    if arguments.again:
+        rows = before["rows"]
+        for number, each in zip(numbers, run_all([chosen[number] for number in numbers], arguments.jobs), strict=True):
+            rows[number] = each
+    else:
+        rows = run_all(chosen, arguments.jobs, save)
     save(rows)
-    print(json.dumps({"cells": len(rows), "minutes": round((time.monotonic() - start) / 60, 1), **summary(rows)}))
+    print(json.dumps({"cells": len(rows), "minutes": minutes(), **summary(rows)}))
     return 1 if any(each["problems"] for each in rows) else 0
+
+
+def _note(numbers: Sequence[int], jobs_before: int, jobs: int) -> dict[str, str]:
+    late = f"{len(numbers)} cells were late on a machine that ran {jobs_before} at a time"
+    return {"note": f"{late}; their rows are of a second run, {jobs} at a time."}
 
 
 if __name__ == "__main__":

@@ -122,19 +122,30 @@ class StoreExchange:
         """The ranks that have published nothing yet."""
         return [key.removeprefix(f"{topic}/") for key in self.store.missing(self.keys(topic))]
 
+    @property
+    def writers(self) -> list[str]:
+        """The seats that write what `keys` names."""
+        return [seat_of(name) for name in self.members]
+
     def values(self, topic: str, parse: Callable[[Any], T]) -> list[T]:
         """The values of all ranks, which must be there."""
-        keys = self.keys(topic)
-        writers = [seat_of(name) for name in self.members]
-        contents = self.store.multi_get(keys, writers=writers)
+        return self.parsed(topic, self.store.multi_get(self.keys(topic), writers=self.writers), parse)
+
+    def parsed(self, topic: str, found: Sequence[bytes | SessionError | None], parse: Callable[[Any], T]) -> list[T]:
+        """The values of all ranks, as they were found under `keys`."""
+        keys, contents = self.keys(topic), list[bytes]()
+        for key, content in zip(keys, found, strict=True):
+            if not isinstance(content, bytes):
+                raise content or DistStoreError(f"{key} was deleted")
+            contents.append(content)
         try:
             check_counts(contents, f"all that ranks say at {topic!r}")
         except BoundsError as error:
             raise SessionError(
                 f"{self.rank_name} reads no further: {error}; let nothing else write to the store"
             ) from error
-        found = zip(keys, contents, self.members, strict=True)
-        return [parse_stored(key, content, parse, written_by=name) for key, content, name in found]
+        named = zip(keys, contents, self.members, strict=True)
+        return [parse_stored(key, content, parse, written_by=name) for key, content, name in named]
 
     def blame(self, occasion: str, waits: Sequence[Failure], grace: Callable[[], None] | None = None) -> Failure:
         """Of all waits past their deadline, the one for a rank that does not wait itself: the culprit.

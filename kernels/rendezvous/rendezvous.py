@@ -84,9 +84,9 @@ class Rendezvous:
         Raises `SessionFailed` with the cause if a rank failed, or with the names of ranks that are late.
         """
         with self._store_is_up():
-            if not self._arrive(phase, word, parse):
-                self._await_outcome(phase, self.timeout_s if timeout_s is None else timeout_s)
-            words = self._words(phase, parse)
+            words = self._arrive(phase, word, parse)
+            if words is None or not self._agree(phase):
+                words = self._await_words(phase, parse, self.timeout_s if timeout_s is None else timeout_s)
         self._require_own_word(phase, words[self.rank_name], parse({**word}))
         return words
 
@@ -101,10 +101,15 @@ class Rendezvous:
         """
         known: bool | None = None
         try:
-            if not self._arrive(phase, {}, _parse_vote):
-                self._await_outcome(phase, self.timeout_s, vote={})
+            readers = None
+            if self._arrive(phase, {}, _parse_vote) is None:
+                self._await_outcome(phase)
+            else:
+                stands, readers = self.store.compare_set_and_add(f"{phase}/outcome", _AGREED, f"{phase}/read")
+                if failure := self._outcome_of(phase, stands):
+                    raise SessionFailed(failure)
             known = True
-            self._await_readers(phase)
+            self._await_readers(phase, readers)
         except (dist.DistNetworkError, StoreRestarted) as error:
             known = settle(known)
             if known is None:
@@ -167,38 +172,77 @@ class Rendezvous:
         except dist.DistNetworkError as error:
             raise SessionError(f"{self.rank_name} lost {error}") from error
 
-    def _arrive(self, phase: str, word: Mapping[str, Any], parse: Callable[[Any], dict[str, Any]]) -> bool:
-        """Publish this rank's word. Whether all have agreed: the last one to arrive knows it."""
+    def _arrive(
+        self, phase: str, word: Mapping[str, Any], parse: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, dict[str, Any]] | None:
+        """Publish this rank's word. Everyone's, where it is the last to arrive: whoever declares success has read them."""
         self.store.set_soon({f"{phase}/{self.rank_name}": stored_text(dict(word))})
-        if self.store.add(f"{phase}/arrived", 1) < len(self._members):
-            return False
-        words = self._words(phase, parse)  # whoever declares success has checked who wrote them
+        exchange = self._exchange
+        found = self.store.add_and_peek(
+            f"{phase}/arrived", len(self._members), exchange.keys(phase), writers=exchange.writers
+        )
+        if found is None:
+            return None
+        words = dict(zip(self._members, exchange.parsed(phase, found, parse), strict=True))
         self._require_own_word(phase, words[self.rank_name], parse({**word}))
+        return words
+
+    def _agree(self, phase: str) -> bool:
+        """Declare that all have agreed; whether that stands."""
         outcome = f"{phase}/outcome"
         return parse_stored(outcome, self.store.compare_set(outcome, "", _AGREED), _parse_outcome) is None
 
-    def _await_outcome(self, phase: str, timeout_s: float, vote: Mapping[str, Any] | None = None) -> None:
-        """Return once all have agreed. `vote`: this rank's word, where nobody else reads all words after that."""
-        outcome = f"{phase}/outcome"
-        try:
-            came = self.store.wait_any([outcome], timeout_s, look=self._raise_if_lost)
-        except SessionFailed as error:
-            if failure := self.declare_unless_agreed(phase, error.failure):
-                raise SessionFailed(failure) from None
-            return
-        if not came:
-            # Where several are missing, others may wait for one of these, and are about to say for which.
-            if len(self._exchange.missing(phase)) > 1:
-                self._await_cause(phase)
-            if missing := self._exchange.missing(phase):
-                message = f"{', '.join(missing)} did not arrive at {phase!r} within {timeout_s:g} s"
-                message += self.store.silence(self._start)
-                self.declare(phase, Failure(self.rank_name, "DeadlineError", message, peer=missing[0]))
-            else:  # the last one has come at this moment
-                self._words(phase, dict)
-                self.store.compare_set(outcome, "", _AGREED)
-        if failure := self._outcome(phase, vote):
+    def _await_words(
+        self, phase: str, parse: Callable[[Any], dict[str, Any]], timeout_s: float
+    ) -> dict[str, dict[str, Any]]:
+        """Everyone's, once all have agreed."""
+        exchange = self._exchange
+        outcome, *found = self._await(phase, timeout_s, exchange.keys(phase), exchange.writers)
+        if failure := self._outcome_of(phase, outcome):
             raise SessionFailed(failure)
+        return dict(zip(self._members, exchange.parsed(phase, found, parse), strict=True))
+
+    def _await_outcome(self, phase: str) -> None:
+        """Return once all have voted for success. This rank's vote must stand as it said it: nobody reads it after that."""
+        own = f"{phase}/{self.rank_name}"
+        outcome, stands = self._await(phase, self.timeout_s, [own], [seat_of(self.rank_name)])
+        failure = self._outcome_of(phase, outcome)
+        # All have agreed, and no outsider can say so: nor can one undo it by writing over a vote.
+        if failure is None and not isinstance(stands, ForgedError):
+            if isinstance(stands, SessionError):
+                raise stands
+            self._require_own_word(phase, stands and parse_stored(own, stands, dict), {})
+        if failure:
+            raise SessionFailed(failure)
+
+    def _await(
+        self, phase: str, timeout_s: float, keys: Sequence[str], writers: Sequence[str]
+    ) -> list[bytes | SessionError | None]:
+        """The outcome of a phase, once there is one, and what was found under `keys` then."""
+        outcome = f"{phase}/outcome"
+        read, readable = [outcome, *keys], [None, *writers]
+        try:
+            found = self.store.peek_when([outcome], timeout_s, read, writers=readable, look=self._raise_if_lost)
+        except SessionFailed as error:
+            self.declare_unless_agreed(phase, error.failure)
+            found = None
+        else:
+            if found is None:
+                self._end_waiting(phase, timeout_s)
+        return found or self.store.peek_all(read, writers=readable)
+
+    def _end_waiting(self, phase: str, timeout_s: float) -> None:
+        """Declare the outcome of a phase for which ranks are late."""
+        # Where several are missing, others may wait for one of these, and are about to say for which.
+        if len(self._exchange.missing(phase)) > 1:
+            self._await_cause(phase)
+        if missing := self._exchange.missing(phase):
+            message = f"{', '.join(missing)} did not arrive at {phase!r} within {timeout_s:g} s"
+            message += self.store.silence(self._start)
+            self.declare(phase, Failure(self.rank_name, "DeadlineError", message, peer=missing[0]))
+        else:  # the last one has come at this moment
+            self._exchange.values(phase, dict)
+            self._agree(phase)
 
     def declare_unless_agreed(self, phase: str, failure: Failure) -> Failure | None:
         """The failure that stands after `failure` was declared; None where all had agreed before."""
@@ -209,10 +253,13 @@ class Rendezvous:
         if lost := self._lost():
             raise SessionFailed(lost)
 
-    def _await_readers(self, phase: str) -> None:
-        """Wait, CAUSE_S at most, until all members know the outcome: one that loses the store can then ask the others."""
+    def _await_readers(self, phase: str, readers: int | None) -> None:
+        """Wait, CAUSE_S at most, until all members know the outcome: one that loses the store can then ask the others.
+
+        `readers`: how many know it, where this rank has been counted.
+        """
         try:
-            if not self._count_reader(phase):
+            if not self._count_reader(phase, readers):
                 self.store.wait_any([f"{phase}/known"], min(CAUSE_S, self.timeout_s), look=self._raise_if_lost)
         except StoreRestarted:
             raise
@@ -227,9 +274,9 @@ class Rendezvous:
         except (SessionError, dist.DistError):
             return None
 
-    def _count_reader(self, phase: str) -> bool:
+    def _count_reader(self, phase: str, readers: int | None = None) -> bool:
         """Whether all members know the outcome now. The count is not sealed: whoever writes to it makes ranks leave early."""
-        if self.store.add(f"{phase}/read", 1) < len(self._members):
+        if (self.store.add(f"{phase}/read", 1) if readers is None else readers) < len(self._members):
             return False
         self.store.set_soon({f"{phase}/known": ""})
         return True
@@ -239,28 +286,19 @@ class Rendezvous:
         with suppress(SessionFailed):
             self.store.wait_any([f"{phase}/outcome"], min(CAUSE_S, self.timeout_s), look=self._raise_if_lost)
 
-    def _words(self, phase: str, parse: Callable[[Any], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        return dict(zip(self._members, self._exchange.values(phase, parse), strict=True))
-
     def _require_own_word(self, phase: str, stands: Any, said: Any) -> None:
         if stands != said:
             raise SessionError(f"the word of {self.rank_name} at {phase!r} does not stand on the store as it was said")
 
-    def _outcome(self, phase: str, vote: Mapping[str, Any] | None = None) -> Failure | None:
-        """Why a phase failed; None where all have agreed. `vote`: this rank's word must stand as it said it."""
-        key, own = f"{phase}/outcome", f"{phase}/{self.rank_name}"
-        if vote is None:
-            return parse_stored(key, self.store.get(key), _parse_outcome)
-        content, stands = self.store.peek_all([key, own], writers=[None, seat_of(self.rank_name)])
+    def _outcome(self, phase: str) -> Failure | None:
+        """Why a phase failed; None where all have agreed."""
+        return self._outcome_of(phase, self.store.get(f"{phase}/outcome"))
+
+    def _outcome_of(self, phase: str, content: bytes | SessionError | None) -> Failure | None:
+        key = f"{phase}/outcome"
         if not isinstance(content, bytes):
             raise content or SessionError(f"the value of {key!r} on the store was deleted")
-        failure = parse_stored(key, content, _parse_outcome)
-        # All have agreed, and no outsider can say so: nor can one undo it by writing over a vote.
-        if failure is None and not isinstance(stands, ForgedError):
-            if isinstance(stands, SessionError):
-                raise stands
-            self._require_own_word(phase, stands and parse_stored(own, stands, dict), vote)
-        return failure
+        return parse_stored(key, content, _parse_outcome)
 
 
 def _parse_vote(said: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ MAX_REQUEST_KEYS = 1 << 17  # named in one request
 MAX_WAITS = 10_000  # of a connection, at once
 MAX_AWAITED = 1 << 17  # keys of all waits of a connection; the server keeps some 300 bytes for each
 MAX_COUNT = 1 << 63  # of `add`
+MAX_READ_BYTES = 4 << 20  # of values in the answer to a wait
 REMEMBERED = 512  # replies of a client that are kept, in case it asks again after a lost connection
 MAX_REMEMBERED_BYTES = 4096  # of a reply; a longer one brings a value that stands: its request has changed nothing
 
@@ -71,6 +72,11 @@ class Wait:
     needs_all: bool
     missing: int  # of the keys
     connection: Connection
+    read: tuple[str, ...] | None = None  # the answer brings what these keys are then
+
+    @property
+    def names(self) -> int:
+        return len(self.keys) + len(self.read or ())
 
 
 @dataclass
@@ -136,6 +142,15 @@ class Session:
     def found(self, keys: Iterable[str]) -> list[str]:
         return [key for key in keys if key in self.keys]
 
+    def said_of(self, read: Iterable[str] | None) -> tuple[dict[str, Any], list[bytes]]:
+        """What a wait's answer says of the keys that it reads; nothing where that is long: then its client asks."""
+        if read is None:
+            return {}, []
+        values = [self.keys[key] for key in read if key in self.keys]
+        if sum(map(len, values)) > MAX_READ_BYTES:
+            return {}, []
+        return {"missing": [key for key in read if key not in self.keys]}, values
+
     def await_keys(self, wait: Wait) -> None:
         wait.connection.waits[wait.number] = wait
         for key in wait.keys:
@@ -173,7 +188,8 @@ class Session:
             if not wait.needs_all or not wait.missing:
                 self.end_wait(wait)
                 found = [] if wait.needs_all else self.found(wait.keys)
-                wait.connection.push(pack({"id": wait.number, "keys": found}))
+                said, values = self.said_of(wait.read)
+                wait.connection.push(pack({"id": wait.number, "keys": found, **said}, values))
 
 
 Answer = tuple[dict[str, Any] | None, list[bytes]]  # None: the answer comes later
@@ -186,9 +202,11 @@ def _set(connection: Connection, session: Session, header: dict[str, Any], blobs
 
 
 def _get(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
-    """The values of the keys that exist, and which do not."""
+    """The values of the keys that exist, and which do not. With "all": of all, or the first that does not exist."""
     keys = _keys(header)
     missing = [key for key in keys if key not in session.keys]
+    if header.get("all") and missing:
+        return {"missing": missing[:1]}, []
     return {"missing": missing}, [session.keys[key] for key in keys if key in session.keys]
 
 
@@ -222,15 +240,17 @@ def _compare_set(connection: Connection, session: Session, header: dict[str, Any
 
 def _wait(connection: Connection, session: Session, header: dict[str, Any], blobs: list[bytes]) -> Answer:
     number, keys, needs_all = int(header["id"]), frozenset(_keys(header)), bool(header["all"])
+    read = tuple(_keys(header, "read")) if "read" in header else None
     found = session.found(keys)
     if len(found) == len(keys) or (found and not needs_all):
-        return {"keys": [] if needs_all else found}, []
+        said, values = session.said_of(read)
+        return {"keys": [] if needs_all else found, **said}, values
     if len(connection.waits) >= MAX_WAITS:
         raise Refusal(f"a connection has {MAX_WAITS} waits at most")
-    if sum(len(each.keys) for each in connection.waits.values()) + len(keys) > MAX_AWAITED:
+    if sum(each.names for each in connection.waits.values()) + len(keys) + len(read or ()) > MAX_AWAITED:
         raise Refusal(f"a connection waits for {MAX_AWAITED} keys at most")
     if number not in connection.waits:  # else it asks again, after a lost connection
-        session.await_keys(Wait(number, keys, needs_all, len(keys) - len(found), connection))
+        session.await_keys(Wait(number, keys, needs_all, len(keys) - len(found), connection, read))
     return None, []
 
 
@@ -319,8 +339,8 @@ CHANGES: dict[str, Act] = {  # they must not be done twice
 }
 
 
-def _keys(header: dict[str, Any]) -> list[str]:
-    keys = header["keys"]
+def _keys(header: dict[str, Any], name: str = "keys") -> list[str]:
+    keys = header[name]
     if not isinstance(keys, list) or not all(isinstance(key, str) and len(key) <= MAX_KEY for key in keys):
         raise TypeError(f"keys are texts of at most {MAX_KEY} characters")
     if len(keys) > MAX_REQUEST_KEYS:

@@ -36,13 +36,16 @@ BEAT_S = 10.0  # without a word from the server, until a client lets it hear tha
 _open_connections: WeakSet[StoreConnection] = WeakSet()
 
 
+Answer = tuple[dict[str, Any], list[bytes]]  # header and values
+
+
 @dataclass
 class _Request:
     """What was asked, and not answered yet."""
 
     frame: bytes  # b"": it was for a store that has been replaced, and is not sent again
     is_awaited: bool = True
-    answer: tuple[dict[str, Any], list[bytes]] | None = None
+    answer: Answer | None = None
 
 
 class StoreConnection:
@@ -293,30 +296,54 @@ class StoreConnection:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def ask(
-        self, header: dict[str, Any], blobs: Sequence[bytes] = (), limit_s: float | None = None
-    ) -> tuple[dict[str, Any], list[bytes]]:
+    def ask(self, header: dict[str, Any], blobs: Sequence[bytes] = (), limit_s: float | None = None) -> Answer:
         """Raises DistNetworkError if no answer comes within `limit_s`, by default `timeout_s`; SessionError if refused."""
-        start = time.monotonic()
-        number = self.send(header, blobs)
+        (answer,) = self.ask_all([(header, blobs)], limit_s)
+        if isinstance(answer, SessionError):
+            raise answer
+        return answer
+
+    def ask_all(
+        self, asked: Sequence[tuple[dict[str, Any], Sequence[bytes]]], limit_s: float | None = None
+    ) -> list[Answer | SessionError]:
+        """Several requests in one round trip, carried out in this order. As `ask`, but refusals are among the answers."""
+        start, numbers, answers = time.monotonic(), list[int](), list[Answer | SessionError]()
         try:
-            if not self._await_answer(number, time.monotonic() + (limit_s or self.timeout_s), None):
-                self._lose()
-            return self._taken(number)
+            for header, blobs in asked:
+                numbers.append(self.send(header, blobs))
+            for number in numbers:
+                if not self._await_answer(number, start + (limit_s or self.timeout_s), None):
+                    self._lose()
+                try:
+                    answers.append(self._taken(number))
+                except SessionError as error:
+                    answers.append(error)
+            return answers
         finally:
-            self._requests.pop(number, None)
+            for number in numbers:
+                self._requests.pop(number, None)
             if (now := time.monotonic()) - start > NOTICE_S:
                 self._silences = [*self._silences[-3:], (now, now - start)]
 
     def await_keys(
-        self, keys: Sequence[str], needs_all: bool, timeout_s: float, look: Callable[[], Any] | None
-    ) -> list[str] | None:
-        number = self.send({"op": "wait", "keys": [*keys], "all": needs_all})
+        self,
+        keys: Sequence[str],
+        needs_all: bool,
+        timeout_s: float,
+        look: Callable[[], Any] | None,
+        read: Sequence[str] | None = None,
+    ) -> Answer | None:
+        """What the store answers once keys exist: "keys" of its header are those that do, unless it waits for all.
+
+        With `read` the answer is also one to `get` of these keys, unless it has no "missing". None after `timeout_s`.
+        """
+        more = {} if read is None else {"read": [*read]}
+        number = self.send({"op": "wait", "keys": [*keys], "all": needs_all, **more})
         answered = False
         try:
             answered = self._await_answer(number, time.monotonic() + max(0.0, timeout_s), look)
             if answered:
-                return [str(key) for key in self._taken(number)[0]["keys"]]
+                return self._taken(number)
         finally:
             self._requests.pop(number, None)
             if not answered:
@@ -417,7 +444,7 @@ class StoreConnection:
     def _frozen(self) -> str:
         return f"it has not answered for {self.timeout_s:g} s: its process is frozen, or its host is gone"
 
-    def _taken(self, number: int) -> tuple[dict[str, Any], list[bytes]]:
+    def _taken(self, number: int) -> Answer:
         answer = self._requests[number].answer
         assert answer is not None
         if "error" in answer[0]:

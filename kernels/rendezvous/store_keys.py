@@ -19,7 +19,7 @@ from mcore_reshard.kernels.errors import SessionError
 
 from .frames import MAX_VALUE_BYTES
 from .seal import ReplayError
-from .store_connection import StoreConnection
+from .store_connection import Answer, StoreConnection
 from .store_opening import Seat
 
 
@@ -64,12 +64,37 @@ class StoreKeys(Store):
 
     def peek_all(self, keys: Sequence[str], *, writers: Sequence[str | None]) -> list[bytes | SessionError | None]:
         """For each key its value, what is wrong with its value, or None where it does not exist."""
-        root, full = self._root, [self._prefix + key for key in keys]
-        header, blobs = root.ask({"op": "get", "keys": full})
-        found: list[bytes | SessionError | None] = []
-        for key, writer in zip(full, writers, strict=True):
+        return self._found(self._root.ask({"op": "get", "keys": [self._prefix + key for key in keys]}), keys, writers)
+
+    def peek_when(
+        self,
+        awaited: Sequence[str],
+        timeout_s: float,
+        keys: Sequence[str],
+        *,
+        writers: Sequence[str | None],
+        look: Callable[[], Any] | None = None,
+    ) -> list[bytes | SessionError | None] | None:
+        """`peek_all` of `keys` once all keys `awaited` exist, in one round trip; None after `timeout_s`.
+
+        `look` is as for `wait_any`.
+        """
+        full, read = ([self._prefix + key for key in each] for each in (awaited, keys))
+        answer = self._root.await_keys(full, True, timeout_s, look, read)
+        if answer is None:
+            return None
+        if "missing" not in answer[0]:  # they are long, or the store is of an earlier release
+            return self.peek_all(keys, writers=writers)
+        return self._found(answer, keys, writers)
+
+    def _found(
+        self, answer: Answer, keys: Sequence[str], writers: Sequence[str | None]
+    ) -> list[bytes | SessionError | None]:
+        (header, blobs), found = answer, list[bytes | SessionError | None]()
+        missing, values = {*header["missing"]}, iter(blobs)
+        for key, writer in zip([self._prefix + key for key in keys], writers, strict=True):
             try:
-                found.append(None if key in header["missing"] else self._opened(key, blobs.pop(0), writer))
+                found.append(None if key in missing else self._opened(key, next(values), writer))
             except SessionError as error:
                 found.append(error)
         return found
@@ -114,6 +139,33 @@ class StoreKeys(Store):
         header, _ = self._root.ask({"op": "add", "keys": [self._prefix + key], "amount": value})
         return int(header["value"])
 
+    def add_and_peek(
+        self, counter: str, full_at: int, keys: Sequence[str], *, writers: Sequence[str | None]
+    ) -> list[bytes | SessionError | None] | None:
+        """Add 1 to a counter; `peek_all` of `keys` once it is `full_at` and all of them exist, else None. One round trip."""
+        full = [self._prefix + key for key in keys]
+        add = {"op": "add", "keys": [self._prefix + counter], "amount": 1}
+        added, found = self._root.ask_all([(add, ()), ({"op": "get", "keys": full, "all": True}, ())])
+        if int(_said(added)[0]["value"]) < full_at or _said(found)[0]["missing"]:  # anybody may write to the counter
+            return None
+        return self._found(_said(found), keys, writers)
+
+    def compare_set_and_add(self, key: str, desired_value: str, counter: str) -> tuple[bytes, int | None]:
+        """`compare_set` of a key that does not exist, and 1 added to a counter, in one round trip.
+
+        Returns the value that stands, and the counter; None where it is no number.
+        """
+        blobs = [self._sealed(key, desired_value.encode())]
+        full = self._prefix + key
+        add = {"op": "add", "keys": [self._prefix + counter], "amount": 1}
+        written, added = self._root.ask_all([({"op": "compare_set", "keys": [full]}, blobs), (add, ())])
+        count = None if isinstance(added, SessionError) else int(added[0]["value"])
+        return self._standing(full, desired_value.encode(), _said(written)), count
+
+    def _standing(self, full: str, desired: bytes, answer: Answer) -> bytes:
+        header, others = answer
+        return desired if header["stands"] else others[0] and self._opened(full, others[0], None)
+
     def check(self, keys: Sequence[str]) -> bool:
         full = [self._prefix + key for key in keys]
         return not self._root.ask({"op": "check", "keys": full})[0]["missing"]
@@ -133,8 +185,7 @@ class StoreKeys(Store):
             if stands != expected_value.encode():
                 return stands
             blobs += before
-        header, others = root.ask({"op": "compare_set", "keys": [full]}, blobs)
-        return _as_bytes(desired_value) if header["stands"] else others[0] and self._opened(full, others[0], None)
+        return self._standing(full, _as_bytes(desired_value), root.ask({"op": "compare_set", "keys": [full]}, blobs))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         """Return once all keys exist; raises DistStoreError when the time is up."""
@@ -152,8 +203,8 @@ class StoreKeys(Store):
 
         `look()` is called whenever a seat has changed, and every LOOK_S; it raises to end the wait.
         """
-        found = self._root.await_keys([self._prefix + key for key in keys], False, timeout_s, look) or []
-        return [key.removeprefix(self._prefix) for key in found]
+        answer = self._root.await_keys([self._prefix + key for key in keys], False, timeout_s, look)
+        return [] if answer is None else [str(key).removeprefix(self._prefix) for key in answer[0]["keys"]]
 
     def delete_key(self, key: str) -> bool:
         return bool(self._root.ask({"op": "delete", "keys": [self._prefix + key]})[0]["value"])
@@ -218,10 +269,10 @@ class FailFastStore(StoreView):
         limit_s = (self.timeout if timeout is None else timeout).total_seconds()  # type: ignore[attr-defined]
         deadline = time.monotonic() + limit_s
         while left:  # one key after another, or the failure
-            found = root.await_keys([left[0], self._failure], False, deadline - time.monotonic(), self._look)
-            if found is None:
+            answer = root.await_keys([left[0], self._failure], False, deadline - time.monotonic(), self._look)
+            if answer is None:
                 raise DistStoreError(f"waited {limit_s:g} s for {', '.join(keys)}")
-            if self._failure in found:
+            if self._failure in answer[0]["keys"]:
                 self._raise_failure(self._failure)
             left = left[1:]
 
@@ -243,6 +294,12 @@ class FailFastStore(StoreView):
         except DistStoreError:
             return False
         return True
+
+
+def _said(answer: Answer | SessionError) -> Answer:
+    if isinstance(answer, SessionError):
+        raise answer
+    return answer
 
 
 def _as_bytes(value: str | bytes) -> bytes:

@@ -106,17 +106,28 @@ class Attendance:
         return call
 
     def _read_call(self, attempt: str) -> Call:
-        """The leader's call. Others may only write that there is none."""
+        """The leader's call."""
         key = f"a/{attempt}/call"
-        try:
-            return parse_call(key, self.store.get(key, writer=LEADER))
-        except WrongWriterError:
+        (found,) = self.store.peek_all([key], writers=[LEADER])
+        return self._call_of(key, found)
+
+    def _call_of(self, key: str, found: bytes | SessionError | None) -> Call:
+        """The leader's call, as it was found. Others may only write that there is none."""
+        if isinstance(found, WrongWriterError):
             parse_call(key, self.store.get(key))
-            raise
+        if not isinstance(found, bytes):
+            raise found or SessionError(f"the value of {key!r} on the store was deleted")
+        return parse_call(key, found)
 
     def _read_head(self) -> Head | None:
-        head = self.store.peek(HEAD, writer=LEADER)
-        return None if head is None else parse_stored(HEAD, head, Head.from_json, written_by=LEADER)
+        (found,) = self.store.peek_all([HEAD], writers=[LEADER])
+        return head_of(found)
+
+
+def head_of(found: bytes | SessionError | None) -> Head | None:
+    if isinstance(found, SessionError):
+        raise found
+    return None if found is None else parse_stored(HEAD, found, Head.from_json, written_by=LEADER)
 
 
 def _read_farewell(store: SessionStore, key: str, name: str) -> Failure:

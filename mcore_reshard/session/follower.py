@@ -13,8 +13,8 @@ from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.rendezvous.store_opening import Seat
 
-from .attempts import CONNECT, LEADER, Call, Head, World, require_protocol
-from .attendance import Attendance, MakeWord, describe
+from .attempts import CONNECT, HEAD, LEADER, Call, Head, World, require_protocol
+from .attendance import Attendance, MakeWord, describe, head_of
 
 _GONE_S = 2.0  # until a process that has died is known to be gone, and a little longer
 
@@ -44,15 +44,14 @@ class Follower(Attendance):
             self._raise_if_leader_leaves(was_gone)
 
         with self.store_is_up():
-            while True:
-                head = self._read_head()
-                if head is not None and head != self._done:
-                    return head
+            head = self._read_head()
+            while head is None or head == self._done:
                 left_s = deadline - time.monotonic()
                 began = self._next_head_key(head)
                 look()
-                came = self.store.wait_any([began], max(0.0, left_s), look=look)
-                if not came and left_s <= 0:
+                found = self.store.peek_when([began], max(0.0, left_s), [HEAD], writers=[LEADER], look=look)
+                head = self._read_head() if found is None else head_of(*found)
+                if found is None and left_s <= 0:
                     failure = f"{LEADER} did not begin a {occasion} within {timeout_s:g} s"
                     leader = self.store.seats.get(LEADER)
                     if leader is not None and leader.status == "left":
@@ -63,6 +62,7 @@ class Follower(Attendance):
                         failure += f": {describe(leader)}"
                     failure += self.store.silence(start)
                     raise SessionFailed(Failure(self.seat, "DeadlineError", failure, peer=LEADER))
+            return head
 
     def follow(self, head: Head, make_word: MakeWord, timeout_s: float | None = None) -> Call | None:
         """Say this rank's word and return the call; None if this rank came too late for it.
@@ -98,11 +98,11 @@ class Follower(Attendance):
                     self._raise_if_one_died()
 
             # The leader waits for its own deadline, then says why; it began a little earlier or later than this rank.
-            came = self.store.wait_any([call], 2 * timeout_s, look=look)
-            if not came:
+            found = self.store.peek_when([call], 2 * timeout_s, [call], writers=[LEADER], look=look)
+            if found is None:
                 message = f"{LEADER} called nobody within {2 * timeout_s:g} s" + self.store.silence(start)
                 raise SessionFailed(Failure(self.seat, "DeadlineError", message, peer=LEADER))
-            called = self._read_call(head.attempt)
+            called = self._call_of(call, *found)
         if self.seat in called.members:
             return self._require_own_word(called, said)
         if reason := called.left_out.get(self.seat):

@@ -119,10 +119,11 @@ class Leader(Attendance):
         prefix = f"a/{head.attempt}/word/"
         with self.store_is_up():
             own = self._say(head.attempt, make_word)
-            replicas = self._await_words(head, prefix, timeout_s)
+            replicas, found = self._await_words(head, prefix, timeout_s)
             self._lags = {**dict.fromkeys(replicas, 0), **self._lags}  # also one whose first refit this is
             members = self.world.members(replicas)
-            said = StoreExchange(self.store, self.seat, members, timeout_s).values(prefix.rstrip("/"), parse_word)
+            exchange, topic = StoreExchange(self.store, self.seat, members, timeout_s), prefix.rstrip("/")
+            said = exchange.parsed(topic, found, parse_word) if found else exchange.values(topic, parse_word)
             words = dict(zip(members, said, strict=True))
             known = epoch(replicas)
             same = known is not None and all(word.get("epoch") == known for word in words.values())
@@ -167,13 +168,18 @@ class Leader(Attendance):
         elif connecting and failure.error not in _MAY_PASS and (seat := self.store.seats.get(name)) is not None:
             self._refused[str(seat.facts.get("process"))] = f"{name} could not connect: {failure.message}"
 
-    def _await_words(self, head: Head, prefix: str, timeout_s: float) -> tuple[int, ...]:
-        """The replicas of an attempt, once all that must come have said a word."""
+    def _await_words(
+        self, head: Head, prefix: str, timeout_s: float
+    ) -> tuple[tuple[int, ...], Sequence[bytes | SessionError | None]]:
+        """The replicas of an attempt, once all that must come have said a word; and their words, if these were read."""
         deadline, is_first = time.monotonic() + timeout_s, True
         while True:
-            required = self._required(head)
-            keys = [prefix + seat for seat in self.world.members(required)]
-            if is_first and required and self.store.wait_all(keys, min(timeout_s, LOOK_S)):
+            required, found = self._required(head), None
+            members = self.world.members(required)
+            keys = [prefix + seat for seat in members]
+            if is_first and required:
+                found = self.store.peek_when(keys, min(timeout_s, LOOK_S), keys, writers=members)
+            if found is not None:
                 missing: list[str] = []  # the usual case, in one question to the store
             else:
                 self._raise_if_hopeless(head)
@@ -183,7 +189,7 @@ class Leader(Attendance):
             self._said |= dict.fromkeys(self.world.members([*required, *optional]), head.number) if not missing else {}
             if not missing and (required or optional):
                 self._late = {replica: why for replica, why in self._late.items() if replica not in optional}
-                return tuple(sorted({*required, *optional}))
+                return tuple(sorted({*required, *optional})), [] if optional or found is None else found
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 self._end_waiting(head, [key.removeprefix(prefix) for key in missing], timeout_s, deadline)

@@ -15,7 +15,7 @@ from faults.cell import Observed, children, run_cell
 from faults.matrix import PHASES, RANK_FAULTS, SMOKE, STORE, STORE_FAULTS, Cell, cells
 from faults.model import Weights, plan_of, whole_tensors
 from faults.rank import Step
-from faults.verdicts import PROBLEMS, judge
+from faults.verdicts import PROBLEMS, Verdict, judge
 
 CELL = Cell("before the vote", "exception", "gen:1")
 TOLD = "gen:1: CallbackError: on fire"
@@ -50,6 +50,19 @@ def test_bytes_tell_their_version(replica_ranks: int, pair: bool) -> None:
         for name, tensor in whole_tensors(weights.names, version):
             weights.load(name, tensor)
         assert weights.held() == version
+
+
+def test_only_cells_that_were_late_run_again() -> None:
+    chosen = [CELL, replace(CELL, victim="gen:0"), replace(CELL, victim="train:0")]
+    problems = [{"left": ["train:0 has not exited"]}, {}, {"late": ["gen:0"], "torn": ["gen:1"]}]
+    rows = [
+        {**fault_matrix.row(cell, Verdict(), 1.0), "problems": found}
+        for cell, found in zip(chosen, problems, strict=True)
+    ]
+    assert fault_matrix.late_cells({"rows": rows}, chosen) == [0], "a torn commit is no matter of time"
+    with pytest.raises(SystemExit, match="other cells"):
+        fault_matrix.late_cells({"rows": rows}, chosen[::-1])
+    assert {*PROBLEMS} - fault_matrix.OF_TIME == {"torn", "unreported", "wrong", "alarm"}
 
 
 # --- every check fails when it should ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from mcore_reshard.kernels.rendezvous.exchange import Failure
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
 from mcore_reshard.kernels.rendezvous.seal import Sealer
 from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.kernels.rendezvous.store_keys import StoreView
 
 MEMBERS = ("train:0", "train:1", "gen:0")
 
@@ -188,13 +189,14 @@ def test_a_member_that_is_lost_ends_a_wait_at_once(address: str) -> None:
 def test_a_word_that_does_not_stand_as_it_was_said_is_noticed(address: str) -> None:
     store = store_of(address).under("e")
 
-    class Forged(Rendezvous):
-        def _words(self, phase: str, *args: Any) -> Any:
-            store.set(f"{phase}/gen:0", '{"is": "another"}')
-            return super()._words(phase, *args)
+    class Forged(StoreView):
+        def add_and_peek(self, *args: Any, **named: Any) -> Any:
+            store.set("p/gen:0", '{"is": "another"}')
+            return super().add_and_peek(*args, **named)
 
+    forged = Forged(store_of(address), "e/")
     with pytest.raises(SessionError, match="the word of gen:0 at 'p' does not stand on the store as it was said"):
-        Forged(store, "gen:0", ("gen:0",), timeout_s=5.0).gather("p", {"is": "mine"})
+        Rendezvous(forged, "gen:0", ("gen:0",), timeout_s=5.0).gather("p", {"is": "mine"})
 
 
 def votes(address: str, before_it_reads: Callable[[Rendezvous], Any], options: Options) -> tuple[list[str], list[str]]:
@@ -202,10 +204,10 @@ def votes(address: str, before_it_reads: Callable[[Rendezvous], Any], options: O
     noted, told = [], []
 
     class Reads(Rendezvous):
-        def _outcome(self, phase: str, vote: Any = None) -> Any:
-            if vote is not None:
-                before_it_reads(self)
-            return super()._outcome(phase, vote)
+        def _await(self, phase: str, timeout_s: float, *read: Any) -> Any:
+            self.store.wait_all([f"{phase}/outcome"], timeout_s)
+            before_it_reads(self)
+            return super()._await(phase, timeout_s, *read)
 
     def vote(rank: str) -> None:
         with connect_store(address, options) as store:

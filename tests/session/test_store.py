@@ -20,7 +20,9 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from mcore_reshard.kernels.errors import SessionError, StoreRestarted
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.rendezvous.sessions import MAX_READ_BYTES
 from mcore_reshard.kernels.rendezvous.store import SessionStore, connect_store
+from mcore_reshard.kernels.rendezvous.store_connection import StoreConnection
 from mcore_reshard.session.plan_exchange import fetch_plan, publish_plan
 from mcore_reshard.session.store_server import serve_store, start_store_if_absent
 from mcore_reshard.session.trace_exchange import answer_request
@@ -127,12 +129,66 @@ def test_it_is_a_store_like_any_other(host: StoreProcess) -> None:
         assert (part.get("x"), part.peek("y"), part.peek("z")) == (b"1", b"2", None)
 
 
+def test_a_wait_brings_what_is_there_when_it_ends(host: StoreProcess) -> None:
+    with connect_store(host.address, SHORT) as store, connect_store(host.address, SHORT) as other:
+        part = store.under("wait")
+        assert part.peek_when(["a"], 0.1, ["a"], writers=[None]) is None
+        part.set("b", "2")
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(part.peek_when, ["a", "b"], 5.0, ["b", "none", "a"], writers=[None] * 3)
+            time.sleep(0.1)
+            other.under("wait").set("a", "1")
+            assert found.result() == [b"2", None, b"1"]
+        assert part.peek_when(["a"], 5.0, ["a", "b"], writers=[None, None]) == [b"1", b"2"]
+        long = "x" * (MAX_READ_BYTES + 1)
+        part.set("long", long)  # the answer does not bring it: it is asked for
+        assert part.peek_when(["a"], 5.0, ["long"], writers=[None]) == [long.encode()]
+
+
+def test_who_fills_a_counter_reads_everyone(host: StoreProcess) -> None:
+    with connect_store(host.address, SHORT) as store:
+        part = store.under("count")
+        part.set_soon({"a": "1"})
+        assert part.add_and_peek("n", 2, ["a", "b"], writers=[None, None]) is None
+        assert part.add_and_peek("n", 2, ["a", "b"], writers=[None, None]) is None, (
+            "the counter is full, and b is missing"
+        )
+        part.set_soon({"b": "2"})
+        assert part.add_and_peek("n", 2, ["a", "b"], writers=[None, None]) == [b"1", b"2"]
+        assert part.compare_set_and_add("c", "first", "read") == (b"first", 1)
+        assert part.compare_set_and_add("c", "second", "read") == (b"first", 2)
+        part.set("read", "no number")
+        assert part.compare_set_and_add("d", "third", "read") == (b"third", None)
+
+
+def test_a_store_of_an_earlier_release_is_asked_once_more(host: StoreProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not know that a wait may read, nor that a reader may want all or nothing."""
+    send = StoreConnection.send
+
+    def send_as_before(self: StoreConnection, header: dict[str, Any], *args: Any, **named: Any) -> int:
+        said = {name: fact for name, fact in header.items() if name != "read"}
+        if header["op"] == "get":
+            said.pop("all", None)
+        return send(self, said, *args, **named)
+
+    with connect_store(host.address, SHORT) as store:
+        part = store.under("before")
+        part.set("a", "1")
+        monkeypatch.setattr(StoreConnection, "send", send_as_before)
+        assert part.peek_when(["a"], 5.0, ["a", "b"], writers=[None, None]) == [b"1", None]
+        assert part.add_and_peek("n", 1, ["a", "b"], writers=[None, None]) is None
+        assert part.add_and_peek("n", 1, ["a"], writers=[None]) == [b"1"]
+
+
 CALLS: dict[str, Callable[[SessionStore], Any]] = {
     "set": lambda store: store.set("k", "v"),
     "get": lambda store: store.get("k"),
     "add": lambda store: store.add("n", 1),
     "check": lambda store: store.check(["k"]),
     "compare_set": lambda store: store.compare_set("k", "", "v"),
+    "add_and_peek": lambda store: store.add_and_peek("n", 1, ["k"], writers=[None]),
+    "compare_set_and_add": lambda store: store.compare_set_and_add("k", "v", "n"),
+    "peek_when": lambda store: store.peek_when(["nothing"], 0.5, ["k"], writers=[None]),
     "wait_any": lambda store: store.wait_any(["nothing"], 0.5),
 }
 

@@ -114,6 +114,8 @@ def gpu_section(folder: Path = RESULTS) -> str:
         parts.append(_measured_table(data))
         if data["date"] < _NCCL_ROUNDS and any(row["method"].startswith("nccl") for row in data["rows"]):
             parts.append(_wrapped(f"Rows of `nccl` are from before the rounds of today ({_NCCL_ROUNDS})."))
+        if "note" in data:
+            parts.append(_wrapped(data["note"]))
         if lines := _not_measured(data):
             parts.append("\n".join(["Not measured:", "", *lines]))
     return "\n\n".join(parts)

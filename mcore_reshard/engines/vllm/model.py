@@ -59,7 +59,7 @@ def require_vllm() -> None:
         raise ImportError("vLLM is not installed; from a clone of mcore-reshard: pip install '.[vllm]'") from error
 
 
-def local_tensors(model: torch.nn.Module, *, as_kernels_read: bool = False) -> dict[str, torch.Tensor]:
+def local_tensors(model: Modules, *, as_kernels_read: bool = False) -> dict[str, torch.Tensor]:
     """Every parameter that `load_weights` fills on this rank, by vLLM name; the live storage, not copies.
 
     No supported family loads into buffers. Tied weights appear once. Two kinds of parameters are left out: tensors that
@@ -69,9 +69,9 @@ def local_tensors(model: torch.nn.Module, *, as_kernels_read: bool = False) -> d
     Raises RuntimeError where kernels read another layout than `load_weights` leaves, naming every such parameter.
     `as_kernels_read`: the refit writes `rearranged_parameters` as kernels read them.
     """
-    seen = Walked(model)
-    refuse_unknown_layouts(seen, as_kernels_read)
-    return _filled_tensors(seen)
+    seen = Walked.of(model)
+    seen.once(_refuse_all_but_traced if as_kernels_read else _refuse_all)
+    return {name: tensor.detach() for name, tensor in seen.once(_filled_tensors).items()}
 
 
 def refuse_unknown_layouts(model: Modules, as_kernels_read: bool) -> None:
@@ -82,6 +82,14 @@ def refuse_unknown_layouts(model: Modules, as_kernels_read: bool) -> None:
     if unknown:
         redone.forget(model)  # this engine takes no refits: it gets its memory back
     refuse_kernel_layouts(unknown, _AS_LOADED_REMEDY)
+
+
+def _refuse_all(seen: Walked) -> None:
+    refuse_unknown_layouts(seen, as_kernels_read=False)
+
+
+def _refuse_all_but_traced(seen: Walked) -> None:
+    refuse_unknown_layouts(seen, as_kernels_read=True)
 
 
 def refuse_traced_layouts(model: Modules, why: Mapping[str, str]) -> None:
@@ -99,7 +107,7 @@ def _filled_tensors(seen: Walked) -> dict[str, torch.Tensor]:
         if _derives_weights(layer):
             left_out |= {f"{prefix}.{name}" for name in layer._parameters}
     loaded = seen.named_parameters() | redone.beside_of(seen)
-    return {name: parameter.detach() for name, parameter in loaded.items() if name not in left_out} | blocks
+    return {name: parameter for name, parameter in loaded.items() if name not in left_out} | blocks
 
 
 def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -126,7 +134,7 @@ def load_weights(
         model.load_weights(iter(named_tensors))  # type: ignore[operator]
 
 
-def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
+def after_direct_writes(model: Modules, dtype: torch.dtype) -> list[str]:
     """Derive again the tensors that engine layers derive from parameters; returns the names of the attention layers.
 
     - MLA absorbs `kv_b_proj` into W_UV and W_UK_T (layers/attention/mla_attention.py).
@@ -138,19 +146,21 @@ def after_direct_writes(model: torch.nn.Module, dtype: torch.dtype) -> list[str]
     writes in place, so captured CUDA graphs stay valid. It also sets scales of the KV cache to 1 where the checkpoint has
     none (layers/attention/attention.py), so these are put back. `dtype` is that of activations.
     """
-    seen = Walked(model)
+    seen = Walked.of(model)
     refined_scales.refine(seen)
     redone.lay_out(seen)  # before attention reads `kv_b_proj`
-    done = []
+    derived = seen.once(_layers_that_derive)
     with torch.no_grad():
-        for name, layer in seen.named_modules():
-            if _derives_weights(layer):
-                scales = {leaf: getattr(layer, f"_{leaf}_float") for leaf in KV_SCALES if _is_attention(layer)}
-                layer.process_weights_after_loading(dtype)  # type: ignore[operator]
-                for leaf, value in scales.items():
-                    _write_kv_scale(layer, leaf, value)
-                done.append(name)
-    return done
+        for layer in derived.values():
+            scales = {leaf: getattr(layer, f"_{leaf}_float") for leaf in KV_SCALES if _is_attention(layer)}
+            layer.process_weights_after_loading(dtype)  # type: ignore[operator]
+            for leaf, value in scales.items():
+                _write_kv_scale(layer, leaf, value)
+    return list(derived)
+
+
+def _layers_that_derive(seen: Walked) -> dict[str, torch.nn.Module]:
+    return {name: layer for name, layer in seen.named_modules() if _derives_weights(layer)}
 
 
 def kv_scale_names(model: torch.nn.Module) -> list[str]:
@@ -236,7 +246,7 @@ def kernel_layouts(model: Modules) -> dict[str, str]:
     can lay out anew: the first call puts tensors beside these (`redone`).
     """
     changed: dict[str, str] = {}
-    for prefix, layer in Walked(model).with_parameters():
+    for prefix, layer in Walked.of(model).with_parameters():
         method = getattr(layer, "quant_method", None)
         if method is None or _is_attention(layer) or not (reason := _rearranged_by(layer, method)):
             continue

@@ -56,6 +56,7 @@ from .rearranged import rearranged_parameters
 from .redone import beside_of
 from .sleep import SleepWatch
 from .trace import trace_loading
+from .walked import Walks
 
 
 class VllmRank(EngineRank):
@@ -66,6 +67,7 @@ class VllmRank(EngineRank):
         self._worker = worker
         self._config = worker.vllm_config
         self._sleep = SleepWatch()
+        self._walks = Walks()
         self._plan: Plan
         self._draft: torch.nn.Module | None = None  # the draft model, if the trainer sends its layers
         self._names_of_draft: frozenset[str] | None = None  # the HF tensors that it is made of; None: unknown
@@ -97,6 +99,7 @@ class VllmRank(EngineRank):
         """
         self.close()
         self._mixed_may_generate = generate_while_mixed
+        self._walks.forget()
         self._guard_steps()
         self._sleep.watch(self._worker)
         asked = Options(**options)
@@ -178,7 +181,7 @@ class VllmRank(EngineRank):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         model, draft = self._model, self._draft
-        tensors = engine.local_tensors(model, as_kernels_read=self._is_traced)
+        tensors = engine.local_tensors(self._walks.of(model), as_kernels_read=self._is_traced)
         return tensors | ({} if draft is None else own_tensors(draft, model))
 
     def _load_whole_tensors(self, tensors: NamedTensors) -> None:
@@ -190,7 +193,7 @@ class VllmRank(EngineRank):
     def _derive_tensors(self) -> None:
         for model in (self._model, self._draft):
             if model is not None:
-                engine.after_direct_writes(model, self._config.model_config.dtype)
+                engine.after_direct_writes(self._walks.of(model), self._config.model_config.dtype)
 
     def _condensed_trace(self, checkpoint: Mapping[str, HfTensor]) -> CondensedTrace:
         """What this rank's loaders do; what they did with an equal model and checkpoint before will do."""

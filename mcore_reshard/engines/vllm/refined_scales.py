@@ -19,7 +19,7 @@ import torch
 from mcore_reshard.planner.layout.vllm_quantized import CHECKPOINT_BLOCKS
 
 from .created import BESIDE
-from .walked import Modules
+from .walked import Modules, Walked
 
 _SUFFIX = "_weight_scale_inv"
 _UNFILLED = -1.0  # no scale is negative
@@ -54,10 +54,8 @@ def refine(model: Modules) -> None:
 
 def _refined(model: Modules) -> Iterator[tuple[str, torch.nn.Parameter, _Blocks]]:
     layer: Any
-    for prefix, layer in model.named_modules():
-        method = getattr(layer, "quant_method", None) if layer._parameters else None
-        if getattr(method, "weight_scale_refine", None) is None:
-            continue
+    for prefix, layer in Walked.of(model).once(_refined_layers):
+        method = layer.quant_method
         beside = layer.__dict__.setdefault(_BESIDE, {})
         for leaf in ("w13", "w2"):
             name = f"{leaf}{_SUFFIX}"
@@ -65,6 +63,13 @@ def _refined(model: Modules) -> Iterator[tuple[str, torch.nn.Parameter, _Blocks]
             if leaf not in beside:
                 beside[leaf] = _make_blocks(leaf, layer, method, parameter)
             yield f"{prefix}.{name}", parameter, beside[leaf]
+
+
+def _refined_layers(seen: Walked) -> list[tuple[str, torch.nn.Module]]:
+    methods = ((name, layer, getattr(layer, "quant_method", None)) for name, layer in seen.with_parameters())
+    return [
+        (name, layer) for name, layer, method in methods if getattr(method, "weight_scale_refine", None) is not None
+    ]
 
 
 def _make_blocks(leaf: str, layer: Any, method: Any, parameter: torch.Tensor) -> _Blocks:
