@@ -20,7 +20,7 @@ from mcore_reshard.planner.plan.loads import busy_seconds, rail_bytes
 from mcore_reshard.planner.plan.paths import LINK_NAMES
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof, ProofError
-from mcore_reshard.report.text import seconds_text, starred
+from mcore_reshard.report.text import rails_text, seconds_text, starred
 
 from .render import Cell, count, facts, grouped, noted, print_report, ranges, size, styled, table, verdict
 
@@ -222,10 +222,9 @@ def _head(plan: Plan, summary: dict[str, Any]) -> Iterator[tuple[str, Cell]]:
 
 
 def rails_fact(rails: dict[str, int]) -> Iterator[tuple[str, Cell]]:
-    """The share of the bytes by NIC that leave and enter by NICs of one number; nothing where none go by NIC."""
-    if rails["bytes"]:
-        share = f"{rails['on_rail_bytes'] / rails['bytes']:.1%}"
-        yield "rails", f"{share} of {size(rails['bytes'])} by NIC stay on their rail"
+    """How much of what goes by NIC stays on its rail; nothing where nothing goes by NIC."""
+    if text := rails_text(rails["bytes"], rails["on_rail_bytes"]):
+        yield "rails", text
 
 
 def _axes(mesh: TrainMesh | GenMesh) -> str:
