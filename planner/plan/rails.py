@@ -8,8 +8,8 @@ where every NIC still carries as much. A trainer of tp=2, dp=2 and an engine of 
     part 1 is on rails 1 and 3          enters at 0, 1, 2, 3 in turn        on rails: at 1 and 3
     source of what enters at 2          rails 0 and 2 in turn               on rails: 2
 
-Rails come second to balance. An engine of tp=4 has one replica of each part on a host: what enters there at rail 1 can
-come from rails 0 and 2 alone. If the source at 0 served all of that rail, the ends of the refit would be uneven.
+Rails come second to balance. Where an engine of one rank gets everything by one NIC, the source on its rail could send
+everything. Then the other sources would idle, so all of them take turns.
 """
 
 from __future__ import annotations
