@@ -342,8 +342,10 @@ class Plan:
 
     def _on_rail(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> NDArray[np.bool_] | None:
         """`Sites.on_rail` of two rank grids. It is no matter where a domain has one replica of each part."""
+        if dst.shape[1] == 1 or not self.spans_hosts:
+            return None
         domains, (src_rails, dst_rails) = self._gpus_and_domains[1][1][dst], self._rails
-        if not self.spans_hosts or (np.diff(np.sort(domains, axis=1), axis=1) > 0).all():
+        if (np.diff(np.sort(domains, axis=1), axis=1) > 0).all():
             return None
         has = np.zeros((len(src), 1 + int(max(src_rails.max(), dst_rails.max()))), np.bool_)
         has[np.arange(len(src))[:, None], src_rails[src]] = True
