@@ -6,6 +6,7 @@ python tools/host_bounds.py --out tools/results/host-bounds.json --only 32->128 
     links      the plan's busiest link at full bandwidth: what the plan itself costs
     gloo, auto the simulated rounds of these transports: what their order costs on top. `auto` takes nccl between
                hosts, also where replicas pass on
+    rail_share of the bytes by NIC, what leaves and enters by NICs of one number
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import mcore_reshard as mr  # noqa: E402
 from mcore_reshard.planner.plan.least_time import LeastTime, least_time  # noqa: E402
-from mcore_reshard.planner.plan.loads import busiest_link  # noqa: E402
+from mcore_reshard.planner.plan.loads import busiest_link, rail_bytes  # noqa: E402
 from mcore_reshard.planner.plan.locate import located  # noqa: E402
 from mcore_reshard.planner.plan.plan import Plan  # noqa: E402
 from mcore_reshard.planner.topology.topology import parse_topology  # noqa: E402
@@ -94,7 +95,7 @@ def busy_shares(outcome: Simulation) -> dict[str, float]:
 def row_of(case: HostsCase) -> dict[str, Any]:
     plan, least = case.plan(), case.least()
     loads = plan.loads
-    moved = int(loads.received.sum())
+    moved, rails = int(loads.received.sum()), rail_bytes(plan)
     row: dict[str, Any] = {
         "name": case.name,
         "train_ranks": plan.train.world,
@@ -102,6 +103,7 @@ def row_of(case: HostsCase) -> dict[str, Any]:
         "hops": ["train", *plan.later_hops],
         "nic_share": round(float(loads.received[2].sum()) / moved, 4),
         "bound_seconds": {"nic_in": least.nic_in, "nic_out": least.nic_out, "gpu": least.gpu},
+        "rail_share": round(rails.on_rail / rails.nbytes, 4) if rails.nbytes else None,
         "links": round(case.link_ratio(), 4),
     }
     for transport in TRANSPORTS:

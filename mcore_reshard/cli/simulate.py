@@ -24,6 +24,7 @@ from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 from .inputs import collect_problems, is_plan_file, machine_of, read_plan
 from .memory import as_json, memory_parts
 from .render import and_more, count, facts, noted, print_report, progress, size, table
+from .summary import rails_fact
 
 _LINKS_SHOWN = 5
 _STEPS_SHOWN = 8
@@ -98,6 +99,7 @@ def _as_json(each: _Simulated) -> dict[str, Any]:
         "messages": len(outcome.messages),
         "merged": outcome.merged,
         "routes": [{"route": route, "bytes": nbytes} for route, nbytes in outcome.route_bytes.items()],
+        "rails": _rails(outcome),
         "links": [asdict(link) for link in outcome.links],
         "domains": [{"domain": name, "seconds": seconds} for name, seconds in outcome.domains.items()],
         "critical_path": [asdict(step) for step in outcome.critical_path],
@@ -120,6 +122,7 @@ def _parts(each: _Simulated) -> Iterator[RenderableType]:
             ("transport", outcome.transport),
             ("predicted", f"{seconds_text(outcome.seconds)}, {_ratio(outcome)} the bound"),
             ("bound", f"{seconds_text(outcome.bound_s)}: {_bound(outcome)}"),
+            *rails_fact(_rails(outcome)),
         ]
     )
     routes = [(route, size(nbytes), f"{nbytes / moved:.1%}") for route, nbytes in outcome.route_bytes.items()]
@@ -174,6 +177,10 @@ def _what_if(simulated: Sequence[_Simulated]) -> Iterator[RenderableType]:
         rows,
     )
     yield from noted(dict.fromkeys(note for each in simulated for note in _notes(each)))
+
+
+def _rails(outcome: Simulation) -> dict[str, int]:
+    return {"bytes": outcome.route_bytes["NIC"], "on_rail_bytes": outcome.on_rail_bytes}
 
 
 def _bandwidths(outcome: Simulation) -> str:

@@ -16,11 +16,11 @@ from mcore_reshard.planner.layout.engines import engine_named
 from mcore_reshard.planner.layout.mesh import GenMesh, TrainMesh, format_mesh
 from mcore_reshard.planner.layout.partitions import Partition
 from mcore_reshard.planner.model.parameters import ITEMSIZE
-from mcore_reshard.planner.plan.loads import busy_seconds
+from mcore_reshard.planner.plan.loads import busy_seconds, rail_bytes
 from mcore_reshard.planner.plan.paths import LINK_NAMES
 from mcore_reshard.planner.plan.plan import Plan, UnplannedGroup
 from mcore_reshard.planner.proof.prove import Proof, ProofError
-from mcore_reshard.report.text import seconds_text, starred
+from mcore_reshard.report.text import rails_text, seconds_text, starred
 
 from .render import Cell, count, facts, grouped, noted, print_report, ranges, size, styled, table, verdict
 
@@ -141,9 +141,10 @@ def _notes(plan: Plan, nbytes: dict[str, int]) -> list[str]:
 
 
 def _topology(plan: Plan) -> dict[str, Any] | None:
-    """The machine, the bytes that each link brings to generation ranks, and how long the busiest GPU's link is busy."""
+    """The machine, the bytes that each link brings to generation ranks, how long the busiest GPU's link is busy, and rails."""
     if plan.topology is None:
         return None
+    on_rails = rail_bytes(plan)
     return {
         "machine": asdict(plan.topology.machine),
         "hosts": len(plan.topology.hosts),
@@ -151,6 +152,7 @@ def _topology(plan: Plan) -> dict[str, Any] | None:
             {"link": name, "bytes": int(plan.loads.received[link].sum()), "busiest_s": busy_s}
             for (link, name), busy_s in zip(LINK_NAMES.items(), busy_seconds(plan), strict=True)
         ],
+        "rails": {"bytes": on_rails.nbytes, "on_rail_bytes": on_rails.on_rail},
     }
 
 
@@ -199,6 +201,7 @@ def _head(plan: Plan, summary: dict[str, Any]) -> Iterator[tuple[str, Cell]]:
     if plan.topology is not None:
         machine, hosts = plan.topology.machine, count(len(plan.topology.hosts), "host")
         yield "topology", f"{machine.name}  {hosts}; {_HOPS[plan.later_hops]}"
+        yield from rails_fact(summary["topology"]["rails"])
     if len(wire_bytes) > 1:
         yield "dtypes", "bytes moved: " + ", ".join(f"{dtype} {size(moved)}" for dtype, moved in wire_bytes.items())
     else:
@@ -216,6 +219,12 @@ def _head(plan: Plan, summary: dict[str, Any]) -> Iterator[tuple[str, Cell]]:
     if summary["plan_seconds"] is not None:
         yield "planned in", f"{summary['plan_seconds']:.2f} s, proof included"
     yield "digest", plan.digest
+
+
+def rails_fact(rails: dict[str, int]) -> Iterator[tuple[str, Cell]]:
+    """How much of what goes by NIC stays on its rail; nothing where nothing goes by NIC."""
+    if text := rails_text(rails["bytes"], rails["on_rail_bytes"]):
+        yield "rails", text
 
 
 def _axes(mesh: TrainMesh | GenMesh) -> str:

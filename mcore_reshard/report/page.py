@@ -29,7 +29,7 @@ from .charts import Chart
 from .measured import Measured
 from .memory import COLUMNS, NOTE, memory_rows
 from .pairs import PairBytes, pair_bytes
-from .text import count, ranges, seconds_text, size, starred
+from .text import count, rails_text, ranges, seconds_text, size, starred
 
 _HERE = Path(__file__).parent
 _ROWS = 200  # most rows of a table
@@ -207,12 +207,15 @@ class _Page:
                 for link in links
             ]
             self._table("What the bytes of bulk cross, as planned", "over, >bytes, >share, >at least", rows)
+            rails = summary["topology"]["rails"]
+            self._rails(rails["bytes"], rails["on_rail_bytes"])
         if simulation is None:
             self._card("<p>Links of each GPU, and their bytes, need --topology.</p>")
             return
         moved = max(1, sum(simulation.route_bytes.values()))
         rows = [(route, size(nbytes), f"{nbytes / moved:.1%}") for route, nbytes in simulation.route_bytes.items()]
         self._table("What the bytes of bulk cross, as simulated", "over, >bytes, >share", rows)
+        self._rails(simulation.route_bytes["NIC"], simulation.on_rail_bytes)
         self._chart(charts.link_chart(simulation))
         gpus = simulation.topology.machine.gpus
         busy = max(simulation.seconds, 1e-12)
@@ -222,6 +225,10 @@ class _Page:
             for link in simulation.links[:_LINKS]
         ]  # fmt: skip
         self._table("Busiest links", "link, of, ranks, >bytes, >at full bandwidth, >busy", rows)
+
+    def _rails(self, nbytes: int, on_rail: int) -> None:
+        if text := rails_text(nbytes, on_rail):
+            self._card(f"<p>{escape(text)}</p>")
 
     def balance(self, plan: Plan) -> None:
         rows: list[tuple[Any, ...]] = []

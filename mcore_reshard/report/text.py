@@ -47,6 +47,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.3g} us"
 
 
+def rails_text(nbytes: int, on_rail: int) -> str:
+    """The share of the bytes by NIC that leave and enter by NICs of one number; empty where none go by NIC."""
+    return f"{on_rail / nbytes:.1%} of {size(nbytes)} by NIC stay on their rail" if nbytes else ""
+
+
 def bytes_unit(most: float) -> tuple[float, str]:
     """The unit for an axis that ends at `most` bytes, and its size."""
     return next(((value, unit) for value, unit in _BYTES if most >= value), (1.0, "B"))

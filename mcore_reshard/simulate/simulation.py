@@ -94,6 +94,13 @@ class Simulation:
         counts = [int(self.messages.nbytes[self.messages.route == route].sum()) for route in range(len(ROUTES))]
         return dict(zip(ROUTES, counts, strict=True))
 
+    @property
+    def on_rail_bytes(self) -> int:
+        """Bytes by NIC that leave and enter by NICs of one number."""
+        messages, gpus = self.messages, self.topology.machine.gpus
+        is_on_rail = messages.src_gpu % gpus == messages.dst_gpu % gpus
+        return int(messages.nbytes[is_on_rail & (messages.route == ROUTES.index("NIC"))].sum())
+
     def longest_steps(self, most: int) -> list[Step]:
         """The longest steps of the critical path, in order of time."""
         longest = sorted(self.critical_path, key=lambda step: step.start_s - step.end_s)[:most]

@@ -132,7 +132,7 @@ def _hops(plan: Plan, transfers: TransferGroup) -> Iterator[tuple[HopKind, _Legs
     parts, paths = plan.patterns[transfers.pattern].parts, plan.paths(transfers)
     src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
     member, first_dst = np.arange(transfers.members), transfers.first_dst_replica
-    first = paths.first_hop(transfers.first_src_replica, first_dst, member)
+    first = plan.first_hop(transfers, member)
     for hop in (first, *paths.later_hops(first_dst, member)):
         second = parts["gen"][hop.overlap]
         sender = src[parts["train"][hop.overlap], hop.src] if hop.kind == "train" else dst[second, hop.src]

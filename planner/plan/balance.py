@@ -76,6 +76,11 @@ class Row:
     part: int
     replicas: tuple[int, ...]
     link: int = 0
+    passed_to: tuple[int, ...] = ()  # the replicas that get it from whose turn it is; (): those of the row
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        return self.passed_to or self.replicas
 
 
 @dataclass(frozen=True, slots=True)

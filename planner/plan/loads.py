@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .balance import Ints, rolled
-from .paths import LINKS
+from .paths import LINKS, NIC
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -56,6 +56,35 @@ def busy_seconds(plan: Plan) -> list[float]:
         np.add.at(entering[link], gen, loads.received[link])
     busiest = np.maximum(leaving, entering).max(axis=1, initial=0)
     return [float(nbytes / speed) for nbytes, speed in zip(busiest, machine.speeds, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class RailBytes:
+    """Bytes of one refit that go by NIC, and those of them that leave and enter by NICs of one number."""
+
+    nbytes: int
+    on_rail: int
+
+
+def rail_bytes(plan: Plan) -> RailBytes:
+    """What a plan sends by NIC. It must have a topology. Unlike `loads`, this expands all transfers."""
+    assert plan.topology is not None
+    nbytes = on_rail = 0
+    train, gen = plan.topology.rails("train"), plan.topology.rails("gen")
+    for transfers in plan.transfer_groups:
+        paths, pattern = plan.paths(transfers), plan.patterns[transfers.pattern]
+        src, dst = plan.rank_grids[transfers.src], plan.rank_grids[transfers.dst]
+        member = np.arange(transfers.members)
+        hops = [plan.first_hop(transfers, member)]
+        hops += paths.later_hops(transfers.first_dst_replica, member) if paths.relays else []
+        for hop in hops:
+            ends = pattern.parts["gen"][hop.overlap]
+            is_first = hop.kind == "train"
+            rails = train[src[pattern.parts["train"][hop.overlap], hop.src]] if is_first else gen[dst[ends, hop.src]]
+            moved = (hop.runs & (hop.link == NIC)) * pattern.overlap_bytes[hop.overlap]
+            nbytes += int(moved.sum())
+            on_rail += int(moved[rails == gen[dst[ends, hop.dst]]].sum())
+    return RailBytes(nbytes, on_rail)
 
 
 def busiest_link(plan: Plan) -> float:

@@ -194,10 +194,8 @@ class RankView(View):
         return self._columns(place, *_NO_LEGS, piece="dst", order="dst")
 
     def _first_hop(self, place: RankInGroup, to: int | None = None) -> Hop:
-        transfers = place.transfers
-        firsts = transfers.first_src_replica, transfers.first_dst_replica
-        paths = self.plan.paths(transfers)
-        return paths.first_hop(*firsts, np.arange(transfers.members), self._only(place), to)
+        members = np.arange(place.transfers.members)
+        return self.plan.first_hop(place.transfers, members, self._only(place), to)
 
     def _only(self, place: RankInGroup) -> NDArray[np.bool_]:
         return place.pattern.parts[self.world] == place.part

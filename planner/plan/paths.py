@@ -9,11 +9,12 @@ sites every rank is far from every other. One overlap, which four replicas of th
 
 Where a training rank is on the replica's own GPU, the replica gets it from there. Where one is on its host, too; to relay,
 one replica of that host gets it and passes it on. Which one of several ranks sends or receives is a matter of turns, see
-`balance`.
+`balance`, and between hosts of `rails`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .balance import Ints, Row, Turns, wave_of
+from .rails import Rails, exchanged, rows_on_rails, rows_that_exchange
 
 OWN_GPU, NVLINK, NIC = LINKS = 0, 1, 2  # the nearest first
 LINK_NAMES = {OWN_GPU: "own GPU", NVLINK: "NVLink", NIC: "NIC"}
@@ -38,16 +40,19 @@ class Sites:
     src_domains: Ints
     dst_gpus: Ints  # [destination parts, replicas]
     dst_domains: Ints
+    # [source parts, destination parts, replicas]: which are on a rail of some source; None: no matter, or all.
+    on_rail: NDArray[np.bool_] | None = None
 
     @property
     def key(self) -> bytes:
         """Equal for sites that differ in nothing but numbers: the same ranks are near each other, in the same order."""
+        rails = b"" if self.on_rail is None else self.on_rail.tobytes()
         numbers, domains = np.unique(self.dst_domains, return_inverse=True)
         near = _index_of(numbers, self.src_domains)
         if (near < 0).all():  # nor does anybody share a GPU
-            return domains.tobytes()
+            return domains.tobytes() + rails
         gpus, own = np.unique(self.dst_gpus, return_inverse=True)
-        return b"".join(each.tobytes() for each in (domains, near, own, _index_of(gpus, self.src_gpus)))
+        return b"".join(each.tobytes() for each in (domains, near, own, _index_of(gpus, self.src_gpus))) + rails
 
     @classmethod
     def apart(cls, src_shape: tuple[int, ...], dst_shape: tuple[int, ...]) -> Sites:
@@ -81,6 +86,7 @@ class Paths:
 
     src_parts: Ints  # [overlaps]
     dst_parts: Ints
+    overlap_bytes: Ints
     sites: Sites
     relay: bool  # each overlap leaves the trainer once
     share: bool  # each overlap enters an NVLink domain once
@@ -104,7 +110,7 @@ class Paths:
     @cached_property
     def passes_on(self) -> bool:
         """Whether replicas pass anything on."""
-        return bool((self.landings.sizes > 1).any())
+        return any(len(row.reached) > 1 for row in self.landings.rows)
 
     @cached_property
     def passed_on(self) -> Ints:
@@ -133,20 +139,38 @@ class Paths:
 
     @cached_property
     def _first_hop(self) -> tuple[Ints, Turns, Turns]:
+        nbytes: Counter[tuple[int, int]] = Counter()
+        ends = [*zip(self.src_parts.tolist(), self.dst_parts.tolist(), strict=True)]
+        for parts, size in zip(ends, self.overlap_bytes.tolist(), strict=True):
+            nbytes[parts] += size
         rows: tuple[dict[Row, int], dict[Row, int]] = ({}, {})
         of_parts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # the rows of both ends, of each leg
+        for parts, between in self._legs(nbytes).items():
+            of_parts[parts] = [
+                (rows[0].setdefault(src, len(rows[0])), rows[1].setdefault(dst, len(rows[1]))) for src, dst in between
+            ]
         overlap: list[int] = []
         legs: list[tuple[int, int]] = []
-        for number, parts in enumerate(zip(self.src_parts.tolist(), self.dst_parts.tolist(), strict=True)):
-            if parts not in of_parts:
-                of_parts[parts] = [
-                    (rows[0].setdefault(src, len(rows[0])), rows[1].setdefault(dst, len(rows[1])))
-                    for src, dst in self._legs_between(*parts)
-                ]
+        for number, parts in enumerate(ends):
             overlap += [number] * len(of_parts[parts])
             legs += of_parts[parts]
         src, dst = np.array(legs, np.int64).reshape(-1, 2).T.copy()
         return np.array(overlap, np.int64), Turns.of([*rows[0]], src), Turns.of([*rows[1]], dst)
+
+    def _legs(self, nbytes: Counter[tuple[int, int]]) -> dict[tuple[int, int], list[tuple[Row, Row]]]:
+        """Who sends and who receives, of each leg from the trainer between two parts. `nbytes` are those of two parts."""
+        legs = {parts: self._legs_between(*parts) for parts in nbytes}
+        if self.sites.on_rail is None or self.relay or not self.share:
+            return legs
+        of_row: dict[Row, dict[int, int]] = {}  # by source part
+        for parts, between in legs.items():
+            for _, row in between:
+                if row.link == NIC and len(row.replicas) > 1:
+                    of_row.setdefault(row, {})[parts[0]] = nbytes[parts]
+        taken = rows_on_rails(of_row, self.sites.on_rail, NIC)
+        return {
+            parts: [(src, taken.get((parts[0], dst), dst)) for src, dst in between] for parts, between in legs.items()
+        }
 
     def _legs_between(self, src_part: int, dst_part: int) -> list[tuple[Row, Row]]:
         """Who sends and who receives, of each leg from the trainer of an overlap of these parts."""
@@ -193,10 +217,10 @@ class Paths:
         for number, leg_to_all in enumerate(leg_of.tolist()):
             replicas = cells.rows[cells.row[number]].replicas
             legs += [(leg_to_all, number, replica) for replica in replicas if len(replicas) > 1]
-        for leg in np.flatnonzero(self.landings.sizes[self.landings.row] > 1).tolist():
-            row = self.landings.rows[self.landings.row[leg]]
-            if not (self.relay and row.link == NIC):
-                legs += [(leg, -1, replica) for replica in row.replicas]
+        for leg, number in enumerate(self.landings.row.tolist()):
+            row = self.landings.rows[number]
+            if len(row.reached) > 1 and not (self.relay and row.link == NIC):
+                legs += [(leg, -1, replica) for replica in row.reached]
         columns = np.array(legs if self.share else [], np.int64).reshape(-1, 3).T.copy()
         return columns[0], columns[1], columns[2]
 
@@ -212,10 +236,12 @@ class Paths:
         member: Ints,
         only: NDArray[np.bool_] | None = None,
         to: int | None = None,
+        rails: Rails | None = None,
     ) -> Hop:
         """What leaves the trainer for these members; `only` [overlaps] says of which overlaps.
 
-        With `to`, legs that cannot lead to this replica are left out.
+        With `to`, legs that cannot lead to this replica are left out. `rails` are those of these replicas, if they are in
+        several domains; sites with equal keys may have others.
         """
         overlap, pulls, landings = self._first_hop
         chosen = np.ones(len(overlap), bool) if only is None else only[overlap]
@@ -223,7 +249,25 @@ class Paths:
             chosen &= (landings.replicas == to).any(axis=1)[landings.row]
         legs, every = np.flatnonzero(chosen), member[:, None]
         src, dst = pulls.replica(first_src, every, legs), landings.replica(first_dst, every, legs)
+        if rails is not None:
+            self._exchange(src, (first_src, first_dst), member, legs, rails)
         return Hop("train", overlap[legs], src, dst, np.ones(src.shape, bool), pulls.links[pulls.row[legs]])
+
+    def _exchange(self, src: Ints, firsts: tuple[int, int], member: Ints, legs: Ints, rails: Rails) -> None:
+        """Put sources on the rails of their ends in `src` [members, legs]."""
+        overlap, pulls, landings = self._first_hop
+        rows = rows_that_exchange(pulls, landings, self.overlap_bytes[overlap], rails, NIC)
+        here = rows[pulls.row[legs]]
+        if not here.any():
+            return
+        rows &= np.isin(np.arange(len(rows)), pulls.row[legs])
+        others = np.flatnonzero(rows[pulls.row])  # all legs of these rows, of all members
+        every, of = np.arange(rails.members)[:, None], overlap[others]
+        taken, ends = pulls.replica(firsts[0], every, others), landings.replica(firsts[1], every, others)
+        src_rail, dst_rail = rails.src[self.src_parts[of], taken], rails.dst[self.dst_parts[of], ends]
+        columns = np.broadcast_arrays(taken, src_rail, dst_rail, pulls.row[others], self.overlap_bytes[of])
+        taken = exchanged(*(column.reshape(-1) for column in columns)).reshape(taken.shape)
+        src[:, here] = taken[member[:, None], np.searchsorted(others, legs[here])]
 
     def later_hops(self, first_dst: int, member: Ints, only: NDArray[np.bool_] | None = None) -> list[Hop]:
         """What replicas pass on to each other for these members: between domains, then within them."""

@@ -30,7 +30,8 @@ from mcore_reshard.planner.topology.topology import Topology
 
 from .balance import waves_for
 from .loads import Loads, loads_of
-from .paths import HopKind, Paths, Sites
+from .paths import Hop, HopKind, Paths, Sites
+from .rails import Rails
 from .schedule import MemberNames, World
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class TransferPattern:
         """The paths of the overlaps if replicas are at `sites`; sites with one `key` are alike."""
         full_key = sites.src_gpus.shape, sites.dst_gpus.shape, key, relay, share
         if full_key not in self._paths:  # many transfer groups share it, and so do plans for more or fewer replicas
-            self._paths[full_key] = Paths(self.parts["train"], self.parts["gen"], sites, relay, share)
+            parts = self.parts["train"], self.parts["gen"]
+            self._paths[full_key] = Paths(*parts, self.overlap_bytes, sites, relay, share)
         return self._paths[full_key]
 
 
@@ -298,7 +300,7 @@ class Plan:
             received += int(nbytes.sum()) * self.dst_replicas(transfers)
         return waves_for(passed_on, received)
 
-    @property
+    @cached_property
     def spans_hosts(self) -> bool:
         """Whether ranks are known to be in several NVLink domains."""
         domains = [self.topology.domains(world) for world in ("train", "gen")] if self.topology else []
@@ -317,10 +319,43 @@ class Plan:
                 self._sites[ends] = Sites.apart(src.shape, dst.shape), b""
             else:
                 (src_gpus, dst_gpus), (src_domains, dst_domains) = self._gpus_and_domains
-                sites = Sites(src_gpus[src], src_domains[src], dst_gpus[dst], dst_domains[dst])
+                domains = src_domains[src], dst_domains[dst]
+                sites = Sites(src_gpus[src], domains[0], dst_gpus[dst], domains[1], self._on_rail(src, dst))
                 self._sites[ends] = sites, sites.key
         passes_on = (False, False) if self.straight else (self.relay, self.topology is not None)
         return self.patterns[transfers.pattern].paths(*self._sites[ends], *passes_on)
+
+    def first_hop(
+        self,
+        transfers: TransferGroup,
+        member: NDArray[np.int64],
+        only: NDArray[np.bool_] | None = None,
+        to: int | None = None,
+    ) -> Hop:
+        """What leaves the trainer for these members of a transfer group: see `Paths.first_hop`."""
+        rails = None
+        if self.spans_hosts:
+            (src, dst), (src_rails, dst_rails) = (transfers.src, transfers.dst), self._rails
+            rails = Rails(src_rails[self.rank_grids[src]], dst_rails[self.rank_grids[dst]], transfers.members)
+        firsts = transfers.first_src_replica, transfers.first_dst_replica
+        return self.paths(transfers).first_hop(*firsts, member, only, to, rails)
+
+    def _on_rail(self, src: NDArray[np.int32], dst: NDArray[np.int32]) -> NDArray[np.bool_] | None:
+        """`Sites.on_rail` of two rank grids. It is no matter where a domain has one replica of each part."""
+        if dst.shape[1] == 1 or not self.spans_hosts:
+            return None
+        domains, (src_rails, dst_rails) = self._gpus_and_domains[1][1][dst], self._rails
+        if (np.diff(np.sort(domains, axis=1), axis=1) > 0).all():
+            return None
+        has = np.zeros((len(src), 1 + int(max(src_rails.max(), dst_rails.max()))), np.bool_)
+        has[np.arange(len(src))[:, None], src_rails[src]] = True
+        on_rail: NDArray[np.bool_] = has[:, dst_rails[dst]]
+        return None if on_rail.all() else on_rail
+
+    @cached_property
+    def _rails(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        assert self.topology is not None
+        return self.topology.rails("train"), self.topology.rails("gen")
 
     @cached_property
     def _gpus_and_domains(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:

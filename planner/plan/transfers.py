@@ -255,15 +255,14 @@ def _sources_of(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each member, overlap and destination replica: the source replica, and the replica that passes it on, or -1."""
     paths, pattern = plan.paths(transfers), plan.patterns[transfers.pattern]
-    firsts = transfers.first_src_replica, transfers.first_dst_replica
     only = np.isin(np.arange(len(pattern.overlaps)), overlaps)
     served_by = np.zeros((len(member), len(overlaps), plan.dst_replicas(transfers)), np.int64)
     passed_on_by = np.full_like(served_by, -1)
     column = np.zeros(len(pattern.overlaps), np.int64)
     column[overlaps] = np.arange(len(overlaps))
-    first = paths.first_hop(*firsts, member, only)
+    first = plan.first_hop(transfers, member, only)
     served_by[np.arange(len(member))[:, None], column[first.overlap], first.dst] = first.src
-    for hop in paths.later_hops(firsts[1], member, only):
+    for hop in paths.later_hops(transfers.first_dst_replica, member, only):
         row, leg = np.nonzero(hop.runs)
         src, dst, at = hop.src[row, leg], hop.dst[row, leg], column[hop.overlap[leg]]
         served_by[row, at, dst] = served_by[row, at, src]

@@ -109,6 +109,10 @@ class Topology:
         """The host of each rank."""
         return np.array([place.host for place in self.places(world)], np.int64)
 
+    def rails(self, world: World) -> NDArray[np.int64]:
+        """The rail of each rank: the number of its GPU, and of the NIC beside it, within its host."""
+        return np.array([place.gpu for place in self.places(world)], np.int64)
+
     def domains(self, world: World) -> NDArray[np.int64]:
         """The NVLink domain of each rank."""
         return self.host_of(world) // self.machine.hosts_per_domain

@@ -258,6 +258,17 @@ def test_a_plan_for_known_hosts_says_what_each_link_carries(run: Run) -> None:
     assert re.search(r"^own GPU +257 GB +100.0%", shared.out, re.MULTILINE)
 
 
+def test_a_plan_across_hosts_says_how_much_stays_on_its_rail(run: Run) -> None:
+    ends = ["tiny-llama", "--train", "tp=1,dp=2", "--gen", "tp=1"]  # one NIC gets all, half of it from the other rail
+    between = ["--topology", "h200-8,gpus=2"]
+    rails = run("plan", *ends, *between, "--json").json["topology"]["rails"]
+    assert 0.45 * rails["bytes"] < rails["on_rail_bytes"] < 0.55 * rails["bytes"]
+    share = f"{rails['on_rail_bytes'] / rails['bytes']:.1%} of {size(rails['bytes'])}"
+    for command in ("plan", "simulate"):
+        assert f"{share} by NIC stay on their rail" in run(command, *ends, *between).out
+        assert "rail" not in run(command, *ends, "--topology", "h200-8,shared").out, "nothing goes by NIC"
+
+
 def test_hosts_of_other_ranks_and_unknown_machines_are_bad_input(run: Run) -> None:
     meshes = ["tiny-qwen3", "--train", "tp=2", "--gen", "tp=2"]
     wrong = run("plan", *meshes, "--topology", "h200-8", "--hosts", "train=a*3,gen=b*2")

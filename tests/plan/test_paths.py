@@ -35,7 +35,10 @@ FP8 = Case(
 BESIDE = Case(  # the trainer serves a host of its own and one that it shares with two of the engine's ranks
     "tiny-qwen3", "tp=1", "tp=1,dp=4", machine="h200-8", hosts="train=a*1,gen=a*2@1+b*2"
 )
-CASES = [APART, BESIDE, ONE_HOST_TO_THREE, SHARED, HALF_SHARED, UNEVEN, EXPERTS, FP8]
+OWN_RAILS = Case(
+    "tiny-qwen3", "tp=2,dp=2", "tp=1,dp=8", machine="h200-8,gpus=4"
+)  # each part enters at two of four NICs
+CASES = [APART, BESIDE, OWN_RAILS, ONE_HOST_TO_THREE, SHARED, HALF_SHARED, UNEVEN, EXPERTS, FP8]
 
 
 def unique_bytes_into(plan: Plan, domain: int) -> int:

@@ -15,6 +15,7 @@ def test_ranks_fill_hosts_in_order_and_the_engine_has_hosts_of_its_own() -> None
     assert topology.host_of("gen").tolist() == [2] * 8 + [3]
     assert topology.hosts == ("host0", "host1", "host2", "host3")
     assert topology.gpus("gen").tolist() == list(range(16, 25))
+    assert topology.rails("gen").tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0]
 
 
 def test_a_shared_engine_rank_lives_on_the_gpu_of_its_training_rank() -> None:

@@ -76,7 +76,7 @@ def gpus_section() -> str:
 
 
 def host_bounds_section() -> str:
-    """A row for each refit between hosts: the plan's links and the simulated rounds, in units of the bound."""
+    """A row for each refit between hosts: the plan's links and the simulated rounds, in units of the bound; and rails."""
     data = json.loads((RESULTS / "host-bounds.json").read_text())
     lines = [
         _wrapped(
@@ -84,13 +84,14 @@ def host_bounds_section() -> str:
             f" [data]({LINKS}/host-bounds.json)):"
         ),
         "",
-        "| refit | bound | plan's busiest link | rounds of `auto` | rounds of `gloo` |",
-        "|---|---|---|---|---|",
+        "| refit | bound | plan's busiest link | rounds of `auto` | rounds of `gloo` | on its rail |",
+        "|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
         bound = max(row["bound_seconds"].values())
         ratios = " | ".join(f"{ratio:.2f}" for ratio in (row["links"], row["auto"]["ratio"], row["gloo"]["ratio"]))
-        lines.append(f"| {row['name']} | {bound * 1e3:.0f} ms | {ratios} |")
+        rails = "-" if row["rail_share"] is None else f"{row['rail_share']:.1%}"
+        lines.append(f"| {row['name']} | {bound * 1e3:.0f} ms | {ratios} | {rails} |")
     return "\n".join(lines)
 
 

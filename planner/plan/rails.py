@@ -1,0 +1,110 @@
+"""Rails: bytes that leave a host by one NIC and enter the other host by the NIC of the same number.
+
+In a rail-optimized cluster NIC i of every host hangs on leaf switch i. Between NICs of two numbers, bytes cross the
+spine; or NVLink first, to the GPU beside the right NIC (PXN, where NCCL_CROSS_NIC=0). So replicas share the work by rails,
+where every NIC still carries as much. A trainer of tp=2, dp=2 and an engine of tp=1, dp=4, on hosts of four GPUs:
+
+    part 0 is on rails 0 and 2          enters at 0, 1, 2, 3 in turn        on rails: at 0 and 2
+    part 1 is on rails 1 and 3          enters at 0, 1, 2, 3 in turn        on rails: at 1 and 3
+    source of what enters at 2          rails 0 and 2 in turn               on rails: 2
+
+Rails come second to balance. Where an engine of one rank gets everything by one NIC, the source on its rail could send
+everything. Then the other sources would idle, so all of them take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .balance import Ints, Row, Turns
+
+_NEARLY = 0.9  # of the bytes of a part: with less, few pairs of ranks exchange most, and rounds are less even
+
+
+@dataclass(frozen=True, slots=True)
+class Rails:
+    """The rails of a transfer group's replicas."""
+
+    src: Ints  # [source parts, replicas]
+    dst: Ints  # [destination parts, replicas]
+    members: int
+
+
+def rows_on_rails(
+    nbytes: Mapping[Row, Mapping[int, int]], on_rail: NDArray[np.bool_], link: int
+) -> dict[tuple[int, Row], Row]:
+    """Who takes turns in place of a row of one host's replicas, by source part: those on rails of that part.
+
+    `nbytes` are those of each source part by the row. `on_rail` [source parts, destination parts, replicas] says which
+    replicas are on a rail of a source. Rows of which not all replicas would get as many bytes stay.
+    """
+    taken: dict[tuple[int, Row], Row] = {}
+    for row, of_parts in nbytes.items():
+        parts, replicas = [*of_parts], np.array(row.replicas)
+        chosen = on_rail[parts, row.part][:, replicas]
+        each = np.array([*of_parts.values()]) / np.maximum(chosen.sum(axis=1), 1)
+        loads = each @ chosen
+        if chosen.any(axis=1).all() and np.allclose(loads, loads[0]):
+            for part, on_its_rail in zip(parts, chosen, strict=True):
+                taken[part, row] = Row(row.part, tuple(replicas[on_its_rail].tolist()), link, row.replicas)
+    return taken
+
+
+def rows_that_exchange(pulls: Turns, landings: Turns, nbytes: Ints, rails: Rails, link: int) -> NDArray[np.bool_]:
+    """[rows of pulls]: those over this link whose sources are on the rails of their ends. `nbytes` [turns] of each."""
+    shared = (pulls.links == link) & (pulls.sizes > 1)
+    if not shared.any():
+        return shared
+    count = 1 + int(max(rails.src.max(initial=0), rails.dst.max(initial=0)))
+    of_sources, of_ends = _by_rail(pulls, rails.src, count), _by_rail(landings, rails.dst, count)
+    wanted = np.zeros((len(pulls.rows), count))
+    np.add.at(wanted, pulls.row, nbytes[:, None] * of_ends[landings.row])
+    shares = wanted / np.maximum(wanted.sum(axis=1), 1)[:, None]
+    meet = np.minimum(of_sources, shares).sum(axis=1)
+    return np.asarray(shared & (meet >= _NEARLY))
+
+
+def _by_rail(turns: Turns, rails: Ints, count: int) -> NDArray[np.float64]:
+    """[rows, rails]: the share of each rail in a row's replicas."""
+    shares = np.zeros((len(turns.rows), count))
+    row, place = np.nonzero(np.arange(turns.replicas.shape[1]) < turns.sizes[:, None])
+    np.add.at(shares, (row, rails[turns.parts[row], turns.replicas[row, place]]), 1 / turns.sizes[row])
+    return shares
+
+
+def exchanged(sources: Ints, src_rail: Ints, dst_rail: Ints, row: Ints, nbytes: Ints) -> Ints:
+    """The sources of legs, in another order: on the rails of the legs' ends, as far as there are as many. All are [legs].
+
+    Legs of one row and of as many bytes exchange, so that every source sends as much as before.
+
+        ends on rails       0  1  0  1
+        sources on rails    0  0  1  1    ->    0  1  0  1
+    """
+    rails = 1 + int(max(src_rail.max(initial=0), dst_rail.max(initial=0)))
+    _, size = np.unique(nbytes, return_inverse=True)
+    alike = row * (int(size.max(initial=0)) + 1) + size.reshape(-1)
+    of_src, of_dst = alike * rails + src_rail, alike * rails + dst_rail
+    labels = (int(alike.max(initial=0)) + 1) * rails
+    has, wants = np.bincount(of_src, minlength=labels), np.bincount(of_dst, minlength=labels)
+    meet = np.minimum(has, wants)
+    src_order, src_meets = _evenly(of_src, has, meet)
+    dst_order, dst_meets = _evenly(of_dst, wants, meet)
+    taken = np.empty_like(sources)
+    taken[dst_order[dst_meets]] = sources[src_order[src_meets]]
+    rest = [np.sort(order[~meets]) for order, meets in ((src_order, src_meets), (dst_order, dst_meets))]
+    rest_src, rest_dst = (legs[np.argsort(alike[legs], kind="stable")] for legs in rest)
+    taken[rest_dst] = sources[rest_src]
+    return taken
+
+
+def _evenly(label: Ints, size: Ints, chosen: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """The order by label, and which entries of it are chosen: so many of each label's, spread over them."""
+    order = np.argsort(label, kind="stable")
+    ordered = label[order]
+    place = np.arange(len(label)) - (np.cumsum(size) - size)[ordered]
+    size, chosen = size[ordered], chosen[ordered]
+    return order, (place + 1) * chosen // size > place * chosen // size
