@@ -11,7 +11,7 @@ import pytest
 import synthetic
 import torch
 from helpers.handmade import allocate, expected, random_transfers, raw_bytes, schedule_of
-from helpers.nccl_devices import Device, run_in_any_order
+from helpers.nccl_devices import Communicators, Device, run_in_any_order
 from helpers.plans import Case
 from helpers.tiles import run_tiles
 from numpy.typing import NDArray
@@ -231,7 +231,7 @@ def test_no_order_of_kernels_deadlocks_and_every_byte_arrives(
     transfers = transfers_of(seed, worlds)
     bound_schedules, division = session(transfers, worlds, budget, seed)
     devices = {rank: Device.of([bound], division, worlds[0]) for rank, bound in enumerate(bound_schedules)}
-    run_in_any_order([devices], division.members, np.random.default_rng(order))
+    run_in_any_order([devices], division.communicators(), np.random.default_rng(order))
     check_delivered(transfers, bound_schedules, worlds)
 
 
@@ -278,8 +278,8 @@ RELAYED = [
 ]
 
 
-def joined_parts(case: Case, budget: ScratchBudget) -> tuple[list[dict[int, Device]], tuple[int, ...], list[Any]]:
-    """The parts of all ranks, the members of their communicators, and the tensors of each rank."""
+def joined_parts(case: Case, budget: ScratchBudget) -> tuple[list[dict[int, Device]], Communicators, list[Any]]:
+    """The parts of all ranks, their communicators, and the tensors of each rank."""
     plan = case.plan()
     schedules = schedules_of(plan)
     tensors = [synthetic.allocate(schedule, torch.device("cpu")) for schedule in schedules]
@@ -300,7 +300,7 @@ def joined_parts(case: Case, budget: ScratchBudget) -> tuple[list[dict[int, Devi
         division, _ = divide_windows(divide(budget, pairs, passes_on=passes_on), ranks, plan.train.world)
         division = replace(division, members=tuple(range(len(ranks))))
         devices.append({rank: Device.of(bounds, division, plan.train.world) for rank, bounds in enumerate(part)})
-    return devices, tuple(range(len(schedules))), tensors
+    return devices, {0: tuple(range(len(schedules)))}, tensors
 
 
 def share(plan: Plan, tensors: list[dict[str, torch.Tensor]]) -> None:
@@ -326,7 +326,7 @@ def test_no_order_of_kernels_deadlocks_where_replicas_pass_on_what_came_before(
     case: Case, budget: ScratchBudget, order: int
 ) -> None:
     plan = case.plan()
-    parts, members, tensors = joined_parts(case, budget)
+    parts, communicators, tensors = joined_parts(case, budget)
     both = [
         {placed.bucket.sends for placed in each.placed_messages}
         for part in parts
@@ -339,7 +339,7 @@ def test_no_order_of_kernels_deadlocks_where_replicas_pass_on_what_came_before(
         for part in parts
         for device in part.values()
     )
-    run_in_any_order(parts, members, np.random.default_rng(order))
+    run_in_any_order(parts, communicators, np.random.default_rng(order))
     share(plan, tensors)
     for rank in range(plan.gen.world):
         assert synthetic.wrong_elements(plan, "gen", rank, tensors[plan.train.world + rank]) == {}
@@ -349,8 +349,8 @@ def test_replicas_that_pass_on_what_has_not_landed_are_seen() -> None:
     """The check above fails for ranks that send waves before they have landed."""
     case = RELAYED[1]
     plan = case.plan()
-    parts, members, tensors = joined_parts(case, ScratchBudget(64 << 10))
-    run_in_any_order(parts[::-1], members, np.random.default_rng(0))
+    parts, communicators, tensors = joined_parts(case, ScratchBudget(64 << 10))
+    run_in_any_order(parts[::-1], communicators, np.random.default_rng(0))
     wrong = [
         synthetic.wrong_elements(plan, "gen", rank, tensors[plan.train.world + rank]) for rank in range(plan.gen.world)
     ]
@@ -368,7 +368,7 @@ def test_a_copy_between_two_replicas_is_a_session_without_a_trainer() -> None:
     budget = ScratchBudget(8 << 10, checksums=True)
     division, _ = divide_windows(divide(budget, [1, 1]), [[each.schedule] for each in bound], 1)
     devices = {rank: Device.of([each], division, 1) for rank, each in enumerate(bound)}
-    run_in_any_order([devices], division.members, np.random.default_rng(0))
+    run_in_any_order([devices], division.communicators(), np.random.default_rng(0))
     assert all(torch.equal(*pair) for pair in zip(bound[0].tensors, bound[1].tensors, strict=True))
 
 
