@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.transports.nccl.staging import (
@@ -42,6 +43,8 @@ class Device:
         ends = HopEnd.cut([bound.schedule for bound in bounds], division, train_ranks)
         found = divided_rounds(ends, division, in_place=[[True] * len(bound.tensors) for bound in bounds])
         slots = {place: np.full(nbytes, 0xEE, np.uint8) for place, nbytes in slot_bytes(found).items()}
+        for bound in bounds:
+            compute_scales(bound.casts, bound.tensors)
         return cls(bounds, found, slots)
 
     @property
@@ -63,7 +66,7 @@ class Device:
         for placed in self.found[index].staged:
             if placed.bucket.sends == packs:
                 bases = [*map(byte_array, self.bounds[placed.end].tensors), self.message(index, placed)]
-                run_copies(placed.bucket.copies, bases)
+                run_copies(placed.bucket.copies, bases, self.bounds[placed.end].casts)
         (self.packed if packs else self.over).add(index)
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,13 @@ from helpers.nccl_devices import Communicators, Device
 from helpers.plans import Case
 from numpy.typing import NDArray
 
-from mcore_reshard.kernels.copies.bind import bind
+from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.buckets import cut_buckets
+from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, divide_windows, pair_count
+from mcore_reshard.kernels.transports.reach import passes_on, shared_gpus
 from mcore_reshard.kernels.transports.relay import _joined
 from mcore_reshard.planner.plan.make_schedule import relays_of
 from mcore_reshard.planner.plan.make_schedule import schedule_of as planned_schedule
@@ -29,40 +32,66 @@ def schedules_of(plan: Plan) -> list[Schedule]:
     return [planned_schedule(plan, world, rank) for world, ranks in worlds for rank in range(ranks)]  # type: ignore[arg-type]
 
 
-def joined_parts(case: Case, budget: ScratchBudget) -> tuple[list[dict[int, Device]], Communicators, list[Any]]:
-    """The parts of all ranks, their communicators, and the tensors of each rank."""
+def joined_parts(
+    case: Case, budget: ScratchBudget, *, shares: bool = True
+) -> tuple[list[dict[int, Device]], Communicators, list[Any]]:
+    """The parts of all ranks, their communicators, and the tensors of each rank, in which what goes by `direct` has landed.
+
+    Unless it `shares`, all members are in one communicator, as if no GPU had ranks of both sides.
+    """
     plan = case.plan()
+    assert plan.topology is not None and passes_on(plan, plan.topology, "auto")
+    shared = shared_gpus(plan, plan.topology, "auto")
+    domains = {"train": plan.topology.domains("train"), "gen": plan.topology.domains("gen")}
     schedules = schedules_of(plan)
     tensors = [synthetic.allocate(schedule, torch.device("cpu")) for schedule in schedules]
     for rank in range(plan.train.world):
         synthetic.fill(plan, "train", rank, tensors[rank])
-    of_ranks = []
+    of_ranks, near = [], []
     for schedule, held in zip(schedules, tensors, strict=True):
         bound = bind(schedule, held)
         assert schedule.view is not None
-        waves = [bound.part(wave) for wave in schedule.view.waves()]
+        waves = [bound.part(wave) for wave in schedule.view.waves()] or [bound]
         views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
-        of_ranks.append(_joined(bound, waves, [view.relays()[0] for view in views if view is not None]))
-    parts, devices = [[*part] for part in zip(*of_ranks, strict=True)], []
-    for part in parts:
+        relays = [view.relays()[0] for view in views if view is not None and shared.passes_on]
+        parts = _joined(bound, waves, relays) if shared.passes_on else [[wave] for wave in waves]
+        is_near = domains["gen" if schedule.world == "train" else "train"] == domains[schedule.world][schedule.rank]
+        near.append(bound.part(schedule.with_peers(np.flatnonzero(is_near).tolist())))
+        for part in parts:
+            part[0] = part[0].part(part[0].schedule.with_peers(np.flatnonzero(~is_near).tolist()))
+        of_ranks.append(parts)
+    by_hand(near)
+    parts_of_all = [[*part] for part in zip(*of_ranks, strict=True)]
+    pairs = [[sum(pair_count(bound.schedule) for bound in of_rank) for of_rank in part] for part in parts_of_all]
+    members = tuple(np.flatnonzero(np.sum(pairs, axis=0)).tolist())
+    devices: list[dict[int, Device]] = []
+    for part, of_part in zip(parts_of_all, pairs, strict=True):
         ranks = [[bound.schedule for bound in of_rank] for of_rank in part]
-        pairs = [sum(map(pair_count, of_rank)) for of_rank in ranks]
-        passes_on = any(len(of_rank) > 1 for of_rank in ranks)
-        division, _ = divide_windows(divide(budget, pairs, passes_on=passes_on), ranks, plan.train.world)
-        division = replace(division, members=tuple(range(len(ranks))))
-        devices.append({rank: Device.of(bounds, division, plan.train.world) for rank, bounds in enumerate(part)})
-    return devices, {0: tuple(range(len(schedules)))}, tensors
+        division = divide(budget, of_part, passes_on=any(len(of_rank) > 1 for of_rank in ranks))
+        division = replace(division, members=members).on_gpus(shared if shares else None)
+        division, _ = divide_windows(division, ranks, plan.train.world)
+        devices.append({rank: Device.of(part[rank], division, plan.train.world) for rank in members})
+    return devices, division.communicators(), tensors
 
 
 def share(plan: Plan, tensors: list[dict[str, torch.Tensor]]) -> None:
     """Run the hop within hosts, if the plan has one."""
-    ends = [relays_of(plan, rank)[1:] for rank in range(plan.gen.world)]
+    bounds = []
+    for rank in range(plan.gen.world if "share" in plan.later_hops else 0):
+        whole = bind(planned_schedule(plan, "gen", rank), tensors[plan.train.world + rank])
+        relay = relays_of(plan, rank)[-1]
+        bounds += [whole.part(relay.sends), whole.part(relay.receives)]
+    by_hand(bounds)
+
+
+def by_hand(bounds: Sequence[BoundSchedule]) -> None:
+    """Move all that these ranks exchange, bucket by bucket."""
     sent: dict[tuple[int, ...], NDArray[np.uint8]] = {}
-    for sends in (True, False):
-        for rank, (relay,) in ((rank, hop) for rank, hop in enumerate(ends) if hop):
-            whole = bind(planned_schedule(plan, "gen", rank), tensors[plan.train.world + rank])
-            bound = whole.part(relay.sends if sends else relay.receives)
-            for bucket in cut_buckets(bound.schedule, 4096):
-                key = bucket.stage, bucket.number, *((rank, bucket.peer) if sends else (bucket.peer, rank))
-                content = sent.setdefault(key, np.zeros(bucket.nbytes, np.uint8))
-                run_copies(bucket.copies, [*map(byte_array, bound.tensors), content])
+    for bound in sorted(bounds, key=lambda bound: bound.schedule.world, reverse=True):  # senders first
+        schedule, sends = bound.schedule, bound.schedule.world == "train"
+        compute_scales(bound.casts, bound.tensors)
+        for bucket in cut_buckets(schedule, 4096):
+            ends = (schedule.rank, bucket.peer) if sends else (bucket.peer, schedule.rank)
+            key = bucket.stage, bucket.number, *ends
+            content = sent.setdefault(key, np.zeros(bucket.nbytes, np.uint8))
+            run_copies(bucket.copies, [*map(byte_array, bound.tensors), content], bound.casts)
