@@ -19,7 +19,7 @@ from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, divide_windows, pair_count
-from mcore_reshard.kernels.transports.reach import passes_on, shared_gpus
+from mcore_reshard.kernels.transports.reach import joins, passes_on, shared_gpus
 from mcore_reshard.kernels.transports.relay import _joined
 from mcore_reshard.planner.plan.make_schedule import relays_of
 from mcore_reshard.planner.plan.make_schedule import schedule_of as planned_schedule
@@ -42,25 +42,13 @@ def joined_parts(
     plan = case.plan()
     assert plan.topology is not None and passes_on(plan, plan.topology, "auto")
     shared = shared_gpus(plan, plan.topology, "auto")
-    domains = {"train": plan.topology.domains("train"), "gen": plan.topology.domains("gen")}
     schedules = schedules_of(plan)
     tensors = [synthetic.allocate(schedule, torch.device("cpu")) for schedule in schedules]
     for rank in range(plan.train.world):
         synthetic.fill(plan, "train", rank, tensors[rank])
-    of_ranks, near = [], []
-    for schedule, held in zip(schedules, tensors, strict=True):
-        bound = bind(schedule, held)
-        assert schedule.view is not None
-        waves = [bound.part(wave) for wave in schedule.view.waves()] or [bound]
-        views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
-        relays = [view.relays()[0] for view in views if view is not None and shared.passes_on]
-        parts = _joined(bound, waves, relays) if shared.passes_on else [[wave] for wave in waves]
-        is_near = domains["gen" if schedule.world == "train" else "train"] == domains[schedule.world][schedule.rank]
-        near.append(bound.part(schedule.with_peers(np.flatnonzero(is_near).tolist())))
-        for part in parts:
-            part[0] = part[0].part(part[0].schedule.with_peers(np.flatnonzero(~is_near).tolist()))
-        of_ranks.append(parts)
-    by_hand(near)
+    bounds = [bind(schedule, held) for schedule, held in zip(schedules, tensors, strict=True)]
+    of_ranks = [far_parts(plan, bound) for bound in bounds]
+    by_hand([bound.part(bound.schedule.with_peers(peers(plan, bound.schedule, near=True))) for bound in bounds])
     parts_of_all = [[*part] for part in zip(*of_ranks, strict=True)]
     pairs = [[sum(pair_count(bound.schedule) for bound in of_rank) for of_rank in part] for part in parts_of_all]
     members = tuple(np.flatnonzero(np.sum(pairs, axis=0)).tolist())
@@ -72,6 +60,27 @@ def joined_parts(
         division, _ = divide_windows(division, ranks, plan.train.world)
         devices.append({rank: Device.of(part[rank], division, plan.train.world) for rank in members})
     return devices, division.communicators(), tensors
+
+
+def far_parts(plan: Plan, bound: BoundSchedule) -> list[list[BoundSchedule]]:
+    """What a rank exchanges with other domains, as `auto` hands it to nccl."""
+    assert plan.topology is not None
+    schedule, passes = bound.schedule, joins(plan, plan.topology, "auto")
+    assert schedule.view is not None
+    waves = [bound.part(wave) for wave in schedule.view.waves()] or [bound]
+    views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
+    relays = [view.relays()[0] for view in views if view is not None and passes]
+    parts = _joined(bound, waves, relays) if passes else [[wave] for wave in waves]
+    far = peers(plan, schedule, near=False)
+    return [[first.part(first.schedule.with_peers(far)), *later] for first, *later in parts]
+
+
+def peers(plan: Plan, schedule: Schedule, *, near: bool) -> list[int]:
+    """The ranks of the other world in a rank's domain, or the others."""
+    assert plan.topology is not None
+    other = plan.topology.domains("gen" if schedule.world == "train" else "train")
+    is_near = other == plan.topology.domains(schedule.world)[schedule.rank]
+    return np.flatnonzero(is_near == near).tolist()
 
 
 def share(plan: Plan, tensors: list[dict[str, torch.Tensor]]) -> None:

@@ -17,7 +17,7 @@ from helpers.plans import Case
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.kernels.transports.mixed import _shared_gpus
-from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus, halves
+from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus, codes
 from mcore_reshard.kernels.transports.nccl.staging import Round, ScratchBudget, divide, slot_bytes
 from mcore_reshard.kernels.transports.peer_access import RankPair, Reach
 from mcore_reshard.planner.plan.plan import Plan
@@ -54,8 +54,8 @@ APART = [
     (Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2,dp=3", machine="h200-8,gpus=2"), "bac9845e20100891"),
     (Case("tiny-qwen3-moe", "tp=1", "dp=3", machine="h200-8,gpus=2", hosts="train=a*1,gen=a*1@1+b*1+c*1"),
      "157f2a4ac2b48136"),
-    (Case("tiny-llama", "tp=2,dp=2", "tp=2,dp=2", machine="h200-8,gpus=4", hosts="train=a*2+b*2,gen=a*2@2+b*2@2"),
-     "a20fa7a4d348ce07"),
+    (Case("tiny-llama", "tp=2,pp=2", "tp=2,dp=2", machine="h200-8,gpus=4", hosts="train=a*2+b*2,gen=a*2@2+b*2@2"),
+     "6a4dc5773e9d0e9f"),
     (Case("tiny-qwen3-moe", "ep=2,dp=2", "tp=2", machine="h200-8,gpus=2", **FP8), "e9668fdbe4cdbdf8"),  # type: ignore[arg-type]
 ]  # fmt: skip
 
@@ -70,15 +70,15 @@ def colocated(hosts: int, *, passes_on: bool = True) -> SharedGpus:
 
 
 def test_four_hosts_have_the_communicators_of_the_docstring() -> None:
-    assert [np.flatnonzero(each).tolist() for each in halves(4)] == [[0, 1], [0, 2], [1, 2], [1, 3]]
+    assert [np.flatnonzero(each).tolist() for each in codes(4)] == [[0, 2], [1, 2], [0, 3], [1, 3]]
     four = colocated(4)  # ranks 0 to 3 train, on a to d; 4 to 7 are the engine's
     assert four.communicators(range(8)) == {
-        0: (0, 1, 6, 7), 1: (0, 2, 3, 5), 2: (1, 2, 4, 7), 3: (3, 4, 5, 6), 4: (4, 5, 6, 7),
+        0: (0, 2, 5, 7), 1: (1, 3, 4, 6), 2: (0, 1, 6, 7), 3: (2, 3, 4, 5), 4: (4, 5, 6, 7),
     }  # fmt: skip
-    a_to_b, b_to_a, b_to_d = (0, 5), (1, 4), (1, 7)
+    a_to_b, b_to_a, a_to_d = (0, 5), (1, 4), (0, 7)
     turns = np.arange(40)
-    assert [{*four.communicator_of(*pair, turns).tolist()} for pair in (a_to_b, b_to_a, b_to_d)] == [{1}, {2}, {0, 2}]
-    assert {*four.communicator_of(5, 7, turns).tolist()} == {4}
+    assert [{*four.communicator_of(*pair, turns).tolist()} for pair in (a_to_b, b_to_a, a_to_d)] == [{0}, {1}, {0, 2}]
+    assert {*four.communicator_of(5, 6, turns).tolist()} == {4}
 
 
 def test_two_hosts_have_one_communicator_in_each_direction() -> None:
@@ -102,17 +102,16 @@ def test_each_pair_of_hosts_has_a_communicator_in_both_directions_and_no_gpu_is_
             assert {*pair} <= {*communicators[number]}
         found = everything.communicator_of(hosts + src, hosts + dst, turn)
         assert {*found.tolist()} == {max(communicators)}
-    numbers = halves(hosts).sum(axis=0)
-    assert hosts < 20 or numbers.min() > hosts / 4  # about as many hosts have each
+    trainers = codes(hosts).sum(axis=0)
+    assert trainers.min() >= hosts // 3  # about half of the hosts have each digit
+    assert codes(hosts).shape == (hosts, 2 * max(1, int(np.ceil(np.log2(hosts)))))
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4, 8])
 def test_pairs_take_all_communicators_that_they_have_about_equally_often(stride: int) -> None:
-    found = colocated(6).communicator_of(
-        0, 11, stride * np.arange(64)
-    )  # the halves of the first and the last: 0, 1 and 2, 3
+    found = colocated(4).communicator_of(0, 7, stride * np.arange(64))  # from a to d: 0 and 2
     counts = np.bincount(found)
-    assert len(counts) == 2 and counts.min() > 24
+    assert counts[[0, 2]].min() > 24 and counts.sum() == counts[[0, 2]].sum()
 
 
 def test_they_are_needed_where_members_of_both_sides_share_a_gpu() -> None:
@@ -206,7 +205,7 @@ def test_no_order_of_kernels_deadlocks_where_gpus_are_shared(case: Case, budget:
         assert len({gpus[rank] for rank in members}) == len(members) > 1  # NCCL refuses others
     check_rounds(parts, budget)
     used = {each.communicator for part in parts for device in part.values() for each in device.found}
-    assert used == {*communicators} and len(used) > 1
+    assert used <= {*communicators} and len(used) > 1
     run_devices(parts, communicators, np.random.default_rng(budget.streams))
     share(plan, tensors)
     wrong = [
