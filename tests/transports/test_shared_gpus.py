@@ -17,9 +17,11 @@ from helpers.plans import Case
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.kernels.transports.mixed import _shared_gpus
+from mcore_reshard.kernels.transports.nccl.buffers import COMMUNICATOR_BYTES, RECEIVING_BYTES, SENDING_BYTES
 from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus, codes
 from mcore_reshard.kernels.transports.nccl.staging import Round, ScratchBudget, divide, slot_bytes
 from mcore_reshard.kernels.transports.peer_access import RankPair, Reach
+from mcore_reshard.kernels.transports.reach import shared_gpus
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.simulate.script import script_of
 
@@ -212,6 +214,28 @@ def test_no_order_of_kernels_deadlocks_where_gpus_are_shared(case: Case, budget:
         synthetic.wrong_elements(plan, "gen", rank, tensors[plan.train.world + rank]) for rank in range(plan.gen.world)
     ]
     assert wrong == [{}] * plan.gen.world
+
+
+def test_memory_counts_every_communicator_and_the_slots_of_all_rounds() -> None:
+    case = MORE_HOSTS[1]  # four hosts: each rank is in two communicators of both streams, and has a peer on three hosts
+    plan = case.plan()
+    parts, _, _ = joined_parts(case, BUDGET)
+    options = Options(scratch_bytes=BUDGET.scratch_bytes)
+    counted = session_memory(plan, options, transports=("auto",)).transports["auto"]
+    for rank in range(4):
+        assert counted["train"][rank].nccl == 2 * (2 * COMMUNICATOR_BYTES + 32 * 3 * SENDING_BYTES)
+        assert counted["gen"][rank].nccl == 2 * (2 * COMMUNICATOR_BYTES + 32 * 3 * RECEIVING_BYTES)
+    held = [sum(slot_bytes(parts[0][rank].found).values()) for rank in range(8)]
+    assert [rank.scratch for world in ("train", "gen") for rank in counted[world]] == held  # type: ignore[index]
+
+
+def test_memory_counts_the_communicator_of_replicas() -> None:
+    plan = MORE_HOSTS[0].plan()  # three hosts whose replicas pass on, so that they send as well
+    shared = shared_gpus(plan, plan.topology, "auto")  # type: ignore[arg-type]
+    joined = [[rank in members for members in shared.communicators(range(6)).values()].count(True) for rank in range(6)]
+    counted = session_memory(plan, transports=("auto",)).transports["auto"]
+    found = [rank.nccl // COMMUNICATOR_BYTES for world in ("train", "gen") for rank in counted[world]]  # type: ignore[index]
+    assert joined == [2, 2, 2, 3, 3, 3] and all(nccl >= 2 * each for nccl, each in zip(found, joined, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

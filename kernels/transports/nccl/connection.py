@@ -231,8 +231,9 @@ class NcclConnection:
         for stream in range(self.budget.streams):
             # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
             wire = torch.cuda.Stream(priority=-1)
-            communicators = {number: self._join(stream, number, members[number], me, waits[0]) for number in members}
-            self.links[stream] = Link(communicators, wire, torch.cuda.Stream(), torch.cuda.Stream())
+            link = self.links[stream] = Link({}, wire, torch.cuda.Stream(), torch.cuda.Stream())
+            for number, ranks in members.items():
+                link.communicators[number] = self._join(stream, number, ranks, me, waits[0])
         for link in self.links.values():
             for communicator in link.communicators.values():
                 self.settle(communicator, waits)

@@ -1,7 +1,8 @@
 """Fit a refit over nccl into bounded scratch: plain numbers, no device.
 
-A round is one group of NCCL messages: those of one window (see `window_of`) on one stream. A stream has at least two
-slots, so that one round is packed or unpacked while another is on the wire.
+A round is one group of NCCL messages: those of one window (see `window_of`) on one stream, in one communicator. A stream
+has one, or several that take turns in each window (see `shared_gpus`). It has at least two slots, so that one round is
+packed or unpacked while another is on the wire.
 
     windows      0    1    2    3    4        a rank with few peers: a window is a round, on the streams in turn
     stream 0     a0        a2        a4
