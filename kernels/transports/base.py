@@ -22,6 +22,7 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 from .group_ranks import group_names, group_rank
 from .kept import Kept
+from .nccl.shared_gpus import SharedGpus
 
 _MODULES = {"nccl4py": "nccl", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}
 
@@ -35,6 +36,7 @@ class TransportContext:
     bound: BoundSchedule
     options: Options
     kept: Kept | None = None  # of the rank, from its connections before; None: executors keep nothing
+    shared: SharedGpus | None = None  # where ranks are, if some of both sides may share a GPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from mcore_reshard.planner.topology.topology import Topology
 
 from .direct.staging import SLOTS, divide_slots, parted
 from .nccl.buffers import buffer_bytes
+from .nccl.shared_gpus import SharedGpus, sizes
 from .nccl.staging import (
     Division,
     HopEnd,
@@ -49,7 +50,7 @@ from .nccl.staging import (
     pair_count,
     slot_bytes,
 )
-from .reach import joins, passes_on
+from .reach import passes_on, shared_gpus
 from .rounds import bucket_bytes_within, gloo_window
 
 _FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
@@ -107,8 +108,8 @@ def session_memory(
     if "gloo" in transports:
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
-        relays, is_joined = (of_plan(plan, topology, "auto") for of_plan in (passes_on, joins))
-        by_transport["auto"] = _auto(ranks, alike, options, topology, relays=relays, joins=is_joined)
+        relays, is_shared = passes_on(plan, topology, "auto"), shared_gpus(plan, topology, "auto")
+        by_transport["auto"] = _auto(ranks, alike, options, topology, is_shared, relays=relays)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
     return SessionMemory(
         {
@@ -219,7 +220,12 @@ def _pull_bytes(schedule: Schedule, bucket_bytes: Mapping[int, int], options: Op
     return nbytes + table_bytes(cut_tiles(copies, bases, DEFAULT_TILE_BYTES), checksums=options.checksums)
 
 
-def _nccl(schedules: Mapping[World, Mapping[int, Sequence[Schedule]]], alike: _Alike, options: Options) -> _Counted:
+def _nccl(
+    schedules: Mapping[World, Mapping[int, Sequence[Schedule]]],
+    alike: _Alike,
+    options: Options,
+    shared: SharedGpus | None = None,
+) -> _Counted:
     """`schedules` has what each rank that is counted exchanges: with the other world, then with replicas."""
     pairs = {
         world: {rank: sum(map(pair_count, of_rank)) for rank, of_rank in of_world.items()}
@@ -228,7 +234,7 @@ def _nccl(schedules: Mapping[World, Mapping[int, Sequence[Schedule]]], alike: _A
     counts = [pairs[world][rank] for world in schedules for rank in alike[world].tolist()]
     passes_on = any(len(of_rank) > 1 for of_rank in schedules["gen"].values())
     budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
-    division = divide(budget, counts, passes_on=passes_on)
+    division = divide(budget, counts, passes_on=passes_on).on_gpus(shared)
     places = [(world, rank) for world, of_world in schedules.items() for rank in of_world]
     counted = [schedules[world][rank] for world, rank in places]
     division, ends = divide_windows(division, counted, len(alike["train"]))
@@ -247,7 +253,7 @@ def _nccl_rank(ends: Sequence[HopEnd], division: Division, options: Options) -> 
         _of_trainer(ends[0].schedule, options),
         tables=sum(_gather_bytes(end.schedule, buckets) for end, buckets in zip(ends, staged, strict=True)),
         scratch=sum(slot_bytes(rounds).values()),
-        nccl=buffer_bytes(peers[False], peers[True], division),
+        nccl=buffer_bytes(peers[False], peers[True], division, sizes(division.communicators().values(), ends[0].own)),
     )
 
 
@@ -256,14 +262,14 @@ def _auto(
     alike: _Alike,
     options: Options,
     topology: Topology,
+    shared: SharedGpus,
     *,
     relays: bool,
-    joins: bool,
 ) -> _Counted:
     """Pairs of a domain by direct, the others by nccl. Unless it `relays`, every byte comes from the trainer.
 
     Waves over nccl share slots and communicators, and are counted as one, with what they bring to replicas of other domains
-    where that `joins` them.
+    where they pass on over nccl.
     """
     domains = {world: topology.domains(world) for world in ranks}
 
@@ -274,7 +280,7 @@ def _auto(
         return schedule.with_peers(np.flatnonzero(is_near == near).tolist())
 
     later = _each(ranks, lambda rank: rank.hops[1:] if relays else [])
-    joined = 2 if joins else 0  # both ends of a hop
+    joined = 2 if shared.passes_on else 0  # both ends of a hop
     by_direct, by_nccl = (
         {
             world: {
@@ -286,7 +292,7 @@ def _auto(
         for near in (True, False)
     )
     counted = _direct(by_direct, alike, options)
-    for world, of_world in _nccl(by_nccl, alike, options).items():
+    for world, of_world in _nccl(by_nccl, alike, options, shared).items():
         for rank, held in of_world.items():
             direct = counted[world][rank]
             counted[world][rank] = replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,8 @@ from mcore_reshard.kernels.errors import TransportUnavailable, first_of
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
 
 from .base import Executor, StageReport, Transport, TransportContext, close_all, merge_reports
-from .peer_access import APART, RankPair, unavailable_reasons_by_pair
+from .nccl.shared_gpus import SharedGpus
+from .peer_access import APART, RankPair, Reach, reach_of_all
 from .relay import ConnectParts, connect_relayed, connect_unrelayed
 
 _SHOWN = 3
@@ -37,7 +38,8 @@ def connect_by_pair(context: TransportContext, direct: Way, nccl: Way) -> Execut
     Replicas pass on by `direct`, what came to them by either. The first hop among them goes by `nccl` if it is between
     hosts. Where other replicas that pass on cannot share memory, every byte comes from the trainer.
     """
-    reasons = unavailable_reasons_by_pair(context, direct.transport.unavailable_reason())
+    reach = reach_of_all(context, direct.transport.unavailable_reason())
+    reasons = reach.reasons
     between = [why for pair, why in reasons.items() if pair.hop == 1]
     joins = bool(between) and all(why in APART for why in between)
     is_relayed = all(why is None for pair, why in reasons.items() if pair.hop > joins)
@@ -46,12 +48,23 @@ def connect_by_pair(context: TransportContext, direct: Way, nccl: Way) -> Execut
     if far and (unavailable_reason := nccl.transport.unavailable_reason()):
         some = _some({pair.named(context.bound.schedule): why for pair, why in far.items()})
         raise TransportUnavailable(f"{some}, and nccl cannot take their place: {unavailable_reason}")
+    context = replace(context, shared=_shared_gpus(reach, far, context.bound.schedule.train_ranks, joins=joins))
     near = not far or any(not pair.hop and why is None for pair, why in reasons.items())
     ways = [(way, is_far) for way, is_far, is_used in ((direct, False, near), (nccl, True, bool(far))) if is_used]
     trainer = partial(_connect_parts, ways, far, joins)
     if not is_relayed:
         return connect_unrelayed(trainer, context)
     return connect_relayed(trainer, direct.connect, context, joins=joins)
+
+
+def _shared_gpus(reach: Reach, far: Iterable[RankPair], train_ranks: int, *, joins: bool) -> SharedGpus | None:
+    """Where ranks are, if no far pair is on one GPU: NCCL refuses those. Cells are hosts if no far pair is on one host."""
+    pairs = [(pair.src, train_ranks + pair.dst) for pair in far if not pair.hop]
+    gpus = [*zip(reach.hosts, reach.gpus, strict=True)]
+    for cells in (reach.hosts, gpus):
+        if all(cells[src] != cells[dst] for src, dst in pairs):
+            return SharedGpus.of(cells, gpus, train_ranks, passes_on=joins)
+    return None
 
 
 def _connect_parts(

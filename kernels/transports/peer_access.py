@@ -16,7 +16,7 @@ import os
 import re
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,10 +67,16 @@ class _Seat:
     malformed: tuple[str, ...]  # words of its MCORE_RESHARD_UNREACHABLE that are no pairs
 
 
-def unavailable_reasons_by_pair(
-    context: TransportContext, direct_unavailable_reason: str | None
-) -> dict[RankPair, str | None]:
-    """Why pairs of the plan, of all ranks, relaying or not, cannot share memory; None where they can.
+class Reach(NamedTuple):
+    """Which pairs of the plan, of all ranks, relaying or not, can share memory, and where ranks are."""
+
+    reasons: dict[RankPair, str | None]  # why a pair cannot; None: it can
+    hosts: tuple[str, ...]  # of each rank, training ranks first
+    gpus: tuple[str, ...]  # the same; a rank without a GPU has its own name
+
+
+def reach_of_all(context: TransportContext, direct_unavailable_reason: str | None) -> Reach:
+    """Find out which pairs can share memory.
 
     All ranks call this together. `direct_unavailable_reason` says why this rank can share memory with nobody. Raises
     `TransportUnavailable` on all ranks if MCORE_RESHARD_UNREACHABLE of any rank has a word that is no pair.
@@ -104,12 +110,14 @@ def unavailable_reasons_by_pair(
     ranks = max(schedule.train_ranks, schedule.gen_ranks)
     said = exchange.gather("reach", word, partial(_parse_reach, ranks))
     by_reader = enumerate(said[schedule.train_ranks :])
-    return {
+    reasons = {
         RankPair(src, dst, hop): reason
         for dst, groups in by_reader
         for hop, reason, sources in groups
         for src in sources
     }
+    places = zip(seats, group_names(schedule), strict=True)
+    return Reach(reasons, tuple(seat.host for seat in seats), tuple(seat.gpu or name for seat, name in places))
 
 
 def _pairs_to_read(schedule: Schedule) -> list[RankPair]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.planner.topology.topology import Topology
+from mcore_reshard.planner.topology.topology import Topology, World
+
+from .nccl.shared_gpus import SharedGpus
 
 
 def passes_on(plan: Plan, topology: Topology, transport: str) -> bool:
@@ -19,6 +21,16 @@ def passes_on(plan: Plan, topology: Topology, transport: str) -> bool:
 def joins(plan: Plan, topology: Topology, transport: str) -> bool:
     """Whether they pass on to other domains by nccl, in the rounds of what comes from the trainer."""
     return transport == "auto" and "relay" in plan.later_hops and _same_domains(plan, topology) == ({False}, {True})
+
+
+def shared_gpus(plan: Plan, topology: Topology, transport: str) -> SharedGpus:
+    """Where ranks are, for communicators of `auto`: it takes nccl between domains alone."""
+    worlds: tuple[World, World] = ("train", "gen")
+    domains, gpus = (
+        [each for world in worlds for each in of_world(world).tolist()]
+        for of_world in (topology.domains, topology.gpus)
+    )
+    return SharedGpus.of(domains, gpus, len(topology.train), passes_on=joins(plan, topology, transport))
 
 
 def _same_domains(plan: Plan, topology: Topology) -> tuple[set[bool], set[bool]]:

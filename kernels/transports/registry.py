@@ -103,7 +103,7 @@ def _connect_direct(context: TransportContext) -> Executor:
 def _connect_nccl(context: TransportContext, parts: Sequence[Sequence[BoundSchedule]]) -> Sequence[Executor]:
     options = context.options
     budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
-    return connect_nccl(parts, context.store, timeout_s=options.timeout_s, budget=budget)
+    return connect_nccl(parts, context.store, timeout_s=options.timeout_s, budget=budget, shared=context.shared)
 
 
 def _connect_gloo(context: TransportContext) -> Executor:

@@ -74,6 +74,14 @@ def phase_of(turn: Any) -> Any:
     return turn * _STEP % 1.0
 
 
+def choice_of(turn: Any, choices: Any) -> Any:
+    """Which of so many choices a pair takes, of which none makes a difference. Also of arrays.
+
+    Multiples of an irrational number deal turns evenly, also where a rank has only every second or fourth one.
+    """
+    return (turn * _GOLDEN % 1.0 * choices).astype(np.int64)
+
+
 def joined_phase_of(turn: Any, stage: Any, ranks: Any) -> Any:
     """The same where messages of the trainer and of replicas share windows, so that stages are apart as well.
 

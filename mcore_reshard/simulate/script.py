@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.buckets import aligned, cut, pack
 from mcore_reshard.kernels.copies.copy_table import expand, repeat
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus
 from mcore_reshard.kernels.transports.nccl.staging import (
     Division,
     Messages,
@@ -35,7 +36,7 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     message_bytes,
     windows_to_try,
 )
-from mcore_reshard.kernels.transports.reach import joins, passes_on
+from mcore_reshard.kernels.transports.reach import passes_on, shared_gpus
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, moment_of, turn_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
@@ -149,7 +150,8 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     ranks = len(topology.train) + len(topology.gen)
     domains = np.concatenate([topology.domains("train"), topology.domains("gen")])
     hops = traffic_of(plan, relayed=passes_on(plan, topology, transport))
-    is_joined = joins(plan, topology, transport)
+    shared = shared_gpus(plan, topology, transport)
+    is_joined = shared.passes_on
     parts: list[_Part] = []
     together: dict[int, list[Traffic]] = {}  # over nccl, by wave: of the trainer, of replicas
     for hop, traffic in enumerate(hops):
@@ -166,11 +168,26 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     for number, joined in together.items():  # a wave of which nothing is passed on is divided as the others are
         divided = _nccl_buckets(joined, options, ranks, passes_on=is_joined and number > 0)
         parts.append(_Part(0, number, "nccl", *divided))
+    if transport == "auto":
+        parts = _on_gpus(parts, shared)
     merged = max(1, -(-sum(part.buckets.messages for part in parts) // most))
     writer = _Writer(topology, merged, relayed=len(hops) > 1, joins=is_joined)
     for part in sorted(parts, key=lambda part: (part.wave + (is_joined and part.hop > 0), part.hop)):
         writer.add(part)
     return writer.script()
+
+
+def _on_gpus(parts: Sequence[_Part], shared: SharedGpus) -> list[_Part]:
+    """The parts with the communicators of ranks that share GPUs: those of nccl have the same."""
+    divided = [part for part in parts if part.division is not None]
+    ends = [each for part in divided for each in (part.buckets.src, part.buckets.dst)]
+    members = tuple(np.unique(np.concatenate([np.zeros(0, np.int64), *ends])).tolist())
+    return [
+        part
+        if part.division is None
+        else replace(part, division=replace(part.division, members=members).on_gpus(shared))
+        for part in parts
+    ]
 
 
 def _split(
@@ -330,7 +347,9 @@ class _Writer:
         most_buckets = int(count.max(initial=1))
         division = division.with_pace(most_buckets)
         phase = division.phase_of(turn, buckets.stage, np.where(buckets.hop > 0, len(self._topology.gen), 0))
-        columns = number, division.parts_of(count), turn, phase, aligned(message_bytes(buckets.nbytes, budget))
+        communicator = division.communicator_of(buckets.src, buckets.dst, turn)
+        in_slot = aligned(message_bytes(buckets.nbytes, budget))
+        columns = number, division.parts_of(count), turn, phase, in_slot, communicator
         twice = Messages(*(np.tile(column, 2) for column in columns))
         ranks = np.concatenate([buckets.src, buckets.dst])
         windows = next(
@@ -339,7 +358,8 @@ class _Writer:
             if fullest_round(division, twice, windows, ranks) <= division.budget.slot_bytes
         )
         window = twice.windows(windows)
-        return _Side(ranks, np.broadcast_to(division.stream_of(window, twice.turn), window.shape), window, 1)
+        place = window if division.shared is None else window * division.shared.count + twice.communicator
+        return _Side(ranks, np.broadcast_to(division.stream_of(window, twice.turn), window.shape), place, 1)
 
     def _direct_sides(self, buckets: Buckets) -> tuple[_Side, _Side]:
         none = np.zeros(len(buckets), np.int64)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
+from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.transports.nccl.staging import (
@@ -21,6 +22,8 @@ from mcore_reshard.kernels.transports.nccl.staging import (
 )
 
 STREAMS = range(4)
+
+Communicators = Mapping[int, Sequence[int]]  # the group ranks in each
 
 
 @dataclass
@@ -40,17 +43,20 @@ class Device:
         ends = HopEnd.cut([bound.schedule for bound in bounds], division, train_ranks)
         found = divided_rounds(ends, division, in_place=[[True] * len(bound.tensors) for bound in bounds])
         slots = {place: np.full(nbytes, 0xEE, np.uint8) for place, nbytes in slot_bytes(found).items()}
+        for bound in bounds:
+            compute_scales(bound.casts, bound.tensors)
         return cls(bounds, found, slots)
 
     @property
     def is_done(self) -> bool:
         return len(self.over) == len(self.found)
 
-    def under_way(self) -> dict[tuple[int, int], int]:
-        """(stream, window) -> the round whose messages are under way there."""
+    def under_way(self) -> dict[tuple[int, int, int], int]:
+        """(stream, window, communicator) -> the round whose messages are under way there: of a stream one at a time."""
         nexts = (self._next_of(self.moved, stream) for stream in STREAMS)
         ready = (index for index in nexts if index is not None and (index in self.packed or not self._packs(index)))
-        return {(self.found[n].stream, self.found[n].window): n for n in ready if self._slot_is_free(n)}
+        found = ((n, self.found[n]) for n in ready if self._slot_is_free(n))
+        return {(each.stream, each.window, each.communicator): n for n, each in found}
 
     def copy(self, stream: int, *, packs: bool) -> bool:
         """Pack or unpack the next round of a stream; False if there is nothing to do yet."""
@@ -60,7 +66,7 @@ class Device:
         for placed in self.found[index].staged:
             if placed.bucket.sends == packs:
                 bases = [*map(byte_array, self.bounds[placed.end].tensors), self.message(index, placed)]
-                run_copies(placed.bucket.copies, bases)
+                run_copies(placed.bucket.copies, bases, self.bounds[placed.end].casts)
         (self.packed if packs else self.over).add(index)
         return True
 
@@ -92,12 +98,13 @@ class Device:
         return after is None or after in self.over
 
 
-def exchange(devices: dict[int, Device], members: Sequence[int]) -> bool:
+def exchange(devices: dict[int, Device], communicators: Communicators) -> bool:
     """Hand over every message whose group is under way at both ends; False if there is none. `devices` is by group rank."""
     found = False
     under_way = {rank: device.under_way() for rank, device in devices.items()}
     for sender, src in devices.items():
         for key, index in under_way[sender].items():
+            members = communicators[key[2]]
             peers = {placed.member for placed in src.found[index].placed_messages if placed.bucket.sends}
             for member in peers:
                 dst = devices.get(members[member])
@@ -121,7 +128,9 @@ def exchange(devices: dict[int, Device], members: Sequence[int]) -> bool:
     return found
 
 
-def run_in_any_order(parts: Sequence[dict[int, Device]], members: Sequence[int], rng: np.random.Generator) -> None:
+def run_in_any_order(
+    parts: Sequence[dict[int, Device]], communicators: Communicators, rng: np.random.Generator
+) -> None:
     """Run the parts of all ranks, each rank's one after another, by kernels that `rng` chooses. AssertionError: a deadlock."""
     ranks = sorted(set().union(*parts))
 
@@ -140,19 +149,19 @@ def run_in_any_order(parts: Sequence[dict[int, Device]], members: Sequence[int],
         chosen = [copies[n] for n in rng.permutation(len(copies)) if rng.random() < 0.7]
         moved = sum(device.copy(stream, packs=packs) for device, stream, packs in chosen) > 0
         if rng.random() < 0.7:
-            moved |= _exchange_parts(parts, now, members)
+            moved |= _exchange_parts(parts, now, communicators)
         if not moved:
             moved = sum(device.copy(stream, packs=packs) for device, stream, packs in copies) > 0
-            assert moved or _exchange_parts(parts, now, members), "deadlock"
+            assert moved or _exchange_parts(parts, now, communicators), "deadlock"
 
 
 def _exchange_parts(
-    parts: Sequence[dict[int, Device]], now: Sequence[tuple[int, Device]], members: Sequence[int]
+    parts: Sequence[dict[int, Device]], now: Sequence[tuple[int, Device]], communicators: Communicators
 ) -> bool:
     """The same among the ranks that are in one part."""
     at_work = {id(device) for _, device in now}
     found = False
     for part in parts:
         devices = {rank: device for rank, device in part.items() if id(device) in at_work}
-        found |= exchange(devices, members)
+        found |= exchange(devices, communicators)
     return found

@@ -11,6 +11,7 @@ from helpers.plans import QUANTIZED, TINY, Case
 
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus
 from mcore_reshard.kernels.transports.nccl.staging import (
     ScratchBudget,
     divide,
@@ -18,6 +19,7 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     divided_rounds,
     pair_count,
 )
+from mcore_reshard.kernels.transports.reach import shared_gpus
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, in_moments
 from mcore_reshard.planner.plan.make_schedule import RankView, schedule_of
 from mcore_reshard.planner.plan.plan import Plan
@@ -90,30 +92,46 @@ def nccl_waves(plan: Plan) -> Runs:
 def nccl_joined(plan: Plan) -> Runs:
     """What it does where they pass on to other hosts: wave after wave, and in the same rounds the wave before."""
     parts: list[list[list[Schedule]]] = []
+    assert plan.topology is not None
+    shared = shared_gpus(plan, plan.topology, "auto")
     for schedule in schedules_of(plan):
         assert isinstance(schedule.view, RankView)
-        waves = schedule.view.waves()
-        of_rank = [[wave] for wave in (*waves, waves[-1].with_peers(()))]
-        for part, wave in zip(of_rank[1:], waves, strict=True):
-            relays = wave.view.relays() if wave.view is not None and schedule.world == "gen" else ()
-            part += [end for relay in relays[:1] for end in (relay.sends, relay.receives)]
+        waves = schedule.view.waves() or (schedule,)
+        of_rank = [[wave.with_peers(far_from(plan, wave))] for wave in waves]
+        if shared.passes_on:
+            of_rank.append([waves[-1].with_peers(())])
+            for part, wave in zip(of_rank[1:], waves, strict=True):
+                relays = wave.view.relays() if wave.view is not None and schedule.world == "gen" else ()
+                part += [end for relay in relays[:1] for end in (relay.sends, relay.receives)]
         parts.append(of_rank)
-    return nccl_parts([[*of_wave] for of_wave in zip(*parts, strict=True)], plan)
+    return nccl_parts([[*of_wave] for of_wave in zip(*parts, strict=True)], plan, shared)
 
 
-def nccl_parts(parts: list[list[list[Schedule]]], plan: Plan) -> Runs:
+def far_from(plan: Plan, schedule: Schedule) -> list[int]:
+    """The ranks of the other world that are in another domain."""
+    assert plan.topology is not None
+    domains = plan.topology.domains("gen" if schedule.world == "train" else "train")
+    return np.flatnonzero(domains != plan.topology.domains(schedule.world)[schedule.rank]).tolist()
+
+
+def nccl_parts(parts: list[list[list[Schedule]]], plan: Plan, shared: SharedGpus | None = None) -> Runs:
     runs: Runs = {}
+    pairs = [[sum(map(pair_count, of_rank)) for of_rank in part] for part in parts]
+    members = tuple(np.flatnonzero(np.sum(pairs, axis=0)).tolist())
     for part in parts:
-        for name, of_rank in nccl_part(part, plan.train.world).items():
+        for name, of_rank in nccl_part(part, plan.train.world, members, shared).items():
             runs.setdefault(name, []).extend(of_rank)
     return runs
 
 
-def nccl_part(ranks: list[list[Schedule]], train_ranks: int) -> Runs:
+def nccl_part(
+    ranks: list[list[Schedule]], train_ranks: int, members: tuple[int, ...] = (), shared: SharedGpus | None = None
+) -> Runs:
     """The runs of a part; of each rank, what it exchanges with the other world and with replicas."""
     pairs = [sum(map(pair_count, of_rank)) for of_rank in ranks]
     passes_on = any(len(of_rank) > 1 for of_rank in ranks)
     division = divide(ScratchBudget(OPTIONS.scratch_bytes), pairs, passes_on=passes_on)
+    division = replace(division, members=members or division.members).on_gpus(shared)
     division, ends = divide_windows(division, ranks, train_ranks)
     runs: Runs = {}
     for of_rank in ends:
@@ -216,6 +234,39 @@ def test_the_script_of_a_relay_between_hosts_has_the_joined_rounds_of_the_nccl_e
     ]
     assert sum(message[3] for message in passed_on) == 2 * found.buckets.nbytes[found.buckets.hop == 1].sum() > 0
     run(found)
+
+
+@pytest.mark.parametrize(
+    ("case", "hops"),
+    [
+        (Case("tiny-qwen3-moe", "tp=2,ep=2,pp=2", "tp=2,dp=2", hosts="train=a*2+b*2,gen=a*2+b*2"), ("share",)),
+        (Case("tiny-qwen3-moe", "tp=4", "tp=1,dp=4", hosts="train=a*1+b*1+c*1+d*1,gen=a*1+b*1+c*1+d*1"), ()),
+        (Case("tiny-llama", "pp=3,layers=1+2+1", "dp=3", hosts="train=a*1+b*1+c*1,gen=a*1+b*1+c*1"), ("relay",)),
+        (Case("tiny-llama", "tp=2,pp=2", "tp=2,dp=2", hosts="train=a*2+b*1+c*1,gen=a*1+b*2+c*1"), ("share",)),
+    ],
+    ids=str,
+)
+def test_the_script_of_ranks_that_share_gpus_has_the_rounds_of_all_communicators(
+    case: Case, hops: tuple[str, ...]
+) -> None:
+    plan = on_hosts(case, 2)
+    assert plan.topology is not None and plan.later_hops == hops
+    assert len(shared_gpus(plan, plan.topology, "auto").communicators(range(plan.train.world + plan.gen.world))) > 1
+    found, expected = script(plan, "auto"), nccl_joined(plan)
+    by_nccl = {name: runs_by_nccl(runs, plan) for name, runs in joined_runs_of_script(plan, found).items()}
+    assert {name: runs for name, runs in by_nccl.items() if runs} == expected
+    run(found)
+
+
+def runs_by_nccl(runs: list[list[list[Message]]], plan: Plan) -> list[list[list[Message]]]:
+    """Of a rank's runs, those of ranks in other domains."""
+    assert plan.topology is not None
+    domain = {
+        f"{world}:{rank}": number
+        for world in ("train", "gen")
+        for rank, number in enumerate(plan.topology.domains(world).tolist())  # type: ignore[arg-type]
+    }
+    return [of_run for of_run in runs if domain[of_run[0][0][1]] != domain[of_run[0][0][2]]]
 
 
 def test_a_wave_is_passed_on_within_hosts_once_it_has_come_from_other_hosts() -> None:

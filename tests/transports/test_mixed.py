@@ -5,25 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 from helpers import planned_refits
 from helpers.gpu import needs_gpus
-from helpers.nccl_over_gloo import connect_rounds
 from helpers.plans import Case
 from helpers.ranks import run_ranks, values
+from helpers.ways import rounds_stand_in, stand_in
 
-from mcore_reshard.kernels.rendezvous.gloo_group import GlooGroup
 from mcore_reshard.kernels.transports import registry
-from mcore_reshard.kernels.transports.base import Transport, TransportContext
-from mcore_reshard.kernels.transports.gloo import GlooExecutor
-from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
-from mcore_reshard.kernels.transports.mixed import Way, connect_by_pair
+from mcore_reshard.kernels.transports.mixed import connect_by_pair
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
 from mcore_reshard.kernels.transports.reach import joins
-from mcore_reshard.kernels.transports.relay import connect_each
 
 MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
 RELAYED = Case("tiny-qwen3-moe", "tp=1", "dp=3")
@@ -38,32 +32,6 @@ NO_OPTIONS: Mapping[str, Any] = {}
 TRAINER_ALONE = "train:0-gen:0,train:0-gen:1,train:0-gen:2"
 ALL_RELAYS = "relay:0-gen:1,relay:0-gen:2,relay:1-gen:0,relay:1-gen:2,relay:2-gen:0,relay:2-gen:1"
 ALL_PAIRS = "train:0-gen:0,train:0-gen:1,train:1-gen:0,train:1-gen:1"
-
-
-class OverGloo(GlooExecutor):
-    """A stand-in for a GPU transport that keeps its name, with connections of its own."""
-
-    def __init__(self, name: str, context: TransportContext) -> None:
-        schedule = context.bound.schedule
-        me = group_rank(schedule, schedule.world, schedule.rank)
-        self._own = GlooGroup(context.store, me, group_names(schedule), timeout_s=context.options.timeout_s)
-        super().__init__(self._own, context.bound)
-        self.name = name
-
-    def close(self) -> None:
-        self._own.close()
-        super().close()
-
-
-def stand_in(name: str, unavailable_reason: str | None = None) -> Way:
-    transport = Transport(name, frozenset({"cpu"}), "", lambda: unavailable_reason, None)
-    return Way(transport, connect_each(partial(OverGloo, name)))
-
-
-def rounds_stand_in(name: str, unavailable_reason: str | None = None) -> Way:
-    """A stand-in for nccl, with its rounds."""
-    transport = Transport(name, frozenset({"cpu"}), "", lambda: unavailable_reason, None)
-    return Way(transport, partial(connect_rounds, name, 64 << 10))
 
 
 def apart(case: Case) -> str:

@@ -12,15 +12,13 @@ import synthetic
 import torch
 from helpers.handmade import allocate, expected, random_transfers, raw_bytes, schedule_of
 from helpers.nccl_devices import Device, run_in_any_order
+from helpers.nccl_parts import joined_parts, schedules_of, share
 from helpers.plans import Case
 from helpers.tiles import run_tiles
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
-from mcore_reshard.kernels.copies.buckets import cut_buckets
 from mcore_reshard.kernels.copies.copy_table import COPY
-from mcore_reshard.kernels.copies.cpu import run_copies
-from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.cuda.digests import digest
 from mcore_reshard.kernels.cuda.tiles import cut_tiles
 from mcore_reshard.kernels.options import ALIGNMENT
@@ -39,11 +37,7 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     windows_that_fit,
     with_windows,
 )
-from mcore_reshard.kernels.transports.relay import _joined
 from mcore_reshard.kernels.transports.rounds import phase_of
-from mcore_reshard.planner.plan.make_schedule import relays_of
-from mcore_reshard.planner.plan.make_schedule import schedule_of as planned_schedule
-from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule
 from mcore_reshard.session.replica_copy import _schedule as copy_schedule
 from mcore_reshard.session.replica_copy import list_tensors
@@ -231,7 +225,7 @@ def test_no_order_of_kernels_deadlocks_and_every_byte_arrives(
     transfers = transfers_of(seed, worlds)
     bound_schedules, division = session(transfers, worlds, budget, seed)
     devices = {rank: Device.of([bound], division, worlds[0]) for rank, bound in enumerate(bound_schedules)}
-    run_in_any_order([devices], division.members, np.random.default_rng(order))
+    run_in_any_order([devices], division.communicators(), np.random.default_rng(order))
     check_delivered(transfers, bound_schedules, worlds)
 
 
@@ -278,45 +272,6 @@ RELAYED = [
 ]
 
 
-def joined_parts(case: Case, budget: ScratchBudget) -> tuple[list[dict[int, Device]], tuple[int, ...], list[Any]]:
-    """The parts of all ranks, the members of their communicators, and the tensors of each rank."""
-    plan = case.plan()
-    schedules = schedules_of(plan)
-    tensors = [synthetic.allocate(schedule, torch.device("cpu")) for schedule in schedules]
-    for rank in range(plan.train.world):
-        synthetic.fill(plan, "train", rank, tensors[rank])
-    of_ranks = []
-    for schedule, held in zip(schedules, tensors, strict=True):
-        bound = bind(schedule, held)
-        assert schedule.view is not None
-        waves = [bound.part(wave) for wave in schedule.view.waves()]
-        views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
-        of_ranks.append(_joined(bound, waves, [view.relays()[0] for view in views if view is not None]))
-    parts, devices = [[*part] for part in zip(*of_ranks, strict=True)], []
-    for part in parts:
-        ranks = [[bound.schedule for bound in of_rank] for of_rank in part]
-        pairs = [sum(map(pair_count, of_rank)) for of_rank in ranks]
-        passes_on = any(len(of_rank) > 1 for of_rank in ranks)
-        division, _ = divide_windows(divide(budget, pairs, passes_on=passes_on), ranks, plan.train.world)
-        division = replace(division, members=tuple(range(len(ranks))))
-        devices.append({rank: Device.of(bounds, division, plan.train.world) for rank, bounds in enumerate(part)})
-    return devices, tuple(range(len(schedules))), tensors
-
-
-def share(plan: Plan, tensors: list[dict[str, torch.Tensor]]) -> None:
-    """Run the hop within hosts, if the plan has one."""
-    ends = [relays_of(plan, rank)[1:] for rank in range(plan.gen.world)]
-    sent: dict[tuple[int, ...], NDArray[np.uint8]] = {}
-    for sends in (True, False):
-        for rank, (relay,) in ((rank, hop) for rank, hop in enumerate(ends) if hop):
-            whole = bind(planned_schedule(plan, "gen", rank), tensors[plan.train.world + rank])
-            bound = whole.part(relay.sends if sends else relay.receives)
-            for bucket in cut_buckets(bound.schedule, 4096):
-                key = bucket.stage, bucket.number, *((rank, bucket.peer) if sends else (bucket.peer, rank))
-                content = sent.setdefault(key, np.zeros(bucket.nbytes, np.uint8))
-                run_copies(bucket.copies, [*map(byte_array, bound.tensors), content])
-
-
 @pytest.mark.parametrize("order", range(2))
 @pytest.mark.parametrize(
     "budget", [ScratchBudget(48 << 10), ScratchBudget(96 << 10, 3, 2)], ids=["2 streams", "3 streams"]
@@ -326,7 +281,7 @@ def test_no_order_of_kernels_deadlocks_where_replicas_pass_on_what_came_before(
     case: Case, budget: ScratchBudget, order: int
 ) -> None:
     plan = case.plan()
-    parts, members, tensors = joined_parts(case, budget)
+    parts, communicators, tensors = joined_parts(case, budget)
     both = [
         {placed.bucket.sends for placed in each.placed_messages}
         for part in parts
@@ -339,7 +294,7 @@ def test_no_order_of_kernels_deadlocks_where_replicas_pass_on_what_came_before(
         for part in parts
         for device in part.values()
     )
-    run_in_any_order(parts, members, np.random.default_rng(order))
+    run_in_any_order(parts, communicators, np.random.default_rng(order))
     share(plan, tensors)
     for rank in range(plan.gen.world):
         assert synthetic.wrong_elements(plan, "gen", rank, tensors[plan.train.world + rank]) == {}
@@ -349,8 +304,8 @@ def test_replicas_that_pass_on_what_has_not_landed_are_seen() -> None:
     """The check above fails for ranks that send waves before they have landed."""
     case = RELAYED[1]
     plan = case.plan()
-    parts, members, tensors = joined_parts(case, ScratchBudget(64 << 10))
-    run_in_any_order(parts[::-1], members, np.random.default_rng(0))
+    parts, communicators, tensors = joined_parts(case, ScratchBudget(64 << 10))
+    run_in_any_order(parts[::-1], communicators, np.random.default_rng(0))
     wrong = [
         synthetic.wrong_elements(plan, "gen", rank, tensors[plan.train.world + rank]) for rank in range(plan.gen.world)
     ]
@@ -368,7 +323,7 @@ def test_a_copy_between_two_replicas_is_a_session_without_a_trainer() -> None:
     budget = ScratchBudget(8 << 10, checksums=True)
     division, _ = divide_windows(divide(budget, [1, 1]), [[each.schedule] for each in bound], 1)
     devices = {rank: Device.of([each], division, 1) for rank, each in enumerate(bound)}
-    run_in_any_order([devices], division.members, np.random.default_rng(0))
+    run_in_any_order([devices], division.communicators(), np.random.default_rng(0))
     assert all(torch.equal(*pair) for pair in zip(bound[0].tensors, bound[1].tensors, strict=True))
 
 
@@ -393,11 +348,6 @@ def test_replicas_that_exchange_with_all_others_do_so_evenly() -> None:
     )
     in_window = np.bincount(messages.windows(100))
     assert in_window.max() - in_window.min() <= 1
-
-
-def schedules_of(plan: Plan) -> list[Schedule]:
-    worlds = (("train", plan.train.world), ("gen", plan.gen.world))
-    return [planned_schedule(plan, world, rank) for world, ranks in worlds for rank in range(ranks)]  # type: ignore[arg-type]
 
 
 def untouched(schedule: Schedule) -> dict[str, torch.Tensor]:

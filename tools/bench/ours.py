@@ -144,6 +144,7 @@ def _nccl_with(
         context.store,
         timeout_s=context.options.timeout_s,
         budget=budget,
+        shared=context.shared,
         copy_ctas=int(options.get("ctas", DEFAULT_COPY_CTAS)),
     )
 

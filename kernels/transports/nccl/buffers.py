@@ -14,6 +14,8 @@ some 260 MB more for its kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .staging import Division
 
 COMMUNICATOR_BYTES = 252_000_000
@@ -25,11 +27,17 @@ _NET_CHANNELS = 4  # between ranks of two hosts: 50 GB/s of NIC, at 14 GB/s for 
 _PEERS_IN_A_ROUND = 8
 
 
-def buffer_bytes(senders: int, receivers: int, division: Division) -> int:
-    """NCCL's own memory on a rank that so many ranks send to, and that sends to so many, in a division's communicators."""
-    streams = division.budget.streams if senders or receivers else 0
+def buffer_bytes(senders: int, receivers: int, division: Division, sizes: Sequence[int] | None = None) -> int:
+    """NCCL's own memory on a rank that so many ranks send to, and that sends to so many, in a division's communicators.
+
+    `sizes` are the ranks of each communicator of a stream that the rank is in; by default there is one, of all members.
+    Each pair is in one of them.
+    """
+    if not senders and not receivers:
+        return 0
+    sizes, streams = sizes or [len(division.members)], division.budget.streams
     connections = (senders * RECEIVING_BYTES + receivers * SENDING_BYTES) * (1 if division.keeps_streams else streams)
-    return streams * COMMUNICATOR_BYTES + connections * _channels(len(division.members))
+    return streams * len(sizes) * COMMUNICATOR_BYTES + connections * _channels(min(sizes))
 
 
 def _channels(ranks: int) -> int:

@@ -1,8 +1,8 @@
 """What the parts of a refit over NCCL share: communicators, slots, and the way to wait and to give up.
 
-Every stream has a communicator of all ranks that exchange anything. Parts run one after another, so that the fullest round
-of any decides on the size of a slot. Packing and unpacking have a stream each: a rank that passes bytes on packs a round
-while it waits for one that it will unpack.
+Every stream has a communicator of all ranks that exchange anything, or several where ranks of both sides share GPUs (see
+`shared_gpus`). Parts run one after another, so that the fullest round of any decides on the size of a slot. Packing and
+unpacking have a stream each: a rank that passes bytes on packs a round while it waits for one that it will unpack.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
 from mcore_reshard.kernels.transports.rounds import turn_with
 
 from .communicator import NcclCommunicator, NcclError, Payload, new_unique_id
+from .shared_gpus import SharedGpus
 from .staging import (
     Division,
     HopEnd,
@@ -48,9 +49,9 @@ _UNIQUE_ID_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A communicator, the stream of its messages, and those of the copies beside it."""
+    """Communicators that take turns, by their numbers, the stream of their messages, and those of the copies beside it."""
 
-    communicator: NcclCommunicator
+    communicators: dict[int, NcclCommunicator]
     wire: torch.cuda.Stream
     packing: torch.cuda.Stream
     unpacking: torch.cuda.Stream
@@ -60,10 +61,17 @@ class NcclConnection:
     """A rank's side of all its parts. All ranks construct it at the same time, with as many parts and the same `budget`.
 
     A part has what the rank exchanges with the other world, and then what replicas send and receive of each other.
+    `shared` says where ranks are that may share GPUs.
     """
 
     def __init__(
-        self, parts: Sequence[Sequence[BoundSchedule]], store: StoreKeys, *, timeout_s: float, budget: ScratchBudget
+        self,
+        parts: Sequence[Sequence[BoundSchedule]],
+        store: StoreKeys,
+        *,
+        timeout_s: float,
+        budget: ScratchBudget,
+        shared: SharedGpus | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self._parts = [[bound.schedule for bound in part] for part in parts]
@@ -80,7 +88,7 @@ class NcclConnection:
         self._graphs: list[tuple[torch.cuda.CUDAGraph, torch.cuda.Event]] = []
         self.ends: list[list[HopEnd]] = []  # of each part
         with self.give_up_on_error():
-            self.divisions = self._divide(budget)
+            self.divisions = self._divide(budget, shared)
 
     @property
     def scratch_bytes(self) -> int:
@@ -118,7 +126,8 @@ class NcclConnection:
             if who := self._exchange.who_gave_up():  # asked first: NCCL may only report what that does to it
                 raise PeerLostError(where()[0], f"{who} gave up")
             for link in self.links.values():
-                link.communicator.is_idle(where())
+                for communicator in link.communicators.values():
+                    communicator.is_idle(where())
 
         if not poller.until(check, look=look, progress=lambda: id(where())):
             raise self._overdue(where())
@@ -150,7 +159,8 @@ class NcclConnection:
         slots, self.slots = self.slots, {}
         # NCCL's abort stops its kernels, then waits for the device and for graphs that hold the communicator. So all are
         # aborted at the same time, and the graphs go in between.
-        aborts = [Thread(target=link.communicator.abort, daemon=True) for link in links.values()]
+        communicators = [each for link in links.values() for each in link.communicators.values()]
+        aborts = [Thread(target=communicator.abort, daemon=True) for communicator in communicators]
         for abort in aborts:
             abort.start()
         for graph, done in graphs:
@@ -163,7 +173,7 @@ class NcclConnection:
         for slot in slots.values():
             slot.free()
 
-    def _divide(self, budget: ScratchBudget) -> list[Division]:
+    def _divide(self, budget: ScratchBudget, shared: SharedGpus | None) -> list[Division]:
         """Agree with all ranks on how each part divides scratch."""
         gather = self._exchange.gather
         pairs = [sum(map(pair_count, part)) for part in self._parts]
@@ -181,7 +191,7 @@ class NcclConnection:
                     strict=True,
                 )
             ]
-            divisions = [replace(division, members=members) for division in divided]
+            divisions = [replace(division, members=members).on_gpus(shared) for division in divided]
             train_ranks = self._schedule.train_ranks
             self.ends = [
                 HopEnd.cut(part, division, train_ranks) for part, division in zip(self._parts, divisions, strict=True)
@@ -201,34 +211,53 @@ class NcclConnection:
 
     def _connect(self) -> None:
         """Join the communicators, all at the same time, and connect every pair in them."""
-        schedule, members = self._schedule, self.divisions[0].members
+        schedule = self._schedule
         me = group_rank(schedule, schedule.world, schedule.rank)
-        first: dict[tuple[int, bool], Waiting] = {}  # for the first bucket to or from each member
-        streams_of: dict[tuple[int, bool], set[int]] = {}
-        for number, division in enumerate(self.divisions):
-            for end in self.ends[number]:
+        members = {number: ranks for number, ranks in self.divisions[0].communicators().items() if me in ranks}
+        first: dict[tuple[int, int, bool], Waiting] = {}  # for the first bucket to or from each member
+        streams_of: dict[tuple[int, int, bool], set[int]] = {}
+        for part, division in enumerate(self.divisions):
+            for end in self.ends[part]:
+                of_peers: dict[int, Waiting] = {}
                 for bucket in end.buckets:
-                    way = members.index(end.first_peer + bucket.peer), end.sends
-                    first.setdefault(way, bucket.waiting)
-                    streams_of.setdefault(way, set()).update(division.streams_of(turn_with(end.schedule, bucket.peer)))
+                    of_peers.setdefault(bucket.peer, bucket.waiting)
+                for peer, waiting in of_peers.items():
+                    turn = turn_with(end.schedule, peer)
+                    number = int(division.communicator_of(*end.way(peer), turn))
+                    way = number, members[number].index(end.first_peer + peer), end.sends
+                    first.setdefault(way, waiting)
+                    streams_of.setdefault(way, set()).update(division.streams_of(turn))
         waits = tuple({waiting.peer: waiting for waiting in first.values()}.values())
-        # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
         for stream in range(self.budget.streams):
-            key, wire = f"id/{stream}", torch.cuda.Stream(priority=-1)
-            if me == members[0]:
-                publish(self._exchange.store, key, new_unique_id().hex())
-            owner = replace(waits[0], peer=group_names(schedule)[members[0]])
-            unique_id = fetch(self._exchange.store, key, owner, _parse_unique_id, timeout_s=self.timeout_s)
-            communicator = NcclCommunicator(unique_id, members.index(me), len(members), waits[0])
-            self.links[stream] = Link(communicator, wire, torch.cuda.Stream(), torch.cuda.Stream())
+            # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
+            wire = torch.cuda.Stream(priority=-1)
+            link = self.links[stream] = Link({}, wire, torch.cuda.Stream(), torch.cuda.Stream())
+            for number, ranks in members.items():
+                link.communicators[number] = self._join(stream, number, ranks, me, waits[0])
         for link in self.links.values():
-            self.settle(link.communicator, waits)
+            for communicator in link.communicators.values():
+                self.settle(communicator, waits)
         warm = torch.empty(len(first), _WARM_BYTES, dtype=torch.uint8, device=self.device)
         for stream, link in self.links.items():
-            payloads = [Payload(*way, warm[number]) for number, way in enumerate(first) if stream in streams_of[way]]
-            link.communicator.start(payloads, link.wire, waits[0])
-            self.settle(link.communicator, waits)
-            self._wait_for(waits, link.wire.record_event().query)
+            for number, communicator in link.communicators.items():  # in one order on all ranks
+                payloads = [
+                    Payload(*way[1:], warm[row])
+                    for row, way in enumerate(first)
+                    if way[0] == number and stream in streams_of[way]
+                ]
+                communicator.start(payloads, link.wire, waits[0])
+                self.settle(communicator, waits)
+                self._wait_for(waits, link.wire.record_event().query)
+
+    def _join(self, stream: int, number: int, members: Sequence[int], me: int, waiting: Waiting) -> NcclCommunicator:
+        """Begin to join a communicator of a stream. The first of its members says its id."""
+        store = self._exchange.store
+        key = f"id/{stream}" if self.divisions[0].shared is None else f"id/{stream}/{number}"
+        if me == members[0]:
+            publish(store, key, new_unique_id().hex())
+        owner = replace(waiting, peer=group_names(self._schedule)[members[0]])
+        unique_id = fetch(store, key, owner, _parse_unique_id, timeout_s=self.timeout_s)
+        return NcclCommunicator(unique_id, members.index(me), len(members), waiting)
 
     def _wait_for(self, where: Waits, has_happened: Callable[[], bool]) -> None:
         self.wait(has_happened, lambda: where, EventPoller(self.timeout_s))

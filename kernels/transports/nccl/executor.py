@@ -39,6 +39,7 @@ from mcore_reshard.kernels.transports.base import StageClock, StageReport, merge
 
 from .communicator import Payload
 from .connection import Link, NcclConnection, Waits
+from .shared_gpus import SharedGpus
 from .staging import DIGEST_BYTES, Round, ScratchBudget, divided_rounds
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def connect_nccl(
     *,
     timeout_s: float,
     budget: ScratchBudget = ScratchBudget(),  # noqa: B008
+    shared: SharedGpus | None = None,
     copy_ctas: int = DEFAULT_COPY_CTAS,
 ) -> list[NcclExecutor]:
     """Connect the executors of parts that run one after another; they share communicators and slots.
@@ -63,7 +65,7 @@ def connect_nccl(
 
     All ranks of the session call this at the same time, with as many parts and the same `budget`.
     """
-    connection = NcclConnection(parts, store, timeout_s=timeout_s, budget=budget)
+    connection = NcclConnection(parts, store, timeout_s=timeout_s, budget=budget, shared=shared)
     executors = [NcclExecutor(connection, part, number) for number, part in enumerate(parts)]
     with connection.give_up_on_error():
         if any(end.buckets for ends in connection.ends for end in ends):
@@ -292,8 +294,9 @@ class NcclExecutor:
             copies.launch(stream)
 
     def _communicate(self, each: _DeviceRound, stream: torch.cuda.Stream) -> None:
-        each.link.communicator.start(each.payloads, stream, each.waits[0])
-        self._connection.settle(each.link.communicator, each.waits)
+        communicator = each.link.communicators[each.round.communicator]
+        communicator.start(each.payloads, stream, each.waits[0])
+        self._connection.settle(communicator, each.waits)
 
     def _bind_rounds(self, copy_ctas: int) -> tuple[_DeviceRound, ...]:
         rounds: list[_DeviceRound] = []

@@ -1,7 +1,8 @@
 """Fit a refit over nccl into bounded scratch: plain numbers, no device.
 
-A round is one group of NCCL messages: those of one window (see `window_of`) on one stream. A stream has at least two
-slots, so that one round is packed or unpacked while another is on the wire.
+A round is one group of NCCL messages: those of one window (see `window_of`) on one stream, in one communicator. A stream
+has one, or several that take turns in each window (see `shared_gpus`). It has at least two slots, so that one round is
+packed or unpacked while another is on the wire.
 
     windows      0    1    2    3    4        a rank with few peers: a window is a round, on the streams in turn
     stream 0     a0        a2        a4
@@ -49,6 +50,8 @@ from mcore_reshard.kernels.transports.rounds import (
 )
 from mcore_reshard.planner.plan.schedule import Schedule
 
+from .shared_gpus import SharedGpus
+
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
 _MOST_JOINED = 32  # the same where a slot has what a rank sends and what it receives
@@ -84,11 +87,24 @@ class Division:
 
     bucket_bytes: int
     budget: ScratchBudget
-    members: tuple[int, ...]  # group ranks in the communicators, ascending: those that have peers
+    members: tuple[int, ...]  # group ranks that have peers, ascending
     keeps_streams: bool  # whether a pair keeps to one stream
     passes_on: bool = False  # whether replicas send as well
     pace: int = 0  # buckets of the pair with the most, if others keep time with it
     windows: int = 1
+    shared: SharedGpus | None = None  # where members of both sides share GPUs
+
+    def on_gpus(self, shared: SharedGpus | None) -> Division:
+        """The division of ranks that are there: with several communicators where members of both sides share GPUs."""
+        return replace(self, shared=shared) if shared is not None and shared.is_needed(self.members) else self
+
+    def communicators(self) -> dict[int, tuple[int, ...]]:
+        """The group ranks in each communicator of a stream, ascending, by its number."""
+        return {0: self.members} if self.shared is None else self.shared.communicators(self.members)
+
+    def communicator_of(self, src: Any, dst: Any, turn: Any) -> Any:
+        """The communicator of a message between two group ranks. Also of arrays."""
+        return 0 * turn if self.shared is None else self.shared.communicator_of(src, dst, turn)
 
     def streams_of(self, turn: int) -> tuple[int, ...]:
         """The streams that a pair's messages take."""
@@ -120,7 +136,8 @@ class HopEnd:
     schedule: Schedule
     buckets: tuple[Bucket, ...]
     relays: bool  # whether its peers are replicas, in a session with a trainer
-    first_peer: int  # where the peer of rank 0 stands in the session's group
+    first_own: int  # where rank 0 of this side stands in the session's group
+    first_peer: int  # and rank 0 of its peers
 
     @classmethod
     def cut(cls, part: Sequence[Schedule], division: Division, train_ranks: int) -> list[HopEnd]:
@@ -130,6 +147,7 @@ class HopEnd:
                 schedule,
                 cut_buckets(schedule, division.bucket_bytes),
                 number > 0,
+                train_ranks if number or schedule.world == "gen" else 0,
                 train_ranks if number or schedule.world == "train" else 0,
             )
             for number, schedule in enumerate(part)
@@ -138,6 +156,16 @@ class HopEnd:
     @property
     def sends(self) -> bool:
         return self.schedule.world == "train"
+
+    @property
+    def own(self) -> int:
+        """The rank itself, in the session's group."""
+        return self.first_own + self.schedule.rank
+
+    def way(self, peer: int) -> tuple[int, int]:
+        """The group ranks of the sender and the receiver of a message with a peer."""
+        own, other = self.own, self.first_peer + peer
+        return (own, other) if self.sends else (other, own)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,6 +177,7 @@ class Messages:
     turn: Ints
     phase: Floats
     nbytes: Ints  # in a slot
+    communicator: Ints | int = 0
 
     @classmethod
     def of(cls, ends: Sequence[HopEnd], division: Division) -> Messages:
@@ -159,12 +188,16 @@ class Messages:
             turns = {peer: turn_with(end.schedule, peer) for _, peer in counts}
             ranks = end.schedule.gen_ranks if end.relays else 0
             rows += [
-                (each.number, counts[each.stage, each.peer], turns[each.peer], each.stage, ranks, each.nbytes)
+                (
+                    *(each.number, counts[each.stage, each.peer], turns[each.peer], each.stage, ranks, each.nbytes),
+                    *end.way(each.peer),
+                )
                 for each in end.buckets
             ]
-        number, count, turn, stage, of_ranks, nbytes = np.array(rows, np.int64).reshape(-1, 6).T.copy()
+        number, count, turn, stage, of_ranks, nbytes, src, dst = np.array(rows, np.int64).reshape(-1, 8).T.copy()
         phase = division.phase_of(turn, stage, of_ranks)
-        return cls(number, division.parts_of(count), turn, phase, aligned(message_bytes(nbytes, division.budget)))
+        in_slot = aligned(message_bytes(nbytes, division.budget))
+        return cls(number, division.parts_of(count), turn, phase, in_slot, division.communicator_of(src, dst, turn))
 
     @property
     def most_of_a_pair(self) -> int:
@@ -181,7 +214,7 @@ class PlacedMessage:
 
     bucket: Bucket
     end: int  # index of the hop's end that it belongs to
-    member: int  # the peer's rank in the communicators
+    member: int  # the peer's rank in the round's communicator
     message_bytes: int
     tensor: int | None  # index into the end's Schedule.tensors; None: it lies in the slot
     offset: int  # where it begins there
@@ -209,6 +242,7 @@ class Round:
 
     window: int
     stream: int
+    communicator: int  # of the stream
     slot: int  # of the stream
     after: int | None  # index of the round that leaves the slot to this one
     placed_messages: tuple[PlacedMessage, ...]
@@ -315,7 +349,9 @@ def fullest_round(division: Division, messages: Messages, windows: int, rank: In
     """Bytes of the largest round, of one rank, or of the ranks whose messages these are."""
     window = messages.windows(windows)
     lane = rank * division.budget.streams + division.stream_of(window, messages.turn)
-    return int(np.bincount(lane * windows + window, messages.nbytes).max(initial=0))
+    place, communicator = np.broadcast_arrays(lane * windows + window, messages.communicator)
+    of_each = [communicator == number for number in np.unique(communicator)]
+    return max((int(np.bincount(place[chosen], messages.nbytes[chosen]).max()) for chosen in of_each), default=0)
 
 
 def divided_rounds(
@@ -327,18 +363,21 @@ def divided_rounds(
     window = messages.windows(division.windows)
     stream = division.stream_of(window, messages.turn)
     buckets = [(number, bucket) for number, end in enumerate(ends) for bucket in end.buckets]
-    together: dict[tuple[int, int], list[tuple[int, tuple[int, Bucket]]]] = {}
-    for *place, turn, bucket in zip(window.tolist(), stream.tolist(), messages.turn.tolist(), buckets, strict=True):
-        together.setdefault((place[0], place[1]), []).append((turn, bucket))
+    places = (np.broadcast_to(each, window.shape).tolist() for each in (window, stream, messages.communicator))
+    together: dict[tuple[int, ...], list[tuple[int, tuple[int, Bucket]]]] = {}
+    for *place, turn, bucket in zip(*places, messages.turn.tolist(), buckets, strict=True):
+        together.setdefault(tuple(place), []).append((turn, bucket))
+    communicators = division.communicators()
     rounds: list[Round] = []
     on_stream: dict[int, list[int]] = {}  # the stream's rounds so far
     slots = division.budget.slots
-    for (number, lane), of_round in sorted(together.items(), key=lambda each: each[0]):
+    for (number, lane, communicator), of_round in sorted(together.items(), key=lambda each: each[0]):
         of_round.sort(key=lambda each: (each[0], each[1][1].stage, each[1][1].number))
-        placed = _placed_messages(ends, casts, division, [bucket for _, bucket in of_round], in_place)
+        members = communicators[communicator]
+        placed = _placed_messages(ends, casts, division, members, [bucket for _, bucket in of_round], in_place)
         earlier = on_stream.setdefault(lane, [])
         after = earlier[-slots] if len(earlier) >= slots else None
-        rounds.append(Round(number, lane, len(earlier) % slots, after, placed))
+        rounds.append(Round(number, lane, communicator, len(earlier) % slots, after, placed))
         earlier.append(len(rounds) - 1)
     return tuple(rounds)
 
@@ -347,10 +386,11 @@ def _placed_messages(
     ends: Sequence[HopEnd],
     casts: Sequence[Casts],
     division: Division,
+    members: Sequence[int],
     buckets: Sequence[tuple[int, Bucket]],
     in_place: Sequence[Sequence[bool]],
 ) -> tuple[PlacedMessage, ...]:
-    members, checksums = division.members, division.budget.checksums
+    checksums = division.budget.checksums
     messages: list[PlacedMessage] = []
     slot_end = 0
     for end, bucket in buckets:
