@@ -55,7 +55,15 @@ def run(case: Case, target: Any = refit, *args: Any) -> list[Outcome]:
     return run_ranks(plan.train.world + plan.gen.world, target, case, *args, timeout_s=240.0)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=[*CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=name, marks=[pytest.mark.slow] * (name in ("5 hosts", "3 hosts, replicas pass on, casts"))
+        )
+        for name, case in CASES.items()
+    ],
+)
 def test_ranks_that_share_gpus_on_several_hosts_refit_over_auto(case: Case) -> None:
     told = values(run(case))
     assert [wrong for _, wrong in told] == [{}] * len(told)

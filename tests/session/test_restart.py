@@ -336,8 +336,12 @@ def answer_late() -> None:
     attendance.Attendance._say = late  # type: ignore[method-assign]
 
 
+def wait_longer() -> None:
+    leader._PROMPT_S = 5.0  # a busy machine
+
+
 def test_a_replica_that_waits_for_the_refit_does_not_lag_because_another_answers_sooner(lagging: Ranks) -> None:
-    trainer = lagging.train(TP2)
+    trainer = lagging.train(TP2, patch=wait_longer)
     engines = [lagging.gen(TP2, 0, patch=answer_late), lagging.gen(TP2, 1)]
     fine(tell(trainer + engines, "prepare"))
     for version in (1, 2, 3):
