@@ -78,7 +78,9 @@ nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow,
 test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 8 minutes)
 	PYTHON=$(PYTHON) bash tools/make_vllm_cpu.sh $(VENV_VLLM)
 	PYTHONWARNINGS=ignore $(VENV_VLLM)/bin/python -m pip install -q --no-deps -e .
-	$(VENV_VLLM)/bin/python -m pytest tests/engine tests/trainers
+	@mkdir -p build; $(VENV_VLLM)/bin/python -m pytest tests/engine/test_[a-r]*.py > build/test-vllm-half.txt 2>&1 & first=$$!; \
+	$(VENV_VLLM)/bin/python -m pytest tests/engine/test_[s-z]*.py tests/trainers; rest=$$?; wait $$first; first=$$?; \
+	cat build/test-vllm-half.txt; exit $$(( rest | first ))
 
 test-newest: ## the newest Megatron-Core and Megatron-Bridge, beside vLLM (Python 3.12; builds it on first use, 4 minutes)
 	PYTHON=$(PYTHON) bash tools/make_newest_bridge.sh $(VENV_NEWEST)
