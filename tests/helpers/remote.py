@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import logging
 import multiprocessing
 import os
 import re
@@ -202,6 +203,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _serve(pipe: Any, target: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    logging.getLogger().handlers = [logging.NullHandler()]  # a thread of the parent may have held the lock of its own
     endpoint, orders, held = target(*args)
     with suppress(EOFError):
         while True:

@@ -65,5 +65,5 @@ def test_a_refit_waits_for_the_store_a_few_times() -> None:
     assert trainer[:2] == ["wait", "compare_set"], "for the engine's word, which that brings; and to call it"
     assert engine[:3] == ["get", "wait", "wait"], "what has begun, that a refit begins, and the call"
     asked = [arrives + agrees, arrives + knows]
-    ends = [*asked, *(each + ["wait"] for each in asked)]  # for others to know, unless they do already
+    ends = [*asked, *([*each, "wait"] for each in asked)]  # for others to know, unless they do already
     assert trainer[2:] in ends and engine[3:] in ends, (trainer, engine)
