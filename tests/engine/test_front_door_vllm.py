@@ -24,7 +24,7 @@ from mcore_reshard.validation.processes import run_processes
 
 HERE = Path(__file__).parent
 STEPS = 2
-TRAIN_S, ENGINE_S = 240, 240
+TRAIN_S, ENGINE_S = 480, 480  # beside another half of the tests
 CPU = {
     "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",

@@ -28,6 +28,7 @@ from mcore_reshard.session.store_server import serve_store, start_store_if_absen
 from mcore_reshard.session.trace_exchange import answer_request
 
 SHORT = Options(session="s", timeout_s=1.0)
+PATIENT = Options(session="s", timeout_s=20.0)  # on a busy machine
 
 
 def keeps_silent(connection: socket.socket) -> None:
@@ -130,7 +131,7 @@ def test_it_is_a_store_like_any_other(host: StoreProcess) -> None:
 
 
 def test_a_wait_brings_what_is_there_when_it_ends(host: StoreProcess) -> None:
-    with connect_store(host.address, SHORT) as store, connect_store(host.address, SHORT) as other:
+    with connect_store(host.address, PATIENT) as store, connect_store(host.address, PATIENT) as other:
         part = store.under("wait")
         assert part.peek_when(["a"], 0.1, ["a"], writers=[None]) is None
         part.set("b", "2")
@@ -146,7 +147,7 @@ def test_a_wait_brings_what_is_there_when_it_ends(host: StoreProcess) -> None:
 
 
 def test_who_fills_a_counter_reads_everyone(host: StoreProcess) -> None:
-    with connect_store(host.address, SHORT) as store:
+    with connect_store(host.address, PATIENT) as store:
         part = store.under("count")
         part.set_soon({"a": "1"})
         assert part.add_and_peek("n", 2, ["a", "b"], writers=[None, None]) is None
@@ -171,7 +172,7 @@ def test_a_store_of_an_earlier_release_is_asked_once_more(host: StoreProcess, mo
             said.pop("all", None)
         return send(self, said, *args, **named)
 
-    with connect_store(host.address, SHORT) as store:
+    with connect_store(host.address, PATIENT) as store:
         part = store.under("before")
         part.set("a", "1")
         monkeypatch.setattr(StoreConnection, "send", send_as_before)
