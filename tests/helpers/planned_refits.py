@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import synthetic
@@ -11,8 +12,11 @@ from helpers.plans import Case
 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.make_schedule import schedule_of
-from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
+from mcore_reshard.planner.plan.plan import Plan
+from mcore_reshard.session.endpoints import GenerationEndpoint, RefitReport, TrainEndpoint
+from mcore_reshard.session.part import RankOfPlan
 
+Endpoint = TrainEndpoint | GenerationEndpoint
 REFITS = 2
 
 
@@ -36,13 +40,41 @@ def refit(
     endpoint = (TrainEndpoint if train else GenerationEndpoint)(
         schedule, tensors, store=address, options=Options(timeout_s=timeout_s, **options)
     )
-    endpoint.prepare()
     ways, wrong = set(), {}
-    for version in range(1, REFITS + 1):
-        if not train:
+    for report, of_refit in _refits(endpoint, plan, rank, tensors):
+        ways.add(report.transport)
+        wrong |= of_refit
+    return ways, wrong
+
+
+def refits_of_plan(
+    number: int, address: str, case: Case, options: Options, leaves: int = -1
+) -> Iterator[tuple[Endpoint, RefitReport, dict[str, int]]]:
+    """Rank `number` of a session that may plan anew refits twice on the CPU; generation rank `leaves` goes after the first.
+
+    Yields of each refit the rank's endpoint, its report, and wrong elements by parameter.
+    """
+    plan = case.plan()
+    train = number < plan.train.world
+    rank = number if train else number - plan.train.world
+    part = RankOfPlan(plan, "train" if train else "gen", rank)
+    tensors = synthetic.allocate(part.schedule(range(plan.gen.dp)), torch.device("cpu"))
+    if train:
+        synthetic.fill(plan, "train", rank, tensors)
+    endpoint = (TrainEndpoint if train else GenerationEndpoint)(part, tensors, store=address, options=options)
+    count = REFITS if train or rank != leaves else 1
+    for report, wrong in _refits(endpoint, plan, rank, tensors, count):
+        yield endpoint, report, wrong
+
+
+def _refits(
+    endpoint: Endpoint, plan: Plan, rank: int, tensors: dict[str, torch.Tensor], count: int = REFITS
+) -> Iterator[tuple[RefitReport, dict[str, int]]]:
+    endpoint.prepare()
+    for version in range(1, count + 1):
+        if endpoint.world == "gen":
             for tensor in tensors.values():
                 tensor.view(torch.uint8).fill_(synthetic.POISON)
-        ways.add(endpoint.refit(version).transport)
-        wrong |= {} if train else synthetic.wrong_elements(plan, "gen", rank, tensors)
+        report = endpoint.refit(version)
+        yield report, synthetic.wrong_elements(plan, "gen", rank, tensors) if endpoint.world == "gen" else {}
     endpoint.close()
-    return ways, wrong

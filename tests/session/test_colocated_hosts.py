@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import synthetic
-import torch
 from helpers import planned_refits
 from helpers.colocated import be_at, places_of, take_for_auto
 from helpers.plans import Case
@@ -16,8 +14,6 @@ from helpers.ways import rounds_stand_in, stand_in
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
-from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
-from mcore_reshard.session.part import RankOfPlan
 
 FP8: dict[str, Any] = {"dtypes": ("bf16", "fp8"), "block": (8, 16)}
 ONE = "h200-8,gpus=1"
@@ -85,26 +81,8 @@ def refit_anew(number: int, address: str, case: Case, places: str, leaves: int) 
     """
     be_at(places[number], f"{places[number]}/GPU-0")
     take_for_auto(stand_in("near"), rounds_stand_in("far"))
-    plan = case.plan()
-    train = number < plan.train.world
-    rank = number if train else number - plan.train.world
-    part = RankOfPlan(plan, "train" if train else "gen", rank)
-    tensors = synthetic.allocate(part.schedule(range(plan.gen.dp)), torch.device("cpu"))
-    if train:
-        synthetic.fill(plan, "train", rank, tensors)
-    endpoint = (TrainEndpoint if train else GenerationEndpoint)(
-        part, tensors, store=address, options=Options(timeout_s=60.0)
-    )
-    endpoint.prepare()
-    told = []
-    for version in range(1, 3 if train or rank != leaves else 2):
-        if not train:
-            for tensor in tensors.values():
-                tensor.view(torch.uint8).fill_(synthetic.POISON)
-        way = endpoint.refit(version).transport
-        told.append((way, 0 if train else len(synthetic.wrong_elements(plan, "gen", rank, tensors))))
-    endpoint.close()
-    return told
+    refits = planned_refits.refits_of_plan(number, address, case, Options(timeout_s=60.0), leaves)
+    return [(report.transport, len(wrong)) for _, report, wrong in refits]
 
 
 @pytest.mark.parametrize("leaves", [1, 2])

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import synthetic
 import torch
+from helpers import planned_refits
 from helpers.gpu import needs_gpus
 from helpers.plans import Case
 from helpers.ranks import run_ranks, values
@@ -21,7 +21,6 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import MACHINES, Place, Topology
 from mcore_reshard.session import member, places
 from mcore_reshard.session.endpoints import GenerationEndpoint, TrainEndpoint
-from mcore_reshard.session.part import RankOfPlan
 from mcore_reshard.session.places import own_place, topology_of
 
 REPLICAS = Case("tiny-llama", "tp=2", "tp=1,dp=4")
@@ -39,27 +38,12 @@ def refit(
     places.host = lambda: hosts[number]  # of this process alone
     if gpus:
         member.own_place = lambda *_: f"{hosts[number]}/{gpus[number]}"
-    plan = case.plan()
-    train = number < plan.train.world
-    rank = number if train else number - plan.train.world
-    part = RankOfPlan(plan, "train" if train else "gen", rank)
-    tensors = synthetic.allocate(part.schedule(range(plan.gen.dp)), torch.device("cpu"))
-    if train:
-        synthetic.fill(plan, "train", rank, tensors)
     options = Options(transport="gloo", timeout_s=60.0, bucket_bytes=8192)
-    endpoint = (TrainEndpoint if train else GenerationEndpoint)(part, tensors, store=address, options=options)
-    endpoint.prepare()
     told = []
-    for version in range(1, 3 if train or rank != leaves else 2):
-        if not train:
-            for tensor in tensors.values():
-                tensor.view(torch.uint8).fill_(synthetic.POISON)
-        endpoint.refit(version)
-        wrong = {} if train else synthetic.wrong_elements(plan, "gen", rank, tensors)
+    for endpoint, _, wrong in planned_refits.refits_of_plan(number, address, case, options, leaves):
         used = plan_of(endpoint)
         known = 0 if used.topology is None else len(used.topology.hosts)
         told.append((known, [*used.later_hops], int(used.loads.received[NIC].sum()), wrong))
-    endpoint.close()
     return told
 
 

@@ -143,11 +143,9 @@ def in_flight_section(folder: Path = RESULTS) -> str:
                 f"| {row['ctas']} | {without:,} | {during:,} | {during / without:.0%} | {row['refit_ms']:.1f} ms |"
                 f" {row['refits']} |"
             )
-        parts += [
-            f"\nRows of {' and '.join(str(row['ctas']) for row in earlier)} CTAs: measured on {day}, the same hardware."
-            for day in sorted({row["date"] for row in in_flight_rows(file) if "date" in row})
-            for earlier in [[row for row in in_flight_rows(file) if row.get("date") == day]]
-        ]
+        for day in sorted({row["date"] for row in in_flight_rows(file) if "date" in row}):
+            earlier = ", ".join(str(row["ctas"]) for row in in_flight_rows(file) if row.get("date") == day)
+            parts.append(f"\nRows of {earlier} CTAs: measured on {day}, the same hardware.")
     return "\n".join(parts)
 
 
