@@ -49,7 +49,10 @@ def parse_json(
     """
     if len(text) > max_bytes:
         raise BoundsError(f"{what} has {len(text):,} bytes, more than {max_bytes:,}")
-    lists = check_counts([text], what, max_lists=max_lists, max_values=max_values, max_strings=max_strings)
+    if len(text) <= min(max_lists, max_values, max_strings):  # the usual message: it cannot have more of anything
+        lists = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
+    else:
+        lists = check_counts([text], what, max_lists=max_lists, max_values=max_values, max_strings=max_strings)
     try:
         text = text.decode() if isinstance(text, bytes) else text
     except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ import asyncio
 import math
 import os
 import resource
+import select
 import socket
 import sys
 import time
@@ -51,53 +52,105 @@ OPENING_S = 10.0  # for a connection to say what it wants
 LINGER_S = 3600.0  # the longest that a session without connections is kept
 IDLE_S = 5.0  # without connections, before a server ends whose starter has died: another one may come
 MAX_UNOPENED = 2048  # connections that have not said what they want; a further one ends the oldest
+MAX_AHEAD_BYTES = 128 << 10  # of requests that a client sends before its earlier ones were answered; then it waits
 MAX_UNREAD_BYTES = MAX_FRAME_BYTES + (16 << 20)  # that a client leaves unread, before its connection is closed
 
 
-class Connection:
+class Connection(asyncio.Protocol):
     """One client's connection, or one that has not said yet whose it is."""
 
-    def __init__(self, store: StoreServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.store, self.reader, self.writer = store, reader, writer
+    transport: asyncio.Transport
+
+    def __init__(self, store: StoreServer) -> None:
+        self.store = store
         self.session: Session | None = None
         self.client = ""
         self.waits: dict[int, Wait] = {}
         self.said_goodbye = False
+        self._nonce = uuid4().hex
+        self._opening: asyncio.TimerHandle | None = None  # until the client has said what it wants
+        self._arrived = bytearray()  # frames that were not read yet, the last one perhaps in part
+        self._reads_soon = False  # the next frame is read once other connections had their turn
+        self._is_unread = False  # the client does not read its answers, so its requests wait
 
-    async def serve(self) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._opening = asyncio.get_running_loop().call_later(OPENING_S, transport.abort)
+        with suppress(OSError):
+            watch_host(transport.get_extra_info("socket"), OPENING_S)
+        self.store.accepted(self)
+        greeting = {"id": 0, "magic": MAGIC, "instance": self.store.instance, "nonce": self._nonce}
+        self.push(pack(greeting))
+
+    def data_received(self, data: bytes) -> None:
+        self._arrived += data
+        if not self._reads_soon:
+            self._read_frame()
+        if (self._reads_soon or self._is_unread) and len(self._arrived) > MAX_AHEAD_BYTES:
+            self.transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        self._is_unread = True
+
+    def resume_writing(self) -> None:
+        self._is_unread = False
+        self._take_turn()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._has_opened()
+        self.store.closed(self)
+
+    def _take_turn(self) -> None:
+        """Read the next frame after other connections have read one of theirs."""
+        if not self._reads_soon:
+            self._reads_soon = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._reads_soon = False
+        self._read_frame()
+        if not self._reads_soon and not self._is_unread and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _read_frame(self) -> None:
+        """Answer the first frame that has arrived, if it is whole."""
+        arrived = self._arrived
+        if self._is_unread or len(arrived) < LENGTHS.size or self.transport.is_closing():
+            return
         try:
-            is_open = await asyncio.wait_for(self._open(), OPENING_S)
-            self.store.unopened.pop(self, None)
-            while is_open and self.session is not None:
-                header, blobs = await self._read(MAX_FRAME_BYTES)
+            limit = MAX_OPENING_BYTES if self._opening is not None else MAX_FRAME_BYTES
+            header_bytes, body = body_bytes(arrived[: LENGTHS.size], limit, MAX_REQUEST_BYTES)
+            if len(arrived) < (end := LENGTHS.size + body):
+                return
+            frame = unpack(header_bytes, arrived[LENGTHS.size : end])
+            del arrived[:end]
+            if self._opening is not None:
+                self._open(frame[0])
+            elif self.session is not None:
                 if (client := self.session.clients.get(self.client)) is not None:
                     client.heard = time.time()
-                self._answer(header, blobs)
-                await self.writer.drain()
-                await asyncio.sleep(0)  # a client that has many requests under way takes turns with the others
+                self._answer(*frame)
         except (FrameError, Refusal) as error:
             self.push(pack({"id": 0, "error": str(error)}))
-        except (OSError, EOFError, TimeoutError, asyncio.TimeoutError):
-            pass
-        finally:
-            self.store.closed(self)
-            self.writer.close()
+            self.transport.close()
+        if len(arrived) >= LENGTHS.size:
+            self._take_turn()
 
-    async def _read(self, limit: int) -> tuple[dict[str, Any], list[bytes]]:
-        lengths = await self.reader.readexactly(LENGTHS.size)
-        header_bytes, body = body_bytes(lengths, limit, MAX_REQUEST_BYTES)
-        return unpack(header_bytes, await self.reader.readexactly(body))
-
-    async def _open(self) -> bool:
-        """Greet, and read which session the client means; it proves there that it knows the session's token."""
-        nonce = uuid4().hex
-        self.push(pack({"id": 0, "magic": MAGIC, "instance": self.store.instance, "nonce": nonce}))
-        header, _ = await self._read(MAX_OPENING_BYTES)
+    def _open(self, header: dict[str, Any]) -> None:
+        """Let the client into the session that it means; it proves here that it knows the session's token."""
         if header.get("op") == "stats":
             self.push(pack({"id": header.get("id", 0), "value": self.store.stats()}))
-            return False
-        self.store.open(self, header, nonce)
-        return True
+            self.transport.close()
+        else:
+            self.store.open(self, header, self._nonce)
+            self._has_opened()
+
+    def _has_opened(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+        self.store.unopened.pop(self, None)
 
     def _answer(self, header: dict[str, Any], blobs: list[bytes]) -> None:
         session, number, operation = self.session, header.get("id"), str(header.get("op"))
@@ -145,14 +198,19 @@ class Connection:
 
     def push(self, frame: bytes) -> None:
         """Send, without waiting for a client that does not read; one that leaves too much unread is closed."""
-        with suppress(OSError, RuntimeError):
-            self.writer.write(frame)
-            if self.writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+        if not self.transport.is_closing():
+            self.transport.write(frame)
+            if self.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 self.abort()
 
     def abort(self) -> None:
-        transport: Any = self.writer.transport
-        transport.abort()
+        self.transport.abort()
+
+    def has_ended(self) -> bool:
+        """Whether its client has closed it, or has died; the event loop may not have noticed yet."""
+        ended = select.poll()
+        ended.register(self.transport.get_extra_info("socket"), getattr(select, "POLLRDHUP", select.POLLHUP))
+        return self.transport.is_closing() or bool(ended.poll(0))
 
 
 class StoreServer:
@@ -173,12 +231,13 @@ class StoreServer:
         A starter's end shows on stdin; a byte there says that it needs this store no more.
         """
         self._max_unopened = min(MAX_UNOPENED, _allow_descriptors() // 2)
-        server = await asyncio.start_server(self._accept, sock=listening, limit=1 << 16, backlog=4096)
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection(self), sock=listening, backlog=4096)
         async with server:
             if starter is None:
                 await server.serve_forever()
-            was_told, idle_s = asyncio.get_running_loop().create_future(), IDLE_S
-            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _note_end, was_told)
+            was_told, idle_s = loop.create_future(), IDLE_S
+            loop.add_reader(sys.stdin.fileno(), _note_end, was_told)
             while not was_told.done() and os.getppid() == starter:  # a child of it may hold the pipe open
                 await asyncio.wait([was_told], timeout=1.0)
             if was_told.done() and was_told.result():
@@ -187,15 +246,12 @@ class StoreServer:
             while self.connections or time.monotonic() - max(ended, self.idle_since) < idle_s:
                 await asyncio.sleep(0.1)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            watch_host(writer.get_extra_info("socket"), OPENING_S)
-        connection = Connection(self, reader, writer)
+    def accepted(self, connection: Connection) -> None:
+        """A connection has been made, and has not said yet what it wants."""
         self.connections.add(connection)
         self.unopened[connection] = None
         if len(self.unopened) > self._max_unopened:
             next(iter(self.unopened)).abort()
-        await connection.serve()
 
     def open(self, connection: Connection, header: dict[str, Any], nonce: str) -> None:
         """Let a connection into its session, which the first one begins. Raises FrameError and Refusal."""
@@ -227,7 +283,7 @@ class StoreServer:
             held.connection.abort()
         held.connection, connection.session, connection.client = connection, session, client
         with suppress(OSError):
-            watch_host(connection.writer.get_extra_info("socket"), silence_s)
+            watch_host(connection.transport.get_extra_info("socket"), silence_s)
         own = [name for name, seat in session.seats.items() if seat.client == client]
         for seat in own:
             if session.seats[seat].status == "gone":

@@ -49,6 +49,8 @@ class Connection(Protocol):
 
     def push(self, frame: bytes) -> None: ...
 
+    def has_ended(self) -> bool: ...
+
 
 @dataclass
 class Seat:
@@ -297,7 +299,7 @@ def _sit(connection: Connection, session: Session, header: dict[str, Any], blobs
     seat = session.seats.get(name)
     if seat is not None and seat.client != connection.client and seat.status == "here":
         holder = session.clients.get(seat.client)
-        if holder is None or holder.connection is None:
+        if holder is None or holder.connection is None or holder.connection.has_ended():
             return {"held": True}, []
         since = time.strftime("%H:%M:%S", time.gmtime(seat.since))
         raise Refusal(
