@@ -25,7 +25,7 @@ FAST_HALF := copies transports proof attack
 NEWEST := $(addprefix tests/,$(addprefix validation/test_,adapters.py megatron_source.py te_standin.py trainer_trace.py validate.py \
 	zoo.py) $(addprefix engine/test_,newest_bridge.py tiny_models.py) session/test_lora.py)
 
-.PHONY: help setup demo test-fast test test-faults soak nightly test-vllm test-newest test-frameworks test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu test-live clean
+.PHONY: help setup setup-vllm demo test-fast test test-faults soak nightly test-vllm test-newest test-frameworks test-gpu test-memcheck validate-all validate-gpu lint docs docs-check types bench bench-gpu test-live clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -75,9 +75,11 @@ nightly: $(VENV)/.ready ## what is too slow for every change: tests marked slow,
 	$(VENV_VLLM)/bin/python -m pytest -m slow tests/engine tests/tools/test_compare.py
 	$(MAKE) test-sglang
 
-test-vllm: ## the tests against real vLLM on CPU (builds it on first use, about 8 minutes)
+setup-vllm: ## the environment of test-vllm: real vLLM on CPU, built on first use (8 minutes)
 	PYTHON=$(PYTHON) bash tools/make_vllm_cpu.sh $(VENV_VLLM)
 	PYTHONWARNINGS=ignore $(VENV_VLLM)/bin/python -m pip install -q --no-deps -e .
+
+test-vllm: setup-vllm ## the tests against real vLLM on CPU
 	@mkdir -p build; $(VENV_VLLM)/bin/python -m pytest tests/engine/test_[a-r]*.py > build/test-vllm-half.txt 2>&1 & first=$$!; \
 	$(VENV_VLLM)/bin/python -m pytest tests/engine/test_[s-z]*.py tests/trainers; rest=$$?; wait $$first; first=$$?; \
 	cat build/test-vllm-half.txt; exit $$(( rest | first ))
