@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tools")]
 
 SEEDS, STEPS, RESTART_AT = 5, 200, 100
+GRACE_S = 15.0  # a run has to end its engine
 LAST = 20  # steps whose mean reward is the end of a curve
 LEARNED, MARGIN = 0.8, 0.4
 APART, SHARED = "two GPUs", "one GPU"
@@ -108,24 +109,34 @@ def main() -> int:
 
 
 def run_all(folder: Path, limit_s: float) -> list[dict[str, Any]]:
-    """Run everything at the same time; each run with its curve, or an error."""
+    """Run everything at the same time; each run with its curve, or an error. Ends at most `GRACE_S` after the limit."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = runs()
     files = [folder / f"run{number}.json" for number in range(len(wanted))]
     processes = [start(run, out, []) for run, out in zip(wanted, files, strict=True)]
-    deadline, done = time.monotonic() + limit_s, []
-    for run, out, process in zip(wanted, files, processes, strict=True):
-        try:
-            code = process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.terminate()  # it ends its engine
-            code = process.wait()
-        if code == 0:
-            done.append({**run, **json.loads(out.read_text()), "place": run["place"]})
-        else:
-            last = out.with_suffix(".log").read_text(errors="replace").strip().splitlines()[-1:]
-            done.append({**run, "error": f"ended with {code}: {''.join(last)}"})
-    return done
+    deadline = time.monotonic() + limit_s
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    late = [process for process in processes if process.poll() is None]
+    for process in late:
+        process.terminate()  # it ends its engine
+    while any(process.poll() is None for process in late) and time.monotonic() < deadline + GRACE_S:
+        time.sleep(0.1)
+    for process in late:
+        process.kill()
+    return [
+        result(run, out, process.wait(), process in late)
+        for run, out, process in zip(wanted, files, processes, strict=True)
+    ]
+
+
+def result(run: dict[str, Any], out: Path, code: int, late: bool) -> dict[str, Any]:
+    """What one run wrote, or why it wrote nothing."""
+    if code == 0:
+        return {**run, **json.loads(out.read_text()), "place": run["place"]}
+    last = out.with_suffix(".log").read_text(errors="replace").strip().splitlines()[-1:]
+    why = "was not done at the limit" if late else f"ended with {code}"
+    return {**run, "error": f"{why}: {''.join(last)}"}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch.distributed import DistNetworkError
 
-from mcore_reshard.kernels.errors import SessionError
+from mcore_reshard.kernels.errors import SessionError, StoreRestarted
 from mcore_reshard.kernels.rendezvous.exchange import Failure, parse_stored, stored_text
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 from mcore_reshard.kernels.rendezvous.seal import WrongWriterError
@@ -35,6 +35,7 @@ class Attendance:
         self._process = process
         self._done: Head | None = None  # of the last attempt that this rank took part in, or was left out of
         self._has_spoken = False  # in any attempt
+        self.hang_up: Callable[[], None] = lambda: None  # closes this rank's connections with the others
 
     def lost(self, members: Sequence[str], processes: Mapping[str, Any] = MappingProxyType({})) -> Failure | None:
         """The first of `members` that has exited or left, as every rank may tell it.
@@ -83,6 +84,26 @@ class Attendance:
         self.store.compare_set(key, "", stored_text({"failure": asdict(failure)}))
         said = parse_stored(key, self.store.get(key), dict)
         return Failure.from_json(said["failure"]) if "failure" in said else None
+
+    def abandon(self, attempt: str, failure: Failure) -> None:
+        """Fail an attempt for all. Where its members are called already, those that move bytes notice that this rank hangs up.
+
+        Nobody is called any more where the store has started anew.
+        """
+        is_called = True  # unless the store says otherwise
+        try:
+            is_called = self.fail_call(attempt, failure) is None
+            if is_called:
+                call = self._read_call(attempt)
+                phases = [f"e/{call.epoch}/hello"] if call.epoch == attempt else []
+                for phase in (*phases, f"a/{attempt}/bulk", f"a/{attempt}/commit"):
+                    self.store.compare_set(f"{phase}/outcome", "", stored_text(asdict(failure)))
+        except StoreRestarted:
+            is_called = False
+            raise
+        finally:
+            if is_called:
+                self.hang_up()
 
     def _say(self, attempt: str, make_word: MakeWord) -> dict[str, Any]:
         """Publish this rank's word and return it as others read it; an error of `make_word` fails the attempt for all."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from mcore_reshard.kernels.errors import SessionClosed, SessionError
-from mcore_reshard.kernels.rendezvous.exchange import Failure, stored_text
+from mcore_reshard.kernels.rendezvous.exchange import Failure
 from mcore_reshard.kernels.rendezvous.rendezvous import SessionFailed
 from mcore_reshard.kernels.rendezvous.store import SessionStore
 from mcore_reshard.kernels.rendezvous.store_opening import Seat
@@ -81,7 +80,7 @@ class Follower(Attendance):
             raise
         except BaseException as error:  # the others must not wait for this rank
             with suppress(Exception):
-                self._abandon(head.attempt, Failure.of(self.seat, error))
+                self.abandon(head.attempt, Failure.of(self.seat, error))
             raise
 
     def _follow(self, head: Head, make_word: MakeWord, timeout_s: float) -> Call | None:
@@ -115,15 +114,6 @@ class Follower(Attendance):
             return False
         called = self._read_call(attempt)
         return self.seat in called.members and called.words[self.seat].get("process") != self._process
-
-    def _abandon(self, attempt: str, failure: Failure) -> None:
-        """Fail an attempt for all, whether its members are called already or not."""
-        if self.fail_call(attempt, failure) is not None:
-            return
-        call = self._read_call(attempt)
-        phases = [f"e/{call.epoch}/hello"] if call.epoch == attempt else []
-        for phase in (*phases, f"a/{attempt}/bulk", f"a/{attempt}/commit"):
-            self.store.compare_set(f"{phase}/outcome", "", stored_text(asdict(failure)))
 
     def skip(self, head: Head) -> None:
         """Take no part in an attempt that is under way: this rank has come later."""

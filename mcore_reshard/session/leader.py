@@ -78,7 +78,7 @@ class Leader(Attendance):
         """Announce an attempt."""
         with self.store_is_up():
             if self._done is not None and self._uncalled is not None:
-                self.fail_call(self._done.attempt, self._uncalled)
+                self.abandon(self._done.attempt, self._uncalled)
             self._uncalled = None
             if self._led_at not in ("", self.store.instance):
                 self._await_return()
@@ -111,7 +111,7 @@ class Leader(Attendance):
         except BaseException as error:
             self._uncalled = cause_of(self.seat, error)
             with suppress(Exception):
-                self.fail_call(head.attempt, self._uncalled)
+                self.abandon(head.attempt, self._uncalled)
             raise
 
     def _call(

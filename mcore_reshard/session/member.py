@@ -168,6 +168,7 @@ class Member(ABC):
                 keep_newest(self._part.plan, store)
         else:
             self._attendance = Follower(*common)
+        self._attendance.hang_up = partial(self._disconnect, failed=True)
 
     def _word(self) -> dict[str, Any]:
         """What every rank says in every attempt."""

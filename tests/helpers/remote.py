@@ -211,7 +211,7 @@ def _serve(pipe: Any, target: Callable[..., Any], *args: Any) -> None:
             start, error, report = time.monotonic(), None, None
             try:
                 report = orders.get(order, getattr(endpoint, order, None))(**arguments)
-            except Exception as raised:
+            except (Exception, KeyboardInterrupt) as raised:
                 error = f"{type(raised).__name__}: {raised}"
             seconds = time.monotonic() - start
             replicas = tuple(getattr(report, "replicas", ()))

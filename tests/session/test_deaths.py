@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import pytest
 from faults.verdicts import KNOWN_S
 from helpers.plans import Case
 from helpers.remote import Answer, Ranks, Remote, tell
 
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store import connect_store
+from mcore_reshard.session.attempts import REFIT, Call
+from mcore_reshard.session.attendance import Attendance
 from mcore_reshard.session.watch import observe
 
 ONE_EACH = Case("tiny-llama", "tp=2", "tp=1,dp=2")
@@ -125,6 +130,39 @@ def test_the_session_recovers_from_a_trainer_that_died_while_it_held_the_interpr
     answers = [*tell(newer, "refit", version=2), *(engine.answer() for engine in engines)]
     fine(answers)
     assert [answer.held for answer in answers[2:]] == [2, 2]
+
+
+def interrupted_once_called(seat: str) -> Callable[[], None]:
+    """A patch: this rank is interrupted in its second refit, as soon as it has read that it is called."""
+    read, reads = Attendance._require_own_word, [0]
+
+    def interrupted(self: Attendance, call: Call, said: Mapping[str, Any]) -> Call:
+        reads[0] += self.seat == seat and call.kind == REFIT
+        if reads[0] == 2:
+            reads[0] += 1
+            time.sleep(0.5)  # until the others are at work
+            raise KeyboardInterrupt
+        return read(self, call, said)
+
+    def patch() -> None:
+        Attendance._require_own_word = interrupted  # type: ignore[method-assign]
+
+    return patch
+
+
+@pytest.mark.parametrize("seat", ["train:0", "gen:1"])
+def test_all_know_of_an_interrupt_that_comes_just_after_the_call(ranks: Ranks, seat: str) -> None:
+    patch = interrupted_once_called(seat)
+    trainer, engines = ranks.train(ONE_EACH, patch=patch), [ranks.gen(ONE_EACH, rank, patch=patch) for rank in range(2)]
+    fine(tell(trainer + engines, "prepare"))
+    fine(refit(trainer, engines, 1))
+    victim = trainer[0] if seat == "train:0" else engines[1]
+    answers = refit(trainer, engines, 2)
+    for rank, answer in zip(trainer + engines, answers, strict=True):
+        told = "KeyboardInterrupt: " if rank is victim else f"SessionFailed: {seat}: KeyboardInterrupt: "
+        assert answer.error is not None and answer.error.startswith(told), answer
+        assert answer.seconds < KNOWN_S, answer
+    fine(refit(trainer, engines, 3))
 
 
 def test_a_goodbye_is_no_death(ranks: Ranks) -> None:
