@@ -14,7 +14,12 @@ EVENTS = (ROOT / "docs" / "reliability.md").read_text().partition("## States")[0
 ROUNDED_S = 0.1
 # What the page says of a fault, and so how long others may take to know of it, with this deadline.
 PROMISES = {
-    "kill": ("| all, within 3 s; mostly after 1.5 s", lambda deadline_s: 3.0),
+    "kill": ("| all, within 3 s |", lambda deadline_s: 3.0),
+    "freeze, long": ("| all, at the deadline or up to 3 s later; the rank itself", lambda s: s + 3.0),
+    "store frozen, long": (
+        "| all, at the deadline or up to 3 s later; after a vote up to two deadlines later |",
+        lambda s: 3 * s,
+    ),
     "connections to ranks": ("| all, mostly after 3 s; at the latest a second after the deadline |", lambda s: s + 1.0),
     "store restarted": ("| all, when they next ask it |", lambda deadline_s: 3.0),
 }
