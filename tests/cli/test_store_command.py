@@ -39,7 +39,8 @@ def test_a_store_outlives_its_clients_until_a_signal_ends_it(ending: signal.Sign
             client.set(name, "here")
             assert client.get("trainer") == b"here"
             client.close()
-        process.send_signal(ending)
+        for _ in range(3):  # who ends a store may say so more than once
+            process.send_signal(ending)
         assert process.wait(timeout=30) == 0
         assert process.stderr.read() == ""
 
