@@ -316,7 +316,7 @@ class StoreServer:
     def stats(self) -> dict[str, Any]:
         return {
             "sessions": len(self.sessions),
-            "connections": sum(not connection.has_ended() for connection in self.connections),
+            "connections": len(self.connections),
             "clients": sum(len(session.clients) for session in self.sessions.values()),
             "keys": sum(len(session.keys) for session in self.sessions.values()),
             "bytes": self.totals.nbytes,
