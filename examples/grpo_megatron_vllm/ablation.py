@@ -114,20 +114,23 @@ def run_all(folder: Path, limit_s: float) -> list[dict[str, Any]]:
     wanted = runs()
     files = [folder / f"run{number}.json" for number in range(len(wanted))]
     processes = [start(run, out, []) for run, out in zip(wanted, files, strict=True)]
-    deadline = time.monotonic() + limit_s
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    late = [process for process in processes if process.poll() is None]
+    late = running_after(limit_s, processes)
     for process in late:
         process.terminate()  # it ends its engine
-    while any(process.poll() is None for process in late) and time.monotonic() < deadline + GRACE_S:
-        time.sleep(0.1)
-    for process in late:
+    for process in running_after(GRACE_S, late):
         process.kill()
     return [
         result(run, out, process.wait(), process in late)
         for run, out, process in zip(wanted, files, processes, strict=True)
     ]
+
+
+def running_after(seconds: float, processes: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
+    """Wait for processes, so long at most; those that have not ended by then."""
+    deadline = time.monotonic() + seconds
+    while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return running
 
 
 def result(run: dict[str, Any], out: Path, code: int, late: bool) -> dict[str, Any]:
