@@ -45,12 +45,15 @@ class EventPoller:
         *,
         look: Callable[[float], None] | None = None,
         progress: Callable[[], int] | None = None,
+        since: float | None = None,
     ) -> bool:
         """Poll until `has_happened()`; False if it does not within `timeout_s` of the last change of `progress()`.
 
-        It calls `look(waited_s)` every LOOK_S; `look` raises if the wait cannot succeed.
+        What is waited for began at `since` (`time.monotonic`), now by default; the deadline counts from now. It calls
+        `look(waited_s)` every LOOK_S; `look` raises if the wait cannot succeed.
         """
-        start = changed = looked = time.monotonic()
+        changed = looked = time.monotonic()
+        start = changed if since is None else since
         stage = progress() if progress is not None else 0
         while not has_happened():
             now = time.monotonic()

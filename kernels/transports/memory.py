@@ -1,6 +1,7 @@
 """The memory that a session takes on each rank beside the model, counted from its plan: no device, no tensors, no torch.
 
-    direct   copy tables; slots on training ranks that cast. CUDA IPC maps the trainer's memory and takes none
+    direct   tables of what the kernel copies; slots on training ranks that cast. A copy engine's copies take none, nor
+             does the trainer's memory, which CUDA IPC maps
     nccl     copy tables, slots, and NCCL's own buffers
     gloo     a window of buckets, in the host's memory
     auto     where ranks are known: direct within an NVLink domain, and nccl elsewhere, wave by wave
@@ -25,11 +26,12 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.casts import bound_casts, itemsizes
-from mcore_reshard.kernels.copies.copy_table import joined
+from mcore_reshard.kernels.copies.copy_table import Ints, joined
 from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.strata import strata_of
 from mcore_reshard.kernels.cuda.cast_tiles import cut_gather, scale_blocks
-from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, table_bytes
+from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
+from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, table_bytes
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.paths import NIC
@@ -102,7 +104,7 @@ def session_memory(
     }
     by_transport: dict[str, _Counted] = {}
     if "direct" in transports:
-        by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options)
+        by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, topology)
     if "nccl" in transports:
         by_transport["nccl"] = _nccl(_each(ranks, lambda rank: [rank.unrelayed]), alike, options)
     if "gloo" in transports:
@@ -185,8 +187,13 @@ def _alike(plan: Plan, world: World, topology: Topology | None) -> NDArray[np.in
     return counted
 
 
-def _direct(schedules: Mapping[World, Mapping[int, Sequence[Schedule]]], alike: _Alike, options: Options) -> _Counted:
-    """`schedules` has the hops of each rank that is counted."""
+def _direct(
+    schedules: Mapping[World, Mapping[int, Sequence[Schedule]]],
+    alike: _Alike,
+    options: Options,
+    topology: Topology | None,
+) -> _Counted:
+    """`schedules` has the hops of each rank that is counted. Without a topology, each rank has a GPU of its own."""
     parts = {rank: parted(hops[0])[1] for rank, hops in schedules["train"].items()}
     slot_buckets = {  # bytes, of each training rank that casts
         rank: bucket_bytes_within(options.scratch_bytes, len(part.peers), SLOTS)
@@ -200,24 +207,42 @@ def _direct(schedules: Mapping[World, Mapping[int, Sequence[Schedule]]], alike: 
         tables = _gather_bytes(schedule, [bucket for of_peer in buckets.values() for bucket in of_peer])
         train[rank] = replace(_of_trainer(schedule, options), tables=tables, scratch=SLOTS * slots.slot_bytes)
     gen = {
-        rank: RankMemory(tables=sum(_pull_bytes(hop, bucket_bytes, options) for hop in hops if hop.world == "gen"))
+        rank: RankMemory(
+            tables=sum(_pull_bytes(hop, bucket_bytes, options, topology) for hop in hops if hop.world == "gen")
+        )
         for rank, hops in schedules["gen"].items()
     }
     return {"train": train, "gen": gen}
 
 
-def _pull_bytes(schedule: Schedule, bucket_bytes: Mapping[int, int], options: Options) -> int:
+def _pull_bytes(
+    schedule: Schedule, bucket_bytes: Mapping[int, int], options: Options, topology: Topology | None
+) -> int:
     """The tables by which a generation rank pulls. `bucket_bytes` are those of each training rank's slots."""
     plain, cast = parted(schedule)
     assert plain.view is not None, "parted has seen it"
     table = pull_table(plain, plain.view.source_table())
-    bases = np.zeros(len(schedule.tensors) + len(table.sources) + 1, np.uint64)
-    nbytes = table_bytes(cut_tiles(table.copies, bases, DEFAULT_TILE_BYTES), checksums=options.checksums)
     buckets = [
         bucket for peer in sorted(cast.peers) for bucket in cut_buckets(cast.with_peers({peer}), bucket_bytes[peer])
     ]
     copies = joined([bucket.copies for bucket in buckets])
-    return nbytes + table_bytes(cut_tiles(copies, bases, DEFAULT_TILE_BYTES), checksums=options.checksums)
+    peer = np.repeat([bucket.peer for bucket in buckets], [len(bucket.copies) for bucket in buckets])
+    bases = np.zeros(len(schedule.tensors) + len(table.sources) + 1, np.uint64)
+    nbytes = 0
+    for of_part, source in ((table.copies, table.peer), (copies, peer)):
+        by_engine = np.zeros(len(of_part), bool)
+        if not (options.checksums or schedule.relayed or schedule.between_replicas):
+            by_engine = _are_on_one_other_gpu(source.astype(np.int64), schedule.rank, topology)
+        tiles, _ = divided(of_part, bases, DEFAULT_TILE_BYTES, by_engine, ENGINE_SHARE)
+        nbytes += table_bytes(tiles, checksums=options.checksums)
+    return nbytes
+
+
+def _are_on_one_other_gpu(source: Ints, rank: int, topology: Topology | None) -> NDArray[np.bool_]:
+    """[copies] whether their sources lie on another GPU than the reader, if all that do lie on the same."""
+    gpu = source if topology is None else topology.gpus("train")[source]
+    is_far = np.ones(len(source), bool) if topology is None else gpu != topology.gpus("gen")[rank]
+    return is_far & (len(np.unique(gpu[is_far])) == 1)
 
 
 def _nccl(
@@ -291,7 +316,7 @@ def _auto(
         }
         for near in (True, False)
     )
-    counted = _direct(by_direct, alike, options)
+    counted = _direct(by_direct, alike, options, topology)
     for world, of_world in _nccl(by_nccl, alike, options, shared).items():
         for rank, held in of_world.items():
             direct = counted[world][rank]

@@ -86,7 +86,7 @@ def _connect_direct(context: TransportContext) -> Executor:
     from mcore_reshard.kernels.cuda.copy_kernel import KernelShape  # these need CUDA's Python packages
 
     from .direct.executor import DirectExecutor
-    from .direct.slots import DirectOptions
+    from .direct.pull import DirectOptions
 
     options = context.options
     shape = None if options.ctas is None else KernelShape(ctas=options.ctas)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from copies.test_executed import CAST, LLAMA, MOE, refusal
 from copies.test_tiles import random_copies
 from helpers.casting import scale_blocks_of, train_schedule, trainer_tensors, transfers_with_casts
@@ -20,6 +21,7 @@ from mcore_reshard.kernels.copies.buckets import cut_buckets
 from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.copies.executed import Executed
 from mcore_reshard.kernels.copies.pull_table import PullTable, pull_table
+from mcore_reshard.kernels.cuda import copy_engine, engine_rows
 from mcore_reshard.kernels.cuda.cast_tiles import cut_cast_tiles
 from mcore_reshard.kernels.cuda.executed_tiles import (
     PlacedCopies,
@@ -148,6 +150,51 @@ def test_any_way_to_cut_copies_is_the_same(seed: int, tile_bytes: int) -> None:
     field = str(rng.choice(["src", "dst", "words", "row_words", "word_bytes", "copy"]))
     tiles[field][row] += np.array(rng.choice([1, 2, 16]), tiles[field].dtype)
     assert tile_problems(tiles, placed, str) != []
+
+
+def touching_copies(rng: np.random.Generator, count: int) -> NDArray[np.void]:
+    """Contiguous copies of 8 to 64 bytes from bases 0 to 2 to base 3; about half of them touch the one before."""
+    copies = np.zeros(count, COPY)
+    copies["extents"], copies["row_bytes"] = 1, 8 * rng.integers(1, 9, count)
+    copies["src"], copies["dst"] = np.sort(rng.integers(0, 3, count)), 3
+    for end in ("src_offset", "dst_offset"):
+        gaps = 8 * rng.integers(0, 2, count)
+        copies[end] = np.cumsum(copies["row_bytes"] + gaps) - copies["row_bytes"]
+    return copies[rng.permutation(count)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_what_a_copy_engine_does_not_take_is_left_to_the_kernel(
+    seed: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_rows, "LEAST_BYTES", 1)
+    monkeypatch.setattr(engine_rows, "_ROW_COST_BYTES", 0)
+    monkeypatch.setattr(engine_rows, "_JOINED_BYTES", 128)
+    monkeypatch.setattr(copy_engine, "_MOST_BYTES", 40)
+    rng = np.random.default_rng(seed)
+    strided, touching = random_copies(rng, 3, 20_000)[0], touching_copies(rng, 200)
+    touching["src_offset"] += 20_000
+    touching["dst_offset"] += 20_000
+    copies = np.concatenate([strided, touching])
+    addresses = np.array([64 + n * 40_016 for n in range(4)], np.uint64)
+    is_far = copies["src"] != 0
+    tiles, rows = engine_rows.divided(copies, addresses, 64, is_far, share)
+    assert is_far[rows.copy].all() and (copies["extents"][rows.copy] == 1).all()
+    fits = is_far & (copies["extents"] == 1).all(axis=1)
+    assert rows.nbytes.sum() <= share * (copies["extents"].prod(axis=1) * copies["row_bytes"])[is_far].sum()
+    assert len(rows.src) > 0 or not share
+    if share == 1.0:
+        assert len(rows.src) < len(rows.copy) == fits.sum(), "copies that touch become one row"
+
+    placed = PlacedCopies.of(copies, addresses)
+    engine = copy_engine.EngineCopies(rows, torch.device("cuda", 0))
+    assert tile_problems(np.concatenate([tiles, engine.read_back()]), placed, str) == []
+    for told in (rows.src, rows.dst, rows.nbytes):
+        for row in range(0, len(told), 7):
+            told[row] += 2
+            assert len(tile_problems(np.concatenate([tiles, engine.read_back()]), placed, str)) > 0
+            told[row] -= 2
 
 
 # --- casts -----------------------------------------------------------------------------------------------------------

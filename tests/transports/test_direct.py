@@ -32,6 +32,7 @@ from helpers.ranks import run_ranks, store_of, values
 
 from mcore_reshard.kernels.copies.bind import bind
 from mcore_reshard.kernels.copies.tensors import gpu_of
+from mcore_reshard.kernels.cuda import engine_rows
 from mcore_reshard.kernels.errors import DeadlineError, PeerLostError, SessionError
 from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore
@@ -82,9 +83,12 @@ def transfers_of(seed: int, worlds: tuple[int, int]) -> list[HandTransfer]:
 
 
 def refit_twice(number: int, address: str, worlds: tuple[int, int], seed: int, gpus: int) -> dict[str, bytes]:
+    engine_rows.LEAST_BYTES, engine_rows._ROW_COST_BYTES = 1, 0  # the copy engine takes small copies, too
     schedule = of(number, worlds, transfers_of(seed, worlds))
     tensors = allocate(schedule, seed=seed if schedule.world == "train" else None)
     rank = Rank(number, address, worlds, schedule, tensors, gpus, tile_bytes=64, checksums=seed % 2 == 1)
+    if schedule.world == "gen" and gpus == 2:  # every reader has sources on one other GPU, and no more
+        assert (rank.executor._end._copies._engine is None) == (seed % 2 == 1)
     assert rank.executor.scratch_bytes == 0
     for _ in range(2):
         reports = rank.executor.run()
@@ -119,8 +123,9 @@ def test_random_patterns_on_one_gpu(worlds: tuple[int, int], seed: int) -> None:
     pytest.param(4, (2, 2), marks=needs_gpus(4)),
     pytest.param(4, (4, 3), marks=needs_gpus(4)),
 ])  # fmt: skip
-def test_random_patterns_over_nvlink(gpus: int, worlds: tuple[int, int]) -> None:
-    check_random_patterns(worlds, 7, gpus)
+@pytest.mark.parametrize("seed", [6, 7])  # the copy engine helps, and checksums
+def test_random_patterns_over_nvlink(gpus: int, worlds: tuple[int, int], seed: int) -> None:
+    check_random_patterns(worlds, seed, gpus)
 
 
 def refit_by_endpoint(

@@ -38,9 +38,10 @@ def reader(heard: int, launched: list[int]) -> Any:
     made, of_casts = executor._Reader.__new__(executor._Reader), slots.SlotReader.__new__(slots.SlotReader)
     copies = SimpleNamespace(launch=lambda stream: launched.append(made.written_bytes))
     event = SimpleNamespace(record=lambda stream: None)
-    stream = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)
+    stream: Any = SimpleNamespace(wait_event=lambda event: None, wait_stream=lambda stream: None)
     of_casts._rounds = [SimpleNamespace(buckets=[SimpleNamespace(peer=0)], copies=copies)] * 2
     of_casts._taken, of_casts._cast = [event] * 2, {0: [event] * 2}
+    of_casts._slot_streams = [stream] * 2
     made._signals = of_casts._signals = Signals(heard)
     made._stream = of_casts._stream = stream
     made._slots, made._copies = of_casts, copies

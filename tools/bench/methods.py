@@ -48,7 +48,9 @@ class Kind:
 KINDS = {
     "copy-engine": Kind("limits:copy_engine", ("gib",), holds=False),
     "nccl-alone": Kind("limits:nccl_alone", ("message_mib",), holds=False),
-    "direct": Kind("ours:direct", ("ctas", "threads", "batch", "tile_kib", "scratch_mib", "checksums")),
+    "direct": Kind(
+        "ours:direct", ("ctas", "threads", "batch", "tile_kib", "scratch_mib", "checksums", "engine_percent")
+    ),
     "nccl": Kind("ours:nccl", ("ctas", "scratch_mib", "streams", "slots", "checksums")),
     "auto": Kind("ours:auto"),
     "gloo": Kind("ours:gloo"),

@@ -109,7 +109,7 @@ def _check(rank: Rank, transport: str) -> Callable[[TransportContext], Executor]
 def _direct_with(options: Options, context: TransportContext) -> Executor:
     from mcore_reshard.kernels.cuda.copy_kernel import KernelShape
     from mcore_reshard.kernels.transports.direct.executor import DirectExecutor
-    from mcore_reshard.kernels.transports.direct.slots import DirectOptions
+    from mcore_reshard.kernels.transports.direct.pull import DirectOptions
 
     shape = {name: int(options[name]) for name in ("ctas", "threads", "batch") if name in options}
     usual = DirectOptions()
@@ -122,6 +122,7 @@ def _direct_with(options: Options, context: TransportContext) -> Executor:
             KernelShape(**shape) if shape else None,
             int(options["tile_kib"]) << 10 if "tile_kib" in options else usual.tile_bytes,
             bool(int(options.get("checksums", 0))),
+            int(options["engine_percent"]) / 100 if "engine_percent" in options else usual.engine_share,
         ),
     )
 

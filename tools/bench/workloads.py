@@ -41,6 +41,7 @@ WORKLOADS = (
         "tp={n}",
         (
             *("copy-engine", "nccl-alone", "direct", "direct:ctas=32", "direct:checksums=1"),
+            "direct:engine_percent=0",
             *("nccl", "session:transport=direct", "isend-irecv", "megatron-core"),
         ),
     ),

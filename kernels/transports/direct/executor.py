@@ -1,8 +1,8 @@
 """Generation ranks read the weights straight out of the training ranks' memory: one NVLink domain, or one GPU.
 
 Training ranks export their allocations once. Each generation rank maps what it needs, also once (see `kept`), and in each
-refit pulls everything with one kernel launch. It takes from all stages and sources. The order differs from receiver to receiver, so
-that no source has to serve all of them at once.
+refit pulls everything with one kernel launch, beside which a copy engine takes large copies (see `pull`). It takes from
+all stages and sources. The order differs from receiver to receiver, so that no source has to serve all of them at once.
 
 Each pair of ranks orders its reads by three signals of 16 bytes, over CPU connections of their own, and by one IPC event:
 
@@ -33,10 +33,9 @@ from mcore_reshard.kernels.copies.copy_table import ends_of
 from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
-from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape, own_gpu_shape
+from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
 from mcore_reshard.kernels.cuda.ipc import Export, export_event, open_event, withdraw_event
-from mcore_reshard.kernels.cuda.tiles import cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
@@ -45,8 +44,9 @@ from mcore_reshard.kernels.transports.base import StageReport
 from mcore_reshard.kernels.transports.kept import Kept
 
 from .peer_signals import PeerSignals, Signal
+from .pull import DirectOptions, Pull, read_by_engine
 from .shared_memory import fetch_exports, share_memory
-from .slots import DirectOptions, SlotReader, SlotSource
+from .slots import SlotReader, SlotSource
 from .staging import parted
 
 
@@ -150,11 +150,12 @@ class _Source:
         self._hear_done()  # of the run before: it came long ago
         self._slots.rounds(run)
         stream = self._slots.stream or torch.cuda.current_stream(self._device)
-        self._settling.wait(dict.fromkeys(self._signals.peers, stream.record_event()))
+        self._settling.wait(dict.fromkeys(self._signals.peers, stream.record_event()), time.monotonic())
+        begin = time.monotonic()
         self._signals.tell(run, Signal.READY)
         self._signals.hear(run, Signal.STARTED)
         self._not_done = run
-        self._reading.wait(self._read, self._hear_done)
+        self._reading.wait(self._read, begin, self._hear_done)
 
     def _hear_done(self) -> None:
         run, self._not_done = self._not_done, None
@@ -189,19 +190,23 @@ class _Reader:
             self._slots = SlotReader(bound, cast, signals, self._slot_mappings, self._stream, options)
             exports = fetch_exports(signals, kept)
             addresses = self._addresses(exports)
-            tiles = cut_tiles(self._table.copies, addresses, options.tile_bytes)
-            sources = {block.gpu for exported in exports.values() for block in exported.allocations}
+            gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
+            sources = {gpu for of_rank in gpus.values() for gpu in of_rank}
             # Tile by tile in a relay: two replicas that meet at a source for long are both slow. Also with a source on
             # the reader's own GPU: its tiles are copied while the links are busy.
             own_gpu = sources == {gpu_of(device)}
-            by_tile = schedule.relayed or schedule.between_replicas or gpu_of(device) in sources
-            order = interleaved(self._table.peer[tiles["copy"]], schedule.rank, together=1 if by_tile else None)
+            passes_on = schedule.relayed or schedule.between_replicas
+            by_tile = passes_on or gpu_of(device) in sources
             # Half the CTAs on the first hop of a relay: its loads hold up the second hop's. Into each of three H200s,
             # from the trainer and the other two at once: 332 GB/s with 24 and 48 CTAs, 302 with 48 each.
             shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
             if schedule.relayed:
                 shape = replace(shape, ctas=-(-shape.ctas // 2))
-            self._copies = DeviceCopies(tiles[order], device, shape, checksums=options.checksums, own_gpu=own_gpu)
+            self._copies = Pull(
+                self._table.copies, addresses, device, shape, options,
+                source=self._table.peer, by_engine=() if passes_on else read_by_engine(gpus, device, options),
+                first=schedule.rank, together=1 if by_tile else None, own_gpu=own_gpu,
+            )  # fmt: skip
         except BaseException:
             withdraw_event(self._pulled)
             self._mappings.close()
@@ -223,10 +228,11 @@ class _Reader:
         self._slots.rounds(run, self._note_writes)
         self._signals.hear(run, Signal.READY)
         self._note_writes()
+        begin = time.monotonic()
         self._copies.launch(self._stream)
         self._pulled.record(self._stream)
         self._signals.tell(run, Signal.STARTED)
-        self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled))
+        self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), begin)
         with suppress(PeerLostError):  # a trainer that is done may be gone by now: everything is here
             self._signals.tell(run, Signal.DONE)
         self._check_sums()
@@ -282,8 +288,13 @@ class _EventWait:
         self._what = what
         self._poller = EventPoller(signals.timeout_s)
 
-    def wait(self, events: Mapping[int, torch.cuda.Event], when_late: Callable[[], None] | None = None) -> None:
-        """Raises `DeadlineError`, or the GPU's error. Calls `when_late` after twice the fastest time: a peer may be dead."""
+    def wait(
+        self, events: Mapping[int, torch.cuda.Event], begin: float, when_late: Callable[[], None] | None = None
+    ) -> None:
+        """Raises `DeadlineError`, or the GPU's error. Calls `when_late` after twice the fastest time: a peer may be dead.
+
+        `begin` (`time.monotonic`) is when the work began: to queue it may take long, and not always equally long.
+        """
         left = deque(events.items())
 
         def all_have_happened() -> bool:
@@ -298,6 +309,6 @@ class _EventWait:
             if when_late is not None and waited_s > 2 * self._poller.fastest_s:
                 when_late()
 
-        if not self._poller.until(all_have_happened, look=look):
+        if not self._poller.until(all_have_happened, look=look, since=begin):
             late = self._signals.peers[left[0][0]]
             raise DeadlineError(late, f"{self._what} did not end within {self._signals.timeout_s:g} s")

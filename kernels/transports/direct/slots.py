@@ -20,10 +20,9 @@ from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
 from mcore_reshard.kernels.copies.checks import described_tensor
 from mcore_reshard.kernels.copies.copy_table import joined
-from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, DeviceGather, DeviceTable, KernelShape, device_scales
+from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, DeviceTable, KernelShape, device_scales
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of, scale_problems, tile_problems
 from mcore_reshard.kernels.cuda.ipc import Export, export, export_event, open_event, withdraw_event
-from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, cut_tiles, interleaved
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
 from mcore_reshard.kernels.options import ALIGNMENT
 from mcore_reshard.kernels.transports.kept import Mappings
@@ -31,23 +30,13 @@ from mcore_reshard.kernels.transports.rounds import in_rounds
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .peer_signals import PeerSignals
+from .pull import DirectOptions, Pull, read_by_engine
 from .staging import SLOTS, SlotPlan, divide_slots
 
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
 
 # All of an H200: a trainer that refits does nothing else, and readers wait for it.
 _CASTING_SHAPE = KernelShape(ctas=132)
-
-
-@dataclass(frozen=True, slots=True)
-class DirectOptions:
-    """How generation ranks pull. Training ranks ignore it."""
-
-    shape: KernelShape | None = (
-        None  # None: all of a GPU that reads its own memory alone, else 48 of its multiprocessors
-    )
-    tile_bytes: int = DEFAULT_TILE_BYTES
-    checksums: bool = False  # sum every tile as it is read and as it was written, and compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +54,7 @@ class _Pulling:
 
     buckets: tuple[Bucket, ...]  # one for each source
     source: NDArray[np.int64]  # of each copy
-    copies: DeviceCopies
+    copies: Pull
 
 
 class SlotSource:
@@ -173,6 +162,7 @@ class SlotReader:
         self._stream = stream
         self.problems: list[str] = []  # of the tables, as they were read back from the device
         self._rounds: list[_Pulling] = []
+        self._slot_streams: list[torch.cuda.Stream] = []
         self._taken: list[torch.cuda.Event] = []
         self._cast: dict[int, list[torch.cuda.Event]] = {}
         self.table_bytes = 0
@@ -187,6 +177,7 @@ class SlotReader:
         buckets: dict[int, tuple[Bucket, ...]] = {}
         places: dict[int, int] = {}
         slots: dict[int, list[int]] = {}
+        gpus: dict[int, set[str]] = {}
         for peer in sources:
             parse = partial(_parse_slots, device, schedule.rank)
             bucket_bytes, places[peer], exported, self._cast[peer] = signals.fetch(peer, parse, prefix=_PREFIX)
@@ -197,20 +188,27 @@ class SlotReader:
                 room := min(exported.bytes_from(str(slot)) for slot in range(SLOTS))
             ):  # the GPU would read beyond
                 raise SessionError(f"{owner} exports slots of {room} bytes, {end} are read")
+            gpus[peer] = {block.gpu for block in exported.allocations}
             slots[peer] = mappings.addresses(exported, map(str, range(SLOTS)), owner)
             addresses += slots[peer]
         bases = np.array(addresses, np.uint64)
+        far, engine_stream = read_by_engine(gpus, device, options), torch.cuda.Stream(device)
+        # The copy engine goes on with the next round while the kernel ends one; two kernels at once would be slower.
+        self._slot_streams = [torch.cuda.Stream(device) if far else stream for _ in range(SLOTS)]
         for number, together in enumerate(in_rounds(buckets)):
             source = np.repeat([bucket.peer for bucket in together], [len(bucket.copies) for bucket in together])
             tables = [
                 bucket.copies_at(own + sources.index(bucket.peer) * SLOTS + number % SLOTS, places[bucket.peer])
                 for bucket in together
             ]
-            tiles = cut_tiles(joined(tables), bases, options.tile_bytes)
             # Tile by tile: readers drift apart from round to round. If they read one source after the other, two of them
             # would end up at the same source all the time.
-            order = interleaved(source[tiles["copy"]], schedule.rank, together=1)
-            copies = DeviceCopies(tiles[order], device, options.shape or KernelShape(), checksums=options.checksums)
+            shape = options.shape or KernelShape()
+            copies = Pull(
+                joined(tables), bases, device, shape, options,
+                source=source, by_engine=far, first=schedule.rank, together=1,
+                engine_stream=engine_stream,
+            )  # fmt: skip
             self._rounds.append(_Pulling(together, source, copies))
             begins = [slots[bucket.peer][number % SLOTS] + places[bucket.peer] for bucket in together]
             placed = PlacedCopies.of_buckets(together, addresses[:own], begins)
@@ -225,15 +223,22 @@ class SlotReader:
 
     def rounds(self, run: int, before_writes: Callable[[], None]) -> None:
         """Queue all pulls. Returns when they are queued. `before_writes` is called before each of them."""
-        for number, each in enumerate(self._rounds):
-            slot, peers = number % SLOTS, [bucket.peer for bucket in each.buckets]
-            self._signals.hear(run, number, peers)
-            for peer in peers:
-                self._stream.wait_event(self._cast[peer][slot])
-            before_writes()
-            each.copies.launch(self._stream)
-            self._taken[slot].record(self._stream)
-            self._signals.tell(run, number, peers)
+        for stream in self._slot_streams:
+            stream.wait_stream(self._stream)
+        try:
+            for number, each in enumerate(self._rounds):
+                slot, peers = number % SLOTS, [bucket.peer for bucket in each.buckets]
+                stream = self._slot_streams[slot]
+                self._signals.hear(run, number, peers)
+                for peer in peers:
+                    stream.wait_event(self._cast[peer][slot])
+                before_writes()
+                each.copies.launch(stream)
+                self._taken[slot].record(stream)
+                self._signals.tell(run, number, peers)
+        finally:  # `stream` has done nothing before all of them have
+            for stream in self._slot_streams:
+                self._stream.wait_stream(stream)
 
     def check_sums(self) -> None:
         """Raise `ChecksumError` for bytes that were written otherwise than read; all pulls must have ended."""

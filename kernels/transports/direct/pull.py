@@ -1,0 +1,100 @@
+"""One launch of a reader: the copy engine takes large copies from another GPU, a kernel everything else, at the same time.
+
+58 GB of whole experts    the copy engine takes 55 GB, the largest copies first
+3 GB of rows              the kernel, and what the copy engine leaves of the experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcore_reshard.kernels.copies.copy_table import Ints
+from mcore_reshard.kernels.copies.tensors import gpu_of
+from mcore_reshard.kernels.cuda.copy_engine import EngineCopies, is_available
+from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
+from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
+from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, interleaved
+
+
+@dataclass(frozen=True, slots=True)
+class DirectOptions:
+    """How generation ranks pull. Training ranks ignore it."""
+
+    shape: KernelShape | None = (
+        None  # None: all of a GPU that reads its own memory alone, else 48 of its multiprocessors
+    )
+    tile_bytes: int = DEFAULT_TILE_BYTES
+    checksums: bool = False  # sum every tile as it is read and as it was written, and compare
+    engine_share: float = ENGINE_SHARE
+
+
+class Pull:
+    """Copies (dtype COPY) of a reader on `device`, any number of times.
+
+    `source` [copies] is the rank that each reads. `first` and `together` order the kernel's tiles, as for `interleaved`.
+    """
+
+    def __init__(
+        self,
+        copies: NDArray[np.void],
+        addresses: NDArray[np.uint64],
+        device: torch.device,
+        shape: KernelShape,
+        options: DirectOptions,
+        *,
+        source: Ints | NDArray[np.int32],
+        by_engine: Collection[int] = (),  # ranks of whose copies the copy engine takes its share
+        first: int,
+        together: int | None,
+        own_gpu: bool = False,
+        engine_stream: torch.cuda.Stream | None = None,  # else one of its own
+    ) -> None:
+        is_far = np.isin(source, [*by_engine])
+        tiles, rows = divided(copies, addresses, options.tile_bytes, is_far, options.engine_share)
+        self._engine: EngineCopies | None = None
+        if len(rows.src):
+            self._engine, self._engine_stream = EngineCopies(rows, device), engine_stream or torch.cuda.Stream(device)
+        order = interleaved(source[tiles["copy"]].astype(np.int64), first, together)
+        self._kernel = DeviceCopies(tiles[order], device, shape, checksums=options.checksums, own_gpu=own_gpu)
+        self.nbytes = self._kernel.nbytes
+
+    def launch(self, stream: torch.cuda.Stream) -> None:
+        """Queue everything on `stream`. Does not wait."""
+        if self._engine is None:
+            self._kernel.launch(stream)
+            return
+        self._engine_stream.wait_stream(stream)
+        try:
+            self._kernel.launch(stream)
+            self._engine.launch(self._engine_stream)
+        finally:  # whoever waits for `stream` waits for what was queued
+            stream.wait_stream(self._engine_stream)
+
+    def read_back(self) -> NDArray[np.void]:
+        """Everything that the next launch copies (dtype TILE), as the device and the driver are told."""
+        tiles = self._kernel.read_back()
+        return tiles if self._engine is None else np.concatenate([tiles, self._engine.read_back()])
+
+    def damaged(self) -> Ints:
+        """Copies that wrote other bytes than they read, where these are summed; the last launch must have ended."""
+        return self._kernel.damaged()
+
+
+def read_by_engine(
+    gpus: Mapping[int, Collection[str]], device: torch.device, options: DirectOptions
+) -> tuple[int, ...]:
+    """The ranks, of `gpus` by rank, of whose copies a copy engine takes its share: those on one other GPU than `device`.
+
+    A reader of several GPUs is left to the kernel, which takes from all of them in turn: no two readers then wait for one.
+    So is one with checksums, which the kernel computes, and one whose driver has no batches of copies.
+    """
+    own = gpu_of(device)
+    others = {gpu for of_rank in gpus.values() for gpu in of_rank} - {own}
+    if len(others) != 1 or options.checksums or not options.engine_share or not is_available():
+        return ()
+    return tuple(rank for rank, of_rank in gpus.items() if own not in of_rank)
