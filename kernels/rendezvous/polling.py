@@ -29,6 +29,7 @@ class EventPoller:
 
         nothing known yet         a look after every 0.1% of the time waited so far
         fastest wait was 40 ms    no look until 39.6 ms (99%), then one every 40 us (0.1%)
+        it was over by then       nobody knows since when: the next wait is as the first
 
     Keep one poller for waits that take equally long. `share` is the thousandth above. With `watches` there are some looks
     before 99% too, for a condition that notes how far things are.
@@ -55,6 +56,7 @@ class EventPoller:
         changed = looked = time.monotonic()
         start = changed if since is None else since
         stage = progress() if progress is not None else 0
+        overslept = False
         while not has_happened():
             now = time.monotonic()
             if progress is not None and (reached := progress()) != stage:
@@ -65,9 +67,10 @@ class EventPoller:
                 look(now - start)
                 looked = now = time.monotonic()
             left_s = self.timeout_s - (now - changed)
+            overslept = now - start < DUE_SHARE * self.fastest_s
             time.sleep(max(1e-6, min(self._nap_s(now - start), left_s)))  # Linux adds its timer slack, about 50 us
         took_s = time.monotonic() - start
-        self.fastest_s = min(self.fastest_s or took_s, took_s)
+        self.fastest_s = 0.0 if overslept else min(self.fastest_s or took_s, took_s)
         return True
 
     def _nap_s(self, waited_s: float) -> float:

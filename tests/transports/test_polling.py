@@ -85,3 +85,12 @@ def test_a_wait_for_work_that_took_long_to_queue_counts_from_its_beginning(clock
         due = begin + 0.154
         assert poller.until(lambda: clock.now >= due, since=begin)  # noqa: B023
         assert clock.now - due < 250e-6
+
+
+@pytest.mark.parametrize("watches", [False, True])
+def test_a_slow_first_wait_delays_only_the_next_one(clock: Clock, watches: bool) -> None:
+    poller = EventPoller(60.0, watches=watches)
+    waits(poller, clock, 0.190)
+    assert waits(poller, clock, 0.155)[1] > 0.001
+    for _ in range(3):
+        assert waits(poller, clock, 0.155)[1] < 250e-6
