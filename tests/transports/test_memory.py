@@ -119,12 +119,12 @@ def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
 
 
 RECORDED = recorded()
-COUNTED: dict[tuple[str, str, bool], dict[str, list[RankMemory]]] = {}
+COUNTED: dict[tuple[str, str, bool, float], dict[str, list[RankMemory]]] = {}
 
 
 def counted_for(file: str, case: Case, *, checksums: bool) -> dict[str, list[RankMemory]]:
     """By transport, both worlds together; each workload is counted once."""
-    key = file, case.name, checksums
+    key = file, case.name, checksums, memory.ENGINE_SHARE
     if key not in COUNTED:
         transports = session_memory(case.plan(), Options(checksums=checksums)).transports
         COUNTED[key] = {name: [*chain.from_iterable(worlds.values())] for name, worlds in transports.items()}
@@ -161,6 +161,18 @@ def test_gpus_held_what_is_counted(
         first_of_its_process = row["workload"] != "moe-ep-tp"  # where others have run before, in the recorded order
         largest += (CUDA_MB + NCCL_KERNELS_MB) * first_of_its_process
         assert row["extra_memory_mb"] == pytest.approx(largest, rel=0.1)
+
+
+@pytest.mark.long
+def test_a_gpu_that_both_sides_share_held_what_is_counted() -> None:
+    """The copy engine takes what lies on the other GPU; the kernel has tables of the rest."""
+    data = json.loads((RESULTS / "refit-colocated-x2.json").read_text())
+    case = case_of(next(each for each in WORKLOADS if each.name == "moe-ep-tp"), 4)
+    topology = parse_topology("h200-8,shared", 2, 2)
+    counted = session_memory(case.plan(), topology=topology, transports=("direct",)).transports["direct"]
+    tables = max(rank.tables for rank in counted["gen"]) / 1e6
+    for row in data["rows"]:
+        assert row["table_mb"] == pytest.approx(tables, rel=DIVIDED)
 
 
 def test_enough_rows_are_recorded() -> None:
