@@ -17,7 +17,10 @@ _registered_in = 0  # the process
 
 
 def say_goodbye_at_exit(store: SessionStore) -> None:
-    """Leave the seat of `store` when this process exits, or gets a SIGTERM for which nobody has a handler."""
+    """Leave the seat of `store` when this process exits, or gets a SIGTERM for which nobody has a handler.
+
+    Python runs a handler once its main thread is back from a blocking call.
+    """
     global _registered_in
     _seated.add(store)
     if _registered_in == os.getpid():

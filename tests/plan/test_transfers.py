@@ -140,7 +140,7 @@ def test_parameters_are_explained_as_they_move(case: plans.Case) -> None:
         assert seen == moved or prod(group.shape) > MOST_ELEMENTS
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_element_of_large_tensors_is_explained_as_it_moves() -> None:
     by_case = {
         DENSE: ("model.layers.1.self_attn.k_proj.weight",),
