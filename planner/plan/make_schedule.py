@@ -81,9 +81,12 @@ class RankView(View):
             schedule, casts=casts, computed=computed, relayed=bool(self.plan.later_hops), view=self, later=later
         )
 
-    def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> RankView:
-        before = [np.arange(len(mask)) for mask in masks] if self.rows is None else self.rows
-        return replace(self, rows=tuple(rows[mask] for rows, mask in zip(before, masks, strict=True)))
+    def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> RankView:
+        if self.rows is None:
+            numbers = [np.flatnonzero(mask) if mask.dtype == bool else mask.astype(np.int64) for mask in masks]
+        else:
+            numbers = [rows[mask] for rows, mask in zip(self.rows, masks, strict=True)]
+        return replace(self, rows=tuple(numbers))
 
     def source_table(self) -> SourceTable:
         view = replace(self)

@@ -115,8 +115,8 @@ class Schedule:
             for weight, beside in zip(weights.names(), scales.names(), strict=True)
         }
 
-    def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> Schedule:
-        """The schedule with only the chosen transfers of each stage; all else stays. Both ends must choose the same."""
+    def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> Schedule:
+        """The schedule with only the chosen transfers of each stage, by masks or numbers. Both ends must choose the same."""
         chosen = [(stage, table.rows(mask)) for stage, table, mask in zip(self.stages, self.tables, masks, strict=True)]
         stages = tuple(
             replace(stage, sends=table) if self.world == "train" else replace(stage, recvs=table)
@@ -184,7 +184,7 @@ class SourceTable:
     strided_boxes: tuple[StridedBox, ...]
     stages: tuple[TransferTable, ...]
 
-    def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> SourceTable:
+    def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> SourceTable:
         return replace(self, stages=tuple(table.rows(mask) for table, mask in zip(self.stages, masks, strict=True)))
 
 
@@ -195,7 +195,7 @@ class View:
         """Generation ranks: the other end of what the schedule receives, for executors that read it there."""
         raise NotImplementedError
 
-    def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> View:
+    def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> View:
         raise NotImplementedError
 
     def held(self) -> Held | None:
@@ -225,7 +225,7 @@ class SourceView(View):
     def source_table(self) -> SourceTable:
         return self.table
 
-    def with_rows(self, masks: Sequence[NDArray[np.bool_]]) -> SourceView:
+    def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> SourceView:
         return replace(self, table=self.table.with_rows(masks))
 
     def held(self) -> Held | None:

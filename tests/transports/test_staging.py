@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bench.workloads import WORKLOADS, case_of
 from helpers.casting import expected_bytes, pulls_with_casts, train_schedule, trainer_tensors, transfers_with_casts
 from helpers.handmade import HandTransfer, allocate, raw_bytes, schedule_of, source_table_of
 
@@ -16,12 +17,14 @@ from mcore_reshard.kernels.copies.copy_table import joined
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.tensors import byte_array
+from mcore_reshard.kernels.cuda.engine_rows import divided
 from mcore_reshard.kernels.transports.direct.staging import (
     SLOTS,
     divide_slots,
     parted,
 )
 from mcore_reshard.kernels.transports.rounds import in_rounds
+from mcore_reshard.planner.plan.make_schedule import schedule_of as schedule_of_plan
 from mcore_reshard.planner.plan.schedule import Schedule, SourceView
 
 
@@ -83,6 +86,7 @@ def test_rows_are_parted_alike_at_both_ends() -> None:
     for ours, theirs in zip(parted(train), parted(gen), strict=True):
         for stage, other in zip(ours.stages, theirs.stages, strict=True):
             np.testing.assert_array_equal(stage.sends.transfer_group, other.recvs.transfer_group)
+            np.testing.assert_array_equal(stage.sends.member, other.recvs.member)
             np.testing.assert_array_equal(stage.sends.nbytes, other.recvs.nbytes)
     plain, cast = parted(train)
     names = {train.tensors[n].name for stage in cast.stages for n in stage.sends.tensor.tolist()}
@@ -102,3 +106,17 @@ def test_a_trainer_without_casts_needs_no_slots() -> None:
     schedule = schedule_of(transfers_with_casts(np.random.default_rng(0), (1, 1)), "train", 0, (1, 1))
     plan, buckets = divide_slots(parted(schedule)[1], 1 << 20)
     assert (plan.slot_bytes, buckets) == (0, {})
+
+
+def test_experts_lie_in_slots_as_the_engine_has_them() -> None:
+    """Gate and up projections are cast from one tensor each expert, and read into one of all experts: in large rows."""
+    case = case_of(next(each for each in WORKLOADS if each.name == "moe-bf16-fp8"), 2, layers=1)
+    train, gen = (schedule_of_plan(case.plan(), world, 0) for world in ("train", "gen"))
+    plan, buckets = divide_slots(parted(train)[1], 512 << 20)
+    pulled = cut_buckets(parted(gen)[1].with_peers({0}), plan.bucket_bytes)
+    assert [bucket.nbytes for bucket in pulled] == [bucket.nbytes for bucket in buckets[0]]
+    tensors = len(gen.tensors)
+    for bucket in pulled:
+        copies = bucket.copies_at(tensors, 0)
+        _, rows = divided(copies, np.zeros(tensors + 1, np.uint64), 1 << 17, np.ones(len(copies), bool), 0.97)
+        assert rows.nbytes.mean() > 8e6
