@@ -113,10 +113,11 @@ def test_a_rank_that_has_arrived_keeps_nobody_waiting(address: str) -> None:
 
 def test_of_several_ranks_that_are_late_those_that_wait_say_for_whom(address: str) -> None:
     done = Rendezvous(store_of(address).under("e"), "train:0", ("train:0", "gen:0", "gen:1"), timeout_s=3.0)
+    late = rendezvous(address, "gen:0")  # connected before the clock runs
     with ThreadPoolExecutor() as pool:
         heard = pool.submit(done.gather, "p", {}, timeout_s=0.3)
         time.sleep(0.6)  # gen:0 began to wait later
-        rendezvous(address, "gen:0").fail("p", DeadlineError(waiting("gen:0", "relay:1"), "nothing within 5 s"))
+        late.fail("p", DeadlineError(waiting("gen:0", "relay:1"), "nothing within 5 s"))
         with pytest.raises(SessionFailed, match="gen:0: DeadlineError: stage 2: gen:0 waiting for relay:1") as failed:
             heard.result()
     assert failed.value.failure.peer == "gen:1"
@@ -166,14 +167,15 @@ def test_a_decision_is_known_to_all_or_to_none(address: str) -> None:
 
 def test_a_vote_that_is_missing_commits_nowhere(address: str) -> None:
     noted: list[str] = []
+    names = ("train:0", "gen:0")
+    voters = [Rendezvous(store_of(address).under("e"), rank, MEMBERS, timeout_s=1.0) for rank in names]
 
-    def vote(rank: str) -> None:
-        voter = Rendezvous(store_of(address).under("e"), rank, MEMBERS, timeout_s=1.0)
+    def vote(voter: Rendezvous) -> None:
         with pytest.raises(SessionFailed, match="train:1 did not arrive at 'p' within 1 s"):
-            voter.decide("p", settled, lambda: noted.append(rank))
+            voter.decide("p", settled, lambda: noted.append(voter.rank_name))
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(vote, ("train:0", "gen:0")))
+        list(pool.map(vote, voters))
     assert noted == []
 
 
