@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
@@ -15,7 +16,8 @@ T = TypeVar("T")
 
 FINE_SHARE = 0.001  # a nap's share of the wait for a GPU so far: naps delay a refit by half a thousandth
 COARSE_SHARE = 0.05  # a nap's share of the wait for keys so far: every look is a message to the store's server
-DUE_SHARE = 0.99  # no look before this share of the fastest refit's time: few refits are more than 1% faster
+DUE_SHARE = 0.95  # no look before this share of the fastest refit's time: few refits are more than 5% faster
+_RECENT = 8  # waits, of which the fastest counts
 LOOK_S = 0.25  # how often a rank that waits looks whether another rank has failed
 HEAD_START_S = 0.005  # for a transport to begin, before this rank's own checks take the interpreter's lock
 NOTICE_S = 1.0  # for other ranks to report that their time is up too, and for this rank's transport to notice a failure
@@ -27,18 +29,19 @@ CLOSE_S = 5.0  # for a GPU to end what was queued
 class EventPoller:
     """Polls a condition: rarely enough to spare the CPU, often enough to be late by at most a thousandth.
 
-        nothing known yet         a look after every 0.1% of the time waited so far
-        fastest wait was 40 ms    no look until 39.6 ms (99%), then one every 40 us (0.1%)
-        it was over by then       nobody knows since when: the next wait is as the first
+        nothing known yet              a look after every 0.1% of the time waited so far
+        fastest of 8 waits was 40 ms   no look until 38 ms (95%), then one every 40 us (0.1%)
+        a wait was over by then        nobody knows since when: it counts as 20 ms
 
     Keep one poller for waits that take equally long. `share` is the thousandth above. With `watches` there are some looks
-    before 99% too, for a condition that notes how far things are.
+    before 95% too, for a condition that notes how far things are.
     """
 
     timeout_s: float
     share: float = FINE_SHARE
     watches: bool = False
     fastest_s: float = 0.0
+    _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def until(
         self,
@@ -56,7 +59,7 @@ class EventPoller:
         changed = looked = time.monotonic()
         start = changed if since is None else since
         stage = progress() if progress is not None else 0
-        overslept = False
+        last_s: float | None = None  # of the last look, if it came before one was due
         while not has_happened():
             now = time.monotonic()
             if progress is not None and (reached := progress()) != stage:
@@ -67,16 +70,17 @@ class EventPoller:
                 look(now - start)
                 looked = now = time.monotonic()
             left_s = self.timeout_s - (now - changed)
-            overslept = now - start < DUE_SHARE * self.fastest_s
+            last_s = now - start if now - start < DUE_SHARE * self.fastest_s else None
             time.sleep(max(1e-6, min(self._nap_s(now - start), left_s)))  # Linux adds its timer slack, about 50 us
         took_s = time.monotonic() - start
-        self.fastest_s = 0.0 if overslept else min(self.fastest_s or took_s, took_s)
+        self._recent_s.append(took_s if last_s is None else max(last_s, took_s / 2))
+        self.fastest_s = min(self._recent_s)
         return True
 
     def _nap_s(self, waited_s: float) -> float:
         due_s = DUE_SHARE * self.fastest_s - waited_s
         if due_s > 0:
-            return min(due_s, COARSE_SHARE * self.fastest_s) if self.watches else due_s
+            return min(due_s, COARSE_SHARE * self.fastest_s if self.watches else LOOK_S)
         return min(self.share * max(waited_s, self.fastest_s), LOOK_S)
 
 

@@ -42,7 +42,7 @@ def test_a_known_wait_is_slept_through_and_then_polled_finely(clock: Clock) -> N
     waits(poller, clock, 0.040)
     for seconds in (0.040, 0.0405, 0.041):
         naps, delay = waits(poller, clock, seconds)
-        assert naps < 20 and delay < 100e-6
+        assert naps < 50 and delay < 100e-6
 
 
 def test_an_unknown_wait_is_polled_by_the_time_waited_so_far(clock: Clock) -> None:
@@ -56,7 +56,7 @@ def test_a_watched_wait_has_some_looks_before_it_is_due(clock: Clock) -> None:
     poller = EventPoller(60.0, watches=True)
     waits(poller, clock, 0.2)
     naps, _ = waits(poller, clock, 0.2)
-    assert 18 < naps < 40
+    assert 18 < naps < 80
 
 
 def test_the_deadline_counts_from_the_last_progress(clock: Clock) -> None:
@@ -87,10 +87,28 @@ def test_a_wait_for_work_that_took_long_to_queue_counts_from_its_beginning(clock
         assert clock.now - due < 250e-6
 
 
-@pytest.mark.parametrize("watches", [False, True])
-def test_a_slow_first_wait_delays_only_the_next_one(clock: Clock, watches: bool) -> None:
-    poller = EventPoller(60.0, watches=watches)
+def test_a_slow_first_wait_delays_only_the_next_one(clock: Clock) -> None:
+    poller = EventPoller(60.0)
     waits(poller, clock, 0.190)
     assert waits(poller, clock, 0.155)[1] > 0.001
-    for _ in range(3):
-        assert waits(poller, clock, 0.155)[1] < 250e-6
+    for seconds in (0.155, 0.190, 0.155, 0.155) * 8:
+        assert waits(poller, clock, seconds)[1] < 250e-6
+
+
+def test_a_look_costs_few_naps_again_once_the_last_eight_waits_are_known(clock: Clock) -> None:
+    poller = EventPoller(60.0)
+    waits(poller, clock, 0.190)
+    naps = [waits(poller, clock, 0.155)[0] for _ in range(10)]
+    assert naps[1] > 300 and naps[-1] < 80
+
+
+def test_a_wait_of_seconds_is_never_slept_through(clock: Clock) -> None:
+    poller = EventPoller(60.0)
+    waits(poller, clock, 5.0)
+    assert waits(poller, clock, 1.0)[1] < 0.26
+
+
+def test_a_watched_wait_is_late_by_a_twentieth_at_most(clock: Clock) -> None:
+    poller = EventPoller(60.0, watches=True)
+    waits(poller, clock, 0.190)
+    assert waits(poller, clock, 0.155)[1] < 0.05 * 0.190

@@ -34,6 +34,7 @@ from mcore_reshard.kernels.copies.pull_table import pull_table
 from mcore_reshard.kernels.copies.read_back import Executed
 from mcore_reshard.kernels.copies.tensors import gpu_of
 from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
+from mcore_reshard.kernels.cuda.device_memory import is_plain
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
 from mcore_reshard.kernels.cuda.ipc import Export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError
@@ -150,12 +151,11 @@ class _Source:
         self._hear_done()  # of the run before: it came long ago
         self._slots.rounds(run)
         stream = self._slots.stream or torch.cuda.current_stream(self._device)
-        self._settling.wait(dict.fromkeys(self._signals.peers, stream.record_event()), time.monotonic())
-        begin = time.monotonic()
+        self._settling.wait(dict.fromkeys(self._signals.peers, stream.record_event()))
         self._signals.tell(run, Signal.READY)
         self._signals.hear(run, Signal.STARTED)
         self._not_done = run
-        self._reading.wait(self._read, begin, self._hear_done)
+        self._reading.wait(self._read, when_late=self._hear_done)
 
     def _hear_done(self) -> None:
         run, self._not_done = self._not_done, None
@@ -182,12 +182,15 @@ class _Reader:
         self._pulling = _EventWait(signals, "the pull")
         self._table = pull_table(plain, plain.view.source_table())
         device = self._device = bound.device or torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(device)
+        # torch hands out 32 streams in turn, so that these two differ.
+        self._stream, engine_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._pulled = torch.cuda.Event(interprocess=True)
         signals.publish(export_event(self._pulled, device))
         self._mappings, self._slot_mappings = kept.mappings(device), kept.mappings(device, stay=False)
+        if not all(map(is_plain, bound.tensors)):  # in virtual memory a row may go through several allocations
+            options = replace(options, engine_share=0.0)
         try:
-            self._slots = SlotReader(bound, cast, signals, self._slot_mappings, self._stream, options)
+            self._slots = SlotReader(bound, cast, signals, self._slot_mappings, self._stream, engine_stream, options)
             exports = fetch_exports(signals, kept)
             addresses = self._addresses(exports)
             gpus = {rank: {block.gpu for block in exported.allocations} for rank, exported in exports.items()}
@@ -205,7 +208,7 @@ class _Reader:
             self._copies = Pull(
                 self._table.copies, addresses, device, shape, options,
                 source=self._table.peer, by_engine=() if passes_on else read_by_engine(gpus, device, options),
-                first=schedule.rank, together=1 if by_tile else None, own_gpu=own_gpu,
+                first=schedule.rank, together=1 if by_tile else None, own_gpu=own_gpu, engine_stream=engine_stream,
             )  # fmt: skip
         except BaseException:
             withdraw_event(self._pulled)
@@ -289,11 +292,15 @@ class _EventWait:
         self._poller = EventPoller(signals.timeout_s)
 
     def wait(
-        self, events: Mapping[int, torch.cuda.Event], begin: float, when_late: Callable[[], None] | None = None
+        self,
+        events: Mapping[int, torch.cuda.Event],
+        begin: float | None = None,
+        when_late: Callable[[], None] | None = None,
     ) -> None:
         """Raises `DeadlineError`, or the GPU's error. Calls `when_late` after twice the fastest time: a peer may be dead.
 
-        `begin` (`time.monotonic`) is when the work began: to queue it may take long, and not always equally long.
+        `begin` (`time.monotonic`) is when this rank began to queue the work, which may take it long, and not always equally
+        long; None: now.
         """
         left = deque(events.items())
 

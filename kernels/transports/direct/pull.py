@@ -52,13 +52,12 @@ class Pull:
         first: int,
         together: int | None,
         own_gpu: bool = False,
-        engine_stream: torch.cuda.Stream | None = None,  # else one of its own
+        engine_stream: torch.cuda.Stream,
     ) -> None:
         is_far = np.isin(source, [*by_engine])
         tiles, rows = divided(copies, addresses, options.tile_bytes, is_far, options.engine_share)
-        self._engine: EngineCopies | None = None
-        if len(rows.src):
-            self._engine, self._engine_stream = EngineCopies(rows, device), engine_stream or torch.cuda.Stream(device)
+        self._engine = EngineCopies(rows, device) if len(rows.src) else None
+        self._engine_stream = engine_stream
         order = interleaved(source[tiles["copy"]].astype(np.int64), first, together)
         self._kernel = DeviceCopies(tiles[order], device, shape, checksums=options.checksums, own_gpu=own_gpu)
         self.nbytes = self._kernel.nbytes
@@ -91,7 +90,8 @@ def read_by_engine(
     """The ranks, of `gpus` by rank, of whose copies a copy engine takes its share: those on one other GPU than `device`.
 
     A reader of several GPUs is left to the kernel, which takes from all of them in turn: no two readers then wait for one.
-    So is one with checksums, which the kernel computes, and one whose driver has no batches of copies.
+    So is one with checksums, which the kernel computes, and one whose driver has no batches of copies. Without a share (of
+    `options`) there are none either.
     """
     own = gpu_of(device)
     others = {gpu for of_rank in gpus.values() for gpu in of_rank} - {own}

@@ -156,6 +156,7 @@ class SlotReader:
         signals: PeerSignals,
         mappings: Mappings,
         stream: torch.cuda.Stream,
+        engine_stream: torch.cuda.Stream,
         options: DirectOptions,
     ) -> None:
         self._signals = signals
@@ -192,7 +193,7 @@ class SlotReader:
             slots[peer] = mappings.addresses(exported, map(str, range(SLOTS)), owner)
             addresses += slots[peer]
         bases = np.array(addresses, np.uint64)
-        far, engine_stream = read_by_engine(gpus, device, options), torch.cuda.Stream(device)
+        far = () if schedule.relayed else read_by_engine(gpus, device, options)
         # The copy engine goes on with the next round while the kernel ends one; two kernels at once would be slower.
         self._slot_streams = [torch.cuda.Stream(device) if far else stream for _ in range(SLOTS)]
         for number, together in enumerate(in_rounds(buckets)):
