@@ -95,7 +95,7 @@ _TIMED_DIRECT = {
         *(f"{_KEPT}.{name}" for name in ("Kept.publish", "Kept.export_of")),
     ),
     "map": (f"{_KEPT}.Kept.export", f"{_KEPT}.Mappings.addresses"),
-    "tables": tuple(f"{_DIRECT}.{name}" for name in ("pull_table", "cut_tiles", "interleaved", "DeviceCopies")),
+    "tables": tuple(f"{_DIRECT}.{name}" for name in ("pull_table", "Pull")),
     "checks": (f"{_DIRECT}.tile_problems",),
 }
 
