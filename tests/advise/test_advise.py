@@ -137,7 +137,7 @@ def test_uneven_pipelines_state_their_layers() -> None:
 @pytest.mark.parametrize(
     ("config", "train", "gen", "topology"),
     [
-        ("qwen3-4b", 4, 4, "h200-8"),
+        pytest.param("qwen3-4b", 4, 4, "h200-8", marks=pytest.mark.slow),
         ("qwen3-4b", 4, 4, "h200-8,gpus=2"),
         ("tiny-qwen3-moe", 4, 2, "h200-8"),
     ],

@@ -66,8 +66,7 @@ def test_what_computes_scales_is_read_back_from_the_device() -> None:
 
 def connect(number: int, address: str, case: str, damaged: int) -> tuple[str, bool]:
     """(why prepare raised, whether this rank's tensors are as they were). The damaged rank's tiles read 2 bytes later."""
-    from mcore_reshard.kernels.cuda import copy_kernel
-    from mcore_reshard.kernels.transports.direct import executor, slots
+    from mcore_reshard.kernels.cuda import copy_kernel, engine_rows
 
     world, rank = ("train", number) if number < 2 else ("gen", number - 2)
     schedule = schedule_of(CASES[case].plan(), world, rank)  # type: ignore[arg-type]
@@ -82,11 +81,11 @@ def connect(number: int, address: str, case: str, damaged: int) -> tuple[str, bo
         def gathered_later(*args: Any, cut: Any = copy_kernel.cut_gather) -> Any:
             return tuple(map(later, cut(*args)))
 
-        def cut_later(*args: Any, cut: Any = executor.cut_tiles) -> Any:
+        def cut_later(*args: Any, cut: Any = engine_rows.cut_tiles) -> Any:
             return later(cut(*args))
 
         copy_kernel.cut_gather = gathered_later
-        executor.cut_tiles = slots.cut_tiles = cut_later
+        engine_rows.cut_tiles = cut_later  # type: ignore[attr-defined]
     kind: Any = TrainEndpoint if world == "train" else GenerationEndpoint
     endpoint = kind(schedule, tensors, store=address, options=Options(transport="direct", timeout_s=60.0))
     try:

@@ -48,6 +48,7 @@ def curve(process: subprocess.Popen[bytes], out: Path) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_the_engine_answers_as_the_policy_does_only_with_every_tensor_of_every_refit(tmp_path: Path) -> None:
     """The difference of their log-probabilities, step by step; an engine that is killed and started again changes nothing."""
     arms = {"on": ["--restart-at", "4"], "off": ["--refits", "off"], "all-but-one": ["--refits", "all-but-one"]}

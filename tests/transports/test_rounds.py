@@ -274,7 +274,11 @@ RELAYED = [
 
 @pytest.mark.parametrize("order", range(2))
 @pytest.mark.parametrize(
-    "budget", [ScratchBudget(48 << 10), ScratchBudget(96 << 10, 3, 2)], ids=["2 streams", "3 streams"]
+    "budget",
+    [
+        pytest.param(ScratchBudget(48 << 10), id="2 streams"),
+        pytest.param(ScratchBudget(96 << 10, 3, 2), id="3 streams", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("case", RELAYED, ids=str)
 def test_no_order_of_kernels_deadlocks_where_replicas_pass_on_what_came_before(

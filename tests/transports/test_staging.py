@@ -33,7 +33,7 @@ def gen_schedule(transfers: list[HandTransfer], rank: int, worlds: tuple[int, in
     return replace(schedule, view=SourceView(pulls_with_casts(source_table_of(transfers, rank))))
 
 
-@pytest.mark.parametrize("scratch_bytes", [pytest.param(200, marks=pytest.mark.long), 20_000, 1 << 20])
+@pytest.mark.parametrize("scratch_bytes", [pytest.param(200, marks=pytest.mark.slow), 2_000, 20_000, 1 << 20])
 @pytest.mark.parametrize(("worlds", "seed"), [((1, 1), 0), ((2, 2), 1), ((3, 2), 2), ((1, 3), 3)])
 def test_rounds_bring_every_byte_to_its_place(worlds: tuple[int, int], seed: int, scratch_bytes: int) -> None:
     transfers = transfers_with_casts(np.random.default_rng(seed), worlds)
