@@ -378,7 +378,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     gpu = machine.gpus()[0] if arguments.device == "cuda" else None
     document: dict[str, Any] = {
-        "command": " ".join(["bench_prepare.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": machine.command("bench_prepare.py", sys.argv[1:] if argv is None else argv),
         "date": date.today().isoformat(),
         "hardware": f"1 x {gpu[0]}" if gpu else f"a {platform.machine()} CPU",
         **({"driver": gpu[1]} if gpu else {}),

@@ -120,7 +120,7 @@ def reason_of(error: str, timeout_s: float) -> str:
 def header(run: Run) -> dict[str, Any]:
     """The first part of the result file: hardware, versions, settings, date and workloads."""
     return {
-        "command": " ".join(["bench_refit.py", *sys.argv[1:]]),
+        "command": machine.command("bench_refit.py", sys.argv[1:]),
         "date": date.today().isoformat(),
         **_hardware(run),
         "versions": _versions(),

@@ -181,7 +181,7 @@ def main() -> None:
         raise SystemExit("there is no CUDA device")
     name, driver = machine.gpus()[0]
     document: dict[str, Any] = {
-        "command": " ".join(["bench_source_checks.py", *sys.argv[1:]]),
+        "command": machine.command("bench_source_checks.py", sys.argv[1:]),
         "date": date.today().isoformat(),
         "hardware": f"{gpus} x {name}",
         "driver": driver,

@@ -11,7 +11,7 @@ import bench_links
 import bench_refit
 import pytest
 import torch
-from bench import ours
+from bench import machine, ours
 from bench.goals import mutual_reads, one_gpu, verdicts
 from bench.methods import Method, Prepared, parse_method
 from bench.ranks import Launch
@@ -326,3 +326,8 @@ def test_few_gpus_have_the_patterns_of_few() -> None:
     names = {count: [*bench_links.patterns_of(count)] for count in range(5)}
     assert names[2] == ["one reads another", "two read each other"]
     assert len(names[4]) == 6 and not names[1]
+
+
+def test_a_kept_command_names_no_folder_of_its_machine() -> None:
+    kept = machine.command("bench_refit.py", ["--out", "/root/out/refit.json", "--repeats", "5", "out/a.json"])
+    assert kept == "bench_refit.py --out refit.json --repeats 5 out/a.json"

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
+
+
+def command(tool: str, arguments: Sequence[str]) -> str:
+    """A command as results keep it. Of absolute paths it keeps the names: folders are those of one machine."""
+    return " ".join([tool, *(Path(each).name if Path(each).is_absolute() else each for each in arguments)])
 
 
 def gpus() -> list[tuple[str, str]]:
