@@ -7,8 +7,8 @@
     auto     where ranks are known: direct within an NVLink domain, and nccl elsewhere, wave by wave
 
 Rounds, slots and tiles come from the functions that the executors call. Tensors are taken to begin at multiples of 16
-bytes, in memory that is not virtual, as allocators of tensors hand it out. A copy engine is taken to help wherever one
-can: drivers before CUDA 13 have none that does, and tables of all bytes.
+bytes, in memory that is not virtual, as allocators of tensors hand it out. Drivers are taken to be of CUDA 13 or newer: with
+older ones no copy engine helps, and the tables of `direct` list every byte.
 
 In a plan of many transfers, ranks that move nearly equal bytes hold nearly equal tables and slots, on the same stage of an
 engine. One of them is counted for all: a plan of DeepSeek-V3 for 256 and 128 ranks takes seconds in place of a minute.
@@ -230,24 +230,25 @@ def _pull_bytes(
     peer = np.repeat([bucket.peer for bucket in buckets], [len(bucket.copies) for bucket in buckets])
     bases = np.zeros(len(schedule.tensors) + len(table.sources) + 1, np.uint64)
     nbytes = 0
-    mapped = [sorted(schedule.peers), sorted(cast.peers)]  # the ranks whose memory each part has mapped
-    for part, (of_part, source) in enumerate(((table.copies, table.peer), (copies, peer))):
+    # The last is whose memory each part has mapped.
+    for of_part, source, mapped in ((table.copies, table.peer, schedule.peers), (copies, peer, cast.peers)):
         by_engine = np.zeros(len(of_part), bool)
         if not (options.checksums or schedule.relayed or schedule.between_replicas):
-            by_engine = _are_on_one_other_gpu(source.astype(np.int64), mapped[part], schedule.rank, topology)
+            by_engine = _are_on_one_other_gpu(source.astype(np.int64), mapped, schedule.rank, topology)
         tiles, _ = divided(of_part, bases, DEFAULT_TILE_BYTES, by_engine, ENGINE_SHARE)
         nbytes += table_bytes(tiles, checksums=options.checksums)
     return nbytes
 
 
 def _are_on_one_other_gpu(
-    source: Ints, mapped: Sequence[int], rank: int, topology: Topology | None
+    source: Ints, mapped: Collection[int], rank: int, topology: Topology | None
 ) -> NDArray[np.bool_]:
     """[copies] whether their sources lie on another GPU than the reader, if all `mapped` ranks that do lie on the same."""
-    gpus = np.arange(1 + max([*mapped, -1])) if topology is None else topology.gpus("train")
-    own = -1 if topology is None else int(topology.gpus("gen")[rank])
-    others = {*gpus[[*mapped]].tolist()} - {own} if mapped else set()
-    return (gpus[source] != own) & (len(others) == 1) if len(source) else np.zeros(0, bool)
+    if topology is None:
+        return np.full(len(source), len(mapped) == 1)
+    gpus, own = topology.gpus("train"), topology.gpus("gen")[rank]
+    others = {gpus[each] for each in mapped} - {own}
+    return (gpus[source] != own) & (len(others) == 1)
 
 
 def _nccl(

@@ -198,8 +198,7 @@ class _Reader:
             # Tile by tile in a relay: two replicas that meet at a source for long are both slow. Also with a source on
             # the reader's own GPU: its tiles are copied while the links are busy.
             own_gpu = sources == {gpu_of(device)}
-            passes_on = schedule.relayed or schedule.between_replicas
-            by_tile = passes_on or gpu_of(device) in sources
+            by_tile = schedule.relayed or schedule.between_replicas or gpu_of(device) in sources
             # Half the CTAs on the first hop of a relay: its loads hold up the second hop's. Into each of three H200s,
             # from the trainer and the other two at once: 332 GB/s with 24 and 48 CTAs, 302 with 48 each.
             shape = options.shape or (own_gpu_shape(device) if own_gpu else KernelShape())
@@ -207,7 +206,7 @@ class _Reader:
                 shape = replace(shape, ctas=-(-shape.ctas // 2))
             self._copies = Pull(
                 self._table.copies, addresses, device, shape, options,
-                source=self._table.peer, by_engine=() if passes_on else read_by_engine(gpus, device, options),
+                source=self._table.peer, by_engine=read_by_engine(schedule, gpus, device, options),
                 first=schedule.rank, together=1 if by_tile else None, own_gpu=own_gpu, engine_stream=engine_stream,
             )  # fmt: skip
         except BaseException:

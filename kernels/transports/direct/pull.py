@@ -19,6 +19,7 @@ from mcore_reshard.kernels.cuda.copy_engine import EngineCopies, is_available
 from mcore_reshard.kernels.cuda.copy_kernel import DeviceCopies, KernelShape
 from mcore_reshard.kernels.cuda.engine_rows import ENGINE_SHARE, divided
 from mcore_reshard.kernels.cuda.tiles import DEFAULT_TILE_BYTES, interleaved
+from mcore_reshard.planner.plan.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +86,17 @@ class Pull:
 
 
 def read_by_engine(
-    gpus: Mapping[int, Collection[str]], device: torch.device, options: DirectOptions
+    schedule: Schedule, gpus: Mapping[int, Collection[str]], device: torch.device, options: DirectOptions
 ) -> tuple[int, ...]:
     """The ranks, of `gpus` by rank, of whose copies a copy engine takes its share: those on one other GPU than `device`.
 
     A reader of several GPUs is left to the kernel, which takes from all of them in turn: no two readers then wait for one.
-    So is one with checksums, which the kernel computes, and one whose driver has no batches of copies. Without a share (of
-    `options`) there are none either.
+    So is one whose weights replicas pass on, one with checksums, which the kernel computes, and one whose driver has no
+    batches of copies.
     """
     own = gpu_of(device)
     others = {gpu for of_rank in gpus.values() for gpu in of_rank} - {own}
-    if len(others) != 1 or options.checksums or not options.engine_share or not is_available():
+    passes_on = schedule.relayed or schedule.between_replicas
+    if len(others) != 1 or passes_on or options.checksums or not options.engine_share or not is_available():
         return ()
     return tuple(rank for rank, of_rank in gpus.items() if own not in of_rank)

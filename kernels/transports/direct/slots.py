@@ -193,7 +193,7 @@ class SlotReader:
             slots[peer] = mappings.addresses(exported, map(str, range(SLOTS)), owner)
             addresses += slots[peer]
         bases = np.array(addresses, np.uint64)
-        far = () if schedule.relayed else read_by_engine(gpus, device, options)
+        far = read_by_engine(schedule, gpus, device, options)
         # The copy engine goes on with the next round while the kernel ends one; two kernels at once would be slower.
         self._slot_streams = [torch.cuda.Stream(device) if far else stream for _ in range(SLOTS)]
         for number, together in enumerate(in_rounds(buckets)):

@@ -71,9 +71,10 @@ def _by_tensor(table: TransferTable, source: NDArray[np.int32], mask: NDArray[np
     rows = np.flatnonzero(mask)
     peer, group, member = (column[rows] for column in (table.peer, table.transfer_group, table.member))
     _, tensor = np.unique(np.stack([peer, source[rows]]), axis=1, return_inverse=True)
-    first = np.full(len(rows) + 1, np.iinfo(np.int64).max)  # the first group of each tensor and peer
-    np.minimum.at(first, tensor.reshape(-1), group)
-    return rows[np.lexsort((group, member, first[tensor.reshape(-1)]))]
+    tensor = tensor.reshape(-1)
+    first = np.full(len(rows), np.iinfo(np.int64).max)  # the first group of each tensor and peer
+    np.minimum.at(first, tensor, group)
+    return rows[np.lexsort((group, member, first[tensor]))]
 
 
 def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict[int, tuple[Bucket, ...]]]:
