@@ -162,6 +162,12 @@ static __device__ unsigned largest_of(const Block& block) {
     return maximum;
 }
 
+// Like torch on CUDA: multiply by the reciprocal of the constant 448. A NaN stays one. `half`: the largest magnitude.
+static __device__ float scale_of(unsigned half) {
+    const float amax = low(half);
+    return __fmul_rn(amax < 1e-4f ? 1e-4f : amax, 1.0f / 448.0f);
+}
+
 // One warp for each block.
 extern "C" __global__ void __launch_bounds__(THREADS)
 block_scales(const Block* __restrict__ blocks, unsigned count) {
@@ -170,9 +176,49 @@ block_scales(const Block* __restrict__ blocks, unsigned count) {
         const Block block = blocks[number];
         const unsigned pair = block.word_elements > 1 ? largest_of<uint4>(block) : largest_of<unsigned short>(block);
         const unsigned half = __reduce_max_sync(0xffffffffu, max(pair & 0xffffu, pair >> 16));  // ordered as integers
-        const float amax = low(half);
-        // Like torch on CUDA: multiply by the reciprocal of the constant 448. A NaN stays one.
-        if (threadIdx.x % LANES == 0)
-            *reinterpret_cast<float*>(block.scale) = __fmul_rn(amax < 1e-4f ? 1e-4f : amax, 1.0f / 448.0f);
+        if (threadIdx.x % LANES == 0) *reinterpret_cast<float*>(block.scale) = scale_of(half);
+    }
+}
+
+// Casts bfloat16 to block FP8, block by block, and writes the scale of each: a block is read once, into registers. A tile
+// has blocks beside each other. No block has more than THREADS * BATCH words.
+extern "C" __global__ void __launch_bounds__(THREADS, 2048 / THREADS / 2)
+cast_blocks(const CastTile* __restrict__ tiles, unsigned count) {
+    constexpr unsigned WARPS = THREADS / LANES;
+    __shared__ unsigned largest_halves[2][WARPS];  // two, so that one barrier a block is enough
+    unsigned turn = 0;
+    for (unsigned number = blockIdx.x; number < count; number += gridDim.x) {
+        const CastTile tile = tiles[number];
+        const unsigned row_words = tile.box.row_words, rows = tile.box.words / row_words;
+        const unsigned block_words = tile.block_columns / ToE4m3x8::ELEMENTS;
+        float* scale = reinterpret_cast<float*>(tile.scales);
+        for (unsigned column = 0; column < row_words; column += block_words, ++scale, turn ^= 1) {
+            Tile block = tile.box;
+            block.row_words = min(block_words, row_words - column);
+            const unsigned words = block.row_words * rows;
+            Cursor<const uint4> from(block, block.src + column * sizeof(uint4), block.src_stride);
+            uint4 loaded[BATCH] = {};
+#pragma unroll
+            for (unsigned k = 0; k < BATCH; ++k) {
+                const uint4* const word = from.next();
+                if (threadIdx.x + k * THREADS < words) loaded[k] = __ldcs(word);
+            }
+            unsigned pair = 0;
+#pragma unroll
+            for (unsigned k = 0; k < BATCH; ++k) pair = larger(pair, largest(loaded[k]));
+            unsigned half = __reduce_max_sync(0xffffffffu, max(pair & 0xffffu, pair >> 16));  // ordered as integers
+            if (threadIdx.x % LANES == 0) largest_halves[turn][threadIdx.x / LANES] = half;
+            __syncthreads();
+#pragma unroll
+            for (unsigned warp = 0; warp < WARPS; ++warp) half = max(half, largest_halves[turn][warp]);
+            const float of_block = scale_of(half), factor = __frcp_rn(of_block);
+            if (threadIdx.x == 0) *scale = of_block;
+            Cursor<u64> to(block, block.dst + column * sizeof(u64), block.dst_stride);
+#pragma unroll
+            for (unsigned k = 0; k < BATCH; ++k) {
+                u64* const word = to.next();
+                if (threadIdx.x + k * THREADS < words) *word = ToE4m3x8::of(loaded[k], factor);
+            }
+        }
     }
 }

@@ -1,14 +1,19 @@
-"""The work lists of the kernels that cast: tiles of casts, and blocks whose scales are computed."""
+"""The work lists of the kernels that cast: tiles of casts, and blocks whose scales are computed.
+
+A block of a weight is read once where one copy casts all of it: its scale is computed, and its elements are cast with it
+(`cut_whole_blocks`). Where a copy casts part of a block, or a second copy casts it again, a kernel computes its scale first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.casts import CastForm, Casts
-from mcore_reshard.kernels.copies.copy_table import COPY, Ints
+from mcore_reshard.kernels.copies.copy_table import COPY, Ints, repeat
 from mcore_reshard.planner.model.precision import FP8
 
 from .tiles import INNER_LOOP, ROW, TILE, WIDEST_WORD, Boxes, check_tile_bytes, cut_tiles
@@ -34,6 +39,17 @@ BLOCK = np.dtype(  # the struct Block of cast_kernel.cu, 32 bytes
         ("word_elements", np.uint32),
     ]
 )
+_WIDE = 8  # elements of a wide word of a cast from bfloat16
+MOST_ELEMENTS = 128 * 128  # of a block that a CTA reads once: 256 threads with 8 words each
+
+
+class GatherTables(NamedTuple):
+    """The tables of a gather, in the order in which they are walked."""
+
+    scales: NDArray[np.void]  # dtype BLOCK: of weights that it computes scales of, where `blocks` do not
+    blocks: NDArray[np.void]  # dtype CAST_TILE: of whole blocks, whose scales are computed
+    plain: NDArray[np.void]  # dtype TILE
+    cast: NDArray[np.void]  # dtype CAST_TILE
 
 
 def split_casts(copies: NDArray[np.void], casts: Casts) -> tuple[NDArray[np.void], NDArray[np.void]]:
@@ -43,11 +59,119 @@ def split_casts(copies: NDArray[np.void], casts: Casts) -> tuple[NDArray[np.void
 
 
 def cut_gather(
-    copies: NDArray[np.void], addresses: NDArray[np.uint64], casts: Casts, tile_bytes: int
-) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """The tiles (dtype TILE) of the copies (dtype COPY) that do not cast, and those (dtype CAST_TILE) of the others."""
+    copies: NDArray[np.void],
+    addresses: NDArray[np.uint64],
+    casts: Casts,
+    tile_bytes: int,
+    *,
+    computes: Collection[int] = (),
+    elements: Sequence[int] = (),
+) -> GatherTables:
+    """The tables of `copies` (dtype COPY), some of which cast. Tiles name the copy among the plain ones, or among the casts.
+
+    `computes` has the weights whose scales are computed in it, with `elements` [tensors] as for `scale_blocks`. Scales of
+    other weights must be there.
+    """
     plain, cast = split_casts(copies, casts)
-    return cut_tiles(plain, addresses, tile_bytes), cut_cast_tiles(cast, addresses, casts, tile_bytes)
+    computed = {index: casts[index] for index in computes}
+    blocks, is_left = cut_whole_blocks(cast, addresses, computed, tile_bytes)
+    left = np.flatnonzero(is_left)
+    cast_tiles = cut_cast_tiles(cast[left], addresses, casts, tile_bytes)
+    cast_tiles["box"]["copy"] = left[cast_tiles["box"]["copy"]]
+    scales = scale_blocks(computed, addresses.tolist(), elements)
+    alone = np.isin(scales["scale"], blocks_of(blocks)["scale"], invert=True)
+    return GatherTables(scales[alone], blocks, cut_tiles(plain, addresses, tile_bytes), cast_tiles)
+
+
+def cut_whole_blocks(
+    copies: NDArray[np.void], addresses: NDArray[np.uint64], casts: Casts, tile_bytes: int
+) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
+    """(tiles (dtype CAST_TILE) of whole blocks, [copies] which copies they leave out).
+
+    A tile has the rows of one row of blocks, and one or more blocks beside each other, at most `tile_bytes` where one block
+    fits. Every block occurs once. Left out are copies of parts of blocks, of blocks that are too large for a CTA or not
+    aligned for wide words, and of blocks of an earlier copy.
+    """
+    is_left = np.ones(len(copies), bool)
+    first_scales = _first_scales(casts, addresses)
+    tables = [np.empty(0, CAST_TILE)]
+    for form, of_form in _by_form(copies, casts).items():
+        if form.block == (0, 0) or form.block[0] * form.block[1] > MOST_ELEMENTS or form.block[1] % _WIDE:
+            continue
+        chosen = np.flatnonzero(np.isin(copies["src"], of_form))
+        boxes = Boxes.of(copies[chosen], addresses)
+        (height, width), (block_rows, block_columns) = form.matrix, form.block
+        element = copies["src_offset"][chosen] // form.src_bytes
+        scale, first_column = form.scale_of(element)
+        row, column = element // width % height, element % width
+        rows, columns = boxes.extents[:, INNER_LOOP], boxes.extents[:, ROW] // form.to_bytes
+        count = -(-columns // block_columns)
+        scales = first_scales[copies["src"][chosen]].astype(np.int64) + 4 * scale
+        is_whole = (boxes.extents[:, :INNER_LOOP] == 1).all(axis=1) & (row % block_rows == 0) & (first_column == 0)
+        is_whole &= rows == np.minimum(block_rows, height - row)
+        is_whole &= (rows == 1) | (boxes.src_strides[:, INNER_LOOP] == width * form.src_bytes)
+        is_whole &= (columns % block_columns == 0) | (column + columns == width)
+        is_whole &= _word_elements(form, boxes, first_column) == _WIDE
+        is_whole[is_whole] = _are_first(scales[is_whole], count[is_whole])
+        is_left[chosen[is_whole]] = False
+        most = max(1, tile_bytes // (block_rows * block_columns * form.src_bytes))
+        tiles = -(-count // most)
+        step = -(-count // tiles)
+        owner, number = repeat(np.where(is_whole, -(-count // step), 0))
+        first = number * step[owner] * block_columns
+        table = np.zeros(len(owner), CAST_TILE)
+        box = table["box"]
+        box["src"], box["dst"] = boxes.src[owner] + first * form.src_bytes, boxes.dst[owner] + first * form.to_bytes
+        for end, strides in (("src", boxes.src_strides), ("dst", boxes.dst_strides)):
+            box[f"{end}_stride"] = strides[owner, INNER_LOOP]
+        box["row_words"] = np.minimum(step[owner] * block_columns, columns[owner] - first) // _WIDE
+        box["words"], box["word_bytes"], box["copy"] = box["row_words"] * rows[owner], _WIDE, chosen[owner]
+        table["scales"] = scales[owner] + 4 * number * step[owner]
+        table["block_columns"], table["kind"] = block_columns, CAST_KINDS[form.src, form.to]
+        tables.append(table)
+    return np.concatenate(tables), is_left
+
+
+def blocks_of(tiles: NDArray[np.void]) -> NDArray[np.void]:
+    """The blocks (dtype BLOCK) of tiles of whole blocks."""
+    box = tiles["box"]
+    row_words, wide = np.maximum(box["row_words"].astype(np.int64), 1), np.maximum(tiles["block_columns"] // _WIDE, 1)
+    owner, number = repeat(-(-row_words // wide))
+    first = number * wide[owner]
+    blocks = np.zeros(len(owner), BLOCK)
+    blocks["src"] = box["src"][owner] + (first * WIDEST_WORD).astype(np.uint64)
+    blocks["scale"] = tiles["scales"][owner] + (4 * number).astype(np.uint64)
+    blocks["stride"], blocks["rows"] = box["src_stride"][owner], (box["words"] // row_words)[owner]
+    blocks["columns"] = _WIDE * np.minimum(wide[owner], row_words[owner] - first)
+    blocks["word_elements"] = _WIDE
+    return blocks
+
+
+def _are_first(scales: Ints, count: Ints) -> NDArray[np.bool_]:
+    """[copies] of whose blocks no earlier copy has one; `count` blocks of each have scales from the address `scales` on."""
+    owner, number = repeat(count)
+    _, firsts = np.unique(scales[owner] + 4 * number, return_index=True)
+    again = np.ones(len(owner), bool)
+    again[firsts] = False
+    return np.bincount(owner, again, len(count)) == 0
+
+
+def _first_scales(casts: Casts, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """[bases] where the scales of each base begin; 0 where it has none."""
+    scales = np.zeros(len(addresses), np.uint64)
+    for base, cast in casts.items():
+        if cast.scales is not None:
+            scales[base] = addresses[cast.scales]
+    return scales
+
+
+def _by_form(copies: NDArray[np.void], casts: Casts) -> dict[CastForm, list[int]]:
+    """The bases that are cast, by the form of their casts."""
+    bases: dict[CastForm, list[int]] = {}
+    for base in np.unique(copies["src"]).tolist():
+        if base in casts:
+            bases.setdefault(casts[base].form, []).append(base)
+    return bases
 
 
 def cut_cast_tiles(
@@ -59,16 +183,10 @@ def cut_cast_tiles(
     """
     assert copies.dtype == COPY
     check_tile_bytes(tile_bytes)
-    scales = np.zeros(len(addresses), np.uint64)  # where those of each base begin
-    bases: dict[CastForm, list[int]] = {}
-    for base in np.unique(copies["src"]).tolist():
-        cast = casts[base]
-        bases.setdefault(cast.form, []).append(base)
-        if cast.scales is not None:
-            scales[base] = addresses[cast.scales]
+    first_scales = _first_scales(casts, addresses)
     all_boxes = Boxes.of(copies, addresses)
     tables = [np.empty(0, CAST_TILE)]
-    for form, of_form in bases.items():
+    for form, of_form in _by_form(copies, casts).items():
         chosen = np.isin(copies["src"], of_form)
         boxes = Boxes(*(column[chosen] for column in all_boxes))
         boxes.extents[:, ROW] //= form.to_bytes
@@ -80,7 +198,7 @@ def cut_cast_tiles(
             source = copies["src"][boxes.copy]
             elements = (boxes.src - addresses.astype(np.int64)[source]) // form.src_bytes
             scale, first_column = form.scale_of(elements)
-            table["scales"] = scales[source] + (4 * scale).astype(np.uint64)
+            table["scales"] = first_scales[source] + (4 * scale).astype(np.uint64)
             table["first_column"], table["block_columns"] = first_column, form.block[1]
         table["kind"] = CAST_KINDS[form.src, form.to]
         table["box"] = boxes.tiles(_word_elements(form, boxes, first_column))

@@ -8,7 +8,7 @@ start, and a C compiler. Bulk copies through shared memory (TMA) reach 375 as we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -22,14 +22,15 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.casts import Casts
 
-from .cast_tiles import CAST_TILE, cut_gather, scale_blocks
-from .executed_tiles import NameOf, PlacedCopies, cast_tile_problems, tile_problems
+from .cast_tiles import BLOCK, CAST_TILE, MOST_ELEMENTS, blocks_of, cut_gather, scale_blocks
+from .executed_tiles import NameOf, PlacedCopies, cast_tile_problems, scale_problems, tile_problems
 from .tiles import CHECKSUMS, DEFAULT_TILE_BYTES, TILE
 
 _SOURCES = {  # of each kernel, compiled as one text
     "copy_tiles": ("copy_kernel.cu",),
     "cast_tiles": ("copy_kernel.cu", "cast_kernel.cu"),
     "block_scales": ("copy_kernel.cu", "cast_kernel.cu"),
+    "cast_blocks": ("copy_kernel.cu", "cast_kernel.cu"),
     "tile_sums": ("tile_sums.cu",),
 }
 
@@ -53,6 +54,7 @@ def own_gpu_shape(device: torch.device) -> KernelShape:
 
 
 _SCALE_SHAPE = KernelShape(ctas=528, threads=256)  # a warp has 4 KiB under way: it takes many to read at full speed
+_BLOCK_THREADS = 256  # of a CTA that casts whole blocks: it holds one in registers, in words of 8 elements
 
 
 class DeviceTable:
@@ -155,7 +157,10 @@ def device_scales(casts: Casts, tensors: Sequence[torch.Tensor], device: torch.d
 
 
 class DeviceGather:
-    """A table of copies (dtype COPY) on the GPU; some may cast. Plain copies take one launch, casts another."""
+    """A table of copies (dtype COPY) on the GPU; some may cast. Every kind of work takes one launch.
+
+    `computes` names the weights whose scales each launch computes; those of other weights are there before it.
+    """
 
     def __init__(
         self,
@@ -165,37 +170,63 @@ class DeviceGather:
         device: torch.device,
         shape: KernelShape,
         tile_bytes: int = DEFAULT_TILE_BYTES,
+        *,
+        computes: Collection[int] = (),
+        elements: Sequence[int] = (),
     ) -> None:
-        plain, cast = cut_gather(copies, addresses, casts, tile_bytes)
-        self._copies = DeviceCopies(plain, device, shape) if len(plain) else None
-        self._casts = DeviceTable(cast, device, shape, "cast_tiles") if len(cast) else None
-        self._parts: list[DeviceTable] = [part for part in (self._copies, self._casts) if part is not None]
+        tables = cut_gather(copies, addresses, casts, tile_bytes, computes=computes, elements=elements)
+        self._computes = {index: casts[index] for index in computes}
+        self._elements = elements
+        self._parts: dict[str, DeviceTable] = {}
+        of_blocks = KernelShape(shape.ctas, _BLOCK_THREADS, batch=MOST_ELEMENTS // _BLOCK_THREADS // 8)
+        for name, table, kernel, of_kernel in (
+            ("scales", tables.scales, "block_scales", _SCALE_SHAPE),
+            ("blocks", tables.blocks, "cast_blocks", of_blocks),
+            ("cast", tables.cast, "cast_tiles", shape),
+        ):
+            if len(table):
+                self._parts[name] = DeviceTable(table, device, of_kernel, kernel)
+        if len(tables.plain):
+            self._parts["plain"] = DeviceCopies(tables.plain, device, shape)
 
     @property
     def nbytes(self) -> int:
         """Device memory of the tables."""
-        return sum(part.nbytes for part in self._parts)
+        return sum(part.nbytes for part in self._parts.values())
 
     def problems(self, placed: PlacedCopies, casts: Casts, addresses: Sequence[int], name_of: NameOf) -> list[str]:
         """How the tables on the device differ from `placed`; `addresses` [tensors] says where scales lie."""
         is_cast = np.isin(placed.copies["src"], [*casts])
         plain, cast = np.flatnonzero(~is_cast), np.flatnonzero(is_cast)
-        tiles = np.empty(0, TILE) if self._copies is None else self._copies.read_back()
-        cast_tiles = np.empty(0, CAST_TILE) if self._casts is None else self._casts.read_back()
-        return [
-            *tile_problems(tiles, placed.only(plain), lambda row: name_of(int(plain[row]))),
+        blocks = self._read_back("blocks", CAST_TILE)
+        cast_tiles = np.concatenate([blocks, self._read_back("cast", CAST_TILE)])
+        problems = [
+            *tile_problems(self._read_back("plain", TILE), placed.only(plain), lambda row: name_of(int(plain[row]))),
             *cast_tile_problems(cast_tiles, placed.only(cast), casts, addresses, lambda row: name_of(int(cast[row]))),
         ]
+        if problems or not self._computes:  # tiles without a problem have the blocks of their copies
+            return problems
+        computed = np.concatenate([self._read_back("scales", BLOCK), blocks_of(blocks)])
+        source = placed.copies["src"]
+        first_of = dict(zip(*(each.tolist() for each in np.unique(source, return_index=True)), strict=True))
+        return scale_problems(
+            computed, self._computes, addresses, self._elements, lambda index: name_of(first_of[index])
+        )
 
     def launch(self, stream: torch.cuda.Stream) -> None:
-        """Queue the copies on `stream`. Does not wait."""
-        for part in self._parts:
+        """Queue everything on `stream`. Does not wait."""
+        for part in self._parts.values():
             part.launch(stream)
 
     def empty(self, stream: torch.cuda.Stream) -> None:
-        """Queue on `stream`: launches that begin later copy nothing. For good."""
-        for part in self._parts:
+        """Queue on `stream`: launches that begin later copy nothing. For good. Not for one that computes scales."""
+        assert not self._computes
+        for part in self._parts.values():
             part.empty(stream)
+
+    def _read_back(self, name: str, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+        part = self._parts.get(name)
+        return np.empty(0, dtype) if part is None else part.read_back()
 
 
 def _words_offset(tile: np.dtype[np.void]) -> int:

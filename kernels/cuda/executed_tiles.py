@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.box_sums import IN_MESSAGE, IN_TENSOR, Weights, box_sum, mixed, times, totals
@@ -107,16 +106,19 @@ def cast_tile_problems(
 
 
 def scale_problems(
-    blocks: NDArray[np.void], casts: Casts, tensors: Sequence[torch.Tensor], name_of: NameOf
+    blocks: NDArray[np.void], casts: Casts, addresses: Sequence[int], elements: Sequence[int], name_of: NameOf
 ) -> list[str]:
-    """Weights of which `blocks` (dtype BLOCK) do not compute each scale once, or compute it from other elements."""
+    """Weights of which `blocks` (dtype BLOCK) do not compute each scale once, or compute it from other elements.
+
+    `addresses` and `elements` [tensors] are those of weights and scales. `name_of` names weights.
+    """
     in_blocks = [(index, cast, cast.scales) for index, cast in casts.items() if cast.scales is not None]
-    in_blocks.sort(key=lambda each: tensors[each[2]].data_ptr())
+    in_blocks.sort(key=lambda each: addresses[each[2]])
     if not in_blocks:
         return []
-    weights = np.array([tensors[index].data_ptr() for index, _, _ in in_blocks], np.int64)
-    scales = np.array([tensors[number].data_ptr() for _, _, number in in_blocks], np.int64)
-    counts = np.array([tensors[number].numel() for _, _, number in in_blocks], np.int64)
+    weights = np.array([addresses[index] for index, _, _ in in_blocks], np.int64)
+    scales = np.array([addresses[number] for _, _, number in in_blocks], np.int64)
+    counts = np.array([elements[number] for _, _, number in in_blocks], np.int64)
     facts = [(*cast.form.matrix, *cast.form.block, *cast.form.blocks) for _, cast, _ in in_blocks]
     firsts = np.cumsum(counts) - counts
 

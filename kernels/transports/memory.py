@@ -56,6 +56,7 @@ from .nccl.staging import (
 from .reach import passes_on, shared_gpus
 from .rounds import bucket_bytes_within, gloo_window
 
+_PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
 T = TypeVar("T")
 _FAR_SHARES = 10  # ranks are counted as one where the shares of their bytes that cross NICs are alike: in tenths
@@ -205,7 +206,7 @@ def _direct(
     train = {}
     for rank, (schedule,) in schedules["train"].items():
         slots, buckets = divide_slots(parts[rank], options.scratch_bytes)
-        tables = _gather_bytes(schedule, [bucket for of_peer in buckets.values() for bucket in of_peer])
+        tables = _gather_bytes(schedule, [bucket for of_peer in buckets.values() for bucket in of_peer], at_once=True)
         train[rank] = replace(_of_trainer(schedule, options), tables=tables, scratch=SLOTS * slots.slot_bytes)
     gen = {
         rank: RankMemory(
@@ -335,12 +336,19 @@ def _auto(
     return counted
 
 
-def _gather_bytes(schedule: Schedule, buckets: Sequence[Bucket]) -> int:
-    """The tables by which a rank packs or unpacks buckets, and those of the scales that it computes for them."""
+def _gather_bytes(schedule: Schedule, buckets: Sequence[Bucket], *, at_once: bool = False) -> int:
+    """The tables by which a rank packs or unpacks buckets, and those of the scales that it computes for them.
+
+    `at_once`: scales are computed where weights are cast.
+    """
     casts, bases = bound_casts(schedule), np.zeros(len(schedule.tensors) + 1, np.uint64)
-    plain, cast = cut_gather(joined([bucket.copies for bucket in buckets]), bases, casts, DEFAULT_TILE_BYTES)
+    bases[:-1] = _PLACE * np.arange(1, len(bases))  # far from each other, as blocks are told apart by where they lie
     elements = [prod(local.shape) for local in schedule.tensors]
-    return plain.nbytes + cast.nbytes + scale_blocks(casts, [0] * len(elements), elements).nbytes
+    copies = joined([bucket.copies for bucket in buckets])
+    computes = np.intersect1d(copies["src"], [*casts]).tolist() if at_once else []
+    tables = cut_gather(copies, bases, casts, DEFAULT_TILE_BYTES, computes=computes, elements=elements)
+    before = {} if at_once else casts
+    return sum(table.nbytes for table in tables) + scale_blocks(before, [0] * len(elements), elements).nbytes
 
 
 def _of_trainer(schedule: Schedule, options: Options) -> RankMemory:

@@ -10,14 +10,25 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule, bind
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
-from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales, narrowed, scaled_to_e4m3, widened
+from mcore_reshard.kernels.copies.cast_arithmetic import (
+    block_scales,
+    compute_scales,
+    narrowed,
+    scaled_to_e4m3,
+    widened,
+)
+from mcore_reshard.kernels.copies.casts import CastForm, TensorCast, band_copies
+from mcore_reshard.kernels.copies.copy_table import joined
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.cuda.cast_tiles import (
     BLOCK,
     CAST_KINDS,
     CAST_TILE,
+    blocks_of,
     cut_cast_tiles,
+    cut_gather,
+    cut_whole_blocks,
     split_casts,
 )
 
@@ -30,6 +41,10 @@ def bound_of(seed: int) -> tuple[BoundSchedule, tuple[Bucket, ...]]:
     bound = bind(schedule, trainer_tensors(schedule, seed))
     compute_scales(bound.casts, bound.tensors)
     return bound, cut_buckets(schedule, 4096)
+
+
+def large_buckets(bound: BoundSchedule) -> list[Bucket]:
+    return [each for each in cut_buckets(bound.schedule, 1 << 16) if each.peer == 0]
 
 
 class Arena:
@@ -47,6 +62,16 @@ class Arena:
 
     def read(self, address: int, dtype: type, count: int) -> NDArray[np.generic]:
         return np.frombuffer(self.bytes, np.uint8)[address:][: count * np.dtype(dtype).itemsize].copy().view(dtype)
+
+    def compute(self, block: np.void) -> None:
+        """The scale of a block (dtype BLOCK)."""
+        rows = [
+            self.read(int(block["src"]) + row * int(block["stride"]), np.int16, int(block["columns"]))
+            for row in range(int(block["rows"]))
+        ]
+        values = torch.from_numpy(np.stack(rows)).view(torch.bfloat16)
+        scale = block_scales(values, tuple(values.shape)).reshape(1)
+        self.bytes[int(block["scale"]) : int(block["scale"]) + 4] = byte_array(scale)
 
     def walk(self, tile: np.void) -> None:
         box, (src, to) = tile["box"], KINDS[int(tile["kind"])]
@@ -89,6 +114,64 @@ def test_tiles_do_what_the_interpreter_does(seed: int, tile_bytes: int, shift: i
         words |= {*tiles["box"]["word_bytes"].tolist()}
         np.testing.assert_array_equal(arena.read(int(arena.addresses[scratch]), np.uint8, bucket.nbytes), wanted)
     assert 1 in words
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whole_blocks_and_what_they_leave_do_what_the_interpreter_does(seed: int) -> None:
+    """Scales too: each is computed once, by the tiles of whole blocks or before them."""
+    bound, _ = bound_of(seed)
+    tensors = [byte_array(tensor) for tensor in bound.tensors]
+    elements = [tensor.numel() for tensor in bound.tensors]
+    copies = joined(
+        [bucket.copies_at(len(tensors), number << 16) for number, bucket in enumerate(large_buckets(bound))]
+    )
+    _, cast = split_casts(copies, bound.casts)
+    wanted = np.full(len(large_buckets(bound)) << 16, 0xDD, np.uint8)
+    run_copies(cast, [*tensors, wanted], bound.casts)
+    arena = Arena([*tensors, np.full_like(wanted, 0xDD)], 0)
+    computes = np.unique(cast["src"]).tolist()
+    tables = cut_gather(copies, arena.addresses, bound.casts, 1 << 14, computes=computes, elements=elements)
+    assert len(tables.blocks) and len(tables.cast) and (len(tables.scales) or seed == 3)
+    for scales in (bound.casts[index].scales for index in computes):
+        if scales is not None:
+            start = int(arena.addresses[scales])
+            arena.bytes[start : start + len(tensors[scales])] = 0xEE
+    blocks = blocks_of(tables.blocks)
+    for block in (*tables.scales, *blocks):
+        assert (arena.bytes[int(block["scale"]) : int(block["scale"]) + 4] == 0xEE).all(), "computed twice"
+        arena.compute(block)
+    for tile in (*tables.blocks, *tables.cast):
+        arena.walk(tile)
+    for number, (tensor, address) in enumerate(zip(tensors, arena.addresses.tolist(), strict=False)):
+        np.testing.assert_array_equal(arena.read(address, np.uint8, len(tensor)), tensor, err_msg=str(number))
+    np.testing.assert_array_equal(arena.read(int(arena.addresses[-1]), np.uint8, len(wanted)), wanted)
+
+
+def test_parts_of_blocks_large_blocks_and_second_copies_are_left_out() -> None:
+    def left(block: tuple[int, int], boxes: list[tuple[int, int, int, int]], width: int = 512) -> list[bool]:
+        """Of each box (first row, rows, first column, columns) of a weight with 300 rows, whether it is left out."""
+        form = CastForm("bfloat16", "float8_e4m3fn", (300, width), block)
+        copies = [
+            band_copies(form, row * width + column, (rows, columns), (width, 1)) for row, rows, column, columns in boxes
+        ]
+        table = joined(copies)
+        table["src_offset"] += np.repeat(
+            [2 * (row * width + column) for row, _, column, _ in boxes], [*map(len, copies)]
+        )
+        addresses = np.array([1 << 20, 1 << 30], np.uint64)
+        tiles, is_left = cut_whole_blocks(table, addresses, {0: TensorCast(form, 1)}, 1 << 17)
+        assert len(tiles) >= (~is_left).sum() and (tiles["box"]["row_words"] * 8 * 2 * block[0] <= 1 << 17).all()
+        return is_left.tolist()
+
+    assert left((128, 128), [(0, 300, 0, 512)]) == [False] * 3  # the last band has 44 rows
+    assert left((128, 128), [(0, 128, 0, 256), (0, 128, 256, 256)]) == [False, False]
+    assert left((128, 128), [(0, 64, 0, 512), (64, 64, 0, 512)]) == [True, True]
+    assert left((128, 128), [(0, 128, 0, 192), (0, 128, 192, 320)]) == [True, True]
+    assert left((128, 128), [(0, 128, 0, 512), (0, 128, 0, 512), (128, 128, 0, 512)]) == [False, True, False]
+    assert left((128, 128), [(0, 128, 0, 256), (0, 128, 128, 256)]) == [False, True]
+    assert left((256, 128), [(0, 256, 0, 512)]) == [True]
+    assert left((64, 4), [(0, 64, 0, 512)]) == [True]
+    assert left((128, 128), [(0, 128, 0, 516)], 516) == [True]  # the last block has 4 columns
 
 
 def test_aligned_rows_are_cast_in_wide_words() -> None:

@@ -34,13 +34,21 @@ def compute(bound: BoundSchedule) -> None:
     device_copies.device_scales(bound.casts, bound.tensors, CUDA).launch(torch.cuda.current_stream())
 
 
+def forget(bound: BoundSchedule, weights: list[int]) -> None:
+    for index in weights:
+        if (scales := bound.casts[index].scales) is not None:
+            bound.tensors[scales].fill_(torch.nan)
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["scales before", "scales at once"])
 @pytest.mark.parametrize("shape", [(1, 32, 1), (7, 256, 2), (132, 512, 8)], ids=str)
 @pytest.mark.parametrize(
     ("bucket_bytes", "tile_bytes", "shift"), [(4096, 256, 0), (1 << 20, 1 << 14, 4), (1 << 20, 1 << 17, 0)]
 )
 def test_a_gather_agrees_with_the_interpreter(
-    shape: tuple[int, int, int], bucket_bytes: int, tile_bytes: int, shift: int
+    shape: tuple[int, int, int], bucket_bytes: int, tile_bytes: int, shift: int, at_once: bool
 ) -> None:
+    parts = set()
     for seed in range(3):
         bound = bound_of(seed)
         compute(bound)
@@ -55,14 +63,21 @@ def test_a_gather_agrees_with_the_interpreter(
             scratch = torch.full((bucket.nbytes + 2 * shift,), POISON, dtype=torch.uint8, device=CUDA)
             bases = [tensor.data_ptr() for tensor in bound.tensors] + [scratch.data_ptr() + shift]
             copies["dst"][copies["dst"] == SCRATCH] = len(bases) - 1
+            weights = np.intersect1d(copies["src"], [*bound.casts]).tolist() if at_once else []
             gather = device_copies.DeviceGather(
                 copies, np.array(bases, np.uint64), bound.casts, CUDA,
                 device_copies.KernelShape(*shape), tile_bytes,
+                computes=weights, elements=[tensor.numel() for tensor in bound.tensors],
             )  # fmt: skip
+            parts |= {*gather._parts}
+            forget(bound, weights)
             gather.launch(torch.cuda.current_stream())
+            for tensor, bits in zip(bound.tensors, tensors, strict=True):
+                np.testing.assert_array_equal(byte_array(tensor.cpu()), bits)  # the scales are there again
             found = scratch.cpu().numpy()
             np.testing.assert_array_equal(found[shift : shift + bucket.nbytes], wanted)
             assert (found[:shift] == POISON).all() and (found[shift + bucket.nbytes :] == POISON).all()
+    assert ("blocks" in parts) == (at_once and not shift) and ("scales" in parts) == at_once
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -82,27 +97,33 @@ def special(name: str) -> torch.Tensor:
         "every finite value": finite.reshape(510, 128),
         "one magnitude a block": finite.sort().values.reshape(-1, 1).expand(-1, 32).reshape(-1, 128),
         "zeros": torch.zeros(130, 260, dtype=torch.bfloat16),
+        "NaN": torch.linspace(-3, 3, 64 * 128).reshape(64, 128).bfloat16().index_fill(0, torch.tensor([5]), torch.nan),
         "around the floor": torch.linspace(0.9, 1.1, 256 * 128).mul(AMAX_FLOOR).reshape(256, 128).bfloat16(),
     }[name].contiguous()
 
 
-@pytest.mark.parametrize("name", ["every finite value", "one magnitude a block", "zeros", "around the floor"])
-def test_special_values(name: str) -> None:
+@pytest.mark.parametrize("at_once", [False, True], ids=["scales before", "scales at once"])
+@pytest.mark.parametrize("name", ["every finite value", "one magnitude a block", "zeros", "around the floor", "NaN"])
+def test_special_values(name: str, at_once: bool) -> None:
     from mcore_reshard.kernels.copies.casts import CastForm, TensorCast, band_copies
 
     weight, block = special(name).to(CUDA), (32, 32)
     form = CastForm("bfloat16", "float8_e4m3fn", tuple(weight.shape), block)  # type: ignore[arg-type]
     scales = torch.zeros(form.blocks, device=CUDA)
     casts = {0: TensorCast(form, 1)}
-    device_copies.device_scales(casts, [weight, scales], CUDA).launch(torch.cuda.current_stream())
-    assert torch.equal(scales.view(torch.int32), block_scales(weight, block).view(torch.int32))
     copies = band_copies(form, 0, tuple(weight.shape), (weight.shape[1], 1))
     copies["dst"] = 2
     target = torch.zeros(weight.numel(), dtype=torch.uint8, device=CUDA)
     bases = np.array([tensor.data_ptr() for tensor in (weight, scales, target)], np.uint64)
-    device_copies.DeviceGather(copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14).launch(
-        torch.cuda.current_stream()
-    )
+    gather = device_copies.DeviceGather(
+        copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14,
+        computes=[0] if at_once else [], elements=[weight.numel(), scales.numel()],
+    )  # fmt: skip
+    assert ("blocks" in gather._parts) == at_once
+    if not at_once:
+        device_copies.device_scales(casts, [weight, scales], CUDA).launch(torch.cuda.current_stream())
+    gather.launch(torch.cuda.current_stream())
+    assert torch.equal(scales.view(torch.int32), block_scales(weight, block).view(torch.int32))
     wanted = np.zeros(weight.numel(), np.uint8)
     run_copies(copies, [byte_array(weight.cpu()), byte_array(scales.cpu()), wanted], casts)
     np.testing.assert_array_equal(target.cpu().numpy(), wanted)

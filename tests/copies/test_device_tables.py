@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from copies.test_device_casts import CUDA, bound_of
+from helpers.casting import places_of
 from helpers.gpu import needs_gpus
 from helpers.handmade import allocate, raw_bytes
 from helpers.plans import Case
@@ -15,6 +16,7 @@ from helpers.ranks import run_ranks, values
 from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.buckets import cut_buckets
+from mcore_reshard.kernels.cuda.cast_tiles import GatherTables
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of, scale_problems
 from mcore_reshard.kernels.errors import RefitError
 from mcore_reshard.kernels.options import Options
@@ -36,7 +38,8 @@ def changed(table: Any, first: int) -> None:
     table._table[first] ^= 1
 
 
-def test_what_a_gather_with_casts_does_is_read_back_from_the_device() -> None:
+@pytest.mark.parametrize("at_once", [False, True], ids=["scales before", "scales at once"])
+def test_what_a_gather_with_casts_does_is_read_back_from_the_device(at_once: bool) -> None:
     bound = bound_of(0)
     own = [tensor.data_ptr() for tensor in bound.tensors]
     buckets = [each for each in cut_buckets(bound.schedule, 1 << 20) if each.peer == 0]
@@ -44,12 +47,15 @@ def test_what_a_gather_with_casts_does_is_read_back_from_the_device() -> None:
     scratch = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=CUDA)
     addresses = [*own, scratch.data_ptr()]
     gather = device_copies.DeviceGather(
-        bucket.copies, np.array(addresses, np.uint64), bound.casts, CUDA, device_copies.KernelShape(), 1 << 14
-    )
+        bucket.copies, np.array(addresses, np.uint64), bound.casts, CUDA, device_copies.KernelShape(), 1 << 14,
+        computes=np.intersect1d(bucket.copies["src"], [*bound.casts]).tolist() if at_once else [],
+        elements=[tensor.numel() for tensor in bound.tensors],
+    )  # fmt: skip
+    assert at_once == ("blocks" in gather._parts)
     placed = PlacedCopies.of(bucket.copies, addresses)
     name_of = names_of(bound.schedule, placed.copies["src"])
     assert gather.problems(placed, bound.casts, own, name_of) == []
-    for part in gather._parts:
+    for part in gather._parts.values():
         changed(part, 0)  # of the address of the first tile's source
         assert len(gather.problems(placed, bound.casts, own, name_of)) == 1
         changed(part, 0)
@@ -59,9 +65,9 @@ def test_what_a_gather_with_casts_does_is_read_back_from_the_device() -> None:
 def test_what_computes_scales_is_read_back_from_the_device() -> None:
     bound = bound_of(0)
     scales = device_copies.device_scales(bound.casts, bound.tensors, CUDA)
-    assert scale_problems(scales.read_back(), bound.casts, bound.tensors, str) == []
+    assert scale_problems(scales.read_back(), bound.casts, *places_of(bound), str) == []
     changed(scales, 8)
-    assert len(scale_problems(scales.read_back(), bound.casts, bound.tensors, str)) == 1
+    assert len(scale_problems(scales.read_back(), bound.casts, *places_of(bound), str)) == 1
 
 
 def connect(number: int, address: str, case: str, damaged: int) -> tuple[str, bool]:
@@ -78,8 +84,8 @@ def connect(number: int, address: str, case: str, damaged: int) -> tuple[str, bo
             (tiles["box"] if "box" in (tiles.dtype.names or ()) else tiles)["src"][-1:] += np.uint64(2)
             return tiles
 
-        def gathered_later(*args: Any, cut: Any = copy_kernel.cut_gather) -> Any:
-            return tuple(map(later, cut(*args)))
+        def gathered_later(*args: Any, cut: Any = copy_kernel.cut_gather, **options: Any) -> Any:
+            return GatherTables(*map(later, cut(*args, **options)))
 
         def cut_later(*args: Any, cut: Any = engine_rows.cut_tiles) -> Any:
             return later(cut(*args))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from copies.test_executed import CAST, LLAMA, MOE, refusal
 from copies.test_tiles import random_copies
-from helpers.casting import scale_blocks_of, train_schedule, trainer_tensors, transfers_with_casts
+from helpers.casting import places_of, scale_blocks_of, train_schedule, trainer_tensors, transfers_with_casts
 from helpers.handmade import allocate
 from helpers.plans import Case
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from mcore_reshard.kernels.copies.copy_table import COPY
 from mcore_reshard.kernels.copies.executed import Executed
 from mcore_reshard.kernels.copies.pull_table import PullTable, pull_table
 from mcore_reshard.kernels.cuda import copy_engine, engine_rows
-from mcore_reshard.kernels.cuda.cast_tiles import cut_cast_tiles
+from mcore_reshard.kernels.cuda.cast_tiles import cut_cast_tiles, cut_whole_blocks
 from mcore_reshard.kernels.cuda.executed_tiles import (
     PlacedCopies,
     cast_tile_problems,
@@ -200,7 +200,8 @@ def test_what_a_copy_engine_does_not_take_is_left_to_the_kernel(
 # --- casts -----------------------------------------------------------------------------------------------------------
 
 
-def cast_problems(damage: Damage, seed: int = 0) -> list[str]:
+def cast_problems(damage: Damage, seed: int = 0, *, whole: bool = False) -> list[str]:
+    """Of a peer's casts, after damage to their tiles; `whole`: those of whole blocks among them."""
     schedule = train_schedule(transfers_with_casts(np.random.default_rng(seed), (1, 2)), 0, (1, 2))
     bound = bind(schedule, trainer_tensors(schedule, seed))
     own = [tensor.data_ptr() for tensor in bound.tensors]
@@ -212,8 +213,13 @@ def cast_problems(damage: Damage, seed: int = 0) -> list[str]:
     starts[:-1] = own
     copies = placed.copies.copy()
     copies["dst"], copies["dst_offset"] = -1, placed.dst  # one base at 0: the offsets are addresses
-    tiles = cut_cast_tiles(copies, starts, bound.casts, TILE_BYTES)
-    return cast_tile_problems(damage(tiles), placed, bound.casts, own, names_of(schedule, placed.copies["src"]))
+    blocks, is_left = cut_whole_blocks(copies, starts, bound.casts if whole else {}, TILE_BYTES)
+    left = np.flatnonzero(is_left)
+    tiles = cut_cast_tiles(copies[left], starts, bound.casts, TILE_BYTES)
+    tiles["box"]["copy"] = left[tiles["box"]["copy"]]
+    assert (len(blocks) > 0) == whole
+    tiles = np.concatenate([damage(tiles), blocks]) if not whole else np.concatenate([tiles, damage(blocks)])
+    return cast_tile_problems(tiles, placed, bound.casts, own, names_of(schedule, placed.copies["src"]))
 
 
 def in_box(damage: Damage) -> Damage:
@@ -252,14 +258,16 @@ CASTS: dict[str, Damage] = {
 }
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["tiles", "whole blocks"])
 @pytest.mark.parametrize("seed", range(3))
-def test_casts_that_are_whole_have_no_problems(seed: int) -> None:
-    assert cast_problems(lambda tiles: tiles, seed) == []
+def test_casts_that_are_whole_have_no_problems(seed: int, whole: bool) -> None:
+    assert cast_problems(lambda tiles: tiles, seed, whole=whole) == []
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["tiles", "whole blocks"])
 @pytest.mark.parametrize("damage", CASTS)
-def test_each_damage_to_a_cast_is_named(damage: str) -> None:
-    (problem,) = cast_problems(CASTS[damage])
+def test_each_damage_to_a_cast_is_named(damage: str, whole: bool) -> None:
+    (problem,) = cast_problems(CASTS[damage], whole=whole)
     assert "first " in problem or "tiles of no copy" in problem, problem
 
 
@@ -285,7 +293,7 @@ def test_each_damage_to_the_blocks_of_scales_is_named(damage: str) -> None:
     blocks = scale_blocks_of(bound)
     if damage:
         blocks = BLOCKS[damage](blocks)
-    problems = scale_problems(blocks, bound.casts, bound.tensors, lambda index: schedule.tensors[index].name)
+    problems = scale_problems(blocks, bound.casts, *places_of(bound), lambda index: schedule.tensors[index].name)
     assert len(problems) == bool(damage), problems
     assert all("weights' scales, first " in problem for problem in problems)
 

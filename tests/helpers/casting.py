@@ -61,8 +61,12 @@ def transfers_with_casts(rng: np.random.Generator, worlds: tuple[int, int]) -> l
 
 def scale_blocks_of(bound: BoundSchedule) -> NDArray[np.void]:
     """The blocks (dtype BLOCK) whose scales a refit computes."""
-    places = [(tensor.data_ptr(), tensor.numel()) for tensor in bound.tensors]
-    return scale_blocks(bound.casts, *zip(*places, strict=True))
+    return scale_blocks(bound.casts, *places_of(bound))
+
+
+def places_of(bound: BoundSchedule) -> tuple[list[int], list[int]]:
+    """(address, number of elements) of each tensor, as two lists."""
+    return [tensor.data_ptr() for tensor in bound.tensors], [tensor.numel() for tensor in bound.tensors]
 
 
 def _parts(rng: np.random.Generator, weight: Weight, worlds: tuple[int, int], dst_rank: int) -> list[HandTransfer]:

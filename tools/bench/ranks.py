@@ -10,7 +10,7 @@ import faulthandler
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,8 +32,6 @@ from mcore_reshard.session.store_server import serve_store
 from .methods import Method, Prepared, Unavailable
 from .results import ResultFile, row_of, skipped
 from .workloads import Case
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +96,8 @@ class Rank:
     @cached_property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """This rank's tensors: those of the plan, by its names. Training ranks' are filled."""
-        return self.allocated(filled=self.world == "train")
-
-    @cached_property
-    def _wanted(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of a generation rank as they must be after a refit."""
-        return self.allocated(filled=True) if self.world == "gen" else {}
-
-    def allocated(self, *, filled: bool) -> Mapping[str, torch.Tensor]:
         tensors = synthetic.allocate(self.schedule, self.device)
-        if filled:
+        if self.world == "train":
             synthetic.fill(self.plan, self.world, self.rank, tensors)
         self._zero_padding(tensors)
         self.settle(release=True)
@@ -182,6 +172,7 @@ class Rank:
     def _check(self, method: Method, prepared: Prepared) -> int:
         """Wrong elements of all ranks: none, or this is the end of the launch."""
         wrong = self.wrong_elements() if prepared.wrong is None else prepared.wrong()
+        self.settle(release=True)
         counts = [word["wrong"] for word in self.gather({"wrong": wrong})]
         if any(counts):
             raise SystemExit(f"after {method.text} elements are wrong; by rank, training ranks first: {counts}")
@@ -189,8 +180,7 @@ class Rank:
 
     def _hold(self) -> None:
         """Have the weights in place and destinations poisoned, so that none of that counts as time or memory."""
-        wanted = self._wanted
-        if wanted:
+        if self.world == "gen":
             for tensor in self.tensors.values():
                 tensor.view(torch.uint8).fill_(synthetic.POISON)
             self._zero_padding(self.tensors)
@@ -204,8 +194,11 @@ class Rank:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def wrong_elements(self) -> int:
-        """How many elements of this rank's destination tensors are not what they should be."""
-        return sum(differing(self.tensors[name], wanted) for name, wanted in self._wanted.items())
+        """How many elements of this rank's destination tensors are not what they should be; padding must be zero."""
+        if self.world == "train":
+            return 0
+        padding = sum((part != 0).sum() for part in self._padding(self.tensors))
+        return sum(synthetic.wrong_elements(self.plan, "gen", self.rank, self.tensors).values()) + int(padding)
 
     def barrier(self) -> None:
         """All ranks leave within tens of microseconds: over CPU messages, through rank 0."""
@@ -234,10 +227,14 @@ class Rank:
                 torch.cuda.reset_peak_memory_stats()
 
     def _zero_padding(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """As sessions do, so that what no parameter fills compares equal too."""
+        """As sessions do, in what no parameter fills."""
+        for part in self._padding(tensors):
+            part.zero_()
+
+    def _padding(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         for index, offset, strided_box in self.schedule.padding:
-            flat = tensors[self.schedule.tensors[index].name].reshape(-1)
-            flat.as_strided(strided_box.extents, strided_box.strides, flat.storage_offset() + offset).zero_()
+            flat = synthetic.bits(tensors[self.schedule.tensors[index].name]).reshape(-1)
+            yield flat.as_strided(strided_box.extents, strided_box.strides, flat.storage_offset() + offset)
 
     def _timed(self, run: Callable[[], Any]) -> tuple[float, float, float, float]:
         """(start and end in seconds of the clock that all processes share, CPU ms of the process, of this thread)."""
@@ -260,8 +257,7 @@ class Rank:
 
 def differing(one: torch.Tensor, other: torch.Tensor) -> int:
     """Elements of two tensors of one dtype and shape whose bits differ."""
-    integers = _INTEGERS[one.element_size()]
-    return int((one.view(integers) != other.view(integers)).sum())
+    return int((synthetic.bits(one) != synthetic.bits(other)).sum())
 
 
 def run_rank(number: int, launch: Launch) -> None:

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
 from mcore_reshard.kernels.copies.buckets import Bucket, cut_buckets
-from mcore_reshard.kernels.copies.checks import described_tensor
 from mcore_reshard.kernels.copies.copy_table import joined
-from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, DeviceTable, KernelShape, device_scales
-from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of, scale_problems, tile_problems
+from mcore_reshard.kernels.copies.tensors import gpu_of
+from mcore_reshard.kernels.cuda.copy_kernel import DeviceGather, KernelShape
+from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, names_of, tile_problems
 from mcore_reshard.kernels.cuda.ipc import Export, export, export_event, open_event, withdraw_event
 from mcore_reshard.kernels.errors import ChecksumError, SessionError
 from mcore_reshard.kernels.options import ALIGNMENT
@@ -35,8 +35,17 @@ from .staging import SLOTS, SlotPlan, divide_slots
 
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
 
-# All of an H200: a trainer that refits does nothing else, and readers wait for it.
-_CASTING_SHAPE = KernelShape(ctas=132)
+# All of an H100 or H200: readers wait for it. As fast as casts go, 1.8 TB/s of bfloat16.
+_FASTEST = KernelShape(ctas=528, threads=256)
+# While others read its memory, a GPU that casts as fast as it can slows them. On two H100s, 10 GB of bfloat16 took 32.7 ms
+# with 528 CTAs, 30.3 with 132, 29.4 with 88, 29.7 with 66 and 31.5 with 44; the same bytes without casts took 29.2.
+_CALM = KernelShape(ctas=88, threads=256)
+
+
+def _casting_shape(device: torch.device, *, shares_gpu: bool, first: bool) -> KernelShape:
+    """How a round is cast. Nobody reads during the first. Ranks of one GPU take turns on it, so each is to end soon."""
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9  # of others it has not been measured
+    return _CALM if is_hopper and not shares_gpu and not first else _FASTEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +53,7 @@ class _Casting:
     """A round of a source."""
 
     peers: tuple[int, ...]
-    scales: DeviceTable | None  # of the weights that no earlier round casts
-    gather: DeviceGather
+    gather: DeviceGather  # computes the scales of weights that no earlier round casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +96,13 @@ class SlotSource:
             "events": [export_event(event, device) for event in self._cast],
         }
         signals.publish(word, prefix=_PREFIX)
-        self._rounds = self._bind_rounds(bound, plan, buckets)
+        parse = partial(_parse_reader, device)
+        readers = {peer: signals.fetch(peer, parse, prefix=_PREFIX) for peer in buckets}
+        self._taken = {peer: events for peer, (events, _) in readers.items()}
+        shares_gpu = gpu_of(device) in {gpu for _, gpu in readers.values()}
+        self._rounds = self._bind_rounds(bound, plan, buckets, shares_gpu)
         self.buckets = tuple(bucket for of_peer in buckets.values() for bucket in of_peer)
-        self.table_bytes = sum(each.gather.nbytes + (each.scales.nbytes if each.scales else 0) for each in self._rounds)
-        parse = partial(_parse_events, device)
-        self._taken = {peer: signals.fetch(peer, parse, prefix=_PREFIX) for peer in buckets}
+        self.table_bytes = sum(each.gather.nbytes for each in self._rounds)
 
     def rounds(self, run: int) -> None:
         """Queue all casts, after what is queued on the current stream. Returns once all readers have queued all pulls."""
@@ -106,8 +116,6 @@ class SlotSource:
                 self._signals.hear(run, number - SLOTS, earlier.peers)
                 for peer in earlier.peers:
                     self.stream.wait_event(self._taken[peer][slot])
-            if each.scales is not None:
-                each.scales.launch(self.stream)
             each.gather.launch(self.stream)
             self._cast[slot].record(self.stream)
             self._signals.tell(run, number, each.peers)
@@ -120,10 +128,11 @@ class SlotSource:
         self._taken.clear()
 
     def _bind_rounds(
-        self, bound: BoundSchedule, plan: SlotPlan, buckets: Mapping[int, Sequence[Bucket]]
+        self, bound: BoundSchedule, plan: SlotPlan, buckets: Mapping[int, Sequence[Bucket]], shares_gpu: bool
     ) -> list[_Casting]:
         device = self._slots[0].device
         own = [tensor.data_ptr() for tensor in bound.tensors]
+        elements = [tensor.numel() for tensor in bound.tensors]
         addresses = np.array(own + [slot.data_ptr() for slot in self._slots], np.uint64)
         computed: set[int] = set()
         rounds = []
@@ -132,17 +141,16 @@ class SlotSource:
             table = joined([bucket.copies_at(base, plan.places[bucket.peer]) for bucket in together])
             new = {*np.unique(table["src"]).tolist()} - computed
             computed |= new
-            casts = {index: bound.casts[index] for index in sorted(new)}
-            scales = device_scales(casts, bound.tensors, device)
-            gather = DeviceGather(table, addresses, bound.casts, device, _CASTING_SHAPE)
+            gather = DeviceGather(
+                table, addresses, bound.casts, device,
+                _casting_shape(device, shares_gpu=shares_gpu, first=number == 0),
+                computes=sorted(new), elements=elements,
+            )  # fmt: skip
             slot = self._slots[number % SLOTS].data_ptr()
             placed = PlacedCopies.of_buckets(together, own, [slot + plan.places[each.peer] for each in together])
             name_of = names_of(bound.schedule, placed.copies["src"])
             self.problems += gather.problems(placed, bound.casts, own, name_of)
-            if scales is not None:
-                weight_of = partial(described_tensor, bound.schedule)
-                self.problems += scale_problems(scales.read_back(), casts, bound.tensors, weight_of)
-            rounds.append(_Casting(tuple(bucket.peer for bucket in together), scales, gather))
+            rounds.append(_Casting(tuple(bucket.peer for bucket in together), gather))
         return rounds
 
 
@@ -172,7 +180,8 @@ class SlotReader:
             return
         device = stream.device
         self._taken = [torch.cuda.Event(interprocess=True) for _ in range(SLOTS)]
-        signals.publish({"events": [export_event(event, device) for event in self._taken]}, prefix=_PREFIX)
+        events = [export_event(event, device) for event in self._taken]
+        signals.publish({"events": events, "gpu": gpu_of(device)}, prefix=_PREFIX)
         addresses = [tensor.data_ptr() for tensor in bound.tensors]
         own = len(addresses)
         buckets: dict[int, tuple[Bucket, ...]] = {}
@@ -260,6 +269,11 @@ def _parse_slots(device: torch.device, rank: int, said: Any) -> tuple[int, int, 
     if place < 0 or place % ALIGNMENT or bucket_bytes < ALIGNMENT or bucket_bytes % ALIGNMENT:
         raise ValueError(f"buckets of {bucket_bytes} bytes from {place} on")
     return bucket_bytes, place, Export.from_json(said["slots"]), _parse_events(device, said)
+
+
+def _parse_reader(device: torch.device, said: Any) -> tuple[list[torch.cuda.Event], str]:
+    """(events, GPU) of a reader."""
+    return _parse_events(device, said), str(said["gpu"])
 
 
 def _parse_events(device: torch.device, said: Any) -> list[torch.cuda.Event]:

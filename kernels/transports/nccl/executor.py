@@ -164,7 +164,8 @@ class NcclExecutor:
                 self._scales.append(scales)
                 self.table_bytes += scales.nbytes
                 weight_of = partial(described_tensor, bound.schedule)
-                self._problems += scale_problems(scales.read_back(), bound.casts, bound.tensors, weight_of)
+                addresses, elements = [t.data_ptr() for t in bound.tensors], [t.numel() for t in bound.tensors]
+                self._problems += scale_problems(scales.read_back(), bound.casts, addresses, elements, weight_of)
         torch.cuda.synchronize(device)
         self._graph = self._capture_graph()
         self._connection.keep(self._graph, self._done)
