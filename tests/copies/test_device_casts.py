@@ -119,7 +119,7 @@ def test_special_values(name: str, at_once: bool) -> None:
         copies, bases, casts, CUDA, device_copies.KernelShape(), 1 << 14,
         computes=[0] if at_once else [], elements=[weight.numel(), scales.numel()],
     )  # fmt: skip
-    assert ("blocks" in gather._parts) == at_once
+    assert ("blocks" in gather._parts) == (at_once and name != "zeros")  # whose rows are not aligned for wide words
     if not at_once:
         device_copies.device_scales(casts, [weight, scales], CUDA).launch(torch.cuda.current_stream())
     gather.launch(torch.cuda.current_stream())

@@ -4,13 +4,14 @@ Training ranks export their allocations once. Each generation rank maps what it 
 refit pulls everything with one kernel launch, beside which a copy engine takes large copies (see `pull`). It takes from
 all stages and sources. The order differs from receiver to receiver, so that no source has to serve all of them at once.
 
-Each pair of ranks orders its reads by three signals of 16 bytes, over CPU connections of their own, and by one IPC event:
+Each pair of ranks orders its reads by signals of 16 bytes, over CPU connections of their own, and by one IPC event:
 
     source    READY: all that it had queued is done                        returns when the events have happened
     reader                                           launches its kernel, records its event, STARTED          DONE
 
-So no reader reads a source before it is ready, and the source may be overwritten as soon as its `run` returns. The source
-waits for DONE only if a pull takes long: when a reader dies its connection closes, but its event never happens.
+A source that casts is READY for its readers once all casts are queued, since events make their GPUs wait; when they are done
+it says CAST. So no reader reads a source before it is ready, and the source may be overwritten as soon as its `run` returns.
+The source waits for DONE only if a pull takes long: when a reader dies its connection closes, but its event never happens.
 
 Weights that are cast on the way go first, through slots at their source: see `staging` and `slots`.
 """
@@ -151,11 +152,14 @@ class _Source:
         self._hear_done()  # of the run before: it came long ago
         self._slots.rounds(run)
         stream = self._slots.stream or torch.cuda.current_stream(self._device)
-        self._settling.wait(dict.fromkeys(self._signals.peers, stream.record_event()))
-        self._signals.tell(run, Signal.READY)
+        readers = self._slots.readers  # their GPUs wait for this one's casts
+        self._signals.tell(run, Signal.READY, readers)
+        self._settling.wait(dict.fromkeys(self._signals.peers, stream.record_event()), self._slots.began)
+        self._signals.tell(run, Signal.CAST, readers)
+        self._signals.tell(run, Signal.READY, self._signals.peers.keys() - readers)
         self._signals.hear(run, Signal.STARTED)
         self._not_done = run
-        self._reading.wait(self._read, when_late=self._hear_done)
+        self._reading.wait(self._read, self._slots.began, when_late=self._hear_done)
 
     def _hear_done(self) -> None:
         run, self._not_done = self._not_done, None
@@ -229,11 +233,13 @@ class _Reader:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._slots.rounds(run, self._note_writes)
         self._signals.hear(run, Signal.READY)
+        self._slots.await_casts()
         self._note_writes()
-        begin = time.monotonic()
+        begin = self._slots.began or time.monotonic()
         self._copies.launch(self._stream)
         self._pulled.record(self._stream)
         self._signals.tell(run, Signal.STARTED)
+        self._signals.hear(run, Signal.CAST, self._slots.sources)  # a source that dies before is named at once
         self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), begin)
         with suppress(PeerLostError):  # a trainer that is done may be gone by now: everything is here
             self._signals.tell(run, Signal.DONE)

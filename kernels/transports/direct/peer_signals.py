@@ -26,9 +26,10 @@ _MESSAGE = struct.Struct("<qq")  # run, signal
 class Signal(IntEnum):
     """A message to a peer. Numbers from 0 mean that this round of casts may be read, or has been queued."""
 
-    READY = -1  # a source: all that it has queued is done
+    READY = -1  # a source: all that it has queued is done; of casts, that all are queued
     STARTED = -2  # a reader: its pull is queued, and the event after it recorded
     DONE = -3  # a reader: its pull has ended
+    CAST = -4  # a source that casts: all casts are done
 
 
 class PeerSignals:

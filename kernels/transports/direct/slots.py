@@ -7,7 +7,8 @@ while earlier rounds are under way. So `rounds(run)` returns before the last byt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,6 +78,7 @@ class SlotSource:
         self._taken: dict[int, list[torch.cuda.Event]] = {}  # by reader and slot: when the reader has last read it
         self.scratch_bytes = self.table_bytes = 0
         self.stream: torch.cuda.Stream | None = None
+        self.began: float | None = None  # when the last run's first pull was queued, by `time.monotonic`
         try:
             plan, buckets = divide_slots(schedule, scratch_bytes)
         except ValueError as error:
@@ -104,23 +106,32 @@ class SlotSource:
         self.buckets = tuple(bucket for of_peer in buckets.values() for bucket in of_peer)
         self.table_bytes = sum(each.gather.nbytes for each in self._rounds)
 
+    @property
+    def readers(self) -> Collection[int]:
+        """Ranks that pull out of its slots."""
+        return self._taken.keys()
+
     def rounds(self, run: int) -> None:
         """Queue all casts, after what is queued on the current stream. Returns once all readers have queued all pulls."""
         if self.stream is None:
             return
+        self.began = None
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         for number, each in enumerate(self._rounds):
             slot = number % SLOTS
             if number >= SLOTS:
-                earlier = self._rounds[number - SLOTS]
-                self._signals.hear(run, number - SLOTS, earlier.peers)
-                for peer in earlier.peers:
+                self._hear_taken(run, number - SLOTS)
+                for peer in self._rounds[number - SLOTS].peers:
                     self.stream.wait_event(self._taken[peer][slot])
             each.gather.launch(self.stream)
             self._cast[slot].record(self.stream)
             self._signals.tell(run, number, each.peers)
         for number in range(max(0, len(self._rounds) - SLOTS), len(self._rounds)):
-            self._signals.hear(run, number, self._rounds[number].peers)
+            self._hear_taken(run, number)
+
+    def _hear_taken(self, run: int, number: int) -> None:
+        self._signals.hear(run, number, self._rounds[number].peers)
+        self.began = self.began or time.monotonic()
 
     def close(self) -> None:
         for event in self._cast:
@@ -175,6 +186,7 @@ class SlotReader:
         self._taken: list[torch.cuda.Event] = []
         self._cast: dict[int, list[torch.cuda.Event]] = {}
         self.table_bytes = 0
+        self.began: float | None = None  # when the last run's first cast was queued, by `time.monotonic`
         sources = sorted(schedule.peers)
         if not sources:
             return
@@ -231,8 +243,14 @@ class SlotReader:
         """All that it pulls."""
         return tuple(bucket for each in self._rounds for bucket in each.buckets)
 
+    @property
+    def sources(self) -> Collection[int]:
+        """Ranks out of whose slots it pulls."""
+        return self._cast.keys()
+
     def rounds(self, run: int, before_writes: Callable[[], None]) -> None:
         """Queue all pulls. Returns when they are queued. `before_writes` is called before each of them."""
+        self.began = None
         for stream in self._slot_streams:
             stream.wait_stream(self._stream)
         try:
@@ -240,6 +258,7 @@ class SlotReader:
                 slot, peers = number % SLOTS, [bucket.peer for bucket in each.buckets]
                 stream = self._slot_streams[slot]
                 self._signals.hear(run, number, peers)
+                self.began = self.began or time.monotonic()
                 for peer in peers:
                     stream.wait_event(self._cast[peer][slot])
                 before_writes()
@@ -249,6 +268,12 @@ class SlotReader:
         finally:  # `stream` has done nothing before all of them have
             for stream in self._slot_streams:
                 self._stream.wait_stream(stream)
+
+    def await_casts(self) -> None:
+        """What is queued on its stream later begins after all casts of its sources, which have queued them all."""
+        for events in self._cast.values():
+            for event in events:
+                self._stream.wait_event(event)
 
     def check_sums(self) -> None:
         """Raise `ChecksumError` for bytes that were written otherwise than read; all pulls must have ended."""
