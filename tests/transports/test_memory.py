@@ -105,13 +105,21 @@ def test_ranks_that_are_counted_as_one_hold_nearly_the_same(case: PlanCase, monk
 # --- what GPUs recorded --------------------------------------------------------------------------------------------
 
 
+# From before whole blocks were cast in one pass, with other tables.
+TWO_PASSES = {("direct", "moe-bf16-fp8", name) for name in ("refit-x2", "refit-x4")}
+
+
 def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
     """(file, workload on its ranks, method, row) of every recorded row that says what our executors held."""
     found = []
-    for name, ranks in (("refit-x2", 2), ("refit-x4", 4)):
+    for name, ranks in (("refit-x2-h100", 2), ("refit-x2", 2), ("refit-x4", 4)):
         data = json.loads((RESULTS / f"{name}.json").read_text())
-        for row in [{**row, "date": data["date"]} for row in data["rows"]]:
+        before = {row["workload"] for row in data["rows"] if row["method"] == "nccl-alone"}
+        for row in data["rows"]:
+            row = {**row, "date": data["date"], "first_of_its_process": row["workload"] not in before}
             method = row["method"].partition(":")[0]
+            if (method, row["workload"], name) in TWO_PASSES:
+                continue
             if method in ("direct", "nccl"):
                 workload = next(each for each in WORKLOADS if each.name == row["workload"])
                 found.append((name, case_of(workload, ranks), method, row))
@@ -158,8 +166,7 @@ def test_gpus_held_what_is_counted(
         assert row["table_mb"] == pytest.approx(tables - lacking, rel=DIVIDED, abs=0.051)
     if method == "nccl":
         largest = max(rank.total - rank.checks for rank in ranks) / 1e6
-        first_of_its_process = row["workload"] != "moe-ep-tp"  # where others have run before, in the recorded order
-        largest += (CUDA_MB + NCCL_KERNELS_MB) * first_of_its_process
+        largest += (CUDA_MB + NCCL_KERNELS_MB) * row["first_of_its_process"]
         assert row["extra_memory_mb"] == pytest.approx(largest, rel=0.1)
 
 

@@ -33,6 +33,8 @@ from .methods import Method, Prepared, Unavailable
 from .results import ResultFile, row_of, skipped
 from .workloads import Case
 
+_ROOM_BYTES = 16 << 30  # that methods and their checks may take beside a rank's tensors
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -96,8 +98,17 @@ class Rank:
     @cached_property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """This rank's tensors: those of the plan, by its names. Training ranks' are filled."""
+        return self._allocated(filled=self.world == "train")
+
+    @cached_property
+    def _wanted(self) -> Mapping[str, torch.Tensor] | None:
+        """A generation rank's tensors as they must be, if its GPU has room for them: to compute them takes seconds."""
+        room = torch.cuda.mem_get_info(self.device)[0] if self.on_cuda else 0
+        return self._allocated(filled=True) if room > self.received_bytes + _ROOM_BYTES else None
+
+    def _allocated(self, *, filled: bool) -> Mapping[str, torch.Tensor]:
         tensors = synthetic.allocate(self.schedule, self.device)
-        if self.world == "train":
+        if filled:
             synthetic.fill(self.plan, self.world, self.rank, tensors)
         self._zero_padding(tensors)
         self.settle(release=True)
@@ -181,6 +192,7 @@ class Rank:
     def _hold(self) -> None:
         """Have the weights in place and destinations poisoned, so that none of that counts as time or memory."""
         if self.world == "gen":
+            _ = self._wanted  # now, not while memory is measured
             for tensor in self.tensors.values():
                 tensor.view(torch.uint8).fill_(synthetic.POISON)
             self._zero_padding(self.tensors)
@@ -197,6 +209,8 @@ class Rank:
         """How many elements of this rank's destination tensors are not what they should be; padding must be zero."""
         if self.world == "train":
             return 0
+        if (wanted := self._wanted) is not None:
+            return sum(differing(self.tensors[name], right) for name, right in wanted.items())
         padding = sum((part != 0).sum() for part in self._padding(self.tensors))
         return sum(synthetic.wrong_elements(self.plan, "gen", self.rank, self.tensors).values()) + int(padding)
 

@@ -128,14 +128,15 @@ def shared_section(folder: Path = RESULTS) -> str:
         return ""
     first = runs[0][1]
     dtypes = {name: workload["dtypes"] for name, workload in first["workloads"].items()}
+    dates = [data["date"] for _, data in runs]
     lines = [
         _wrapped(
-            f"{first['hardware']}, driver {first['driver']}, {_versions(first)}, {first['date']}"
+            f"Driver {first['driver']}, {_versions(first)}, from {min(dates)} to {max(dates)}"
             " (`python tools/bench_refit.py --colocated`, or `--ranks 4` on two GPUs):"
         ),
         "",
-        f"| ranks | processes on a GPU | method | {' | '.join(name.upper() for name in dtypes.values())} | data |",
-        f"|{'---|' * (len(dtypes) + 4)}",
+        f"| GPUs | ranks | processes on a GPU | method | {' | '.join(name.upper() for name in dtypes.values())} | data |",
+        f"|{'---|' * (len(dtypes) + 5)}",
     ]
     for file, data in runs:
         by_mps = any(name.startswith("CUDA_MPS_") for name in data["environment"])
@@ -146,10 +147,10 @@ def shared_section(folder: Path = RESULTS) -> str:
             }
             cells = [f"{by_workload[name]['ms']:.1f} ms" if name in by_workload else "" for name in dtypes]
             link = f"[data]({LINKS}/{file.name})"
-            lines.append(f"| {data['shared']} | {runs_on} | `{method}` | {' | '.join(cells)} | {link} |")
+            lines.append(f"| {data['hardware']} | {data['shared']} | {runs_on} | `{method}` | {' | '.join(cells)} | {link} |")
     for _, data in runs:
         if "note" in data:
-            lines += ["", _wrapped(f"{data['shared']}: data {data['note']}.")]
+            lines += ["", _wrapped(f"{data['hardware']}, {data['shared']}: data {data['note']}.")]
     return "\n".join(lines)
 
 
@@ -359,8 +360,13 @@ def _shared_goals(folder: Path) -> list[str]:
 
 
 def _runs(folder: Path) -> list[Path]:
-    """The files of tools/bench_refit.py, of the most GPUs first."""
-    return sorted(folder.glob("refit-x*.json"), key=lambda file: -int(file.stem.removeprefix("refit-x")))
+    """The files of tools/bench_refit.py, of the most GPUs first: refit-x4.json, refit-x2.json, refit-x2-h100.json."""
+
+    def gpus_and_kind(file: Path) -> tuple[int, str]:
+        count, _, kind = file.stem.removeprefix("refit-x").partition("-")
+        return -int(count), kind
+
+    return sorted(folder.glob("refit-x*.json"), key=gpus_and_kind)
 
 
 def _goals(rows: list[dict[str, Any]]) -> list[Any]:
