@@ -78,6 +78,12 @@ def test_half_of_the_bytes_come_from_the_own_gpu_meanwhile(tmp_path: Path) -> No
     assert 0.2 < last["predicted_ms"] < 1.1  # each rank wants half of the model, and some of it from the other GPU
 
 
+def test_casts_over_nccl_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    rows = [row("moe-ep-tp", 2.0, "nccl"), row("moe-bf16-fp8", 1.0, "nccl")]
+    *_, last = predict_gpus.compare([file_of(tmp_path, rows)])["rows"]
+    assert "all scales" in last["not_predicted"] and "ratio" not in last
+
+
 def test_casts_on_shared_gpus_are_left_out_with_the_reason(tmp_path: Path) -> None:
     apart = file_of(tmp_path, [row("moe-ep-tp", 2.0)])
     one = file_of(tmp_path, [row("moe-ep-tp", 0.02), row("moe-bf16-fp8", 1.0)], ONE_GPU, "both sides")
