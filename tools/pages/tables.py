@@ -147,7 +147,9 @@ def shared_section(folder: Path = RESULTS) -> str:
             }
             cells = [f"{by_workload[name]['ms']:.1f} ms" if name in by_workload else "" for name in dtypes]
             link = f"[data]({LINKS}/{file.name})"
-            lines.append(f"| {data['hardware']} | {data['shared']} | {runs_on} | `{method}` | {' | '.join(cells)} | {link} |")
+            lines.append(
+                f"| {data['hardware']} | {data['shared']} | {runs_on} | `{method}` | {' | '.join(cells)} | {link} |"
+            )
     for _, data in runs:
         if "note" in data:
             lines += ["", _wrapped(f"{data['hardware']}, {data['shared']}: data {data['note']}.")]
