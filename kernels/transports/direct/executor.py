@@ -155,8 +155,9 @@ class _Source:
         readers = self._slots.readers  # their GPUs wait for this one's casts
         self._signals.tell(run, Signal.READY, readers)
         self._settling.wait(dict.fromkeys(self._signals.peers, stream.record_event()), self._slots.began)
-        self._signals.tell(run, Signal.CAST, readers)
+        # READY before CAST: a reader takes CAST only after READY of all its sources, and a signal is sent once it is taken.
         self._signals.tell(run, Signal.READY, self._signals.peers.keys() - readers)
+        self._signals.tell(run, Signal.CAST, readers)
         self._signals.hear(run, Signal.STARTED)
         self._not_done = run
         self._reading.wait(self._read, self._slots.began, when_late=self._hear_done)

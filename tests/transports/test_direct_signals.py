@@ -1,0 +1,96 @@
+"""The signals of the direct transport between real processes, without a GPU: nobody waits for ever, whoever casts for whom.
+
+Events, slots and copies are stand-ins; the executor's two ends and their connections are real.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from helpers.plans import QUANTIZED, Case
+from helpers.ranks import run_ranks, store_of, values
+
+from mcore_reshard.planner.plan.make_schedule import schedule_of
+from mcore_reshard.planner.plan.plan import Plan
+
+REFITS = 3
+CASTS = [case for case in QUANTIZED if case.dtypes[0] != case.dtypes[1]]
+
+
+class Slots:
+    """Two rounds with every peer that is cast for, as `SlotSource` and `SlotReader` tell and hear them."""
+
+    began = None
+    stream = MagicMock()
+
+    def __init__(self, signals: Any, peers: set[int], *, sends: bool) -> None:
+        self._signals, self.readers, self.sources, self._sends = (
+            signals,
+            dict.fromkeys(peers),
+            dict.fromkeys(peers),
+            sends,
+        )
+
+    def rounds(self, run: int, before_writes: Any = None) -> None:
+        for number in range(2 * bool(self.readers)):
+            first, then = ("tell", "hear") if self._sends else ("hear", "tell")
+            getattr(self._signals, first)(run, number, self.readers.keys())
+            getattr(self._signals, then)(run, number, self.readers.keys())
+
+    def await_casts(self) -> None: ...
+
+    def check_sums(self) -> None: ...
+
+
+def refit(number: int, address: str, plan: Plan) -> int:
+    """Rank `number`, training ranks first; returns how many refits it has run."""
+    for name in ("cuda", "cuda.bindings", "cuda.core"):  # of this process alone
+        sys.modules[name] = MagicMock()
+    from mcore_reshard.kernels.transports.direct import executor
+    from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals
+    from mcore_reshard.kernels.transports.direct.staging import parted
+
+    torch.cuda.current_stream = MagicMock()
+    world, rank = ("train", number) if number < plan.train.world else ("gen", number - plan.train.world)
+    schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
+    bound: Any = SimpleNamespace(schedule=schedule, rank_name=schedule.name, nbytes=1)
+    signals = PeerSignals(store_of(address).under("direct"), bound, 10.0)
+    kind: Any = executor._Source if world == "train" else executor._Reader
+    end = kind.__new__(kind)
+    end._signals, end._bound, end._device, end._not_done, end._read = signals, bound, None, None, {}
+    end._slots = Slots(signals, set(parted(schedule)[1].peers), sends=world == "train")
+    end._settling = end._reading = end._pulling = end._stream = end._copies = end._pulled = MagicMock()
+    end._check_sums = lambda: None
+    for run in range(1, REFITS + 1):
+        end.run(run)
+    if world == "train":
+        end._hear_done()
+    ranks = plan.train.world + plan.gen.world
+    signals.store.set(f"over/{number}", "")
+    signals.store.wait([f"over/{other}" for other in range(ranks)])  # who leaves closes its connections
+    return REFITS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASTS, ids=str)
+def test_no_rank_waits_for_ever(case: Case) -> None:
+    plan = case.plan()
+    ranks = plan.train.world + plan.gen.world
+    assert values(run_ranks(ranks, refit, plan, timeout_s=60.0)) == [REFITS] * ranks
+
+
+def test_in_some_of_them_trainers_cast_for_one_reader_and_send_plain_bytes_to_another() -> None:
+    from mcore_reshard.kernels.transports.direct.staging import parted
+
+    mixed = 0
+    for case in CASTS:
+        plan = case.plan()
+        for rank in range(plan.train.world):
+            plain, cast = parted(schedule_of(plan, "train", rank))
+            mixed += bool({*cast.peers} and {*plain.peers} - {*cast.peers})
+    assert mixed > 2
