@@ -239,8 +239,14 @@ def _words_offset(tile: np.dtype[np.void]) -> int:
 @cache
 def _compile(kernel: str, device_index: int, macros: tuple[tuple[str, int], ...]) -> Kernel:
     """A kernel, loaded into the primary context of a device."""
+    return _compiled(_SOURCES[kernel], device_index, macros).get_kernel(kernel)
+
+
+@cache
+def _compiled(sources: tuple[str, ...], device_index: int, macros: tuple[tuple[str, int], ...]) -> Any:
+    """All kernels of these files."""
     Device(device_index).set_current()
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device_index))
     options = ProgramOptions(arch=arch, std="c++17", define_macro=[(name, str(value)) for name, value in macros])
-    text = "\n".join(files(__package__).joinpath(source).read_text() for source in _SOURCES[kernel])
-    return Program(text, "c++", options).compile("cubin").get_kernel(kernel)
+    text = "\n".join(files(__package__).joinpath(source).read_text() for source in sources)
+    return Program(text, "c++", options).compile("cubin")

@@ -42,7 +42,7 @@ from mcore_reshard.planner.topology.topology import Topology
 
 from .direct.staging import SLOTS, divide_slots, parted
 from .nccl.buffers import buffer_bytes
-from .nccl.shared_gpus import SharedGpus, sizes
+from .nccl.shared_gpus import SharedGpus
 from .nccl.staging import (
     Division,
     HopEnd,
@@ -54,7 +54,7 @@ from .nccl.staging import (
     slot_bytes,
 )
 from .reach import passes_on, shared_gpus
-from .rounds import bucket_bytes_within, gloo_window
+from .rounds import bucket_bytes_within, gloo_window, in_rounds
 
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
 _FEW_TRANSFERS = 50_000  # of a plan up to which every rank is counted
@@ -206,7 +206,7 @@ def _direct(
     train = {}
     for rank, (schedule,) in schedules["train"].items():
         slots, buckets = divide_slots(parts[rank], options.scratch_bytes)
-        tables = _gather_bytes(schedule, [bucket for of_peer in buckets.values() for bucket in of_peer], at_once=True)
+        tables = _casting_bytes(schedule, in_rounds(buckets))
         train[rank] = replace(_of_trainer(schedule, options), tables=tables, scratch=SLOTS * slots.slot_bytes)
     gen = {
         rank: RankMemory(
@@ -266,7 +266,7 @@ def _nccl(
     counts = [pairs[world][rank] for world in schedules for rank in alike[world].tolist()]
     passes_on = any(len(of_rank) > 1 for of_rank in schedules["gen"].values())
     budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
-    division = divide(budget, counts, passes_on=passes_on).on_gpus(shared)
+    division = divide(budget, counts, passes_on=passes_on, shared=shared)
     places = [(world, rank) for world, of_world in schedules.items() for rank in of_world]
     counted = [schedules[world][rank] for world, rank in places]
     division, ends = divide_windows(division, counted, len(alike["train"]))
@@ -285,7 +285,7 @@ def _nccl_rank(ends: Sequence[HopEnd], division: Division, options: Options) -> 
         _of_trainer(ends[0].schedule, options),
         tables=sum(_gather_bytes(end.schedule, buckets) for end, buckets in zip(ends, staged, strict=True)),
         scratch=sum(slot_bytes(rounds).values()),
-        nccl=buffer_bytes(peers[False], peers[True], division, sizes(division.communicators().values(), ends[0].own)),
+        nccl=buffer_bytes(peers[False], peers[True], division, division.joined_by(ends[0].own)),
     )
 
 
@@ -336,19 +336,28 @@ def _auto(
     return counted
 
 
-def _gather_bytes(schedule: Schedule, buckets: Sequence[Bucket], *, at_once: bool = False) -> int:
-    """The tables by which a rank packs or unpacks buckets, and those of the scales that it computes for them.
+def _gather_bytes(schedule: Schedule, buckets: Sequence[Bucket]) -> int:
+    """The tables by which a rank packs or unpacks buckets, and those of the scales that it computes before."""
+    casts, bases = bound_casts(schedule), np.zeros(len(schedule.tensors) + 1, np.uint64)
+    tables = cut_gather(joined([bucket.copies for bucket in buckets]), bases, casts, DEFAULT_TILE_BYTES)
+    elements = [prod(local.shape) for local in schedule.tensors]
+    return sum(table.nbytes for table in tables) + scale_blocks(casts, [0] * len(elements), elements).nbytes
 
-    `at_once`: scales are computed where weights are cast.
-    """
+
+def _casting_bytes(schedule: Schedule, rounds: Sequence[Sequence[Bucket]]) -> int:
+    """The tables of a source of `direct`, which computes the scales of a weight in its first round."""
     casts, bases = bound_casts(schedule), np.zeros(len(schedule.tensors) + 1, np.uint64)
     bases[:-1] = _PLACE * np.arange(1, len(bases))  # far from each other, as blocks are told apart by where they lie
     elements = [prod(local.shape) for local in schedule.tensors]
-    copies = joined([bucket.copies for bucket in buckets])
-    computes = np.intersect1d(copies["src"], [*casts]).tolist() if at_once else []
-    tables = cut_gather(copies, bases, casts, DEFAULT_TILE_BYTES, computes=computes, elements=elements)
-    before = {} if at_once else casts
-    return sum(table.nbytes for table in tables) + scale_blocks(before, [0] * len(elements), elements).nbytes
+    computed: set[int] = set()
+    nbytes = 0
+    for together in rounds:
+        copies = joined([bucket.copies for bucket in together])
+        new = {*np.unique(copies["src"]).tolist()} - computed
+        computed |= new
+        tables = cut_gather(copies, bases, casts, DEFAULT_TILE_BYTES, computes=sorted(new), elements=elements)
+        nbytes += sum(table.nbytes for table in tables)
+    return nbytes
 
 
 def _of_trainer(schedule: Schedule, options: Options) -> RankMemory:

@@ -165,29 +165,17 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
                     together.setdefault(wave + (hop if is_joined else 0), []).append(of_wave)
                 else:
                     parts.append(_Part(hop, wave, kind, _buckets(of_wave, kind, options.bucket_bytes)))
+    ends = [end for joined in together.values() for each in joined for end in (each.src, each.dst)]
+    members = tuple(np.unique(np.concatenate([np.zeros(0, np.int64), *ends])).tolist())
+    on_gpus = shared if transport == "auto" else None
     for number, joined in together.items():  # a wave of which nothing is passed on is divided as the others are
-        divided = _nccl_buckets(joined, options, ranks, passes_on=is_joined and number > 0)
+        divided = _nccl_buckets(joined, options, ranks, members, on_gpus, passes_on=is_joined and number > 0)
         parts.append(_Part(0, number, "nccl", *divided))
-    if transport == "auto":
-        parts = _on_gpus(parts, shared)
     merged = max(1, -(-sum(part.buckets.messages for part in parts) // most))
     writer = _Writer(topology, merged, relayed=len(hops) > 1, joins=is_joined)
     for part in sorted(parts, key=lambda part: (part.wave + (is_joined and part.hop > 0), part.hop)):
         writer.add(part)
     return writer.script()
-
-
-def _on_gpus(parts: Sequence[_Part], shared: SharedGpus) -> list[_Part]:
-    """The parts with the communicators of ranks that share GPUs: those of nccl have the same."""
-    divided = [part for part in parts if part.division is not None]
-    ends = [each for part in divided for each in (part.buckets.src, part.buckets.dst)]
-    members = tuple(np.unique(np.concatenate([np.zeros(0, np.int64), *ends])).tolist())
-    return [
-        part
-        if part.division is None
-        else replace(part, division=replace(part.division, members=members).on_gpus(shared))
-        for part in parts
-    ]
 
 
 def _split(
@@ -201,14 +189,20 @@ def _split(
 
 
 def _nccl_buckets(
-    hops: Sequence[Traffic], options: Options, ranks: int, *, passes_on: bool
+    hops: Sequence[Traffic],
+    options: Options,
+    ranks: int,
+    members: tuple[int, ...],
+    shared: SharedGpus | None,
+    *,
+    passes_on: bool,
 ) -> tuple[PairBuckets, Division]:
-    """The buckets of hops whose messages share rounds."""
+    """The buckets of hops whose messages share rounds. `members` are the ranks that exchange anything over nccl."""
     budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
     pairs = np.bincount(
         np.concatenate([end for traffic in hops for end in (traffic.src, traffic.dst)]), minlength=ranks
     )
-    division = divide(budget, pairs.tolist(), passes_on=passes_on)
+    division = divide(budget, pairs.tolist(), passes_on=passes_on, members=members, shared=shared)
     first, *others = (_buckets(traffic, "nccl", division.bucket_bytes) for traffic in hops)
     for other in others:
         first = first.and_those_of(other)
@@ -355,11 +349,11 @@ class _Writer:
         windows = next(
             windows
             for windows in windows_to_try(division, most_buckets)
-            if fullest_round(division, twice, windows, ranks) <= division.budget.slot_bytes
+            if fullest_round(division, twice, windows, ranks) <= division.slot_bytes
         )
         window = twice.windows(windows)
-        place = window if division.shared is None else window * division.shared.count + twice.communicator
-        return _Side(ranks, np.broadcast_to(division.stream_of(window, twice.turn), window.shape), place, 1)
+        stream = division.stream_of(window, twice.turn, twice.communicator)
+        return _Side(ranks, np.broadcast_to(stream, window.shape), window, 1)
 
     def _direct_sides(self, buckets: Buckets) -> tuple[_Side, _Side]:
         none = np.zeros(len(buckets), np.int64)

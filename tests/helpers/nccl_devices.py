@@ -21,7 +21,7 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     slot_bytes,
 )
 
-STREAMS = range(4)
+STREAMS = range(8)
 
 Communicators = Mapping[int, Sequence[int]]  # the group ranks in each
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,8 +54,8 @@ def joined_parts(
     devices: list[dict[int, Device]] = []
     for part, of_part in zip(parts_of_all, pairs, strict=True):
         ranks = [[bound.schedule for bound in of_rank] for of_rank in part]
-        division = divide(budget, of_part, passes_on=any(len(of_rank) > 1 for of_rank in ranks))
-        division = replace(division, members=members).on_gpus(shared if shares else None)
+        passing = any(len(of_rank) > 1 for of_rank in ranks)
+        division = divide(budget, of_part, passes_on=passing, members=members, shared=shared if shares else None)
         division, _ = divide_windows(division, ranks, plan.train.world)
         devices.append({rank: Device.of(part[rank], division, plan.train.world) for rank in members})
     return devices, division.communicators(), tensors

@@ -130,8 +130,8 @@ def nccl_part(
     """The runs of a part; of each rank, what it exchanges with the other world and with replicas."""
     pairs = [sum(map(pair_count, of_rank)) for of_rank in ranks]
     passes_on = any(len(of_rank) > 1 for of_rank in ranks)
-    division = divide(ScratchBudget(OPTIONS.scratch_bytes), pairs, passes_on=passes_on)
-    division = replace(division, members=members or division.members).on_gpus(shared)
+    budget = ScratchBudget(OPTIONS.scratch_bytes)
+    division = divide(budget, pairs, passes_on=passes_on, members=members, shared=shared)
     division, ends = divide_windows(division, ranks, train_ranks)
     runs: Runs = {}
     for of_rank in ends:

@@ -28,8 +28,9 @@ Joined = dict[tuple[int, int], tuple[str, int, int, list[tuple[int, bool]]]]
 class Communicator:
     """Says what it has been told."""
 
-    def __init__(self, unique_id: bytes, member: int, members: int, waiting: Any) -> None:
+    def __init__(self, unique_id: bytes, member: int, members: int, waiting: Any, *, most_ctas: int | None) -> None:
         self.said = unique_id.hex(), member, members
+        self.most_ctas = most_ctas
         self.connects: list[tuple[int, bool]] = []
 
     def is_idle(self, waits: Any) -> bool:
@@ -98,7 +99,12 @@ def check(told: list[Joined], gpus: list[int]) -> dict[tuple[int, int], dict[int
 def test_ranks_that_share_gpus_join_several_communicators(case: Case) -> None:
     told = [joined for joined, _ in joined_by_all(case)]
     ranks = check(told, gpus_of(case.plan()))
-    assert {stream for stream, _ in ranks} == {0, 1} and len({number for _, number in ranks}) > 1
+    plan = case.plan()
+    shared = shared_gpus(plan, plan.topology, "auto")  # type: ignore[arg-type]
+    assert {stream for stream, _ in ranks} == {*range(shared.streams(2))} and len({number for _, number in ranks}) > 1
+    assert all(stream in shared.streams_of(number, 2) for stream, number in ranks)
+    for of_rank in told:  # a rank is in one communicator of a stream
+        assert len({stream for stream, _ in of_rank}) == len(of_rank)
 
 
 @pytest.mark.parametrize("case", [case for case, _ in APART], ids=str)

@@ -125,11 +125,11 @@ def test_scratch_grows_with_nothing_and_messages_shrink_with_peers_to_a_sixteent
     few = divide(ScratchBudget(512 * mebi, 2, 2), [2, 2, 0, 2, 2])
     assert few.bucket_bytes == 64 * mebi
     assert few.members == (0, 1, 3, 4)
-    assert not few.keeps_streams and few.streams_of(5) == (0, 1)
+    assert not few.keeps_streams and few.streams_of(5, 0) == (0, 1)
     assert divide(ScratchBudget(1 << 40, 1, 2), [1, 1]).bucket_bytes == 1 << 30
     many = divide(ScratchBudget(512 * mebi, 2, 2), [1000, 8, 0, 16])
     assert many.bucket_bytes == 8 * mebi
-    assert many.keeps_streams and many.streams_of(5) == (0,)
+    assert many.keeps_streams and many.streams_of(5, 0) == (0,)
     assert divide(ScratchBudget(512 * mebi, 2, 2, checksums=True), [16, 16]).bucket_bytes == 8 * mebi - 16
 
 
@@ -168,9 +168,9 @@ def test_the_pairs_of_every_second_or_fourth_turn_are_on_both_streams(stride: in
     division = divide(ScratchBudget(), [16] * 4)
     assert division.keeps_streams
     turns = stride * np.arange(16)
-    streams = division.stream_of(0, turns)
+    streams = division.stream_of(0, turns, 0)
     assert np.bincount(streams).tolist() == [8, 8]
-    assert [division.streams_of(turn) for turn in turns.tolist()] == [(stream,) for stream in streams.tolist()]
+    assert [division.streams_of(turn, 0) for turn in turns.tolist()] == [(stream,) for stream in streams.tolist()]
 
 
 def test_a_pair_with_few_buckets_is_spread_over_the_windows_of_one_with_many() -> None:

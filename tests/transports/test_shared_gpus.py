@@ -18,7 +18,7 @@ from mcore_reshard.kernels.options import Options
 from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.kernels.transports.mixed import _shared_gpus
 from mcore_reshard.kernels.transports.nccl.buffers import COMMUNICATOR_BYTES, RECEIVING_BYTES, SENDING_BYTES
-from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus, codes
+from mcore_reshard.kernels.transports.nccl.shared_gpus import SharedGpus, codes, most_ctas
 from mcore_reshard.kernels.transports.nccl.staging import Round, ScratchBudget, divide, slot_bytes
 from mcore_reshard.kernels.transports.peer_access import RankPair, Reach
 from mcore_reshard.kernels.transports.reach import shared_gpus
@@ -126,9 +126,34 @@ def test_they_are_needed_where_members_of_both_sides_share_a_gpu() -> None:
     assert not beside.is_needed([0, 2, 3]) and not beside.is_needed([0, 1, 3])
     same_side = SharedGpus.of("aabb", [0, 0, 1, 1], 2, passes_on=False)
     assert not same_side.is_needed(range(4))  # NCCL says so itself
-    division = divide(ScratchBudget(), [1, 1, 1, 1])
-    assert division.on_gpus(same_side) == division == division.on_gpus(None)
-    assert division.on_gpus(beside) == replace(division, shared=beside)
+    apart = divide(ScratchBudget(), [1, 1, 1, 1])
+    assert apart == divide(ScratchBudget(), [1, 1, 1, 1], shared=same_side) and apart.shared is None
+    assert divide(ScratchBudget(), [1, 1, 1, 1], shared=beside) == replace(apart, shared=beside)
+
+
+def test_each_digit_has_a_stream_and_so_have_replicas() -> None:
+    """One digit has as many streams as sessions without shared GPUs have. A rank is in one communicator of each stream."""
+    for hosts, passes_on, streams in (
+        (2, False, 2),
+        (2, True, 3),
+        (4, False, 2),
+        (8, False, 3),
+        (8, True, 4),
+        (128, False, 7),
+    ):
+        everything = colocated(hosts, passes_on=passes_on)
+        assert everything.streams(2) == streams
+        communicators = everything.communicators(range(2 * hosts))
+        of_stream: dict[int, list[int]] = {}
+        for number in communicators:
+            for stream in everything.streams_of(number, 2):
+                of_stream.setdefault(stream, []).append(number)
+        assert sorted(of_stream) == [*range(streams)]
+        for rank in range(2 * hosts):
+            assert all(sum(rank in communicators[n] for n in numbers) <= 1 for numbers in of_stream.values())
+        found = everything.stream_of(np.array([*communicators]), 1, 2).tolist()
+        assert all(stream in everything.streams_of(n, 2) for n, stream in zip(communicators, found, strict=True))
+    assert [most_ctas(streams) for streams in (1, 2, 4, 7)] == [None, None, 16, 9]
 
 
 def test_cells_are_hosts_unless_nccl_is_needed_within_one() -> None:
@@ -221,14 +246,14 @@ def test_no_order_of_kernels_deadlocks_where_gpus_are_shared(case: Case, budget:
 
 
 def test_memory_counts_every_communicator_and_the_slots_of_all_rounds() -> None:
-    case = MORE_HOSTS[1]  # four hosts: each rank is in two communicators of both streams, and has a peer on three hosts
+    case = MORE_HOSTS[1]  # four hosts: each rank is in a communicator of both streams, and has a peer on three hosts
     plan = case.plan()
     parts, _, _ = joined_parts(case, BUDGET)
     options = Options(scratch_bytes=BUDGET.scratch_bytes)
     counted = session_memory(plan, options, transports=("auto",)).transports["auto"]
     for rank in range(4):
-        assert counted["train"][rank].nccl == 2 * (2 * COMMUNICATOR_BYTES + 32 * 3 * SENDING_BYTES)
-        assert counted["gen"][rank].nccl == 2 * (2 * COMMUNICATOR_BYTES + 32 * 3 * RECEIVING_BYTES)
+        assert counted["train"][rank].nccl == 2 * COMMUNICATOR_BYTES + 32 * 3 * SENDING_BYTES
+        assert counted["gen"][rank].nccl == 2 * COMMUNICATOR_BYTES + 32 * 3 * RECEIVING_BYTES
     held = [sum(slot_bytes(parts[0][rank].found).values()) for rank in range(8)]
     assert [rank.scratch for world in ("train", "gen") for rank in counted[world]] == held  # type: ignore[index]
 
@@ -236,10 +261,11 @@ def test_memory_counts_every_communicator_and_the_slots_of_all_rounds() -> None:
 def test_memory_counts_the_communicator_of_replicas() -> None:
     plan = MORE_HOSTS[0].plan()  # three hosts whose replicas pass on, so that they send as well
     shared = shared_gpus(plan, plan.topology, "auto")  # type: ignore[arg-type]
-    joined = [[rank in members for members in shared.communicators(range(6)).values()].count(True) for rank in range(6)]
+    division = divide(ScratchBudget(), [1] * 6, passes_on=True, shared=shared)
+    joined = [len(division.joined_by(rank)) for rank in range(6)]
     counted = session_memory(plan, transports=("auto",)).transports["auto"]
     found = [rank.nccl // COMMUNICATOR_BYTES for world in ("train", "gen") for rank in counted[world]]  # type: ignore[index]
-    assert joined == [2, 2, 2, 3, 3, 3] and all(nccl >= 2 * each for nccl, each in zip(found, joined, strict=True))
+    assert joined == [2, 2, 2, 3, 3, 3] and all(nccl >= each for nccl, each in zip(found, joined, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -250,11 +276,9 @@ def test_one_communicator_would_have_a_gpu_twice(case: Case) -> None:
     assert [*communicators] == [0] and len({*gpus}) < len(gpus)
 
 
-def in_order(device: Device, budget: ScratchBudget, signs: dict[int, int]) -> None:
-    """Make a rank take its rounds within a window by these numbers of communicators."""
-    order = sorted(
-        range(len(device.found)), key=lambda n: (device.found[n].window, signs[device.found[n].communicator])
-    )
+def in_order(device: Device, budget: ScratchBudget, sign: int) -> None:
+    """Make a rank take its rounds by window, ascending or descending."""
+    order = sorted(range(len(device.found)), key=lambda n: (sign * device.found[n].window, device.found[n].stream))
     rounds: list[Round] = []
     of_stream: dict[int, list[int]] = {}
     for each in (device.found[number] for number in order):
@@ -266,14 +290,14 @@ def in_order(device: Device, budget: ScratchBudget, signs: dict[int, int]) -> No
     device.slots = {place: np.full(nbytes, 0xEE, np.uint8) for place, nbytes in slot_bytes(device.found).items()}
 
 
-def test_a_rank_that_takes_communicators_in_another_order_deadlocks() -> None:
+def test_a_rank_that_takes_windows_in_another_order_deadlocks() -> None:
     """The check above fails for it, and not for ranks that all take them in the same other order."""
-    case, reordered = MORE_HOSTS[3], 5  # gen:3: what it gets of a trainer comes before what it passes on, and now after
+    case, reordered = MORE_HOSTS[3], 5  # gen:3
     for ranks in ([reordered], range(7)):
         parts, communicators, _ = joined_parts(case, BUDGET)
         for part in parts:
             for rank in ranks:
-                in_order(part[rank], BUDGET, {number: -number for number in communicators})
+                in_order(part[rank], BUDGET, -1)
         if len(ranks) > 1:
             run_devices(parts, communicators, np.random.default_rng(0))
         else:

@@ -103,8 +103,9 @@ class Rank:
     @cached_property
     def _wanted(self) -> Mapping[str, torch.Tensor] | None:
         """A generation rank's tensors as they must be, if its GPU has room for them: to compute them takes seconds."""
+        needed = self.received_bytes + _ROOM_BYTES
         room = torch.cuda.mem_get_info(self.device)[0] if self.on_cuda else 0
-        return self._allocated(filled=True) if room > self.received_bytes + _ROOM_BYTES else None
+        return self._allocated(filled=True) if room > needed else None
 
     def _allocated(self, *, filled: bool) -> Mapping[str, torch.Tensor]:
         tensors = synthetic.allocate(self.schedule, self.device)
@@ -191,13 +192,13 @@ class Rank:
 
     def _hold(self) -> None:
         """Have the weights in place and destinations poisoned, so that none of that counts as time or memory."""
+        assert self.tensors, "a rank without weights"
+        self.barrier()  # all ranks of a GPU have theirs
         if self.world == "gen":
             _ = self._wanted  # now, not while memory is measured
             for tensor in self.tensors.values():
                 tensor.view(torch.uint8).fill_(synthetic.POISON)
             self._zero_padding(self.tensors)
-        else:
-            assert self.tensors, "a training rank without weights"
 
     @property
     def received_bytes(self) -> int:

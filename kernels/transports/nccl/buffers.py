@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .shared_gpus import most_ctas
 from .staging import Division
 
 COMMUNICATOR_BYTES = 252_000_000
@@ -30,14 +31,16 @@ _PEERS_IN_A_ROUND = 8
 def buffer_bytes(senders: int, receivers: int, division: Division, sizes: Sequence[int] | None = None) -> int:
     """NCCL's own memory on a rank that so many ranks send to, and that sends to so many, in a division's communicators.
 
-    `sizes` are the ranks of each communicator of a stream that the rank is in; by default there is one, of all members.
-    Each pair is in one of them.
+    `sizes` are the ranks of each communicator, of all streams, that the rank is in; by default each stream has one, of all
+    members.
     """
     if not senders and not receivers:
         return 0
-    sizes, streams = sizes or [len(division.members)], division.budget.streams
-    connections = (senders * RECEIVING_BYTES + receivers * SENDING_BYTES) * (1 if division.keeps_streams else streams)
-    return streams * len(sizes) * COMMUNICATOR_BYTES + connections * _channels(min(sizes))
+    sizes = sizes or [len(division.members)] * division.streams
+    streams = 1 if division.keeps_streams else len(division.streams_with(0))  # of a pair
+    channels = min(_channels(min(sizes)), most_ctas(division.streams) or CHANNELS)
+    connections = (senders * RECEIVING_BYTES + receivers * SENDING_BYTES) * streams
+    return len(sizes) * COMMUNICATOR_BYTES + connections * channels
 
 
 def _channels(ranks: int) -> int:

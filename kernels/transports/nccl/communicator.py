@@ -46,14 +46,16 @@ def new_unique_id() -> bytes:
 class NcclCommunicator:
     """A member of a communicator, on the current device. It connects in the background: poll `is_idle`."""
 
-    def __init__(self, unique_id: bytes, member: int, members: int, waiting: Waiting) -> None:
+    def __init__(
+        self, unique_id: bytes, member: int, members: int, waiting: Waiting, *, most_ctas: int | None = None
+    ) -> None:
         from nccl.bindings import nccl as bindings
         from nccl.core import Communicator, NCCLConfig, UniqueId
 
         self._bindings = bindings
         self._communicator: Communicator | None
         try:
-            config = NCCLConfig(blocking=False)
+            config = NCCLConfig(blocking=False, max_ctas=most_ctas)
             self._communicator = Communicator.init(members, member, UniqueId.from_bytes(unique_id), config)
         except bindings.NCCLError as error:
             raise NcclError(waiting, f"NCCL could not connect {members} ranks: {error}") from error

@@ -1,8 +1,9 @@
 """What the parts of a refit over NCCL share: communicators, slots, and the way to wait and to give up.
 
-Every stream has a communicator of all ranks that exchange anything, or several where ranks of both sides share GPUs (see
-`shared_gpus`). Parts run one after another, so that the fullest round of any decides on the size of a slot. Packing and
-unpacking have a stream each: a rank that passes bytes on packs a round while it waits for one that it will unpack.
+Every stream has a communicator of all ranks that exchange anything. Where ranks of both sides share GPUs, it has several,
+and there may be more streams (see `shared_gpus`). Parts run one after another, so that the fullest round of any decides on
+the size of a slot. Packing and unpacking have a stream each: a rank that passes bytes on packs a round while it waits for
+one that it will unpack.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
 from mcore_reshard.kernels.transports.rounds import turn_with
 
 from .communicator import NcclCommunicator, NcclError, Payload, new_unique_id
-from .shared_gpus import SharedGpus
+from .shared_gpus import SharedGpus, most_ctas
 from .staging import (
     Division,
     HopEnd,
@@ -49,7 +50,7 @@ _UNIQUE_ID_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Communicators that take turns, by their numbers, the stream of their messages, and those of the copies beside it."""
+    """A stream's communicators that the rank is in, by their numbers, the stream, and those of the copies beside it."""
 
     communicators: dict[int, NcclCommunicator]
     wire: torch.cuda.Stream
@@ -183,15 +184,14 @@ class NcclConnection:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}; give all of them the same")
         members = tuple(rank for rank, (pairs, _, _) in enumerate(words) if any(pairs))
         try:
-            divided = [
-                divide(budget, pairs, passes_on=any(passes_on))
+            divisions = [
+                divide(budget, pairs, passes_on=any(passes_on), members=members, shared=shared)
                 for pairs, passes_on in zip(
                     zip(*(pairs for pairs, _, _ in words), strict=True),
                     zip(*(passes_on for _, passes_on, _ in words), strict=True),
                     strict=True,
                 )
             ]
-            divisions = [replace(division, members=members).on_gpus(shared) for division in divided]
             train_ranks = self._schedule.train_ranks
             self.ends = [
                 HopEnd.cut(part, division, train_ranks) for part, division in zip(self._parts, divisions, strict=True)
@@ -226,14 +226,16 @@ class NcclConnection:
                     number = int(division.communicator_of(*end.way(peer), turn))
                     way = number, members[number].index(end.first_peer + peer), end.sends
                     first.setdefault(way, waiting)
-                    streams_of.setdefault(way, set()).update(division.streams_of(turn))
+                    streams_of.setdefault(way, set()).update(division.streams_of(turn, number))
         waits = tuple({waiting.peer: waiting for waiting in first.values()}.values())
-        for stream in range(self.budget.streams):
+        division = self.divisions[0]
+        for stream in range(division.streams):
             # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
             wire = torch.cuda.Stream(priority=-1)
             link = self.links[stream] = Link({}, wire, torch.cuda.Stream(), torch.cuda.Stream())
             for number, ranks in members.items():
-                link.communicators[number] = self._join(stream, number, ranks, me, waits[0])
+                if stream in division.streams_with(number):
+                    link.communicators[number] = self._join(stream, number, ranks, me, waits[0])
         for link in self.links.values():
             for communicator in link.communicators.values():
                 self.settle(communicator, waits)
@@ -257,7 +259,8 @@ class NcclConnection:
             publish(store, key, new_unique_id().hex())
         owner = replace(waiting, peer=group_names(self._schedule)[members[0]])
         unique_id = fetch(store, key, owner, _parse_unique_id, timeout_s=self.timeout_s)
-        return NcclCommunicator(unique_id, members.index(me), len(members), waiting)
+        ctas = most_ctas(self.divisions[0].streams)
+        return NcclCommunicator(unique_id, members.index(me), len(members), waiting, most_ctas=ctas)
 
     def _wait_for(self, where: Waits, has_happened: Callable[[], bool]) -> None:
         self.wait(has_happened, lambda: where, EventPoller(self.timeout_s))

@@ -15,15 +15,17 @@ takes one by its turn. A communicator of one side alone is left out. A rank is i
 
 Replicas that pass on to other hosts have one more, of all engine ranks: those of b and c are in no other together.
 
-On each stream all ranks take their rounds by window, and within a window by communicator. So the first round in that order
-that is not over has all its ranks, and no order of kernels deadlocks. The two communicators of a digit have no rank in
-common: both move at the same time, and every NIC sends and receives. Fewer numbers would do, with half of them for each
-host (four for six hosts). But then half of the NICs idle: simulated, 16 hosts took 1.9 times as long.
+Each digit has a stream, and so have replicas that pass on; a single digit has as many as other sessions have. A rank is in
+one of the two communicators of a stream, which have no rank in common: both move at the same time, and every NIC sends and
+receives. All ranks take the rounds of a stream by window. So the first of them that is not over has all its ranks, and no
+order of kernels deadlocks while a GPU has room for a kernel of every stream (see `most_ctas`). Fewer communicators would do,
+with half of them for each host (four for six hosts). But then half of the NICs idle: simulated, 16 hosts took 1.9 times as
+long. On two streams, in which the communicators of all digits take turns, 16 hosts took 1.3 times as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -71,9 +73,26 @@ class SharedGpus:
         return found | ({has.shape[1]: tuple(gen)} if self.passes_on else {})
 
     @property
-    def count(self) -> int:
-        """One more than the largest number of a communicator."""
-        return codes(1 + max(self.cells)).shape[1] + self.passes_on
+    def digits(self) -> int:
+        return codes(1 + max(self.cells)).shape[1] // 2
+
+    def streams(self, of_others: int) -> int:
+        """How many streams there are, where other sessions have `of_others`."""
+        return self._first_of_replicas(of_others) + self.passes_on
+
+    def streams_of(self, communicator: int, of_others: int) -> tuple[int, ...]:
+        """The streams of a communicator."""
+        if communicator == 2 * self.digits:
+            return (self._first_of_replicas(of_others),)
+        return tuple(range(of_others)) if self.digits == 1 else (communicator // 2,)
+
+    def stream_of(self, communicator: Any, own: Any, of_others: int) -> Any:
+        """The stream of a message; `own` would be its stream in another session. Also of arrays."""
+        of_trainer = own if self.digits == 1 else communicator // 2
+        return np.where(communicator == 2 * self.digits, self._first_of_replicas(of_others), of_trainer)
+
+    def _first_of_replicas(self, of_others: int) -> int:
+        return of_others if self.digits == 1 else self.digits
 
     def communicator_of(self, src: Any, dst: Any, turn: Any) -> Ints:
         """The communicator of messages between group ranks, in arrays. Raises ValueError for two ranks of one cell."""
@@ -87,6 +106,14 @@ class SharedGpus:
         chosen = choice_of(turn, np.maximum(counts, 1))[..., None]
         number = (in_common & (np.cumsum(in_common, axis=-1) == chosen + 1)).argmax(axis=-1)
         return np.where(between_replicas, has.shape[1], number)
+
+
+def most_ctas(streams: int) -> int | None:
+    """The most CTAs of NCCL's kernel on each of so many streams; None: as many as NCCL takes, at most 32.
+
+    A GPU of 132 multiprocessors then has room for the kernels of all streams of two processes.
+    """
+    return None if streams <= 2 else max(1, 64 // streams)
 
 
 @cache
@@ -105,8 +132,3 @@ def _numbered(names: Iterable[Hashable]) -> tuple[int, ...]:
     """0 for the first name and all that equal it, 1 for the next one, ..."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
-
-
-def sizes(communicators: Iterable[Sequence[int]], rank: int) -> list[int]:
-    """How many ranks there are in each communicator that a group rank is in."""
-    return [len(members) for members in communicators if rank in members]

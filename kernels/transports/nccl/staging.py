@@ -76,10 +76,6 @@ class ScratchBudget:
         if self.streams < 1 or self.slots < 2:
             raise ValueError(f"at least one stream of two slots is needed to overlap packing with the wire: {self}")
 
-    @property
-    def slot_bytes(self) -> int:
-        return self.scratch_bytes // (self.streams * self.slots)
-
 
 @dataclass(frozen=True, slots=True)
 class Division:
@@ -94,27 +90,42 @@ class Division:
     windows: int = 1
     shared: SharedGpus | None = None  # where members of both sides share GPUs
 
-    def on_gpus(self, shared: SharedGpus | None) -> Division:
-        """The division of ranks that are there: with several communicators where members of both sides share GPUs."""
-        return replace(self, shared=shared) if shared is not None and shared.is_needed(self.members) else self
+    @property
+    def streams(self) -> int:
+        return self.budget.streams if self.shared is None else self.shared.streams(self.budget.streams)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.budget.scratch_bytes // (self.streams * self.budget.slots)
 
     def communicators(self) -> dict[int, tuple[int, ...]]:
-        """The group ranks in each communicator of a stream, ascending, by its number."""
+        """The group ranks in each communicator, ascending, by its number."""
         return {0: self.members} if self.shared is None else self.shared.communicators(self.members)
+
+    def streams_with(self, communicator: int) -> tuple[int, ...]:
+        """The streams that have a communicator of this number."""
+        streams = self.budget.streams
+        return tuple(range(streams)) if self.shared is None else self.shared.streams_of(communicator, streams)
+
+    def joined_by(self, rank: int) -> list[int]:
+        """How many ranks there are in each communicator, of all streams, that a group rank is in."""
+        of_rank = {number: len(ranks) for number, ranks in self.communicators().items() if rank in ranks}
+        return [size for number, size in of_rank.items() for _ in self.streams_with(number)]
 
     def communicator_of(self, src: Any, dst: Any, turn: Any) -> Any:
         """The communicator of a message between two group ranks. Also of arrays."""
         return 0 * turn if self.shared is None else self.shared.communicator_of(src, dst, turn)
 
-    def streams_of(self, turn: int) -> tuple[int, ...]:
+    def streams_of(self, turn: int, communicator: int) -> tuple[int, ...]:
         """The streams that a pair's messages take."""
-        streams = self.budget.streams
-        return (int(_stream_of_pair(turn, streams)),) if self.keeps_streams else tuple(range(streams))
+        streams = self.streams_with(communicator)
+        return (int(_stream_of_pair(turn, len(streams))),) if self.keeps_streams and len(streams) > 1 else streams
 
-    def stream_of(self, window: Any, turn: Any) -> Any:
+    def stream_of(self, window: Any, turn: Any, communicator: Any) -> Any:
         """The stream of a message. Also of arrays."""
         streams = self.budget.streams
-        return _stream_of_pair(turn, streams) if self.keeps_streams else window % streams
+        own = _stream_of_pair(turn, streams) if self.keeps_streams else window % streams
+        return own if self.shared is None else self.shared.stream_of(communicator, own, streams)
 
     def with_pace(self, most_buckets: int) -> Division:
         """The division once it is known how many buckets the pair with the most of all ranks has."""
@@ -274,22 +285,33 @@ def pair_count(schedule: Schedule) -> int:
     return sum(len(np.unique(table.peer[table.nbytes > 0])) for table in tables)
 
 
-def divide(budget: ScratchBudget, pairs: Sequence[int], *, passes_on: bool = False) -> Division:
+def divide(
+    budget: ScratchBudget,
+    pairs: Sequence[int],
+    *,
+    passes_on: bool = False,
+    members: tuple[int, ...] = (),
+    shared: SharedGpus | None = None,
+) -> Division:
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
     A slot has a place for one bucket of each peer, or for 16; for 32 where replicas send as well. With 2 streams of 2 slots,
-    4 peers and 512 MiB, buckets have 32 MiB. Raises ValueError if less than one element fits.
+    4 peers and 512 MiB, buckets have 32 MiB. `members` are the ranks with peers in any part, by default in this one. Where
+    those of both sides share GPUs (`shared`), there may be more streams. Raises ValueError if less than one element fits.
     """
-    members = tuple(rank for rank, count in enumerate(pairs) if count)
-    counts = [pairs[rank] for rank in members] or [1]
+    with_peers = tuple(rank for rank, count in enumerate(pairs) if count)
+    members = members or with_peers
+    if shared is not None and not shared.is_needed(members):
+        shared = None
+    counts = [pairs[rank] for rank in with_peers] or [1]
     bucket_bytes = bucket_bytes_within(
         budget.scratch_bytes,
         min(max(counts), _MOST_JOINED if passes_on else _MOST_MESSAGES),
-        budget.streams * budget.slots,
+        (budget.streams if shared is None else shared.streams(budget.streams)) * budget.slots,
         DIGEST_BYTES if budget.checksums else 0,
     )
     keeps_streams = not passes_on and min(counts) >= _MANY_PEERS * budget.streams
-    return Division(bucket_bytes, budget, members, keeps_streams, passes_on)
+    return Division(bucket_bytes, budget, members, keeps_streams, passes_on, shared=shared)
 
 
 def _stream_of_pair(turn: Any, streams: int) -> Any:
@@ -318,7 +340,7 @@ def windows_that_fit(division: Division, messages: Messages, most_buckets: int) 
     return [
         windows
         for windows in windows_to_try(division, most_buckets)
-        if fullest_round(division, messages, windows) <= division.budget.slot_bytes
+        if fullest_round(division, messages, windows) <= division.slot_bytes
     ]
 
 
@@ -348,10 +370,8 @@ def divide_windows(
 def fullest_round(division: Division, messages: Messages, windows: int, rank: Ints | int = 0) -> int:
     """Bytes of the largest round, of one rank, or of the ranks whose messages these are."""
     window = messages.windows(windows)
-    lane = rank * division.budget.streams + division.stream_of(window, messages.turn)
-    place, communicator = np.broadcast_arrays(lane * windows + window, messages.communicator)
-    of_each = [communicator == number for number in np.unique(communicator)]
-    return max((int(np.bincount(place[chosen], messages.nbytes[chosen]).max()) for chosen in of_each), default=0)
+    lane = rank * division.streams + division.stream_of(window, messages.turn, messages.communicator)
+    return int(np.bincount(lane * windows + window, messages.nbytes).max(initial=0))
 
 
 def divided_rounds(
@@ -361,7 +381,7 @@ def divided_rounds(
     casts = [bound_casts(end.schedule) for end in ends]
     messages = Messages.of(ends, division)
     window = messages.windows(division.windows)
-    stream = division.stream_of(window, messages.turn)
+    stream = division.stream_of(window, messages.turn, messages.communicator)
     buckets = [(number, bucket) for number, end in enumerate(ends) for bucket in end.buckets]
     places = (np.broadcast_to(each, window.shape).tolist() for each in (window, stream, messages.communicator))
     together: dict[tuple[int, ...], list[tuple[int, tuple[int, Bucket]]]] = {}
