@@ -9,7 +9,7 @@ passed on while the next one lands:
 
 Each later hop has threads, connections and executors of its own. Between hosts, nccl cannot: two kernels that wait for each
 other must not wait for one GPU as well. So the hop between hosts may join the first: a column above is then one part,
-whose messages share rounds, and a rank passes on what the part before brought.
+whose messages are in the same windows, and a rank passes on what the part before brought.
 """
 
 from __future__ import annotations

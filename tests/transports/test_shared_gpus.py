@@ -153,7 +153,7 @@ def test_each_digit_has_a_stream_and_so_have_replicas() -> None:
             assert all(sum(rank in communicators[n] for n in numbers) <= 1 for numbers in of_stream.values())
         found = everything.stream_of(np.array([*communicators]), 1, 2).tolist()
         assert all(stream in everything.streams_of(n, 2) for n, stream in zip(communicators, found, strict=True))
-    assert [most_ctas(streams) for streams in (1, 2, 4, 7)] == [None, None, 16, 9]
+    assert [most_ctas(streams) for streams in (1, 2, 3, 4, 5, 7, 9)] == [None, None, 16, 16, 8, 8, 4]
 
 
 def test_cells_are_hosts_unless_nccl_is_needed_within_one() -> None:

@@ -85,6 +85,7 @@ class NcclConnection:
         self.closed = False
         self._closing: Thread | None = None  # after an error
         self.links: dict[int, Link] = {}  # by stream
+        self.notes: torch.cuda.Stream  # of all parts, for what the device tells the host; drawn with the links
         self.slots: dict[tuple[int, int], PlainBuffer] = {}
         self._graphs: list[tuple[torch.cuda.CUDAGraph, torch.cuda.Event]] = []
         self.ends: list[list[HopEnd]] = []  # of each part
@@ -229,6 +230,7 @@ class NcclConnection:
                     streams_of.setdefault(way, set()).update(division.streams_of(turn, number))
         waits = tuple({waiting.peer: waiting for waiting in first.values()}.values())
         division = self.divisions[0]
+        self.notes = torch.cuda.Stream()  # torch hands out 32 in turn: those of the links are others
         for stream in range(division.streams):
             # NCCL's few CTAs go first where both wait for a multiprocessor: a wire that idles is lost time.
             wire = torch.cuda.Stream(priority=-1)

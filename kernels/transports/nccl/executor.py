@@ -222,13 +222,17 @@ class NcclExecutor:
         rounds = [each.round for each in self._rounds]
         written = [placed for each, has_come in zip(rounds, came, strict=True) if has_come for placed in each.received]
         for lane in self._connection.links:
-            due = [each for each, has_come in zip(rounds, came, strict=True) if each.stream == lane and not has_come]
+            due = [
+                each
+                for each, has_come in zip(rounds, came, strict=True)
+                if each.stream == lane and each.received and not has_come
+            ]
             written += [placed for each in due[:2] for placed in each.received if placed.tensor is not None]
         self.written_bytes = sum(placed.bucket.nbytes for placed in written)
 
     def _capture_graph(self) -> torch.cuda.CUDAGraph:
         """All rounds, from their packing to a note in the host's memory that they are over."""
-        graph, notes = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        graph, notes = torch.cuda.CUDAGraph(), self._connection.notes
         links = self._connection.links.values()
         streams = [notes, *(each for link in links for each in (link.wire, link.packing, link.unpacking))]
         self._one = torch.ones(1, dtype=torch.uint8, device=self._connection.device)  # the graph reads it

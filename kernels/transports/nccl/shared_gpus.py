@@ -111,9 +111,10 @@ class SharedGpus:
 def most_ctas(streams: int) -> int | None:
     """The most CTAs of NCCL's kernel on each of so many streams; None: as many as NCCL takes, at most 32.
 
-    A GPU of 132 multiprocessors then has room for the kernels of all streams of two processes.
+    A GPU of 132 multiprocessors then has room for the kernels of all streams of two processes. NCCL has a power of two of
+    channels for sends and receives, and rounds up to it (`ncclTopoComputeP2pChannels` of graph/paths.cc, 2.28.9).
     """
-    return None if streams <= 2 else max(1, 64 // streams)
+    return None if streams <= 2 else 1 << (max(1, 64 // streams).bit_length() - 1)
 
 
 @cache

@@ -1,8 +1,8 @@
 """Fit a refit over nccl into bounded scratch: plain numbers, no device.
 
-A round is one group of NCCL messages: those of one window (see `window_of`) on one stream, in one communicator. A stream
-has one, or several that take turns in each window (see `shared_gpus`). It has at least two slots, so that one round is
-packed or unpacked while another is on the wire.
+A round is one group of NCCL messages: those of one window (see `window_of`) on one stream, in one communicator. A rank is
+in one communicator of a stream (see `shared_gpus`). A stream has at least two slots, so that one round is packed or unpacked
+while another is on the wire.
 
     windows      0    1    2    3    4        a rank with few peers: a window is a round, on the streams in turn
     stream 0     a0        a2        a4
@@ -24,7 +24,8 @@ long such a round takes. So its messages are smaller, and pairs keep time with t
     own times      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.04  2.08 ...  74.0    of 75 parts
     with pace      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.0   2.0  ...  71.0
 
-With times of their own, the buckets of all pairs would come together at some moments, and none would at others.
+With times of their own, the buckets of all pairs would come together at some moments, and none would at others. Where ranks
+share GPUs, replicas pass on in rounds of a stream of their own.
 """
 
 from __future__ import annotations
@@ -310,7 +311,8 @@ def divide(
         (budget.streams if shared is None else shared.streams(budget.streams)) * budget.slots,
         DIGEST_BYTES if budget.checksums else 0,
     )
-    keeps_streams = not passes_on and min(counts) >= _MANY_PEERS * budget.streams
+    keeps_streams = min(counts) >= _MANY_PEERS * budget.streams or (shared is not None and shared.digits > 1)
+    keeps_streams = keeps_streams and not passes_on
     return Division(bucket_bytes, budget, members, keeps_streams, passes_on, shared=shared)
 
 
