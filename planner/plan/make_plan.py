@@ -232,12 +232,19 @@ def balance_plan(plan: Plan, transfer_groups: list[TransferGroup], scales: Mappi
     has the pattern of a pair's scales by (group, pattern) of its weight.
     """
     plan = _balanced(replace(plan, relay=False), transfer_groups, scales)
-    # Relaying leaves what ranks receive as it is, so only the busiest sender can gain.
-    if plan.recv_bytes.max(initial=0) < _DISTINCTLY * plan.send_bytes.max(initial=0):
+    if _may_gain_by_relaying(plan):
         relayed = _balanced(replace(plan, relay=True), transfer_groups, scales)
         plan = relayed if busiest_link(relayed) < _DISTINCTLY * busiest_link(plan) else plan
     object.__setattr__(plan, "digest", digest_of(plan))
     return plan
+
+
+def _may_gain_by_relaying(plan: Plan) -> bool:
+    """Relaying leaves what ranks receive as it is, between hosts what enters by NIC. So only the busiest sender can gain."""
+    ways = [(plan.recv_bytes, plan.send_bytes)]
+    if plan.spans_hosts:
+        ways.append((plan.loads.received[NIC], plan.loads.sent[NIC]))
+    return any(into.max(initial=0) < _DISTINCTLY * out.max(initial=0) for into, out in ways)
 
 
 def _balanced(plan: Plan, transfer_groups: list[TransferGroup], scales: Mapping[tuple[int, int], int]) -> Plan:

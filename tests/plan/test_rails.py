@@ -21,7 +21,7 @@ HALVES = Case("tiny-llama", "tp=1,dp=2", "tp=2", machine=TWO_HOSTS)
 PARTS = Case("tiny-llama", "tp=2", "tp=1,dp=2", machine=TWO_HOSTS)
 REPLICAS = Case("tiny-llama", "tp=1,dp=2", "tp=1,dp=2", machine=TWO_HOSTS)
 ONE_END = Case("tiny-llama", "tp=1,dp=2", "tp=1", machine=TWO_HOSTS)
-OWN_RAILS = Case("tiny-qwen3", "tp=2,dp=2", "tp=1,dp=8", machine="h200-8,gpus=4")
+OWN_RAILS = Case("tiny-qwen3", "tp=2,dp=4", "tp=1,dp=8", machine="h200-8,gpus=4")
 
 
 def pairs_of_layers(plan: Plan) -> set[tuple[int, int]]:
@@ -56,9 +56,11 @@ def test_balance_wins_where_one_nic_gets_everything() -> None:
 
 
 def test_replicas_of_a_host_get_the_part_of_their_rail() -> None:
-    """Two hosts of four GPUs. Training ranks 0 and 2 have part 0, ranks 1 and 3 part 1; matrices go to the same rails."""
-    pairs = pairs_of_layers(OWN_RAILS.plan())
-    assert pairs == {(src, src + 4 * host) for src in range(4) for host in range(2)}
+    """Two hosts of four GPUs on each side. Even training ranks have part 0, odd ones part 1; matrices go to the same rails."""
+    plan = OWN_RAILS.plan()
+    pairs = pairs_of_layers(plan)
+    assert plan.later_hops == ("share",) and all(src % 4 == dst % 4 for src, dst in pairs)
+    assert {dst for _, dst in pairs} == {src for src, _ in pairs} == {*range(8)}
 
 
 @pytest.mark.parametrize("case", [HALVES, PARTS, REPLICAS, ONE_END, OWN_RAILS], ids=str)

@@ -36,7 +36,7 @@ FAST = {
 # Simulated rounds that miss the goal, and what they may take: no more than now. Lower these as they get faster.
 LATE: dict[str, dict[str, float]] = {
     "gloo": {},
-    "auto": {"DeepSeek-V3 64->64 pp16 gen ep64": 1.16},
+    "auto": {},
 }
 
 
@@ -62,6 +62,14 @@ def test_a_plan_that_knows_no_hosts_is_far_from_the_bound() -> None:
 def test_on_shared_hosts_most_bytes_stay_there(name: str, most: float) -> None:
     received = CASES[name].plan().loads.received.sum(axis=1)
     assert received[2] <= most * received.sum()
+
+
+def test_replicas_pass_on_to_other_hosts_where_a_stage_sends_more_than_enters_by_any_nic() -> None:
+    """Each replica receives more than any rank sends, but most of it from its own host."""
+    plan = CASES["DeepSeek-V3 64->64 pp16 gen ep64"].plan()
+    straight = replace(plan, relay=False)
+    assert plan.later_hops == ("relay", "share") and straight.recv_bytes.max() > straight.send_bytes.max()
+    assert busiest_link(plan) < 0.95 * busiest_link(straight)
 
 
 def test_the_more_is_passed_on_the_more_waves_there_are() -> None:

@@ -55,7 +55,7 @@ from .shared_gpus import SharedGpus
 
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
-_MOST_JOINED = 32  # the same where a slot has what a rank sends and what it receives
+_MOST_JOINED = 24  # the same where a slot has what a rank sends and what it receives
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
 _MOST_OF_A_PAIR = 8  # of its buckets in a window, where pairs keep to a stream
 _GROWTH, _GROWTHS = 1.1, 88  # the numbers of windows that are tried
@@ -296,7 +296,7 @@ def divide(
 ) -> Division:
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
-    A slot has a place for one bucket of each peer, or for 16; for 32 where replicas send as well. With 2 streams of 2 slots,
+    A slot has a place for one bucket of each peer, or for 16; for 24 where replicas send as well. With 2 streams of 2 slots,
     4 peers and 512 MiB, buckets have 32 MiB. `members` are the ranks with peers in any part, by default in this one. Where
     those of both sides share GPUs (`shared`), there may be more streams. Raises ValueError if less than one element fits.
     """
