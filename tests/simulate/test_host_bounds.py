@@ -13,16 +13,18 @@ import pytest
 from mcore_reshard.planner.plan.loads import busiest_link
 
 GOAL = 1.10  # times the bound
-SLACK = 1.01  # of a recorded ratio: simulations of many messages go in steps
+SLACK = 0.01  # of a recorded ratio: simulations of many messages go in steps
 RESULTS = Path(host_bounds.__file__).parent / "results" / "host-bounds.json"
 CASES = host_bounds.all_cases()
 FAST = {
     "gloo": {
+        "DeepSeek-V3 64->64 pp16 gen ep64",
         "Llama-8B 16->16 tp1",
         "Llama-8B 32 GPUs shared",
         "Qwen3-235B 32->128 (relay)",
     },
     "auto": {
+        "DeepSeek-V3 64->64 pp16 gen ep64",
         "Llama-8B 16->16 tp1",
         "Llama-8B 32 GPUs shared",
         "Qwen3-235B 64->32 pp8",
@@ -32,12 +34,6 @@ FAST = {
         "Qwen3-235B 32->128 (relay)",
     },
 }  # of which simulations take a second or two; others are slow
-
-# Simulated rounds that miss the goal, and what they may take: no more than now. Lower these as they get faster.
-LATE: dict[str, dict[str, float]] = {
-    "gloo": {},
-    "auto": {},
-}
 
 
 def marked(names: set[str]) -> list[Any]:
@@ -90,16 +86,15 @@ def test_simulated_rounds_of_direct_and_nccl_take_no_longer_than_they_may(name: 
 
 
 def in_time(transport: str, name: str) -> None:
+    """Within the goal, and as recorded: a file that is older than the rounds would hide that they have become slower."""
     ratio = CASES[name].simulation(transport).seconds / CASES[name].least().seconds
-    assert ratio >= 1 - 1e-3
-    assert ratio <= LATE[transport].get(name, GOAL) * SLACK
+    assert 1 - 1e-3 <= ratio <= GOAL
+    (recorded,) = (row for row in json.loads(RESULTS.read_text())["rows"] if row["name"] == name)
+    assert recorded[transport]["ratio"] == pytest.approx(ratio, rel=SLACK)
 
 
-def test_the_recorded_cases_that_miss_the_goal_are_those_named_here() -> None:
+def test_all_recorded_cases_reach_the_goal() -> None:
     rows = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]}
     assert [*rows] == [*CASES]
-    assert max(row["links"] for row in rows.values()) <= GOAL
-    for transport, late in LATE.items():
-        recorded = {name: row[transport]["ratio"] for name, row in rows.items()}
-        assert {name for name, ratio in recorded.items() if ratio > GOAL} == set(late)
-        assert all(recorded[name] <= cap for name, cap in late.items())
+    for row in rows.values():
+        assert max(row["links"], *(row[transport]["ratio"] for transport in host_bounds.TRANSPORTS)) <= GOAL
