@@ -59,8 +59,9 @@ def model_bytes(case: Case) -> int:
 
 
 def test_replicas_of_one_host_pass_on_what_entered_it_once() -> None:
+    """The trainer's host sends each byte to one of the engine's hosts, and that one to the other."""
     told = values(run_ranks(6, refit, REPLICAS, "aabbcc", timeout_s=120.0))
-    assert told == [[(3, ["share"], 2 * model_bytes(REPLICAS), {})] * 2] * 6
+    assert told == [[(3, ["relay", "share"], 2 * model_bytes(REPLICAS), {})] * 2] * 6
 
 
 def test_on_one_host_the_plan_stays_as_it_is() -> None:
