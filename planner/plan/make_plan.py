@@ -40,6 +40,7 @@ from .routing import BulkRoute, RoutedGroup, Router, Side
 
 _LARGEST_OVERLAP = 4 << 20  # bytes; replicas, and the waves of a relay, share the work of a larger tensor
 _LARGEST_OF_EXPERTS = 8 << 20  # these are many
+_DISTINCTLY_IN_ONE_WAVE = 0.9  # the same where hops cannot overlap: a plan that casts
 _DISTINCTLY = 0.95  # relaying adds a hop, so it must take the busiest link below this share of its bytes
 
 
@@ -234,7 +235,8 @@ def balance_plan(plan: Plan, transfer_groups: list[TransferGroup], scales: Mappi
     plan = _balanced(replace(plan, relay=False), transfer_groups, scales)
     if _may_gain_by_relaying(plan):
         relayed = _balanced(replace(plan, relay=True), transfer_groups, scales)
-        plan = relayed if busiest_link(relayed) < _DISTINCTLY * busiest_link(plan) else plan
+        distinctly = _DISTINCTLY if relayed.waves > 1 else _DISTINCTLY_IN_ONE_WAVE
+        plan = relayed if busiest_link(relayed) < distinctly * busiest_link(plan) else plan
     object.__setattr__(plan, "digest", digest_of(plan))
     return plan
 
