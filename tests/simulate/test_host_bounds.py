@@ -18,7 +18,6 @@ RESULTS = Path(host_bounds.__file__).parent / "results" / "host-bounds.json"
 CASES = host_bounds.all_cases()
 FAST = {
     "gloo": {
-        "DeepSeek-V3 64->64 pp16 gen ep64",
         "Llama-8B 16->16 tp1",
         "Llama-8B 32 GPUs shared",
         "Qwen3-235B 32->128 (relay)",
@@ -29,7 +28,6 @@ FAST = {
         "Llama-8B 32 GPUs shared",
         "Qwen3-235B 64->32 pp8",
         "Qwen3-235B 32->32 pp4",
-        "Qwen3-235B 64 GPUs shared",
         "DeepSeek-V3 128 GPUs shared",
         "Qwen3-235B 32->128 (relay)",
     },
