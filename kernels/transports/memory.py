@@ -40,7 +40,7 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.schedule import Schedule, SourceView, View, World
 from mcore_reshard.planner.topology.topology import Topology
 
-from .direct.staging import SLOTS, divide_slots, parted
+from .direct.staging import SLOTS, divide_slots, parted, with_new_weights
 from .nccl.buffers import buffer_bytes
 from .nccl.shared_gpus import SharedGpus
 from .nccl.staging import (
@@ -349,13 +349,10 @@ def _casting_bytes(schedule: Schedule, rounds: Sequence[Sequence[Bucket]]) -> in
     casts, bases = bound_casts(schedule), np.zeros(len(schedule.tensors) + 1, np.uint64)
     bases[:-1] = _PLACE * np.arange(1, len(bases))  # far from each other, as blocks are told apart by where they lie
     elements = [prod(local.shape) for local in schedule.tensors]
-    computed: set[int] = set()
     nbytes = 0
-    for together in rounds:
+    for together, new in with_new_weights(rounds):
         copies = joined([bucket.copies for bucket in together])
-        new = {*np.unique(copies["src"]).tolist()} - computed
-        computed |= new
-        tables = cut_gather(copies, bases, casts, DEFAULT_TILE_BYTES, computes=sorted(new), elements=elements)
+        tables = cut_gather(copies, bases, casts, DEFAULT_TILE_BYTES, computes=new, elements=elements)
         nbytes += sum(table.nbytes for table in tables)
     return nbytes
 

@@ -40,8 +40,8 @@ from .routing import BulkRoute, RoutedGroup, Router, Side
 
 _LARGEST_OVERLAP = 4 << 20  # bytes; replicas, and the waves of a relay, share the work of a larger tensor
 _LARGEST_OF_EXPERTS = 8 << 20  # these are many
-_DISTINCTLY_IN_ONE_WAVE = 0.9  # the same where hops cannot overlap: a plan that casts
 _DISTINCTLY = 0.95  # relaying adds a hop, so it must take the busiest link below this share of its bytes
+_DISTINCTLY_IN_ONE_WAVE = 0.9  # the same for a plan that casts, whose hops cannot overlap
 
 
 def make_plan(

@@ -32,11 +32,11 @@ from mcore_reshard.planner.plan.schedule import Schedule
 
 from .peer_signals import PeerSignals
 from .pull import DirectOptions, Pull, read_by_engine
-from .staging import SLOTS, SlotPlan, divide_slots
+from .staging import SLOTS, SlotPlan, divide_slots, with_new_weights
 
 _PREFIX = "slots/"  # of the keys under which ranks publish their slots and events
 
-# All of an H100 or H200: readers wait for it. As fast as casts go, 1.8 TB/s of bfloat16.
+# All of an H100 or H200: readers wait for it.
 _FASTEST = KernelShape(ctas=528, threads=256)
 # While others read its memory, a GPU that casts as fast as it can slows them. On two H100s, 10 GB of bfloat16 took 32.7 ms
 # with 528 CTAs, 30.3 with 132, 29.4 with 88, 29.7 with 66 and 31.5 with 44; the same bytes without casts took 29.2.
@@ -145,17 +145,14 @@ class SlotSource:
         own = [tensor.data_ptr() for tensor in bound.tensors]
         elements = [tensor.numel() for tensor in bound.tensors]
         addresses = np.array(own + [slot.data_ptr() for slot in self._slots], np.uint64)
-        computed: set[int] = set()
         rounds = []
-        for number, together in enumerate(in_rounds(buckets)):
+        for number, (together, new) in enumerate(with_new_weights(in_rounds(buckets))):
             base = len(own) + number % SLOTS
             table = joined([bucket.copies_at(base, plan.places[bucket.peer]) for bucket in together])
-            new = {*np.unique(table["src"]).tolist()} - computed
-            computed |= new
             gather = DeviceGather(
                 table, addresses, bound.casts, device,
                 _casting_shape(device, shares_gpu=shares_gpu, first=number == 0),
-                computes=sorted(new), elements=elements,
+                computes=new, elements=elements,
             )  # fmt: skip
             slot = self._slots[number % SLOTS].data_ptr()
             placed = PlacedCopies.of_buckets(together, own, [slot + plan.places[each.peer] for each in together])

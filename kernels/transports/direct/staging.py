@@ -12,7 +12,7 @@ the rest, since buckets depend on the transfers alone. A reader takes round k of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +75,15 @@ def _by_tensor(table: TransferTable, source: NDArray[np.int32], mask: NDArray[np
     first = np.full(len(rows), np.iinfo(np.int64).max)  # the first group of each tensor and peer
     np.minimum.at(first, tensor, group)
     return rows[np.lexsort((group, member, first[tensor]))]
+
+
+def with_new_weights(rounds: Iterable[Sequence[Bucket]]) -> Iterator[tuple[Sequence[Bucket], list[int]]]:
+    """Each round of a source, and the weights in it that no earlier round casts, as indices of tensors."""
+    seen: set[int] = set()
+    for together in rounds:
+        weights = {*np.concatenate([bucket.copies["src"] for bucket in together]).tolist()}
+        yield together, sorted(weights - seen)
+        seen |= weights
 
 
 def divide_slots(schedule: Schedule, scratch_bytes: int) -> tuple[SlotPlan, dict[int, tuple[Bucket, ...]]]:

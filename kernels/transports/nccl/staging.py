@@ -17,8 +17,8 @@ reach 297 GB/s with one stream, 321 with two.
 All ranks take the same number of windows: the fewest with which the fullest round of every rank fits into a slot. Ranks
 with few peers take at least as many as the pair with the most buckets has, so that all streams have rounds.
 
-Replicas that pass bytes on to other hosts do so in the rounds of the trainer's next wave: one group has what a rank receives
-from the trainer, what it receives from replicas, and what it sends to them. The fuller side of the fullest rank decides how
+Replicas that pass bytes on to other hosts do so in the rounds of the trainer's next wave. One group has what a rank receives
+from the trainer and from replicas, and what it sends to these. The fuller side of the fullest rank decides how
 long such a round takes. So its messages are smaller, and pairs keep time with the one that has the most buckets:
 
     own times      75 buckets  0.0  1.0  2.0 ...  74.0          72 buckets  0.0  1.04  2.08 ...  74.0    of 75 parts
