@@ -208,15 +208,16 @@ def many_refits(rank: int, address: str, worlds: tuple[int, int]) -> int:
     me.endpoint.prepare()
     store = connect_store(address, Options())
     keys = []
-    for version in range(1, 25):
+    for version in range(1, 61):
         me.endpoint.refit(version)
         keys.append(store.stats()["session_keys"])
-    assert max(keys[-3:]) <= max(keys[6:9]) + 2 * sum(worlds), "the store fills up"
+    # The leader forgets an attempt a moment after the others have left it, so a count may be one attempt higher.
+    assert min(keys[-10:]) <= max(keys[5:15]), "the store fills up"
     return len(keys)
 
 
 def test_refits_leave_nothing_behind_in_the_store() -> None:
-    assert values(run_ranks(2, many_refits, (1, 1))) == [24, 24]
+    assert values(run_ranks(2, many_refits, (1, 1))) == [60, 60]
 
 
 # --- ranks that do not fit together ------------------------------------------------------------------------------
