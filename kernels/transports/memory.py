@@ -108,7 +108,8 @@ def session_memory(
     if "direct" in transports:
         by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, topology)
     if "nccl" in transports:
-        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: [rank.unrelayed]), alike, options)
+        hosts = None if topology is None else shared_gpus(plan, topology, "nccl").cells
+        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: [rank.unrelayed]), alike, options, hosts)
     if "gloo" in transports:
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
@@ -256,9 +257,13 @@ def _nccl(
     schedules: Mapping[World, Mapping[int, Sequence[Schedule]]],
     alike: _Alike,
     options: Options,
+    hosts: Sequence[int] | None,
     shared: SharedGpus | None = None,
 ) -> _Counted:
-    """`schedules` has what each rank that is counted exchanges: with the other world, then with replicas."""
+    """`schedules` has what each rank that is counted exchanges: with the other world, then with replicas.
+
+    `hosts` has the host of each group rank, where these are known.
+    """
     pairs = {
         world: {rank: sum(map(pair_count, of_rank)) for rank, of_rank in of_world.items()}
         for world, of_world in schedules.items()
@@ -272,20 +277,23 @@ def _nccl(
     division, ends = divide_windows(division, counted, len(alike["train"]))
     found: _Counted = {"train": {}, "gen": {}}
     for (world, rank), of_rank in zip(places, ends, strict=True):
-        found[world][rank] = _nccl_rank(of_rank, division, options)
+        found[world][rank] = _nccl_rank(of_rank, division, options, hosts)
     return found
 
 
-def _nccl_rank(ends: Sequence[HopEnd], division: Division, options: Options) -> RankMemory:
+def _nccl_rank(ends: Sequence[HopEnd], division: Division, options: Options, hosts: Sequence[int] | None) -> RankMemory:
     in_place = [[True] * len(end.schedule.tensors) for end in ends]
     rounds = divided_rounds(ends, division, in_place=in_place)
     staged = [[placed.bucket for each in rounds for placed in each.staged_of(end)] for end in range(len(ends))]
-    peers = {sends: sum(pair_count(end.schedule) for end in ends if end.sends == sends) for sends in (True, False)}
+    senders, receivers = (
+        {peer + end.first_peer for end in ends if end.sends == sends for peer in end.schedule.peers}
+        for sends in (False, True)
+    )
     return replace(
         _of_trainer(ends[0].schedule, options),
         tables=sum(_gather_bytes(end.schedule, buckets) for end, buckets in zip(ends, staged, strict=True)),
         scratch=sum(slot_bytes(rounds).values()),
-        nccl=buffer_bytes(peers[False], peers[True], division, division.joined_by(ends[0].own)),
+        nccl=buffer_bytes(ends[0].own, senders, receivers, division, hosts),
     )
 
 
@@ -324,7 +332,7 @@ def _auto(
         for near in (True, False)
     )
     counted = _direct(by_direct, alike, options, topology)
-    for world, of_world in _nccl(by_nccl, alike, options, shared).items():
+    for world, of_world in _nccl(by_nccl, alike, options, shared.cells, shared).items():
         for rank, held in of_world.items():
             direct = counted[world][rank]
             counted[world][rank] = replace(

@@ -8,7 +8,7 @@ from typing import Any
 from .text import size
 
 COLUMNS = "transport, world, >tables, >slots, >NCCL, >checks, >total, most on"
-NOTE = "NCCL's own buffers are as measured on one host of H200s; across hosts they are estimated"
+NOTE = "NCCL's own buffers are as measured on one host of H200s, across hosts as in its source"
 
 
 def memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -365,16 +365,16 @@ def test_one_host_that_relays_without_places_shares_with_them() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("gen", "mean", "median"),
-    [pytest.param("tp=32,dp=4", 7.5, 7.8, marks=pytest.mark.slow), ("tp=4,dp=32,ep=128", 6.5, 6.9)],
+    [pytest.param("tp=32,dp=4", 8.5, 9.5, marks=pytest.mark.slow), ("tp=4,dp=32,ep=128", 6.5, 6.9)],
 )
-def test_between_many_ranks_messages_of_nccl_are_nearly_of_eight_mib(gen: str, mean: float, median: float) -> None:
-    """DeepSeek-V3 from 256 ranks to 128: up to 8 MiB within 512 MiB of scratch; whole rows fill them almost.
+def test_between_many_ranks_messages_of_nccl_stay_large(gen: str, mean: float, median: float) -> None:
+    """DeepSeek-V3 from 256 ranks to 128: up to 9.8 MiB within 512 MiB of scratch; whole rows fill them almost.
 
     Whole experts are four bands of 7 MiB each, of which none shares a message.
     """
     plan = Case("deepseek-v3", "tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7", gen, machine="h200-8").plan()
     assert plan.topology is not None
     mib = script_of(plan, plan.topology, "nccl", Options(), most=1 << 30).buckets.nbytes / (1 << 20)
-    assert mib.mean() > mean and np.median(mib) > median and mib.max() <= 8
+    assert mib.mean() > mean and np.median(mib) > median and mib.max() <= 128 / 13
     less = script_of(plan, plan.topology, "nccl", Options(scratch_bytes=256 << 20), most=1 << 30).buckets.nbytes
     assert np.median(less) / (1 << 20) < 0.6 * median  # half of the scratch, half of a message

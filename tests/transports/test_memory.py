@@ -189,18 +189,32 @@ def test_enough_rows_are_recorded() -> None:
 # --- by hand -------------------------------------------------------------------------------------------------------
 
 
-def test_nccl_takes_for_communicators_and_for_each_sender() -> None:
+def test_nccl_takes_for_communicators_and_for_each_sender_of_the_host() -> None:
     one_host = divide(ScratchBudget(), [1, 1])  # a communicator of each stream
-    assert buffer_bytes(1, 0, one_host) == 2 * (252 + 320) * 10**6
-    assert buffer_bytes(0, 1, one_host) == 2 * (252 * 10**6 + 32 * 3_100_000)
+    peers_of_two = 2 * 32 * 640
+    assert buffer_bytes(1, [0], [], one_host) == 2 * (252 + 320) * 10**6 + 2 * peers_of_two
+    assert buffer_bytes(0, [], [1], one_host) == 2 * (252 * 10**6 + 32 * 3_100_000) + 2 * peers_of_two
     stages = divide(ScratchBudget(), [2, 2, 2, 2])
-    assert buffer_bytes(2, 0, stages) == 2 * (252 + 2 * 320) * 10**6
-    assert buffer_bytes(0, 0, stages) == 0
-    assert buffer_bytes(2, 1, stages) == 2 * (252 * 10**6 + 2 * 320 * 10**6 + 32 * 3_100_000)
-    across = divide(ScratchBudget(), [16] * 32)  # 32 ranks: 4 channels between two; a pair is on one stream
-    assert buffer_bytes(16, 0, across) == (2 * 252 + 16 * 40) * 10**6
-    many = divide(ScratchBudget(), [*[128] * 32, *[32] * 128])
-    assert buffer_bytes(32, 0, many) == (2 * 252 + 32 * 10) * 10**6
+    peers_of_four = 4 * 32 * 640
+    assert buffer_bytes(2, [0, 1], [], stages) == 2 * (252 + 2 * 320) * 10**6 + 2 * peers_of_four
+    assert buffer_bytes(2, [], [], stages) == 0
+    both = 2 * (252 * 10**6 + 2 * 320 * 10**6 + 32 * 3_100_000) + 2 * peers_of_four
+    assert buffer_bytes(2, [0, 1], [3], stages) == both
+
+
+def test_between_hosts_all_peers_share_the_buffers_of_nccl() -> None:
+    pool, communicator = 32 * 16 * 128 * 1024, 252 * 10**6 + 32 * 640 * 160
+    division = divide(ScratchBudget(), [*[128] * 32, *[32] * 128])
+    hosts = [rank // 8 for rank in range(160)]
+    assert buffer_bytes(32, range(32), [], division, hosts) == 2 * (communicator + pool)
+    assert buffer_bytes(32, [0], [], division, hosts) == 2 * (communicator + pool)
+    assert buffer_bytes(0, [], range(32, 160), division, hosts) == 2 * (communicator + 8 * pool)
+    assert buffer_bytes(0, [], range(32, 160), division) == 2 * (communicator + 8 * pool)
+    alone = [*range(160)]  # one rank a host: no other GPU sends for it
+    assert buffer_bytes(0, [], [32], division, alone) == 2 * (communicator + pool)
+    # 4 channels between two of a host; a pair is on one stream
+    of_host = buffer_bytes(8, range(9, 12), [16], division, hosts)
+    assert of_host == 2 * (communicator + 8 * pool) + 3 * 4 * 10_000_000
 
 
 def test_a_rank_of_one_tensor_holds_what_is_counted_by_hand() -> None:

@@ -127,8 +127,11 @@ def test_scratch_grows_with_nothing_and_messages_shrink_with_peers_to_a_sixteent
     assert few.members == (0, 1, 3, 4)
     assert not few.keeps_streams and few.streams_of(5, 0) == (0, 1)
     assert divide(ScratchBudget(1 << 40, 1, 2), [1, 1]).bucket_bytes == 1 << 30
-    many = divide(ScratchBudget(512 * mebi, 2, 2), [1000, 8, 0, 16])
+    many = divide(ScratchBudget(512 * mebi, 2, 2), [47, 8, 0, 16])
     assert many.bucket_bytes == 8 * mebi
+    assert 9.8 * mebi < divide(ScratchBudget(512 * mebi, 2, 2), [48, 8]).bucket_bytes < 128 * mebi / 13
+    joined = divide(ScratchBudget(512 * mebi, 2, 2), [1000, 1000], passes_on=True)
+    assert 5.3 * mebi < joined.bucket_bytes < 128 * mebi / 24
     assert many.keeps_streams and many.streams_of(5, 0) == (0,)
     assert divide(ScratchBudget(512 * mebi, 2, 2, checksums=True), [16, 16]).bucket_bytes == 8 * mebi - 16
 

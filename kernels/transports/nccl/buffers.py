@@ -1,53 +1,70 @@
-"""What NCCL takes for itself, as measured: nothing but NCCL can count it.
+"""What NCCL takes for itself on a GPU: measured within a host, from its source between hosts.
 
-A communicator takes memory of its own, and then for each channel to each peer: much at a receiver, little at a sender. All
-figures are of H200s on one host with NCCL 2.28.9, two communicators a rank (tools/results/refit-x2.json, refit-x4.json):
+A communicator takes 252 MB: NCCL allocates in granules of 2 MiB, three and more for each of 32 channels.
+
+Within a host, a receiver has buffers for each channel from each sender, of all three protocols. H200s of one host with NCCL
+2.28.9, two communicators a rank (tools/results/refit-x2.json, refit-x4.json):
 
     ranks     measured at    NCCL's own    counted
     1 -> 1    the receiver   1,144 MB      2 * (252 + 32 channels * 1 sender * 10) MB
     2 -> 2    a receiver     1,785 MB      2 * (252 + 32 channels * 2 senders * 10) MB
     1 -> 3    the sender     1,103 MB      2 * (252 + 32 channels * 3 receivers * 3.1) MB
 
-Fewer channels across hosts are NCCL's rule (graph/paths.cc), not measured. A process that has not used NCCL before takes
-some 260 MB more for its kernels.
+Between hosts, all peers of a rank share buffers, so that NCCL's memory does not grow with them. A communicator has a pool of
+16 chunks of 128 KiB for each channel, one for what a GPU sends and one for what it receives: 64 MiB each. If a GPU and a
+peer are not on one rail, the message leaves through the GPU of the host that is on the peer's (PXN). That GPU has a pool for
+each rank of its host that it sends for: at most 8, of 512 MiB in all. From the source, not measured: `sharedNetBuffersInit`
+of src/transport/net.cc and `computeBuffSizes` of src/init.cc, 2.28.9.
+
+A process that has not used NCCL before takes some 260 MB more for its kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .shared_gpus import most_ctas
 from .staging import Division
 
 COMMUNICATOR_BYTES = 252_000_000
-RECEIVING_BYTES = 10_000_000  # of one channel from one sender
-SENDING_BYTES = 3_100_000  # of one channel to one receiver
+RECEIVING_BYTES = 10_000_000  # of one channel from one sender of the host
+SENDING_BYTES = 3_100_000  # of one channel to one receiver of the host
 CHANNELS = 32  # of a communicator; within a host, all of them between two ranks
-HOST_GPUS = 8  # a communicator of more ranks spans hosts
-_NET_CHANNELS = 4  # between ranks of two hosts: 50 GB/s of NIC, at 14 GB/s for each
-_PEERS_IN_A_ROUND = 8
+HOST_GPUS = 8
+POOL_BYTES = 16 << 17  # of one channel, between hosts
+_NET_CHANNELS = 4  # between two ranks of a communicator that spans hosts: 50 GB/s of NIC, at 14 GB/s for each
+_PEER_BYTES = 640  # of each channel, for each rank of a communicator: NCCL's record of a peer
 
 
-def buffer_bytes(senders: int, receivers: int, division: Division, sizes: Sequence[int] | None = None) -> int:
-    """NCCL's own memory on a rank that so many ranks send to, and that sends to so many, in a division's communicators.
+def buffer_bytes(
+    rank: int,
+    senders: Collection[int],
+    receivers: Collection[int],
+    division: Division,
+    hosts: Sequence[int] | None = None,
+) -> int:
+    """NCCL's own memory on a group rank that `senders` send to, and that sends to `receivers`: group ranks.
 
-    `sizes` are the ranks of each communicator, of all streams, that the rank is in; by default each stream has one, of all
-    members.
+    `hosts` has the host of each group rank. By default up to 8 ranks are on one host; of more, no two that exchange bytes.
     """
     if not senders and not receivers:
         return 0
-    sizes = sizes or [len(division.members)] * division.streams
-    streams = 1 if division.keeps_streams else len(division.streams_with(0))  # of a pair
-    channels = min(_channels(min(sizes)), most_ctas(division.streams) or CHANNELS)
-    connections = (senders * RECEIVING_BYTES + receivers * SENDING_BYTES) * streams
-    return len(sizes) * COMMUNICATOR_BYTES + connections * channels
-
-
-def _channels(ranks: int) -> int:
-    """Channels between two ranks of a communicator."""
-    if ranks <= HOST_GPUS:
-        return CHANNELS
-    channels = _NET_CHANNELS
-    while channels > 1 and channels * -(-ranks // _PEERS_IN_A_ROUND) > CHANNELS:
-        channels //= 2
-    return channels
+    channels = min(CHANNELS, most_ctas(division.streams) or CHANNELS)
+    nbytes = 0
+    for number, members in division.communicators().items():
+        if rank not in members:
+            continue
+        streams = len(division.streams_with(number))
+        if hosts is not None:
+            near = {each for each in members if hosts[each] == hosts[rank]}
+        else:
+            near = {*members} if len(members) <= HOST_GPUS else set()
+        far = {*members} - near
+        of_pair = (1 if division.keeps_streams else streams) * min(channels, _NET_CHANNELS if far else CHANNELS)
+        near_bytes = RECEIVING_BYTES * len(near & {*senders}) + SENDING_BYTES * len(near & {*receivers})
+        pools = 1 if far & {*senders} else 0
+        if far & {*receivers}:
+            pools += HOST_GPUS if hosts is None else min(HOST_GPUS, len(near))
+        of_stream = COMMUNICATOR_BYTES + channels * (pools * POOL_BYTES + len(members) * _PEER_BYTES)
+        nbytes += of_pair * near_bytes + streams * of_stream
+    return nbytes

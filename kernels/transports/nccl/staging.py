@@ -55,6 +55,8 @@ from .shared_gpus import SharedGpus
 
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
+_MOST_OF_MANY = 13  # the same where a rank has so many peers that rounds fill evenly with fewer: 9.8 MiB each
+_SO_MANY_PEERS = 48
 _MOST_JOINED = 24  # the same where a slot has what a rank sends and what it receives
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
 _MOST_OF_A_PAIR = 8  # of its buckets in a window, where pairs keep to a stream
@@ -107,11 +109,6 @@ class Division:
         """The streams that have a communicator of this number."""
         streams = self.budget.streams
         return tuple(range(streams)) if self.shared is None else self.shared.streams_of(communicator, streams)
-
-    def joined_by(self, rank: int) -> list[int]:
-        """How many ranks there are in each communicator, of all streams, that a group rank is in."""
-        of_rank = {number: len(ranks) for number, ranks in self.communicators().items() if rank in ranks}
-        return [size for number, size in of_rank.items() for _ in self.streams_with(number)]
 
     def communicator_of(self, src: Any, dst: Any, turn: Any) -> Any:
         """The communicator of a message between two group ranks. Also of arrays."""
@@ -296,18 +293,20 @@ def divide(
 ) -> Division:
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
-    A slot has a place for one bucket of each peer, or for 16; for 24 where replicas send as well. With 2 streams of 2 slots,
-    4 peers and 512 MiB, buckets have 32 MiB. `members` are the ranks with peers in any part, by default in this one. Where
-    those of both sides share GPUs (`shared`), there may be more streams. Raises ValueError if less than one element fits.
+    A slot has a place for one bucket of each peer, or for 16; for 13 where a rank has 48 peers or more, for 24 where
+    replicas send as well. With 2 streams of 2 slots, 4 peers and 512 MiB, buckets have 32 MiB. `members` are the ranks with
+    peers in any part, by default in this one. Where those of both sides share GPUs (`shared`), there may be more streams.
+    Raises ValueError if less than one element fits.
     """
     with_peers = tuple(rank for rank, count in enumerate(pairs) if count)
     members = members or with_peers
     if shared is not None and not shared.is_needed(members):
         shared = None
     counts = [pairs[rank] for rank in with_peers] or [1]
+    most_messages = _MOST_OF_MANY if max(counts) >= _SO_MANY_PEERS else _MOST_MESSAGES
     bucket_bytes = bucket_bytes_within(
         budget.scratch_bytes,
-        min(max(counts), _MOST_JOINED if passes_on else _MOST_MESSAGES),
+        min(max(counts), _MOST_JOINED if passes_on else most_messages),
         (budget.streams if shared is None else shared.streams(budget.streams)) * budget.slots,
         DIGEST_BYTES if budget.checksums else 0,
     )
