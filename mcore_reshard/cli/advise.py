@@ -14,6 +14,7 @@ from mcore_reshard.planner.topology.topology import TopologyError, parse_topolog
 from mcore_reshard.planning import InputError, read_request
 from mcore_reshard.report.text import seconds_text
 
+from .inputs import place_problems
 from .render import count, facts, noted, print_report, progress, size, styled, table
 
 
@@ -22,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
     problems = [
         f"{name} {given}: give 1 to {MOST_GPUS:,} GPUs" for name, given in counts.items() if not 1 <= given <= MOST_GPUS
     ]
+    problems += place_problems(args.topology, "")
     try:
         request = read_request(args.config, TrainMesh(), GenMesh(), "exact", args.train_dtype, args.gen_dtype)
     except InputError as error:

@@ -15,7 +15,7 @@ from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.plan.plan_file import FORMAT, PlanFileError, load_plan
 from mcore_reshard.planner.plan.transfers import UnknownElementError
 from mcore_reshard.planner.proof.prove import require_proof
-from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology
+from mcore_reshard.planner.topology.topology import Topology, TopologyError, parse_topology, topology_violations
 from mcore_reshard.planning import InputError, TracedRequest
 
 from .printable import printable
@@ -54,6 +54,13 @@ def read_plan(source: str, *, proven: bool = True) -> Plan:
     if proven:
         require_proof(plan)
     return plan
+
+
+def place_problems(topology: str | None, hosts: str) -> list[str]:
+    """What is wrong with --topology and --hosts, whatever the meshes."""
+    if topology is None:
+        return [_HOSTS_ALONE] if hosts else []
+    return topology_violations(topology, hosts)
 
 
 def machine_of(plan: Plan, topology: str | None, hosts: str) -> Topology | None:

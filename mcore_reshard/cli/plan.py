@@ -14,14 +14,14 @@ from mcore_reshard.kernels.transports.memory import session_memory
 from mcore_reshard.planner.plan.plan_file import PlanFileError, dump_plan
 from mcore_reshard.planning import InputError, TracedRequest, read_request, read_traced_request
 
-from .inputs import plan_from_traces, with_topology
+from .inputs import place_problems, plan_from_traces, with_topology
 from .memory import as_json, memory_parts
 from .render import progress
 from .summary import print_plan, summarize
 
 
 def run(args: argparse.Namespace) -> int:
-    problems = [] if args.out is None else unwritable(args.out)
+    problems = place_problems(args.topology, args.hosts) + ([] if args.out is None else unwritable(args.out))
     read = read_traced_request if args.traced else read_request
     try:
         dtypes = args.train_dtype, args.gen_dtype

@@ -16,12 +16,12 @@ from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
-from mcore_reshard.planning import InputError, read_request
+from mcore_reshard.planning import InputError, PlanRequest, read_request
 from mcore_reshard.report.text import seconds_text
 from mcore_reshard.simulate.simulate import simulate
 from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 
-from .inputs import collect_problems, is_plan_file, machine_of, read_plan
+from .inputs import collect_problems, is_plan_file, machine_of, place_problems, read_plan
 from .memory import as_json, memory_parts
 from .render import and_more, count, facts, noted, print_report, progress, size, table
 from .summary import rails_fact
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         with collect_problems(problems):
             topology = machine_of(plan, args.topology, args.hosts)
             if topology is None:
-                raise InputError([f"{args.source} was made for no machine: give --topology, e.g. h200-8"])
+                raise InputError([_no_machine(args)])
             topologies.append(topology)
     if problems:
         raise InputError([*dict.fromkeys(problems)])
@@ -76,13 +76,29 @@ def _plans(args: argparse.Namespace) -> list[tuple[Plan, float]]:
         return [(read_plan(args.source), 0.0)]
     if not args.train or not args.gen:
         raise InputError([f"{args.source} is no plan file that exists: a config needs --train and at least one --gen"])
-    plans: list[tuple[Plan, float]] = []
+    problems, remedy = place_problems(args.topology, args.hosts), ""
+    if args.topology is None:
+        problems.append(_no_machine(args))
+    misfits: list[str] = []
+    requests: list[PlanRequest] = []
     for gen in args.gen:
+        try:
+            requests.append(read_request(args.source, args.train, gen, "exact", None, None, args.engine))
+        except InputError as error:
+            misfits += error.problems
+            remedy = error.remedy
+    if misfits or problems:
+        raise InputError([*dict.fromkeys(misfits + problems)], remedy)
+    plans: list[tuple[Plan, float]] = []
+    for gen, request in zip(args.gen, requests, strict=True):
         started = time.perf_counter()
-        request = read_request(args.source, args.train, gen, "exact", None, None, args.engine)
         with progress(f"planning {request.model}, engine {gen}"):
             plans.append((request.plan(), time.perf_counter() - started))
     return plans
+
+
+def _no_machine(args: argparse.Namespace) -> str:
+    return f"{args.source} was made for no machine: give --topology, e.g. h200-8"
 
 
 def _as_json(each: _Simulated) -> dict[str, Any]:

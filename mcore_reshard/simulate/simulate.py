@@ -53,7 +53,8 @@ def simulate(
         raise ValueError(
             f"direct reaches GPUs of one NVLink domain: {int((route == _NIC).sum())} messages would leave it"
         )
-    first, second, bandwidth = _links(topology, route, src_gpu, dst_gpu)
+    leaving_gpu = src_gpu if transport == "gloo" else _forwarded(topology, gpus, route, src_gpu, dst_gpu)
+    first, second, bandwidth = _links(topology, route, leaving_gpu, dst_gpu)
     carried = _carried(script, first, second, len(bandwidth))
     bound_s = float((carried / bandwidth).max(initial=0.0))
     step_s = bound_s / _STEPS if len(script.buckets) > _EXACT_MESSAGES else 0.0
@@ -84,6 +85,17 @@ def simulate(
         critical_path=critical_path(script, outcome, route, names),
         merged=script.merged,
     )
+
+
+def _forwarded(topology: Topology, gpus: Ints, route: Ints, src_gpu: Ints, dst_gpu: Ints) -> Ints:
+    """The GPU by whose NIC each message leaves: for other hosts, nccl takes the one on the receiver's rail (PXN).
+
+    It does so where a rank is there, and where a NIC and its GPU share a PCIe switch: on these machines. The source is
+    `ncclTopoGetNetDev` of graph/search.cc, 2.28.9, with NCCL_P2P_PXN_LEVEL=2, the default.
+    """
+    of_host = topology.machine.gpus
+    on_rail = src_gpu // of_host * of_host + dst_gpu % of_host
+    return np.where((route == _NIC) & np.isin(on_rail, gpus), on_rail, src_gpu)
 
 
 def _links(topology: Topology, route: Ints, src_gpu: Ints, dst_gpu: Ints) -> tuple[Ints, Ints, Floats]:

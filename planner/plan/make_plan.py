@@ -39,6 +39,8 @@ from .plan_file import digest_of
 from .routing import BulkRoute, RoutedGroup, Router, Side
 
 _LARGEST_OVERLAP = 4 << 20  # bytes; replicas, and the waves of a relay, share the work of a larger tensor
+_LARGEST_OF_SMALL_MODELS = 1 << 20  # so that the waves of a relay have several for each of many ranks
+_OVERLAPS = 1 << 16  # of a model from which on they are no smaller than they need be
 _LARGEST_OF_EXPERTS = 8 << 20  # these are many
 _DISTINCTLY = 0.95  # relaying adds a hop, so it must take the busiest link below this share of its bytes
 _DISTINCTLY_IN_ONE_WAVE = 0.9  # the same for a plan that casts, whose hops cannot overlap
@@ -132,8 +134,11 @@ class _Planner:
         self._by_identity: dict[tuple[int, int], tuple[int, Partition, Partition]] = {}  # keeps the parts alive
         self._rank_grids: list[NDArray[np.int32]] = []
         self._rank_grid_index: dict[tuple[tuple[int, ...], bytes], int] = {}
+        self._largest_overlap = _LARGEST_OVERLAP
 
     def plan(self, routed: list[RoutedGroup]) -> Plan:
+        each = sum(entry.group.count * entry.group.nbytes for entry in routed) // _OVERLAPS
+        self._largest_overlap = min(max(each, _LARGEST_OF_SMALL_MODELS), _LARGEST_OVERLAP)
         groups: list[ParameterGroup] = []
         pairs: list[QuantizedPair] = []
         casts: list[GroupCast] = []
@@ -185,7 +190,7 @@ class _Planner:
                     layers_of_dst = {place.layer for place in dst.layers}
                     if layers := tuple(place for place in src.layers if place.layer in layers_of_dst):
                         experts = max(src.experts[0], dst.experts[0]), min(src.experts[1], dst.experts[1])
-                        largest = _LARGEST_OF_EXPERTS if src.experts[1] else _LARGEST_OVERLAP
+                        largest = _LARGEST_OF_EXPERTS if src.experts[1] else self._largest_overlap
                         pattern = self._pattern_index(src.partition, dst.partition, largest)
                         grids = self._rank_grid(src.ranks), self._rank_grid(dst.ranks)
                         slots = experts[0] - src.experts[0], experts[0] - dst.experts[0]
@@ -294,19 +299,22 @@ def _order(transfers: TransferGroup) -> tuple[object, ...]:
 
 
 def _divided(overlaps: Iterable[Overlap], dst: Partition, largest: int) -> tuple[Overlap, ...]:
-    """The overlaps, those of more than `largest` bytes in bands of rows.
+    """The overlaps, those of more than `largest` bytes in bands of rows, of the first dimension that has several.
 
     Those of weights with scales stay: bands might end within a block.
     """
     divided: list[Overlap] = []
     for overlap in overlaps:
         region, dtype = overlap.region, dst.pieces[overlap.dst][overlap.dst_piece].tensor.dtype
-        rows = region.extents[0] if region.extents else 1
+        dim = next((dim for dim, extent in enumerate(region.extents) if extent > 1), 0)  # an expert is one of its dim
+        rows = region.extents[dim] if region.extents else 1
         bands = 1 if dtype == FP8 else min(rows, -(-region.elements * ITEMSIZE[dtype] // largest))
-        edges = [region.start[0] + rows * band // bands for band in range(bands + 1)] if bands > 1 else []
-        for first, stop in pairwise(edges):
-            band_region = Region((first, *region.start[1:]), (stop, *region.stop[1:]))
-            divided.append(replace(overlap, region=band_region))
+        edges = [region.start[dim] + rows * band // bands for band in range(bands + 1)] if bands > 1 else []
+        for edge in pairwise(edges):
+            start, stop = (
+                (*end[:dim], at, *end[dim + 1 :]) for end, at in zip((region.start, region.stop), edge, strict=True)
+            )
+            divided.append(replace(overlap, region=Region(start, stop)))
         divided += [overlap] * (bands <= 1)
     return tuple(divided)
 

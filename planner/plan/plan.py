@@ -30,7 +30,7 @@ from mcore_reshard.planner.topology.topology import Topology
 
 from .balance import waves_for
 from .loads import Loads, loads_of
-from .paths import Hop, HopKind, Paths, Sites
+from .paths import NIC, Hop, HopKind, Paths, Sites
 from .rails import Rails
 from .schedule import MemberNames, World
 
@@ -293,12 +293,17 @@ class Plan:
             return 1
         if not self.spans_hosts:
             return _WAVES
-        passed_on = received = 0
+        passed_on = received = landings = far = turns = 0
         for transfers in self.transfer_groups:
-            nbytes = transfers.members * self.patterns[transfers.pattern].overlap_bytes
-            passed_on += int((nbytes * self.paths(transfers).passed_on).sum())
+            paths, nbytes = self.paths(transfers), transfers.members * self.patterns[transfers.pattern].overlap_bytes
+            passed_on += int((nbytes * paths.passed_on).sum())
             received += int(nbytes.sum()) * self.dst_replicas(transfers)
-        return waves_for(passed_on, received)
+            by_nic = paths.pulls.links[paths.pulls.row] == NIC
+            far_bytes = nbytes[paths.pulled[by_nic]]
+            landings += transfers.members * len(far_bytes)
+            far += int(far_bytes.sum())
+            turns += int((far_bytes * paths.landings.sizes[paths.landings.row[by_nic]]).sum())
+        return waves_for(passed_on, received, landings // self.gen.world, turns // max(1, far))
 
     @cached_property
     def spans_hosts(self) -> bool:

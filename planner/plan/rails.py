@@ -1,8 +1,9 @@
 """Rails: bytes that leave a host by one NIC and enter the other host by the NIC of the same number.
 
 In a rail-optimized cluster NIC i of every host hangs on leaf switch i. Between NICs of two numbers, bytes cross the
-spine; or NVLink first, to the GPU beside the right NIC (PXN, where NCCL_CROSS_NIC=0). So replicas share the work by rails,
-where every NIC still carries as much. A trainer of tp=2, dp=2 and an engine of tp=1, dp=4, on hosts of four GPUs:
+spine; or NVLink first, to the GPU beside the right NIC (PXN, NCCL's default where the two share a PCIe switch). So replicas
+share the work by rails, where every NIC still carries as much. A trainer of tp=2, dp=2 and an engine of tp=1, dp=4, on
+hosts of four GPUs:
 
     part 0 is on rails 0 and 2          enters at 0, 1, 2, 3 in turn        on rails: at 0 and 2
     part 1 is on rails 1 and 3          enters at 0, 1, 2, 3 in turn        on rails: at 1 and 3

@@ -11,7 +11,8 @@ one host, or a rack of hosts whose GPUs NVLink connects.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -129,6 +130,38 @@ def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "")
     live, in their order: "train=a*8+b*8,gen=b*4@4" puts training ranks 0 to 7 on host a, 8 to 15 on b, and the engine's
     four ranks on b from GPU 4 on. Without it, ranks fill hosts in order. Raises TopologyError, listing all that is wrong.
     """
+    machine, shared, violations = _machine_of(text, hosts)
+    if shared and not hosts and gen_ranks > train_ranks:
+        violations.append(f"{gen_ranks} generation ranks cannot share the GPUs of {train_ranks} training ranks")
+    names, placed, misplaced = _placed(machine, hosts)
+    violations += misplaced
+    if hosts and not misplaced:
+        violations += [
+            f"hosts have {len(placed[world])} {world} ranks, the mesh has {ranks}"
+            for world, ranks in (("train", train_ranks), ("gen", gen_ranks))
+            if len(placed[world]) != ranks
+        ]
+    if violations or machine is None:
+        raise TopologyError(violations)
+    if hosts:
+        return Topology(machine, names, tuple(placed["train"]), tuple(placed["gen"]))
+    train = [Place(*divmod(rank, machine.gpus)) for rank in range(train_ranks)]
+    used = -(-train_ranks // machine.gpus)
+    if not shared:  # a domain of their own
+        used = -(-used // machine.hosts_per_domain) * machine.hosts_per_domain
+    gen = train[:gen_ranks] if shared else [Place(used + r // machine.gpus, r % machine.gpus) for r in range(gen_ranks)]
+    count = 1 + max(place.host for place in (*train, *gen))
+    return Topology(machine, tuple(f"host{number}" for number in range(count)), tuple(train), tuple(gen))
+
+
+def topology_violations(text: str, hosts: str = "") -> list[str]:
+    """What is wrong with a topology, as `parse_topology` takes it, however many ranks there are."""
+    machine, _, violations = _machine_of(text, hosts)
+    return violations + _placed(machine, hosts)[2]
+
+
+def _machine_of(text: str, hosts: str) -> tuple[Machine | None, bool, list[str]]:
+    """The machine, whether both sides share GPUs, and what is wrong."""
     violations: list[str] = []
     name, *settings = text[:_MAX_TEXT].split(",")
     machine = MACHINES.get(name)
@@ -148,27 +181,17 @@ def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "")
         violations.append(f"{', '.join(zeros)} must be positive, not 0")
     if shared and hosts:
         violations.append("leave out 'shared': hosts say which ranks share a GPU")
-    if shared and gen_ranks > train_ranks:
-        violations.append(f"{gen_ranks} generation ranks cannot share the GPUs of {train_ranks} training ranks")
-    if violations or machine is None:
-        raise TopologyError(violations)
-    machine = replace(machine, **changed)  # type: ignore[arg-type]
-    if hosts:
-        return _on_hosts(machine, hosts[:_MAX_TEXT], {"train": train_ranks, "gen": gen_ranks})
-    train = [Place(*divmod(rank, machine.gpus)) for rank in range(train_ranks)]
-    used = -(-train_ranks // machine.gpus)
-    if not shared:  # a domain of their own
-        used = -(-used // machine.hosts_per_domain) * machine.hosts_per_domain
-    gen = train[:gen_ranks] if shared else [Place(used + r // machine.gpus, r % machine.gpus) for r in range(gen_ranks)]
-    count = 1 + max(place.host for place in (*train, *gen))
-    return Topology(machine, tuple(f"host{number}" for number in range(count)), tuple(train), tuple(gen))
+    if machine is not None and not zeros:
+        machine = replace(machine, **changed)  # type: ignore[arg-type]
+    return machine, shared, violations
 
 
-def _on_hosts(machine: Machine, text: str, ranks: Mapping[str, int]) -> Topology:
+def _placed(machine: Machine | None, text: str) -> tuple[tuple[str, ...], dict[str, list[Place]], list[str]]:
+    """The hosts that a text names, where the ranks of each world live, and what is wrong. No hosts: nowhere."""
     violations: list[str] = []
     names: dict[str, int] = {}
     places: dict[str, list[Place]] = {"train": [], "gen": []}
-    for part in text.split(","):
+    for part in text[:_MAX_TEXT].split(",") if text else ():
         world, _, listed = part.partition("=")
         if world not in places or places[world]:
             violations.append(f"{part!r}: hosts are given once as train=HOST*RANKS+..., once as gen=HOST*RANKS+...")
@@ -182,17 +205,14 @@ def _on_hosts(machine: Machine, text: str, ranks: Mapping[str, int]) -> Topology
             host, count = found[1], int(found[2])
             first = int(found[3]) if found[3] else used.get(host, 0)
             used[host] = first + count
+            if machine is None:
+                continue
             if first + count > machine.gpus:
                 violations.append(f"{term!r}: a host of {machine.name} has {machine.gpus} GPUs")
                 continue
             number = names.setdefault(host, len(names))
             places[world] += [Place(number, gpu) for gpu in range(first, first + count)]
-    if not violations:
-        violations = [
-            f"hosts have {len(placed)} {world} ranks, the mesh has {ranks[world]}"
-            for world, placed in places.items()
-            if len(placed) != ranks[world]
-        ]
-    if violations:
-        raise TopologyError(violations)
-    return Topology(machine, tuple(names), tuple(places["train"]), tuple(places["gen"]))
+        if twice := sorted(place for place, ranks in Counter(places[world]).items() if ranks > 1):
+            host, gpu = [*names][twice[0].host], twice[0].gpu
+            violations.append(f"{part!r} puts two ranks on GPU {gpu} of host {host}: a GPU has one of each side")
+    return tuple(names), places, violations

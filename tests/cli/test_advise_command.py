@@ -32,7 +32,10 @@ def test_the_command_prints_what_it_found_and_what_to_run_next(run: Run) -> None
         ),
         (["qwen3-4b", "--gpus-train", "4", "--gpus-gen", "4", "--topology", "tpu"], ["there is no machine 'tpu'"]),
         (["qwen3-4b", "--gpus-train", "2", "--gpus-gen", "4", "--topology", "h200-8,shared"], ["cannot share"]),
-        (["no-such-model", "--gpus-train", "-1", "--gpus-gen", "1"], ["no-such-model", "--gpus-train -1"]),
+        (
+            ["no-such-model", "--gpus-train", "-1", "--gpus-gen", "1", "--topology", "tpu"],
+            ["no-such-model", "--gpus-train -1", "there is no machine 'tpu'"],
+        ),
         (["qwen3-4b", "--gpus-train", "2", "--gpus-gen", "2", "--gen-dtype", "fp3"], ["unknown dtype 'fp3'"]),
     ],
 )

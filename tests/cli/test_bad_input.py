@@ -33,6 +33,15 @@ def test_every_violation_of_both_meshes_and_the_model_is_listed_at_once(run: Run
         assert expected in outcome.err
 
 
+def test_a_machine_that_is_wrong_is_listed_with_the_meshes(run: Run) -> None:
+    meshes = "plan", "tiny-llama", "--train", "tp=3", "--gen", "tp=2"
+    outcome = run(*meshes, "--topology", "h3", "--hosts", "train=a*x,gen=b*2", "--out", "/no/such/folder/plan.json")
+    assert outcome.code == 2
+    for problem in ("tp = 3", "no machine 'h3'", "'a*x' is not", "/no/such/folder"):
+        assert problem in outcome.err
+    assert "needs --topology" in run(*meshes, "--hosts", "train=a*3").err
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

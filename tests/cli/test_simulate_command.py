@@ -89,6 +89,17 @@ def test_wrong_input_is_named(run: Run, plan_of: Any, options: list[str], expect
     assert expected in outcome.err
 
 
+def test_all_that_is_wrong_with_every_engine_and_the_machine_is_said_at_once(run: Run) -> None:
+    meshes = "--train", "tp=3", "--gen", "tp=5", "--gen", "tp=7"
+    outcome = run("simulate", "tiny-llama", *meshes, "--topology", "dgx,nic=0", "--hosts", "train=a*x")
+    assert outcome.code == 2
+    lines = outcome.err.splitlines()
+    for problem in ("tp = 3", "tp = 5", "tp = 7", "no machine 'dgx'", "nic must be positive", "'a*x' is not"):
+        assert any(problem in line for line in lines), problem
+    assert len(lines) == len({*lines}) == 1 + 2 + 4 + 4 + 3
+    assert "give --topology" in run("simulate", "tiny-llama", *meshes).err
+
+
 def test_a_config_needs_meshes(run: Run) -> None:
     assert "needs --train and at least one --gen" in run("simulate", "tiny-llama", "--topology", "h200-8").err
 

@@ -10,7 +10,10 @@ from typing import Any
 import host_bounds
 import pytest
 
+import mcore_reshard as mr
 from mcore_reshard.planner.plan.loads import busiest_link
+from mcore_reshard.planner.topology.topology import parse_topology
+from mcore_reshard.simulate.simulate import simulate
 
 GOAL = 1.10  # times the bound
 SLACK = 0.01  # of a recorded ratio: simulations of many messages go in steps
@@ -69,6 +72,33 @@ def test_replicas_pass_on_to_other_hosts_where_a_stage_sends_more_than_enters_by
 def test_the_more_is_passed_on_the_more_waves_there_are() -> None:
     waves = {"Qwen3-235B 64->32 pp8": 1, "DeepSeek-V3 64->32 pp8": 4, "Llama-8B 16->16 tp1": 16}
     assert {name: CASES[name].plan().waves for name in waves} == waves
+
+
+def test_nccl_leaves_a_host_by_the_nic_on_the_receivers_rail() -> None:
+    """Half of the trainer's GPUs have the experts that the other hosts want. NCCL uses all NICs, gloo those of these GPUs."""
+    case = host_bounds.HostsCase("", "qwen3-30b-a3b", "tp=4,pp=2,dp=4,ep=2", "tp=2,dp=16,ep=32", shared=True)
+    auto, gloo = (case.simulation(transport).seconds / case.least().seconds for transport in ("auto", "gloo"))
+    assert auto < 1.2 < 1.8 < gloo
+
+
+def test_a_gpu_without_a_rank_forwards_nothing() -> None:
+    """Two trainers on GPUs 0 and 1, receivers on GPUs 2 and 3 of another host: their own NICs send."""
+    plan = mr.plan("tiny-llama", train="tp=2", gen="tp=2")
+    apart = parse_topology("h200-8", 2, 2, "train=a*2,gen=b*2@2")
+    beside = parse_topology("h200-8", 2, 4, "train=a*2,gen=b*2@2+a*2@2")
+    sending = {link.gpu for link in simulate(plan, apart, "auto").links if link.kind == "NIC out"}
+    assert sending == {0, 1}
+    wider = mr.plan("tiny-llama", train="tp=2", gen="tp=2,dp=2")
+    sending = {link.gpu for link in simulate(wider, beside, "auto").links if link.kind == "NIC out"}
+    assert sending == {2, 3}
+
+
+def test_small_models_on_many_replicas_have_waves_that_replicas_share_evenly() -> None:
+    """In 16 waves of overlaps of 4 MiB it took twice the bound."""
+    case = host_bounds.HostsCase("", "qwen3-4b", "tp=4,dp=16", "tp=4,dp=32")
+    assert case.plan().waves == 4
+    for transport in host_bounds.TRANSPORTS:
+        assert case.simulation(transport).seconds < 1.2 * case.least().seconds
 
 
 @pytest.mark.long

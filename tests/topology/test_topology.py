@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_reshard.planner.topology.topology import GB, MACHINES, Place, TopologyError, parse_topology
+from mcore_reshard.planner.topology.topology import (
+    GB,
+    MACHINES,
+    Place,
+    TopologyError,
+    parse_topology,
+    topology_violations,
+)
 
 
 def test_ranks_fill_hosts_in_order_and_the_engine_has_hosts_of_its_own() -> None:
@@ -48,6 +55,8 @@ def test_hosts_say_where_ranks_live() -> None:
         ("h200-8,shared", "train=a*4,gen=a*4", ["leave out 'shared'"]),
         ("h200-8", "train=a*9,gen=b*4,gen=c*4", ["'a*9': a host of h200-8 has 8 GPUs", "given once"]),
         ("h200-8", "train=a*3,gen=a*-1", ["'a*-1'"]),
+        ("h200-8", "train=a*1@0+a*3@0,gen=a*4", ["puts two ranks on GPU 0 of host a"]),
+        ("h3,fast", "train=a*x,gen=b*4", ["no machine 'h3'", "'fast'", "'a*x'"]),
         ("h200-8", "train=a*3,gen=a*1@7", ["hosts have 3 train ranks, the mesh has 4", "hosts have 1 gen ranks"]),
     ],
 )
@@ -55,6 +64,16 @@ def test_all_that_is_wrong_is_said_at_once(text: str, hosts: str, reasons: list[
     with pytest.raises(TopologyError) as raised:
         parse_topology(text, 4, 4, hosts)
     assert all(reason in str(raised.value) for reason in reasons), raised.value
+
+
+def test_what_is_wrong_with_any_number_of_ranks_is_known_without_it() -> None:
+    assert topology_violations("h200-8") == topology_violations("h200-8", "train=a*8,gen=b*2") == []
+    (machine, ranks) = topology_violations("h3", "train=a*8,gen=b*")
+    assert "no machine 'h3'" in machine and "'b*'" in ranks
+    assert len(topology_violations("h200-8,gpus=0,shared", "train=a*9,gen=b*1")) == 3
+    assert topology_violations("h3", "train=" + "a*999999+" * 9_000 + "a*1,gen=b*1")[0].startswith(
+        "there is no machine"
+    )
 
 
 def test_more_engine_ranks_than_gpus_cannot_share() -> None:
