@@ -26,6 +26,7 @@ from math import lcm
 from typing import NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
@@ -193,7 +194,11 @@ def _least_busy_first(load: Ints, sizes: Ints, cost: Ints) -> int:
     """The `first` that leaves the lowest peaks on `load` [waves, rows, widest], added over waves; the lowest one of equals."""
     width = cost.shape[-1]
     firsts = np.arange(0, width, max(1, width // _FIRSTS_TRIED))
-    peaks = [int((load + rolled(cost, sizes, first)).max(axis=(1, 2)).sum()) for first in firsts.tolist()]
+    if (sizes == width).all():  # all firsts at once: `rolled` by f is a window into two turns, f before the second one
+        windows = sliding_window_view(np.concatenate([cost, cost], axis=-1), width, axis=-1)[:, :, width - firsts]
+        peaks = sum((windows[wave] + load[wave, :, None]).max(axis=(0, 2)) for wave in range(len(cost)))
+    else:
+        peaks = [int((load + rolled(cost, sizes, first)).max(axis=(1, 2)).sum()) for first in firsts.tolist()]
     return int(firsts[np.argmin(peaks)])
 
 

