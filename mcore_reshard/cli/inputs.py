@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,6 +77,11 @@ def with_topology(plan: Plan, topology: str | None, hosts: str) -> Plan:
     """The plan for ranks that live where --topology and --hosts say. Raises TopologyError, or InputError for --hosts alone."""
     machine = machine_of(plan, topology, hosts)
     return plan if machine is None or machine == plan.topology else located(plan, machine)
+
+
+def uses_pxn() -> bool:
+    """Whether NCCL sends to other hosts by the NIC on the receiver's rail; NCCL reads the same variable."""
+    return os.environ.get("NCCL_P2P_PXN_LEVEL") != "0"
 
 
 def plan_from_traces(request: TracedRequest) -> tuple[Plan, tuple[str, ...]]:

@@ -17,7 +17,7 @@ from mcore_reshard.report.measured import Measured, MeasuredError, read_measured
 from mcore_reshard.report.page import chart_library, report_page
 from mcore_reshard.simulate.simulate import simulate
 
-from .inputs import collect_problems, machine_of, read_plan
+from .inputs import collect_problems, machine_of, read_plan, uses_pxn
 from .memory import as_json
 from .plan import cannot_write, unwritable
 from .render import facts, print_report, progress, size, verdict
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         proof = plan.prove()
         simulation = None
         if topology is not None and proof.ok:
-            simulation = simulate(plan, topology, args.transport)
+            simulation = simulate(plan, topology, args.transport, pxn=uses_pxn())
         summary = summarize(plan, proof)
         summary["memory"] = as_json(session_memory(plan, topology=topology)) if proof.ok else None
         page = report_page(plan, proof, summary, topology, simulation, measured)

@@ -21,7 +21,7 @@ from mcore_reshard.report.text import seconds_text
 from mcore_reshard.simulate.simulate import simulate
 from mcore_reshard.simulate.simulation import ROUTES, Simulation, Step
 
-from .inputs import collect_problems, is_plan_file, machine_of, place_problems, read_plan
+from .inputs import collect_problems, is_plan_file, machine_of, place_problems, read_plan, uses_pxn
 from .memory import as_json, memory_parts
 from .render import and_more, count, facts, noted, print_report, progress, size, table
 from .summary import rails_fact
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             try:
                 if not is_plan_file(args.source):  # a file is simulated as it is
                     plan = located(plan, topology)
-                outcome = simulate(plan, topology, args.transport)
+                outcome = simulate(plan, topology, args.transport, pxn=uses_pxn())
                 memory = session_memory(plan, topology=topology, transports=(args.transport,))
             except ValueError as error:
                 raise InputError([str(error)]) from error
@@ -226,6 +226,11 @@ def _notes(each: _Simulated) -> Iterator[str]:
             f"engine {each.gen}: its ranks pass on {passed_on} in the plan; over {each.simulation.transport} they do not"
             " with ranks in these places, so that the trainer sends these too"
         )
+    if each.simulation.transport != "gloo" and each.simulation.on_rail_bytes < each.simulation.route_bytes["NIC"]:
+        if uses_pxn():
+            yield "nccl sends by the NIC on the receiver's rail; with NCCL_P2P_PXN_LEVEL=0, by the GPU's own: set it to compare"
+        else:
+            yield "nccl sends by the GPU's own NIC, as NCCL_P2P_PXN_LEVEL=0 says"
     if each.simulation.merged > 1:
         yield f"every {each.simulation.merged} messages between two ranks were simulated as one"
 

@@ -32,10 +32,12 @@ def simulate(
     *,
     options: Options = Options(),  # noqa: B008
     round_s: float = 0.0,
+    pxn: bool = True,
 ) -> Simulation:
     """Simulate one refit of a plan. `auto` is direct within an NVLink domain and nccl elsewhere.
 
-    `round_s` is what every round costs beside its bytes. Raises ValueError for a topology with other ranks than the
+    `round_s` is what every round costs beside its bytes. `pxn`: whether nccl sends to other hosts by the NIC on the
+    receiver's rail, as it does unless NCCL_P2P_PXN_LEVEL is 0. Raises ValueError for a topology with other ranks than the
     plan's, or if `direct` would have to leave a domain.
     """
     ranks = len(topology.train), len(topology.gen)
@@ -53,7 +55,7 @@ def simulate(
         raise ValueError(
             f"direct reaches GPUs of one NVLink domain: {int((route == _NIC).sum())} messages would leave it"
         )
-    leaving_gpu = src_gpu if transport == "gloo" else _forwarded(topology, gpus, route, src_gpu, dst_gpu)
+    leaving_gpu = _forwarded(topology, gpus, route, src_gpu, dst_gpu) if pxn and transport != "gloo" else src_gpu
     first, second, bandwidth = _links(topology, route, leaving_gpu, dst_gpu)
     carried = _carried(script, first, second, len(bandwidth))
     bound_s = float((carried / bandwidth).max(initial=0.0))

@@ -89,6 +89,20 @@ def test_wrong_input_is_named(run: Run, plan_of: Any, options: list[str], expect
     assert expected in outcome.err
 
 
+def test_the_variable_of_nccl_says_by_which_nic_it_sends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers on GPUs 0 and 1 of a host whose other GPUs have engine ranks; what leaves it enters by NICs 2 and 3."""
+    case = "simulate", "tiny-llama", "--train", "tp=2", "--gen", "tp=2,dp=2"
+    case += "--topology", "h200-8", "--hosts", "train=a*2,gen=a*2@2+b*2@2"
+    for level, note, sending in (
+        ("2", "set it to compare", {2, 3}),
+        ("0", "own NIC, as NCCL_P2P_PXN_LEVEL=0 says", {0, 1}),
+    ):
+        monkeypatch.setenv("NCCL_P2P_PXN_LEVEL", level)
+        assert note in " ".join(run(*case).out.split())
+        assert {link["gpu"] for link in run(*case, "--json").json["links"] if link["kind"] == "NIC out"} == sending
+    assert "PXN" not in run(*case, "--transport", "gloo").out
+
+
 def test_all_that_is_wrong_with_every_engine_and_the_machine_is_said_at_once(run: Run) -> None:
     meshes = "--train", "tp=3", "--gen", "tp=5", "--gen", "tp=7"
     outcome = run("simulate", "tiny-llama", *meshes, "--topology", "dgx,nic=0", "--hosts", "train=a*x")
