@@ -108,8 +108,8 @@ def session_memory(
     if "direct" in transports:
         by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, topology)
     if "nccl" in transports:
-        hosts = None if topology is None else shared_gpus(plan, topology, "nccl").cells
-        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: [rank.unrelayed]), alike, options, hosts)
+        domains = None if topology is None else shared_gpus(plan, topology, "nccl").cells
+        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: [rank.unrelayed]), alike, options, domains)
     if "gloo" in transports:
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
@@ -257,12 +257,12 @@ def _nccl(
     schedules: Mapping[World, Mapping[int, Sequence[Schedule]]],
     alike: _Alike,
     options: Options,
-    hosts: Sequence[int] | None,
+    domains: Sequence[int] | None,
     shared: SharedGpus | None = None,
 ) -> _Counted:
     """`schedules` has what each rank that is counted exchanges: with the other world, then with replicas.
 
-    `hosts` has the host of each group rank, where these are known.
+    `domains` has the NVLink domain of each group rank, where these are known.
     """
     pairs = {
         world: {rank: sum(map(pair_count, of_rank)) for rank, of_rank in of_world.items()}
@@ -277,11 +277,13 @@ def _nccl(
     division, ends = divide_windows(division, counted, len(alike["train"]))
     found: _Counted = {"train": {}, "gen": {}}
     for (world, rank), of_rank in zip(places, ends, strict=True):
-        found[world][rank] = _nccl_rank(of_rank, division, options, hosts)
+        found[world][rank] = _nccl_rank(of_rank, division, options, domains, len(alike["train"]))
     return found
 
 
-def _nccl_rank(ends: Sequence[HopEnd], division: Division, options: Options, hosts: Sequence[int] | None) -> RankMemory:
+def _nccl_rank(
+    ends: Sequence[HopEnd], division: Division, options: Options, domains: Sequence[int] | None, train_ranks: int
+) -> RankMemory:
     in_place = [[True] * len(end.schedule.tensors) for end in ends]
     rounds = divided_rounds(ends, division, in_place=in_place)
     staged = [[placed.bucket for each in rounds for placed in each.staged_of(end)] for end in range(len(ends))]
@@ -293,7 +295,7 @@ def _nccl_rank(ends: Sequence[HopEnd], division: Division, options: Options, hos
         _of_trainer(ends[0].schedule, options),
         tables=sum(_gather_bytes(end.schedule, buckets) for end, buckets in zip(ends, staged, strict=True)),
         scratch=sum(slot_bytes(rounds).values()),
-        nccl=buffer_bytes(ends[0].own, senders, receivers, division, hosts),
+        nccl=buffer_bytes(ends[0].own, senders, receivers, division, train_ranks, domains),
     )
 
 

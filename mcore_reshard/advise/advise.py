@@ -75,10 +75,10 @@ class _Side:
     cost: float  # what the short list is chosen by: bytes into or out of the busiest GPU
 
 
-def advise(request: PlanRequest, topology: Topology) -> Advised:
+def advise(request: PlanRequest, topology: Topology, *, pxn: bool = True) -> Advised:
     """Advise on the meshes of a model for the ranks of a topology. The meshes of `request` are not looked at.
 
-    Raises InputError where no mesh is possible or none fits in memory, with the reasons.
+    `pxn` is as for `simulate`.     Raises InputError where no mesh is possible or none fits in memory, with the reasons.
     """
     model, engine = request.model_parameters, engine_named(request.engine)
     train_model = precision_of(request.train_dtype, model).main(model)
@@ -114,7 +114,8 @@ def advise(request: PlanRequest, topology: Topology) -> Advised:
         pairs += sorted(tried, key=lambda pair: pair[0].bound_seconds)[:1]
     pairs.sort(key=lambda pair: pair[0].bound_seconds)
     simulated = [
-        replace(advice, simulated_seconds=simulate(plan, topology).seconds) for advice, plan in pairs[:_SIMULATED]
+        replace(advice, simulated_seconds=simulate(plan, topology, pxn=pxn).seconds)
+        for advice, plan in pairs[:_SIMULATED]
     ]
     simulated.sort(key=lambda advice: advice.simulated_seconds or 0.0)
     return Advised(

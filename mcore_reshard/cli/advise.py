@@ -14,7 +14,7 @@ from mcore_reshard.planner.topology.topology import TopologyError, parse_topolog
 from mcore_reshard.planning import InputError, read_request
 from mcore_reshard.report.text import seconds_text
 
-from .inputs import place_problems
+from .inputs import place_problems, uses_pxn
 from .render import count, facts, noted, print_report, progress, size, styled, table
 
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     except TopologyError as error:
         raise InputError(error.violations) from None
     with progress(f"looking for meshes for {request.model}"):
-        advised = advise(request, topology)
+        advised = advise(request, topology, pxn=uses_pxn())
     print_report(args.json, _as_json(args, advised), _parts(args, advised))
     return 0
 

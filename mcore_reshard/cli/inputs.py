@@ -80,8 +80,11 @@ def with_topology(plan: Plan, topology: str | None, hosts: str) -> Plan:
 
 
 def uses_pxn() -> bool:
-    """Whether NCCL sends to other hosts by the NIC on the receiver's rail; NCCL reads the same variable."""
-    return os.environ.get("NCCL_P2P_PXN_LEVEL") != "0"
+    """Whether NCCL sends to other hosts by the NIC on the receiver's rail, as far as the variables say that it reads."""
+    says = os.environ.get
+    if says("NCCL_CROSS_NIC") == "0":
+        return True  # by that NIC without a hop
+    return says("NCCL_P2P_PXN_LEVEL") != "0" and says("NCCL_PXN_DISABLE") != "1"
 
 
 def plan_from_traces(request: TracedRequest) -> tuple[Plan, tuple[str, ...]]:

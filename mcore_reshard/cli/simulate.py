@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         with collect_problems(problems):
             topology = machine_of(plan, args.topology, args.hosts)
             if topology is None:
-                raise InputError([_no_machine(args)])
+                raise InputError([f"{args.source} was made for no machine: give --topology, e.g. h200-8"])
             topologies.append(topology)
     if problems:
         raise InputError([*dict.fromkeys(problems)])
@@ -77,8 +77,8 @@ def _plans(args: argparse.Namespace) -> list[tuple[Plan, float]]:
     if not args.train or not args.gen:
         raise InputError([f"{args.source} is no plan file that exists: a config needs --train and at least one --gen"])
     problems, remedy = place_problems(args.topology, args.hosts), ""
-    if args.topology is None:
-        problems.append(_no_machine(args))
+    if args.topology is None and not args.hosts:
+        problems.append(f"no machine is known for {args.source}: give --topology, e.g. h200-8")
     misfits: list[str] = []
     requests: list[PlanRequest] = []
     for gen in args.gen:
@@ -95,10 +95,6 @@ def _plans(args: argparse.Namespace) -> list[tuple[Plan, float]]:
         with progress(f"planning {request.model}, engine {gen}"):
             plans.append((request.plan(), time.perf_counter() - started))
     return plans
-
-
-def _no_machine(args: argparse.Namespace) -> str:
-    return f"{args.source} was made for no machine: give --topology, e.g. h200-8"
 
 
 def _as_json(each: _Simulated) -> dict[str, Any]:
@@ -230,7 +226,7 @@ def _notes(each: _Simulated) -> Iterator[str]:
         if uses_pxn():
             yield "nccl sends by the NIC on the receiver's rail; with NCCL_P2P_PXN_LEVEL=0, by the GPU's own: set it to compare"
         else:
-            yield "nccl sends by the GPU's own NIC, as NCCL_P2P_PXN_LEVEL=0 says"
+            yield "nccl sends by the GPU's own NIC, as NCCL_P2P_PXN_LEVEL or NCCL_PXN_DISABLE says"
     if each.simulation.merged > 1:
         yield f"every {each.simulation.merged} messages between two ranks were simulated as one"
 

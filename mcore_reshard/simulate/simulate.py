@@ -55,7 +55,9 @@ def simulate(
         raise ValueError(
             f"direct reaches GPUs of one NVLink domain: {int((route == _NIC).sum())} messages would leave it"
         )
-    leaving_gpu = _forwarded(topology, gpus, route, src_gpu, dst_gpu) if pxn and transport != "gloo" else src_gpu
+    leaving_gpu = src_gpu
+    if pxn and transport != "gloo":
+        leaving_gpu = _forwarded(topology, script, gpus, route, transport)
     first, second, bandwidth = _links(topology, route, leaving_gpu, dst_gpu)
     carried = _carried(script, first, second, len(bandwidth))
     bound_s = float((carried / bandwidth).max(initial=0.0))
@@ -89,15 +91,22 @@ def simulate(
     )
 
 
-def _forwarded(topology: Topology, gpus: Ints, route: Ints, src_gpu: Ints, dst_gpu: Ints) -> Ints:
+def _forwarded(topology: Topology, script: Script, gpus: Ints, route: Ints, transport: str) -> Ints:
     """The GPU by whose NIC each message leaves: for other hosts, nccl takes the one on the receiver's rail (PXN).
 
-    It does so where a rank is there, and where a NIC and its GPU share a PCIe switch: on these machines. The source is
-    `ncclTopoGetNetDev` of graph/search.cc, 2.28.9, with NCCL_P2P_PXN_LEVEL=2, the default.
+    It does so where a rank of the communicator is on that GPU, and where a NIC and its GPU share a PCIe switch: on these
+    machines. Where ranks of both sides share GPUs, a communicator has those of one side on each host (see `shared_gpus`).
+    The source is `ncclTopoGetNetDev` of graph/search.cc, 2.28.9, with NCCL_P2P_PXN_LEVEL=2, the default.
     """
-    of_host = topology.machine.gpus
-    on_rail = src_gpu // of_host * of_host + dst_gpu % of_host
-    return np.where((route == _NIC) & np.isin(on_rail, gpus), on_rail, src_gpu)
+    src, dst, of_host, train = script.buckets.src, script.buckets.dst, topology.machine.gpus, len(topology.train)
+    over_nccl = route == _NIC if transport == "auto" else route >= _OWN_GPU  # all
+    members = np.unique(np.concatenate([src[over_nccl], dst[over_nccl]]))
+    of_side = [gpus[members[members < train]], gpus[members[members >= train]]]
+    if not np.isin(*of_side).any():
+        of_side = [gpus[members]] * 2
+    on_rail = gpus[src] // of_host * of_host + gpus[dst] % of_host
+    is_there = np.where(src < train, np.isin(on_rail, of_side[0]), np.isin(on_rail, of_side[1]))
+    return np.where((route == _NIC) & is_there, on_rail, gpus[src])
 
 
 def _links(topology: Topology, route: Ints, src_gpu: Ints, dst_gpu: Ints) -> tuple[Ints, Ints, Floats]:

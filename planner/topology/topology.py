@@ -135,7 +135,7 @@ def parse_topology(text: str, train_ranks: int, gen_ranks: int, hosts: str = "")
         violations.append(f"{gen_ranks} generation ranks cannot share the GPUs of {train_ranks} training ranks")
     names, placed, misplaced = _placed(machine, hosts)
     violations += misplaced
-    if hosts and not misplaced:
+    if hosts and machine is not None and not misplaced:
         violations += [
             f"hosts have {len(placed[world])} {world} ranks, the mesh has {ranks}"
             for world, ranks in (("train", train_ranks), ("gen", gen_ranks))
@@ -161,7 +161,7 @@ def topology_violations(text: str, hosts: str = "") -> list[str]:
 
 
 def _machine_of(text: str, hosts: str) -> tuple[Machine | None, bool, list[str]]:
-    """The machine, whether both sides share GPUs, and what is wrong."""
+    """The machine, if it is known; whether both sides share GPUs; and what is wrong."""
     violations: list[str] = []
     name, *settings = text[:_MAX_TEXT].split(",")
     machine = MACHINES.get(name)
@@ -181,8 +181,8 @@ def _machine_of(text: str, hosts: str) -> tuple[Machine | None, bool, list[str]]
         violations.append(f"{', '.join(zeros)} must be positive, not 0")
     if shared and hosts:
         violations.append("leave out 'shared': hosts say which ranks share a GPU")
-    if machine is not None and not zeros:
-        machine = replace(machine, **changed)  # type: ignore[arg-type]
+    if machine is not None:
+        machine = None if zeros else replace(machine, **changed)  # type: ignore[arg-type]
     return machine, shared, violations
 
 

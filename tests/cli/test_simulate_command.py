@@ -89,18 +89,24 @@ def test_wrong_input_is_named(run: Run, plan_of: Any, options: list[str], expect
     assert expected in outcome.err
 
 
-def test_the_variable_of_nccl_says_by_which_nic_it_sends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variables_of_nccl_say_by_which_nic_it_sends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers on GPUs 0 and 1 of a host whose other GPUs have engine ranks; what leaves it enters by NICs 2 and 3."""
-    case = "simulate", "tiny-llama", "--train", "tp=2", "--gen", "tp=2,dp=2"
-    case += "--topology", "h200-8", "--hosts", "train=a*2,gen=a*2@2+b*2@2"
-    for level, note, sending in (
-        ("2", "set it to compare", {2, 3}),
-        ("0", "own NIC, as NCCL_P2P_PXN_LEVEL=0 says", {0, 1}),
-    ):
-        monkeypatch.setenv("NCCL_P2P_PXN_LEVEL", level)
-        assert note in " ".join(run(*case).out.split())
-        assert {link["gpu"] for link in run(*case, "--json").json["links"] if link["kind"] == "NIC out"} == sending
-    assert "PXN" not in run(*case, "--transport", "gloo").out
+    case = "simulate", "tiny-llama", "--train", "tp=2", "--gen", "tp=2,dp=2", "--topology", "h200-8"
+    case += "--hosts", "train=a*2,gen=a*2@2+b*2@2", "--transport"
+
+    def sending(transport: str) -> set[int]:
+        links = run(*case, transport, "--json").json["links"]
+        return {link["gpu"] for link in links if link["kind"] == "NIC out" and link["host"] == "a"}
+
+    assert "set it to compare" in " ".join(run(*case, "nccl").out.split()) and sending("nccl") == {2, 3}
+    for variable, value in (("NCCL_P2P_PXN_LEVEL", "0"), ("NCCL_PXN_DISABLE", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            assert "own NIC, as NCCL_P2P_PXN_LEVEL or" in " ".join(run(*case, "nccl").out.split())
+            assert sending("nccl") == {0, 1}
+            patch.setenv("NCCL_CROSS_NIC", "0")
+            assert sending("nccl") == {2, 3}
+    assert "PXN" not in run(*case, "gloo").out
 
 
 def test_all_that_is_wrong_with_every_engine_and_the_machine_is_said_at_once(run: Run) -> None:

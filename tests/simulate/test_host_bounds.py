@@ -81,16 +81,19 @@ def test_nccl_leaves_a_host_by_the_nic_on_the_receivers_rail() -> None:
     assert auto < 1.2 < 1.8 < gloo
 
 
-def test_a_gpu_without_a_rank_forwards_nothing() -> None:
-    """Two trainers on GPUs 0 and 1, receivers on GPUs 2 and 3 of another host: their own NICs send."""
-    plan = mr.plan("tiny-llama", train="tp=2", gen="tp=2")
-    apart = parse_topology("h200-8", 2, 2, "train=a*2,gen=b*2@2")
-    beside = parse_topology("h200-8", 2, 4, "train=a*2,gen=b*2@2+a*2@2")
-    sending = {link.gpu for link in simulate(plan, apart, "auto").links if link.kind == "NIC out"}
-    assert sending == {0, 1}
-    wider = mr.plan("tiny-llama", train="tp=2", gen="tp=2,dp=2")
-    sending = {link.gpu for link in simulate(wider, beside, "auto").links if link.kind == "NIC out"}
-    assert sending == {2, 3}
+def test_only_members_of_a_communicator_forward() -> None:
+    """Trainers on GPUs 0 and 1, receivers on GPUs 2 and 3 of another host; nothing, or engine ranks, on those of the first."""
+
+    def sending(hosts: str, gen: str, transport: str) -> set[int]:
+        plan = mr.plan("tiny-llama", train="tp=2", gen=gen)
+        topology = parse_topology("h200-8", plan.train.world, plan.gen.world, hosts)
+        links = simulate(plan, topology, transport).links
+        return {link.gpu for link in links if link.kind == "NIC out"}
+
+    assert sending("train=a*2,gen=b*2@2", "tp=2", "auto") == {0, 1}
+    beside = "train=a*2,gen=b*2@2+a*2@2", "tp=2,dp=2"
+    assert sending(*beside, "nccl") == {2, 3}
+    assert sending(*beside, "auto") == {0, 1}  # ranks of one host exchange nothing over nccl
 
 
 def test_small_models_on_many_replicas_have_waves_that_replicas_share_evenly() -> None:

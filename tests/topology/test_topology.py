@@ -70,7 +70,11 @@ def test_what_is_wrong_with_any_number_of_ranks_is_known_without_it() -> None:
     assert topology_violations("h200-8") == topology_violations("h200-8", "train=a*8,gen=b*2") == []
     (machine, ranks) = topology_violations("h3", "train=a*8,gen=b*")
     assert "no machine 'h3'" in machine and "'b*'" in ranks
-    assert len(topology_violations("h200-8,gpus=0,shared", "train=a*9,gen=b*1")) == 3
+    assert len(topology_violations("h200-8,gpus=0,shared", "train=a*9,gen=b*1")) == 2
+    for text, hosts in (("h200-8,gpus=16,nic=0", "train=a*16,gen=b*16"), ("h3", "train=a*9,gen=b*4")):
+        with pytest.raises(TopologyError) as raised:  # nothing is said of hosts whose GPUs nobody knows
+            parse_topology(text, 4, 4, hosts)
+        assert len(raised.value.violations) == 1
     assert topology_violations("h3", "train=" + "a*999999+" * 9_000 + "a*1,gen=b*1")[0].startswith(
         "there is no machine"
     )

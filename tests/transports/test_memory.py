@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -194,29 +195,41 @@ def test_enough_rows_are_recorded() -> None:
 def test_nccl_takes_for_communicators_and_for_each_sender_of_the_host() -> None:
     one_host = divide(ScratchBudget(), [1, 1])  # a communicator of each stream
     peers_of_two = 2 * 32 * 640
-    assert buffer_bytes(1, [0], [], one_host) == 2 * (252 + 320) * 10**6 + 2 * peers_of_two
-    assert buffer_bytes(0, [], [1], one_host) == 2 * (252 * 10**6 + 32 * 3_100_000) + 2 * peers_of_two
+    assert buffer_bytes(1, [0], [], one_host, 1) == 2 * (252 + 320) * 10**6 + 2 * peers_of_two
+    assert buffer_bytes(0, [], [1], one_host, 1) == 2 * (252 * 10**6 + 32 * 3_100_000) + 2 * peers_of_two
     stages = divide(ScratchBudget(), [2, 2, 2, 2])
     peers_of_four = 4 * 32 * 640
-    assert buffer_bytes(2, [0, 1], [], stages) == 2 * (252 + 2 * 320) * 10**6 + 2 * peers_of_four
-    assert buffer_bytes(2, [], [], stages) == 0
+    assert buffer_bytes(2, [0, 1], [], stages, 2) == 2 * (252 + 2 * 320) * 10**6 + 2 * peers_of_four
+    assert buffer_bytes(2, [], [], stages, 2) == 0
     both = 2 * (252 * 10**6 + 2 * 320 * 10**6 + 32 * 3_100_000) + 2 * peers_of_four
-    assert buffer_bytes(2, [0, 1], [3], stages) == both
+    assert buffer_bytes(2, [0, 1], [3], stages, 2) == both
 
 
 def test_between_hosts_all_peers_share_the_buffers_of_nccl() -> None:
     pool, communicator = 32 * 16 * 128 * 1024, 252 * 10**6 + 32 * 640 * 160
     division = divide(ScratchBudget(), [*[128] * 32, *[32] * 128])
     hosts = [rank // 8 for rank in range(160)]
-    assert buffer_bytes(32, range(32), [], division, hosts) == 2 * (communicator + pool)
-    assert buffer_bytes(32, [0], [], division, hosts) == 2 * (communicator + pool)
-    assert buffer_bytes(0, [], range(32, 160), division, hosts) == 2 * (communicator + 8 * pool)
-    assert buffer_bytes(0, [], range(32, 160), division) == 2 * (communicator + 8 * pool)
+    assert buffer_bytes(32, range(32), [], division, 32, hosts) == 2 * (communicator + pool)
+    assert buffer_bytes(32, [0], [], division, 32, hosts) == 2 * (communicator + pool)
+    assert buffer_bytes(0, [], range(32, 160), division, 32, hosts) == 2 * (communicator + 8 * pool)
+    assert buffer_bytes(0, [], range(32, 160), division, 32) == 2 * (communicator + 8 * pool)
+    assert buffer_bytes(32, range(32), [], division, 32) == 2 * (communicator + pool)
     alone = [*range(160)]  # one rank a host: no other GPU sends for it
-    assert buffer_bytes(0, [], [32], division, alone) == 2 * (communicator + pool)
-    # 4 channels between two of a host; a pair is on one stream
-    of_host = buffer_bytes(8, range(9, 12), [16], division, hosts)
-    assert of_host == 2 * (communicator + 8 * pool) + 3 * 4 * 10_000_000
+    assert buffer_bytes(0, [], [32], division, 32, alone) == 2 * (communicator + pool)
+    passing = replace(division, passes_on=True)
+    assert buffer_bytes(32, [0], [40], passing, 32, hosts) == 2 * (communicator + 9 * pool)
+
+
+def test_a_gpu_between_trainers_and_their_receivers_has_buffers_for_these_trainers() -> None:
+    """Four trainers and four engine ranks on a host, four more on another one: what these get leaves by the engine's GPUs."""
+    division, hosts = divide(ScratchBudget(), [8, 8, 8, 8, *[4] * 8]), [0] * 8 + [1] * 4
+    pool, communicator = 32 * 16 * 128 * 1024, 252 * 10**6 + 32 * 640 * 12
+    of_pair = 4 if division.keeps_streams else 2 * 4  # channels
+    beside = buffer_bytes(4, range(4), [], division, 4, hosts)
+    assert beside == 2 * (communicator + 4 * pool) + of_pair * 4 * 10_000_000
+    trainer = buffer_bytes(0, [], range(4, 12), division, 4, hosts)
+    assert trainer == 2 * (communicator + 4 * pool) + of_pair * 4 * 3_100_000
+    assert buffer_bytes(8, range(4), [], division, 4, hosts) == 2 * (communicator + pool)
 
 
 def test_a_rank_of_one_tensor_holds_what_is_counted_by_hand() -> None:

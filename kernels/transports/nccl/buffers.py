@@ -11,10 +11,11 @@ Within a host, a receiver has buffers for each channel from each sender, of all 
     1 -> 3    the sender     1,103 MB      2 * (252 + 32 channels * 3 receivers * 3.1) MB
 
 Between hosts, all peers of a rank share buffers, so that NCCL's memory does not grow with them. A communicator has a pool of
-16 chunks of 128 KiB for each channel, one for what a GPU sends and one for what it receives: 64 MiB each. If a GPU and a
-peer are not on one rail, the message leaves through the GPU of the host that is on the peer's (PXN). That GPU has a pool for
-each rank of its host that it sends for: at most 8, of 512 MiB in all. From the source, not measured: `sharedNetBuffersInit`
-of src/transport/net.cc and `computeBuffSizes` of src/init.cc, 2.28.9.
+16 chunks of 128 KiB for each channel, one for what a GPU sends and one for what it receives: 64 MiB each. A message leaves
+through the GPU of the host that is on the receiver's rail (PXN). That GPU has a pool for each rank of its host that it sends
+for: at most 8, of 512 MiB in all. From the source, not measured: `sharedNetBuffersInit` of src/transport/net.cc and
+`computeBuffSizes` of src/init.cc, 2.28.9. It holds where NICs read GPU memory (GPUDirect RDMA), else pools are in the host's;
+and where NCCL allocates by cuMem, its default, else each GPU has all its pools from the start.
 
 A process that has not used NCCL before takes some 260 MB more for its kernels.
 """
@@ -32,7 +33,7 @@ SENDING_BYTES = 3_100_000  # of one channel to one receiver of the host
 CHANNELS = 32  # of a communicator; within a host, all of them between two ranks
 HOST_GPUS = 8
 POOL_BYTES = 16 << 17  # of one channel, between hosts
-_NET_CHANNELS = 4  # between two ranks of a communicator that spans hosts: 50 GB/s of NIC, at 14 GB/s for each
+_NET_CHANNELS = 4  # between two ranks of a communicator that spans hosts, at most: 2.28.9 takes 2, later ones up to 4
 _PEER_BYTES = 640  # of each channel, for each rank of a communicator: NCCL's record of a peer
 
 
@@ -41,11 +42,13 @@ def buffer_bytes(
     senders: Collection[int],
     receivers: Collection[int],
     division: Division,
-    hosts: Sequence[int] | None = None,
+    train_ranks: int,
+    domains: Sequence[int] | None = None,
 ) -> int:
     """NCCL's own memory on a group rank that `senders` send to, and that sends to `receivers`: group ranks.
 
-    `hosts` has the host of each group rank. By default up to 8 ranks are on one host; of more, no two that exchange bytes.
+    `domains` has the NVLink domain of each group rank: its host, or a rack. By default up to 8 ranks are in one; of more,
+    those of one side alone.
     """
     if not senders and not receivers:
         return 0
@@ -55,16 +58,18 @@ def buffer_bytes(
         if rank not in members:
             continue
         streams = len(division.streams_with(number))
-        if hosts is not None:
-            near = {each for each in members if hosts[each] == hosts[rank]}
+        if domains is not None:
+            near = {each for each in members if domains[each] == domains[rank]}
+        elif len(members) <= HOST_GPUS:
+            near = {*members}
         else:
-            near = {*members} if len(members) <= HOST_GPUS else set()
+            near = {each for each in members if (each < train_ranks) == (rank < train_ranks)}
         far = {*members} - near
         of_pair = (1 if division.keeps_streams else streams) * min(channels, _NET_CHANNELS if far else CHANNELS)
         near_bytes = RECEIVING_BYTES * len(near & {*senders}) + SENDING_BYTES * len(near & {*receivers})
         pools = 1 if far & {*senders} else 0
-        if far & {*receivers}:
-            pools += HOST_GPUS if hosts is None else min(HOST_GPUS, len(near))
+        if far:  # also for a rank that sends nothing to them: others do, through its GPU
+            pools += min(HOST_GPUS, sum(each < train_ranks or division.passes_on for each in near))
         of_stream = COMMUNICATOR_BYTES + channels * (pools * POOL_BYTES + len(members) * _PEER_BYTES)
         nbytes += of_pair * near_bytes + streams * of_stream
     return nbytes
