@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from mcore_reshard.kernels.options import Options
+from mcore_reshard.kernels.transports.reach import shared_gpus
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
 
@@ -57,7 +58,7 @@ def simulate(
         )
     leaving_gpu = src_gpu
     if pxn and transport != "gloo":
-        leaving_gpu = _forwarded(topology, script, gpus, route, transport)
+        leaving_gpu = _forwarded(plan, topology, transport, script, gpus, route)
     first, second, bandwidth = _links(topology, route, leaving_gpu, dst_gpu)
     carried = _carried(script, first, second, len(bandwidth))
     bound_s = float((carried / bandwidth).max(initial=0.0))
@@ -91,7 +92,7 @@ def simulate(
     )
 
 
-def _forwarded(topology: Topology, script: Script, gpus: Ints, route: Ints, transport: str) -> Ints:
+def _forwarded(plan: Plan, topology: Topology, transport: str, script: Script, gpus: Ints, route: Ints) -> Ints:
     """The GPU by whose NIC each message leaves: for other hosts, nccl takes the one on the receiver's rail (PXN).
 
     It does so where a rank of the communicator is on that GPU, and where a NIC and its GPU share a PCIe switch: on these
@@ -99,13 +100,13 @@ def _forwarded(topology: Topology, script: Script, gpus: Ints, route: Ints, tran
     The source is `ncclTopoGetNetDev` of graph/search.cc, 2.28.9, with NCCL_P2P_PXN_LEVEL=2, the default.
     """
     src, dst, of_host, train = script.buckets.src, script.buckets.dst, topology.machine.gpus, len(topology.train)
-    over_nccl = route == _NIC if transport == "auto" else route >= _OWN_GPU  # all
+    over_nccl = np.flatnonzero(route == _NIC) if transport == "auto" else slice(None)
     members = np.unique(np.concatenate([src[over_nccl], dst[over_nccl]]))
-    of_side = [gpus[members[members < train]], gpus[members[members >= train]]]
-    if not np.isin(*of_side).any():
-        of_side = [gpus[members]] * 2
+    sides = [members, members]
+    if shared_gpus(plan, topology, transport).is_needed(members.tolist()):
+        sides = [members[members < train], members[members >= train]]
     on_rail = gpus[src] // of_host * of_host + gpus[dst] % of_host
-    is_there = np.where(src < train, np.isin(on_rail, of_side[0]), np.isin(on_rail, of_side[1]))
+    is_there = np.where(src < train, *(np.isin(on_rail, gpus[side]) for side in sides))
     return np.where((route == _NIC) & is_there, on_rail, gpus[src])
 
 

@@ -39,8 +39,8 @@ from .plan_file import digest_of
 from .routing import BulkRoute, RoutedGroup, Router, Side
 
 _LARGEST_OVERLAP = 4 << 20  # bytes; replicas, and the waves of a relay, share the work of a larger tensor
-_LARGEST_OF_SMALL_MODELS = 1 << 20  # so that the waves of a relay have several for each of many ranks
-_OVERLAPS = 1 << 16  # of a model from which on they are no smaller than they need be
+_LARGEST_OF_SMALL_MODELS = 1 << 20  # the same in a small model, whose waves else have too few for many ranks
+_OVERLAPS = 1 << 16  # a model is small if it has not so many of the largest
 _LARGEST_OF_EXPERTS = 8 << 20  # these are many
 _DISTINCTLY = 0.95  # relaying adds a hop, so it must take the busiest link below this share of its bytes
 _DISTINCTLY_IN_ONE_WAVE = 0.9  # the same for a plan that casts, whose hops cannot overlap
@@ -134,11 +134,10 @@ class _Planner:
         self._by_identity: dict[tuple[int, int], tuple[int, Partition, Partition]] = {}  # keeps the parts alive
         self._rank_grids: list[NDArray[np.int32]] = []
         self._rank_grid_index: dict[tuple[tuple[int, ...], bytes], int] = {}
-        self._largest_overlap = _LARGEST_OVERLAP
 
     def plan(self, routed: list[RoutedGroup]) -> Plan:
-        each = sum(entry.group.count * entry.group.nbytes for entry in routed) // _OVERLAPS
-        self._largest_overlap = min(max(each, _LARGEST_OF_SMALL_MODELS), _LARGEST_OVERLAP)
+        nbytes = sum(entry.group.count * entry.group.nbytes for entry in routed)
+        largest = min(max(nbytes // _OVERLAPS, _LARGEST_OF_SMALL_MODELS), _LARGEST_OVERLAP)
         groups: list[ParameterGroup] = []
         pairs: list[QuantizedPair] = []
         casts: list[GroupCast] = []
@@ -157,7 +156,7 @@ class _Planner:
                 continue
             if entry.cast is not None:
                 casts.append(GroupCast(index, *entry.cast))
-            transfer_groups += self._transfer_groups(index, entry.route.src, entry.route.dst)
+            transfer_groups += self._transfer_groups(index, entry.route.src, entry.route.dst, largest)
             self._scales.update(self._scale_patterns(index, entry.route, entry.block))
         transfer_groups.sort(key=_order)
         cuts = zip(self._patterns, self._overlaps, strict=True)
@@ -175,8 +174,9 @@ class _Planner:
         return balance_plan(plan, transfer_groups, self._scales)
 
     def _transfer_groups(
-        self, group: int, source: Iterable[PartitionOwners], destination: Iterable[PartitionOwners]
+        self, group: int, source: Iterable[PartitionOwners], destination: Iterable[PartitionOwners], largest: int
     ) -> Iterable[TransferGroup]:
+        """The transfer groups of a group. Its overlaps have at most `largest` bytes, unless they are of experts."""
         by_stage: dict[int, list[PartitionOwners]] = {}
         for dst in sorted(destination, key=lambda owners: owners.experts):
             by_stage.setdefault(dst.pp_stage, []).append(dst)
@@ -190,8 +190,8 @@ class _Planner:
                     layers_of_dst = {place.layer for place in dst.layers}
                     if layers := tuple(place for place in src.layers if place.layer in layers_of_dst):
                         experts = max(src.experts[0], dst.experts[0]), min(src.experts[1], dst.experts[1])
-                        largest = _LARGEST_OF_EXPERTS if src.experts[1] else self._largest_overlap
-                        pattern = self._pattern_index(src.partition, dst.partition, largest)
+                        most = _LARGEST_OF_EXPERTS if src.experts[1] else largest
+                        pattern = self._pattern_index(src.partition, dst.partition, most)
                         grids = self._rank_grid(src.ranks), self._rank_grid(dst.ranks)
                         slots = experts[0] - src.experts[0], experts[0] - dst.experts[0]
                         yield TransferGroup(group, pattern, src.pp_stage, *grids, layers, experts, *slots)

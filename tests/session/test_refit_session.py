@@ -208,7 +208,7 @@ def many_refits(rank: int, address: str, worlds: tuple[int, int]) -> int:
     me.endpoint.prepare()
     store = connect_store(address, Options())
     keys = []
-    for version in range(1, 61):
+    for version in range(1, 121):
         me.endpoint.refit(version)
         keys.append(store.stats()["session_keys"])
     # The leader forgets an attempt a moment after the others have left it, so a count may be one attempt higher.
@@ -217,7 +217,7 @@ def many_refits(rank: int, address: str, worlds: tuple[int, int]) -> int:
 
 
 def test_refits_leave_nothing_behind_in_the_store() -> None:
-    assert values(run_ranks(2, many_refits, (1, 1))) == [60, 60]
+    assert values(run_ranks(2, many_refits, (1, 1))) == [120, 120]
 
 
 # --- ranks that do not fit together ------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import bench_prepare as bench
 import pytest
 from pages.prepared import prepare_section
 
+from mcore_reshard.planner.plan import make_plan as planner
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planning import plan as make_plan
 
 
-def test_the_one_engine_rank_has_the_share_of_a_real_one() -> None:
+def test_the_one_engine_rank_has_the_share_of_a_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
     real = schedule_of(make_plan(bench.MODEL, bench.TRAIN, bench.GEN), "gen", bench.GEN_RANK)
     config = bench.cut_config(bench.MODEL, bench.PARTS, 1)
     for train in bench.SESSIONS.values():
@@ -23,6 +24,10 @@ def test_the_one_engine_rank_has_the_share_of_a_real_one() -> None:
         assert shares[1]["tensors"] == shares[0]["tensors"]
         assert shares[1]["transfers"] == pytest.approx(shares[0]["transfers"], rel=0.05)  # a small model is cut finer
         assert shares[1]["bytes"] == pytest.approx(shares[0]["bytes"], rel=1e-3)
+        with monkeypatch.context() as patch:
+            patch.setattr(planner, "_LARGEST_OF_SMALL_MODELS", planner._LARGEST_OVERLAP)
+            cut = schedule_of(make_plan(config, train, "tp=1", model=bench.MODEL), "gen", 0)
+        assert bench.share_of(cut)["transfers"] == shares[0]["transfers"]
 
 
 def test_fewer_bytes_leave_the_tensors_as_many() -> None:

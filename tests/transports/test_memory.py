@@ -27,6 +27,7 @@ from mcore_reshard.kernels.transports.nccl.buffers import buffer_bytes
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide
 from mcore_reshard.kernels.transports.registry import resolve
 from mcore_reshard.kernels.transports.source_checks import SourceChecks
+from mcore_reshard.planner.plan import make_plan as planner
 from mcore_reshard.planner.plan.make_schedule import schedule_of
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import parse_topology
@@ -106,10 +107,8 @@ def test_ranks_that_are_counted_as_one_hold_nearly_the_same(case: PlanCase, monk
 # --- what GPUs recorded --------------------------------------------------------------------------------------------
 
 
-# From before whole blocks were cast in one pass, with other tables; and before small models were cut finer.
-EARLIER = {("direct", "moe-bf16-fp8", name) for name in ("refit-x2", "refit-x4")} | {
-    ("nccl", "dense-dp-tp", "refit-x4")
-}
+# From before whole blocks were cast in one pass, with other tables.
+TWO_PASSES = {("direct", "moe-bf16-fp8", name) for name in ("refit-x2", "refit-x4")}
 
 
 def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
@@ -121,7 +120,7 @@ def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
         for row in data["rows"]:
             row = {**row, "date": data["date"], "first_of_its_process": row["workload"] not in before}
             method = row["method"].partition(":")[0]
-            if (method, row["workload"], name) in EARLIER:
+            if (method, row["workload"], name) in TWO_PASSES:
                 continue
             if method in ("direct", "nccl"):
                 workload = next(each for each in WORKLOADS if each.name == row["workload"])
@@ -130,12 +129,12 @@ def recorded() -> list[tuple[str, Case, str, dict[str, Any]]]:
 
 
 RECORDED = recorded()
-COUNTED: dict[tuple[str, str, bool, float], dict[str, list[RankMemory]]] = {}
+COUNTED: dict[tuple[str, str, bool, float, int], dict[str, list[RankMemory]]] = {}
 
 
 def counted_for(file: str, case: Case, *, checksums: bool) -> dict[str, list[RankMemory]]:
     """By transport, both worlds together; each workload is counted once."""
-    key = file, case.name, checksums, memory.ENGINE_SHARE
+    key = file, case.name, checksums, memory.ENGINE_SHARE, planner._LARGEST_OF_SMALL_MODELS
     if key not in COUNTED:
         transports = session_memory(case.plan(), Options(checksums=checksums)).transports
         COUNTED[key] = {name: [*chain.from_iterable(worlds.values())] for name, worlds in transports.items()}
@@ -160,6 +159,8 @@ def test_gpus_held_what_is_counted(
 ) -> None:
     if row["date"] < "2026-11-25" or "engine_percent=0" in row["method"]:  # before copy engines helped
         monkeypatch.setattr(memory, "ENGINE_SHARE", 0.0)
+    if row["date"] < "2026-11-26":  # before small models were cut finer
+        monkeypatch.setattr(planner, "_LARGEST_OF_SMALL_MODELS", planner._LARGEST_OVERLAP)
     ranks = counted_for(file, case, checksums="checksums" in row["method"])[method]
     tables = max(rank.tables for rank in ranks) / 1e6
     scratch = max(rank.scratch for rank in ranks) / 1e6

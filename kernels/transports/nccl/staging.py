@@ -55,7 +55,7 @@ from .shared_gpus import SharedGpus
 
 DIGEST_BYTES = 16  # after each bucket, where buckets are checked
 _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB each
-_MOST_OF_MANY = 13  # the same where a rank has so many peers that rounds fill evenly with fewer: 9.8 MiB each
+_MOST_OF_MANY = 13  # the same where a rank has many peers: 9.8 MiB each. Rounds then fill evenly with fewer messages
 _SO_MANY_PEERS = 48
 _MOST_JOINED = 24  # the same where a slot has what a rank sends and what it receives
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
