@@ -78,7 +78,7 @@ class RankView(View):
         if self.plan.frozen and self.wave is None:
             later = replace(self, plan=without_frozen(self.plan)).schedule()
         return replace(
-            schedule, casts=casts, computed=computed, relayed=bool(self.plan.later_hops), view=self, later=later
+            schedule, casts=casts, computed=computed, later_hops=len(self.plan.later_hops), view=self, later=later
         )
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> RankView:
@@ -96,9 +96,9 @@ class RankView(View):
         return SourceTable(self.rank, self.plan.digest, tuple(view.tensors), tuple(view.strided_boxes), tables)
 
     def relays(self) -> tuple[Relay, ...]:
-        return tuple(self._relay(kind) for kind in self.plan.later_hops)
+        return tuple(self._relay(kind, hop) for hop, kind in enumerate(self.plan.later_hops, 1))
 
-    def _relay(self, kind: HopKind) -> Relay:
+    def _relay(self, kind: HopKind, hop: int) -> Relay:
         sending, receiving = replace(self), replace(self)
         send_rows = partial(sending._passes_on, kind=kind, sends=True)
         sends = replace(sending._schedule(send_rows, is_sender=True), world="train")
@@ -106,7 +106,9 @@ class RankView(View):
         recvs = tuple(stage.recvs for stage in receives.stages)  # replicas keep the same tensors: this is both ends
         table = SourceTable(self.rank, self.plan.digest, receives.tensors, receives.strided_boxes, recvs)
         view = SourceView(table, of_rank=self)
-        return Relay(_among_replicas(replace(sends, view=self)), _among_replicas(replace(receives, view=view)))
+        return Relay(
+            _among_replicas(replace(sends, view=self), hop), _among_replicas(replace(receives, view=view), hop)
+        )
 
     def held(self) -> Held:
         if id(self.plan) not in self.layouts:
@@ -282,9 +284,9 @@ class RankView(View):
                     yield tensor, offset, StridedBox(padding.box.extents, strides)
 
 
-def _among_replicas(schedule: Schedule) -> Schedule:
+def _among_replicas(schedule: Schedule, hop: int) -> Schedule:
     seats = schedule.gen_seats
-    return replace(schedule, between_replicas=True, train_ranks=schedule.gen_ranks, padding=(), relay_seats=seats)
+    return replace(schedule, hop=hop, train_ranks=schedule.gen_ranks, padding=(), relay_seats=seats)
 
 
 def wire_box(region: Region, ordering: Piece, local: Piece) -> StridedBox:

@@ -97,8 +97,8 @@ class Schedule:
     pairs: tuple[tuple[ParameterGroup, ParameterGroup], ...] = ()  # quantized weights, their scales; of the whole plan
     casts: tuple[Cast, ...] = ()  # training ranks: tensors that are sent in another dtype
     computed: tuple[int, ...] = ()  # training ranks: tensors that the trainer does not have, the scales of casts
-    relayed: bool = False  # generation ranks pass on what they receive
-    between_replicas: bool = False  # a later hop of a relay: its 'train' ranks are the generation ranks that pass on
+    later_hops: int = 0  # in which generation ranks pass on what they receive
+    hop: int = 0  # the number of such a hop, from 1: its 'train' ranks are the generation ranks that pass on
     view: View | None = None
     later: Schedule | None = None  # of refits after an engine's first, if the trainer leaves parameters frozen
     gen_seats: tuple[int, ...] = ()  # the number by which messages name each generation rank; (): its own
@@ -127,6 +127,15 @@ class Schedule:
     def with_peers(self, peers: Collection[int]) -> Schedule:
         """The schedule with only the transfers to and from `peers`, ranks in the other world. Both ends must agree on pairs."""
         return self.with_rows([np.isin(table.peer, sorted(peers)) for table in self.tables])
+
+    @property
+    def relayed(self) -> bool:
+        """Whether generation ranks pass on what they receive."""
+        return self.later_hops > 0
+
+    @property
+    def between_replicas(self) -> bool:
+        return self.hop > 0
 
     @property
     def peers(self) -> frozenset[int]:
