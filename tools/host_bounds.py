@@ -6,6 +6,7 @@ python tools/host_bounds.py --out tools/results/host-bounds.json --only 32->128 
     links      the plan's busiest link at full bandwidth: what the plan itself costs
     gloo, auto the simulated rounds of these transports: what their order costs on top. `auto` takes nccl between
                hosts, also where replicas pass on
+    nccl       the same of nccl alone, which has no pair of ranks on one GPU
     rail_share of the bytes by NIC, what leaves and enters by NICs of one number
 """
 
@@ -39,7 +40,7 @@ from mcore_reshard.simulate.simulate import simulate  # noqa: E402
 from mcore_reshard.simulate.simulation import Simulation  # noqa: E402
 
 CASES = ROOT / "tests" / "simulate" / "hosts.json"
-TRANSPORTS = ("gloo", "auto")
+TRANSPORTS = ("gloo", "auto")  # that reach the goal; nccl alone does in most cases
 MACHINE = "h200-8"  # 50 GB/s each way for the NIC of a GPU, 400 GB/s for its NVLink
 
 
@@ -106,7 +107,7 @@ def row_of(case: HostsCase) -> dict[str, Any]:
         "rail_share": round(rails.on_rail / rails.nbytes, 4) if rails.nbytes else None,
         "links": round(case.link_ratio(), 4),
     }
-    for transport in TRANSPORTS:
+    for transport in (*TRANSPORTS, *([] if case.shared else ["nccl"])):
         started = time.perf_counter()
         outcome = case.simulation(transport)
         row[transport] = {
@@ -131,7 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in all_cases().values():
         if re.search(args.only, case.name):
             row = rows[case.name] = row_of(case)
-            ratios = ", ".join(f"{transport} {row[transport]['ratio']:.2f}" for transport in TRANSPORTS)
+            ratios = ", ".join(
+                f"{transport} {row[transport]['ratio']:.2f}" for transport in (*TRANSPORTS, "nccl") if transport in row
+            )
             print(f"{case.name}: links {row['links']:.3f}, {ratios}", flush=True)
     result = {
         "what": "times of refits, divided by the least time that any plan could take; none was run",

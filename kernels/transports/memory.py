@@ -53,7 +53,7 @@ from .nccl.staging import (
     pair_count,
     slot_bytes,
 )
-from .reach import passes_on, shared_gpus
+from .reach import joined_hops, shared_gpus
 from .rounds import bucket_bytes_within, gloo_window, in_rounds
 
 _PLACE = 1 << 40  # bytes between two tensors, where it is counted what executors would do
@@ -109,12 +109,12 @@ def session_memory(
         by_transport["direct"] = _direct(_each(ranks, lambda rank: rank.hops), alike, options, topology)
     if "nccl" in transports:
         domains = None if topology is None else shared_gpus(plan, topology, "nccl").cells
-        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: [rank.unrelayed]), alike, options, domains)
+        by_transport["nccl"] = _nccl(_each(ranks, lambda rank: rank.hops), alike, options, domains)
     if "gloo" in transports:
         by_transport["gloo"] = _each(ranks, lambda rank: RankMemory(scratch=_gloo_scratch(rank, options)))
     if "auto" in transports and topology is not None:
-        relays, is_shared = passes_on(plan, topology, "auto"), shared_gpus(plan, topology, "auto")
-        by_transport["auto"] = _auto(ranks, alike, options, topology, is_shared, relays=relays)
+        joined, shared = joined_hops(plan, topology, "auto"), shared_gpus(plan, topology, "auto")
+        by_transport["auto"] = _auto(ranks, alike, options, topology, shared, joined)
     staging = {rank: _tensor_bytes(each.schedule) for rank, each in ranks["gen"].items()}
     return SessionMemory(
         {
@@ -137,11 +137,6 @@ class _Rank:
         """With the trainer; on generation ranks that pass on, what they send and receive in each later hop."""
         relays = self._view.relays() if self.schedule.world == "gen" else ()
         return [_with_sources(self.schedule), *(end for relay in relays for end in (relay.sends, relay.receives))]
-
-    @cached_property
-    def unrelayed(self) -> Schedule:
-        """With the trainer, if every byte came from there."""
-        return _with_sources(self._view.unrelayed()) if self.schedule.relayed else self.hops[0]
 
     @property
     def _view(self) -> View:
@@ -262,16 +257,17 @@ def _nccl(
 ) -> _Counted:
     """`schedules` has what each rank that is counted exchanges: with the other world, then with replicas.
 
-    `domains` has the NVLink domain of each group rank, where these are known.
+    `domains` has the NVLink domain of each group rank, where these are known. Waves share slots and communicators, and are
+    counted as one.
     """
     pairs = {
         world: {rank: sum(map(pair_count, of_rank)) for rank, of_rank in of_world.items()}
         for world, of_world in schedules.items()
     }
     counts = [pairs[world][rank] for world in schedules for rank in alike[world].tolist()]
-    passes_on = any(len(of_rank) > 1 for of_rank in schedules["gen"].values())
+    hops = {schedule.hop_kind for of_rank in schedules["gen"].values() for schedule in of_rank[1:]}
     budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
-    division = divide(budget, counts, passes_on=passes_on, shared=shared)
+    division = divide(budget, counts, hops=hops, shared=shared)
     places = [(world, rank) for world, of_world in schedules.items() for rank in of_world]
     counted = [schedules[world][rank] for world, rank in places]
     division, ends = divide_windows(division, counted, len(alike["train"]))
@@ -305,28 +301,23 @@ def _auto(
     options: Options,
     topology: Topology,
     shared: SharedGpus,
-    *,
-    relays: bool,
+    joined: int,
 ) -> _Counted:
-    """Pairs of a domain by direct, the others by nccl. Unless it `relays`, every byte comes from the trainer.
-
-    Waves over nccl share slots and communicators, and are counted as one, with what they bring to replicas of other domains
-    where they pass on over nccl.
-    """
+    """Pairs of a domain by direct, the others by nccl, and so do replicas in so many `joined` hops."""
     domains = {world: topology.domains(world) for world in ranks}
 
     def parts(rank: _Rank, *, near: bool) -> Schedule:
-        schedule = rank.hops[0] if relays else rank.unrelayed
+        schedule = rank.hops[0]
         other: World = "gen" if schedule.world == "train" else "train"
         is_near = domains[other] == domains[schedule.world][schedule.rank]
         return schedule.with_peers(np.flatnonzero(is_near == near).tolist())
 
-    later = _each(ranks, lambda rank: rank.hops[1:] if relays else [])
-    joined = 2 if shared.passes_on else 0  # both ends of a hop
+    later = _each(ranks, lambda rank: rank.hops[1:])
+    ends = 2 * joined
     by_direct, by_nccl = (
         {
             world: {
-                rank: [parts(each, near=near), *(later[world][rank][joined:] if near else later[world][rank][:joined])]
+                rank: [parts(each, near=near), *(later[world][rank][ends:] if near else later[world][rank][:ends])]
                 for rank, each in of_world.items()
             }
             for world, of_world in ranks.items()

@@ -36,25 +36,33 @@ def connect_by_pair(context: TransportContext, direct: Way, nccl: Way) -> Execut
     """Connect by `direct`, by `nccl` or by both. Raises `TransportUnavailable` naming pairs that neither reaches.
 
     Replicas pass on by `direct`, what came to them by either. The first hop among them goes by `nccl` if it is between
-    hosts. Where other replicas that pass on cannot share memory, every byte comes from the trainer.
+    hosts. Where other replicas that pass on cannot share memory, all hops go by `nccl`; without it, every byte comes from
+    the trainer.
     """
     reach = reach_of_all(context, direct.transport.unavailable_reason())
     reasons = reach.reasons
-    between = [why for pair, why in reasons.items() if pair.hop == 1]
-    joins = bool(between) and all(why in APART for why in between)
-    is_relayed = all(why is None for pair, why in reasons.items() if pair.hop > joins)
-    joins &= is_relayed
-    far = {pair: why for pair, why in reasons.items() if why is not None and pair.hop <= joins}
-    if far and (unavailable_reason := nccl.transport.unavailable_reason()):
+    unavailable_reason = nccl.transport.unavailable_reason()
+    joined = _joined_hops(reasons)
+    if joined is None and unavailable_reason is None:
+        joined = len(context.bound.schedule.later_hops)
+    far = {pair: why for pair, why in reasons.items() if why is not None and pair.hop <= (joined or 0)}
+    if far and unavailable_reason:
         some = _some({pair.named(context.bound.schedule): why for pair, why in far.items()})
         raise TransportUnavailable(f"{some}, and nccl cannot take their place: {unavailable_reason}")
-    context = replace(context, shared=_shared_gpus(reach, far, context.bound.schedule.train_ranks, joins=joins))
+    context = replace(context, shared=_shared_gpus(reach, far, context.bound.schedule.train_ranks, joins=bool(joined)))
     near = not far or any(not pair.hop and why is None for pair, why in reasons.items())
     ways = [(way, is_far) for way, is_far, is_used in ((direct, False, near), (nccl, True, bool(far))) if is_used]
-    trainer = partial(_connect_parts, ways, far, joins)
-    if not is_relayed:
+    trainer = partial(_connect_parts, ways, far, joined or 0)
+    if joined is None:
         return connect_unrelayed(trainer, context)
-    return connect_relayed(trainer, direct.connect, context, joins=joins)
+    return connect_relayed(trainer, direct.connect, context, joined=joined)
+
+
+def _joined_hops(reasons: Mapping[RankPair, str | None]) -> int | None:
+    """How many hops among replicas go by nccl: none, or the first, if it is between hosts. None: memory does not reach."""
+    between = [why for pair, why in reasons.items() if pair.hop == 1]
+    joined = int(bool(between) and all(why in APART for why in between))
+    return joined if all(why is None for pair, why in reasons.items() if pair.hop > joined) else None
 
 
 def _shared_gpus(reach: Reach, far: Iterable[RankPair], train_ranks: int, *, joins: bool) -> SharedGpus | None:
@@ -70,20 +78,20 @@ def _shared_gpus(reach: Reach, far: Iterable[RankPair], train_ranks: int, *, joi
 def _connect_parts(
     ways: Sequence[tuple[Way, bool]],
     far: Mapping[RankPair, str],
-    joins: bool,
+    joined: int,
     context: TransportContext,
     parts: Sequence[Sequence[BoundSchedule]],
 ) -> Sequence[Executor]:
     """Connect parts by each way, which is for far pairs or for near ones; all ranks do, also without a peer of a kind.
 
-    Where a hop `joins`, it is far, and the last part has nothing else.
+    Hops that are `joined` are far, and have as many parts of their own at the end.
     """
     connected: list[Sequence[Executor]] = []
     try:
         for way, is_far in ways:
             own = replace(context, store=FailFastStore(way.transport.name, context.store))
             of_way = [[_with_peers(first, far, is_far), *(later if is_far else ())] for first, *later in parts]
-            connected.append(way.connect(own, of_way if is_far else of_way[: len(parts) - joins]))
+            connected.append(way.connect(own, of_way if is_far else of_way[: len(parts) - joined]))
     except BaseException:
         close_all([executor for of_way in connected for executor in of_way])
         raise

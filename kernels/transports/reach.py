@@ -1,4 +1,4 @@
-"""Where replicas pass bytes on, and by what, if it is known where ranks are."""
+"""By what replicas pass bytes on, if it is known where ranks are."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from mcore_reshard.planner.topology.topology import Topology, World
 from .nccl.shared_gpus import SharedGpus
 
 
-def passes_on(plan: Plan, topology: Topology, transport: str) -> bool:
-    """Whether replicas pass bytes on over this transport: not over nccl, which `auto` takes between domains alone."""
-    if transport != "auto" or not plan.later_hops:
-        return transport != "nccl"
+def joined_hops(plan: Plan, topology: Topology, transport: str) -> int:
+    """In how many later hops, from the first, replicas pass on by nccl, in the rounds of what comes from the trainer.
+
+    Over `auto` none, or the one between domains; or all, where replicas pass on to others both near and far in one hop.
+    """
+    hops = len(plan.later_hops)
+    if transport != "auto" or not hops:
+        return hops if transport == "nccl" else 0
     between, within = _same_domains(plan, topology)
-    return within <= {True} and len(between) <= 1
-
-
-def joins(plan: Plan, topology: Topology, transport: str) -> bool:
-    """Whether they pass on to other domains by nccl, in the rounds of what comes from the trainer."""
-    return transport == "auto" and "relay" in plan.later_hops and _same_domains(plan, topology) == ({False}, {True})
+    if within == {True} and between <= {True}:
+        return 0
+    return 1 if (between, within) == ({False}, {True}) else hops
 
 
 def shared_gpus(plan: Plan, topology: Topology, transport: str) -> SharedGpus:
@@ -30,7 +31,7 @@ def shared_gpus(plan: Plan, topology: Topology, transport: str) -> SharedGpus:
         [each for world in worlds for each in of_world(world).tolist()]
         for of_world in (topology.domains, topology.gpus)
     )
-    return SharedGpus.of(domains, gpus, len(topology.train), passes_on=joins(plan, topology, transport))
+    return SharedGpus.of(domains, gpus, len(topology.train), passes_on=joined_hops(plan, topology, transport) > 0)
 
 
 def _same_domains(plan: Plan, topology: Topology) -> tuple[set[bool], set[bool]]:

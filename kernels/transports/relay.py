@@ -7,9 +7,9 @@ passed on while the next one lands:
     from the trainer       wave 0   wave 1   wave 2
     among replicas                  wave 0   wave 1   wave 2
 
-Each later hop has threads, connections and executors of its own. Between hosts, nccl cannot: two kernels that wait for each
-other must not wait for one GPU as well. So the hop between hosts may join the first: a column above is then one part,
-whose messages are in the same windows, and a rank passes on what the part before brought.
+Each later hop has threads, connections and executors of its own. Over nccl it cannot: two kernels that wait for each other
+must not wait for one GPU as well. So later hops may join the first: a column above is then one part, whose messages are in
+the same windows, and a rank passes on what the part before brought.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def connect_each(connect: Connect) -> ConnectParts:
 
 
 def connect_relayed(
-    trainer: ConnectParts, replicas: ConnectParts, context: TransportContext, *, joins: bool = False
+    trainer: ConnectParts, replicas: ConnectParts, context: TransportContext, *, joined: int = 0
 ) -> Executor:
     """Connect the executor of a plan, with several hops where replicas pass on.
 
-    `trainer` connects the first hop, wave by wave, and `replicas` the later ones; where the second one `joins` the first,
-    `trainer` connects both. Every wave and hop may use all of a rank's scratch. Only nccl and casts take any; all casts are
+    `trainer` connects the first hop, wave by wave, and so many later ones, which are `joined` with it; `replicas` connects
+    the others. Every wave and hop may use all of a rank's scratch. Only nccl and casts take any; all casts are
     in one wave of the first hop.
     """
     schedule = context.bound.schedule
@@ -68,28 +68,29 @@ def connect_relayed(
     waves = [context.bound.part(wave) for wave in schedule.view.waves()] or [context.bound]
     views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
     hops = [*zip(*(view.relays() for view in views if view is not None), strict=True)]  # of each, the waves
-    parts = [[wave] for wave in waves]
-    if joins:
-        parts = _joined(context.bound, waves, hops[0] if hops else ())
+    parts = _joined(context.bound, waves, hops, joined)
     first = trainer(replace(context, store=FailFastStore("first", context.store)), parts)
     roles: list[Role] = []
     try:
-        for hop, relays in [*enumerate(hops, 1)][int(joins) :]:
+        for hop, relays in [*enumerate(hops, 1)][joined:]:
             ends = [relay.sends for relay in relays], [relay.receives for relay in relays]
             store = FailFastStore(f"hop/{hop}", context.store)
             roles += _connect_roles(replicas, replace(context, store=store), hop, ends)
-        return RelayedExecutor(first, roles, context.bound.device, joins=joins)
+        return RelayedExecutor(first, roles, context.bound.device, joined=joined)
     except BaseException:
         close_all([*first, *roles])
         raise
 
 
-def _joined(bound: BoundSchedule, waves: Sequence[BoundSchedule], relays: Sequence[Relay]) -> list[list[BoundSchedule]]:
-    """The parts of two hops: wave k from the trainer, and what is passed on of wave k - 1. Nobody passes on to trainers."""
-    nothing = waves[-1].part(waves[-1].schedule.with_peers(()))
-    parts = [[wave] for wave in (*waves, nothing)]
-    for part, relay in zip(parts[1:], relays, strict=False):
-        part += [bound.part(relay.sends), bound.part(relay.receives)]
+def _joined(
+    bound: BoundSchedule, waves: Sequence[BoundSchedule], hops: Sequence[Sequence[Relay]], joined: int
+) -> list[list[BoundSchedule]]:
+    """Part k: wave k from the trainer, and in hop h what is passed on of wave k - h. Nobody passes on to trainers."""
+    nothing = [waves[-1].part(waves[-1].schedule.with_peers(()))] * joined
+    parts = [[wave] for wave in (*waves, *nothing)]
+    for hop, relays in enumerate(hops[:joined], 1):
+        for part, relay in zip(parts[hop:], relays, strict=False):
+            part += [bound.part(relay.sends), bound.part(relay.receives)]
     return parts
 
 
@@ -164,13 +165,13 @@ class Role:
 class RelayedExecutor:
     """The waves of the first hop and, behind them, those of the later hops. A training rank has no `roles` in these.
 
-    Where the second hop `joins` the first, `first` has their parts: one more than there are waves.
+    Where later hops are `joined` with the first, `first` has their parts: one more than there are waves for each.
     """
 
     def __init__(
-        self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None, *, joins: bool = False
+        self, first: Sequence[Executor], roles: Sequence[Role], device: torch.device | None, *, joined: int = 0
     ) -> None:
-        self._first, self._roles, self._device, self._joins = first, roles, device, joins
+        self._first, self._roles, self._device, self._joined = first, roles, device, joined
         self._progress = Progress(1)  # of the last run
         self._threads = ThreadPoolExecutor(max(1, len(roles)), thread_name_prefix="relay")
         names = {name for _, waves in self._hops for executor in waves for name in executor.name.split("+")}
@@ -189,19 +190,21 @@ class RelayedExecutor:
 
     @property
     def executed(self) -> tuple[Executed, ...]:
-        waves = len(self._first) - self._joins
-        return tuple(
-            replace(table, wave=max(0, hop - 1) * waves + wave - (not hop and table.bound.schedule.between_replicas))
-            for hop, executors in self._hops
-            for wave, executor in enumerate(executors)
-            for table in executor.executed
-        )
+        waves = len(self._first) - self._joined
+        found: list[Executed] = []
+        for own_hop, executors in self._hops:
+            for number, executor in enumerate(executors):
+                for table in executor.executed:
+                    hop = own_hop or table.bound.schedule.hop  # part k of the first has wave k - h of a hop
+                    wave = number - (hop - own_hop)
+                    found.append(replace(table, wave=max(0, hop - 1) * waves + wave))
+        return tuple(found)
 
     def run(self) -> tuple[StageReport, ...]:
         """Run all hops to their end. Raises the rank's first failure: later ones may be its consequences."""
         start = time.perf_counter()
         reports: list[tuple[StageReport, ...]] = []
-        progress = self._progress = Progress(1 + max([int(self._joins), *(role.hop for role in self._roles)]))
+        progress = self._progress = Progress(1 + max([self._joined, *(role.hop for role in self._roles)]))
         later = [
             self._threads.submit(in_callers_context(partial(role.run, progress), self._device)) for role in self._roles
         ]
@@ -210,9 +213,8 @@ class RelayedExecutor:
             for part, executor in enumerate(self._first):
                 progress.begun.append(executor)
                 reports.append(executor.run())
-                progress.landed(0)
-                if self._joins and part:
-                    progress.landed(1)
+                for hop in range(1 + min(self._joined, part)):
+                    progress.landed(hop)
         except BaseException as error:
             progress.failed(error)
         for role_reports in later:

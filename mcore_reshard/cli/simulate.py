@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import RenderableType
 
 from mcore_reshard.kernels.transports.memory import SessionMemory, session_memory
-from mcore_reshard.kernels.transports.reach import passes_on
 from mcore_reshard.planner.layout.mesh import format_mesh
 from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.plan.plan import Plan
@@ -216,12 +215,6 @@ def _ratio(outcome: Simulation) -> str:
 def _notes(each: _Simulated) -> Iterator[str]:
     if each.plan.misc:
         yield f"{size(each.plan.misc_bytes)} of misc tensors travel whole, by the golden path: not simulated"
-    if each.plan.later_hops and not passes_on(each.plan, each.simulation.topology, each.simulation.transport):
-        passed_on = size(int(each.plan.relay_bytes.sum()))
-        yield (
-            f"engine {each.gen}: its ranks pass on {passed_on} in the plan; over {each.simulation.transport} they do not"
-            " with ranks in these places, so that the trainer sends these too"
-        )
     if each.simulation.transport != "gloo" and each.simulation.on_rail_bytes < each.simulation.route_bytes["NIC"]:
         if uses_pxn():
             yield "nccl sends by the NIC on the receiver's rail; with NCCL_P2P_PXN_LEVEL=0, by the GPU's own: set it to compare"

@@ -28,7 +28,7 @@ from . import charts
 from .charts import Chart
 from .measured import Measured
 from .memory import COLUMNS, NOTE, memory_rows
-from .pairs import PairBytes, pair_bytes
+from .pairs import pair_bytes
 from .text import count, rails_text, ranges, seconds_text, size, starred
 
 _HERE = Path(__file__).parent
@@ -54,9 +54,9 @@ def report_page(
     page = _Page()
     page.head(plan, proof, summary, simulation, measured)
     page.proof(proof)
-    pairs = pair_bytes(plan, simulation)
+    pairs = pair_bytes(plan)
     page.section("Who sends what to whom", charts.pair_charts(pairs, topology))
-    for sentence in _caveats(plan, pairs, simulation):
+    for sentence in _caveats(plan, simulation):
         page.text(sentence)
     page.stages(plan, simulation)
     page.bytes_moved(summary, simulation)
@@ -71,7 +71,7 @@ def report_page(
     return page.html(f"{plan.model or 'plan'}: refit", library)
 
 
-def _caveats(plan: Plan, pairs: PairBytes, simulation: Simulation | None) -> Iterator[str]:
+def _caveats(plan: Plan, simulation: Simulation | None) -> Iterator[str]:
     """How far the simulated refit is from the planned one."""
     if simulation is None:
         return
@@ -79,8 +79,6 @@ def _caveats(plan: Plan, pairs: PairBytes, simulation: Simulation | None) -> Ite
         yield "The plan does not know where ranks live: mcore-reshard plan --topology makes one that does."
     elif plan.topology != simulation.topology:
         yield "The plan was made for another machine than the one that is shown here."
-    if plan.relay_bytes.any() and pairs.passed_on is None:
-        yield "The plan lets replicas pass bytes on. In this simulation the trainer serves every replica itself."
 
 
 @cache

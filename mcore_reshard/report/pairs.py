@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_reshard.planner.plan.plan import Plan
-from mcore_reshard.simulate.simulation import Simulation
 from mcore_reshard.simulate.traffic import traffic_of
 
 Ints = NDArray[np.int64]
@@ -24,21 +23,15 @@ class PairBytes:
     passed_on: Ints | None  # [generation ranks, generation ranks]; None: nobody passes anything on
 
 
-def pair_bytes(plan: Plan, simulation: Simulation | None = None) -> PairBytes:
-    """The bytes of every pair: as the plan says, or of a simulated refit, whose transport may relay or not."""
+def pair_bytes(plan: Plan) -> PairBytes:
+    """The bytes of every pair of a plan."""
     train, gen = plan.train.world, plan.gen.world
     first, later = np.zeros((train, gen), np.int64), np.zeros((gen, gen), np.int64)
-    if simulation is not None:
-        messages = simulation.messages
-        passed = messages.hop > 0
-        np.add.at(first, (messages.src[~passed], messages.dst[~passed] - train), messages.nbytes[~passed])
-        np.add.at(later, (messages.src[passed] - train, messages.dst[passed] - train), messages.nbytes[passed])
-    else:
-        for hop, traffic in enumerate(traffic_of(plan, relayed=True)):
-            if len(traffic.src):
-                nbytes = np.add.reduceat(traffic.shape_bytes[traffic.shape], traffic.first[:-1])
-                matrix, src = (later, traffic.src - train) if hop else (first, traffic.src)
-                np.add.at(matrix, (src, traffic.dst - train), nbytes)
+    for hop, traffic in enumerate(traffic_of(plan)):
+        if len(traffic.src):
+            nbytes = np.add.reduceat(traffic.shape_bytes[traffic.shape], traffic.first[:-1])
+            matrix, src = (later, traffic.src - train) if hop else (first, traffic.src)
+            np.add.at(matrix, (src, traffic.dst - train), nbytes)
     return PairBytes(first, later if later.any() else None)
 
 

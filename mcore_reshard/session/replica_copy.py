@@ -326,6 +326,7 @@ def _schedule(
         padding=(),
         misc=(),
         names={index: MemberNames(name) for index, name in enumerate(views)},
+        later_hops=("relay",),
         hop=1,
         view=SourceView(SourceTable(0, digest, tensors, boxes, (table,))),
         relay_seats=seats[:1],

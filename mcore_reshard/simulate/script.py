@@ -7,8 +7,8 @@
 A rank reaches a round when the round `window` places before it is over, and when it has reached the one before it. A
 message begins when both its ranks have reached it.
 
-    nccl     a run for each stream, rounds as in nccl/staging.py; the next one waits for the wire. Over auto, rounds have
-             a wave from the trainer, and what is passed on to other hosts of the wave before
+    nccl     a run for each stream, rounds as in nccl/staging.py; the next one waits for the wire. Rounds have a wave from
+             the trainer, and what is passed on of the waves before; over auto, what is passed on to other hosts
     gloo     one run of single messages, in a window of slots; those of two ranks pass one after another
     direct   a reader pulls from source after source, or from all at once; a source waits until all have read
 """
@@ -36,8 +36,9 @@ from mcore_reshard.kernels.transports.nccl.staging import (
     message_bytes,
     windows_to_try,
 )
-from mcore_reshard.kernels.transports.reach import passes_on, shared_gpus
+from mcore_reshard.kernels.transports.reach import joined_hops, shared_gpus
 from mcore_reshard.kernels.transports.rounds import DEFAULT_SLOTS, moment_of, turn_of
+from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.plan import Plan
 from mcore_reshard.planner.topology.topology import Topology
 
@@ -136,7 +137,7 @@ class _Part:
     """What moves together by one transport: a wave of a hop."""
 
     hop: int
-    wave: int  # of the first hop; where the second one joins it, what is passed on is of the wave before
+    wave: int  # of the first hop; in a hop that is joined with it, what is passed on is of a wave before
     kind: Kind
     buckets: PairBuckets
     division: Division | None = None  # of nccl
@@ -149,31 +150,33 @@ def script_of(plan: Plan, topology: Topology, transport: str, options: Options, 
     """
     ranks = len(topology.train) + len(topology.gen)
     domains = np.concatenate([topology.domains("train"), topology.domains("gen")])
-    hops = traffic_of(plan, relayed=passes_on(plan, topology, transport))
+    hops = traffic_of(plan)
     shared = shared_gpus(plan, topology, transport)
-    is_joined = shared.passes_on
+    joined = joined_hops(plan, topology, transport)
     parts: list[_Part] = []
     together: dict[int, list[Traffic]] = {}  # over nccl, by wave: of the trainer, of replicas
     for hop, traffic in enumerate(hops):
         near = domains[traffic.src] == domains[traffic.dst]
         for wave in np.unique(traffic.wave).tolist():
-            for kind, chosen in _split(transport, traffic.wave == wave, near):
+            by = "nccl" if 0 < hop <= joined else transport
+            for kind, chosen in _split(by, traffic.wave == wave, near):
                 if not chosen.any():
                     continue
                 of_wave = traffic.of_pairs(np.flatnonzero(chosen))
                 if kind == "nccl":
-                    together.setdefault(wave + (hop if is_joined else 0), []).append(of_wave)
+                    together.setdefault(wave + (hop if hop <= joined else 0), []).append(of_wave)
                 else:
                     parts.append(_Part(hop, wave, kind, _buckets(of_wave, kind, options.bucket_bytes)))
-    ends = [end for joined in together.values() for each in joined for end in (each.src, each.dst)]
+    ends = [end for of_part in together.values() for each in of_part for end in (each.src, each.dst)]
     members = tuple(np.unique(np.concatenate([np.zeros(0, np.int64), *ends])).tolist())
     on_gpus = shared if transport == "auto" else None
-    for number, joined in together.items():  # a wave of which nothing is passed on is divided as the others are
-        divided = _nccl_buckets(joined, options, ranks, members, on_gpus, passes_on=is_joined and number > 0)
+    for number, of_part in together.items():
+        kinds = [plan.later_hops[hop] for hop in range(joined) if hop < number <= hop + plan.waves]
+        divided = _nccl_buckets(of_part, options, ranks, members, on_gpus, kinds)
         parts.append(_Part(0, number, "nccl", *divided))
     merged = max(1, -(-sum(part.buckets.messages for part in parts) // most))
-    writer = _Writer(topology, merged, relayed=len(hops) > 1, joins=is_joined)
-    for part in sorted(parts, key=lambda part: (part.wave + (is_joined and part.hop > 0), part.hop)):
+    writer = _Writer(topology, merged, relayed=len(hops) > 1, joined=joined)
+    for part in sorted(parts, key=lambda part: (part.wave + (joined if part.hop else 0), part.hop)):
         writer.add(part)
     return writer.script()
 
@@ -194,16 +197,18 @@ def _nccl_buckets(
     ranks: int,
     members: tuple[int, ...],
     shared: SharedGpus | None,
-    *,
-    passes_on: bool,
+    kinds: Sequence[HopKind],
 ) -> tuple[PairBuckets, Division]:
-    """The buckets of hops whose messages share rounds. `members` are the ranks that exchange anything over nccl."""
+    """The buckets of hops whose messages share rounds. `members` are the ranks that exchange anything over nccl.
+
+    Replicas may pass on in the hops of these `kinds`.
+    """
     budget = ScratchBudget(options.scratch_bytes, checksums=options.checksums)
     pairs = np.bincount(
         np.concatenate([end for traffic in hops for end in (traffic.src, traffic.dst)]), minlength=ranks
     )
-    division = divide(budget, pairs.tolist(), passes_on=passes_on, members=members, shared=shared)
-    first, *others = (_buckets(traffic, "nccl", division.bucket_bytes) for traffic in hops)
+    division = divide(budget, pairs.tolist(), hops=kinds, members=members, shared=shared)
+    first, *others = (_buckets(traffic, "nccl", division.bucket_bytes_in(traffic.kind)) for traffic in hops)
     for other in others:
         first = first.and_those_of(other)
     return first, division
@@ -251,8 +256,8 @@ def _alike(traffic: Traffic) -> tuple[Ints, Ints]:
 class _Writer:
     """Puts the runs of all hops and waves together, each after those that it waits for."""
 
-    def __init__(self, topology: Topology, merged: int, *, relayed: bool, joins: bool) -> None:
-        self._topology, self._merged, self._relayed, self._joins = topology, merged, relayed, joins
+    def __init__(self, topology: Topology, merged: int, *, relayed: bool, joined: int) -> None:
+        self._topology, self._merged, self._relayed, self._joined = topology, merged, relayed, joined
         self._train = len(topology.train)
         self._gpus = np.concatenate([topology.gpus("train"), topology.gpus("gen")])
         self._buckets: list[Buckets] = []
@@ -325,7 +330,7 @@ class _Writer:
         """The runs that one of a wave waits for: the wave before it, and what must have landed on the rank."""
         awaited = [(part.hop, sends, part.wave - 1)]
         for earlier in range(part.hop):
-            joined = self._joins and earlier <= 1
+            joined = earlier <= self._joined
             awaited.append((0 if joined else earlier, False, part.wave + (earlier if joined else 0)))
         before: list[int] = []
         for hop, is_sender, last in awaited:  # a rank may have nothing to do in some waves

@@ -7,7 +7,7 @@ size and its ends. DeepSeek-V3 from 256 to 128 ranks has 5.8 million.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -38,6 +38,7 @@ class Traffic:
     """
 
     hop: int
+    kind: HopKind
     wave: Ints  # [pairs]: of a relay; 0 where there are none
     stage: Ints  # [pairs]: index into Schedule.stages
     src: Ints  # [pairs]: in a later hop, the generation rank that passes on
@@ -57,7 +58,7 @@ class Traffic:
         first = np.concatenate([[0], np.cumsum(counts)])
         rows = np.arange(first[-1]) + np.repeat(self.first[chosen] - first[:-1], counts)
         wave, stage, src, dst = (column[chosen] for column in (self.wave, self.stage, self.src, self.dst))
-        return Traffic(self.hop, wave, stage, src, dst, first, self.shape[rows], self.shapes)
+        return Traffic(self.hop, self.kind, wave, stage, src, dst, first, self.shape[rows], self.shapes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,18 +71,16 @@ class _Legs:
     runs: NDArray[np.bool_] | None = None  # [members, legs]: whether the member takes that leg; None: all do
 
 
-def traffic_of(plan: Plan, *, relayed: bool) -> tuple[Traffic, ...]:
-    """The traffic of each hop. With `relayed` False, every byte comes from the trainer, whatever the plan says."""
-    if not relayed:
-        plan = replace(plan, straight=True)
+def traffic_of(plan: Plan) -> tuple[Traffic, ...]:
+    """The traffic of each hop."""
     hops: dict[HopKind, list[tuple[TransferGroup, _Legs]]] = {kind: [] for kind in ("train", *plan.later_hops)}
     for transfers in plan.transfer_groups:
         for kind, legs in _hops(plan, transfers):
             hops[kind].append((transfers, legs))
-    return tuple(_traffic(plan, legs, hop) for hop, legs in enumerate(hops.values()))
+    return tuple(_traffic(plan, legs, hop, kind) for hop, (kind, legs) in enumerate(hops.items()))
 
 
-def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int) -> Traffic:
+def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int, kind: HopKind) -> Traffic:
     stages, train, ranks = plan.train.pp, plan.train.world, plan.train.world + plan.gen.world
     shapes: dict[Shape, int] = {}
     of_pattern: dict[int, NDArray[np.int32]] = {}  # the shape of each overlap
@@ -104,7 +103,7 @@ def _traffic(plan: Plan, of_groups: list[tuple[TransferGroup, _Legs]], hop: int)
     first = np.concatenate([[0], np.cumsum(count[pairs])])
     places = pairs // ranks // ranks
     columns = places // stages, places % stages, pairs // ranks % ranks, pairs % ranks
-    return Traffic(hop, *columns, first, np.concatenate(rows)[order], tuple(shapes))
+    return Traffic(hop, kind, *columns, first, np.concatenate(rows)[order], tuple(shapes))
 
 
 def _stable_order(key: Ints) -> Ints:

@@ -78,7 +78,7 @@ class RankView(View):
         if self.plan.frozen and self.wave is None:
             later = replace(self, plan=without_frozen(self.plan)).schedule()
         return replace(
-            schedule, casts=casts, computed=computed, later_hops=len(self.plan.later_hops), view=self, later=later
+            schedule, casts=casts, computed=computed, later_hops=self.plan.later_hops, view=self, later=later
         )
 
     def with_rows(self, masks: Sequence[NDArray[np.bool_] | NDArray[np.int64]]) -> RankView:
@@ -106,9 +106,12 @@ class RankView(View):
         recvs = tuple(stage.recvs for stage in receives.stages)  # replicas keep the same tensors: this is both ends
         table = SourceTable(self.rank, self.plan.digest, receives.tensors, receives.strided_boxes, recvs)
         view = SourceView(table, of_rank=self)
-        return Relay(
-            _among_replicas(replace(sends, view=self), hop), _among_replicas(replace(receives, view=view), hop)
-        )
+        sends, receives = replace(sends, view=self), replace(receives, view=view)
+        return Relay(*(self._among_replicas(end, hop) for end in (sends, receives)))
+
+    def _among_replicas(self, end: Schedule, hop: int) -> Schedule:
+        hops, seats = self.plan.later_hops, end.gen_seats
+        return replace(end, later_hops=hops, hop=hop, train_ranks=end.gen_ranks, padding=(), relay_seats=seats)
 
     def held(self) -> Held:
         if id(self.plan) not in self.layouts:
@@ -282,11 +285,6 @@ class RankView(View):
                 offset = ravel(padding.box.start, padding.tensor.shape)
                 for tensor in dict.fromkeys(self._tensor_ids(place.transfers, padding.tensor, source=False).tolist()):
                     yield tensor, offset, StridedBox(padding.box.extents, strides)
-
-
-def _among_replicas(schedule: Schedule, hop: int) -> Schedule:
-    seats = schedule.gen_seats
-    return replace(schedule, hop=hop, train_ranks=schedule.gen_ranks, padding=(), relay_seats=seats)
 
 
 def wire_box(region: Region, ordering: Piece, local: Piece) -> StridedBox:

@@ -17,6 +17,8 @@ from mcore_reshard.planner.layout.geometry import LocalTensor as LocalTensor
 from mcore_reshard.planner.model.name_patterns import fill
 from mcore_reshard.planner.model.parameters import ParameterGroup
 
+from .paths import HopKind
+
 if TYPE_CHECKING:
     from .held import Held
 
@@ -97,7 +99,7 @@ class Schedule:
     pairs: tuple[tuple[ParameterGroup, ParameterGroup], ...] = ()  # quantized weights, their scales; of the whole plan
     casts: tuple[Cast, ...] = ()  # training ranks: tensors that are sent in another dtype
     computed: tuple[int, ...] = ()  # training ranks: tensors that the trainer does not have, the scales of casts
-    later_hops: int = 0  # in which generation ranks pass on what they receive
+    later_hops: tuple[HopKind, ...] = ()  # in which generation ranks pass on what they receive
     hop: int = 0  # the number of such a hop, from 1: its 'train' ranks are the generation ranks that pass on
     view: View | None = None
     later: Schedule | None = None  # of refits after an engine's first, if the trainer leaves parameters frozen
@@ -130,12 +132,16 @@ class Schedule:
 
     @property
     def relayed(self) -> bool:
-        """Whether generation ranks pass on what they receive."""
-        return self.later_hops > 0
+        """Whether generation ranks pass on what they receive here."""
+        return bool(self.later_hops) and not self.hop
 
     @property
     def between_replicas(self) -> bool:
         return self.hop > 0
+
+    @property
+    def hop_kind(self) -> HopKind:
+        return self.later_hops[self.hop - 1] if self.hop else "train"
 
     @property
     def peers(self) -> frozenset[int]:

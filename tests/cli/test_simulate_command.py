@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from helpers.cli import HYBRID, MOE, Run
 
-from mcore_reshard.cli.render import size
-
 
 def routes(report: Any) -> dict[str, int]:
     return {entry["route"]: entry["bytes"] for entry in report["routes"]}
@@ -57,19 +55,20 @@ def test_misc_tensors_are_named_as_not_simulated(run: Run, plan_of: Any) -> None
     assert "misc tensors travel whole" in run("simulate", plan_of(HYBRID), "--topology", "h200-8").out
 
 
-def test_a_note_says_where_replicas_do_not_pass_on_what_the_plan_lets_them(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("machine", [["--topology", "h200-8,gpus=2"], []], ids=["between hosts", "between any two"])
+def test_replicas_pass_on_over_every_transport(run: Run, tmp_path: Path, machine: list[str]) -> None:
     path = str(tmp_path / "plan.json")
-    machine = "--topology", "h200-8,gpus=2"  # of which one replica fills one
-    run("plan", MOE[0], "--train", "tp=2", "--gen", "tp=2,dp=4", *machine, "--out", path)
-    passed_on = sum(rank["relay_bytes"] for rank in run("show", path, "--json").json["ranks"]["gen"])
-    assert passed_on > 0
-    simulate = ("simulate", path, *machine, "--transport")
-    assert f"its ranks pass on {size(passed_on)} in the plan" in " ".join(run(*simulate, "nccl").out.split())
-    for transport in ("auto", "gloo"):
-        assert "ranks pass on" not in " ".join(run(*simulate, transport).out.split())
-    run("plan", MOE[0], "--train", "tp=2", "--gen", "tp=1,dp=8", "--out", path)  # between any two replicas
-    within_hosts = "--topology", "h200-8,gpus=4", "--hosts", "train=a*2,gen=b*4+c*4"
-    assert "ranks pass on" in " ".join(run("simulate", path, *within_hosts).out.split())
+    run("plan", MOE[0], "--train", "tp=2", "--gen", "tp=1,dp=8", *machine, "--out", path)
+    ranks = run("show", path, "--json").json["ranks"]
+    sent, passed_on = (
+        sum(rank["send_bytes"] for rank in ranks["train"]),
+        sum(rank["relay_bytes"] for rank in ranks["gen"]),
+    )
+    assert passed_on > sent
+    where = machine or ["--topology", "h200-8,gpus=4", "--hosts", "train=a*2,gen=b*4+c*4"]
+    for transport in ("auto", "nccl", "gloo"):
+        simulated = run("simulate", path, *where, "--transport", transport, "--json").json
+        assert sum(route["bytes"] for route in simulated["routes"]) == sent + passed_on
 
 
 @pytest.mark.parametrize(

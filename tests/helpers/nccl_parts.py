@@ -18,7 +18,7 @@ from mcore_reshard.kernels.copies.cast_arithmetic import compute_scales
 from mcore_reshard.kernels.copies.cpu import run_copies
 from mcore_reshard.kernels.copies.tensors import byte_array
 from mcore_reshard.kernels.transports.nccl.staging import ScratchBudget, divide, divide_windows, pair_count
-from mcore_reshard.kernels.transports.reach import joins, passes_on, shared_gpus
+from mcore_reshard.kernels.transports.reach import joined_hops, shared_gpus
 from mcore_reshard.kernels.transports.relay import _joined
 from mcore_reshard.planner.plan.make_schedule import relays_of
 from mcore_reshard.planner.plan.make_schedule import schedule_of as planned_schedule
@@ -32,44 +32,47 @@ def schedules_of(plan: Plan) -> list[Schedule]:
 
 
 def joined_parts(
-    case: Case, budget: ScratchBudget, *, shares: bool = True
+    case: Case, budget: ScratchBudget, *, shares: bool = True, transport: str = "auto"
 ) -> tuple[list[dict[int, Device]], Communicators, list[Any]]:
     """The parts of all ranks, their communicators, and the tensors of each rank, in which what goes by `direct` has landed.
 
     Unless it `shares`, all members are in one communicator, as if no GPU had ranks of both sides.
     """
     plan = case.plan()
-    assert plan.topology is not None and passes_on(plan, plan.topology, "auto")
-    shared = shared_gpus(plan, plan.topology, "auto")
+    assert plan.topology is not None
+    shared = shared_gpus(plan, plan.topology, "auto") if shares and transport == "auto" else None
     schedules = schedules_of(plan)
     tensors = [synthetic.allocate(schedule, torch.device("cpu")) for schedule in schedules]
     for rank in range(plan.train.world):
         synthetic.fill(plan, "train", rank, tensors[rank])
     bounds = [bind(schedule, held) for schedule, held in zip(schedules, tensors, strict=True)]
-    of_ranks = [far_parts(plan, bound) for bound in bounds]
-    by_hand([bound.part(bound.schedule.with_peers(peers(plan, bound.schedule, near=True))) for bound in bounds])
+    of_ranks = [far_parts(plan, bound, transport) for bound in bounds]
+    if transport == "auto":
+        by_hand([bound.part(bound.schedule.with_peers(peers(plan, bound.schedule, near=True))) for bound in bounds])
     parts_of_all = [[*part] for part in zip(*of_ranks, strict=True)]
     pairs = [[sum(pair_count(bound.schedule) for bound in of_rank) for of_rank in part] for part in parts_of_all]
     members = tuple(np.flatnonzero(np.sum(pairs, axis=0)).tolist())
     devices: list[dict[int, Device]] = []
     for part, of_part in zip(parts_of_all, pairs, strict=True):
         ranks = [[bound.schedule for bound in of_rank] for of_rank in part]
-        passing = any(len(of_rank) > 1 for of_rank in ranks)
-        division = divide(budget, of_part, passes_on=passing, members=members, shared=shared if shares else None)
+        hops = {schedule.hop_kind for of_rank in ranks for schedule in of_rank[1:]}
+        division = divide(budget, of_part, hops=hops, members=members, shared=shared)
         division, _ = divide_windows(division, ranks, plan.train.world)
         devices.append({rank: Device.of(part[rank], division, plan.train.world) for rank in members})
     return devices, division.communicators(), tensors
 
 
-def far_parts(plan: Plan, bound: BoundSchedule) -> list[list[BoundSchedule]]:
-    """What a rank exchanges with other domains, as `auto` hands it to nccl."""
+def far_parts(plan: Plan, bound: BoundSchedule, transport: str = "auto") -> list[list[BoundSchedule]]:
+    """What a rank exchanges over nccl: with other domains, or with all ranks."""
     assert plan.topology is not None
-    schedule, passes = bound.schedule, joins(plan, plan.topology, "auto")
+    schedule, joined = bound.schedule, joined_hops(plan, plan.topology, transport)
     assert schedule.view is not None
     waves = [bound.part(wave) for wave in schedule.view.waves()] or [bound]
     views = [wave.schedule.view for wave in waves if schedule.world == "gen"]
-    relays = [view.relays()[0] for view in views if view is not None and passes]
-    parts = _joined(bound, waves, relays) if passes else [[wave] for wave in waves]
+    hops = [*zip(*(view.relays() for view in views if view is not None), strict=True)]
+    parts = _joined(bound, waves, hops, joined)
+    if transport == "nccl":
+        return parts
     far = peers(plan, schedule, near=False)
     return [[first.part(first.schedule.with_peers(far)), *later] for first, *later in parts]
 

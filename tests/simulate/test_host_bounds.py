@@ -12,6 +12,7 @@ import pytest
 
 import mcore_reshard as mr
 from mcore_reshard.planner.plan.loads import busiest_link
+from mcore_reshard.planner.plan.locate import located
 from mcore_reshard.planner.topology.topology import parse_topology
 from mcore_reshard.simulate.simulate import simulate
 
@@ -87,7 +88,7 @@ def test_only_members_of_a_communicator_forward() -> None:
     def sending(hosts: str, gen: str, transport: str) -> set[int]:
         plan = mr.plan("tiny-llama", train="tp=2", gen=gen)
         topology = parse_topology("h200-8", plan.train.world, plan.gen.world, hosts)
-        links = simulate(plan, topology, transport).links
+        links = simulate(located(plan, topology), topology, transport).links
         return {link.gpu for link in links if link.kind == "NIC out"}
 
     assert sending("train=a*2,gen=b*2@2", "tp=2", "auto") == {0, 1}

@@ -78,31 +78,25 @@ def schedules_of(plan: Plan) -> Iterator[Schedule]:
         yield from (schedule_of(plan, world, rank) for rank in range(ranks))
 
 
-def nccl_runs(plan: Plan) -> Runs:
-    """What the nccl executor does: a run for each stream."""
-    return nccl_part([[schedule] for schedule in schedules_of(replace(plan, straight=True))], plan.train.world)
-
-
 def nccl_waves(plan: Plan) -> Runs:
     """What it does in a plan whose replicas pass on by `direct`, wave after wave."""
     waves = [schedule.view.waves() for schedule in schedules_of(plan) if isinstance(schedule.view, RankView)]
     return nccl_parts([[[schedule] for schedule in of_wave] for of_wave in zip(*waves, strict=True)], plan)
 
 
-def nccl_joined(plan: Plan) -> Runs:
-    """What it does where they pass on to other hosts: wave after wave, and in the same rounds the wave before."""
+def nccl_joined(plan: Plan, joined: int, *, transport: str = "auto") -> Runs:
+    """What it does where they pass on by nccl: wave after wave, and in the same rounds, in so many hops, waves before."""
     parts: list[list[list[Schedule]]] = []
-    assert plan.topology is not None
-    shared = shared_gpus(plan, plan.topology, "auto")
+    shared = shared_gpus(plan, plan.topology, transport) if transport == "auto" and plan.topology else None
     for schedule in schedules_of(plan):
         assert isinstance(schedule.view, RankView)
         waves = schedule.view.waves() or (schedule,)
-        of_rank = [[wave.with_peers(far_from(plan, wave))] for wave in waves]
-        if shared.passes_on:
-            of_rank.append([waves[-1].with_peers(())])
-            for part, wave in zip(of_rank[1:], waves, strict=True):
-                relays = wave.view.relays() if wave.view is not None and schedule.world == "gen" else ()
-                part += [end for relay in relays[:1] for end in (relay.sends, relay.receives)]
+        far = far_from(plan, schedule) if transport == "auto" else [*schedule.peers]
+        of_rank = [[wave.with_peers(far)] for wave in waves] + [[waves[-1].with_peers(())] for _ in range(joined)]
+        for number, wave in enumerate(waves):
+            relays = wave.view.relays() if wave.view is not None and schedule.world == "gen" else ()
+            for hop, relay in enumerate(relays[:joined], 1):
+                of_rank[number + hop] += [relay.sends, relay.receives]
         parts.append(of_rank)
     return nccl_parts([[*of_wave] for of_wave in zip(*parts, strict=True)], plan, shared)
 
@@ -129,9 +123,9 @@ def nccl_part(
 ) -> Runs:
     """The runs of a part; of each rank, what it exchanges with the other world and with replicas."""
     pairs = [sum(map(pair_count, of_rank)) for of_rank in ranks]
-    passes_on = any(len(of_rank) > 1 for of_rank in ranks)
+    hops = {schedule.hop_kind for of_rank in ranks for schedule in of_rank[1:]}
     budget = ScratchBudget(OPTIONS.scratch_bytes)
-    division = divide(budget, pairs, passes_on=passes_on, members=members, shared=shared)
+    division = divide(budget, pairs, hops=hops, members=members, shared=shared)
     division, ends = divide_windows(division, ranks, train_ranks)
     runs: Runs = {}
     for of_rank in ends:
@@ -172,8 +166,8 @@ def gloo_runs(plan: Plan) -> Runs:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_script_of_nccl_is_the_rounds_of_its_executor(case: Case) -> None:
     plan = case.plan()
-    expected = nccl_runs(plan)
-    assert runs_of_script(plan, script(plan, "nccl")) == expected
+    expected = nccl_joined(plan, len(plan.later_hops), transport="nccl")
+    assert joined_runs_of_script(plan, script(plan, "nccl")) == expected
     assert max(len(run) for runs in expected.values() for run in runs) > 2
 
 
@@ -190,7 +184,8 @@ def test_the_script_of_gloo_is_the_messages_of_its_executor(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_the_scripts_of_a_plan_that_knows_its_hosts_are_those_of_the_executors(case: Case, gpus: int) -> None:
     plan = on_hosts(case, gpus)
-    assert runs_of_script(plan, script(plan, "nccl")) == nccl_runs(plan)
+    expected = nccl_joined(plan, len(plan.later_hops), transport="nccl")
+    assert joined_runs_of_script(plan, script(plan, "nccl")) == expected
     assert runs_of_script(plan, script(plan, "gloo")) == gloo_runs(plan)
 
 
@@ -205,12 +200,12 @@ def test_the_script_of_auto_between_hosts_has_the_waves_of_the_nccl_executor(tra
     assert len(sent) == 4 and min(map(len, sent.values())) > plan.waves > 1
 
 
-def joined_runs_of_script(plan: Plan, found: Script) -> Runs:
-    """What a script says that every rank does over nccl, where a round may send and receive."""
+def joined_runs_of_script(plan: Plan, found: Script, hops: int = 2) -> Runs:
+    """What a script says that every rank does over nccl in so many later hops, where a round may send and receive."""
     names = [f"train:{rank}" for rank in range(plan.train.world)] + [f"gen:{rank}" for rank in range(plan.gen.world)]
     buckets = found.buckets
     messages: dict[int, list[Message]] = {}
-    for number in np.flatnonzero(buckets.hop <= 1).tolist():
+    for number in np.flatnonzero(buckets.hop <= hops).tolist():
         ends = names[buckets.src[number]], names[buckets.dst[number]]
         message = int(buckets.stage[number]), *ends, int(buckets.nbytes[number])
         for of_round in (found.src_round[number], found.dst_round[number]):
@@ -227,8 +222,8 @@ def joined_runs_of_script(plan: Plan, found: Script) -> Runs:
 def test_the_script_of_a_relay_between_hosts_has_the_joined_rounds_of_the_nccl_executor(gen: str, gpus: int) -> None:
     plan = on_hosts(Case("tiny-qwen3-moe", "tp=2,ep=2", gen), gpus)
     assert plan.later_hops == ("relay", "share")
-    found, expected = script(plan, "auto"), nccl_joined(plan)
-    assert joined_runs_of_script(plan, found) == expected
+    found, expected = script(plan, "auto"), nccl_joined(plan, 1)
+    assert joined_runs_of_script(plan, found, hops=1) == expected
     passed_on = [
         message for runs in expected.values() for run in runs for each in run for message in each if "gen" in message[1]
     ]
@@ -252,8 +247,8 @@ def test_the_script_of_ranks_that_share_gpus_has_the_rounds_of_all_communicators
     plan = on_hosts(case, 2)
     assert plan.topology is not None and plan.later_hops == hops
     assert len(shared_gpus(plan, plan.topology, "auto").communicators(range(plan.train.world + plan.gen.world))) > 1
-    found, expected = script(plan, "auto"), nccl_joined(plan)
-    by_nccl = {name: runs_by_nccl(runs, plan) for name, runs in joined_runs_of_script(plan, found).items()}
+    found, expected = script(plan, "auto"), nccl_joined(plan, int("relay" in hops))
+    by_nccl = {name: runs_by_nccl(runs, plan) for name, runs in joined_runs_of_script(plan, found, hops=1).items()}
     assert {name: runs for name, runs in by_nccl.items() if runs} == expected
     run(found)
 
@@ -347,7 +342,10 @@ def test_a_rank_that_takes_its_rounds_in_another_order_is_seen(transport: str) -
     exchanged = {first: last, last: first}
     dst_round = np.array([exchanged.get(each, each) for each in found.dst_round.tolist()])
     permuted = replace(found, dst_round=dst_round)
-    assert runs_of_script(plan, permuted) != (nccl_runs(plan) if transport == "nccl" else gloo_runs(plan))
+    if transport == "nccl":
+        assert joined_runs_of_script(plan, permuted) != nccl_joined(plan, len(plan.later_hops), transport="nccl")
+    else:
+        assert runs_of_script(plan, permuted) != gloo_runs(plan)
     run(found)
     with pytest.raises(DeadlockError):
         run(permuted)
@@ -370,11 +368,14 @@ def test_one_host_that_relays_without_places_shares_with_them() -> None:
 def test_between_many_ranks_messages_of_nccl_stay_large(gen: str, mean: float, median: float) -> None:
     """DeepSeek-V3 from 256 ranks to 128: up to 9.8 MiB within 512 MiB of scratch; whole rows fill them almost.
 
-    Whole experts are four bands of 7 MiB each, of which none shares a message.
+    Whole experts are four bands of 7 MiB each, of which none shares a message. Replicas of a host pass on in smaller ones.
     """
     plan = Case("deepseek-v3", "tp=8,pp=8,ep=32,dp=4,layers=8+8+8+8+8+7+7+7", gen, machine="h200-8").plan()
     assert plan.topology is not None
-    mib = script_of(plan, plan.topology, "nccl", Options(), most=1 << 30).buckets.nbytes / (1 << 20)
+    buckets = script_of(plan, plan.topology, "nccl", Options(), most=1 << 30).buckets
+    assert (np.unique(buckets.hop) == [0, 1]).all() and buckets.nbytes[buckets.hop == 1].max() <= (128 << 20) / 13 / 4
+    mib = buckets.nbytes[buckets.hop == 0] / (1 << 20)
     assert mib.mean() > mean and np.median(mib) > median and mib.max() <= 128 / 13
-    less = script_of(plan, plan.topology, "nccl", Options(scratch_bytes=256 << 20), most=1 << 30).buckets.nbytes
+    buckets = script_of(plan, plan.topology, "nccl", Options(scratch_bytes=256 << 20), most=1 << 30).buckets
+    less = buckets.nbytes[buckets.hop == 0]
     assert np.median(less) / (1 << 20) < 0.6 * median  # half of the scratch, half of a message

@@ -17,7 +17,7 @@ from helpers.ways import rounds_stand_in, stand_in
 from mcore_reshard.kernels.transports import registry
 from mcore_reshard.kernels.transports.mixed import connect_by_pair
 from mcore_reshard.kernels.transports.peer_access import UNREACHABLE_VARIABLE
-from mcore_reshard.kernels.transports.reach import joins
+from mcore_reshard.kernels.transports.reach import joined_hops
 
 MOE = Case("tiny-qwen3-moe", "tp=2,ep=2", "tp=2")
 RELAYED = Case("tiny-qwen3-moe", "tp=1", "dp=3")
@@ -63,12 +63,12 @@ def on_cpu(number: int, address: str, case: Case, unreachable: str, far_unavaila
         (MOE, "train:0-gen:1, train:1-gen:0", [{"near+far"}] * 4),
         (MOE, "train:9-gen:0", [{"near"}] * 4),
         (RELAYED, "", [{"near"}] * 4),
-        (RELAYED, "relay:0-gen:1", [{"near"}] * 4),
+        (RELAYED, "relay:0-gen:1", [{"far+near"}] * 4),
         (RELAYED, TRAINER_ALONE, [{"far"}, {"far+near"}, {"far+near"}, {"far+near"}]),
         (RELAYED, "train:0-gen:2", [{"far+near"}] * 4),
-        (RELAYED, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
+        (RELAYED, "train:0-gen:2,relay:0-gen:1", [{"far+near"}] * 4),
         (RELAYED_CAST, TRAINER_ALONE, [{"far"}, {"far+near"}, {"far+near"}, {"far+near"}]),
-        (RELAYED_CAST, "train:0-gen:2,relay:0-gen:1", [{"near+far"}] * 4),
+        (RELAYED_CAST, "train:0-gen:2,relay:0-gen:1", [{"far+near"}] * 4),
         (RELAYED, f"{TRAINER_ALONE},{ALL_RELAYS}", [{"far"}] * 4),
         (RELAYED, ALL_RELAYS, [{"far+near"}] * 4),
         (RELAYED_CAST, f"{TRAINER_ALONE},{ALL_RELAYS}", [{"far"}] * 4),
@@ -93,7 +93,7 @@ def test_each_pair_goes_by_what_reaches_it(case: Case, unreachable: str, ways: l
 )
 def test_replicas_pass_on_to_other_hosts_by_the_rounds_of_nccl(case: Case, trainer: str, engine: str) -> None:
     plan = case.plan()
-    assert plan.topology is not None and joins(plan, plan.topology, "auto")
+    assert plan.topology is not None and joined_hops(plan, plan.topology, "auto") == 1
     ranks = plan.train.world + plan.gen.world
     found = values(run_ranks(ranks, on_cpu, case, apart(case), None, timeout_s=120.0))
     assert [ways for ways, _ in found] == [{trainer}] * plan.train.world + [{engine}] * plan.gen.world
@@ -146,11 +146,13 @@ def on_gpus(
         (CAST, "direct", "", "direct"),
         (CAST, "nccl", "", "nccl"),
         (RELAYED_CAST, "auto", "train:0-gen:2,relay:0-gen:1", "direct+nccl"),
+        (RELAYED_CAST, "nccl", "", "nccl"),
+        (RELAYED_HOSTS, "nccl", "", "nccl"),
     ],
     ids=[
         *("a pair by nccl", "stages near", "a stage is far", "a stage is far, cast"),
-        *("all near", "all far", "two hosts", "relayed directly", "a relay by nccl", "relays over two hosts"),
-        *("cast directly", "cast by nccl", "cast over two hosts"),
+        *("all near", "all far", "two hosts", "relayed directly", "relayed by nccl", "relays over two hosts"),
+        *("cast directly", "cast by nccl", "cast over two hosts", "relayed cast by nccl", "three hops by nccl"),
     ],
 )
 def test_auto_on_gpus(case: Case, transport: str, unreachable: str, way: str) -> None:

@@ -373,7 +373,7 @@ def test_a_wave_is_shared_within_a_host_after_the_part_that_brings_it_there() ->
     ]
     early: list[bool] = []
     group: Any = Left()
-    executor = RelayedExecutor(first, [relaying.Role(2, False, shares, group)], None, joins=True)
+    executor = RelayedExecutor(first, [relaying.Role(2, False, shares, group)], None, joined=1)
     assert sum(report.transfers for report in executor.run()) == 5
     assert early == [False, False] and shares[1].ran.is_set()
     executor.close()

@@ -130,7 +130,7 @@ def test_scratch_grows_with_nothing_and_messages_shrink_with_peers_to_a_sixteent
     many = divide(ScratchBudget(512 * mebi, 2, 2), [47, 8, 0, 16])
     assert many.bucket_bytes == 8 * mebi
     assert 9.8 * mebi < divide(ScratchBudget(512 * mebi, 2, 2), [48, 8]).bucket_bytes < 128 * mebi / 13
-    joined = divide(ScratchBudget(512 * mebi, 2, 2), [1000, 1000], passes_on=True)
+    joined = divide(ScratchBudget(512 * mebi, 2, 2), [1000, 1000], hops=("relay",))
     assert 5.3 * mebi < joined.bucket_bytes < 128 * mebi / 24
     assert many.keeps_streams and many.streams_of(5, 0) == (0,)
     assert divide(ScratchBudget(512 * mebi, 2, 2, checksums=True), [16, 16]).bucket_bytes == 8 * mebi - 16
@@ -283,12 +283,14 @@ RELAYED = [
         pytest.param(ScratchBudget(96 << 10, 3, 2), id="3 streams", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
 @pytest.mark.parametrize("case", RELAYED, ids=str)
 def test_no_order_of_kernels_deadlocks_where_replicas_pass_on_what_came_before(
-    case: Case, budget: ScratchBudget, order: int
+    case: Case, transport: str, budget: ScratchBudget, order: int
 ) -> None:
     plan = case.plan()
-    parts, communicators, tensors = joined_parts(case, budget)
+    parts, communicators, tensors = joined_parts(case, budget, transport=transport)
+    assert len(parts) == plan.waves + (len(plan.later_hops) if transport == "nccl" else 1)
     both = [
         {placed.bucket.sends for placed in each.placed_messages}
         for part in parts
@@ -302,7 +304,8 @@ def test_no_order_of_kernels_deadlocks_where_replicas_pass_on_what_came_before(
         for device in part.values()
     )
     run_in_any_order(parts, communicators, np.random.default_rng(order))
-    share(plan, tensors)
+    if transport == "auto":
+        share(plan, tensors)
     for rank in range(plan.gen.world):
         assert synthetic.wrong_elements(plan, "gen", rank, tensors[plan.train.world + rank]) == {}
 
@@ -335,7 +338,7 @@ def test_a_copy_between_two_replicas_is_a_session_without_a_trainer() -> None:
 
 
 def test_pairs_keep_time_with_the_one_that_has_the_most_buckets() -> None:
-    division = replace(divide(ScratchBudget(), [16, 16], passes_on=True), pace=75)
+    division = replace(divide(ScratchBudget(), [16, 16], hops=("relay",)), pace=75)
     assert not division.keeps_streams
     counts = np.array([75, 72, 38, 37, 20, 1])
     assert division.parts_of(counts).tolist() == [75, 75, 75, 37.5, 25, 1]
@@ -345,7 +348,7 @@ def test_pairs_keep_time_with_the_one_that_has_the_most_buckets() -> None:
 
 def test_replicas_that_exchange_with_all_others_do_so_evenly() -> None:
     """128 ranks of 16 hosts: each has 15 peers, of which no two have their moments close to each other."""
-    division = replace(divide(ScratchBudget(), [30] * 128, passes_on=True), pace=75)
+    division = replace(divide(ScratchBudget(), [30] * 128, hops=("relay",)), pace=75)
     turn = np.arange(8, 128, 8)
     phases = np.sort(division.phase_of(turn, 0, np.full(15, 128)))
     assert np.allclose(np.diff(phases), 1 / 16)

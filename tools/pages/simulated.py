@@ -84,14 +84,15 @@ def host_bounds_section() -> str:
             f" [data]({LINKS}/host-bounds.json)):"
         ),
         "",
-        "| refit | bound | plan's busiest link | rounds of `auto` | rounds of `gloo` | on its rail |",
-        "|---|---|---|---|---|---|",
+        "| refit | bound | plan's busiest link | rounds of `auto` | of `gloo` | of `nccl` | on its rail |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
         bound = max(row["bound_seconds"].values())
-        ratios = " | ".join(f"{ratio:.2f}" for ratio in (row["links"], row["auto"]["ratio"], row["gloo"]["ratio"]))
+        ratios = [row["links"], *(row[name]["ratio"] for name in ("auto", "gloo", "nccl") if name in row)]
+        shown = " | ".join([f"{ratio:.2f}" for ratio in ratios] + ["-"] * (4 - len(ratios)))
         rails = "-" if row["rail_share"] is None else f"{row['rail_share']:.1%}"
-        lines.append(f"| {row['name']} | {bound * 1e3:.0f} ms | {ratios} | {rails} |")
+        lines.append(f"| {row['name']} | {bound * 1e3:.0f} ms | {shown} | {rails} |")
     return "\n".join(lines)
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -24,6 +25,7 @@ from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
 from mcore_reshard.kernels.transports.group_ranks import group_names, group_rank
 from mcore_reshard.kernels.transports.rounds import turn_with
+from mcore_reshard.planner.plan.paths import HopKind
 
 from .communicator import NcclCommunicator, NcclError, Payload, new_unique_id
 from .shared_gpus import SharedGpus, most_ctas
@@ -179,17 +181,17 @@ class NcclConnection:
         """Agree with all ranks on how each part divides scratch."""
         gather = self._exchange.gather
         pairs = [sum(map(pair_count, part)) for part in self._parts]
-        passes_on = [len(part) > 1 for part in self._parts]
-        words = gather("word", (pairs, passes_on, repr(budget)), _parse_word)
+        hops = [[*dict.fromkeys(schedule.hop_kind for schedule in part[1:])] for part in self._parts]
+        words = gather("word", (pairs, hops, repr(budget)), _parse_word)
         if len(budgets := sorted({budget for _, _, budget in words})) > 1:
             raise SessionError(f"the ranks have different budgets: {'; '.join(budgets)}; give all of them the same")
         members = tuple(rank for rank, (pairs, _, _) in enumerate(words) if any(pairs))
         try:
             divisions = [
-                divide(budget, pairs, passes_on=any(passes_on), members=members, shared=shared)
-                for pairs, passes_on in zip(
+                divide(budget, pairs, hops={*chain(*hops)}, members=members, shared=shared)
+                for pairs, hops in zip(
                     zip(*(pairs for pairs, _, _ in words), strict=True),
-                    zip(*(passes_on for _, passes_on, _ in words), strict=True),
+                    zip(*(hops for _, hops, _ in words), strict=True),
                     strict=True,
                 )
             ]
@@ -279,10 +281,12 @@ class NcclConnection:
         return first_of([DeadlineError(waiting, reason) for waiting in (*first, *others)])
 
 
-def _parse_word(word: Any) -> tuple[list[int], list[bool], str]:
-    """(`pair_count` of each part, whether the rank passes on in it, budget) of a rank."""
-    pairs, passes_on, budget = word
-    return _parse_counts(pairs), [*map(bool, passes_on)], str(budget)
+def _parse_word(word: Any) -> tuple[list[int], list[list[HopKind]], str]:
+    """(`pair_count` of each part, the hops in which the rank passes on in it, budget) of a rank."""
+    pairs, hops, budget = word
+    if unknown := {*chain(*hops)} - {*get_args(HopKind)}:
+        raise ValueError(f"hops {sorted(map(str, unknown))}")
+    return _parse_counts(pairs), [[*of_part] for of_part in hops], str(budget)
 
 
 def _parse_counts(counts: Any) -> list[int]:

@@ -31,7 +31,7 @@ share GPUs, replicas pass on in rounds of a stream of their own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from mcore_reshard.kernels.copies.buckets import Bucket, Size, aligned, cut_buckets
 from mcore_reshard.kernels.copies.casts import Casts, bound_casts
 from mcore_reshard.kernels.copies.copy_table import COPY, SCRATCH, Ints, joined
-from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
+from mcore_reshard.kernels.options import ALIGNMENT, DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.transports.rounds import (
     bucket_bytes_within,
     joined_phase_of,
@@ -49,6 +49,7 @@ from mcore_reshard.kernels.transports.rounds import (
     turn_with,
     window_of,
 )
+from mcore_reshard.planner.plan.paths import HopKind
 from mcore_reshard.planner.plan.schedule import Schedule
 
 from .shared_gpus import SharedGpus
@@ -58,6 +59,9 @@ _MOST_MESSAGES = 16  # that a slot holds at their full size: of 512 MiB, 8 MiB e
 _MOST_OF_MANY = 13  # the same where a rank has many peers: 9.8 MiB each. Rounds then fill evenly with fewer messages
 _SO_MANY_PEERS = 48
 _MOST_JOINED = 24  # the same where a slot has what a rank sends and what it receives
+_OF_SHARES = (
+    4  # so many times smaller are messages within a domain, where others have 9.8 MiB. NVLink has small ones at once
+)
 _MANY_PEERS = 4  # for each stream, from which on a pair keeps to one
 _MOST_OF_A_PAIR = 8  # of its buckets in a window, where pairs keep to a stream
 _GROWTH, _GROWTHS = 1.1, 88  # the numbers of windows that are tried
@@ -89,6 +93,7 @@ class Division:
     members: tuple[int, ...]  # group ranks that have peers, ascending
     keeps_streams: bool  # whether a pair keeps to one stream
     passes_on: bool = False  # whether replicas send as well
+    of_shares: int = 1  # so many times smaller are buckets that they send within their domain
     pace: int = 0  # buckets of the pair with the most, if others keep time with it
     windows: int = 1
     shared: SharedGpus | None = None  # where members of both sides share GPUs
@@ -125,6 +130,10 @@ class Division:
         own = _stream_of_pair(turn, streams) if self.keeps_streams else window % streams
         return own if self.shared is None else self.shared.stream_of(communicator, own, streams)
 
+    def bucket_bytes_in(self, hop: HopKind) -> int:
+        """The largest bucket of a hop."""
+        return max(ALIGNMENT, self.bucket_bytes // (self.of_shares if hop == "share" else 1) // ALIGNMENT * ALIGNMENT)
+
     def with_pace(self, most_buckets: int) -> Division:
         """The division once it is known how many buckets the pair with the most of all ranks has."""
         return replace(self, pace=most_buckets) if self.passes_on else self
@@ -154,7 +163,7 @@ class HopEnd:
         return [
             cls(
                 schedule,
-                cut_buckets(schedule, division.bucket_bytes),
+                cut_buckets(schedule, division.bucket_bytes_in(schedule.hop_kind)),
                 number > 0,
                 train_ranks if number or schedule.world == "gen" else 0,
                 train_ranks if number or schedule.world == "train" else 0,
@@ -287,15 +296,16 @@ def divide(
     budget: ScratchBudget,
     pairs: Sequence[int],
     *,
-    passes_on: bool = False,
+    hops: Collection[HopKind] = (),
     members: tuple[int, ...] = (),
     shared: SharedGpus | None = None,
 ) -> Division:
     """Divide scratch so that the rank with the most peers fits. `pairs[r]` is the `pair_count` of group rank `r`.
 
-    A slot has a place for one bucket of each peer, or for 16; for 13 where a rank has 48 peers or more, for 24 where
-    replicas send as well. With 2 streams of 2 slots, 4 peers and 512 MiB, buckets have 32 MiB. `members` are the ranks with
-    peers in any part, by default in this one. Where those of both sides share GPUs (`shared`), there may be more streams.
+    A slot has a place for one bucket of each peer, or for 16; for 13 where a rank has 48 peers or more. With 2 streams of 2
+    slots, 4 peers and 512 MiB, buckets have 32 MiB. Where replicas send as well, in these `hops`, it has places for 24; or
+    for 13, if they do so within their domain alone, and have many peers. `members` are the ranks with peers in any part, by
+    default in this one. Where those of both sides share GPUs (`shared`), there may be more streams.
     Raises ValueError if less than one element fits.
     """
     with_peers = tuple(rank for rank, count in enumerate(pairs) if count)
@@ -303,16 +313,18 @@ def divide(
     if shared is not None and not shared.is_needed(members):
         shared = None
     counts = [pairs[rank] for rank in with_peers] or [1]
-    most_messages = _MOST_OF_MANY if max(counts) >= _SO_MANY_PEERS else _MOST_MESSAGES
+    has_many = max(counts) >= _SO_MANY_PEERS
+    is_joined = bool(hops) and not (has_many and {*hops} == {"share"})
+    most_messages = _MOST_JOINED if is_joined else _MOST_OF_MANY if has_many else _MOST_MESSAGES
     bucket_bytes = bucket_bytes_within(
         budget.scratch_bytes,
-        min(max(counts), _MOST_JOINED if passes_on else most_messages),
+        min(max(counts), most_messages),
         (budget.streams if shared is None else shared.streams(budget.streams)) * budget.slots,
         DIGEST_BYTES if budget.checksums else 0,
     )
     keeps_streams = min(counts) >= _MANY_PEERS * budget.streams or (shared is not None and shared.digits > 1)
-    keeps_streams = keeps_streams and not passes_on
-    return Division(bucket_bytes, budget, members, keeps_streams, passes_on, shared=shared)
+    of_shares = _OF_SHARES if hops and not is_joined else 1
+    return Division(bucket_bytes, budget, members, keeps_streams and not hops, bool(hops), of_shares, shared=shared)
 
 
 def _stream_of_pair(turn: Any, streams: int) -> Any:
