@@ -159,6 +159,16 @@ def puts(pair: Pair, communicator: Any, window: torch.Tensor, registered: Any, s
     return move
 
 
+def loaded_nccl() -> tuple[int, int, int]:
+    """The version of the library that is measured."""
+    from nccl.core import get_version
+
+    library = get_version().libnccl
+    assert library is not None, "its calls would have failed"
+    found = library.version
+    return found.major, found.minor, found.micro
+
+
 def rank(number: int, folder: str) -> list[dict[str, Any]]:
     from nccl.core import Communicator, UniqueId, get_unique_id
     from nccl.core.interop.torch import empty
@@ -176,7 +186,7 @@ def rank(number: int, folder: str) -> list[dict[str, Any]]:
     add("copy engine", copies(pair, plain), plain)
     for size in MESSAGES:
         add("send and receive", both_ends(pair, communicator, plain, size), plain, size)
-    if torch.cuda.nccl.version() >= (2, 29):
+    if loaded_nccl() >= (2, 29):
         window = empty(WINDOW, dtype=torch.uint8, device=number)
         registered = communicator.register_window(window)
         for size in MESSAGES:
@@ -193,7 +203,7 @@ def main() -> None:
         parser.error("two GPUs are needed")
     with tempfile.TemporaryDirectory() as folder:
         _, rows = run_processes(2, rank, (folder,), timeout_s=TIMEOUT_S)
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    nccl = ".".join(map(str, loaded_nccl()))
     earlier = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     (name, driver), *_ = machine.gpus()
     result = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mcore_reshard.kernels.cuda.streams import in_callers_context
-from mcore_reshard.kernels.rendezvous.polling import HEAD_START_S, LOOK_S, NOTICE_S, DeadlineThread
+from mcore_reshard.kernels.rendezvous.polling import HEAD_START_S, LOOK_S, NOTICE_S, DeadlineThread, short_turns
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
 from mcore_reshard.kernels.transports.base import StageReport
 
@@ -210,18 +210,19 @@ class Refitter(Member):
         start = time.perf_counter()
         run = connection.thread.start(in_callers_context(program.checks.around(executor.run), bound.device))
         try:
-            if self.world == "train":
-                wait([run], HEAD_START_S)
-                watch.begin()
-                stale = self._stale_tensors()
-            while not wait([run], min(LOOK_S, watch.due_in_s())).done:
-                watch.look()
-                if (failure := rendezvous.failure(phase)) is None:
-                    continue
-                # A process that is gone has been so for longer than a transport takes to notice.
-                if not wait([run], 0 if failure.error == "PeerGone" else NOTICE_S).done:
-                    raise SessionFailed(failure)
-            stages = run.result()
+            with short_turns():
+                if self.world == "train":
+                    wait([run], HEAD_START_S)
+                    watch.begin()
+                    stale = self._stale_tensors()
+                while not wait([run], min(LOOK_S, watch.due_in_s())).done:
+                    watch.look()
+                    if (failure := rendezvous.failure(phase)) is None:
+                        continue
+                    # A process that is gone has been so for longer than a transport takes to notice.
+                    if not wait([run], 0 if failure.error == "PeerGone" else NOTICE_S).done:
+                        raise SessionFailed(failure)
+                stages = run.result()
         finally:
             del run  # it keeps its error, whose traceback would keep it in turn
         took_s = time.perf_counter() - start

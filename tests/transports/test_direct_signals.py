@@ -6,6 +6,7 @@ Events, slots and copies are stand-ins; the executor's two ends and their connec
 from __future__ import annotations
 
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -94,3 +95,30 @@ def test_in_some_of_them_trainers_cast_for_one_reader_and_send_plain_bytes_to_an
             plain, cast = parted(schedule_of(plan, "train", rank))
             mixed += bool({*cast.peers} and {*plain.peers} - {*cast.peers})
     assert mixed > 2
+
+
+def last_signal(number: int, address: str, plan: Plan) -> str:
+    """The trainer leaves behind its signal; the reader takes that late, and then awaits another one."""
+    from mcore_reshard.kernels.errors import PeerLostError
+    from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals, Signal
+
+    schedule = schedule_of(plan, "gen" if number else "train", 0)
+    bound: Any = SimpleNamespace(schedule=schedule, rank_name=schedule.name)
+    signals = PeerSignals(store_of(address).under("direct"), bound, 10.0)
+    if not number:
+        signals.tell(1, Signal.CAST)
+        signals.close()
+        return "left"
+    with pytest.raises(PeerLostError):  # until gloo has noticed
+        for _ in range(1000):
+            signals._group.recv(torch.empty(16, dtype=torch.uint8), 0, signals.peers[0])
+            time.sleep(0.01)
+    signals.hear(1, Signal.CAST)
+    with pytest.raises(PeerLostError) as raised:
+        signals.hear(2, Signal.READY)
+    return str(raised.value)
+
+
+def test_a_peer_that_leaves_after_its_last_signal_is_missed_when_the_next_one_is_due() -> None:
+    left, said = values(run_ranks(2, last_signal, Case("tiny-llama", "tp=1", "tp=1").plan(), timeout_s=60.0))
+    assert left == "left" and "gen:0 waiting for train:0" in said and "the connection was closed" in said

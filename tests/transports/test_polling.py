@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from mcore_reshard.kernels.rendezvous import polling
-from mcore_reshard.kernels.rendezvous.polling import COARSE_SHARE, EventPoller
+from mcore_reshard.kernels.rendezvous.polling import COARSE_SHARE, TURN_S, EventPoller, short_turns
 
 
 class Clock:
@@ -112,3 +114,19 @@ def test_a_watched_wait_is_late_by_a_twentieth_at_most(clock: Clock) -> None:
     poller = EventPoller(60.0, watches=True)
     waits(poller, clock, 0.190)
     assert waits(poller, clock, 0.155)[1] < 0.05 * 0.190
+
+
+def test_turns_are_short_while_anybody_wants_them_and_then_as_before() -> None:
+    usual = sys.getswitchinterval()
+    with pytest.raises(OSError, match="on fire"), short_turns():
+        with short_turns():
+            assert sys.getswitchinterval() == pytest.approx(TURN_S, rel=0.05)
+        assert sys.getswitchinterval() == pytest.approx(TURN_S, rel=0.05)
+        raise OSError("on fire")
+    assert sys.getswitchinterval() == usual
+    sys.setswitchinterval(TURN_S / 2)  # of a program that wants less
+    try:
+        with short_turns():
+            assert sys.getswitchinterval() == pytest.approx(TURN_S / 2, rel=0.05)
+    finally:
+        sys.setswitchinterval(usual)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mcore_reshard.kernels.copies.bind import BoundSchedule
-from mcore_reshard.kernels.errors import TransferError, Waiting
+from mcore_reshard.kernels.errors import PeerLostError, TransferError, Waiting
 from mcore_reshard.kernels.rendezvous.exchange import fetch, publish
 from mcore_reshard.kernels.rendezvous.gloo_group import GlooMessage
 from mcore_reshard.kernels.rendezvous.store_keys import FailFastStore, StoreKeys
@@ -42,7 +42,7 @@ class PeerSignals:
         self.peers = _waiting_by_peer(bound)
         # A group of its own: a buffer posted in the session's would get the next message of any kind.
         self._group = connect_group(FailFastStore("words", store), bound.schedule, timeout_s)
-        self._posted: dict[int, tuple[torch.Tensor, GlooMessage]] = {}
+        self._posted: dict[int, tuple[torch.Tensor, GlooMessage | PeerLostError]] = {}
         self._listen(self.peers)
 
     @property
@@ -74,6 +74,8 @@ class PeerSignals:
             peers = self.peers
         for peer in peers:
             buffer, message = self._posted[peer]
+            if isinstance(message, PeerLostError):
+                raise message
             message.wait()
             if (heard := _MESSAGE.unpack(buffer.numpy().tobytes())) != (run, signal):
                 raise TransferError(self.peers[peer], f"(run, signal) {heard} came in place of {(run, int(signal))}")
@@ -84,11 +86,17 @@ class PeerSignals:
         self._group.close()
 
     def _listen(self, peers: Collection[int]) -> None:
-        """Post buffers for the next signals of peers: one that is posted late costs the sender a round trip."""
+        """Post buffers for the next signals of peers: one that is posted late costs the sender a round trip.
+
+        A peer may leave after its last signal: that is an error only once another one is awaited.
+        """
         for peer in peers:
             buffer = torch.empty(_MESSAGE.size, dtype=torch.uint8)
             group_rank = peer_group_rank(self._bound.schedule, peer)
-            self._posted[peer] = buffer, self._group.recv(buffer, group_rank, self.peers[peer])
+            try:
+                self._posted[peer] = buffer, self._group.recv(buffer, group_rank, self.peers[peer])
+            except PeerLostError as error:
+                self._posted[peer] = buffer, error
 
 
 def _waiting_by_peer(bound: BoundSchedule) -> dict[int, Waiting]:
