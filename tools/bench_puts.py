@@ -170,7 +170,7 @@ def loaded_nccl() -> tuple[int, int, int]:
 
 
 def rank(number: int, folder: str) -> list[dict[str, Any]]:
-    from nccl.core import Communicator, UniqueId, get_unique_id
+    from nccl.core import Communicator, UniqueId, WindowFlag, get_unique_id
     from nccl.core.interop.torch import empty
 
     pair = Pair(number, folder)
@@ -188,7 +188,7 @@ def rank(number: int, folder: str) -> list[dict[str, Any]]:
         add("send and receive", both_ends(pair, communicator, plain, size), plain, size)
     if loaded_nccl() >= (2, 29):
         window = empty(WINDOW, dtype=torch.uint8, device=number)
-        registered = communicator.register_window(window)
+        registered = communicator.register_window(window, WindowFlag.COLL_SYMMETRIC)
         for size in MESSAGES:
             add("put", puts(pair, communicator, window, registered, size), window, size)
     pair.meet()

@@ -27,6 +27,7 @@ class Slots:
     """Two rounds with every peer that is cast for, as `SlotSource` and `SlotReader` tell and hear them."""
 
     began = None
+    shares_gpu = False
     stream = MagicMock()
 
     def __init__(self, signals: Any, peers: set[int], *, sends: bool) -> None:
@@ -114,6 +115,7 @@ def last_signal(number: int, address: str, plan: Plan) -> str:
             signals._group.recv(torch.empty(16, dtype=torch.uint8), 0, signals.peers[0])
             time.sleep(0.01)
     signals.hear(1, Signal.CAST)
+    signals.tell_last(1, Signal.DONE)  # no error: everything is here
     with pytest.raises(PeerLostError) as raised:
         signals.hear(2, Signal.READY)
     return str(raised.value)
@@ -122,3 +124,33 @@ def last_signal(number: int, address: str, plan: Plan) -> str:
 def test_a_peer_that_leaves_after_its_last_signal_is_missed_when_the_next_one_is_due() -> None:
     left, said = values(run_ranks(2, last_signal, Case("tiny-llama", "tp=1", "tp=1").plan(), timeout_s=60.0))
     assert left == "left" and "gen:0 waiting for train:0" in said and "the connection was closed" in said
+
+
+def leave_at_once(number: int, address: str, plan: Plan) -> int:
+    """Trainers leave as soon as readers have begun, at about the time of the readers' last word."""
+    from mcore_reshard.kernels.transports.direct.peer_signals import PeerSignals, Signal
+
+    world, rank = ("train", number) if number < plan.train.world else ("gen", number - plan.train.world)
+    schedule = schedule_of(plan, world, rank)  # type: ignore[arg-type]
+    bound: Any = SimpleNamespace(schedule=schedule, rank_name=schedule.name)
+    for turn in range(25):
+        signals = PeerSignals(store_of(address).under(f"direct/{turn}"), bound, 5.0)
+        for run in range(2):
+            if world == "train":
+                if run:
+                    signals.hear(run - 1, Signal.DONE)
+                signals.tell(run, Signal.READY)
+                signals.hear(run, Signal.STARTED)
+            else:
+                signals.hear(run, Signal.READY)
+                signals.tell(run, Signal.STARTED)
+                time.sleep(run * turn * 1e-4)
+                signals.tell_last(run, Signal.DONE)
+        signals.close()
+    return len(signals._group._pending)
+
+
+@pytest.mark.long
+def test_readers_wait_for_no_trainer_that_has_left() -> None:
+    plan = Case("tiny-llama", "tp=2", "tp=2").plan()
+    assert values(run_ranks(4, leave_at_once, plan, timeout_s=60.0)) == [0] * 4

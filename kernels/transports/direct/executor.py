@@ -21,7 +21,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -38,7 +37,7 @@ from mcore_reshard.kernels.cuda.copy_kernel import KernelShape, own_gpu_shape
 from mcore_reshard.kernels.cuda.device_memory import is_plain
 from mcore_reshard.kernels.cuda.executed_tiles import PlacedCopies, tile_problems
 from mcore_reshard.kernels.cuda.ipc import Export, export_event, open_event, withdraw_event
-from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, PeerLostError, SessionError, TransferError
+from mcore_reshard.kernels.errors import ChecksumError, DeadlineError, SessionError, TransferError
 from mcore_reshard.kernels.options import DEFAULT_SCRATCH_BYTES
 from mcore_reshard.kernels.rendezvous.polling import CLOSE_S, EventPoller
 from mcore_reshard.kernels.rendezvous.store_keys import StoreKeys
@@ -234,16 +233,19 @@ class _Reader:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._slots.rounds(run, self._note_writes)
         self._signals.hear(run, Signal.READY)
+        shares_gpu = self._slots.shares_gpu
+        if shares_gpu:  # a pull that waits on the GPU takes turns there from those who cast
+            self._signals.hear(run, Signal.CAST, self._slots.sources)
         self._slots.await_casts()
         self._note_writes()
         begin = self._slots.began or time.monotonic()
         self._copies.launch(self._stream)
         self._pulled.record(self._stream)
         self._signals.tell(run, Signal.STARTED)
-        self._signals.hear(run, Signal.CAST, self._slots.sources)  # a source that dies before is named at once
+        if not shares_gpu:  # heard only now; a source that has died is named at once
+            self._signals.hear(run, Signal.CAST, self._slots.sources)
         self._pulling.wait(dict.fromkeys(self._signals.peers, self._pulled), begin)
-        with suppress(PeerLostError):  # a trainer that is done may be gone by now: everything is here
-            self._signals.tell(run, Signal.DONE)
+        self._signals.tell_last(run, Signal.DONE)
         self._check_sums()
         self._slots.check_sums()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -43,6 +44,7 @@ class PeerSignals:
         # A group of its own: a buffer posted in the session's would get the next message of any kind.
         self._group = connect_group(FailFastStore("words", store), bound.schedule, timeout_s)
         self._posted: dict[int, tuple[torch.Tensor, GlooMessage | PeerLostError]] = {}
+        self._unawaited: dict[int, GlooMessage] = {}  # gloo drops what it has not sent once the handle is gone
         self._listen(self.peers)
 
     @property
@@ -60,13 +62,21 @@ class PeerSignals:
 
     def tell(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
         """Send `signal` to `peers`, by default to all."""
-        content = torch.frombuffer(bytearray(_MESSAGE.pack(run, signal)), dtype=torch.uint8)
-        messages = [
-            self._group.send(content, peer_group_rank(self._bound.schedule, peer), self.peers[peer])
-            for peer in (self.peers if peers is None else peers)
-        ]
-        for message in messages:
+        for message in [self._send(run, signal, peer) for peer in (self.peers if peers is None else peers)]:
             message.wait()
+
+    def tell_last(self, run: int, signal: int) -> None:
+        """Send the last `signal` of a run to all peers, and wait for none: who has left by now needs it no more.
+
+        gloo may not notice for long that the receiver of a message has left. Peers begin the next run once it has come.
+        """
+        for peer in self.peers:
+            with suppress(PeerLostError):
+                self._unawaited[peer] = self._send(run, signal, peer)
+
+    def _send(self, run: int, signal: int, peer: int) -> GlooMessage:
+        content = torch.frombuffer(bytearray(_MESSAGE.pack(run, signal)), dtype=torch.uint8)
+        return self._group.send(content, peer_group_rank(self._bound.schedule, peer), self.peers[peer])
 
     def hear(self, run: int, signal: int, peers: Collection[int] | None = None) -> None:
         """Wait until `peers`, by default all, have sent `signal`."""
@@ -79,10 +89,13 @@ class PeerSignals:
             message.wait()
             if (heard := _MESSAGE.unpack(buffer.numpy().tobytes())) != (run, signal):
                 raise TransferError(self.peers[peer], f"(run, signal) {heard} came in place of {(run, int(signal))}")
+            if (last := self._unawaited.pop(peer, None)) is not None:  # it has come
+                last.drop()
         self._listen(peers)
 
     def close(self) -> None:
         self._posted.clear()
+        self._unawaited.clear()
         self._group.close()
 
     def _listen(self, peers: Collection[int]) -> None:
