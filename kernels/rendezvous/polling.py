@@ -22,6 +22,7 @@ DUE_SHARE = 0.95  # no look before this share of the fastest refit's time: few r
 _RECENT = 8  # waits, of which the fastest counts
 LOOK_S = 0.25  # how often a rank that waits looks whether another rank has failed
 HEAD_START_S = 0.005  # for a transport to begin, before this rank's own checks take the interpreter's lock
+CASTING_SHARE = 0.3  # of a refit's time: the head start where a transport casts, and queues its work round by round
 TURN_S = 0.0002  # at the interpreter's lock while a transport may need it; Python's own is 5 ms
 NOTICE_S = 1.0  # for other ranks to report that their time is up too, and for this rank's transport to notice a failure
 CAUSE_S = 3.0  # for the rank that knows the cause of a failure to tell it; that rank may wait NOTICE_S first
@@ -95,8 +96,7 @@ class _ShortTurns:
     def __call__(self) -> Iterator[None]:
         """Let this process's threads take turns of TURN_S at the interpreter's lock.
 
-        A transport that casts signals its peers round by round. Beside the checks of 12,627 tensors, which take 24 ms, it
-        would wait 5 ms for each turn.
+        Beside the checks of 12,627 tensors, which take 24 ms, a transport would wait 5 ms for each turn.
         """
         with self._lock:
             if not self._depth:

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from mcore_reshard.kernels.cuda.streams import in_callers_context
-from mcore_reshard.kernels.rendezvous.polling import HEAD_START_S, LOOK_S, NOTICE_S, DeadlineThread, short_turns
+from mcore_reshard.kernels.rendezvous.polling import (
+    CASTING_SHARE,
+    HEAD_START_S,
+    LOOK_S,
+    NOTICE_S,
+    DeadlineThread,
+    short_turns,
+)
 from mcore_reshard.kernels.rendezvous.rendezvous import Rendezvous, SessionFailed
 from mcore_reshard.kernels.transports.base import StageReport
 
@@ -212,7 +219,7 @@ class Refitter(Member):
         try:
             with short_turns():
                 if self.world == "train":
-                    wait([run], HEAD_START_S)
+                    wait([run], max(HEAD_START_S, CASTING_SHARE * fastest_s if bound.casts else 0.0))
                     watch.begin()
                     stale = self._stale_tensors()
                 while not wait([run], min(LOOK_S, watch.due_in_s())).done:
