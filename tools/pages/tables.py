@@ -196,6 +196,26 @@ def links_section() -> str:
     return "\n".join(lines)
 
 
+def puts_section() -> str:
+    """A row for each way and size of message: by NCCL of each version, and what the receiver keeps of matrix products."""
+    data = json.loads((RESULTS / "puts-x2.json").read_text())
+    lines = [
+        _wrapped(
+            f"{data['hardware']}, {data['date']}: GB/s from one to the other, and of its speed in matrix products, what the"
+            f" receiver keeps meanwhile (`python tools/bench_puts.py`, [data]({LINKS}/puts-x2.json)):"
+        ),
+        "",
+        "| by | messages | GB/s | matrix products |",
+        "|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        by = row["method"] if row["method"] == "copy engine" else f"{row['method']}, NCCL {row['nccl']}"
+        size = "-" if row["message_mib"] is None else f"{row['message_mib']} MiB"
+        if (row["method"], row["nccl"]) != ("copy engine", data["rows"][0]["nccl"]):
+            lines.append(f"| {by} | {size} | {row['gb_per_s']:.0f} | {min(1.0, row['matmuls']):.0%} |")
+    return "\n".join(lines)
+
+
 def kernels_section(folder: Path = RESULTS) -> str:
     """The results of tools/bench_kernels.py; nothing where it was not run."""
     file = folder / "kernels-x2.json"
@@ -601,6 +621,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "shared": shared_section,
     "one-gpu": one_gpu_section,
     "links": links_section,
+    "puts": puts_section,
     "kernels": kernels_section,
     "source-checks": source_checks_section,
     "session-cost": session_cost_section,
